@@ -1,0 +1,121 @@
+"""What an optimisation may change (wrap_*), what it may watch (on_*), in which order, and with whom."""
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.distributed import Reduce
+from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+
+class Role(IntEnum):
+    """Callbacks wrap and run in this order, so the first wrap is the innermost.
+
+    One callback per role, except MODEL, MEASURE and OBSERVE, which take any number.
+    """
+
+    MODEL = 0  # changes modules: recompute activations, swap layers
+    COMPILE = 1  # torch.compile, outside every change of modules
+    SHARD = 2  # how parameters and gradients are laid out: DDP's buckets, FSDP
+    REDUCE = 3  # how a bucket is summed: flat, hierarchical
+    COMPRESS = 4  # what is sent: bf16, top-k
+    SYNC = 5  # when it is sent: every step, every H steps
+    OPTIMIZER = 6  # what a step does: overlap, shard
+    AVERAGE = 7  # copies of the weights: EMA
+    BATCH = 8  # the next step's batch
+    MEASURE = 9  # adds numbers to `trainer.metrics`
+    OBSERVE = 10  # shows them, or stops the run
+
+
+SHARED = (Role.MODEL, Role.MEASURE, Role.OBSERVE)
+
+
+class Callback:
+    """Base class: every hook is optional, and an unknown hook name is an error when the class is defined."""
+
+    role: ClassVar[Role] = Role.OBSERVE
+    exact: ClassVar[bool] = True  # training gives the same numbers as without it, to rounding
+    communicates: ClassVar[bool] = False  # concerns communication only: with one rank it does nothing, and the log says so
+    defers: ClassVar[bool] = False  # gradients are not reduced yet when on_before_optimizer_step runs
+    diverges: ClassVar[bool] = False  # weights differ between ranks, so all are saved
+    # Name of a callback or of a trainer feature (clip, fp16, accumulate, find_unused_parameters, ...) -> reason and way out.
+    conflicts: Mapping[str, str] = {}
+
+    # Transforms, called once, before training. Each takes the thing and returns the thing.
+    def wrap_model(self, trainer: "Trainer", model: nn.Module) -> nn.Module:
+        """The module on its device, before DDP. Keep the parameters' names."""
+        return model
+
+    def wrap_reduce(self, trainer: "Trainer", reduce: Reduce) -> Reduce:
+        """The gradient communication of one bucket: blocking code; called with two ranks or more only."""
+        return reduce
+
+    def wrap_optimizer(self, trainer: "Trainer", optimizer: Optimizer) -> Optimizer:
+        return optimizer
+
+    # Events.
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        """State is restored; no step has run."""
+
+    def on_before_optimizer_step(self, trainer: "Trainer") -> None:
+        """Gradients are reduced and unscaled, not yet clipped."""
+
+    def on_step_end(self, trainer: "Trainer") -> None:
+        """`trainer.step` counts the step; `trainer.metrics` has numbers if it is one to log."""
+
+    def on_flush(self, trainer: "Trainer") -> None:
+        """Weights are about to be read: finish deferred work."""
+
+    def on_validation_end(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+        """`metrics` are the same on all ranks."""
+
+    def on_fit_end(self, trainer: "Trainer") -> None:
+        """Always called, also after an exception: release resources."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to continue: tensors and JSON values. Keyed by parameter name, never by bucket."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Called before `on_fit_start`."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        unknown = {name for name in vars(cls) if name.startswith(("on_", "wrap_"))} - set(HOOKS)
+        if unknown:
+            raise TypeError(f"{cls.__name__}: unknown hooks {sorted(unknown)}; the hooks are {', '.join(HOOKS)}")
+
+
+HOOKS = tuple(name for name in vars(Callback) if name.startswith(("on_", "wrap_")))
+
+
+def overrides(callback: Callback, hook: str) -> bool:
+    return getattr(type(callback), hook) is not getattr(Callback, hook)
+
+
+def arrange(callbacks: Mapping[str, Callback], features: set[str]) -> dict[str, Callback]:
+    """Sort by role and name, so that the order in the config cannot matter; refuse what cannot work.
+
+    Raises:
+        ConfigError: naming every conflict at once.
+    """
+    ordered = dict(sorted(callbacks.items(), key=lambda item: (item[1].role, item[0])))
+    errors: list[str] = []
+    owners: dict[Role, str] = {}
+    deferring = [name for name, callback in ordered.items() if callback.defers]
+    for name, callback in ordered.items():
+        for other in sorted(callback.conflicts.keys() & (ordered.keys() | features)):
+            errors.append(f"{name} and {other} can't run together: {callback.conflicts[other]}")
+        if callback.role not in SHARED and owners.setdefault(callback.role, name) != name:
+            errors.append(f"{owners[callback.role]} and {name} both have the role {callback.role.name}: remove one (~callbacks.{name})")
+        if deferring and overrides(callback, "on_before_optimizer_step"):
+            errors.append(f"{name} and {deferring[0]} can't run together: {name} reads gradients that {deferring[0]} reduces later; remove one")
+    if errors:
+        raise ConfigError("; ".join(errors))
+    return ordered

@@ -1,0 +1,44 @@
+"""One vocabulary for every duration: "200 steps", "2 epochs", "1e6 samples", "30 minutes"; a bare number is steps."""
+
+import re
+from dataclasses import dataclass
+
+from trainer.errors import ConfigError
+
+UNITS = ("steps", "epochs", "samples", "minutes")
+
+
+@dataclass(frozen=True)
+class Duration:
+    amount: float
+    unit: str = "steps"
+
+    @classmethod
+    def parse(cls, text: "str | int | Duration", key: str) -> "Duration":
+        if isinstance(text, Duration):
+            return text
+        match = re.fullmatch(r"\s*([0-9._]+(?:e[0-9]+)?)\s*([a-z]*)\s*", str(text))
+        unit = next((u for u in UNITS if match and u in (match[2], match[2] + "s")), "" if match and match[2] else "steps")
+        try:
+            amount = float(match[1]) if match else -1.0
+        except ValueError:
+            amount = -1.0
+        if amount < 0 or not unit:
+            raise ConfigError(f"{key}={text}: not a duration; write for example {key}='200 steps' ({', '.join(UNITS)})")
+        return cls(amount, unit)
+
+    def steps(self, key: str, batch: int, epoch_samples: int | None) -> int:
+        """In optimizer steps, rounded up; `batch` is global, in samples.
+
+        Raises:
+            ConfigError: for minutes, and for epochs of a data set whose length is not known.
+        """
+        if self.unit == "minutes":
+            raise ConfigError(f"{key}={self}: must be a number of steps known before the run; give steps, samples or epochs")
+        if self.unit == "epochs" and epoch_samples is None:
+            raise ConfigError(f"{key}={self}: this recipe's data has no known length; give steps or samples")
+        samples = self.amount * {"steps": batch, "samples": 1, "epochs": epoch_samples or 0}[self.unit]
+        return int(-(-samples // batch))
+
+    def __str__(self) -> str:
+        return f"{self.amount:g} {self.unit}"

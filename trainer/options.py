@@ -1,0 +1,58 @@
+"""The typed settings of a run: the keys `trainer`, `trainer.checkpoint`, `trainer.ddp` and `data`. Imports no torch."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """`dir` holds one folder a run, and `last.pt`, a link to the newest checkpoint."""
+
+    dir: str = "ckpt"
+    every_steps: int | None = 1000
+    every_minutes: float | None = 30.0  # by rank 0's clock
+    keep: int = 2  # newest valid checkpoints kept; at least 1
+    keep_best: str | None = None  # a validation metric, smaller is better: "val/loss"; "max val/accuracy" turns it round
+
+
+@dataclass(frozen=True)
+class DDPOptions:
+    """torch's DistributedDataParallel, by its own names but for the unit."""
+
+    bucket_mib: float = 25.0
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = False
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    workers: int = 2  # processes per rank; 0 reads in the training process
+    prefetch: int = 2  # micro-batches ahead per worker
+    lanes: int = 64  # shards mixed in every batch; part of the run's identity
+    block: int = 512  # samples shuffled together inside a lane; part of the run's identity
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything under `trainer`."""
+
+    devices: int | Literal["auto"] = "auto"  # ranks on this node; auto: every GPU, or one CPU process
+    nodes: int = 1
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
+    max_steps: int | None = None
+    max_epochs: float | None = None
+    clip_norm: float | None = None  # global norm; null does not clip
+    validate_every: int | str | None = None  # a duration; null: at the end only
+    log_every_steps: int = 50
+    seed: int = 0
+    resume: str | None = None  # ckpt/last.pt, a checkpoint, a run, or auto
+    accept: list[str] = field(default_factory=list)  # differences from the checkpoint that a resume may take
+    init_from: str | None = None  # weights only: a checkpoint or a .safetensors file
+    run_dir: str | None = None  # null: runs/<recipe>-<time>
+    timeout_s: float = 600.0  # of a collective
+    allow_targets: list[str] = field(default_factory=list)  # packages beside Echelon's that _target_ may name
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    ddp: DDPOptions = field(default_factory=DDPOptions)

@@ -1,0 +1,65 @@
+"""What a user writes: a model, its data, its loss. No base class, no registry, nothing of Echelon imported."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from numpy.random import Generator
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+Data = str | Path | list[str] | list[Path] | Dataset[Any] | Iterable[Any]
+
+
+class Recipe(Protocol):
+    """The three methods that every recipe has. Those below, in `Optional`, are called where a recipe has them."""
+
+    def model(self) -> nn.Module:
+        """A fresh model on the CPU; the global seed is set before the call."""
+        ...
+
+    def data(self, split: str) -> Data:
+        """The data of `split` ("train" or "val"), the same on every rank. One of three kinds:
+
+        - tar shards in WebDataset format: a path, a glob pattern, or a list of paths. Samples are dicts of decoded members.
+        - a map-style torch `Dataset`.
+        - any iterable of batches, of this rank: resuming replays it, and "train" must never end.
+
+        It is called once before any rank starts, so this is the place to prepare files (under a lock).
+        """
+        ...
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Mean loss over the `weight(batch)` items of `batch`, a scalar. Calls `model`, which may be wrapped, once."""
+        ...
+
+
+class Optional(Protocol):
+    """What a recipe may have beside; never inherited, here for reading and for types."""
+
+    tokens_per_sample: int  # for perf/tokens_per_s
+    flops_per_sample: float  # forward and backward, for perf/mfu
+
+    def weight(self, batch: Any) -> int:
+        """Items that the loss averages over, counted on the CPU batch. Default: samples."""
+        ...
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
+        """(sum, count) per name over `batch`, for validation. Default: the loss as `loss`."""
+        ...
+
+    def transform(self, sample: Any, rng: Generator) -> Any:
+        """One sample, as the model wants it, in a data worker. `rng` is keyed by (seed, epoch, sample)."""
+        ...
+
+    def collate(self, samples: list[Any]) -> Any:
+        """A batch from samples. Default: torch's `default_collate`."""
+        ...
+
+    def summary(self) -> dict[str, float]:
+        """Numbers about the data or the task that belong in summary.json and beside the final metrics."""
+        ...
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Writes the trained model for use elsewhere into `folder`; called on rank 0 after training."""
+        ...
