@@ -7,3 +7,7 @@ class ConfigError(ValueError):
 
 class DataError(ValueError):
     """Data that is missing, damaged or not what it was: the message names the file and the way out. Exit code 71."""
+
+
+def exit_code(error: BaseException) -> int:
+    return 78 if isinstance(error, ConfigError) else 71 if isinstance(error, DataError) else 1

@@ -1,0 +1,40 @@
+"""The arithmetic of a batch: global samples = ranks x micro-batch x accumulation. Imports no torch."""
+
+from trainer.errors import ConfigError
+
+
+def split_batch(batch: int, world: int, micro_batch: int | None, accumulate: int | None) -> tuple[int, int]:
+    """(micro-batch in samples per rank, micro-batches per step) of a global `batch` over `world` ranks.
+
+    Raises:
+        ConfigError: where it does not divide, with the nearest batches that do.
+    """
+    for key, value in (("batch", batch), ("micro_batch", micro_batch), ("accumulate", accumulate)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{key}={value}: must be at least 1")
+    known = {"micro_batch": micro_batch, "accumulate": accumulate}
+    unit = world * (micro_batch or 1) * (accumulate or 1)
+    wrong = batch != unit if micro_batch and accumulate else batch % unit
+    if wrong:
+        given = "".join(f", {key}={value}" for key, value in known.items() if value)
+        low = batch // unit * unit
+        nearest = [unit] if micro_batch and accumulate else [b for b in (low, low + unit) if b]
+        raise ConfigError(
+            f"batch={batch}: does not divide into {world} rank(s){given}; nearest that do: "
+            + ", ".join(f"batch={b}" for b in nearest)
+            + _other_sizes(batch, world, known)
+        )
+    micro = micro_batch or batch // (world * (accumulate or 1))
+    return micro, batch // (world * micro)
+
+
+def _other_sizes(batch: int, world: int, known: dict[str, int | None]) -> str:
+    """The nearest values of the other two keys for which this very batch divides."""
+    if batch % world:
+        return ""
+    divisors = [d for d in range(1, batch // world + 1) if batch // world % d == 0]
+    options = [
+        f"{key}={min(divisors, key=lambda d: abs(d - value))}" for key, value in known.items() if value is not None
+    ]
+    both = known["micro_batch"] and known["accumulate"]
+    return f"; or {'one of ' if both else ''}{' or '.join(options)}" + (" alone" if both else "") if options else ""

@@ -1,0 +1,39 @@
+"""Stops the run when a validation metric has not improved for `patience` validations in a row."""
+
+import math
+from typing import Any, Literal
+
+from trainer.callback import Callback
+from trainer.errors import ConfigError
+
+
+class EarlyStop(Callback):
+    """Metrics agree on all ranks, so all stop at the same step.
+
+    Args:
+        metric: A name that validation reports, `val/loss` for example.
+        patience: Validations without improvement before the stop.
+        min_delta: Smallest change that counts as an improvement, in the metric's unit.
+        mode: Whether smaller (`min`) or larger (`max`) is better.
+    """
+
+    def __init__(
+        self, metric: str = "val/loss", patience: int = 3, min_delta: float = 0.0, mode: Literal["min", "max"] = "min"
+    ) -> None:
+        self.metric, self.patience, self.min_delta, self.mode = metric, patience, min_delta, mode
+        self.best, self.bad = math.inf, 0
+
+    def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
+        if self.metric not in metrics:
+            raise ConfigError(f"callbacks.early_stop.metric={self.metric}: validation gives {', '.join(metrics)}; name one of them")
+        value = metrics[self.metric] if self.mode == "min" else -metrics[self.metric]
+        improved = value < self.best - self.min_delta
+        self.best, self.bad = (value, 0) if improved else (self.best, self.bad + 1)
+        if self.bad >= self.patience:
+            trainer.stop(f"early_stop: {self.metric} has not improved for {self.patience} validations")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "bad": self.bad}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.bad = state["best"], state["bad"]

@@ -1,0 +1,54 @@
+"""Exponential moving average of the weights, used for validation and export (Polyak and Juditsky 1992)."""
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from trainer.callback import Callback, Role
+
+
+class EMA(Callback):
+    """After each step, average = decay * average + (1 - decay) * weights. Buffers are copied, not averaged.
+
+    Memory: one copy of the model on its device. Where a callback defers steps, the average follows as soon as the weights are
+    there, so its numbers are the same.
+
+    Args:
+        decay: Weight of the past per step; the average spans about 1 / (1 - decay) steps.
+    """
+
+    role = Role.AVERAGE
+
+    def __init__(self, decay: float = 0.999) -> None:
+        self.decay = decay
+        self.restored: dict[str, Any] | None = None
+
+    def on_fit_start(self, trainer) -> None:
+        self.model = trainer.eval_model = deepcopy(trainer.module).requires_grad_(False)
+        if self.restored is not None:
+            self.model.load_state_dict(self.restored)
+        self.step = trainer.step  # whose weights the average has taken in
+        self.pairs = list(self.model.parameters()), list(trainer.module.parameters())
+        self.buffers = list(self.model.buffers()), list(trainer.module.buffers())
+
+    def on_step_end(self, trainer) -> None:
+        self._follow(trainer)
+
+    def on_flush(self, trainer) -> None:
+        self._follow(trainer)
+
+    @torch.no_grad()
+    def _follow(self, trainer) -> None:
+        if trainer.step - trainer.lag == self.step:
+            return
+        self.step = trainer.step - trainer.lag
+        torch._foreach_lerp_(*self.pairs, 1 - self.decay)
+        if self.buffers[0]:
+            torch._foreach_copy_(*self.buffers)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.model.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.restored = state

@@ -1,0 +1,119 @@
+"""Reduces and steps each bucket during the next forward pass, when the first module that needs it is called.
+
+The idea is ByteScheduler's (Peng et al. 2019) and BytePS's cross-barrier: the backward pass does not wait for the network.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import GradBucket
+from torch.futures import Future
+from torch.optim import Optimizer
+
+from trainer.callback import Callback, Role
+from trainer.distributed import Background, Reduce
+
+SUMMED_LATER = "which is known only after all buckets, and overlap steps each one alone"
+
+
+class Pending:
+    """One bucket on its way: its parameters, the sum to come, and the optimizer's groups as they were when the step was asked for."""
+
+    def __init__(self, sum_to_come: "Future[Tensor]", params: list[nn.Parameter]) -> None:
+        self.sum_to_come, self.params = sum_to_come, params
+        self.groups: list[dict[str, Any]] = []
+
+
+class Overlap(Callback):
+    """The weights are bit for bit plain DDP's, step for step; between steps they are one step behind until `on_flush`.
+
+    Memory: one extra copy of the gradients. Hooks: one per module that owns parameters.
+    """
+
+    role = Role.OPTIMIZER
+    communicates = True
+    defers = True
+    conflicts = {
+        "clip": f"clipping needs the global norm, {SUMMED_LATER}; set trainer.clip_norm=null or leave overlap out",
+        "fp16": "loss scaling must see all gradients before the first one is applied; use trainer.precision=bf16 or leave overlap out",
+        "find_unused_parameters": "an unused parameter must not be stepped, and whether all ranks left it unused is known to DDP "
+        "alone; set trainer.ddp.find_unused_parameters=false or leave overlap out",
+        "gradient_as_bucket_view": "the bucket is used again while it is still being stepped; "
+        "set trainer.ddp.gradient_as_bucket_view=false or leave overlap out",
+    }
+
+    def __init__(self) -> None:
+        self.pending: dict[nn.Parameter, Pending] = {}
+        self.in_flight: list[Pending] = []
+
+    def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
+        background = Background(trainer.device)
+
+        def launch(flat: Tensor, bucket: GradBucket) -> Tensor:
+            if trainer.rehearsing:
+                return reduce(flat, bucket)
+            self.in_flight.append(Pending(background.submit(reduce, flat.clone(), bucket), bucket.parameters()))
+            return flat  # the backward pass need not wait
+
+        return launch
+
+    def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Any:
+        self.trainer, self.optimizer = trainer, optimizer
+        self.group_of = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        for module in trainer.module.modules():
+            own = list(module.parameters(recurse=False))
+            if own:
+                module.register_forward_pre_hook(lambda _module, _args, own=own: self._finish(own))
+        trainer.module.register_forward_hook(lambda *_: self._finish(list(self.pending)))  # what no module has asked for
+        return Deferred(optimizer, self)
+
+    def on_flush(self, trainer) -> None:
+        self._finish(list(self.pending))
+
+    def defer(self) -> None:
+        """Note that every bucket in flight is to be stepped, at this step's learning rates."""
+        self._finish(list(self.pending))  # none, unless the recipe's forward pass went around the model's
+        for bucket in self.in_flight:
+            groups = [{**group, "params": []} for group in self.optimizer.param_groups]
+            for p in bucket.params:
+                groups[self.group_of[p]]["params"].append(p)
+            bucket.groups = [group for group in groups if group["params"]]
+            self.pending |= dict.fromkeys(bucket.params, bucket)
+        self.in_flight = []
+        self.trainer.lag = 1 if self.pending else 0
+
+    @torch.no_grad()
+    def _finish(self, params: list[nn.Parameter]) -> None:
+        if not self.pending:
+            return
+        for p in params:
+            if p in self.pending:
+                self._step(self.pending[p])
+        if not self.pending:
+            self.trainer.lag = 0
+
+    def _step(self, bucket: Pending) -> None:
+        sums = bucket.sum_to_come.wait().split([p.numel() for p in bucket.params])
+        for p, gradient in zip(bucket.params, sums, strict=True):
+            p.grad = gradient.view_as(p)
+            del self.pending[p]
+        everything = self.optimizer.param_groups
+        self.optimizer.param_groups = bucket.groups
+        self.optimizer.step()
+        self.optimizer.param_groups = everything
+        for p in bucket.params:
+            p.grad = None
+
+
+class Deferred:
+    """Stands for `optimizer`, but `step` only notes that the buckets in flight are to be stepped."""
+
+    def __init__(self, optimizer: Optimizer, overlap: Overlap) -> None:
+        self.optimizer, self.overlap = optimizer, overlap
+
+    def step(self) -> None:
+        self.overlap.defer()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)

@@ -1,0 +1,70 @@
+"""Shows how far the run is: a bar on a terminal, else a line for every logged step."""
+
+import sys
+import time
+from typing import Any
+
+from trainer.callback import Callback
+from trainer.run import Terminal, log
+
+SHOWN = {
+    "train/loss": "loss {:.4g}",
+    "train/lr": "lr {:.2e}",
+    "perf/samples_per_s": "{:,.0f} samples/s",
+    "perf/tokens_per_s": "{:,.0f} tokens/s",
+    "perf/mfu": "mfu {:.1%}",
+}
+REFRESH_S = 0.1
+
+
+class Progress(Callback):
+    def __init__(self) -> None:
+        self.bar: Any = None
+
+    def on_fit_start(self, trainer) -> None:
+        self.shown_at = self.started = time.monotonic()
+        self.first_step = trainer.step
+        if trainer.rank or not sys.stdout.isatty():
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        self.bar = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False), transient=True,
+        )  # fmt: skip
+        self.task = self.bar.add_task("", total=trainer.plan.max_steps, completed=trainer.step, numbers="")
+        self.bar.start()
+        Terminal.console = self.bar.console
+
+    def on_step_end(self, trainer) -> None:
+        if self.bar is not None:
+            now = time.monotonic()
+            if trainer.metrics:
+                self.bar.update(self.task, completed=trainer.step, numbers=describe(trainer.metrics))
+            elif now - self.shown_at > REFRESH_S:
+                self.bar.update(self.task, completed=trainer.step)
+                self.shown_at = now
+        elif trainer.metrics:
+            log.info("step %s  %s%s", self._position(trainer), describe(trainer.metrics), self._left(trainer))
+
+    def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
+        log.info("step %s  %s", self._position(trainer), "  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+
+    def on_fit_end(self, trainer) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            Terminal.console = None
+
+    def _position(self, trainer) -> str:
+        return f"{trainer.step}/{trainer.plan.max_steps}" if trainer.plan.max_steps else str(trainer.step)
+
+    def _left(self, trainer) -> str:
+        done = trainer.step - self.first_step
+        if not trainer.plan.max_steps or not done:
+            return ""
+        seconds = (time.monotonic() - self.started) / done * (trainer.plan.max_steps - trainer.step)
+        return f"  {time.strftime('%H:%M:%S', time.gmtime(seconds))} left"
+
+
+def describe(metrics: dict[str, float]) -> str:
+    return "  ".join(form.format(metrics[name]) for name, form in SHOWN.items() if name in metrics)

@@ -1,0 +1,136 @@
+"""What a valid checkpoint is: files, and a MANIFEST.json with the size and sha256 of each. Standard library only."""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from trainer.errors import ConfigError
+
+MANIFEST = "MANIFEST.json"
+FORMAT = 1
+MANIFEST_BYTES = 64 << 20  # more is refused
+STEP = re.compile(r"step-([0-9]{8,})")
+FILE = re.compile(r"[A-Za-z0-9._-]+")
+# What the system says of damage; any other OSError (permissions, too many open files) is not the checkpoint's.
+DAMAGE = {
+    errno.ENOENT: "is missing",
+    errno.ENOTDIR: "is not a folder",
+    errno.ELOOP: "is a symbolic link",
+    errno.EISDIR: "is not a plain file",
+    errno.ENXIO: "is not a plain file",
+    errno.EIO: "can't be read (input/output error)",
+}
+
+
+class Damaged(ConfigError):
+    """A checkpoint that is not what its writer wrote; the message names the file and what differs."""
+
+
+def seal(folder: Path, step: int, manifest: Mapping[str, Any]) -> None:
+    """Hashes the files in `folder`, writes their manifest last, and returns when all of it is on the disk."""
+    assert not manifest.keys() & {"format", "step", "files", "sha256"}, manifest.keys()
+    files: dict[str, list[int | str]] = {}
+    with _opened(folder) as descriptor:
+        for name in sorted(os.listdir(descriptor)):
+            assert FILE.fullmatch(name), name
+            with _open(descriptor, name) as file:
+                files[name] = [os.fstat(file.fileno()).st_size, _sha256(file)]
+                os.fsync(file.fileno())
+        content = _render({"format": FORMAT, "step": step, **manifest, "files": files})
+        with open(folder / MANIFEST, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.fsync(descriptor)
+
+
+def verify(checkpoint: Path, hashes: bool = True) -> dict[str, Any]:
+    """The manifest, after a check of every file it names; without `hashes` their sizes only.
+
+    Raises:
+        Damaged: naming the file and what differs.
+    """
+    name = ""
+    try:
+        with _opened(checkpoint) as descriptor:
+            name = MANIFEST
+            manifest = _read(checkpoint, descriptor)
+            for name, (size, digest) in manifest["files"].items():
+                with _open(descriptor, name) as file:
+                    if (found := os.fstat(file.fileno()).st_size) != size:
+                        raise Damaged(f"{checkpoint / name}: {found} bytes, its manifest says {size}")
+                    if hashes and _sha256(file) != digest:
+                        raise Damaged(f"{checkpoint / name}: its sha256 is not the manifest's")
+    except OSError as error:
+        if error.errno not in DAMAGE:
+            raise
+        raise Damaged(f"{checkpoint / name}: {DAMAGE[error.errno]}") from error
+    if (match := STEP.fullmatch(checkpoint.name)) and int(match[1]) != manifest["step"]:
+        raise Damaged(f"{checkpoint}: its manifest is of step {manifest['step']}")
+    return manifest
+
+
+def sync(folder: Path) -> None:
+    """Makes the names in `folder` durable."""
+    with _opened(folder) as descriptor:
+        os.fsync(descriptor)
+
+
+def _render(manifest: dict[str, Any]) -> bytes:
+    """Strict JSON in one spelling, with its own sha256: reading compares bytes, so no flipped bit passes."""
+    plain = json.dumps(manifest, allow_nan=False, indent=1)
+    return json.dumps({**manifest, "sha256": hashlib.sha256(plain.encode()).hexdigest()}, indent=1).encode()
+
+
+def _read(checkpoint: Path, descriptor: int) -> dict[str, Any]:
+    with _open(descriptor, MANIFEST) as file:
+        content = file.read(MANIFEST_BYTES + 1)
+    try:
+        manifest = json.loads(content) if len(content) <= MANIFEST_BYTES else None
+        if (
+            isinstance(manifest, dict)
+            and _render({key: manifest[key] for key in manifest if key != "sha256"}) == content
+        ):
+            files = manifest["files"].items()
+            plain = all(FILE.fullmatch(name) and [type(x) for x in entry] == [int, str] for name, entry in files)
+            if plain and manifest["format"] == FORMAT and type(manifest["step"]) is int:
+                return manifest
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass  # the same answer as for a manifest that is well-formed and wrong
+    raise Damaged(f"{checkpoint / MANIFEST}: damaged, edited, or of another format than {FORMAT}")
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _open(folder: int, name: str) -> Iterator[BinaryIO]:
+    """Neither follows a link nor waits for the other end of a pipe."""
+
+    def opener(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+
+    with open(name, "rb", opener=opener) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EISDIR, DAMAGE[errno.EISDIR], name)
+        yield file
+
+
+def _sha256(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while chunk := file.read(1 << 20):
+        digest.update(chunk)
+    return digest.hexdigest()

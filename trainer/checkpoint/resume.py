@@ -1,0 +1,159 @@
+"""What a trainer saves, and how it takes it back."""
+
+import hashlib
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.checkpoint import commit
+from trainer.checkpoint.state import load_optimizer_state, load_state, optimizer_state, save_state
+from trainer.errors import ConfigError
+from trainer.plan import refuse_differences
+from trainer.run import log, versions
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+
+def save(trainer: "Trainer", last: bool = False) -> None:
+    """Write a checkpoint of this step, unless there is one; rank 0 writes.
+
+    A failed write is logged and training goes on: the older checkpoints are still there. The last one raises.
+    """
+    trainer._emit("on_flush")
+    options = trainer.options.checkpoint
+    trainer.saved_at = time.monotonic()
+    folder = Path(options.dir) / trainer.run_dir.name
+    if trainer.rank or trainer.checkpoint == commit.folder(folder, trainer.step):
+        return
+    state = state_dict(trainer)
+    try:
+        trainer.checkpoint = commit.commit(
+            folder, trainer.step, lambda staging: save_state(staging, state), manifest(trainer)
+        )
+        commit.retain(folder, options.keep, options.keep_best)
+    except OSError as error:
+        if last:
+            raise
+        log.error("checkpoint of step %d failed, training goes on: %s", trainer.step, error)
+
+
+def state_dict(trainer: "Trainer") -> dict[str, Any]:
+    return {
+        "model": trainer.module.state_dict(),
+        "optimizer": optimizer_state(trainer.optimizer, trainer.module),
+        "callbacks": {name: callback.state_dict() for name, callback in trainer.callbacks.items()},
+        "scaler": trainer.scaler.state_dict(),
+        "step": trainer.step,
+        "samples": trainer.samples,
+        "seconds": trainer.seconds,
+        "best": trainer.best,
+    }
+
+
+def manifest(trainer: "Trainer") -> dict[str, Any]:
+    return {
+        "run_dir": str(trainer.run_dir),
+        "samples": trainer.samples,
+        "world": trainer.world,
+        "identity": trainer.plan.identity() | model_identity(trainer),
+        "buckets": buckets(trainer.model),
+        "metrics": trainer.validation if trainer.validated_step == trainer.step else {},
+        "versions": versions(),
+    }
+
+
+def model_identity(trainer: "Trainer") -> dict[str, str]:
+    shapes = "".join(f"{name} {tuple(p.shape)} {p.dtype};" for name, p in trainer.module.state_dict().items())
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    return {"model": hashlib.sha256(shapes.encode()).hexdigest(), "optimizer": type(optimizer).__name__}
+
+
+def buckets(model: nn.Module) -> list[list[int]]:
+    """DDP's layout after the rehearsal, as indices of parameters; it decides the order of summation."""
+    if not isinstance(model, DistributedDataParallel):
+        return []
+    text = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
+    return [[int(i) for i in bucket.split()] for bucket in text.split(",") if bucket.strip()]
+
+
+def load(trainer: "Trainer", path: Path) -> None:
+    """Put back what `save` took; files were verified when the checkpoint was chosen.
+
+    Raises:
+        ConfigError: where the checkpoint is of another model or optimizer.
+    """
+    saved = trainer.plan.manifest
+    refuse_differences(saved["identity"], model_identity(trainer), [])
+    state = load_state(path)
+    trainer.module.load_state_dict(state["model"])
+    load_optimizer_state(trainer.optimizer, trainer.module, state["optimizer"])
+    trainer.scaler.load_state_dict(state["scaler"])
+    trainer.step, trainer.samples, trainer.seconds, trainer.best = (
+        state[k] for k in ("step", "samples", "seconds", "best")
+    )
+    for name, callback in trainer.callbacks.items():
+        if name in state["callbacks"]:
+            callback.load_state_dict(state["callbacks"][name])
+    if trainer.rank == 0 and (aside := commit.set_aside(path.parent, trainer.step)):
+        log.warning("resume: another history begins at step %d; set aside: %s", trainer.step, ", ".join(aside))
+    log.info("resumed from %s at step %d, sample %d", path, trainer.step, trainer.samples)
+    if saved["world"] != trainer.world:
+        log.info(
+            "resume: %d ranks then, %d now: the same samples, but not the same bits", saved["world"], trainer.world
+        )
+    elif saved["buckets"] != buckets(trainer.model):
+        log.warning("resume: DDP laid its buckets out differently, so sums may differ in their last bits")
+    if trainer.plan.order is None:
+        log.info("resume: this recipe's data is an iterable of batches; the %d steps before are replayed", trainer.step)
+
+
+def load_weights(module: nn.Module, source: str) -> None:
+    """The weights of a checkpoint, or of a .safetensors file with the same names (`trainer.init_from`)."""
+    path = Path(source)
+    file = path / "model.safetensors" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"trainer.init_from={source}: no such checkpoint or .safetensors file; give one of the two")
+    try:
+        missing, unexpected = module.load_state_dict(load_file(file), strict=False)
+    except (RuntimeError, SafetensorError) as error:
+        raise ConfigError(
+            f"trainer.init_from={source}: {' '.join(str(error).split())}; give weights of this model"
+        ) from None
+    aliases = tied_names(module)
+    missing = [name for name in missing if name not in aliases]
+    if missing or unexpected:
+        raise ConfigError(
+            f"trainer.init_from={source}: {len(missing)} weights are missing and {len(unexpected)} unknown "
+            f"({', '.join((missing + unexpected)[:3])}, ...); give weights of this model"
+        )
+    log.info("weights from %s", file)
+
+
+def tied_names(module: nn.Module) -> set[str]:
+    """Names of parameters that are another's too: stored once."""
+    return {name for name, _ in module.named_parameters(remove_duplicate=False)} - {
+        name for name, _ in module.named_parameters()
+    }
+
+
+def note_best(trainer: "Trainer") -> bool:
+    """Remember the best validation by `checkpoint.keep_best`, and return whether this one is worth a checkpoint for it."""
+    wanted = trainer.options.checkpoint.keep_best
+    if wanted is None:
+        return False
+    name, sign = (wanted.removeprefix("max "), -1.0) if wanted.startswith("max ") else (wanted, 1.0)
+    if name not in trainer.validation:
+        raise ConfigError(
+            f"trainer.checkpoint.keep_best={wanted}: validation gives {', '.join(trainer.validation)}; name one of them"
+        )
+    value = trainer.validation[name]
+    if trainer.best and sign * value >= sign * trainer.best["value"]:
+        return False
+    trainer.best = {"metric": name, "value": value, "step": trainer.step}
+    return True

@@ -1,0 +1,203 @@
+"""A state, nested dicts of tensors and plain values, as safetensors and strict JSON: bit for bit, without pickle."""
+
+import errno
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.checkpoint.manifest import Damaged
+from trainer.errors import ConfigError
+
+STATE = "state.json"
+STATE_BYTES = 256 << 20  # more is refused
+SECTION = re.compile(r"[A-Za-z0-9_-]+")  # becomes a file name
+DTYPES = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+    *(torch.complex64, torch.bool),
+}
+
+
+def save_state(folder: Path, state: Mapping[str, Any]) -> None:
+    """Writes the tensors of each section of `state` to SECTION.safetensors, and all else to state.json.
+
+    A tensor's name there is its path in the section, joined with "/", so a module's state_dict keeps its own names.
+    Tensors that are the same memory are stored once, under the first name. Layout in memory is not kept.
+
+    Raises:
+        TypeError: naming the path of a value that is no tensor, str, bool, int, float, None, dict, list or tuple.
+        OSError: from the disk.
+    """
+    content: dict[str, Any] = {}
+    for section, value in state.items():
+        assert SECTION.fullmatch(section), section
+        pack = _Pack()
+        content[section] = pack.encode(value, (section,))
+        if pack.tensors:
+            _write_tensors(folder / f"{section}.safetensors", pack.tensors)
+    (folder / STATE).write_text(json.dumps(content, allow_nan=False, indent=1), encoding="ascii")
+
+
+def load_state(folder: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
+    """What `save_state` wrote. Tensors stored once come back as one tensor, any kind of dict as a dict.
+
+    Raises:
+        Damaged: a file that `save_state` can't have written.
+    """
+    path = folder / STATE
+    try:
+        if path.stat().st_size > STATE_BYTES:
+            raise ValueError(f"larger than {STATE_BYTES} bytes")
+        content = json.loads(path.read_bytes(), parse_constant=_refuse)
+        return {section: _decode(value, _read_tensors(folder, section, device)) for section, value in content.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        raise Damaged(f"{path}: not a state that can be read ({type(error).__name__}: {error})") from error
+
+
+def optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, dict[str, Any]]:
+    """The state of each parameter that `optimizer` trains, by its name in `module`: live, not copied. No settings."""
+    return {name: dict(optimizer.state.get(p, {})) for name, (p, _) in _trained(optimizer, module).items()}
+
+
+def load_optimizer_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Puts a copy of `optimizer_state` back, in the dtypes it had: torch's own way casts to the parameter's.
+
+    Raises:
+        ConfigError: the names are not those of the parameters that `optimizer` trains.
+    """
+    trained = _trained(optimizer, module)
+    both = {"missing": trained.keys() - state.keys(), "unknown": state.keys() - trained.keys()}
+    if wrong := [f"{len(names)} {kind} ({', '.join(sorted(names)[:3])})" for kind, names in both.items() if names]:
+        raise ConfigError(
+            f"trainer.resume: parameters in the checkpoint's optimizer state: {' and '.join(wrong)}; resume with the"
+            " model and optimizer that were saved, or take the weights alone: trainer.init_from"
+        )
+    for name, (parameter, group) in trained.items():
+        optimizer.state.pop(parameter, None)
+        if state[name]:
+            optimizer.state[parameter] = _place(dict(state[name]), "", parameter, group)
+
+
+class _Pack:
+    """The tensors of one section, by name, as they are met."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.names: dict[tuple[Any, ...], str] = {}  # by the memory they are
+        self.storages: set[int] = set()
+
+    def encode(self, value: Any, path: tuple[str, ...]) -> Any:
+        """`value` as JSON; an object with one key that begins with $ stands for what JSON doesn't have."""
+        if isinstance(value, Tensor):
+            return {"$tensor": self.add(value, path)}
+        if isinstance(value, dict):
+            if not all(type(key) in (str, int) for key in value):
+                raise TypeError(f"state {'/'.join(path)}: a key that is no str or int can't be saved: {list(value)}")
+            items = [(key, self.encode(item, (*path, str(key)))) for key, item in value.items()]
+            plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
+            return dict(items) if plain else {"$dict": items}
+        if type(value) in (list, tuple):
+            listed = [self.encode(item, (*path, str(i))) for i, item in enumerate(value)]
+            return listed if type(value) is list else {"$tuple": listed}
+        if type(value) is float and not math.isfinite(value):
+            return {"$float": str(value)}
+        if value is None or type(value) in (str, bool, int, float):
+            return value
+        raise TypeError(
+            f"state {'/'.join(path)}: a {type(value).__qualname__} can't be saved; make it a tensor or a plain value"
+        )
+
+    def add(self, tensor: Tensor, path: tuple[str, ...]) -> str:
+        data = tensor.detach()
+        lazy = data.layout != torch.strided or data.is_meta or data.is_conj() or data.is_neg()
+        if lazy or type(data) is not Tensor or data.dtype not in DTYPES:
+            raise TypeError(
+                f"state {'/'.join(path)}: a {data.dtype} {type(data).__name__} in {data.layout} layout can't be saved"
+            )
+        key = (data.device, data.data_ptr() or id(tensor), data.dtype, data.shape, data.stride())
+        if key not in self.names:
+            name = "/".join(path[1:]) or path[0]
+            while name in self.tensors or name == "__metadata__":  # a key with "/" in it, or safetensors' own
+                name += "_"
+            data = data.cpu().contiguous()
+            storage = data.untyped_storage().data_ptr()
+            self.tensors[name] = data.clone() if storage in self.storages else data  # safetensors takes no views
+            self.storages.add(storage)
+            self.names[key] = name
+        return self.names[key]
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        match = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(match[1]) if match else errno.EIO, str(error), str(path)) from error
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes files that nobody else may read
+
+
+def _read_tensors(folder: Path, section: str, device: str | torch.device) -> dict[str, Tensor]:
+    path = folder / f"{section}.safetensors"
+    if not SECTION.fullmatch(section):
+        raise ValueError(f"section {section!r}")
+    if not path.exists():
+        return {}
+    # Copied, because safetensors maps the file, which may be deleted or replaced.
+    return {name: tensor.to(device, copy=True) for name, tensor in load_file(path).items()}
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match list(value.items()):
+        case [("$tensor", name)]:
+            return tensors[name]
+        case [("$float", "inf" | "-inf" | "nan" as text)]:
+            return float(text)
+        case [("$tuple", list(items))]:
+            return tuple(_decode(item, tensors) for item in items)
+        case [("$dict", list(items))]:
+            return {key: _decode(item, tensors) for key, item in items}
+    if any(key.startswith("$") for key in value):
+        raise ValueError(f"unknown kind {list(value)}")
+    return {key: _decode(item, tensors) for key, item in value.items()}
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _trained(optimizer: Optimizer, module: nn.Module) -> dict[str, tuple[nn.Parameter, dict[str, Any]]]:
+    """Each parameter of the optimizer with its group, by its name."""
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    named = {name: (p, groups[p]) for name, p in module.named_parameters() if p in groups}
+    assert len(named) == len(groups), "the optimizer trains parameters that are not the module's"
+    assert optimizer.state.keys() <= groups.keys(), "the optimizer keeps state outside of its parameters"
+    return named
+
+
+def _place(value: Any, key: str, parameter: nn.Parameter, group: Mapping[str, Any]) -> Any:
+    """A copy where the optimizer expects it: with the parameter, and laid out like it; "step" mostly on the host."""
+    if isinstance(value, dict):
+        return {k: _place(v, k, parameter, group) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_place(v, key, parameter, group) for v in value)
+    if not isinstance(value, Tensor):
+        return value
+    if key == "step":  # torch's rule, see Optimizer.load_state_dict
+        hosted = not (group.get("fused") or group.get("capturable"))
+        return value.to("cpu", copy=True) if hosted else value.to(parameter.device, torch.float32, copy=True)
+    if value.shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    return value.to(parameter.device, copy=True)

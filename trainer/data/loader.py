@@ -1,0 +1,145 @@
+"""From an order to steps: workers, micro-batches, and copies to the device ahead of their use."""
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
+
+from trainer.data.order import Ref, walk
+from trainer.data.source import Samples
+from trainer.errors import DataError
+from trainer.launch import die_with_parent
+
+if TYPE_CHECKING:
+    from trainer.plan import Plan
+
+
+class Step(NamedTuple):
+    """What one rank trains on between two optimizer steps; one entry a micro-batch, on the device."""
+
+    batches: list[Any]
+    weights: list[int]  # items that each micro-batch's loss averages over
+    refs: list[Ref]  # the samples, in order; empty for an iterable of batches
+
+
+class Micro(NamedTuple):
+    batch: Any
+    weight: int
+    refs: list[Ref]
+
+
+class Loader:
+    """Batches of one rank, as `plan` splits them; the recipe's `weight` and `collate` are used where it has them."""
+
+    def __init__(self, recipe: Any, plan: "Plan", rank: int, world: int, device: torch.device) -> None:
+        self.plan, self.rank, self.world, self.device = plan, rank, world, device
+        self.collate = getattr(recipe, "collate", default_collate)
+        self.weight: Callable[[Any], int] = getattr(recipe, "weight", count_samples)
+
+    def train(self, source: Samples | Iterable[Any], start: int) -> Iterator[Step]:
+        """Steps for ever, from position `start` of the stream of samples on."""
+        if isinstance(source, Samples):
+            micros = self._load(source, self._plan(start))
+        else:
+            micros = itertools.islice(self._replay(source), start // self.plan.batch * self.plan.accumulate, None)
+        micros = upload(micros, self.device)
+        if self.plan.accumulate == 1:
+            for micro in micros:
+                yield Step([micro.batch], [micro.weight], micro.refs)
+            return
+        while group := list(itertools.islice(micros, self.plan.accumulate)):
+            yield Step([m.batch for m in group], [m.weight for m in group], [ref for m in group for ref in m.refs])
+
+    def validate(self, source: Samples | Iterable[Any]) -> Iterator[Micro]:
+        """Every sample once, over all ranks, in the stored order; the last micro-batch may be smaller, or a rank have none."""
+        if not isinstance(source, Samples):
+            return upload((Micro(batch, self.weight(batch), []) for batch in source), self.device)
+        refs = walk(source.counts, 0, len(source), self.rank, self.world)
+        return upload(self._load(source, (refs[i : i + self.plan.micro] for i in range(0, len(refs), self.plan.micro))), self.device)
+
+    def _plan(self, start: int) -> Iterator[list[Ref]]:
+        assert self.plan.order is not None
+        for first in itertools.count(start, self.plan.batch):
+            local = self.plan.order.local(first, first + self.plan.batch, self.rank, self.world)
+            for i in range(0, len(local), self.plan.micro):
+                yield local[i : i + self.plan.micro]
+
+    def _replay(self, source: Iterable[Any]) -> Iterator[Micro]:
+        while True:
+            batch = None
+            for batch in source:
+                yield Micro(batch, self.weight(batch), [])
+            if batch is None:
+                raise DataError("recipe.data('train'): the iterable gave no batch; a generator must not end")
+
+    def _load(self, source: Samples, plan: Iterator[list[Ref]]) -> Iterator[Micro]:
+        """`plan` through the workers, in its order."""
+        to_load, to_name = itertools.tee(plan)
+        workers = self.plan.data.workers
+        loader = DataLoader(
+            source,  # pyright: ignore[reportArgumentType] by __getitems__ it is map-style
+            batch_sampler=to_load,  # pyright: ignore[reportArgumentType] any iterable of lists
+            collate_fn=self._collate,
+            num_workers=workers,
+            prefetch_factor=self.plan.data.prefetch if workers else None,
+            worker_init_fn=start_worker,
+            pin_memory=self.device.type == "cuda",
+        )
+        for (batch, weight), refs in zip(loader, to_name, strict=False):
+            yield Micro(batch, weight, refs)
+
+    def _collate(self, samples: list[Any]) -> tuple[Any, int]:
+        batch = self.collate(samples)
+        return batch, self.weight(batch)
+
+
+def start_worker(_: int) -> None:
+    """A process group of its own: a launcher's signal to the rank's group would end the worker before the rank has saved."""
+    os.setpgid(0, 0)
+    die_with_parent()
+
+
+def count_samples(batch: Any) -> int:
+    """Length of the first tensor in `batch`."""
+    while not isinstance(batch, Tensor):
+        if not isinstance(batch, dict | list | tuple) or not batch:
+            raise DataError(f"batch of type {type(batch).__name__} has no tensor to count samples by; give the recipe a `weight`")
+        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
+    return len(batch)
+
+
+def upload(micros: Iterator[Micro], device: torch.device) -> Iterator[Micro]:
+    """On CUDA, copies the next micro-batch on a stream of its own while this one is computed."""
+    if device.type != "cuda":
+        yield from micros
+        return
+    side = torch.cuda.Stream(device)
+
+    def copy(micro: Micro) -> Micro:
+        with torch.cuda.stream(side):
+            return micro._replace(batch=map_tensors(micro.batch, lambda t: t.to(device, non_blocking=True)))
+
+    ahead = [copy(micro) for micro in itertools.islice(micros, 1)]
+    while ahead:
+        current = torch.cuda.current_stream(device)
+        current.wait_stream(side)
+        micro = ahead.pop()
+        map_tensors(micro.batch, lambda t: t.record_stream(current))  # noqa: B023 used at once
+        ahead += [copy(m) for m in itertools.islice(micros, 1)]
+        yield micro
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(item, change) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, change) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(item, change) for item in value)
+    return value

@@ -1,0 +1,143 @@
+"""Which sample is used when: a pure function of (shard counts, seed, lanes, block). The state of a run's data is one integer.
+
+An epoch permutes the shards, concatenates them, and cuts the result into lanes of equal length. Blocks inside a lane are
+permuted, and rows across all lanes make the sequence: a batch mixes `lanes` shards, a lane reads almost sequentially. The
+stream is the concatenation of epochs, so nothing is dropped, repeated or padded.
+
+The numbers are frozen: a change here changes the data of every run that is resumed.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.errors import ConfigError
+
+MASK = (1 << 64) - 1
+SHARDS, BLOCK = 1, 2  # purposes of `mix` after the seed; 3 and up are other modules'
+
+
+class Ref(NamedTuple):
+    epoch: int
+    shard: int
+    offset: int  # in samples, within the shard
+
+
+def mix(*keys: int) -> int:
+    """A 64-bit hash of integers: a chain of splitmix64 (Steele et al. 2014), the same on every platform and for ever.
+
+    Neither NumPy's generators (their streams may change between versions) nor Python's hash (salted) may decide an order.
+    """
+    state = 0x9E3779B97F4A7C15
+    for key in keys:
+        state = _scramble((state + (key & MASK) * 0xBF58476D1CE4E5B9) & MASK)
+    return state
+
+
+def mix_each(*keys: int, last: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """`mix(*keys, x)` for every x in `last`."""
+    return _scramble(np.uint64(mix(*keys)) + last * np.uint64(0xBF58476D1CE4E5B9))
+
+
+def _scramble(state: Any) -> Any:
+    """splitmix64's finalizer, for an int below 2**64 or an array of uint64, which wraps by itself."""
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
+    return state ^ (state >> 31)
+
+
+def permutation(size: int, *keys: int) -> list[int]:
+    """Fisher-Yates, from the last place down, driven by `mix(*keys, place)`."""
+    places = np.arange(1, size, dtype=np.uint64)
+    partners = (mix_each(*keys, last=places) % (places + np.uint64(1))).tolist()
+    items = list(range(size))
+    for place in range(size - 1, 0, -1):
+        partner = partners[place - 1]
+        items[place], items[partner] = items[partner], items[place]
+    return items
+
+
+def near_equal(total: int, part: int, parts: int) -> tuple[int, int]:
+    """Bounds of one of `parts` contiguous pieces, whose lengths differ by one at most; some are empty if parts > total."""
+    return part * total // parts, (part + 1) * total // parts
+
+
+class Order:
+    """The endless training stream over shards of `counts` samples.
+
+    Args:
+        lanes: Places read from at the same time; no more than there are samples are used.
+        block: Consecutive samples of a lane that are shuffled among themselves.
+    """
+
+    def __init__(self, counts: Sequence[int], seed: int, lanes: int, block: int) -> None:
+        for key, value in (("data.lanes", lanes), ("data.block", block)):
+            if value < 1:
+                raise ConfigError(f"{key}={value}: must be at least 1")
+        self.samples = sum(counts)
+        assert self.samples > 0
+        self.counts, self.seed, self.block = counts, seed, block
+        self.lanes = min(lanes, self.samples)
+        self.bounds = [lane * self.samples // self.lanes for lane in range(self.lanes + 1)]
+        self.rows = self.samples // self.lanes  # full ones; the lanes in `longer` have one sample more
+        self.longer = np.flatnonzero(np.diff(self.bounds) > self.rows)
+        self._epochs: dict[int, tuple[list[int], list[int]]] = {}
+        self._blocks: dict[tuple[int, int, int], list[int]] = {}
+
+    def at(self, position: int) -> Ref:
+        return self.local(position, position + 1, 0, 1)[0]
+
+    def local(self, start: int, stop: int, rank: int, world: int) -> list[Ref]:
+        """The samples of `rank` at positions [start, stop) of the stream.
+
+        Positions are sorted by lane before they are cut, so a rank keeps its lanes, and with them its shards, for an epoch.
+        """
+        epochs, within = np.divmod(np.arange(start, stop), self.samples)
+        rows, lanes = np.divmod(within, self.lanes)
+        tail = rows == self.rows
+        lanes[tail] = self.longer[lanes[tail]]
+        first, last = near_equal(stop - start, rank, world)
+        mine = np.argsort(lanes, kind="stable")[first:last]
+        return [self._ref(*place) for place in zip(epochs[mine].tolist(), lanes[mine].tolist(), rows[mine].tolist())]
+
+    def _ref(self, epoch: int, lane: int, row: int) -> Ref:
+        number, place = divmod(row, self.block)
+        item = self.bounds[lane] + number * self.block + self._block(epoch, lane, number)[place]
+        shards, starts = self._epoch(epoch)
+        index = bisect_right(starts, item) - 1
+        return Ref(epoch, shards[index], item - starts[index])
+
+    def _epoch(self, epoch: int) -> tuple[list[int], list[int]]:
+        """The shards in this epoch's order, and where each starts in their concatenation."""
+        if epoch not in self._epochs:
+            shards = permutation(len(self.counts), self.seed, SHARDS, epoch)
+            starts = list(accumulate((self.counts[shard] for shard in shards[:-1]), initial=0))
+            _remember(self._epochs, 2, epoch, (shards, starts))  # a batch may straddle two
+        return self._epochs[epoch]
+
+    def _block(self, epoch: int, lane: int, number: int) -> list[int]:
+        key = (epoch, lane, number)
+        if key not in self._blocks:
+            size = min(self.block, self.bounds[lane + 1] - self.bounds[lane] - number * self.block)
+            _remember(self._blocks, 4 * self.lanes, key, permutation(size, self.seed, BLOCK, *key))
+        return self._blocks[key]
+
+
+def _remember(cache: dict[Any, Any], limit: int, key: Any, value: Any) -> None:
+    """Adds to `cache`, forgetting the oldest entry beyond `limit`."""
+    if len(cache) >= limit:
+        del cache[next(iter(cache))]
+    cache[key] = value
+
+
+def walk(counts: Sequence[int], start: int, stop: int, rank: int, world: int) -> list[Ref]:
+    """Positions [start, stop) of one epoch as stored, unshuffled, cut into contiguous pieces: for validation."""
+    starts = list(accumulate(counts, initial=0))
+    assert 0 <= start <= stop <= starts[-1]
+    first, last = near_equal(stop - start, rank, world)
+    shards = np.searchsorted(starts, np.arange(start + first, start + last), side="right") - 1
+    return [Ref(0, shard, start + first + i - starts[shard]) for i, shard in enumerate(shards.tolist())]

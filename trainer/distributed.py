@@ -1,0 +1,147 @@
+"""Ranks: process groups, small agreements between them, and the chain that reduces gradients beside backward."""
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from trainer.errors import ConfigError
+from trainer.launch import Place
+
+# Mean over ranks of one flat bucket: same shape and dtype. Plain blocking code, run by `Background`.
+Reduce = Callable[[Tensor, dist.GradBucket], Tensor]
+
+
+class Ranks:
+    """This process among its peers. With one rank nothing is started, and every call answers at once.
+
+    Agreements go over a gloo group of the CPU's own, so none of them makes a device wait.
+    """
+
+    def __init__(self, place: Place, accelerator: str, backend: str, timeout_s: float) -> None:
+        self.rank, self.world = place.rank, place.world
+        self.device = pick_device(accelerator, place.local_rank)
+        if self.world == 1:
+            return
+        self.timeout = timedelta(seconds=timeout_s)
+        self.backend = pick_backend(backend, self.device)
+        store = dist.FileStore(place.store, self.world) if place.store else None
+        dist.init_process_group(
+            self.backend, store=store, rank=self.rank, world_size=self.world, timeout=self.timeout
+        )
+        self.host = dist.new_group(backend="gloo", timeout=self.timeout)
+
+    def new_group(self) -> dist.ProcessGroup:
+        """Every thread or stream that communicates owns one. A collective: call it on all ranks."""
+        group = dist.new_group(backend=self.backend, timeout=self.timeout)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    def agree(self, values: tuple[int, ...]) -> Callable[[], tuple[int, ...]]:
+        """Start summing `values` over ranks, and return what waits for the sums."""
+        if self.world == 1:
+            return lambda: values
+        word = torch.tensor(values, dtype=torch.int64)
+        work = dist.all_reduce(word, group=self.host, async_op=True)
+        assert work is not None
+
+        def sums() -> tuple[int, ...]:
+            work.wait()
+            return tuple(word.tolist())
+
+        return sums
+
+    def gather(self, value: Any) -> list[Any]:
+        """A JSON value of each rank, in the order of ranks, on all of them."""
+        if self.world == 1:
+            return [value]
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([data.numel()]), group=self.host)
+        longest = max(int(size) for size in sizes)
+        rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
+        dist.all_gather(rows, torch.nn.functional.pad(data, (0, longest - data.numel())), group=self.host)
+        return [json.loads(bytes(row[: int(size)].tolist())) for row, size in zip(rows, sizes, strict=True)]
+
+    def first(self, value: Any) -> Any:
+        """Rank 0's JSON value, on all ranks."""
+        return self.gather(value if self.rank == 0 else None)[0]
+
+    def close(self) -> None:
+        if self.world > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def pick_device(accelerator: str, local_rank: int) -> torch.device:
+    cuda = torch.cuda.is_available() if accelerator == "auto" else accelerator == "cuda"
+    if not cuda:
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ConfigError(
+            f"trainer.devices: this node has {count} CUDA device(s), and a rank needs number {local_rank}; "
+            f"use trainer.devices={count} or trainer.accelerator=cpu"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def pick_backend(backend: str, device: torch.device) -> str:
+    if backend == "auto":
+        return "nccl" if device.type == "cuda" else "gloo"
+    if backend == "nccl" and device.type != "cuda":
+        raise ConfigError(f"trainer.backend=nccl: needs CUDA, and this run is on {device}; use trainer.backend=gloo")
+    if backend == "mpi" and not dist.is_mpi_available():
+        raise ConfigError("trainer.backend=mpi: this torch was built without MPI; use trainer.backend=gloo or nccl")
+    return backend
+
+
+class Background:
+    """Runs calls one by one, in order, beside the caller: on a thread (CPU) or a stream (CUDA)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reduce")
+
+    def submit(self, call: Callable[..., Tensor], *args: Any) -> "Future[Tensor]":
+        """An exception in `call` is raised by the future's `wait`."""
+        if self.stream is None:
+            done: Future[Tensor] = Future()
+            self.thread.submit(self._run, done, call, *args)
+            return done
+        done = Future(devices=[self.device])
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            done.set_result(call(*args))  # enqueued, not finished: `wait` makes the waiting stream wait
+        return done
+
+    @staticmethod
+    def _run(done: "Future[Tensor]", call: Callable[..., Tensor], *args: Any) -> None:
+        try:
+            result = call(*args)
+        except Exception as error:
+            done.set_exception(error)  # pyright: ignore[reportArgumentType] typed for one class only
+        else:
+            done.set_result(result)
+
+
+def all_reduce_mean(group: dist.ProcessGroup) -> Reduce:
+    """Scales before it sums and by the reciprocal, as DDP's own reducer does: the same bits."""
+    scale = 1.0 / group.size()
+
+    def reduce(flat: Tensor, bucket: dist.GradBucket) -> Tensor:
+        dist.all_reduce(flat.mul_(scale), group=group)
+        return flat
+
+    return reduce
+
+
+def comm_hook(reduce: Reduce, background: Background) -> Callable[[None, dist.GradBucket], "Future[Tensor]"]:
+    return lambda _, bucket: background.submit(reduce, bucket.buffer(), bucket)

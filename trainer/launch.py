@@ -1,0 +1,194 @@
+"""Who starts the ranks: torchrun, Open MPI or SLURM, found by their variables, or our own supervisor. Imports no torch."""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from trainer.errors import ConfigError
+
+STOPPED = 75  # exit code: stopped by a signal with a checkpoint; start again to go on (sysexits' EX_TEMPFAIL)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands among the ranks. `store` is a file for the rendezvous; empty: MASTER_ADDR and MASTER_PORT."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    store: str = ""
+    launcher: str = ""  # torchrun, mpirun, srun or echelon; empty: nobody, one process
+
+
+def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: int = 1) -> Place:
+    """This process's place, from its launcher's variables. SLURM's own are translated into MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        ConfigError: where the launcher started another number of ranks than the settings say.
+    """
+    if "RANK" in env and "WORLD_SIZE" in env:
+        world = int(env["WORLD_SIZE"])
+        place = Place(
+            int(env["RANK"]),
+            world,
+            int(env.get("LOCAL_RANK", "0")),
+            int(env.get("LOCAL_WORLD_SIZE", str(world))),
+            env.get("ECHELON_STORE", ""),
+            "echelon" if "ECHELON_STORE" in env else "torchrun",
+        )
+    elif "OMPI_COMM_WORLD_RANK" in env:
+        place = _open_mpi(env)
+    elif int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
+        place = _slurm(env)
+    else:
+        return Place()
+    per_node = place.local_world
+    if devices not in ("auto", per_node):
+        raise ConfigError(
+            f"trainer.devices={devices}: {place.launcher} started {per_node} rank(s) on this node; "
+            f"use trainer.devices={per_node} or leave it out"
+        )
+    if nodes not in (1, place.world // per_node):
+        raise ConfigError(
+            f"trainer.nodes={nodes}: {place.launcher} started {place.world} ranks on {place.world // per_node} node(s); "
+            "leave trainer.nodes out"
+        )
+    return place
+
+
+def _open_mpi(env: Mapping[str, str]) -> Place:
+    rank, world, local_rank, local_world = (
+        int(env[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    )
+    store = ""
+    if world > 1 and "MASTER_ADDR" not in env:
+        if local_world != world:
+            raise ConfigError(
+                f"mpirun: {world} ranks on several nodes need a meeting point; start them with "
+                "`mpirun -x MASTER_ADDR=<first host> -x MASTER_PORT=29500 ...`"
+            )
+        job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_orte_hnp_uri") or str(os.getppid())
+        store = str(private_folder(f"mpi-{''.join(c if c.isalnum() else '-' for c in job)}") / "store")
+    return Place(rank, world, local_rank, local_world, store, "mpirun")
+
+
+def _slurm(env: MutableMapping[str, str]) -> Place:
+    world, nodes = int(env["SLURM_NTASKS"]), int(env.get("SLURM_NNODES", "1"))
+    if world % nodes:
+        raise ConfigError(f"srun: {world} tasks on {nodes} nodes are not the same number on each; use --ntasks-per-node")
+    env.setdefault("MASTER_ADDR", first_host(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]))
+    env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 20000))
+    return Place(int(env["SLURM_PROCID"]), world, int(env["SLURM_LOCALID"]), world // nodes, "", "srun")
+
+
+def first_host(nodes: str) -> str:
+    """The first of SLURM's compressed list: "gpu[03-05,9],cpu1" -> "gpu03"."""
+    name, bracket, rest = nodes.partition("[")
+    if not bracket or "," in name:
+        return name.split(",")[0]
+    inside, _, tail = rest.partition("]")
+    return name + inside.split(",")[0].split("-")[0] + tail.split(",")[0]
+
+
+def private_folder(name: str) -> Path:
+    """A folder of this user alone, the same for all processes that give the same name."""
+    folder = Path(tempfile.gettempdir()) / f"echelon-{os.getuid()}-{name}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    state = folder.lstat()
+    if state.st_uid != os.getuid() or state.st_mode & 0o077:
+        raise ConfigError(f"{folder}: belongs to someone else or is open to others; remove it, or set TMPDIR")
+    return folder
+
+
+def die_with_parent() -> None:
+    """SIGKILL this process when its parent ends, however that ends (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def supervise(arguments: list[str], devices: int, logs: Path) -> int:
+    """Run `python -m trainer.main ARGUMENTS` once a rank on this node, and return the run's exit code.
+
+    Ranks meet in a file of a private folder, so no port is opened but gloo's on loopback. Each is in a session of its own and
+    is killed with this process. SIGINT and SIGTERM are passed on; when a rank fails, the others get 5 s to say why, and the
+    traceback of the one that failed first is printed.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="echelon-") as private:
+        ranks = [_start(arguments, rank, devices, Path(private), logs) for rank in range(devices)]
+
+        def pass_on(number: int, _: FrameType | None) -> None:
+            for rank in ranks:
+                if rank.poll() is None:
+                    rank.send_signal(number)
+
+        before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            codes = _wait(ranks)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return _verdict(codes, Path(private))
+
+
+def _start(arguments: list[str], rank: int, devices: int, private: Path, logs: Path) -> "subprocess.Popen[bytes]":
+    env = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(devices),
+        "LOCAL_WORLD_SIZE": str(devices),
+        "ECHELON_STORE": str(private / "store"),
+        "ECHELON_ERROR_FILE": str(private / f"error-{rank}.json"),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices))),
+    }
+    command = [sys.executable, "-m", "trainer.main", *arguments]
+    if rank == 0:
+        return subprocess.Popen(command, env=env, start_new_session=True)
+    with open(logs / f"rank{rank}.log", "ab") as log:
+        return subprocess.Popen(command, env=env, start_new_session=True, stdout=log, stderr=log)
+
+
+def _wait(ranks: "list[subprocess.Popen[bytes]]") -> list[int]:
+    """Exit codes of all; once one has failed, the rest are killed after 5 s."""
+    deadline = float("inf")
+    while any(rank.poll() is None for rank in ranks):
+        if deadline == float("inf") and any(rank.returncode not in (None, 0, STOPPED) for rank in ranks):
+            deadline = time.monotonic() + 5
+        if time.monotonic() > deadline:
+            for rank in ranks:
+                rank.kill()
+        time.sleep(0.05)
+    return [rank.wait() for rank in ranks]
+
+
+def _verdict(codes: list[int], private: Path) -> int:
+    failed = [rank for rank, code in enumerate(codes) if code not in (0, STOPPED)]
+    if not failed:
+        return max(codes)
+    reports: list[dict[str, Any]] = []
+    for rank in failed:
+        with contextlib.suppress(OSError, ValueError):
+            reports.append(json.loads((private / f"error-{rank}.json").read_text()) | {"rank": rank})
+    if not reports:
+        ended = ", ".join(f"rank {rank} with exit code {codes[rank]}" for rank in failed)
+        print(f"echelon: {ended}, without a word; see logs/rank*.log", file=sys.stderr)
+        return next((code for code in (codes[rank] for rank in failed) if code > 0), 1)
+    first = min(reports, key=lambda report: report["time"])
+    print(first["text"] if first["user"] else f"echelon: rank {first['rank']} failed first:\n{first['text']}", file=sys.stderr)
+    return int(first["code"])

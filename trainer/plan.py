@@ -1,0 +1,149 @@
+"""All of a run that can be decided, and refused, before a model is built or a rank is started."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+from trainer.batch import split_batch
+from trainer.callback import Callback, Role, arrange, overrides
+from trainer.checkpoint import commit
+from trainer.data.order import Order
+from trainer.data.source import Samples, open_source
+from trainer.duration import Duration
+from trainer.errors import ConfigError
+from trainer.options import DataOptions, Options
+from trainer.run import log
+from trainer.schedule import Schedule
+
+
+class Plan:
+    """The callbacks in order, the split of the batch, the data, the length of the run, and the checkpoint to go on from.
+
+    Args:
+        first: Gives every rank what rank 0 passes; also the order in which ranks open data: rank 0 prepares, then the others.
+        precision: As resolved for the device.
+
+    Raises:
+        ConfigError, DataError: for anything that can't work.
+    """
+
+    def __init__(
+        self,
+        recipe: Any,
+        callbacks: Mapping[str, Callback],
+        schedule: Schedule,
+        *,
+        batch: int,
+        micro_batch: int | None,
+        accumulate: int | None,
+        options: Options,
+        data: DataOptions,
+        world: int,
+        rank: int,
+        first: Callable[[Any], Any],
+    ) -> None:
+        self.options, self.batch = options, batch
+        self.micro, self.accumulate = split_batch(batch, world, micro_batch, accumulate)
+        self.callbacks = arrange(callbacks, self._features())
+        self.resumed, self.manifest = self._find_checkpoint(rank, first)
+        if rank:
+            first(None)
+        self.source = open_source(recipe, "train", options.seed)
+        self.validation = open_source(recipe, "val", options.seed)
+        if not rank:
+            first(None)
+        self.order = None
+        if isinstance(self.source, Samples):
+            self.order = Order(self.source.counts, options.seed, data.lanes, data.block)
+        elif self.source is None:
+            raise ConfigError("recipe.data('train') is None: there is nothing to train on")
+        self.epoch_samples = self.order.samples if self.order else None
+        self.max_steps = self._max_steps()
+        self.rate = schedule.resolve(self.max_steps, batch, self.epoch_samples)
+        self.validate_every = self._every("trainer.validate_every", options.validate_every)
+        self.data = data
+        if self.resumed:
+            refuse_differences(self.manifest["identity"], self.identity(), options.accept)
+
+    def _features(self) -> set[str]:
+        ddp = self.options.ddp
+        on = {
+            "clip": self.options.clip_norm is not None,
+            "fp16": self.options.precision == "fp16",
+            "accumulate": self.accumulate > 1,
+            "find_unused_parameters": ddp.find_unused_parameters,
+            "static_graph": ddp.static_graph,
+            "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
+        }
+        return {name for name, active in on.items() if active}
+
+    def _find_checkpoint(self, rank: int, first: Callable[[Any], Any]) -> tuple[Path | None, dict[str, Any]]:
+        """Rank 0 decides, and all verify that they read the same manifest."""
+        options, path = self.options, None
+        if options.resume is None:
+            return None, {}
+        root = Path(options.checkpoint.dir)
+        if rank == 0:
+            found = commit.resolve(options.resume, root, root / Path(options.run_dir).name if options.run_dir else None)
+            path = None if found is None else str(found)
+        path = first(path)
+        if path is None:
+            return None, {}
+        manifest = commit.verify(Path(path), hashes=rank == 0)
+        if first(manifest) != manifest:
+            raise ConfigError(f"trainer.resume={options.resume}: rank {rank} sees another {path} than rank 0; use a shared folder")
+        return Path(path), manifest
+
+    def _max_steps(self) -> int | None:
+        options = self.options
+        limits = [] if options.max_steps is None else [options.max_steps]
+        if options.max_epochs is not None:
+            limits.append(Duration(options.max_epochs, "epochs").steps("trainer.max_epochs", self.batch, self.epoch_samples))
+        return min(limits, default=None)
+
+    def _every(self, key: str, text: int | str | None) -> Duration | None:
+        """In steps or minutes."""
+        if text is None:
+            return None
+        every = Duration.parse(text, key)
+        if every.unit != "minutes":
+            every = Duration(every.steps(key, self.batch, self.epoch_samples))
+        if not every.amount:
+            raise ConfigError(f"{key}={text}: must be more than 0; null never does it")
+        return every
+
+    def validates_at(self, step: int) -> bool:
+        every = self.validate_every
+        return every is not None and every.unit == "steps" and step % every.amount == 0
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a checkpoint to be continued exactly."""
+        data = self.source.fingerprint if isinstance(self.source, Samples) else "iterable"
+        stateful = [
+            name
+            for name, callback in self.callbacks.items()
+            if callback.role not in (Role.MEASURE, Role.OBSERVE) or overrides(callback, "state_dict")
+        ]
+        own = {"seed": self.options.seed, "batch": self.batch, "data": data, "callbacks": stateful}
+        return own | {"lanes": self.data.lanes, "block": self.data.block}
+
+
+def refuse_differences(saved: Mapping[str, Any], own: Mapping[str, Any], accept: list[str]) -> None:
+    """Compares what both name.
+
+    Raises:
+        ConfigError: naming each key that differs, both values, and the override that accepts it.
+    """
+    different = [key for key in own if key in saved and saved[key] != own[key]]
+    for key in different:
+        if key in accept:
+            log.warning("resume: %s was %s and is %s, accepted; the run is not the one that was interrupted", key, saved[key], own[key])
+    refused = [key for key in different if key not in accept]
+    if refused:
+        told = "; ".join(f"{key} was {short(saved[key])} in the checkpoint and is {short(own[key])}" for key in refused)
+        raise ConfigError(f"trainer.resume: {told}; set it back, or accept it by 'trainer.accept=[{','.join(accept + refused)}]'")
+
+
+def short(value: Any) -> str:
+    return value[:12] if isinstance(value, str) else str(value).replace("'", "")

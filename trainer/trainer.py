@@ -1,0 +1,298 @@
+"""The training loop. What every run needs is here; what some runs need is a callback."""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from trainer.callback import HOOKS, Callback, overrides
+from trainer.checkpoint import resume
+from trainer.data.loader import Loader, Step
+from trainer.data.order import mix
+from trainer.distributed import Background, Ranks, all_reduce_mean, comm_hook
+from trainer.launch import Place, detect
+from trainer.optim import Groups, adamw, parameter_groups
+from trainer.options import DataOptions, Options
+from trainer.plan import Plan
+from trainer.precision import Precision
+from trainer.run import log, make_run_dir, start_log, stop_log
+from trainer.schedule import Constant, Schedule
+from trainer.signals import Signals
+from trainer.summary import report
+
+NOTHING: dict[str, float] = {}
+
+
+class Trainer:
+    """Owns the model, the optimizer and the step counter; everything is a plain attribute.
+
+    Args:
+        recipe: The model, the data and the loss (see `trainer.recipe.Recipe`).
+        callbacks: Name -> callback; the order here has no effect.
+        optimizer: From groups of parameters, as torch's optimizers take them.
+        schedule: Factor on the optimizer's learning rates.
+        batch: Samples per optimizer step, over all ranks; `micro_batch` of them at a time per rank, `accumulate` times.
+        place: This process among the ranks; None looks for a launcher's variables.
+        name: Of the run's folder.
+
+    Raises:
+        ConfigError, DataError: for what can't work, before any step.
+    """
+
+    def __init__(
+        self,
+        recipe: Any,
+        callbacks: Mapping[str, Callback] | None = None,
+        optimizer: Callable[[Groups], Optimizer] = adamw,
+        schedule: Schedule | None = None,
+        *,
+        batch: int,
+        micro_batch: int | None = None,
+        accumulate: int | None = None,
+        options: Options | None = None,
+        data: DataOptions | None = None,
+        place: Place | None = None,
+        name: str = "run",
+    ) -> None:
+        self.recipe, self.batch, self.name = recipe, batch, name
+        self.options = options = options or Options()
+        place = place or detect(os.environ, options.devices, options.nodes)
+        self.ranks = Ranks(place, options.accelerator, options.backend, options.timeout_s)
+        self.rank, self.world, self.device = self.ranks.rank, self.ranks.world, self.ranks.device
+        self.precision = Precision(options.precision, self.device)
+        self.plan = Plan(
+            recipe, callbacks or {}, schedule or Constant(), batch=batch, micro_batch=micro_batch, accumulate=accumulate,
+            options=options, data=data or DataOptions(), world=self.world, rank=self.rank, first=self.ranks.first,
+        )  # fmt: skip
+        self.callbacks, self.accumulate = self.plan.callbacks, self.plan.accumulate
+        run_dir = options.run_dir or self.plan.manifest.get("run_dir")
+        if self.rank == 0:
+            run_dir = str(make_run_dir(run_dir, name, self.plan.resumed is not None))
+        self.run_dir = Path(self.ranks.first(run_dir))
+        start_log(self.run_dir, self.rank)
+
+        self.step, self.samples, self.seconds = 0, 0, 0.0  # done so far; all that data loading needs is `samples`
+        self.lag = 0  # steps by which the weights are behind `step`, while a callback defers
+        self.rehearsing = False
+        self.metrics: dict[str, float] = NOTHING  # numbers of this step; empty unless it is one to log
+        self.last_metrics: dict[str, float] = NOTHING  # of the last step that was one
+        self.validation: dict[str, float] = {}  # of the last validation, which was at `validated_step`
+        self.validated_step = -1
+        self.best: dict[str, Any] = {}
+        self.stop_reason = ""
+        self.overrides: list[str] = []  # what was typed, for the command that goes on
+        self.checkpoint: Path | None = self.plan.resumed
+        self._set_hooks()
+        self._build(optimizer)
+
+    def _set_hooks(self) -> None:
+        idle = [n for n, c in self.callbacks.items() if c.communicates and self.world == 1]
+        if idle:
+            log.info("one rank, nothing to communicate: %s will do nothing", ", ".join(idle))
+        active = [callback for name, callback in self.callbacks.items() if name not in idle]
+        self.defers = any(callback.defers for callback in active)
+        self._hooks = {hook: [getattr(c, hook) for c in active if overrides(c, hook)] for hook in HOOKS}
+
+    def _build(self, optimizer: Callable[[Groups], Optimizer]) -> None:
+        torch.manual_seed(self.options.seed)
+        ddp = self.options.ddp
+        self.ddp = {
+            "bucket_cap_mb": ddp.bucket_mib,
+            "find_unused_parameters": ddp.find_unused_parameters,
+            "static_graph": ddp.static_graph,
+            "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
+        }
+        self.module = self._wrap("wrap_model", self.recipe.model().to(self.device))
+        self.model, self.eval_model = self.module, self.module
+        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
+        if self.world > 1:
+            device_ids = [self.device.index] if self.device.type == "cuda" else None
+            self.model = DistributedDataParallel(self.module, device_ids=device_ids, **self.ddp)
+            if self._hooks["wrap_reduce"]:  # otherwise DDP's own reducer runs, which is in C++
+                reduce = self._wrap("wrap_reduce", all_reduce_mean(self.ranks.new_group()))
+                self.model.register_comm_hook(None, comm_hook(reduce, Background(self.device)))
+        self.optimizer = self._wrap("wrap_optimizer", optimizer(parameter_groups(self.module)))
+        self.peak_lr = [group["lr"] for group in self.optimizer.param_groups]
+        self.scaler = self.precision.scaler
+        self.generator = torch.cuda.default_generators[self.device.index] if self.device.type == "cuda" else torch.default_generator
+        self.seed_base = mix(self.options.seed, 5, self.rank)
+
+    def fit(self) -> None:
+        """Train to the end, or until stopped. Weights, optimizer and callbacks are left as the last step made them."""
+        try:
+            with Signals() as self.signals:
+                self._start()
+                while not self.stop_reason:
+                    self._train_step(next(self.stream))
+                    self._after_step()
+                self._finish()
+        finally:
+            self._emit("on_fit_end")
+        self.ranks.close()
+        stop_log()
+
+    def _start(self) -> None:
+        plan = self.plan
+        self.loader = Loader(self.recipe, plan, self.rank, self.world, self.device)
+        self.stream = self.loader.train(plan.source, plan.manifest.get("samples", 0))
+        if self.world > 1:
+            first = next(self.stream)
+            self._rehearse(first)
+            self.stream = chain([first], self.stream)
+        if plan.resumed:
+            resume.load(self, plan.resumed)
+        elif self.options.init_from:
+            resume.load_weights(self.module, self.options.init_from)
+        now = time.monotonic()
+        self.started, self.saved_at, self.validated_at = now - self.seconds, now, now
+        self._check_limit()
+        self._emit("on_fit_start")
+
+    def _rehearse(self, step: Step) -> None:
+        """Two forward and backward passes, discarded. DDP lays its buckets out anew after the first of each process, and the
+        layout decides the order of summation: without this, a resumed run would differ in its last bits from 3 ranks up."""
+        self.rehearsing = True
+        buffers = [buffer.clone() for buffer in self.module.buffers()]
+        for _ in range(2):
+            with self.precision.autocast:
+                loss = self.recipe.loss(self.model, step.batches[0])
+            loss.backward()
+        self.optimizer.zero_grad(set_to_none=True)
+        for buffer, before in zip(self.module.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+        self.rehearsing = False
+
+    def _train_step(self, data: Step) -> None:
+        self.generator.manual_seed(self.seed_base + self.step * 0x9E3779B97F4A7C15 & 0x7FFFFFFFFFFFFFFF)
+        agreed = self.ranks.agree((*self._wishes(), sum(data.weights)))  # a collective beside the forward pass
+        rate = self.plan.rate(self.step)
+        for group, peak in zip(self.optimizer.param_groups, self.peak_lr, strict=True):
+            group["lr"] = peak * rate
+        self.data, self.losses = data, []
+        for i, (batch, weight) in enumerate(zip(data.batches, data.weights, strict=True), start=1):
+            if self.accumulate > 1:
+                self.model.require_backward_grad_sync = i == self.accumulate  # DDP reduces on the last micro-batch only
+            with self.precision.autocast:
+                loss = self.recipe.loss(self.model, batch)
+            if i == 1:
+                *self.wishes, self.weight = agreed()
+            self.losses.append(loss.detach())
+            self.scaler.scale(share(loss, weight * self.world, self.weight)).backward()
+        self.scaler.unscale_(self.optimizer)  # a no-op unless fp16
+        self._emit("on_before_optimizer_step")
+        if self.options.clip_norm is not None:
+            self.grad_norm = clip_grad_norm_(self.parameters, self.options.clip_norm)
+        elif self._is_logged(self.step + 1) and not self.defers:
+            self.grad_norm = get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.samples += self.batch
+
+    def _wishes(self) -> tuple[int, int, int]:
+        """What this rank would like the step to end with: stop, save, validate. The clock is rank 0's."""
+        if self.rank:
+            return bool(self.signals.name), 0, 0
+        now, minutes, every = time.monotonic(), self.options.checkpoint.every_minutes, self.plan.validate_every
+        save = minutes is not None and now - self.saved_at >= minutes * 60
+        timed = every is not None and every.unit == "minutes" and now - self.validated_at >= every.amount * 60
+        return bool(self.signals.name), save, timed
+
+    def _after_step(self) -> None:
+        self.metrics = self._measure() if self._is_logged(self.step) else NOTHING
+        self._emit("on_step_end")
+        self.last_metrics = self.metrics or self.last_metrics
+        stop, save, validate = self.wishes
+        if stop or (self.world == 1 and self.signals.name):
+            self.stop("signal")
+        self._check_limit()
+        if validate or self.plan.validates_at(self.step):
+            save |= self.validate()
+        steps = self.options.checkpoint.every_steps
+        if save or (steps and self.step % steps == 0):
+            resume.save(self)
+
+    def _check_limit(self) -> None:
+        if self.plan.max_steps is not None and self.step >= self.plan.max_steps:
+            self.stop("max_steps")
+
+    def _is_logged(self, step: int) -> bool:
+        return step % self.options.log_every_steps == 0 or step == self.plan.max_steps
+
+    def _measure(self) -> dict[str, float]:
+        """The numbers of this step. Waits for the device, and is a collective."""
+        self.seconds = time.monotonic() - self.started
+        loss = sum(loss.item() * weight for loss, weight in zip(self.losses, self.data.weights, strict=True))
+        metrics = {"train/loss": sum(self.ranks.gather(loss)) / self.weight, "train/lr": self.optimizer.param_groups[0]["lr"]}
+        if not self.defers:
+            metrics["train/grad_norm"] = self.grad_norm.item()
+        if self.scaler.is_enabled():
+            metrics["train/loss_scale"] = self.scaler.get_scale()
+        return metrics
+
+    @torch.no_grad()
+    def validate(self) -> bool:
+        """Walk the validation data once, and return whether the metric of `checkpoint.keep_best` is the best so far."""
+        self._emit("on_flush")
+        self.validated_at = time.monotonic()
+        if self.plan.validation is None:
+            return False
+        totals: dict[str, list[Any]] = {}
+        self.eval_model.eval()
+        for batch, weight, _ in self.loader.validate(self.plan.validation):
+            with self.precision.autocast:
+                for name, (total, count) in self._validation_metrics(batch, weight).items():
+                    sums = totals.setdefault(name, [0.0, 0])
+                    sums[0] += total.double()
+                    sums[1] += count
+        self.eval_model.train()
+        ranks = self.ranks.gather({name: [float(total), count] for name, (total, count) in totals.items()})
+        names = {name: None for rank in ranks for name in rank}  # a rank may have had no batch
+        both = {name: [sum(rank[name][i] for rank in ranks if name in rank) for i in (0, 1)] for name in names}
+        self.validation = {f"val/{name}": total / count for name, (total, count) in both.items()}
+        self.seconds = time.monotonic() - self.started
+        self.validated_step = self.step
+        self._emit("on_validation_end", self.validation)
+        return resume.note_best(self)
+
+    def _validation_metrics(self, batch: Any, weight: int) -> dict[str, tuple[Tensor, int]]:
+        if hasattr(self.recipe, "metrics"):
+            return self.recipe.metrics(self.eval_model, batch)
+        return {"loss": (self.recipe.loss(self.eval_model, batch) * weight, weight)}
+
+    def stop(self, reason: str) -> None:
+        """End after this step. Call it on all ranks or on none: it is not a collective."""
+        self.stop_reason = self.stop_reason or reason
+
+    def _finish(self) -> None:
+        self._emit("on_flush")
+        self.seconds = time.monotonic() - self.started
+        if self.stop_reason != "signal" and self.validated_step != self.step:
+            self.validate()
+        resume.save(self, last=True)
+        report(self)
+
+    def _wrap(self, hook: str, thing: Any) -> Any:
+        for wrap in self._hooks[hook]:
+            thing = wrap(self, thing)
+        return thing
+
+    def _emit(self, hook: str, *args: Any) -> None:
+        for call in self._hooks[hook]:
+            call(self, *args)
+
+
+def share(loss: Tensor, ours: int, total: int) -> Tensor:
+    """`loss`, a mean over `ours / world` items, as this rank's part of the mean over `total`: DDP's mean over ranks makes it so."""
+    if ours == total:
+        return loss
+    return loss / (total / ours) if ours else loss * 0.0
