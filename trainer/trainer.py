@@ -1,5 +1,6 @@
 """The training loop. What every run needs is here; what some runs need is a callback."""
 
+import gc
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -136,6 +137,13 @@ class Trainer:
                 self._finish()
         finally:
             self._emit("on_fit_end")
+        self.close()
+
+    def close(self) -> None:
+        """End the process groups. The weights stay in `module`."""
+        # First DDP: its reducer, if it held a group last, would wait with the GIL for gloo's thread, which may wait for the GIL.
+        self.model = self.module
+        gc.collect()
         self.ranks.close()
         stop_log()
 

@@ -91,9 +91,9 @@ def _render(manifest: dict[str, Any]) -> bytes:
 
 def _read(checkpoint: Path, descriptor: int) -> dict[str, Any]:
     with _open(descriptor, MANIFEST) as file:
-        content = file.read(MANIFEST_BYTES + 1)
+        content = file.read() if os.fstat(file.fileno()).st_size <= MANIFEST_BYTES else b""
     try:
-        manifest = json.loads(content) if len(content) <= MANIFEST_BYTES else None
+        manifest = json.loads(content)
         if (
             isinstance(manifest, dict)
             and _render({key: manifest[key] for key in manifest if key != "sha256"}) == content

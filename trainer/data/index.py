@@ -1,4 +1,4 @@
-"""Where each sample of a tar shard lies, its checksum, and which shards these are: built once, stored beside the shards."""
+"""Where each sample of a tar shard lies, its checksum, and which shards these are; built once, stored beside them."""
 
 import glob
 import hashlib
@@ -9,6 +9,7 @@ import stat
 import tarfile
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,11 +30,11 @@ log = logging.getLogger("echelon")
 
 class Shard(NamedTuple):
     path: Path
-    stored: Path  # the file that has its `samples`
+    stored: Path  # its index
     bytes: int
     mtime_ns: int
     sha256: str
-    count: int
+    samples: int
 
 
 class Index:
@@ -41,8 +42,8 @@ class Index:
 
     def __init__(self, shards: list[Shard]) -> None:
         self.shards = shards
-        self.counts = [shard.count for shard in shards]
-        rows = [f"{s.path.name} {s.bytes} {s.count} {s.sha256}\n" for s in shards]
+        self.counts = [shard.samples for shard in shards]
+        rows = [f"{s.path.name} {s.bytes} {s.samples} {s.sha256}\n" for s in shards]
         self.fingerprint = hashlib.sha256(os.fsencode("".join(rows))).hexdigest()
 
     @classmethod
@@ -150,10 +151,8 @@ def _load(path: Path, stored: Path) -> tuple[Shard, Any] | None:
             about = file.metadata()
             if about["version"] != VERSION:
                 return None
-            shard = Shard(
-                path, stored, int(about["bytes"]), int(about["mtime_ns"]), about["sha256"], int(about["count"])
-            )
-            return shard, file.get_slice("samples")
+            size, mtime_ns, samples = (int(about[name]) for name in ("bytes", "mtime_ns", "samples"))
+            return Shard(path, stored, size, mtime_ns, about["sha256"], samples), file.get_slice("samples")
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None
 
@@ -167,7 +166,7 @@ def _build(path: Path) -> Shard:
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; restore the shard or leave it out") from None
     count = len(samples)
-    about = {"version": VERSION, "bytes": now.st_size, "mtime_ns": now.st_mtime_ns, "sha256": sha256, "count": count}
+    about = {"version": VERSION, "bytes": now.st_size, "mtime_ns": now.st_mtime_ns, "sha256": sha256, "samples": count}
     content = save({"samples": samples}, {key: str(value) for key, value in about.items()})
     errors = []
     for stored in _places(path):
@@ -184,10 +183,8 @@ def _scan(path: Path, fd: int) -> tuple[NDArray[np.int64], str]:
     sha256 = hashlib.sha256()
     rows: list[list[int]] = []
     key, extensions, crc32, end = None, set(), 0, 0
-    for member in members(lambda offset, size: read_at(fd, offset, size), path):
+    for member in members(partial(read_at, fd), path):
         content = read_at(fd, member.start, member.end - member.start)
-        if len(content) < member.end - member.start:
-            raise damaged(path, member.start, "the file ends inside the member")
         sha256.update(content)
         end = member.end
         if member.key not in (None, key):
@@ -202,7 +199,7 @@ def _scan(path: Path, fd: int) -> tuple[NDArray[np.int64], str]:
         rows[-1][1:] = end - rows[-1][0], crc32
     last = read_at(fd, end, LONGEST_END + 1)
     if any(last) or not 2 * tarfile.BLOCKSIZE <= len(last) <= LONGEST_END:
-        raise damaged(path, end, "not the end of an archive")
+        raise damaged(path, end, "no end of archive")
     sha256.update(last)
     return np.array(rows, np.int64).reshape(-1, 3), sha256.hexdigest()
 

@@ -37,8 +37,7 @@ class Loader:
 
     def __init__(self, recipe: Any, plan: "Plan", rank: int, world: int, device: torch.device) -> None:
         self.plan, self.rank, self.world, self.device = plan, rank, world, device
-        self.collate = getattr(recipe, "collate", default_collate)
-        self.weight: Callable[[Any], int] = getattr(recipe, "weight", count_samples)
+        self.collate = Collate(recipe)
 
     def train(self, source: Samples | Iterable[Any], start: int) -> Iterator[Step]:
         """Steps for ever, from position `start` of the stream of samples on."""
@@ -57,7 +56,7 @@ class Loader:
     def validate(self, source: Samples | Iterable[Any]) -> Iterator[Micro]:
         """Every sample once, over all ranks, in the stored order; the last micro-batch may be smaller, or a rank have none."""
         if not isinstance(source, Samples):
-            return upload((Micro(batch, self.weight(batch), []) for batch in source), self.device)
+            return upload((Micro(batch, self.collate.weight(batch), []) for batch in source), self.device)
         refs = walk(source.counts, 0, len(source), self.rank, self.world)
         return upload(self._load(source, (refs[i : i + self.plan.micro] for i in range(0, len(refs), self.plan.micro))), self.device)
 
@@ -72,7 +71,7 @@ class Loader:
         while True:
             batch = None
             for batch in source:
-                yield Micro(batch, self.weight(batch), [])
+                yield Micro(batch, self.collate.weight(batch), [])
             if batch is None:
                 raise DataError("recipe.data('train'): the iterable gave no batch; a generator must not end")
 
@@ -83,7 +82,7 @@ class Loader:
         loader = DataLoader(
             source,  # pyright: ignore[reportArgumentType] by __getitems__ it is map-style
             batch_sampler=to_load,  # pyright: ignore[reportArgumentType] any iterable of lists
-            collate_fn=self._collate,
+            collate_fn=self.collate,
             num_workers=workers,
             prefetch_factor=self.plan.data.prefetch if workers else None,
             worker_init_fn=start_worker,
@@ -92,7 +91,15 @@ class Loader:
         for (batch, weight), refs in zip(loader, to_name, strict=False):
             yield Micro(batch, weight, refs)
 
-    def _collate(self, samples: list[Any]) -> tuple[Any, int]:
+
+class Collate:
+    """In a worker: a batch and its weight, while it is on the CPU. Apart from `Loader`, because it is sent there."""
+
+    def __init__(self, recipe: Any) -> None:
+        self.collate = getattr(recipe, "collate", default_collate)
+        self.weight: Callable[[Any], int] = getattr(recipe, "weight", count_samples)
+
+    def __call__(self, samples: list[Any]) -> tuple[Any, int]:
         batch = self.collate(samples)
         return batch, self.weight(batch)
 

@@ -1,8 +1,8 @@
-"""Which sample is used when: a pure function of (shard counts, seed, lanes, block). The state of a run's data is one integer.
+"""Which sample is used when: a pure function of shard sizes and seed. The state of a run's data is one integer.
 
-An epoch permutes the shards, concatenates them, and cuts the result into lanes of equal length. Blocks inside a lane are
-permuted, and rows across all lanes make the sequence: a batch mixes `lanes` shards, a lane reads almost sequentially. The
-stream is the concatenation of epochs, so nothing is dropped, repeated or padded.
+An epoch permutes the shards, concatenates them, and cuts the result into lanes of equal length. Blocks inside a lane
+are permuted, and rows across all lanes make the sequence: a batch mixes `lanes` shards, a lane reads almost in order.
+The stream is the concatenation of epochs, so nothing is dropped, repeated or padded.
 
 The numbers are frozen: a change here changes the data of every run that is resumed.
 """
@@ -28,9 +28,9 @@ class Ref(NamedTuple):
 
 
 def mix(*keys: int) -> int:
-    """A 64-bit hash of integers: a chain of splitmix64 (Steele et al. 2014), the same on every platform and for ever.
+    """A 64-bit hash of integers: a chain of splitmix64 (Steele et al. 2014), the same for ever.
 
-    Neither NumPy's generators (their streams may change between versions) nor Python's hash (salted) may decide an order.
+    No order may depend on NumPy's generators (their streams may change between versions) or Python's hash (salted).
     """
     state = 0x9E3779B97F4A7C15
     for key in keys:
@@ -62,7 +62,7 @@ def permutation(size: int, *keys: int) -> list[int]:
 
 
 def near_equal(total: int, part: int, parts: int) -> tuple[int, int]:
-    """Bounds of one of `parts` contiguous pieces, whose lengths differ by one at most; some are empty if parts > total."""
+    """Bounds of one of `parts` contiguous pieces. Lengths differ by one at most; some are 0 if parts > total."""
     return part * total // parts, (part + 1) * total // parts
 
 
@@ -94,7 +94,7 @@ class Order:
     def local(self, start: int, stop: int, rank: int, world: int) -> list[Ref]:
         """The samples of `rank` at positions [start, stop) of the stream.
 
-        Positions are sorted by lane before they are cut, so a rank keeps its lanes, and with them its shards, for an epoch.
+        Positions are sorted by lane before they are cut: a rank keeps its lanes, and so its shards, for an epoch.
         """
         epochs, within = np.divmod(np.arange(start, stop), self.samples)
         rows, lanes = np.divmod(within, self.lanes)

@@ -176,7 +176,7 @@ def members(fetch: Callable[[int, int], bytes], where: Path) -> Iterator[Member]
 
 
 def split_name(name: str) -> tuple[str | None, str]:
-    """Key and extensions as WebDataset has them: `a/b.SEG.png` is `a/b` and `seg.png`; the key is None for no sample's file."""
+    """Key and extensions as WebDataset has them: `a/b.SEG.png` is `a/b`, `seg.png`. None for what is no sample's."""
     match = None if META.match(name) else NAME.match(name)
     return (match[1], match[2].lower()) if match else (None, "")
 
@@ -192,7 +192,7 @@ def _header(block: bytes, where: Path, offset: int) -> tarfile.TarInfo:
 
 
 def _fields(header: tarfile.TarInfo, payload: bytes) -> dict[str, str]:
-    """What an extended header says of the member after it. A PAX record is `LENGTH NAME=VALUE` and a newline, LENGTH bytes."""
+    """What an extended header says of the next member. A PAX record is `LENGTH NAME=VALUE` and a newline."""
     if len(payload) < header.size:
         raise ValueError("cut")
     if header.type in (GNU_NAME, GNU_LINK):
@@ -231,7 +231,7 @@ def damaged(where: Path, offset: int, reason: str) -> DataError:
 
 
 def read_at(fd: int, offset: int, size: int) -> bytes:
-    """Fewer than `size` bytes at the end of the file only; one `pread` stops at 2 GiB, or where a network drive likes."""
+    """Fewer than `size` bytes at the end of the file only; one `pread` may give fewer, and never over 2 GiB."""
     content = os.pread(fd, size, offset)
     while 0 < len(content) < size and (more := os.pread(fd, size - len(content), offset + len(content))):
         content += more

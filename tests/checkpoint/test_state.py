@@ -1,0 +1,387 @@
+"""What is saved comes back bit for bit, and training goes on as if nothing had happened."""
+
+import copy
+import json
+import math
+import resource
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from trainer.checkpoint.manifest import Damaged
+from trainer.checkpoint.state import (
+    DTYPES,
+    load_optimizer_state,
+    load_state,
+    optimizer_state,
+    save_state,
+)
+from trainer.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in type, order, sign of zero, NaN and every bit; a dict of any kind counts as a dict."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and (a.dtype, a.shape, bits(a)) == (b.dtype, b.shape, bits(b))
+    if isinstance(a, dict):
+        keys = [(type(key), key) for key in a]
+        return type(b) is dict and keys == [(type(key), key) for key in b] and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        return (math.isnan(a) and math.isnan(b)) or (a, math.copysign(1, a)) == (b, math.copysign(1, b))
+    return type(a) is type(b) and a == b
+
+
+def through(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    for old in folder.iterdir():
+        old.unlink()
+    save_state(folder, state)
+    assert {path.suffix for path in folder.iterdir()} <= {".safetensors", ".json"}
+    return load_state(folder)
+
+
+def random(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Any bits: NaN payloads and subnormals too. A bool has 0 and 1 only."""
+    size = torch.empty(0, dtype=dtype).element_size()
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (*shape, size), dtype=torch.uint8)
+    return raw.view(dtype).squeeze(-1)
+
+
+TENSORS = st.builds(random, st.sampled_from(sorted(DTYPES, key=str)), st.integers(0, 3), st.integers(0, 3))
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec="utf-8"))
+KEYS = st.integers(-2, 2) | st.sampled_from(
+    ["$tensor", "$dict", "$", "a", "a/b", "b", "", "__metadata__", "0", "\u00e9"]
+)
+VALUES = st.recursive(
+    PLAIN | TENSORS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(KEYS, inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(state=st.dictionaries(st.sampled_from(["model", "callbacks", "step", "state"]), VALUES, max_size=3))
+def test_any_state_comes_back(tmp_path: Path, state: dict[str, Any]) -> None:
+    assert same(state, through(tmp_path, state))
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
+def test_every_dtype_and_layout(tmp_path: Path, dtype: torch.dtype) -> None:
+    base = random(dtype, 6, 4)
+    tensors = {
+        "whole": base,
+        "transposed": base.t(),
+        "strided": base[::2, 1],
+        "part": base[1:3],
+        "overlapping": base[2:4],
+        "expanded": base[:1].expand(3, 4),
+        "flat": base.view(-1),
+        "scalar": base[0, 0],
+        "empty": base[:0],
+        "no columns": torch.empty(3, 0, dtype=dtype),
+        "alone": random(dtype),
+    }
+    assert same(tensors, through(tmp_path, {"s": tensors})["s"])
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 5)
+        self.head.weight = self.embed.weight
+
+
+def test_a_model_file_is_readable_by_others(tmp_path: Path) -> None:
+    model, folder = Tied(), tmp_path / "staging"
+    folder.mkdir()
+    state = model.state_dict()
+    save_state(folder, {"model": state, "step": 3})
+    stored = load_file(folder / "model.safetensors")
+    assert stored.keys() == state.keys() - {"head.weight"}  # tied: stored once
+    assert all(torch.equal(stored[name], state[name]) for name in stored)
+    loaded = load_state(folder)
+    assert loaded["model"]["head.weight"] is loaded["model"]["embed.weight"] and loaded["step"] == 3
+    fresh = Tied()
+    fresh.load_state_dict(loaded["model"])
+    assert same(dict(state), dict(fresh.state_dict()))
+    assert (folder / "model.safetensors").stat().st_mode == (folder / "state.json").stat().st_mode
+
+
+def test_ties_end_with_a_section_and_are_never_invented(tmp_path: Path) -> None:
+    weight = torch.ones(3)
+    empty = [torch.empty(0), torch.empty(0)]
+    loaded = through(tmp_path, {"model": {"w": weight}, "callbacks": {"ema": weight, "e": empty, "z": weight.view(3)}})
+    assert loaded["model"]["w"] is not loaded["callbacks"]["ema"]
+    assert loaded["callbacks"]["ema"] is loaded["callbacks"]["z"]
+    assert loaded["callbacks"]["e"][0] is not loaded["callbacks"]["e"][1]
+
+
+def test_a_loaded_state_needs_its_files_no_more(tmp_path: Path) -> None:
+    save_state(tmp_path, {"s": {"t": torch.ones(5000)}})
+    loaded = load_state(tmp_path)
+    (tmp_path / "s.safetensors").write_bytes(b"")  # a mapped file would end the process here
+    assert loaded["s"]["t"].sum() == 5000
+    loaded["s"]["t"].add_(1)
+
+
+def test_where_tensors_lie_in_a_file(tmp_path: Path) -> None:
+    state = {"exp_avg": torch.ones(1), "steps": [torch.ones(2), {"7": torch.ones(3)}]}
+    save_state(tmp_path, {"optimizer": {"layer.weight": state}, "seed": torch.ones(4)})
+    names = {"layer.weight/exp_avg": 1, "layer.weight/steps/0": 2, "layer.weight/steps/1/7": 3}
+    assert {name: len(t) for name, t in load_file(tmp_path / "optimizer.safetensors").items()} == names
+    assert load_file(tmp_path / "seed.safetensors").keys() == {"seed"}
+
+
+class Colour(IntEnum):
+    RED = 1
+
+
+Point = namedtuple("Point", "x")
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (object(), "object"),
+        ({1, 2}, "set"),
+        (b"bytes", "bytes"),
+        (np.float64(1), "float64"),
+        (np.zeros(2), "ndarray"),
+        (Colour.RED, "Colour"),
+        (Point(1), "Point"),
+        (torch.Size([1]), "Size"),
+        (torch.float32, "dtype"),
+        ({1.5: 0}, "key"),
+        ({True: 0}, "key"),
+        (torch.ones(2).to_sparse(), "sparse"),
+        (torch.ones(2, device="meta"), "can't be saved"),
+        (torch.ones(2, dtype=torch.complex128), "complex128"),
+        (torch.ones(2, dtype=torch.complex64).conj(), "complex64"),
+        (torch.ones(2, dtype=torch.complex64).conj().imag, "float32"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_saved_is_named(tmp_path: Path, value: Any, kind: str) -> None:
+    with pytest.raises(TypeError, match=rf"callbacks/ema/2/x.*{kind}"):
+        save_state(tmp_path, {"callbacks": {"ema": [1, 2, {"x": value}]}})
+
+
+def test_dicts_of_other_kinds_become_dicts(tmp_path: Path) -> None:
+    assert same({"s": {"b": 1, "a": 2}}, through(tmp_path, {"s": OrderedDict(b=1, a=2)}))
+
+
+NOT_OURS = ["NaN", '{"$new": 1}', '{"$tensor": "none"}', '{"$tensor": []}', '{"$tuple": 1}', '{"$float": "1"}']
+NOT_OURS += ['{"$dict": [[1]]}', '{"$dict": [[[], 1]]}', "[" * 100_000, "", "1}, {"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "", "\x00", '{"../s": 1}', *(f'{{"s": {value}}}' for value in NOT_OURS)],
+    ids=lambda content: content[:20],
+)
+def test_a_state_that_was_not_written_here(tmp_path: Path, content: str) -> None:
+    save_state(tmp_path, {"s": {"t": torch.ones(2)}})
+    assert load_state(tmp_path)["s"]["t"].tolist() == [1, 1]
+    (tmp_path / "state.json").write_text(content)
+    with pytest.raises(Damaged, match=r"state\.json"):
+        load_state(tmp_path)
+
+
+def test_damaged_tensor_files_and_huge_states(tmp_path: Path) -> None:
+    save_state(tmp_path, {"s": {"t": torch.ones(2)}})
+    path = tmp_path / "s.safetensors"
+    content = path.read_bytes()
+    for wrong in (b"", content[:-1], content[:20], b"\xff" * 100):
+        path.write_bytes(wrong)
+        with pytest.raises(Damaged):
+            load_state(tmp_path)
+    path.write_bytes(content)
+    with open(tmp_path / "state.json", "ab") as file:
+        file.truncate(257 << 20)
+    with pytest.raises(Damaged, match="larger"):
+        load_state(tmp_path)
+
+
+def test_a_full_disk_is_an_oserror(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(OSError, match="too large") as error:
+            save_state(tmp_path, {"s": {"t": torch.ones(50_000)}})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert error.value.errno == 27 and error.value.filename == str(tmp_path / "s.safetensors")  # EFBIG
+
+
+# Optimizers: training with a save and a restart in the middle against training without.
+
+
+class Master(Optimizer):
+    """Keeps float32 weights of any parameter, a list, a nested dict, and a number."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(weight=p.float(), count=0, last=[], rows={"sum": p.float().flatten()[:2].double()})
+                state["count"] += 1
+                state["rows"]["sum"] += p.grad.flatten()[:2].double() / 3
+                state["weight"] -= group["lr"] / state["count"] * p.grad.float() * state["rows"]["sum"].sum().float()
+                state["last"] = [*state["last"][-1:], p.grad.float()]
+                for gradient in state["last"]:
+                    state["weight"] -= 0.001 * gradient
+                p.copy_(state["weight"])
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": lambda params: AdamW(params, lr=0.01, foreach=False),
+    "adamw-foreach": lambda params: AdamW(params, lr=0.01, foreach=True),
+    "adamw-fused": lambda params: AdamW(params, lr=0.01, fused=True),
+    "adamw-amsgrad": lambda params: AdamW(params, lr=0.01, amsgrad=True),
+    "sgd": lambda params: SGD(params, lr=0.01),
+    "sgd-momentum": lambda params: SGD(params, lr=0.01, momentum=0.9, nesterov=True),
+    "sgd-fused": lambda params: SGD(params, lr=0.01, momentum=0.9, fused=True),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
+    "master": Master,
+}
+
+
+class Net(nn.Module):
+    """Channels-last and transposed weights, a frozen one, one that gets no gradient, and a tied one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.conv.weight = nn.Parameter(self.conv.weight.detach().contiguous(memory_format=torch.channels_last))
+        self.mid = nn.Linear(4, 4)
+        self.mid.weight = nn.Parameter(torch.randn(4, 4).t())
+        self.again = nn.Linear(4, 4)
+        self.again.weight = self.mid.weight
+        self.unused = nn.Linear(2, 2)
+        self.frozen = nn.Linear(4, 1).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(self.again(self.mid(self.conv(x).mean((2, 3))).tanh()))
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def built(name: str, device: str, dtype: torch.dtype) -> tuple[Net, Optimizer]:
+    net = Net().to(device, dtype)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    groups = [
+        {"params": trained[::-1][:2], "weight_decay": 0.1},
+        {"params": trained[::-1][2:]},
+    ]  # not the module's order
+    return net, OPTIMIZERS[name](groups)
+
+
+def train(net: Net, optimizer: Optimizer, steps: range) -> None:
+    p = net.conv.weight
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(2, 3, 8, 8, generator=generator).to(p.device, p.dtype)
+        optimizer.zero_grad()
+        net(x).square().sum().backward()
+        optimizer.step()
+
+
+def layout(optimizer: Optimizer, net: Net) -> dict[str, Any]:
+    return {
+        name: {key: (t.dtype, t.device, t.stride()) for key, t in entry.items() if isinstance(t, Tensor)}
+        for name, entry in optimizer_state(optimizer, net).items()
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_bit_for_bit(tmp_path: Path, name: str, dtype: torch.dtype, device: str) -> None:
+    if (name, dtype, device) == ("sgd-fused", torch.bfloat16, "cpu"):
+        pytest.skip("torch 2.13 doesn't update such parameters (pytorch#191763)")
+    straight, straight_optimizer = built(name, device, dtype)
+    train(straight, straight_optimizer, range(6))
+
+    net, optimizer = built(name, device, dtype)
+    train(net, optimizer, range(3))
+    save_state(tmp_path, {"model": net.state_dict(), "optimizer": optimizer_state(optimizer, net)})
+    middle = copy.deepcopy(optimizer_state(optimizer, net))
+    resumed, resumed_optimizer = built(name, device, dtype)
+    train(resumed, resumed_optimizer, range(50, 51))  # state of another history must go
+    state = load_state(tmp_path)
+    resumed.load_state_dict(state["model"])
+    load_optimizer_state(resumed_optimizer, resumed, state["optimizer"])
+    assert same(middle, optimizer_state(resumed_optimizer, resumed))
+    assert layout(resumed_optimizer, resumed) == layout(optimizer, net)
+    train(resumed, resumed_optimizer, range(3, 6))
+
+    assert same(dict(straight.state_dict()), dict(resumed.state_dict()))
+    assert same(optimizer_state(straight_optimizer, straight), optimizer_state(resumed_optimizer, resumed))
+    assert same(middle, state["optimizer"])  # what was loaded is a copy
+
+
+def test_optimizer_state_is_by_name(tmp_path: Path) -> None:
+    net, optimizer = built("adamw", "cpu", torch.float32)
+    train(net, optimizer, range(1))
+    state = optimizer_state(optimizer, net)
+    names = ["conv.weight", "conv.bias", "mid.weight", "mid.bias", "again.bias", "unused.weight", "unused.bias"]
+    assert list(state) == names and state["unused.weight"] == {}
+    assert state["conv.bias"]["exp_avg"] is optimizer.state[net.conv.bias]["exp_avg"]
+    assert set(state["conv.bias"]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert json.loads(json.dumps(list(state))) == names
+
+
+def test_another_models_optimizer_state_is_refused() -> None:
+    net, optimizer = built("adamw", "cpu", torch.float32)
+    train(net, optimizer, range(2))
+    before = copy.deepcopy(optimizer_state(optimizer, net))
+    state = dict(before)
+    state["gone.weight"] = state.pop("mid.bias")
+    with pytest.raises(
+        ConfigError, match=r"trainer\.resume: .*1 missing \(mid\.bias\) and 1 unknown \(gone\.weight\); .*init_from"
+    ):
+        load_optimizer_state(optimizer, net, state)
+    with pytest.raises(ConfigError, match=r"state: 7 missing \(again\.bias, conv\.bias, conv\.weight\); "):
+        load_optimizer_state(optimizer, net, {})
+    assert same(before, optimizer_state(optimizer, net))
+
+
+def test_an_optimizer_of_something_else_is_our_mistake() -> None:
+    net, _ = built("adamw", "cpu", torch.float32)
+    with pytest.raises(AssertionError, match="not the module's"):
+        optimizer_state(SGD([nn.Parameter(torch.ones(1))], lr=1), net)

@@ -1,0 +1,77 @@
+"""What holds for every test: one thread, no network, nothing left behind (processes, environment, process groups)."""
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ranks
+from hypothesis import settings
+
+# Before torch and transformers are imported; processes that a test starts inherit both.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+settings.register_profile("echelon", deadline=None, derandomize=True, database=None)
+settings.load_profile("echelon")
+
+GRACE_S = 3.0  # for processes that are just ending
+SHARED = ("resource_tracker", "forkserver", "torch_shm_manager")
+
+
+def children() -> set[int]:
+    """Child processes of this process; empty where there is no /proc."""
+    found: set[int] = set()
+    for file in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that ended meanwhile
+            found |= set(map(int, file.read_text().split()))
+    return found
+
+
+def command(pid: int) -> str:
+    """Empty for a process that has ended, and for the helpers that serve a whole Python process."""
+    try:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+    return "" if any(name in line for name in SHARED) else line
+
+
+def environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """A test that leaks fails, and what it leaked is removed, so that the next test does not fail for it.
+
+    What fixtures of a wider scope hold is not a leak: they are set up before this one.
+    """
+    processes, variables = children(), environment()
+    yield
+    leaks = []
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+        leaks.append("a process group")
+    if children() - processes:
+        gc.collect()
+    deadline = time.monotonic() + GRACE_S
+    while (left := [pid for pid in children() - processes if command(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in left:
+        leaks.append(f"process {pid}: {command(pid)}")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if environment() != variables:
+        changed = {key for key, _ in environment().items() ^ variables.items()}
+        leaks.append(f"environment variables {sorted(changed)}")
+        for key in changed:
+            os.environ.pop(key, None)
+        os.environ.update({key: value for key, value in variables.items() if key in changed})
+    assert not leaks, f"left behind: {'; '.join(leaks)}"

@@ -1,0 +1,297 @@
+"""The index of tar shards: against `tarfile` and webdataset, against every kind of damage, and its storage."""
+
+import hashlib
+import io
+import logging
+import os
+import random
+import tarfile
+import zlib
+from pathlib import Path
+
+import pytest
+from webdataset.tariterators import base_plus_ext
+
+from trainer.data.index import Index, find_shards
+from trainer.data.read import split_name
+from trainer.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+LONGEST_END = 1024 + 10240  # the end marker, filled up to a record of 20 blocks
+
+
+def write_tar(path: Path, files: list[tuple[str, bytes]], tar_format: int = tarfile.USTAR_FORMAT) -> Path:
+    with tarfile.open(path, "w", format=tar_format) as tar:
+        for name, content in files:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def numbered(count: int, size: int = 700) -> list[tuple[str, bytes]]:
+    rng = random.Random(count)
+    return [
+        (f"{i:06d}.{extension}", content)
+        for i in range(count)
+        for extension, content in (("bin", rng.randbytes(size)), ("cls", str(i).encode()))
+    ]
+
+
+def rows(index: Index, shard: int = 0) -> list[list[int]]:
+    return [index.samples(shard)[i].tolist() for i in range(index.counts[shard])]
+
+
+def copied(path: Path, name: str, content: bytes, folder: Path | None = None) -> Path:
+    other = (folder or path.parent) / name
+    other.parent.mkdir(exist_ok=True)
+    other.write_bytes(content)
+    return other
+
+
+def test_rows_are_where_tarfile_finds_the_members(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", numbered(7), tarfile.GNU_FORMAT)
+    raw = path.read_bytes()
+    with tarfile.open(path) as tar:
+        starts = [member.offset for member in tar][::2]
+        end = tar.offset
+    expected = [[a, b - a, zlib.crc32(raw[a:b])] for a, b in zip(starts, [*starts[1:], end])]
+    index = Index.open([path])
+    assert index.counts == [7]
+    assert rows(index) == expected
+    shard = index.shards[0]
+    assert (shard.bytes, shard.sha256) == (len(raw), hashlib.sha256(raw).hexdigest())
+
+
+def test_split_name_is_webdatasets() -> None:
+    rng = random.Random(0)
+    names = ["".join(rng.choices("aB._/\n é", k=rng.randint(0, 9))) for _ in range(5000)]
+    assert any("/" in name and name.count(".") > 1 for name in names)
+    for name in names:
+        if not name.startswith("__"):
+            key, extension = base_plus_ext(name)
+            assert split_name(name) == (key, (extension or "").lower())
+    assert split_name("__meta__/a.json") == (None, "")
+
+
+def test_every_cut_is_refused(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", numbered(4))
+    raw = path.read_bytes()
+    with tarfile.open(path) as tar:
+        tar.getmembers()
+        end = tar.offset
+    for size in [*range(0, end + 1024, 512), *range(1, end, 777)]:
+        cut = copied(path, "cut.tar", raw[:size])
+        with pytest.raises(DataError, match=r"cut\.tar: .* at byte \d+: cut, damaged"):
+            Index.open([cut])
+    assert Index.open([copied(path, "whole.tar", raw[: end + 1024])]).counts == [4]
+
+
+def test_no_damage_of_headers_loses_a_sample(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", numbered(4))
+    raw = path.read_bytes()
+    with tarfile.open(path) as tar:
+        header = tar.getmembers()[4].offset
+    refused = 0
+    for byte in range(header, header + 512):
+        damaged = bytearray(raw)
+        damaged[byte] ^= 0x15
+        try:
+            assert Index.open([copied(path, "bad.tar", bytes(damaged))]).counts == [4]  # what fills up the checksum
+        except DataError as error:
+            assert f"at byte {header}" in str(error)
+            refused += 1
+    assert refused > 500
+
+
+@pytest.mark.parametrize("size", [512, 1024, 20480])
+def test_zeros_are_refused_unless_they_are_content(tmp_path: Path, size: int) -> None:
+    path = write_tar(tmp_path / "a.tar", numbered(20))
+    raw = path.read_bytes()
+    with tarfile.open(path) as tar:
+        headers = [member.offset for member in tar]
+    for header in headers:
+        damaged = raw[:header] + bytes(min(size, len(raw) - header)) + raw[header + size :]
+        if not any(damaged[header:]) and len(raw) - header <= LONGEST_END:
+            continue  # byte for byte a shard without these members
+        with pytest.raises(DataError, match=rf"no end of archive at byte {header}"):
+            Index.open([copied(path, "zeros.tar", damaged)])
+
+
+def test_zeros_to_the_end_of_the_file_are_no_end_marker(tmp_path: Path) -> None:
+    """What a filesystem may leave after a power cut: the length is right, the last blocks were never written."""
+    path = write_tar(tmp_path / "a.tar", numbered(40))
+    raw = path.read_bytes()
+    with tarfile.open(path) as tar:
+        header = tar.getmembers()[30].offset
+    with pytest.raises(DataError, match=rf"no end of archive at byte {header}"):
+        Index.open([copied(path, "tail.tar", raw[:header] + bytes(len(raw) - header))])
+
+
+def test_archives_that_are_not_plain_tars_are_refused(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", numbered(4))
+    import gzip
+
+    others = {"a.tar.gz": gzip.compress(path.read_bytes()), "text.tar": b"hello\n" * 1000, "empty.tar": b""}
+    others["two.tar"] = path.read_bytes() * 2
+    for name, content in others.items():
+        with pytest.raises(DataError, match=name):
+            Index.open([copied(path, name, content)])
+
+
+def test_a_sparse_member_is_refused(tmp_path: Path) -> None:
+    old, new = tarfile.TarInfo("a.bin"), tarfile.TarInfo("a.bin")
+    old.type = tarfile.GNUTYPE_SPARSE
+    new.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}
+    for info, tar_format in ((old, tarfile.GNU_FORMAT), (new, tarfile.PAX_FORMAT)):
+        path = tmp_path / "a.tar"
+        with tarfile.open(path, "w", format=tar_format) as tar:
+            tar.addfile(info)
+        with pytest.raises(DataError, match="sparse"):
+            Index.open([path])
+
+
+def test_headers_that_lead_astray_are_refused(tmp_path: Path) -> None:
+    """With checksums that are right. A walk that trusts a negative size never ends."""
+    for fields in ({"size": "-1024"}, {"size": "x"}):
+        info = tarfile.TarInfo("a.bin")
+        info.pax_headers = fields
+        with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+            tar.addfile(info)
+        with pytest.raises(DataError, match="bad extended header"):
+            Index.open([tmp_path / "a.tar"])
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT, pax_headers={"path": "a.bin"}) as tar:
+        tar.addfile(tarfile.TarInfo("b.bin"))
+    with pytest.raises(DataError, match="bad extended header"):
+        Index.open([tmp_path / "a.tar"])
+    header = bytearray(tarfile.TarInfo("a.bin").tobuf(tarfile.GNU_FORMAT))
+    header[124:136] = (-512).to_bytes(12, "big", signed=True)
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    (tmp_path / "a.tar").write_bytes(bytes(header) + bytes(1024))
+    with pytest.raises(DataError, match="negative size at byte 0"):
+        Index.open([tmp_path / "a.tar"])
+
+
+def test_two_members_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", [("a.jpg", b"1"), ("a.JPG", b"2")])
+    with pytest.raises(DataError, match=r"a\.tar: two members 'jpg' of 'a', at byte 1024"):
+        Index.open([path])
+
+
+def test_lists_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", numbered(2))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link.tar").symlink_to(path)
+    nothing = write_tar(tmp_path / "nothing.tar", [("README", b"")])
+    for paths, text in (
+        ([], "the list is empty"),
+        ([path, tmp_path / "link.tar"], "given twice"),
+        ([tmp_path / "b.tar"], r"b\.tar: No such file"),
+        ([tmp_path / "folder"], r"folder/\*\.tar"),
+        ([nothing], "no samples"),
+    ):
+        with pytest.raises(DataError, match=text):
+            Index.open(paths)
+    assert Index.open([nothing, path]).counts == [0, 2]
+
+
+def test_stored_index_is_used_until_the_shard_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_tar(tmp_path / "a.tar", numbered(5))
+    calls = []
+    first = Index.open([path], lambda *call: calls.append(call))
+    assert calls == [("a.tar", path.stat().st_size, path.stat().st_size)]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.tar", "a.tar.idx"]
+
+    # The same size and time, so nobody looks at the content: what is read must be the stored index.
+    before = path.stat()
+    path.write_bytes(bytes(before.st_size))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    second = Index.open([path], lambda *call: calls.append(call))
+    assert (second.fingerprint, rows(second), len(calls)) == (first.fingerprint, rows(first), 1)
+    assert not caplog.records
+
+    write_tar(path, numbered(6))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    third = Index.open([path], lambda *call: calls.append(call))
+    assert (third.counts, len(calls)) == ([6], 2)
+    assert third.fingerprint != first.fingerprint
+    assert [(r.name, r.levelno, r.getMessage()) for r in caplog.records] == [
+        ("echelon", logging.WARNING, f"{path}: changed since it was indexed; indexing it again")
+    ]
+    with pytest.raises(DataError, match=r"a\.tar\.idx: gone or changed during the run"):
+        first.samples(0)
+
+
+def test_an_index_that_is_damaged_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_tar(tmp_path / "a.tar", numbered(5))
+    stored = Path(f"{path}.idx")
+    index = Index.open([path])
+    fingerprint, expected = index.fingerprint, rows(index)
+    good = stored.read_bytes()
+    for bad in (b"", b"garbage", good[:100], good[:-1], bytes(len(good)), good.replace(b'"sha256"', b'"sha255"')):
+        stored.write_bytes(bad)
+        caplog.clear()
+        index = Index.open([path])
+        assert (index.fingerprint, rows(index)) == (fingerprint, expected)
+        assert "can't be read" in caplog.text
+
+
+def test_where_the_folder_takes_no_index_the_cache_does(tmp_path: Path, home: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", numbered(5))
+    (tmp_path / "a.tar.idx").mkdir()  # a file can't take its place, not even root's
+    first = Index.open([path])
+    assert first.shards[0].stored.parent == home / ".cache/echelon/index"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.tar", "a.tar.idx", "home"]
+    calls = []
+    assert Index.open([path], lambda *call: calls.append(call)).fingerprint == first.fingerprint
+    assert not calls
+    assert len(rows(first)) == 5
+
+
+def test_without_any_place_for_the_index_both_are_named(tmp_path: Path, home: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", numbered(5))
+    (tmp_path / "a.tar.idx").mkdir()
+    home.write_text("a file")
+    with pytest.raises(DataError, match=r"no place for its index .*\.cache/echelon/index"):
+        Index.open([path])
+
+
+def test_fingerprint_is_of_content_and_order(tmp_path: Path) -> None:
+    a, b = write_tar(tmp_path / "a.tar", numbered(3)), write_tar(tmp_path / "b.tar", numbered(4))
+    both = Index.open([a, b])
+    assert both.counts == [3, 4]
+    moved = [copied(path, path.name, path.read_bytes(), tmp_path / "moved") for path in (a, b)]
+    assert Index.open(moved).fingerprint == both.fingerprint
+    changed = bytearray(b.read_bytes())
+    changed[600] ^= 1
+    renamed = copied(b, "c.tar", b.read_bytes())
+    others = [[b, a], [a], [a, renamed], [a, copied(b, "b.tar", bytes(changed), tmp_path / "changed")]]
+    assert len({both.fingerprint, *(Index.open(paths).fingerprint for paths in others)}) == 5
+
+
+def test_find_shards(tmp_path: Path) -> None:
+    names = [f"train-{i:03d}.tar" for i in range(12)] + ["val-[0].tar", "train-000.tar.idx"]
+    for name in names:
+        (tmp_path / name).touch()
+    train = [tmp_path / name for name in names[:12]]
+    assert find_shards(f"{tmp_path}/train-*") == train
+    assert find_shards(tmp_path / "train-{000..011}.tar") == train
+    assert find_shards([tmp_path / "train-0{10,11}.tar", str(train[3]), tmp_path / "val-[0].tar"]) == [
+        *(train[i] for i in (3, 10, 11)),
+        tmp_path / "val-[0].tar",
+    ]
+    for bad, text in (
+        ("train-{000..012}.tar", r"train-012\.tar \(of .*train-\{000\.\.012\}\.tar\): no such file"),
+        ("test-*.tar", r"test-\*\.tar: no such file"),
+        ("train-{000.tar", "not a pattern"),
+        ("", "no such file"),
+    ):
+        with pytest.raises(DataError, match=text):
+            find_shards(f"{tmp_path}/{bad}")

@@ -1,0 +1,358 @@
+"""Samples from shards: the same as webdataset's, checked, decoded without pickle; and shards, the same each time."""
+
+import io
+import json
+import os
+import pickle
+import random
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import save
+from webdataset.tariterators import group_by_keys, tar_file_expander
+
+import trainer.data.read as read_module
+from trainer.data.index import Index
+from trainer.data.order import Ref, walk
+from trainer.data.read import ShardReader
+from trainer.data.write import write_shards
+from trainer.errors import DataError
+
+NUMBERS = np.arange(12, dtype=np.uint16).reshape(3, 4)
+
+
+@pytest.fixture
+def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    return slept
+
+
+def add(tar: tarfile.TarFile, name: str, content: bytes = b"", kind: bytes = tarfile.REGTYPE, **fields: Any) -> None:
+    info = tarfile.TarInfo(name)
+    info.size, info.type = len(content), kind
+    for field, value in fields.items():
+        setattr(info, field, value)
+    tar.addfile(info, io.BytesIO(content) if content else None)
+
+
+def shard_of(path: Path, **members: bytes) -> ShardReader:
+    """One sample, `k`; an underscore in a name is a dot."""
+    with tarfile.open(path, "w") as tar:
+        for extension, content in members.items():
+            add(tar, f"k.{extension.replace('_', '.')}", content)
+    return ShardReader(Index.open([path]))
+
+
+def read_all(reader: ShardReader) -> list[dict[str, Any]]:
+    counts = reader.index.counts
+    return [reader.read(ref) for ref in walk(counts, 0, sum(counts), 0, 1)]
+
+
+def webdatasets(path: Path) -> list[dict[str, Any]]:
+    with path.open("rb") as stream:
+        samples = list(group_by_keys(tar_file_expander([{"url": "", "stream": stream}])))
+    return [{name: value for name, value in sample.items() if name != "__url__"} for sample in samples]
+
+
+def fuzz(path: Path, seed: int) -> None:
+    """A tar with all that may be in one, and few keys, so that neighbours share them."""
+    rng = random.Random(seed)
+    folders = ["", "a/", "a.b/", "./", "__meta__/", "x" * 90 + "/" + "y" * 90 + "/"]
+    keys = ["k", "K2", "k 3", "__k__", "\u00e4\u4e2d", "z" * 120, "", "\udcff"]
+    extensions = ["bin", "BIN", "seg.bin", "Seg.Bin.x", "", "dat", ".dat"]
+    tar_format = rng.choice([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+    global_fields = {"comment": "of all members"} if tar_format == tarfile.PAX_FORMAT and rng.random() < 0.5 else {}
+    with tarfile.open(path, "w", format=tar_format, pax_headers=global_fields) as tar:
+        for _ in range(rng.randint(1, 60)):
+            folder, key, content = (
+                rng.choice(folders),
+                rng.choice(keys),
+                rng.randbytes(rng.choice([0, 1, 511, 512, 513, 3000])),
+            )
+            kind = rng.random()
+            if kind < 0.1:
+                add(tar, f"{folder}{key}.bin", kind=tarfile.DIRTYPE, size=rng.choice([0, 600]))
+            elif kind < 0.2:
+                add(
+                    tar,
+                    f"{key}.bin",
+                    kind=rng.choice([tarfile.SYMTYPE, tarfile.LNKTYPE]),
+                    linkname="l" * rng.choice([1, 150]),
+                )
+            elif kind < 0.25:
+                add(tar, rng.choice(["README", "__index__", "a/README"]), content)
+            elif kind < 0.3:
+                add(tar, f"{folder}{key}.old", content, rng.choice([tarfile.AREGTYPE, tarfile.CONTTYPE, b"Z"]))
+            else:
+                names = rng.sample(extensions, rng.randint(1, 3))
+                for extension in names:
+                    add(tar, f"{folder}{key}.{extension}", content, mtime=rng.choice([0, 1.5]))
+
+
+def test_samples_are_webdatasets(tmp_path: Path) -> None:
+    same = refused = 0
+    for seed in range(150):
+        path = tmp_path / f"{seed}.tar"
+        fuzz(path, seed)
+        try:
+            expected = webdatasets(path)
+        except ValueError as error:
+            assert "duplicate file name" in str(error)
+            with pytest.raises(DataError, match="two members"):
+                Index.open([path])
+            refused += 1
+            continue
+        if expected:
+            reader = ShardReader(Index.open([path]))
+            assert read_all(reader) == expected
+            same += len(expected)
+    assert same > 500 and 5 < refused < 145
+
+
+@pytest.mark.parametrize("prefix", [b"", b"folder"])
+def test_old_and_large_headers(tmp_path: Path, prefix: bytes) -> None:
+    """ustar's split names, and sizes in base 256."""
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        add(tar, "p" * 100 + "/" + "n" * 90 + ".bin", b"ustar")
+    raw = bytearray(path.read_bytes())
+    raw[124:136] = bytes([0x80]) + (5).to_bytes(11, "big")
+    raw[148:156] = b" " * 8
+    raw[148:156] = b"%06o\0 " % sum(raw[:512])
+    path.write_bytes(raw)
+    assert (
+        read_all(ShardReader(Index.open([path])))
+        == webdatasets(path)
+        == [{"__key__": "p" * 100 + "/" + "n" * 90, "bin": b"ustar"}]
+    )
+
+
+def test_members_decode_by_their_last_extension(tmp_path: Path) -> None:
+    picture = np.random.default_rng(0).integers(0, 255, (5, 7, 4), dtype=np.uint8)
+    images = {}
+    for name, kind in (("png", "PNG"), ("webp", "WEBP"), ("jpg", "JPEG"), ("jpeg", "JPEG")):
+        buffer = io.BytesIO()
+        Image.fromarray(picture[..., :3] if kind == "JPEG" else picture).save(buffer, kind, lossless=True)
+        images[name] = buffer.getvalue()
+    array = io.BytesIO()
+    np.save(array, NUMBERS)
+    reader = shard_of(
+        tmp_path / "a.tar",
+        **images,
+        json=json.dumps({"a": [1, None]}).encode(),
+        txt="\u00e4".encode(),
+        caption_text=b"two words",
+        cls=b"7\n",
+        int=b"-3",
+        npy=array.getvalue(),
+        left_NPY=array.getvalue(),
+        safetensors=save({"ids": NUMBERS}),
+        bin=b"\0\1",
+        npy_zst=b"as it is",
+    )
+    sample = reader.read(Ref(0, 0, 0))
+    for name in images:
+        image = sample.pop(name)
+        assert (image.mode, image.size) == ("RGB", (7, 5))
+        if name in ("png", "webp"):
+            opaque = picture[..., 3] > 0
+            assert np.array_equal(np.asarray(image)[opaque], picture[..., :3][opaque])
+    for name in ("npy", "left.npy"):
+        value = sample.pop(name)
+        assert value.dtype == np.uint16 and np.array_equal(value, NUMBERS) and value.flags.writeable
+    ids = sample.pop("safetensors")["ids"]
+    assert ids.dtype == np.uint16 and np.array_equal(ids, NUMBERS) and ids.flags.writeable
+    expected = {
+        "__key__": "k",
+        "json": {"a": [1, None]},
+        "txt": "\u00e4",
+        "caption.text": "two words",
+        "cls": 7,
+        "int": -3,
+    }
+    assert sample == expected | {"bin": b"\0\1", "npy.zst": b"as it is"}
+
+
+class Payload:
+    ran = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return setattr, (Payload, "ran", True)
+
+
+@pytest.mark.parametrize("extension", ["pyd", "pickle", "pkl", "pth", "pt", "a_PKL", "npy"])
+def test_pickles_are_refused_unread(tmp_path: Path, extension: str) -> None:
+    content = pickle.dumps(Payload())
+    if extension == "npy":
+        buffer = io.BytesIO()
+        np.save(buffer, np.array([Payload()], dtype=object), allow_pickle=True)
+        content = buffer.getvalue()
+    reader = shard_of(tmp_path / "a.tar", **{extension: content})
+    with pytest.raises(DataError, match=r"a\.tar: sample 0 \('k'\), member .* can't be decoded"):
+        reader.read(Ref(0, 0, 0))
+    assert not Payload.ran
+    pickle.loads(pickle.dumps(Payload()))
+    assert Payload.ran  # so it would have
+    Payload.ran = False
+
+
+@pytest.mark.parametrize("extension", ["jpg", "png", "json", "txt", "cls", "npy", "safetensors"])
+def test_what_cannot_be_decoded_is_named(tmp_path: Path, extension: str) -> None:
+    reader = shard_of(tmp_path / "a.tar", **{extension: b"\xff garbage"})
+    with pytest.raises(DataError, match=rf"a\.tar: sample 0 \('k'\), member '{extension}': can't be decoded") as caught:
+        reader.read(Ref(0, 0, 0))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> ShardReader:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as tar:
+        for i in range(3):
+            add(tar, f"{i}.bin", bytes([i]) * 700)
+    return ShardReader(Index.open([path]))
+
+
+def test_a_flipped_bit_costs_its_own_sample_only(three: ShardReader, sleeps: list[float]) -> None:
+    path = three.index.shards[0].path
+    raw = bytearray(path.read_bytes())
+    offset, length, _ = three.index.samples(0)[1].tolist()
+    for byte in range(offset, offset + length, 100):
+        damaged = raw.copy()
+        damaged[byte] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(
+            DataError, match=rf"a\.tar: sample 1 \(('1'|None)\): the checksum .* at byte {offset} differs"
+        ):
+            three.read(Ref(0, 0, 1))
+        assert [three.read(Ref(0, 0, i))["bin"][0] for i in (0, 2)] == [0, 2]
+    assert len(sleeps) == 2 * len(range(offset, offset + length, 100))
+
+
+def test_a_shard_that_shrinks_during_the_run_is_noticed(three: ShardReader, sleeps: list[float]) -> None:
+    assert three.read(Ref(0, 0, 2))["bin"] == b"\2" * 700
+    os.truncate(three.index.shards[0].path, 2000)
+    with pytest.raises(DataError, match=r"sample 1 .* checksum"):
+        three.read(Ref(0, 0, 1))
+    with pytest.raises(DataError, match=r"sample 2 .* checksum"):
+        three.read(Ref(0, 0, 2))
+
+
+def test_what_passes_is_read_again(three: ShardReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard away for a moment, and one whose open file gives wrong bytes."""
+    path = three.index.shards[0].path
+    away = path.rename(path.with_name("away"))
+    monkeypatch.setattr(time, "sleep", lambda seconds: away.rename(path))
+    assert three.read(Ref(0, 0, 1))["bin"] == b"\1" * 700
+
+    good = path.read_bytes()
+    path.write_bytes(bytes(len(good)))
+    away.write_bytes(good)
+    assert three.read(Ref(0, 0, 1))["bin"] == b"\1" * 700
+
+
+def test_a_shard_that_stays_away_is_named(three: ShardReader, sleeps: list[float]) -> None:
+    three.index.shards[0].path.unlink()
+    with pytest.raises(DataError, match=r"a\.tar: sample 1 \(None\): No such file or directory, read 3 times"):
+        three.read(Ref(0, 0, 1))
+    assert sleeps == sorted(sleeps) and len(sleeps) == 2
+
+
+def test_a_read_that_stops_short_goes_on(
+    three: ShardReader, monkeypatch: pytest.MonkeyPatch, sleeps: list[float]
+) -> None:
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, size, offset: pread(fd, min(size, 100), offset))
+    assert three.read(Ref(0, 0, 1))["bin"] == b"\1" * 700
+    assert not sleeps
+
+
+def test_the_reader_travels_without_its_files(three: ShardReader) -> None:
+    sample = three.read(Ref(0, 0, 1))
+    size = len(pickle.dumps(three))
+    assert size < 2000  # no rows of the index either
+    assert pickle.loads(pickle.dumps(three)).read(Ref(3, 0, 1)) == sample
+
+
+def test_more_shards_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_module, "OPEN_SHARDS", 3)
+    paths = write_shards(({"__key__": str(i), "cls": i} for i in range(8)), tmp_path, "s", per_shard=1)
+    reader = ShardReader(Index.open(paths))
+    before = len(os.listdir("/dev/fd"))
+    assert [reader.read(Ref(0, i, 0))["cls"] for i in (*range(8), *range(8))] == [*range(8), *range(8)]
+    assert len(os.listdir("/dev/fd")) == before + 3
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice")
+def test_prefetch_advises_the_samples_bytes(three: ShardReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    advice = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, *rest: advice.append((os.fstat(fd).st_ino, *rest)))
+    three.prefetch([Ref(0, 0, 2), Ref(0, 0, 0)])
+    inode = three.index.shards[0].path.stat().st_ino
+    rows = three.index.samples(0)
+    assert advice == [(inode, *rows[i].tolist()[:2], os.POSIX_FADV_WILLNEED) for i in (0, 2)]
+
+
+def samples() -> list[dict[str, Any]]:
+    return [
+        {
+            "__key__": f"f/{i:03d}",
+            "ids.npy": NUMBERS + i,
+            "cls": i,
+            "int": -i,
+            "json": {"i": i},
+            "txt": "\u00e4" * i,
+            "bin": b"\0",
+        }
+        | {"safetensors": {"x": NUMBERS}, "png": np.full((2, 3, 3), i, np.uint8)}
+        for i in range(10)
+    ]
+
+
+def test_written_shards_read_back(tmp_path: Path) -> None:
+    paths = write_shards(iter(samples()), tmp_path / "new/folder", "train", per_shard=4)
+    assert [path.name for path in paths] == [f"train-00000{i}.tar" for i in range(3)]
+    assert sorted(tmp_path.glob("new/folder/*")) == paths
+    reader = ShardReader(Index.open(paths))
+    assert reader.index.counts == [4, 4, 2]
+    for expected, sample in zip(samples(), read_all(reader), strict=True):
+        assert sample.keys() == expected.keys()
+        for name in ("__key__", "cls", "int", "json", "txt", "bin"):
+            assert sample[name] == expected[name]
+        assert np.array_equal(sample["ids.npy"], expected["ids.npy"])
+        assert np.array_equal(sample["safetensors"]["x"], NUMBERS)
+        assert np.array_equal(np.asarray(sample["png"]), expected["png"])
+
+
+def test_the_same_samples_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = write_shards(samples(), tmp_path / "1", "train", per_shard=4)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 1000)
+    second = write_shards(samples(), tmp_path / "2", "train", per_shard=4)
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+
+
+def test_shards_are_not_mixed_with_older_ones(tmp_path: Path) -> None:
+    write_shards(samples(), tmp_path, "train", per_shard=4)
+    with pytest.raises(DataError, match=r"train-00000\d\.tar: is there already"):
+        write_shards(samples()[:1], tmp_path, "train", per_shard=4)
+    assert len(write_shards(samples(), tmp_path, "val", per_shard=5)) == 2
+    assert write_shards([], tmp_path, "none", per_shard=5) == []
+
+
+def test_a_failure_leaves_no_cut_shard(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no handler"):
+        write_shards([*samples(), {"__key__": "last", "unknown": object()}], tmp_path, "train", per_shard=4)
+    assert len(list(tmp_path.glob("*.tar"))) == 2
+
+
+@pytest.mark.parametrize("keys", [["a.b"], ["a", "a"], [""], ["__meta__/a"]])
+def test_keys_that_would_not_read_back_are_refused(tmp_path: Path, keys: list[str]) -> None:
+    with pytest.raises(DataError, match=f"key {keys[-1]!r}: must be unique"):
+        write_shards([{"__key__": key, "cls": i} for i, key in enumerate(keys)], tmp_path, "train", per_shard=4)

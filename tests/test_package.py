@@ -1,0 +1,150 @@
+"""What a user gets: the wheel, the two commands, and files that say nothing of the machine they were written on."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("trainer", "recipes", "conf", "tests", "scripts", "docs", ".ci")
+NOT_TEXT = {".pyc", ".png", ".gif", ".svg", ".gz", ".tar"}
+CPU_ONLY = sys.platform == "linux" and not list(Path("/dev").glob("nvidia*")) and not shutil.which("nvidia-smi")
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+
+
+def texts() -> list[Path]:
+    found = [path for path in ROOT.iterdir() if path.is_file()]
+    found += [path for folder in FOLDERS for path in files(ROOT / folder)]
+    return [path for path in found if path.suffix not in NOT_TEXT]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
+    return next(folder.glob("echelon_trainer-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin folder of an environment with the wheel, and with this one's packages: all but editable installs."""
+    folder = tmp_path_factory.mktemp("clean")
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-index", "--no-deps"]
+    subprocess.run([*pip, str(wheel)], check=True)
+    site = next(folder.glob("lib/python*/site-packages"))
+    (site / "packages.pth").write_text(sysconfig.get_path("purelib"))
+    return python.parent
+
+
+def run(command: list[str | Path], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ} | variables
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_the_wheel_holds_the_sources_and_nothing_else(wheel: Path) -> None:
+    expected = {path.relative_to(ROOT).as_posix() for name in ("trainer", "recipes") for path in files(ROOT / name)}
+    expected |= {f"trainer/{path.relative_to(ROOT).as_posix()}" for path in files(ROOT / "conf")}
+    assert {Path(name).suffix for name in expected} >= {".py", ".md", ".yaml"}
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name for name in names if ".dist-info/" not in name} == expected
+
+
+def test_help_of_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
+    result = run([installed / "python", "-m", "trainer.main", "--help"], tmp_path)
+    assert result.returncode == 0, result.stderr
+    names = {path.stem for group in ("recipe", "callbacks") for path in (ROOT / "conf" / group).glob("*.yaml")}
+    assert names
+    assert not [name for name in names if not re.search(rf"^ +{name}\b", result.stdout, re.MULTILINE)]
+    assert run([installed / "echelon", "--help"], tmp_path).stdout == result.stdout
+
+
+def test_config_of_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
+    where = run([installed / "python", "-c", "import trainer; print(trainer.__file__)"], tmp_path).stdout
+    assert where.startswith(str(installed.parent)), "not the wheel's package"
+    result = run([installed / "python", "-m", "trainer.main", "--cfg", "job"], tmp_path)
+    assert result.returncode == 0, result.stderr
+    top = set(re.findall(r"^\w+(?=:)", result.stdout, re.MULTILINE))
+    assert {"recipe", "callbacks", "optimizer", "schedule", "trainer", "data", "batch"} <= top
+
+
+def test_files_are_ascii() -> None:
+    assert not [str(path.relative_to(ROOT)) for path in texts() if not path.read_bytes().isascii()]
+
+
+def test_files_name_no_machine_and_no_registry() -> None:
+    unwanted = re.compile(r"(?<![\w.}$-])/(work|root|home|opt)/|pypi\.org|pythonhosted\.|download\.pytorch")
+    found = {path.relative_to(ROOT): unwanted.search(path.read_text()) for path in texts()}
+    assert not [f"{path}: {match[0]}" for path, match in found.items() if match]
+
+
+STUB = """#!/usr/bin/env bash
+echo "$*" >>"{log}"
+case "$*" in
+    *"import torch"*) {torch} ;;
+    *"-m pip install"*torch==*) exit {build} ;;
+    *"-m pip install"*) grep ^torch== "$PIP_CONSTRAINT" >>"{log}" ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what the two commands read, in a folder with a space in its name."""
+    folder = tmp_path / "check out"
+    shutil.copytree(ROOT / "scripts", folder / "scripts")
+    for name in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def environment(folder: Path, torch: str = "exit 1", build: int = 0) -> Path:
+    """An environment whose python writes down its arguments; returns that log."""
+    (folder / "bin").mkdir(parents=True)
+    python, log = folder / "bin" / "python", folder / "log"
+    python.write_text(STUB.format(log=log, torch=torch, build=build))
+    python.chmod(0o755)
+    return log
+
+
+def test_the_second_call_installs_nothing(checkout: Path, tmp_path: Path) -> None:
+    log, active = environment(tmp_path / "env", torch="echo 2.12.1"), str(tmp_path / "env")
+    test, train = checkout / "scripts" / "test", checkout / "scripts" / "train"
+    result = run([test, "-k", "one test"], tmp_path, VIRTUAL_ENV=active)
+    assert result.returncode == 0 and result.stderr.count("\n") == 1 and "installing" in result.stderr
+    first = log.read_text().splitlines()
+    assert first[-3:] == ["-m pip install -qq -e .[recipes,test]", "torch==2.12.1", "-m pytest -k one test"]
+    for command, expected in ((test, "-m pytest"), (train, "-m trainer.main")):  # test's extras include train's
+        log.write_text("")
+        assert run([command], tmp_path, VIRTUAL_ENV=active).stderr == ""
+        assert log.read_text() == expected + "\n"
+    with (checkout / "constraints.txt").open("a") as file:
+        file.write("# a new pin\n")
+    assert "installing" in run([train], tmp_path, VIRTUAL_ENV=active).stderr
+
+
+@pytest.mark.skipif(not CPU_ONLY, reason="has an NVIDIA GPU: any build of torch is welcome")
+@pytest.mark.parametrize("build", [0, 1])
+def test_without_a_gpu_only_the_cpu_build_will_do(checkout: Path, build: int) -> None:
+    log = environment(checkout / ".venv", build=build)
+    version = re.findall(r"^torch==(.*)", (checkout / "constraints.txt").read_text(), re.MULTILINE)[0]
+    result = run([checkout / "scripts" / "train", "x=1"], checkout)
+    lines = log.read_text().splitlines()
+    assert f"-m pip install -qq --no-deps torch=={version}+cpu" in lines
+    if build == 0:
+        assert lines[-2:] == [f"torch=={version}+cpu", "-m trainer.main x=1"]
+    else:
+        assert result.returncode == 1 and "no NVIDIA GPU" in result.stderr.splitlines()[-1]
+        assert not any("-e" in line.split() or "trainer.main" in line for line in lines)

@@ -1,0 +1,98 @@
+"""Plain is plain: without callbacks, `Trainer` computes bit for bit what a bare DDP loop computes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from toy_recipe import Toy
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from trainer.launch import Place
+from trainer.optim import parameter_groups
+from trainer.options import Options
+from trainer.trainer import Trainer
+
+STEPS, BATCH = 20, 12
+
+
+class Batches(Toy):
+    """The toy model on an iterable of this rank's batches, so that the bare loop sees the same ones."""
+
+    def __init__(self, rank: int, world: int, accumulate: int) -> None:
+        super().__init__(width=64, depth=2)
+        self.rank, self.world, self.accumulate = rank, world, accumulate
+
+    def data(self, split: str):  # noqa: ANN201 a list of batches
+        if split == "val":
+            return None
+        generator = torch.Generator().manual_seed(self.rank)
+        size = BATCH // self.world // self.accumulate
+        return [
+            (torch.randn(size, 8, generator=generator), torch.randn(size, 4, generator=generator))
+            for _ in range(STEPS * self.accumulate)
+        ]
+
+    def weight(self, batch) -> int:
+        return len(batch[0])
+
+    def loss(self, model: nn.Module, batch) -> torch.Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(model(x).float(), y)
+
+
+def adam(params):
+    return torch.optim.AdamW(params, lr=1e-2, fused=True)
+
+
+def bare_loop(place: Place, accumulate: int, clip: float | None, bf16: bool) -> list[torch.Tensor]:
+    if place.world > 1:
+        dist.init_process_group("gloo", store=dist.FileStore(place.store, place.world), rank=place.rank, world_size=place.world)
+    recipe = Batches(place.rank, place.world, accumulate)
+    torch.manual_seed(0)
+    module = recipe.model()
+    model = DDP(module) if place.world > 1 else module
+    optimizer = adam(parameter_groups(module))
+    batches = iter(recipe.data("train"))
+    for _ in range(2 if place.world > 1 else 0):  # DDP lays out its buckets after its first pass, and a layout is an order of summation
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = recipe.loss(model, recipe.data("train")[0])
+        loss.backward()
+        optimizer.zero_grad()
+    for _ in range(STEPS):
+        for micro in range(accumulate):
+            if place.world > 1:
+                model.require_backward_grad_sync = micro == accumulate - 1
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                loss = recipe.loss(model, next(batches))
+            (loss / accumulate).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    if place.world > 1:
+        del model  # DDP's reducer must not be the last to hold the group: see Trainer.close
+        dist.destroy_process_group()
+    return [p.detach().numpy() for p in module.parameters()]
+
+
+def ours(place: Place, accumulate: int, clip: float | None, bf16: bool) -> list[torch.Tensor]:
+    options = Options(max_steps=STEPS, clip_norm=clip, precision="bf16" if bf16 else "fp32")
+    recipe = Batches(place.rank, place.world, accumulate)
+    trainer = Trainer(recipe, optimizer=adam, batch=BATCH, accumulate=accumulate, options=options, place=place)
+    trainer.fit()
+    return [p.detach().numpy() for p in trainer.module.parameters()]
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("clip", [None, 0.1], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("world", [1, 3])
+def test_trainer_equals_a_bare_loop_bitwise(world, accumulate, clip, bf16, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    bare = run_ranks(world, bare_loop, accumulate, clip, bf16)
+    trained = run_ranks(world, ours, accumulate, clip, bf16)
+    for rank in range(world):
+        assert all((a == b).all() for a, b in zip(bare[rank], trained[rank], strict=True))
+    start = Batches(0, world, accumulate).model()
+    assert not torch.equal(torch.from_numpy(trained[0][0]), next(start.parameters()))

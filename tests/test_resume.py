@@ -1,0 +1,114 @@
+"""Killed is not lost: 20 steps straight are 7, a kill, and 13, bit for bit at the same world size, sample for sample at another."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from toy_recipe import Toy
+
+from trainer.callback import Callback
+from trainer.callbacks.ema import EMA
+from trainer.callbacks.metrics_file import MetricsFile
+from trainer.callbacks.overlap import Overlap
+from trainer.checkpoint.state import optimizer_state
+from trainer.data.order import Order
+from trainer.launch import Place
+from trainer.options import CheckpointOptions, DataOptions, DDPOptions, Options
+from trainer.trainer import Trainer
+
+STEPS, KILL, BATCH, SAMPLES = 20, 7, 12, 100  # an epoch is 8.3 steps: the kill is in the middle of the first
+
+
+class Die(Callback):
+    """SIGKILL in the middle of a step, on every rank."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_step_end(self, trainer) -> None:
+        if trainer.step == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Audit(Callback):
+    """The samples of every step that was counted, one file a rank."""
+
+    def on_step_end(self, trainer) -> None:
+        with open(trainer.run_dir / f"audit-{trainer.world}-{trainer.rank}", "a") as file:
+            file.write(json.dumps([trainer.step, [list(ref) for ref in trainer.data.refs]]) + "\n")
+
+
+def run(place: Place, run_dir: str, steps: int, resume: str | None, kill: int, variant: dict, every: int = KILL):
+    callbacks = {"metrics_file": MetricsFile(), "audit": Audit(), **({"die": Die(kill)} if kill else {})}
+    if variant.get("ema", True):
+        callbacks["ema"] = EMA(0.9)
+    if variant.get("overlap"):
+        callbacks["overlap"] = Overlap()
+    trainer = Trainer(
+        Toy(SAMPLES, width=96, depth=3, dropout=0.2),
+        callbacks,
+        batch=BATCH,
+        accumulate=variant.get("accumulate", 1),
+        options=Options(
+            max_steps=steps, validate_every=5, log_every_steps=1, run_dir=run_dir, resume=resume, seed=3,
+            clip_norm=variant.get("clip"),
+            checkpoint=CheckpointOptions(every_steps=every), ddp=DDPOptions(bucket_mib=0.02),
+        ),
+        data=DataOptions(workers=variant.get("workers", 0), lanes=5, block=4),
+        place=place,
+    )  # fmt: skip
+    trainer.fit()
+    bits = {name: p.detach().numpy() for name, p in trainer.module.named_parameters()}
+    for name, state in optimizer_state(trainer.optimizer, trainer.module).items():
+        bits |= {f"{name}/{key}": torch.as_tensor(value).numpy() for key, value in state.items()}
+    if "ema" in callbacks:
+        bits |= {f"ema/{name}": p.detach().numpy() for name, p in trainer.eval_model.named_parameters()}
+    return bits
+
+
+def columns(run_dir: str) -> list[dict]:
+    """Every line of metrics.jsonl without its times."""
+    lines = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k in ("step", "samples") or k.startswith(("train/", "val/"))} for line in lines]
+
+
+VARIANTS = {
+    "clip": {"clip": 0.5},
+    "accumulate": {"accumulate": 2},
+    "overlap-accumulate": {"overlap": True, "accumulate": 2},
+    "workers": {"workers": 2},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_a_killed_run_resumes_bitwise(variant, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    straight = run_ranks(3, run, "runs/straight", STEPS, None, 0, variant)
+    with pytest.raises(AssertionError, match="died"):
+        run_ranks(3, run, "runs/killed", STEPS, None, KILL + 2, variant)  # two steps after the checkpoint
+    resumed = run_ranks(3, run, "runs/killed", STEPS, "auto", 0, variant)
+    for a, b in zip(straight, resumed, strict=True):
+        assert a.keys() == b.keys()
+        assert [name for name in a if a[name].tobytes() != b[name].tobytes()] == []
+    assert columns("runs/straight") == columns("runs/killed")
+    assert [line["step"] for line in columns("runs/killed") if "train/loss" in line] == list(range(1, STEPS + 1))
+
+
+def test_ranks_come_and_go_and_the_samples_stay(tmp_path, monkeypatch):
+    """3, 2, then 1 rank: the samples of the counted steps are the planned ones, none lost and none repeated."""
+    monkeypatch.chdir(tmp_path)
+    variant = {"ema": False}
+    for world, steps in ((3, 7), (2, 14), (1, 20)):
+        run_ranks(world, run, "runs/r", steps, "auto", 0, variant)
+    seen: dict[int, list[tuple[int, ...]]] = {}
+    for file in sorted(Path("runs/r").glob("audit-*")):
+        for line in file.read_text().splitlines():
+            step, refs = json.loads(line)
+            seen.setdefault(step, []).extend(tuple(ref) for ref in refs)
+    order = Order([1] * SAMPLES, 3, 5, 4)
+    planned = [[order.at(position) for position in range(step * BATCH, (step + 1) * BATCH)] for step in range(STEPS)]
+    assert [sorted(seen[step + 1]) for step in range(STEPS)] == [sorted(map(tuple, refs)) for refs in planned]
