@@ -25,12 +25,12 @@ SHARED = ("resource_tracker", "forkserver", "torch_shm_manager")
 
 
 def children() -> set[int]:
-    """Child processes of this process; empty where there is no /proc."""
+    """Child processes, but for the ranks that are kept for the session; empty where there is no /proc."""
     found: set[int] = set()
     for file in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # a thread that ended meanwhile
             found |= set(map(int, file.read_text().split()))
-    return found
+    return found - {process.pid for process, _ in ranks.PEERS}
 
 
 def command(pid: int) -> str:

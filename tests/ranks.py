@@ -73,6 +73,7 @@ def stop() -> None:
 
 def _serve(pipe: Connection) -> None:
     die_with_parent()
+    multiprocessing.set_start_method("fork", force=True)  # of data workers, as in a process that nobody spawned
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist

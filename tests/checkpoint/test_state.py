@@ -99,6 +99,8 @@ def test_every_dtype_and_layout(tmp_path: Path, dtype: torch.dtype) -> None:
         "overlapping": base[2:4],
         "expanded": base[:1].expand(3, 4),
         "flat": base.view(-1),
+        "square": base[:4],
+        "turned": base[:4].t(),
         "scalar": base[0, 0],
         "empty": base[:0],
         "no columns": torch.empty(3, 0, dtype=dtype),
@@ -132,6 +134,18 @@ def test_a_model_file_is_readable_by_others(tmp_path: Path) -> None:
     assert (folder / "model.safetensors").stat().st_mode == (folder / "state.json").stat().st_mode
 
 
+def test_names_that_collide(tmp_path: Path) -> None:
+    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
+    state = {"a/b": a, "a": {"b": b, "b_": c}, "__metadata__": a + 1, 1: b + 1, "1": c + 1}
+    assert same(state, through(tmp_path, {"s": state})["s"])
+
+
+def test_the_same_memory_as_another_dtype_is_no_tie(tmp_path: Path) -> None:
+    x = torch.ones(3)
+    state = {"x": x, "bits": x.view(torch.int32), "row": x.view(1, 3)}
+    assert same(state, through(tmp_path, {"s": state})["s"])
+
+
 def test_ties_end_with_a_section_and_are_never_invented(tmp_path: Path) -> None:
     weight = torch.ones(3)
     empty = [torch.empty(0), torch.empty(0)]
@@ -157,6 +171,10 @@ def test_where_tensors_lie_in_a_file(tmp_path: Path) -> None:
     assert load_file(tmp_path / "seed.safetensors").keys() == {"seed"}
 
 
+class Odd(Tensor):
+    pass
+
+
 class Colour(IntEnum):
     RED = 1
 
@@ -179,6 +197,7 @@ Point = namedtuple("Point", "x")
         ({1.5: 0}, "key"),
         ({True: 0}, "key"),
         (torch.ones(2).to_sparse(), "sparse"),
+        (torch.ones(2).as_subclass(Odd), "Odd"),
         (torch.ones(2, device="meta"), "can't be saved"),
         (torch.ones(2, dtype=torch.complex128), "complex128"),
         (torch.ones(2, dtype=torch.complex64).conj(), "complex64"),
@@ -261,7 +280,7 @@ class Master(Optimizer):
                 state["weight"] -= group["lr"] / state["count"] * p.grad.float() * state["rows"]["sum"].sum().float()
                 state["last"] = [*state["last"][-1:], p.grad.float()]
                 for gradient in state["last"]:
-                    state["weight"] -= 0.001 * gradient
+                    state["weight"] -= 0.001 * gradient.mul_(0.9)
                 p.copy_(state["weight"])
 
 
@@ -361,9 +380,17 @@ def test_optimizer_state_is_by_name(tmp_path: Path) -> None:
     state = optimizer_state(optimizer, net)
     names = ["conv.weight", "conv.bias", "mid.weight", "mid.bias", "again.bias", "unused.weight", "unused.bias"]
     assert list(state) == names and state["unused.weight"] == {}
-    assert state["conv.bias"]["exp_avg"] is optimizer.state[net.conv.bias]["exp_avg"]
+    assert state["conv.weight"]["exp_avg"] is optimizer.state[net.conv.weight]["exp_avg"]
     assert set(state["conv.bias"]) == {"step", "exp_avg", "exp_avg_sq"}
     assert json.loads(json.dumps(list(state))) == names
+
+
+def test_what_was_saved_before_the_first_step_clears() -> None:
+    net, optimizer = built("adamw", "cpu", torch.float32)
+    before = optimizer_state(optimizer, net)
+    train(net, optimizer, range(1))
+    load_optimizer_state(optimizer, net, before)
+    assert optimizer_state(optimizer, net) == before == {name: {} for name in before}
 
 
 def test_another_models_optimizer_state_is_refused() -> None:

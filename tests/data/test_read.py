@@ -69,7 +69,7 @@ def fuzz(path: Path, seed: int) -> None:
     tar_format = rng.choice([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
     global_fields = {"comment": "of all members"} if tar_format == tarfile.PAX_FORMAT and rng.random() < 0.5 else {}
     with tarfile.open(path, "w", format=tar_format, pax_headers=global_fields) as tar:
-        for _ in range(rng.randint(1, 60)):
+        for _ in range(rng.randint(1, 30)):
             folder, key, content = (
                 rng.choice(folders),
                 rng.choice(keys),
@@ -86,7 +86,7 @@ def fuzz(path: Path, seed: int) -> None:
                     linkname="l" * rng.choice([1, 150]),
                 )
             elif kind < 0.25:
-                add(tar, rng.choice(["README", "__index__", "a/README"]), content)
+                add(tar, rng.choice(["README", "__index__", "a/README", "z" * 120 + ".bin/"]), content)
             elif kind < 0.3:
                 add(tar, f"{folder}{key}.old", content, rng.choice([tarfile.AREGTYPE, tarfile.CONTTYPE, b"Z"]))
             else:
@@ -112,7 +112,7 @@ def test_samples_are_webdatasets(tmp_path: Path) -> None:
             reader = ShardReader(Index.open([path]))
             assert read_all(reader) == expected
             same += len(expected)
-    assert same > 500 and 5 < refused < 145
+    assert same > 500 and 5 < refused < 100, (same, refused)
 
 
 @pytest.mark.parametrize("prefix", [b"", b"folder"])

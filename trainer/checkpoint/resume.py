@@ -26,9 +26,8 @@ def save(trainer: "Trainer", last: bool = False) -> None:
     A failed write is logged and training goes on: the older checkpoints are still there. The last one raises.
     """
     trainer._emit("on_flush")
-    options = trainer.options.checkpoint
+    options, folder = trainer.options.checkpoint, checkpoints(trainer)
     trainer.saved_at = time.monotonic()
-    folder = Path(options.dir) / trainer.run_dir.name
     if trainer.rank or trainer.checkpoint == commit.folder(folder, trainer.step):
         return
     state = state_dict(trainer)
@@ -41,6 +40,11 @@ def save(trainer: "Trainer", last: bool = False) -> None:
         if last:
             raise
         log.error("checkpoint of step %d failed, training goes on: %s", trainer.step, error)
+
+
+def checkpoints(trainer: "Trainer") -> Path:
+    """The folder of this run's checkpoints."""
+    return Path(trainer.options.checkpoint.dir) / trainer.run_dir.name
 
 
 def state_dict(trainer: "Trainer") -> dict[str, Any]:
@@ -78,6 +82,8 @@ def buckets(model: nn.Module) -> list[list[int]]:
     """DDP's layout after the rehearsal, as indices of parameters; it decides the order of summation."""
     if not isinstance(model, DistributedDataParallel):
         return []
+    assert model.logger is not None
+    model.logger.set_runtime_stats_and_log()  # DDP itself does so at the next forward pass only
     text = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
     return [[int(i) for i in bucket.split()] for bucket in text.split(",") if bucket.strip()]
 
@@ -100,7 +106,7 @@ def load(trainer: "Trainer", path: Path) -> None:
     for name, callback in trainer.callbacks.items():
         if name in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][name])
-    if trainer.rank == 0 and (aside := commit.set_aside(path.parent, trainer.step)):
+    if trainer.rank == 0 and (aside := commit.set_aside(checkpoints(trainer), trainer.step)):
         log.warning("resume: another history begins at step %d; set aside: %s", trainer.step, ", ".join(aside))
     log.info("resumed from %s at step %d, sample %d", path, trainer.step, trainer.samples)
     if saved["world"] != trainer.world:

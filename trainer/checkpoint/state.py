@@ -82,9 +82,7 @@ def load_optimizer_state(optimizer: Optimizer, module: nn.Module, state: Mapping
             " model and optimizer that were saved, or take the weights alone: trainer.init_from"
         )
     for name, (parameter, group) in trained.items():
-        optimizer.state.pop(parameter, None)
-        if state[name]:
-            optimizer.state[parameter] = _place(dict(state[name]), "", parameter, group)
+        optimizer.state[parameter] = _place(dict(state[name]), "", parameter, group)
 
 
 class _Pack:

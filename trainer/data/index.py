@@ -9,7 +9,6 @@ import stat
 import tarfile
 import zlib
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -180,11 +179,17 @@ def _build(path: Path) -> Shard:
 
 def _scan(path: Path, fd: int) -> tuple[NDArray[np.int64], str]:
     """Rows and sha256. Groups neighbours of one key, as WebDataset does; checks that nothing is missing at the end."""
+    size = os.fstat(fd).st_size
+
+    def fetch(offset: int, count: int) -> bytes:
+        start, stop = min(offset, size), min(offset + count, size)  # a header may ask for more than there is
+        return read_at(fd, start, stop - start)
+
     sha256 = hashlib.sha256()
     rows: list[list[int]] = []
     key, extensions, crc32, end = None, set(), 0, 0
-    for member in members(partial(read_at, fd), path):
-        content = read_at(fd, member.start, member.end - member.start)
+    for member in members(fetch, path):
+        content = fetch(member.start, member.end - member.start)
         sha256.update(content)
         end = member.end
         if member.key not in (None, key):
@@ -197,7 +202,7 @@ def _scan(path: Path, fd: int) -> tuple[NDArray[np.int64], str]:
             raise DataError(f"{path}: two members {member.extension!r} of {key!r}, at byte {member.start}; rename one")
         extensions.add(member.extension)
         rows[-1][1:] = end - rows[-1][0], crc32
-    last = read_at(fd, end, LONGEST_END + 1)
+    last = fetch(end, LONGEST_END + 1)
     if any(last) or not 2 * tarfile.BLOCKSIZE <= len(last) <= LONGEST_END:
         raise damaged(path, end, "no end of archive")
     sha256.update(last)

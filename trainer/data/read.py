@@ -209,7 +209,7 @@ def _fields(header: tarfile.TarInfo, payload: bytes) -> dict[str, str]:
         fields[name] = value.rstrip("/") if name == "path" else value
     if header.type == PAX_GLOBAL and not fields.keys().isdisjoint(("path", "size")):
         raise ValueError("a path or size for all members")
-    return {} if header.type == PAX_GLOBAL else fields
+    return fields
 
 
 def _first_key(content: bytes) -> str | None:

@@ -1,0 +1,226 @@
+"""Documents to token shards: a WordPiece vocabulary, packed sequences; built once into a cache folder.
+
+`CACHE/HASH/` has `train-*.tar` and `val-*.tar` (WebDataset; `npy` is a sequence of token ids), `vocab.txt` and
+`meta.json`. The hash is of the files' names, sizes and times, and of the settings. The same text gives the same bytes.
+
+- The split is by document, by a hash of its name: a document stays in its split when others come and go.
+- The vocabulary is BERT's WordPiece, from the training split. Case and accents stay: they tell names in code apart.
+- A sequence is RoBERTa's FULL-SENTENCES (Liu et al. 2019, arXiv:1907.11692): `[CLS]`, the next T - 2 tokens of the
+  stream of documents, each ended by `[SEP]`, and `[SEP]`. The last sequence is filled up from the start of its split,
+  so there is no padding and no text is lost.
+"""
+
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from recipes.text import Document, Source, batches, show
+from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+log = logging.getLogger("echelon")
+
+FORMAT = 1  # of the cache; part of the hash
+SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+PAD, UNK, CLS, SEP, MASK = range(len(SPECIALS))
+SEQUENCES_PER_SHARD = 4096
+CODE_POINTS = 0x110000
+
+
+@dataclass(frozen=True)
+class Settings:
+    vocab: int
+    sequence: int  # tokens, the special ones included
+    val_fraction: float
+
+
+@dataclass(frozen=True)
+class Corpus:
+    folder: Path
+    meta: dict[str, Any]
+
+    def shards(self, split: str) -> list[Path]:
+        return sorted(self.folder.glob(f"{split}-*.tar"))
+
+    def vocabulary(self) -> dict[str, int]:
+        tokens = (self.folder / "vocab.txt").read_text("utf-8").split("\n")[:-1]
+        return {token: i for i, token in enumerate(tokens)}
+
+
+def prepare(text: str | Sequence[str] | None, cache: str | None, settings: Settings) -> Corpus:
+    """The shards of `text` under `cache` (null: the user's cache folder), built if they are not there.
+
+    Raises:
+        ConfigError: for text that can't be used, and for a cache that can't be written.
+    """
+    source = Source(text)
+    root = Path(cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "echelon")).expanduser()
+    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in source.stats.items()]
+    identity = [FORMAT, importlib.metadata.version("tokenizers"), asdict(settings), files]
+    folder = root / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+    try:
+        if not folder.exists():
+            with _lock(folder.with_suffix(".lock")):
+                if not folder.exists():
+                    _build(source, folder, settings)
+        return Corpus(folder, json.loads((folder / "meta.json").read_text()))
+    except OSError as error:
+        raise ConfigError(f"recipe.cache={root}: {error}; give a folder that you may write to, with space") from None
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("text: another process is preparing %s; waiting for it", path.with_suffix(""))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(source: Source, folder: Path, settings: Settings) -> None:
+    partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # left by a build that was killed; the lock is ours
+    partial.mkdir()
+    log.info(
+        "text: preparing recipe.text=%s: %d files, %d hidden left out", source.label, len(source.files), source.hidden
+    )
+    survey = _Survey(source, settings)
+    tokens = _learn_vocabulary(survey.documents("train", "vocabulary"), survey.alphabet, settings.vocab)
+    (partial / "vocab.txt").write_text("".join(f"{token}\n" for token in tokens), "utf-8")
+    counts = {split: _write(split, survey, tokens, partial, settings) for split in ("train", "val")}
+    maskable = np.delete(counts["train"], [CLS, SEP])
+    share = maskable[maskable > 0] / maskable.sum()
+    meta = {
+        "text": source.label,
+        "files": len(source.files),
+        "hidden": source.hidden,
+        "vocabulary": len(tokens),
+        "tokens": {
+            split: int(count.sum()) for split, count in counts.items()
+        },  # each ends a document or is of its text
+        "unknown": {split: int(count[UNK]) for split, count in counts.items()},
+        "unigram_entropy_nats": float(-(share * np.log(share)).sum()),
+        **asdict(settings),
+    }
+    (partial / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+    log.info("text: %d + %d tokens in %s", meta["tokens"]["train"], meta["tokens"]["val"], folder)
+    partial.rename(folder)
+    # Threads of tokenizers don't survive a fork, and data workers are forks: without this it warns in each of them.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+class _Survey:
+    """Reads all text once, so that what can't be read is refused before any work; settles the split and the alphabet.
+
+    The alphabet is the most frequent characters; those beyond an eighth of the vocabulary make their word `[UNK]`.
+    """
+
+    def __init__(self, source: Source, settings: Settings) -> None:
+        self.source = source
+        points: list[float] = []
+        counts = np.zeros(CODE_POINTS, np.int64)
+        for batch in batches(source.documents()):
+            points += [_point(document.name) for document in batch]
+            codes = np.frombuffer("".join(document.text for document in batch).encode("utf-32-le"), np.uint32)
+            counts += np.bincount(codes, minlength=CODE_POINTS)
+        if not points:
+            raise source.empty()
+        self.threshold = max(settings.val_fraction, min(points))  # small corpora have a validation document, too
+        if max(points) <= self.threshold:
+            raise source.error("one document can't be split into training and validation; give more, or longer text")
+        self.characters = int(counts.sum())
+        frequent = map(chr, np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)].tolist())
+        self.alphabet = [c for c in frequent if c.isprintable() and not c.isspace()][: settings.vocab // 8]
+
+    def documents(self, split: str, task: str) -> Iterator[Document]:
+        for document in show(self.source.documents(), f"text: {task}", self.characters):
+            if (_point(document.name) <= self.threshold) == (split == "val"):
+                yield document
+
+
+def _point(name: str) -> float:
+    """In [0, 1), evenly spread."""
+    return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:6], "big") / (1 << 48)
+
+
+def _tokenizer(tokens: list[str]) -> "Tokenizer":
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=SPECIALS[UNK]))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False, strip_accents=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def _learn_vocabulary(documents: Iterable[Document], alphabet: list[str], size: int) -> list[str]:
+    """At most `size` tokens, in the order of their ids.
+
+    The trainer numbers the `##` characters, and so breaks ties between merges, in the order of a hash table that is
+    seeded anew in each process. As special tokens they are numbered first, in our order.
+    """
+    from tokenizers.trainers import WordPieceTrainer
+
+    tokenizer = _tokenizer(SPECIALS)
+    trainer = WordPieceTrainer(
+        vocab_size=size,
+        min_frequency=2,
+        special_tokens=[*SPECIALS, *alphabet, *(f"##{character}" for character in alphabet)],
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((document.text for document in documents), trainer)
+    ids = tokenizer.get_vocab()
+    return sorted(ids, key=ids.__getitem__)
+
+
+def _write(split: str, survey: _Survey, tokens: list[str], folder: Path, settings: Settings) -> np.ndarray:
+    """Writes the shards of `split`; returns how often each token is in its text."""
+    from trainer.data.write import write_shards
+
+    counts = np.zeros(len(tokens), np.int64)
+    tokenizer = _tokenizer(tokens)  # knows no special tokens: "[MASK]" in the text is three words
+
+    def stream() -> Iterator[np.ndarray]:
+        for batch in batches(survey.documents(split, f"{split} shards")):
+            encodings = tokenizer.encode_batch_fast([document.text for document in batch], add_special_tokens=False)
+            ids = np.array([i for e in encodings if e.ids for i in (*e.ids, SEP)], np.int64)
+            counts[:] += np.bincount(ids, minlength=len(tokens))
+            yield ids
+
+    sequences = enumerate(pack(stream(), settings.sequence))
+    kind = np.uint16 if settings.vocab <= 1 << 16 else np.int32
+    samples = ({"__key__": f"{i:08d}", "npy": sequence.astype(kind)} for i, sequence in sequences)
+    write_shards(samples, folder, split, SEQUENCES_PER_SHARD)
+    return counts
+
+
+def pack(stream: Iterable[np.ndarray], length: int) -> Iterator[np.ndarray]:
+    """Sequences of `length` tokens, `[CLS]` and `[SEP]` around what the arrays hold one after the other."""
+    body = length - 2
+    first = rest = np.empty(0, np.int64)
+    for ids in stream:
+        rest = np.concatenate([rest, ids])
+        first = rest[:body].copy() if len(first) < body else first
+        whole = len(rest) // body * body
+        yield from (np.concatenate([[CLS], row, [SEP]]) for row in rest[:whole].reshape(-1, body))
+        rest = rest[whole:]
+    if len(rest):
+        yield np.concatenate([[CLS], np.resize(np.concatenate([rest, first]), body), [SEP]])

@@ -1,0 +1,174 @@
+"""The contract: every callback alone, and every pair, on 3 ranks. A pair is refused with both names, or it keeps its promises:
+exact ones give plain training's numbers, lossy ones stay within their stated bound, and all resume bit for bit."""
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from toy_recipe import Toy
+
+from trainer.callback import Callback, arrange
+from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
+from trainer.callbacks.bucket import Bucket
+from trainer.callbacks.early_stop import EarlyStop
+from trainer.callbacks.ema import EMA
+from trainer.callbacks.grad_compress import GradCompress
+from trainer.callbacks.metrics_file import MetricsFile
+from trainer.callbacks.overlap import Overlap
+from trainer.callbacks.progress import Progress
+from trainer.callbacks.tensorboard import TensorBoard
+from trainer.callbacks.throughput import Throughput
+from trainer.checkpoint.state import optimizer_state
+from trainer.errors import ConfigError
+from trainer.launch import Place
+from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.trainer import Trainer
+
+TABLE = {
+    "activation_checkpoint": ActivationCheckpoint,
+    "bucket": lambda: Bucket(mib=0.01),
+    "early_stop": lambda: EarlyStop(patience=5),
+    "ema": lambda: EMA(decay=0.8),
+    "grad_compress": GradCompress,
+    "metrics_file": MetricsFile,
+    "overlap": Overlap,
+    "progress": Progress,
+    "tensorboard": TensorBoard,
+    "throughput": Throughput,
+}
+STEPS, WORLD = 6, 3
+CASES = [(), *((name,) for name in TABLE), *itertools.combinations(TABLE, 2)]
+REFUSED: set[tuple[str, ...]] = set()  # pairs of today's callbacks that can't run together: none
+
+
+class FirstStep(Callback):
+    """Keeps the weights after the first step, where an approximation has not fed on itself yet."""
+
+    def on_step_end(self, trainer) -> None:
+        if trainer.step == 1:
+            trainer._emit("on_flush")
+            self.weights = flat(trainer.module)
+
+
+def flat(module: torch.nn.Module) -> np.ndarray:
+    return np.concatenate([p.detach().numpy().ravel().copy() for p in module.parameters()])
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.5)
+
+
+def train(place: Place, names: tuple[str, ...], run: str, resume: str | None, backwards: bool) -> dict[str, Any]:
+    first = FirstStep()
+    callbacks = {name: TABLE[name]() for name in (reversed(names) if backwards else names)}
+    trainer = Trainer(
+        Toy(samples=40, width=32, dropout=0.1, dtype="float64"),
+        {**callbacks, "first_step": first},
+        sgd,
+        batch=12,
+        accumulate=2,
+        options=Options(
+            max_steps=STEPS, log_every_steps=1, validate_every=3, run_dir=f"runs/{run}", resume=resume,
+            checkpoint=CheckpointOptions(every_steps=3, keep=3),
+        ),
+        data=DataOptions(workers=0, lanes=5, block=4),
+        place=replace(place, store=f"{place.store}-{run}"),
+    )  # fmt: skip
+    start = flat(trainer.module)
+    trainer.fit()
+    moments = optimizer_state(trainer.optimizer, trainer.module)
+    return {
+        "start": start,
+        "first": getattr(first, "weights", None),
+        "weights": flat(trainer.module),
+        "moments": np.concatenate([state["momentum_buffer"].numpy().ravel() for state in moments.values()]),
+        "validated": flat(trainer.eval_model),
+        "validation": trainer.validation,
+    }
+
+
+def whole_table(place: Place) -> list[dict[str, Any]]:
+    results = []
+    for names in CASES:
+        run = "+".join(names) or "plain"
+        try:
+            straight = train(place, names, run, None, backwards=False)
+        except ConfigError as error:
+            results.append({"refused": str(error)})
+            continue
+        resumed = train(place, names, f"{run}-resumed", f"ckpt/{run}/step-00000003", backwards=True)
+        lossy = [c for c in (TABLE[name]() for name in names) if not c.exact]
+        results.append({"straight": straight, "resumed": resumed, "bound": sum(c.error_bound(WORLD) for c in lossy)})
+    return results
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory) -> dict[tuple[str, ...], list[dict[str, Any]]]:
+    """What every rank gives for every case; the ranks are started once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("contract"))
+        by_rank = run_ranks(WORLD, whole_table, timeout_s=300)
+        metrics = {path.parent.name: path.read_text().splitlines() for path in Path("runs").glob("*/metrics.jsonl")}
+    cases = dict(zip(CASES, zip(*by_rank, strict=True), strict=True))
+    return {names: [{**rank, "metrics": metrics} for rank in ranks] for names, ranks in cases.items()}
+
+
+def test_every_callback_is_in_the_table():
+    assert set(TABLE) == {path.stem for path in Path(__file__).parent.parent.glob("conf/callbacks/*.yaml")}
+
+
+@pytest.mark.parametrize("names", CASES, ids="+".join)
+def test_refused_or_kept(table, names):
+    if names in REFUSED:
+        assert all(set(names) <= set(rank["refused"].split()) for rank in table[names])
+        return
+    plain = table[()][0]["straight"]
+    for rank in table[names]:
+        assert "refused" not in rank, rank.get("refused")
+        straight, resumed, bound = rank["straight"], rank["resumed"], rank["bound"]
+        assert distance(straight, plain, "first") <= max(bound, 1e-12)
+        assert distance(straight, plain, "weights") <= max(3 * bound, 1e-12)  # errors feed on each other in 6 steps
+        assert (distance(straight, plain, "weights") > 1e-9) == bool(bound)  # what is called lossy is at work
+        for key in ("weights", "moments", "validated"):
+            assert straight[key].tobytes() == resumed[key].tobytes(), key
+        assert straight["validation"] == resumed["validation"]
+
+
+def distance(one: dict[str, Any], other: dict[str, Any], key: str) -> float:
+    """Of two updates, relative in the L2 norm."""
+    return float(np.linalg.norm(one[key] - other[key]) / np.linalg.norm(other[key] - other["start"]))
+
+
+@pytest.mark.parametrize("names", [names for names in CASES if "metrics_file" in names], ids="+".join)
+def test_metrics_are_the_same_after_a_resume(table, names):
+    metrics = table[names][0]["metrics"]
+    straight, resumed = ([numbers(line) for line in metrics["+".join(names) + end]] for end in ("", "-resumed"))
+    assert resumed == [line for line in straight if line["step"] > 3]
+    assert len(resumed) == 4  # steps 4 to 6 and a validation
+
+
+def numbers(line: str) -> dict[str, float]:
+    return {k: v for k, v in json.loads(line).items() if k in ("step", "samples") or k.startswith(("train/", "val/"))}
+
+
+@pytest.mark.parametrize("names", [*CASES, tuple(TABLE)], ids="+".join)
+def test_the_order_in_the_config_means_nothing(names):
+    assert list(arrange({n: TABLE[n]() for n in names}, set())) == list(arrange({n: TABLE[n]() for n in reversed(names)}, set()))
+
+
+def test_conflicts_are_reported_all_at_once():
+    with pytest.raises(ConfigError) as refusal:
+        arrange({"overlap": Overlap(), "grad_compress": GradCompress("fp16"), "other": Overlap()}, {"clip", "fp16"})
+    for words in ("overlap and clip", "overlap and fp16", "grad_compress and fp16", "other and overlap both have the role"):
+        assert words in str(refusal.value)
+
+
+def test_a_misspelt_hook_is_an_error_when_the_class_is_defined():
+    with pytest.raises(TypeError, match="on_stepend"):
+        type("Wrong", (Callback,), {"on_stepend": lambda self, trainer: None})
