@@ -95,7 +95,7 @@ class Bert:
             max_position_embeddings=self.settings.sequence,
             hidden_dropout_prob=self.dropout,
             attention_probs_dropout_prob=self.dropout,
-            attn_implementation="sdpa",
+            attn_implementation="sdpa",  # pyright: ignore[reportCallIssue] taken by its base class
         )
         return MaskedLM(BertForMaskedLM(config))
 

@@ -120,8 +120,8 @@ class Source:
 
     def _parquet(self, name: str, path: Path) -> Iterator[str]:
         try:
-            import pyarrow
-            from pyarrow import parquet
+            import pyarrow  # pyright: ignore[reportMissingImports] no dependency of ours
+            from pyarrow import parquet  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise self.error(f"{name} needs pyarrow: pip install pyarrow, or convert it to .jsonl") from None
         try:

@@ -41,7 +41,9 @@ class Callback:
 
     role: ClassVar[Role] = Role.OBSERVE
     exact: ClassVar[bool] = True  # training gives the same numbers as without it, to rounding
-    communicates: ClassVar[bool] = False  # concerns communication only: with one rank it does nothing, and the log says so
+    communicates: ClassVar[bool] = (
+        False  # concerns communication only: with one rank it does nothing, and the log says so
+    )
     defers: ClassVar[bool] = False  # gradients are not reduced yet when on_before_optimizer_step runs
     diverges: ClassVar[bool] = False  # weights differ between ranks, so all are saved
     # Name of a callback or of a trainer feature (clip, fp16, accumulate, find_unused_parameters, ...) -> reason and way out.
@@ -113,9 +115,13 @@ def arrange(callbacks: Mapping[str, Callback], features: set[str]) -> dict[str, 
         for other in sorted(callback.conflicts.keys() & (ordered.keys() | features)):
             errors.append(f"{name} and {other} can't run together: {callback.conflicts[other]}")
         if callback.role not in SHARED and owners.setdefault(callback.role, name) != name:
-            errors.append(f"{owners[callback.role]} and {name} both have the role {callback.role.name}: remove one (~callbacks.{name})")
+            errors.append(
+                f"{owners[callback.role]} and {name} both have the role {callback.role.name}: remove one (~callbacks.{name})"
+            )
         if deferring and overrides(callback, "on_before_optimizer_step"):
-            errors.append(f"{name} and {deferring[0]} can't run together: {name} reads gradients that {deferring[0]} reduces later; remove one")
+            errors.append(
+                f"{name} and {deferring[0]} can't run together: {name} reads gradients that {deferring[0]} reduces later; remove one"
+            )
     if errors:
         raise ConfigError("; ".join(errors))
     return ordered

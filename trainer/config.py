@@ -143,7 +143,11 @@ def knobs(target: str) -> dict[str, Knob]:
     except (ImportError, ValueError):
         spec = None
     if spec and spec.origin and spec.origin.endswith(".py"):
-        body = {n.name: n for n in ast.parse(Path(spec.origin).read_text()).body if isinstance(n, ast.ClassDef | ast.FunctionDef)}
+        body = {
+            n.name: n
+            for n in ast.parse(Path(spec.origin).read_text()).body
+            if isinstance(n, ast.ClassDef | ast.FunctionDef)
+        }
         if name in body:
             return _read(body[name], body)
     parameters = inspect.signature(locate(target)).parameters
@@ -171,7 +175,16 @@ def _annotation(node: ast.expr | None) -> Any:
     """The type, where it is made of plain ones; else Any."""
     if node is None:
         return Any
-    plain = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "tuple": tuple, "dict": dict, "Literal": Literal}
+    plain = {
+        "int": int,
+        "float": float,
+        "bool": bool,
+        "str": str,
+        "list": list,
+        "tuple": tuple,
+        "dict": dict,
+        "Literal": Literal,
+    }
     try:
         return eval(ast.unparse(node), {"__builtins__": {}}, plain)
     except (NameError, TypeError, AttributeError, SyntaxError):

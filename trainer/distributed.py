@@ -32,9 +32,7 @@ class Ranks:
         self.timeout = timedelta(seconds=timeout_s)
         self.backend = pick_backend(backend, self.device)
         store = dist.FileStore(place.store, self.world) if place.store else None
-        dist.init_process_group(
-            self.backend, store=store, rank=self.rank, world_size=self.world, timeout=self.timeout
-        )
+        dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world, timeout=self.timeout)
         self.host = dist.new_group(backend="gloo", timeout=self.timeout)
 
     def new_group(self) -> dist.ProcessGroup:

@@ -18,7 +18,9 @@ class Duration:
         if isinstance(text, Duration):
             return text
         match = re.fullmatch(r"\s*([0-9._]+(?:e[0-9]+)?)\s*([a-z]*)\s*", str(text))
-        unit = next((u for u in UNITS if match and u in (match[2], match[2] + "s")), "" if match and match[2] else "steps")
+        unit = next(
+            (u for u in UNITS if match and u in (match[2], match[2] + "s")), "" if match and match[2] else "steps"
+        )
         try:
             amount = float(match[1]) if match else -1.0
         except ValueError:
@@ -34,7 +36,9 @@ class Duration:
             ConfigError: for minutes, and for epochs of a data set whose length is not known.
         """
         if self.unit == "minutes":
-            raise ConfigError(f"{key}={self}: must be a number of steps known before the run; give steps, samples or epochs")
+            raise ConfigError(
+                f"{key}={self}: must be a number of steps known before the run; give steps, samples or epochs"
+            )
         if self.unit == "epochs" and epoch_samples is None:
             raise ConfigError(f"{key}={self}: this recipe's data has no known length; give steps or samples")
         samples = self.amount * {"steps": batch, "samples": 1, "epochs": epoch_samples or 0}[self.unit]

@@ -16,7 +16,9 @@ def explain(error: Exception, arguments: list[str], conf: Path) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
-        return f"{group or 'config'}={name}: there is no such {group or 'config'}; " + nearest(name, list(error.options or []))
+        return f"{group or 'config'}={name}: there is no such {group or 'config'}; " + nearest(
+            name, list(error.options or [])
+        )
     if isinstance(error, OverrideParseException):
         return f"{error.override}: not KEY=VALUE as Hydra reads it ({text}); quote it for the shell, as in '+callbacks=[a,b]'"
     key = re.search(r"Could not (?:override|append to config|delete(?: from config)?)[^']*'([^']+)'", text)

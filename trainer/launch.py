@@ -87,7 +87,9 @@ def _open_mpi(env: Mapping[str, str]) -> Place:
 def _slurm(env: MutableMapping[str, str]) -> Place:
     world, nodes = int(env["SLURM_NTASKS"]), int(env.get("SLURM_NNODES", "1"))
     if world % nodes:
-        raise ConfigError(f"srun: {world} tasks on {nodes} nodes are not the same number on each; use --ntasks-per-node")
+        raise ConfigError(
+            f"srun: {world} tasks on {nodes} nodes are not the same number on each; use --ntasks-per-node"
+        )
     env.setdefault("MASTER_ADDR", first_host(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]))
     env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 20000))
     return Place(int(env["SLURM_PROCID"]), world, int(env["SLURM_LOCALID"]), world // nodes, "", "srun")
@@ -190,5 +192,8 @@ def _verdict(codes: list[int], private: Path) -> int:
         print(f"echelon: {ended}, without a word; see logs/rank*.log", file=sys.stderr)
         return next((code for code in (codes[rank] for rank in failed) if code > 0), 1)
     first = min(reports, key=lambda report: report["time"])
-    print(first["text"] if first["user"] else f"echelon: rank {first['rank']} failed first:\n{first['text']}", file=sys.stderr)
+    print(
+        first["text"] if first["user"] else f"echelon: rank {first['rank']} failed first:\n{first['text']}",
+        file=sys.stderr,
+    )
     return int(first["code"])

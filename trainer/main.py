@@ -49,10 +49,17 @@ def usage(arguments: list[str]) -> str:
     own = [Path(b) for a, b in zip(arguments, arguments[1:], strict=False) if a in ("--config-dir", "-cd")]
     own += [Path(a.partition("=")[2]) for a in arguments if a.startswith("--config-dir=")]
     lines = [USAGE]
-    for group, typed in (("recipe", "recipe=NAME"), ("callbacks", "+callbacks=[NAME,...]"), ("optimizer", "optimizer=NAME"), ("schedule", "schedule=NAME")):
+    for group, typed in (
+        ("recipe", "recipe=NAME"),
+        ("callbacks", "+callbacks=[NAME,...]"),
+        ("optimizer", "optimizer=NAME"),
+        ("schedule", "schedule=NAME"),
+    ):
         lines.append(f"{typed}")
         for file in sorted(path for folder in (CONF, *own) for path in (folder / group).glob("*.yaml")):
-            first = next((line for line in file.read_text().splitlines() if line.startswith("# ") and "@package" not in line), "")
+            first = next(
+                (line for line in file.read_text().splitlines() if line.startswith("# ") and "@package" not in line), ""
+            )
             lines.append(f"  {file.stem:<22} {first[2:]}")
         lines.append("")
     return "\n".join(lines)
@@ -91,7 +98,11 @@ def normal(argument: str) -> str:
     if not equals or key.lstrip("+") != "callbacks" or "," in key:
         return argument
     names = [name.strip() for name in value.strip("[]").split(",")]
-    default = [line.split("/")[1].strip() for line in (CONF / "config.yaml").read_text().splitlines() if line.startswith("  - callbacks/")]
+    default = [
+        line.split("/")[1].strip()
+        for line in (CONF / "config.yaml").read_text().splitlines()
+        if line.startswith("  - callbacks/")
+    ]
     return f"callbacks=[{','.join(name for name in names if name and name not in default)}]"
 
 
@@ -108,7 +119,9 @@ def run(config: dict[str, Any], recipe: str, overrides: list[str]) -> int:
 
         return train_under_launcher(config, recipe, overrides)
     if options["nodes"] > 1:
-        raise ConfigError(f"trainer.nodes={options['nodes']}: start it on each node with torchrun --nnodes={options['nodes']} ..., or with srun")
+        raise ConfigError(
+            f"trainer.nodes={options['nodes']}: start it on each node with torchrun --nnodes={options['nodes']} ..., or with srun"
+        )
     from trainer.preflight import count_devices, preflight
 
     devices = count_devices(options["accelerator"], options["devices"])

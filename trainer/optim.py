@@ -54,9 +54,7 @@ class Lamb(Optimizer):
     The trust ratio |w| / |r + weight_decay * w| is 1 where either norm is zero. Memory: two copies of the parameters.
     """
 
-    def __init__(
-        self, params: Groups, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-    ) -> None:
+    def __init__(self, params: Groups, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()

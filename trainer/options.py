@@ -12,7 +12,9 @@ class CheckpointOptions:
     every_steps: int | None = 1000
     every_minutes: float | None = 30.0  # by rank 0's clock
     keep: int = 2  # newest valid checkpoints kept; at least 1
-    keep_best: str | None = None  # a validation metric, smaller is better: "val/loss"; "max val/accuracy" turns it round
+    keep_best: str | None = (
+        None  # a validation metric, smaller is better: "val/loss"; "max val/accuracy" turns it round
+    )
 
 
 @dataclass(frozen=True)

@@ -92,14 +92,18 @@ class Plan:
             return None, {}
         manifest = commit.verify(Path(path), hashes=rank == 0)
         if first(manifest) != manifest:
-            raise ConfigError(f"trainer.resume={options.resume}: rank {rank} sees another {path} than rank 0; use a shared folder")
+            raise ConfigError(
+                f"trainer.resume={options.resume}: rank {rank} sees another {path} than rank 0; use a shared folder"
+            )
         return Path(path), manifest
 
     def _max_steps(self) -> int | None:
         options = self.options
         limits = [] if options.max_steps is None else [options.max_steps]
         if options.max_epochs is not None:
-            limits.append(Duration(options.max_epochs, "epochs").steps("trainer.max_epochs", self.batch, self.epoch_samples))
+            limits.append(
+                Duration(options.max_epochs, "epochs").steps("trainer.max_epochs", self.batch, self.epoch_samples)
+            )
         return min(limits, default=None)
 
     def _every(self, key: str, text: int | str | None) -> Duration | None:
@@ -138,11 +142,18 @@ def refuse_differences(saved: Mapping[str, Any], own: Mapping[str, Any], accept:
     different = [key for key in own if key in saved and saved[key] != own[key]]
     for key in different:
         if key in accept:
-            log.warning("resume: %s was %s and is %s, accepted; the run is not the one that was interrupted", key, saved[key], own[key])
+            log.warning(
+                "resume: %s was %s and is %s, accepted; the run is not the one that was interrupted",
+                key,
+                saved[key],
+                own[key],
+            )
     refused = [key for key in different if key not in accept]
     if refused:
         told = "; ".join(f"{key} was {short(saved[key])} in the checkpoint and is {short(own[key])}" for key in refused)
-        raise ConfigError(f"trainer.resume: {told}; set it back, or accept it by 'trainer.accept=[{','.join(accept + refused)}]'")
+        raise ConfigError(
+            f"trainer.resume: {told}; set it back, or accept it by 'trainer.accept=[{','.join(accept + refused)}]'"
+        )
 
 
 def short(value: Any) -> str:

@@ -16,14 +16,18 @@ def count_devices(accelerator: str, devices: int | str) -> int:
     """Ranks to start on this node."""
     gpus = torch.cuda.device_count() if accelerator != "cpu" else 0
     if accelerator == "cuda" and not gpus:
-        raise ConfigError("trainer.accelerator=cuda: torch sees no CUDA device; use trainer.accelerator=cpu, or a CUDA build of torch")
+        raise ConfigError(
+            "trainer.accelerator=cuda: torch sees no CUDA device; use trainer.accelerator=cpu, or a CUDA build of torch"
+        )
     if devices == "auto":
         return gpus or 1
     assert isinstance(devices, int)
     if devices < 1:
         raise ConfigError(f"trainer.devices={devices}: must be at least 1, or auto")
     if accelerator != "cpu" and gpus and devices > gpus:
-        raise ConfigError(f"trainer.devices={devices}: this node has {gpus} CUDA device(s); use trainer.devices={gpus} or trainer.accelerator=cpu")
+        raise ConfigError(
+            f"trainer.devices={devices}: this node has {gpus} CUDA device(s); use trainer.devices={gpus} or trainer.accelerator=cpu"
+        )
     return devices
 
 
@@ -34,7 +38,15 @@ def preflight(config: dict[str, Any], name: str, overrides: list[str], devices: 
     pick_backend(section["backend"], torch.device("cuda" if cuda else "cpu"))
     made = objects(config)
     del made["optimizer"]
-    plan = Plan(made.pop("recipe"), made.pop("callbacks"), made.pop("schedule"), **made, world=devices, rank=0, first=lambda value: value)
+    plan = Plan(
+        made.pop("recipe"),
+        made.pop("callbacks"),
+        made.pop("schedule"),
+        **made,
+        world=devices,
+        rank=0,
+        first=lambda value: value,
+    )
     run_dir = make_run_dir(section["run_dir"] or plan.manifest.get("run_dir"), name, plan.resumed is not None)
     config = {**config, "trainer": {**section, "run_dir": str(run_dir), "devices": devices}}
     if plan.resumed:

@@ -31,7 +31,9 @@ def make_run_dir(run_dir: str | None, name: str, resumed: bool) -> Path:
             except FileExistsError:
                 folder = stem.with_name(f"{stem.name}-{n}")
             except OSError as error:
-                raise ConfigError(f"trainer.run_dir=null: can't make {folder}: {error.strerror}; give trainer.run_dir") from None
+                raise ConfigError(
+                    f"trainer.run_dir=null: can't make {folder}: {error.strerror}; give trainer.run_dir"
+                ) from None
     folder = Path(run_dir or "")
     if (folder / "metrics.jsonl").exists() and not resumed:
         raise ConfigError(
@@ -78,7 +80,11 @@ class Terminal(logging.Handler):
     console: Any = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage() if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {record.getMessage()}"
+        message = (
+            record.getMessage()
+            if record.levelno < logging.WARNING
+            else f"{record.levelname.lower()}: {record.getMessage()}"
+        )
         if Terminal.console is not None:
             Terminal.console.print(message, markup=False, highlight=False, soft_wrap=True)
         else:

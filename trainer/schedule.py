@@ -89,7 +89,11 @@ class OneCycle(Schedule):
     floor: float = 4e-6
 
     def shape(self, progress: float) -> float:
-        low, x = (self.start, progress / self.rise) if progress < self.rise else (self.floor, (1 - progress) / (1 - self.rise))
+        low, x = (
+            (self.start, progress / self.rise)
+            if progress < self.rise
+            else (self.floor, (1 - progress) / (1 - self.rise))
+        )
         return low + (1 - low) * 0.5 * (1 - math.cos(math.pi * x))
 
 

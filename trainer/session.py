@@ -59,7 +59,9 @@ def describe(trainer: Trainer, overrides: list[str]) -> None:
         trainer.world, trainer.device.type, trainer.precision.name, f"{parameters:,}",
         trainer.batch, trainer.world, plan.accumulate, plan.micro,
     )  # fmt: skip
-    log.info("callbacks, in order: %s", ", ".join(f"{n} ({c.role.name})" for n, c in trainer.callbacks.items()) or "none")
+    log.info(
+        "callbacks, in order: %s", ", ".join(f"{n} ({c.role.name})" for n, c in trainer.callbacks.items()) or "none"
+    )
 
 
 def train_as_rank(file: Path, overrides: list[str]) -> int:

@@ -40,8 +40,15 @@ def report(trainer: "Trainer") -> None:
         "versions": versions(),
     }
     write_json(trainer.run_dir / "summary.json", summary)
-    numbers = "  ".join(f"{name} {value:.4g}" for name, value in (trainer.last_metrics | trainer.validation | task).items())
-    log.info("stopped at step %d after %.1f s: %s", trainer.step, trainer.seconds, REASONS.get(trainer.stop_reason, trainer.stop_reason))
+    numbers = "  ".join(
+        f"{name} {value:.4g}" for name, value in (trainer.last_metrics | trainer.validation | task).items()
+    )
+    log.info(
+        "stopped at step %d after %.1f s: %s",
+        trainer.step,
+        trainer.seconds,
+        REASONS.get(trainer.stop_reason, trainer.stop_reason),
+    )
     if numbers:
         log.info("%s", numbers)
     log.info("run         %s", trainer.run_dir)

@@ -123,7 +123,9 @@ class Trainer:
         self.optimizer = self._wrap("wrap_optimizer", optimizer(parameter_groups(self.module)))
         self.peak_lr = [group["lr"] for group in self.optimizer.param_groups]
         self.scaler = self.precision.scaler
-        self.generator = torch.cuda.default_generators[self.device.index] if self.device.type == "cuda" else torch.default_generator
+        self.generator = (
+            torch.cuda.default_generators[self.device.index] if self.device.type == "cuda" else torch.default_generator
+        )
         self.seed_base = mix(self.options.seed, 5, self.rank)
 
     def fit(self) -> None:
@@ -240,7 +242,10 @@ class Trainer:
         """The numbers of this step. Waits for the device, and is a collective."""
         self.seconds = time.monotonic() - self.started
         loss = sum(loss.item() * weight for loss, weight in zip(self.losses, self.data.weights, strict=True))
-        metrics = {"train/loss": sum(self.ranks.gather(loss)) / self.weight, "train/lr": self.optimizer.param_groups[0]["lr"]}
+        metrics = {
+            "train/loss": sum(self.ranks.gather(loss)) / self.weight,
+            "train/lr": self.optimizer.param_groups[0]["lr"],
+        }
         if not self.defers:
             metrics["train/grad_norm"] = self.grad_norm.item()
         if self.scaler.is_enabled():

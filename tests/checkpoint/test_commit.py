@@ -421,6 +421,7 @@ def test_auto(tmp_path: Path) -> None:
     put(b, 5)
     put(a, 20)
     put(b, 6)
+    os.utime(a / "step-00000010", (4e9, 4e9))  # by the clock a was written last, by last.pt b was
     assert resolve("auto", root, None) == b / "step-00000006"
     assert resolve("auto", root, a) == a / "step-00000020"
     assert resolve("auto", root, root / "c") is None
@@ -428,7 +429,6 @@ def test_auto(tmp_path: Path) -> None:
     assert (
         resolve("auto", root, None) == b / "step-00000005"
     )  # the run that last.pt names, though what it names is gone
-    os.utime(a / "step-00000010", (4e9, 4e9))
     for target in (None, "gone/step-00000001", "last.pt"):
         (root / "last.pt").unlink(missing_ok=True)
         if target:

@@ -13,7 +13,7 @@ import pytest
 from webdataset.tariterators import base_plus_ext
 
 from trainer.data.index import Index, find_shards
-from trainer.data.read import split_name
+from trainer.data.tar import split_name
 from trainer.errors import DataError
 
 

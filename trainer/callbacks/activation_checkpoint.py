@@ -22,7 +22,9 @@ class ActivationCheckpoint(Callback):
 
     def __init__(self, blocks: list[str] | None = None, every: int = 1) -> None:
         if every < 1:
-            raise ConfigError(f"callbacks.activation_checkpoint.every={every}: must be at least 1, which recomputes every block")
+            raise ConfigError(
+                f"callbacks.activation_checkpoint.every={every}: must be at least 1, which recomputes every block"
+            )
         self.blocks, self.every = blocks, every
 
     def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
@@ -39,5 +41,7 @@ class ActivationCheckpoint(Callback):
         if not found:
             names = sorted({type(module).__name__ for module in model.modules() if list(module.children())})
             value = "null" if self.blocks is None else f"[{','.join(self.blocks)}]"
-            raise ConfigError(f"callbacks.activation_checkpoint.blocks={value}: no such module; this model has {', '.join(names)}")
+            raise ConfigError(
+                f"callbacks.activation_checkpoint.blocks={value}: no such module; this model has {', '.join(names)}"
+            )
         return found

@@ -25,7 +25,9 @@ class EarlyStop(Callback):
 
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
         if self.metric not in metrics:
-            raise ConfigError(f"callbacks.early_stop.metric={self.metric}: validation gives {', '.join(metrics)}; name one of them")
+            raise ConfigError(
+                f"callbacks.early_stop.metric={self.metric}: validation gives {', '.join(metrics)}; name one of them"
+            )
         value = metrics[self.metric] if self.mode == "min" else -metrics[self.metric]
         improved = value < self.best - self.min_delta
         self.best, self.bad = (value, 0) if improved else (self.best, self.bad + 1)

@@ -65,7 +65,9 @@ class Overlap(Callback):
             own = list(module.parameters(recurse=False))
             if own:
                 module.register_forward_pre_hook(lambda _module, _args, own=own: self._finish(own))
-        trainer.module.register_forward_hook(lambda *_: self._finish(list(self.pending)))  # what no module has asked for
+        trainer.module.register_forward_hook(
+            lambda *_: self._finish(list(self.pending))
+        )  # what no module has asked for
         return Deferred(optimizer, self)
 
     def on_flush(self, trainer) -> None:

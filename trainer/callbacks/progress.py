@@ -26,7 +26,14 @@ class Progress(Callback):
         self.first_step = trainer.step
         if trainer.rank or not sys.stdout.isatty():
             return
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
         self.bar = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.fields[numbers]}"),
@@ -48,7 +55,9 @@ class Progress(Callback):
             log.info("step %s  %s%s", self._position(trainer), describe(trainer.metrics), self._left(trainer))
 
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
-        log.info("step %s  %s", self._position(trainer), "  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+        log.info(
+            "step %s  %s", self._position(trainer), "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        )
 
     def on_fit_end(self, trainer) -> None:
         if self.bar is not None:

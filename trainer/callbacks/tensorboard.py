@@ -31,7 +31,9 @@ class TensorBoard(Callback):
             writer.add_scalar(name, value, trainer.step)
 
     def _open(self, trainer) -> Any:
-        from torch.utils.tensorboard import SummaryWriter  # takes most of a second to import, so not before the first step
+        from torch.utils.tensorboard import (
+            SummaryWriter,
+        )  # takes most of a second to import, so not before the first step
 
         # A resume hides what an earlier process wrote past this step.
         self.writer = SummaryWriter(str(trainer.run_dir / "tensorboard"), purge_step=trainer.step)

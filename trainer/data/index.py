@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from trainer.data.read import damaged, members, read_at
+from trainer.data.tar import damaged, members, read_at
 from trainer.errors import DataError
 
 VERSION = "1"  # of the stored file

@@ -58,7 +58,10 @@ class Loader:
         if not isinstance(source, Samples):
             return upload((Micro(batch, self.collate.weight(batch), []) for batch in source), self.device)
         refs = walk(source.counts, 0, len(source), self.rank, self.world)
-        return upload(self._load(source, (refs[i : i + self.plan.micro] for i in range(0, len(refs), self.plan.micro))), self.device)
+        return upload(
+            self._load(source, (refs[i : i + self.plan.micro] for i in range(0, len(refs), self.plan.micro))),
+            self.device,
+        )
 
     def _plan(self, start: int) -> Iterator[list[Ref]]:
         assert self.plan.order is not None
@@ -114,7 +117,9 @@ def count_samples(batch: Any) -> int:
     """Length of the first tensor in `batch`."""
     while not isinstance(batch, Tensor):
         if not isinstance(batch, dict | list | tuple) or not batch:
-            raise DataError(f"batch of type {type(batch).__name__} has no tensor to count samples by; give the recipe a `weight`")
+            raise DataError(
+                f"batch of type {type(batch).__name__} has no tensor to count samples by; give the recipe a `weight`"
+            )
         batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
     return len(batch)
 

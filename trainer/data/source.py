@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from trainer.data.index import Index, find_shards
 from trainer.data.order import Ref, mix
 from trainer.data.read import ShardReader
 from trainer.errors import DataError
+from trainer.run import log
 
 VIRTUAL_SHARDS = 65536  # a map-style dataset is cut into at most so many, so that shuffling moves single samples
 
@@ -28,7 +30,7 @@ class Samples:
 
     def __init__(
         self,
-        read: Callable[[Ref, int], Any],
+        read: "ReadShard | ReadMap",
         counts: list[int],
         fingerprint: str,
         transform: Callable[[Any, Generator], Any] | None,
@@ -41,6 +43,7 @@ class Samples:
         return self.bases[-1]
 
     def __getitems__(self, refs: list[Ref]) -> list[Any]:
+        self.read.prefetch(refs)
         return [self[ref] for ref in refs]
 
     def __getitem__(self, ref: Ref) -> Any:
@@ -60,6 +63,9 @@ class ReadShard:
     def __call__(self, ref: Ref, sample: int) -> Any:
         return self.reader.read(ref)
 
+    def prefetch(self, refs: list[Ref]) -> None:
+        self.reader.prefetch(refs)
+
 
 class ReadMap:
     def __init__(self, dataset: Any) -> None:
@@ -67,6 +73,9 @@ class ReadMap:
 
     def __call__(self, ref: Ref, sample: int) -> Any:
         return self.dataset[sample]
+
+    def prefetch(self, refs: list[Ref]) -> None:
+        """A map-style dataset has no such thing."""
 
 
 def open_source(recipe: Any, split: str, seed: int) -> Samples | Iterable[Any] | None:
@@ -76,7 +85,7 @@ def open_source(recipe: Any, split: str, seed: int) -> Samples | Iterable[Any] |
     if data is None:
         return None
     if _names_shards(data):
-        index = Index.open(find_shards(data))
+        index = Index.open(find_shards(data), Progress())
         return Samples(ReadShard(index), index.counts, index.fingerprint, transform, seed)
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         size = len(data)  # pyright: ignore[reportArgumentType] a map-style Dataset has a length
@@ -87,6 +96,18 @@ def open_source(recipe: Any, split: str, seed: int) -> Samples | Iterable[Any] |
         name = getattr(data, "fingerprint", f"{type(data).__module__}.{type(data).__qualname__}")
         return Samples(ReadMap(data), counts, hashlib.sha256(f"{name} {size}".encode()).hexdigest(), transform, seed)
     return data
+
+
+class Progress:
+    """A log line now and then while shards are indexed."""
+
+    def __init__(self) -> None:
+        self.told = time.monotonic()
+
+    def __call__(self, shard: str, done: int, total: int) -> None:
+        if time.monotonic() - self.told > 5:
+            self.told = time.monotonic()
+            log.info("indexing %s: %d of %d MB", shard, done >> 20, total >> 20)
 
 
 def _names_shards(data: Any) -> bool:

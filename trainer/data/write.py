@@ -7,7 +7,7 @@ from typing import Any
 
 from safetensors.numpy import save
 
-from trainer.data.read import split_name
+from trainer.data.tar import split_name
 from trainer.errors import DataError
 
 

@@ -1,0 +1,112 @@
+"""The members of a tar, one after the other; a damaged one is an error, never the end."""
+
+import os
+import re
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from trainer.errors import DataError
+
+BLOCK = tarfile.BLOCKSIZE
+ZEROS = bytes(BLOCK)
+GNU_NAME, GNU_LINK, PAX, PAX_SOLARIS, PAX_GLOBAL = EXTENDED = (b"L", b"K", b"x", b"X", b"g")
+NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)$")  # key, and all that follows the first dot of the file's own name
+META = re.compile(r"__[^/]*__($|/)")
+
+
+class Member(NamedTuple):
+    """One entry of a tar; byte positions. What belongs to no sample (a folder, a link, `__meta__`) has the key None."""
+
+    key: str | None
+    extension: str
+    start: int  # of its first header
+    content: int
+    size: int  # of the content
+    end: int
+
+
+def members(fetch: Callable[[int, int], bytes], where: Path) -> Iterator[Member]:
+    """Walks a tar to its end or its first zero block; `fetch(offset, size)` gives fewer bytes at the end only.
+
+    `tarfile.open` would take a damaged header for the end of the archive.
+
+    Raises:
+        DataError: naming `where` and the byte.
+    """
+    offset = 0
+    while (block := fetch(offset, BLOCK)) not in (b"", ZEROS):
+        start = offset
+        fields: dict[str, str] = {}
+        while (header := _header(block, where, offset)).type in EXTENDED:
+            try:
+                fields = _fields(header, fetch(offset + BLOCK, header.size)) | fields  # the first of several counts
+            except ValueError as error:
+                raise damaged(where, offset, f"bad extended header ({error})") from None
+            offset += BLOCK + _padded(header.size)
+            block = fetch(offset, BLOCK)
+        if header.type == tarfile.GNUTYPE_SPARSE or any(name.startswith("GNU.sparse") for name in fields):
+            raise DataError(f"{where}: a sparse file at byte {start}; write the shard without sparse files")
+        size = int(fields.get("size", header.size))
+        if header.type in tarfile.SUPPORTED_TYPES and not header.isreg():
+            size = 0  # folders, links and devices have no content, whatever their header says
+        content = offset + BLOCK
+        offset = content + _padded(size)
+        key, extension = split_name(fields.get("path", header.name)) if header.isreg() else (None, "")
+        yield Member(key, extension, start, content, size, offset)
+
+
+def split_name(name: str) -> tuple[str | None, str]:
+    """Key and extensions as WebDataset has them: `a/b.SEG.png` is `a/b`, `seg.png`. None for what is no sample's."""
+    match = None if META.match(name) else NAME.match(name)
+    return (match[1], match[2].lower()) if match else (None, "")
+
+
+def _header(block: bytes, where: Path, offset: int) -> tarfile.TarInfo:
+    try:
+        header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    except tarfile.HeaderError as error:
+        raise damaged(where, offset, f"no header ({error})") from None
+    if header.size < 0:
+        raise damaged(where, offset, "negative size")
+    return header
+
+
+def _fields(header: tarfile.TarInfo, payload: bytes) -> dict[str, str]:
+    """What an extended header says of the next member. A PAX record is `LENGTH NAME=VALUE` and a newline."""
+    if len(payload) < header.size:
+        raise ValueError("cut")
+    if header.type in (GNU_NAME, GNU_LINK):
+        path = payload.partition(b"\0")[0].decode(errors="surrogateescape")
+        return {"path": path} if header.type == GNU_NAME else {}
+    fields = {}
+    payload = payload.rstrip(b"\0")
+    while payload:
+        digits = payload.partition(b" ")[0]
+        record, payload = payload[len(digits) + 1 : int(digits)], payload[int(digits) :]
+        name, equals, value = record[:-1].decode(errors="surrogateescape").partition("=")
+        if not equals or record[-1:] != b"\n" or (name == "size" and not value.isdecimal()):
+            raise ValueError("no PAX record")
+        fields[name] = value.rstrip("/") if name == "path" else value
+    if header.type == PAX_GLOBAL and not fields.keys().isdisjoint(("path", "size")):
+        raise ValueError("a path or size for all members")
+    return fields
+
+
+def _padded(size: int) -> int:
+    return -(-size // BLOCK) * BLOCK
+
+
+def damaged(where: Path, offset: int, reason: str) -> DataError:
+    return DataError(
+        f"{where}: {reason} at byte {offset}: cut, damaged or not a plain tar; restore it or write it again"
+    )
+
+
+def read_at(fd: int, offset: int, size: int) -> bytes:
+    """Fewer than `size` bytes at the end of the file only; one `pread` may give fewer, and never over 2 GiB."""
+    content = os.pread(fd, size, offset)
+    while 0 < len(content) < size and (more := os.pread(fd, size - len(content), offset + len(content))):
+        content += more
+    return content
