@@ -43,7 +43,9 @@ def command(pid: int) -> str:
 
 
 def environment() -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
+    """Without what pytest and torch.compile set for themselves."""
+    own = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "TRITON_")
+    return {key: value for key, value in os.environ.items() if not key.startswith(own)}
 
 
 @pytest.fixture(autouse=True)

@@ -46,7 +46,7 @@ class Callback:
     )
     defers: ClassVar[bool] = False  # gradients are not reduced yet when on_before_optimizer_step runs
     diverges: ClassVar[bool] = False  # weights differ between ranks, so all are saved
-    # Name of a callback or of a trainer feature (clip, fp16, accumulate, find_unused_parameters, ...) -> reason and way out.
+    # Name of a callback, or of a feature of the trainer (`Plan.features`) -> the reason, and the way out.
     conflicts: Mapping[str, str] = {}
 
     # Transforms, called once, before training. Each takes the thing and returns the thing.
@@ -115,12 +115,10 @@ def arrange(callbacks: Mapping[str, Callback], features: set[str]) -> dict[str, 
         for other in sorted(callback.conflicts.keys() & (ordered.keys() | features)):
             errors.append(f"{name} and {other} can't run together: {callback.conflicts[other]}")
         if callback.role not in SHARED and owners.setdefault(callback.role, name) != name:
-            errors.append(
-                f"{owners[callback.role]} and {name} both have the role {callback.role.name}: remove one (~callbacks.{name})"
-            )
+            errors.append(f"{owners[callback.role]} and {name} both have the role {callback.role.name}: remove one")
         if deferring and overrides(callback, "on_before_optimizer_step"):
             errors.append(
-                f"{name} and {deferring[0]} can't run together: {name} reads gradients that {deferring[0]} reduces later; remove one"
+                f"{name} and {deferring[0]} can't run together: {name} reads gradients before they are reduced"
             )
     if errors:
         raise ConfigError("; ".join(errors))

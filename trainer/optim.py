@@ -29,7 +29,7 @@ def adamw(
     weight_decay: float = 0.01,
 ) -> Optimizer:
     """Loshchilov and Hutter 2019, arXiv:1711.05101; betas and eps as in RoBERTa (Liu et al. 2019, arXiv:1907.11692)."""
-    return torch.optim.AdamW(params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, fused=True)
+    return torch.optim.AdamW(params, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, fused=True)
 
 
 def sgd(
@@ -45,7 +45,7 @@ def lamb(
     eps: float = 1e-6,
     weight_decay: float = 0.01,
 ) -> Optimizer:
-    return Lamb(params, lr, tuple(betas), eps, weight_decay)
+    return Lamb(params, lr, (betas[0], betas[1]), eps, weight_decay)
 
 
 class Lamb(Optimizer):

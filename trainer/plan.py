@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-
 from trainer.batch import split_batch
 from trainer.callback import Callback, Role, arrange, overrides
 from trainer.checkpoint import commit
@@ -18,10 +17,10 @@ from trainer.schedule import Schedule
 
 
 class Plan:
-    """The callbacks in order, the split of the batch, the data, the length of the run, and the checkpoint to go on from.
+    """Callbacks in order, the split of the batch, the data, the length of the run, and the checkpoint to go on from.
 
     Args:
-        first: Gives every rank what rank 0 passes; also the order in which ranks open data: rank 0 prepares, then the others.
+        first: Gives every rank what rank 0 passes. Rank 0 opens the data before the others do.
         precision: As resolved for the device.
 
     Raises:
@@ -45,7 +44,7 @@ class Plan:
     ) -> None:
         self.options, self.batch = options, batch
         self.micro, self.accumulate = split_batch(batch, world, micro_batch, accumulate)
-        self.callbacks = arrange(callbacks, self._features())
+        self.callbacks = arrange(callbacks, self.features())
         self.resumed, self.manifest = self._find_checkpoint(rank, first)
         if rank:
             first(None)
@@ -66,7 +65,7 @@ class Plan:
         if self.resumed:
             refuse_differences(self.manifest["identity"], self.identity(), options.accept)
 
-    def _features(self) -> set[str]:
+    def features(self) -> set[str]:
         ddp = self.options.ddp
         on = {
             "clip": self.options.clip_norm is not None,

@@ -11,7 +11,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """`fp32`, `tf32` (Ampere and later: float32 storage, 10-bit mantissa in matrix products), `bf16` or `fp16` autocast.
+    """`fp32`, `tf32` (Ampere and later: 10-bit mantissa in float32 matrix products), `bf16` or `fp16` autocast.
 
     `auto` is bf16 where the GPU computes in it, else fp16; on a CPU fp32. fp16 comes with dynamic loss scaling
     (Micikevicius et al. 2018, arXiv:1710.03740); elsewhere the scaler is disabled and every call to it is a no-op.

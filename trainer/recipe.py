@@ -21,7 +21,7 @@ class Recipe(Protocol):
     def data(self, split: str) -> Data:
         """The data of `split` ("train" or "val"), the same on every rank. One of three kinds:
 
-        - tar shards in WebDataset format: a path, a glob pattern, or a list of paths. Samples are dicts of decoded members.
+        - tar shards in WebDataset format: a path, a glob pattern, or a list of paths. A sample is a dict of members.
         - a map-style torch `Dataset`.
         - any iterable of batches, of this rank: resuming replays it, and "train" must never end.
 

@@ -37,7 +37,7 @@ def make_run_dir(run_dir: str | None, name: str, resumed: bool) -> Path:
     folder = Path(run_dir or "")
     if (folder / "metrics.jsonl").exists() and not resumed:
         raise ConfigError(
-            f"trainer.run_dir={run_dir}: holds a run already; go on with it by trainer.resume=auto, or give another folder"
+            f"trainer.run_dir={run_dir}: holds a run already; go on by trainer.resume=auto, or give another folder"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def make_run_dir(run_dir: str | None, name: str, resumed: bool) -> Path:
 
 
 def start_log(run_dir: Path, rank: int) -> None:
-    """Events go to logs/rank<rank>.log; rank 0's also to the terminal. Any other rank's whole output goes to its file."""
+    """Events go to logs/rank<rank>.log; rank 0's also to the terminal. Of other ranks all output goes to their file."""
     (run_dir / "logs").mkdir(exist_ok=True)
     path = run_dir / "logs" / f"rank{rank}.log"
     if rank:

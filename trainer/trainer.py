@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
@@ -28,6 +28,7 @@ from trainer.run import log, make_run_dir, start_log, stop_log
 from trainer.schedule import Constant, Schedule
 from trainer.signals import Signals
 from trainer.summary import report
+from trainer.validation import evaluate
 
 NOTHING: dict[str, float] = {}
 
@@ -70,8 +71,9 @@ class Trainer:
         self.rank, self.world, self.device = self.ranks.rank, self.ranks.world, self.ranks.device
         self.precision = Precision(options.precision, self.device)
         self.plan = Plan(
-            recipe, callbacks or {}, schedule or Constant(), batch=batch, micro_batch=micro_batch, accumulate=accumulate,
-            options=options, data=data or DataOptions(), world=self.world, rank=self.rank, first=self.ranks.first,
+            recipe, callbacks or {}, schedule or Constant(),
+            batch=batch, micro_batch=micro_batch, accumulate=accumulate, options=options, data=data or DataOptions(),
+            world=self.world, rank=self.rank, first=self.ranks.first,
         )  # fmt: skip
         self.callbacks, self.accumulate = self.plan.callbacks, self.plan.accumulate
         run_dir = options.run_dir or self.plan.manifest.get("run_dir")
@@ -143,7 +145,7 @@ class Trainer:
 
     def close(self) -> None:
         """End the process groups. The weights stay in `module`."""
-        # First DDP: its reducer, if it held a group last, would wait with the GIL for gloo's thread, which may wait for the GIL.
+        # DDP goes first: a reducer that holds a group last waits, with the GIL, for a thread that may wait for the GIL.
         self.model = self.module
         gc.collect()
         self.ranks.close()
@@ -152,6 +154,7 @@ class Trainer:
     def _start(self) -> None:
         plan = self.plan
         self.loader = Loader(self.recipe, plan, self.rank, self.world, self.device)
+        assert plan.source is not None
         self.stream = self.loader.train(plan.source, plan.manifest.get("samples", 0))
         if self.world > 1:
             first = next(self.stream)
@@ -167,8 +170,9 @@ class Trainer:
         self._emit("on_fit_start")
 
     def _rehearse(self, step: Step) -> None:
-        """Two forward and backward passes, discarded. DDP lays its buckets out anew after the first of each process, and the
-        layout decides the order of summation: without this, a resumed run would differ in its last bits from 3 ranks up."""
+        """Two discarded forward and backward passes. DDP lays its buckets out anew after the first of each process, and
+        the layout decides the order of summation: without this a resumed run differs in its last bits from 3 ranks up.
+        """
         self.rehearsing = True
         buffers = [buffer.clone() for buffer in self.module.buffers()]
         for _ in range(2):
@@ -252,35 +256,16 @@ class Trainer:
             metrics["train/loss_scale"] = self.scaler.get_scale()
         return metrics
 
-    @torch.no_grad()
     def validate(self) -> bool:
         """Walk the validation data once, and return whether the metric of `checkpoint.keep_best` is the best so far."""
         self._emit("on_flush")
         self.validated_at = time.monotonic()
         if self.plan.validation is None:
             return False
-        totals: dict[str, list[Any]] = {}
-        self.eval_model.eval()
-        for batch, weight, _ in self.loader.validate(self.plan.validation):
-            with self.precision.autocast:
-                for name, (total, count) in self._validation_metrics(batch, weight).items():
-                    sums = totals.setdefault(name, [0.0, 0])
-                    sums[0] += total.double()
-                    sums[1] += count
-        self.eval_model.train()
-        ranks = self.ranks.gather({name: [float(total), count] for name, (total, count) in totals.items()})
-        names = {name: None for rank in ranks for name in rank}  # a rank may have had no batch
-        both = {name: [sum(rank[name][i] for rank in ranks if name in rank) for i in (0, 1)] for name in names}
-        self.validation = {f"val/{name}": total / count for name, (total, count) in both.items()}
+        self.validation, self.validated_step = evaluate(self, self.plan.validation), self.step
         self.seconds = time.monotonic() - self.started
-        self.validated_step = self.step
         self._emit("on_validation_end", self.validation)
         return resume.note_best(self)
-
-    def _validation_metrics(self, batch: Any, weight: int) -> dict[str, tuple[Tensor, int]]:
-        if hasattr(self.recipe, "metrics"):
-            return self.recipe.metrics(self.eval_model, batch)
-        return {"loss": (self.recipe.loss(self.eval_model, batch) * weight, weight)}
 
     def stop(self, reason: str) -> None:
         """End after this step. Call it on all ranks or on none: it is not a collective."""
@@ -305,7 +290,7 @@ class Trainer:
 
 
 def share(loss: Tensor, ours: int, total: int) -> Tensor:
-    """`loss`, a mean over `ours / world` items, as this rank's part of the mean over `total`: DDP's mean over ranks makes it so."""
+    """A mean over `ours / world` items, scaled so that DDP's mean over ranks is the mean over all `total` items."""
     if ours == total:
         return loss
     return loss / (total / ours) if ours else loss * 0.0

@@ -1,4 +1,4 @@
-"""Recomputes the activations of chosen blocks in the backward pass instead of keeping them (Chen et al. 2016, arXiv:1604.06174)."""
+"""Recomputes chosen blocks in the backward pass instead of keeping their activations."""
 
 from functools import partial
 
@@ -10,8 +10,8 @@ from trainer.errors import ConfigError
 
 
 class ActivationCheckpoint(Callback):
-    """A recomputed block keeps its inputs only, and its forward pass runs twice: about a third more FLOPs if it is every block.
-    Bits do not change: dropout draws the same numbers the second time.
+    """Chen et al. 2016, arXiv:1604.06174. A recomputed block keeps its inputs only, and its forward pass runs twice: a
+    third more FLOPs if it is every block. Bits do not change: dropout draws the same numbers the second time.
 
     Args:
         blocks: Class names of the modules to recompute; null takes the members of the longest `nn.ModuleList`.

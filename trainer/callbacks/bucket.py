@@ -1,4 +1,4 @@
-"""Sets the size of the buckets in which DDP reduces gradients beside the backward pass (Li et al. 2020, arXiv:2006.15704)."""
+"""Sets the size of the buckets in which DDP reduces gradients (Li et al. 2020, arXiv:2006.15704)."""
 
 from torch import nn
 
@@ -7,8 +7,8 @@ from trainer.errors import ConfigError
 
 
 class Bucket(Callback):
-    """Small buckets start early but pay each collective's latency; one large bucket overlaps with nothing. The order of summation
-    depends on it, so results equal plain training's to rounding.
+    """Small buckets start early but pay each collective's latency; one large bucket overlaps with nothing. The order of
+    summation depends on it, so results equal plain training's to rounding.
 
     Args:
         mib: Size of a bucket in MiB; DDP's own default is 25, with a first bucket of 1.

@@ -30,7 +30,7 @@ class GradCompress(Callback):
         self.dtype = DTYPES[codec]
         if codec == "fp16":
             self.conflicts = {
-                "fp16": "gradients multiplied by the loss scale overflow on the way; use codec=bf16 or trainer.precision=bf16"
+                "fp16": "gradients times the loss scale overflow on the way; use codec=bf16 or trainer.precision=bf16"
             }
 
     def error_bound(self, world: int) -> float:

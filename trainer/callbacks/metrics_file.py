@@ -19,7 +19,7 @@ class MetricsFile(Callback):
         if trainer.rank:
             return
         path = trainer.run_dir / "metrics.jsonl"
-        self.file = open(path, "a")
+        self.file = open(path, "a")  # noqa: SIM115 closed by on_fit_end
         os.truncate(path, min(self.bytes, os.path.getsize(path)))
 
     def on_step_end(self, trainer) -> None:

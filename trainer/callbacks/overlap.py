@@ -1,6 +1,6 @@
 """Reduces and steps each bucket during the next forward pass, when the first module that needs it is called.
 
-The idea is ByteScheduler's (Peng et al. 2019) and BytePS's cross-barrier: the backward pass does not wait for the network.
+The idea is ByteScheduler's (Peng et al. 2019) and BytePS's cross-barrier: backward does not wait for the network.
 """
 
 from typing import Any
@@ -18,9 +18,9 @@ SUMMED_LATER = "which is known only after all buckets, and overlap steps each on
 
 
 class Pending:
-    """One bucket on its way: its parameters, the sum to come, and the optimizer's groups as they were when the step was asked for."""
+    """One bucket on its way: the sum to come, its parameters, and the optimizer's groups as they were for this step."""
 
-    def __init__(self, sum_to_come: "Future[Tensor]", params: list[nn.Parameter]) -> None:
+    def __init__(self, sum_to_come: "Future[Tensor]", params: list[Tensor]) -> None:
         self.sum_to_come, self.params = sum_to_come, params
         self.groups: list[dict[str, Any]] = []
 
@@ -36,15 +36,15 @@ class Overlap(Callback):
     defers = True
     conflicts = {
         "clip": f"clipping needs the global norm, {SUMMED_LATER}; set trainer.clip_norm=null or leave overlap out",
-        "fp16": "loss scaling must see all gradients before the first one is applied; use trainer.precision=bf16 or leave overlap out",
-        "find_unused_parameters": "an unused parameter must not be stepped, and whether all ranks left it unused is known to DDP "
-        "alone; set trainer.ddp.find_unused_parameters=false or leave overlap out",
+        "fp16": "loss scaling must see all gradients before any is used; use bf16 or leave overlap out",
+        "find_unused_parameters": "which parameters no rank has used, so must not be stepped, is known to DDP alone; "
+        "set trainer.ddp.find_unused_parameters=false or leave overlap out",
         "gradient_as_bucket_view": "the bucket is used again while it is still being stepped; "
         "set trainer.ddp.gradient_as_bucket_view=false or leave overlap out",
     }
 
     def __init__(self) -> None:
-        self.pending: dict[nn.Parameter, Pending] = {}
+        self.pending: dict[Tensor, Pending] = {}
         self.in_flight: list[Pending] = []
 
     def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
@@ -86,7 +86,7 @@ class Overlap(Callback):
         self.trainer.lag = 1 if self.pending else 0
 
     @torch.no_grad()
-    def _finish(self, params: list[nn.Parameter]) -> None:
+    def _finish(self, params: list[Tensor]) -> None:
         if not self.pending:
             return
         for p in params:

@@ -14,7 +14,7 @@ class Throughput(Callback):
     """Over the steps since the last log line; validation and checkpoints in between count as time.
 
     Args:
-        peak_tflops: Of one device, for perf/mfu (Chowdhery et al. 2022, arXiv:2204.02311, appendix B); null: by its name.
+        peak_tflops: Of one device, for perf/mfu (Chowdhery et al. 2022, arXiv:2204.02311); null: by its name.
     """
 
     role = Role.MEASURE

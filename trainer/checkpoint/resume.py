@@ -149,7 +149,7 @@ def tied_names(module: nn.Module) -> set[str]:
 
 
 def note_best(trainer: "Trainer") -> bool:
-    """Remember the best validation by `checkpoint.keep_best`, and return whether this one is worth a checkpoint for it."""
+    """Remember the best validation by `checkpoint.keep_best`, and return whether this is it: worth a checkpoint."""
     wanted = trainer.options.checkpoint.keep_best
     if wanted is None:
         return False

@@ -54,7 +54,7 @@ class Loader:
             yield Step([m.batch for m in group], [m.weight for m in group], [ref for m in group for ref in m.refs])
 
     def validate(self, source: Samples | Iterable[Any]) -> Iterator[Micro]:
-        """Every sample once, over all ranks, in the stored order; the last micro-batch may be smaller, or a rank have none."""
+        """Every sample once, over all ranks, as stored; the last micro-batch may be smaller, or a rank have none."""
         if not isinstance(source, Samples):
             return upload((Micro(batch, self.collate.weight(batch), []) for batch in source), self.device)
         refs = walk(source.counts, 0, len(source), self.rank, self.world)
@@ -108,7 +108,7 @@ class Collate:
 
 
 def start_worker(_: int) -> None:
-    """A process group of its own: a launcher's signal to the rank's group would end the worker before the rank has saved."""
+    """In a process group of its own: a signal to the rank's group would end the worker before the rank has saved."""
     os.setpgid(0, 0)
     die_with_parent()
 

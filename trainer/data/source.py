@@ -24,8 +24,8 @@ VIRTUAL_SHARDS = 65536  # a map-style dataset is cut into at most so many, so th
 class Samples:
     """Samples by reference: all that a data worker holds, and stateless.
 
-    Before each sample, `random`, NumPy and torch are seeded from (seed, epoch, sample), so neither the number of workers nor
-    that of ranks changes an augmentation.
+    Before each sample, `random`, NumPy and torch are seeded from (seed, epoch, sample): neither the number of workers
+    nor that of ranks changes an augmentation.
     """
 
     def __init__(
