@@ -41,12 +41,11 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bin folder of an environment with the wheel, and with this one's packages: all but editable installs."""
     folder = tmp_path_factory.mktemp("clean")
     venv.create(folder, symlinks=True)
-    python = folder / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-index", "--no-deps"]
-    subprocess.run([*pip, str(wheel)], check=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--ignore-installed"]
+    subprocess.run([*pip, "--prefix", str(folder), str(wheel)], check=True)
     site = next(folder.glob("lib/python*/site-packages"))
     (site / "packages.pth").write_text(sysconfig.get_path("purelib"))
-    return python.parent
+    return folder / "bin"
 
 
 def run(command: list[str | Path], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -68,7 +67,7 @@ def test_help_of_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
     names = {path.stem for group in ("recipe", "callbacks") for path in (ROOT / "conf" / group).glob("*.yaml")}
     assert names
     assert not [name for name in names if not re.search(rf"^ +{name}\b", result.stdout, re.MULTILINE)]
-    assert run([installed / "echelon", "--help"], tmp_path).stdout == result.stdout
+    assert run([installed / "python", installed / "echelon", "--help"], tmp_path).stdout == result.stdout
 
 
 def test_config_of_the_installed_wheel(installed: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class Pending:
 class Overlap(Callback):
     """The weights are bit for bit plain DDP's, step for step; between steps they are one step behind until `on_flush`.
 
-    Memory: one extra copy of the gradients. Hooks: one per module that owns parameters.
+    Memory: one extra copy of the gradients. Hooks: one per module that uses parameters.
     """
 
     role = Role.OPTIMIZER
@@ -61,14 +61,18 @@ class Overlap(Callback):
     def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Any:
         self.trainer, self.optimizer = trainer, optimizer
         self.group_of = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        for module in trainer.module.modules():
-            own = list(module.parameters(recurse=False))
-            if own:
-                module.register_forward_pre_hook(lambda _module, _args, own=own: self._finish(own))
-        trainer.module.register_forward_hook(
-            lambda *_: self._finish(list(self.pending))
-        )  # what no module has asked for
+        modules = list(trainer.module.modules())
+        self.called: set[nn.Module] = set()
+        self.recorders = [m.register_forward_pre_hook(lambda module, _: self.called.add(module)) for m in modules]
         return Deferred(optimizer, self)
+
+    def on_fit_start(self, trainer) -> None:
+        for recorder in self.recorders:
+            recorder.remove()
+        for module, params in needed_by(trainer.module, trainer.module, self.called).items():
+            module.register_forward_pre_hook(lambda _module, _args, params=params: self._finish(params))
+        # What no module has asked for.
+        trainer.module.register_forward_hook(lambda *_: self._finish(list(self.pending)))
 
     def on_flush(self, trainer) -> None:
         self._finish(list(self.pending))
@@ -104,8 +108,21 @@ class Overlap(Callback):
         self.optimizer.param_groups = bucket.groups
         self.optimizer.step()
         self.optimizer.param_groups = everything
+        torch.autograd.graph.increment_version(bucket.params)  # fused steps don't: a weight used too soon is an error
         for p in bucket.params:
             p.grad = None
+
+
+def needed_by(module: nn.Module, caller: nn.Module, called: set[nn.Module]) -> dict[nn.Module, list[Tensor]]:
+    """The parameters that must be there when a module is called. Of one that the rehearsal did not call, they are those of
+    the nearest that it did: nn.MultiheadAttention uses its projection's weight without a call of the projection."""
+    caller = module if module in called else caller
+    own: list[Tensor] = list(module.parameters(recurse=False))
+    needed = {caller: own} if own else {}
+    for child in module.children():
+        for user, params in needed_by(child, caller, called).items():
+            needed[user] = needed.get(user, []) + params
+    return needed
 
 
 class Deferred:

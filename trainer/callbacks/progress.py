@@ -2,6 +2,7 @@
 
 import sys
 import time
+from datetime import timedelta
 from typing import Any
 
 from trainer.callback import Callback
@@ -22,8 +23,8 @@ class Progress(Callback):
         self.bar: Any = None
 
     def on_fit_start(self, trainer) -> None:
-        self.shown_at = self.started = time.monotonic()
-        self.first_step = trainer.step
+        self.shown_at = self.told_at = time.monotonic()
+        self.told_step = trainer.step
         if trainer.rank or not sys.stdout.isatty():
             return
         from rich.progress import (
@@ -68,11 +69,12 @@ class Progress(Callback):
         return f"{trainer.step}/{trainer.plan.max_steps}" if trainer.plan.max_steps else str(trainer.step)
 
     def _left(self, trainer) -> str:
-        done = trainer.step - self.first_step
-        if not trainer.plan.max_steps or not done:
+        """At the pace since the line before."""
+        now, done = time.monotonic(), trainer.step - self.told_step
+        pace, self.told_at, self.told_step = (now - self.told_at) / done, now, trainer.step
+        if not trainer.plan.max_steps:
             return ""
-        seconds = (time.monotonic() - self.started) / done * (trainer.plan.max_steps - trainer.step)
-        return f"  {time.strftime('%H:%M:%S', time.gmtime(seconds))} left"
+        return f"  {timedelta(seconds=round(pace * (trainer.plan.max_steps - trainer.step)))} left"
 
 
 def describe(metrics: dict[str, float]) -> str:

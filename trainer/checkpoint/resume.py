@@ -95,10 +95,17 @@ def load(trainer: "Trainer", path: Path) -> None:
         ConfigError: where the checkpoint is of another model or optimizer.
     """
     saved = trainer.plan.manifest
-    refuse_differences(saved["identity"], model_identity(trainer), [])
+    own, accept = model_identity(trainer), trainer.options.accept
+    if saved["identity"]["model"] != own["model"]:
+        raise ConfigError(
+            f"trainer.resume={path}: is a checkpoint of another model (names, shapes or types of weights differ); "
+            "set recipe.* back, or start anew with trainer.resume=null"
+        )
+    refuse_differences(saved["identity"], {"optimizer": own["optimizer"]}, accept)
     state = load_state(path)
     trainer.module.load_state_dict(state["model"])
-    load_optimizer_state(trainer.optimizer, trainer.module, state["optimizer"])
+    if saved["identity"]["optimizer"] == own["optimizer"]:  # else its state is left behind, as accepted
+        load_optimizer_state(trainer.optimizer, trainer.module, state["optimizer"])
     trainer.scaler.load_state_dict(state["scaler"])
     trainer.step, trainer.samples, trainer.seconds, trainer.best = (
         state[k] for k in ("step", "samples", "seconds", "best")
@@ -149,8 +156,8 @@ def tied_names(module: nn.Module) -> set[str]:
 
 
 def note_best(trainer: "Trainer") -> bool:
-    """Remember the best validation by `checkpoint.keep_best`, and return whether this is it: worth a checkpoint."""
-    wanted = trainer.options.checkpoint.keep_best
+    """Remember the best validation, by `checkpoint.keep_best` or else the loss; return whether it wants a checkpoint."""
+    wanted = trainer.options.checkpoint.keep_best or next((m for m in trainer.validation if m == "val/loss"), None)
     if wanted is None:
         return False
     name, sign = (wanted.removeprefix("max "), -1.0) if wanted.startswith("max ") else (wanted, 1.0)
@@ -162,4 +169,4 @@ def note_best(trainer: "Trainer") -> bool:
     if trainer.best and sign * value >= sign * trainer.best["value"]:
         return False
     trainer.best = {"metric": name, "value": value, "step": trainer.step}
-    return True
+    return trainer.options.checkpoint.keep_best is not None
