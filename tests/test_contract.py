@@ -52,7 +52,7 @@ class FirstStep(Callback):
 
     def on_step_end(self, trainer) -> None:
         if trainer.step == 1:
-            trainer._emit("on_flush")
+            trainer.emit("on_flush")
             self.weights = flat(trainer.module)
 
 
@@ -159,13 +159,20 @@ def numbers(line: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("names", [*CASES, tuple(TABLE)], ids="+".join)
 def test_the_order_in_the_config_means_nothing(names):
-    assert list(arrange({n: TABLE[n]() for n in names}, set())) == list(arrange({n: TABLE[n]() for n in reversed(names)}, set()))
+    assert list(arrange({n: TABLE[n]() for n in names}, set())) == list(
+        arrange({n: TABLE[n]() for n in reversed(names)}, set())
+    )
 
 
 def test_conflicts_are_reported_all_at_once():
     with pytest.raises(ConfigError) as refusal:
         arrange({"overlap": Overlap(), "grad_compress": GradCompress("fp16"), "other": Overlap()}, {"clip", "fp16"})
-    for words in ("overlap and clip", "overlap and fp16", "grad_compress and fp16", "other and overlap both have the role"):
+    for words in (
+        "overlap and clip",
+        "overlap and fp16",
+        "grad_compress and fp16",
+        "other and overlap both have the role",
+    ):
         assert words in str(refusal.value)
 
 

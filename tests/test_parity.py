@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from toy_recipe import Toy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from toy_recipe import Toy
 
 from trainer.launch import Place
 from trainer.optim import parameter_groups
@@ -23,7 +23,7 @@ class Batches(Toy):
         super().__init__(width=64, depth=2)
         self.rank, self.world, self.accumulate = rank, world, accumulate
 
-    def data(self, split: str):  # noqa: ANN201 a list of batches
+    def data(self, split: str):
         if split == "val":
             return None
         generator = torch.Generator().manual_seed(self.rank)
@@ -47,14 +47,18 @@ def adam(params):
 
 def bare_loop(place: Place, accumulate: int, clip: float | None, bf16: bool) -> list[torch.Tensor]:
     if place.world > 1:
-        dist.init_process_group("gloo", store=dist.FileStore(place.store, place.world), rank=place.rank, world_size=place.world)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(place.store, place.world), rank=place.rank, world_size=place.world
+        )
     recipe = Batches(place.rank, place.world, accumulate)
     torch.manual_seed(0)
     module = recipe.model()
     model = DDP(module) if place.world > 1 else module
     optimizer = adam(parameter_groups(module))
     batches = iter(recipe.data("train"))
-    for _ in range(2 if place.world > 1 else 0):  # DDP lays out its buckets after its first pass, and a layout is an order of summation
+    for _ in range(
+        2 if place.world > 1 else 0
+    ):  # DDP lays out its buckets after its first pass, and a layout is an order of summation
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             loss = recipe.loss(model, recipe.data("train")[0])
         loss.backward()

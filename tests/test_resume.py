@@ -73,7 +73,10 @@ def run(place: Place, run_dir: str, steps: int, resume: str | None, kill: int, v
 def columns(run_dir: str) -> list[dict]:
     """Every line of metrics.jsonl without its times."""
     lines = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k in ("step", "samples") or k.startswith(("train/", "val/"))} for line in lines]
+    return [
+        {k: v for k, v in line.items() if k in ("step", "samples") or k.startswith(("train/", "val/"))}
+        for line in lines
+    ]
 
 
 VARIANTS = {

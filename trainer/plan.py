@@ -20,8 +20,8 @@ class Plan:
     """Callbacks in order, the split of the batch, the data, the length of the run, and the checkpoint to go on from.
 
     Args:
+        options: `precision` as resolved for the device, where that is known.
         first: Gives every rank what rank 0 passes. Rank 0 opens the data before the others do.
-        precision: As resolved for the device.
 
     Raises:
         ConfigError, DataError: for anything that can't work.

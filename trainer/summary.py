@@ -18,16 +18,30 @@ def report(trainer: "Trainer") -> None:
     """Rank 0 only."""
     if trainer.rank:
         return
-    done = trainer.stop_reason != "signal"
-    if done and hasattr(trainer.recipe, "export"):
-        folder = trainer.run_dir / "export"
-        folder.mkdir(exist_ok=True)
-        trainer.recipe.export(trainer.eval_model, folder)
+    export = (
+        trainer.run_dir / "export" if trainer.stop_reason != "signal" and hasattr(trainer.recipe, "export") else None
+    )
+    if export is not None:
+        export.mkdir(exist_ok=True)
+        trainer.recipe.export(trainer.eval_model, export)
     task = trainer.recipe.summary() if hasattr(trainer.recipe, "summary") else {}
-    summary: dict[str, Any] = {
-        **trainer.last_metrics,
-        **trainer.validation,
-        **task,
+    numbers = trainer.last_metrics | trainer.validation | task
+    write_json(trainer.run_dir / "summary.json", {**numbers, **circumstances(trainer)})
+    reason = REASONS.get(trainer.stop_reason, trainer.stop_reason)
+    log.info("stopped at step %d after %.1f s: %s", trainer.step, trainer.seconds, reason)
+    log.info("%s", "  ".join(f"{name} {value:.4g}" for name, value in numbers.items()))
+    log.info("run         %s", trainer.run_dir)
+    log.info("checkpoint  %s", trainer.checkpoint)
+    if export is not None:
+        log.info("export      %s", export)
+    if trainer.stop_reason == "signal":
+        kept = [word for word in trainer.overrides if not word.startswith("trainer.resume=")]
+        link = f"trainer.resume={trainer.options.checkpoint.dir}/last.pt"
+        log.info("go on with  python -m trainer.main %s", shlex.join([*kept, link]))
+
+
+def circumstances(trainer: "Trainer") -> dict[str, Any]:
+    return {
         "best": trainer.best,
         "steps": trainer.step,
         "samples": trainer.samples,
@@ -39,26 +53,6 @@ def report(trainer: "Trainer") -> None:
         "checkpoint": str(trainer.checkpoint),
         "versions": versions(),
     }
-    write_json(trainer.run_dir / "summary.json", summary)
-    numbers = "  ".join(
-        f"{name} {value:.4g}" for name, value in (trainer.last_metrics | trainer.validation | task).items()
-    )
-    log.info(
-        "stopped at step %d after %.1f s: %s",
-        trainer.step,
-        trainer.seconds,
-        REASONS.get(trainer.stop_reason, trainer.stop_reason),
-    )
-    if numbers:
-        log.info("%s", numbers)
-    log.info("run         %s", trainer.run_dir)
-    log.info("checkpoint  %s", trainer.checkpoint)
-    if done and hasattr(trainer.recipe, "export"):
-        log.info("export      %s", trainer.run_dir / "export")
-    if not done:
-        kept = [word for word in trainer.overrides if not word.startswith("trainer.resume=")]
-        link = f"trainer.resume={trainer.options.checkpoint.dir}/last.pt"
-        log.info("go on with  python -m trainer.main %s", shlex.join([*kept, link]))
 
 
 def device_name(device: torch.device) -> str:

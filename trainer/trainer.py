@@ -3,7 +3,8 @@
 import gc
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,9 @@ class Trainer:
         ConfigError, DataError: for what can't work, before any step.
     """
 
+    rehearsing = False  # see `_rehearse`
+    overrides: Sequence[str] = ()  # what was typed, for the command that goes on
+
     def __init__(
         self,
         recipe: Any,
@@ -72,29 +76,29 @@ class Trainer:
         self.precision = Precision(options.precision, self.device)
         self.plan = Plan(
             recipe, callbacks or {}, schedule or Constant(),
-            batch=batch, micro_batch=micro_batch, accumulate=accumulate, options=options, data=data or DataOptions(),
+            batch=batch, micro_batch=micro_batch, accumulate=accumulate, data=data or DataOptions(),
+            options=replace(options, precision=self.precision.name),
             world=self.world, rank=self.rank, first=self.ranks.first,
         )  # fmt: skip
         self.callbacks, self.accumulate = self.plan.callbacks, self.plan.accumulate
-        run_dir = options.run_dir or self.plan.manifest.get("run_dir")
-        if self.rank == 0:
-            run_dir = str(make_run_dir(run_dir, name, self.plan.resumed is not None))
-        self.run_dir = Path(self.ranks.first(run_dir))
-        start_log(self.run_dir, self.rank)
-
+        self._open_run()
         self.step, self.samples, self.seconds = 0, 0, 0.0  # done so far; all that data loading needs is `samples`
         self.lag = 0  # steps by which the weights are behind `step`, while a callback defers
-        self.rehearsing = False
-        self.metrics: dict[str, float] = NOTHING  # numbers of this step; empty unless it is one to log
-        self.last_metrics: dict[str, float] = NOTHING  # of the last step that was one
+        self.metrics = self.last_metrics = NOTHING  # numbers of this step, if it is one to log; of the last that was
         self.validation: dict[str, float] = {}  # of the last validation, which was at `validated_step`
         self.validated_step = -1
         self.best: dict[str, Any] = {}
         self.stop_reason = ""
-        self.overrides: list[str] = []  # what was typed, for the command that goes on
         self.checkpoint: Path | None = self.plan.resumed
         self._set_hooks()
         self._build(optimizer)
+
+    def _open_run(self) -> None:
+        run_dir = self.options.run_dir or self.plan.manifest.get("run_dir")
+        if self.rank == 0:
+            run_dir = str(make_run_dir(run_dir, self.name, self.plan.resumed is not None))
+        self.run_dir = Path(self.ranks.first(run_dir))
+        start_log(self.run_dir, self.rank)
 
     def _set_hooks(self) -> None:
         idle = [n for n, c in self.callbacks.items() if c.communicates and self.world == 1]
@@ -140,7 +144,7 @@ class Trainer:
                     self._after_step()
                 self._finish()
         finally:
-            self._emit("on_fit_end")
+            self.emit("on_fit_end")
         self.close()
 
     def close(self) -> None:
@@ -167,7 +171,7 @@ class Trainer:
         now = time.monotonic()
         self.started, self.saved_at, self.validated_at = now - self.seconds, now, now
         self._check_limit()
-        self._emit("on_fit_start")
+        self.emit("on_fit_start")
 
     def _rehearse(self, step: Step) -> None:
         """Two discarded forward and backward passes. DDP lays its buckets out anew after the first of each process, and
@@ -201,7 +205,7 @@ class Trainer:
             self.losses.append(loss.detach())
             self.scaler.scale(share(loss, weight * self.world, self.weight)).backward()
         self.scaler.unscale_(self.optimizer)  # a no-op unless fp16
-        self._emit("on_before_optimizer_step")
+        self.emit("on_before_optimizer_step")
         if self.options.clip_norm is not None:
             self.grad_norm = clip_grad_norm_(self.parameters, self.options.clip_norm)
         elif self._is_logged(self.step + 1) and not self.defers:
@@ -223,7 +227,7 @@ class Trainer:
 
     def _after_step(self) -> None:
         self.metrics = self._measure() if self._is_logged(self.step) else NOTHING
-        self._emit("on_step_end")
+        self.emit("on_step_end")
         self.last_metrics = self.metrics or self.last_metrics
         stop, save, validate = self.wishes
         if stop or (self.world == 1 and self.signals.name):
@@ -258,13 +262,13 @@ class Trainer:
 
     def validate(self) -> bool:
         """Walk the validation data once, and return whether the metric of `checkpoint.keep_best` is the best so far."""
-        self._emit("on_flush")
+        self.emit("on_flush")
         self.validated_at = time.monotonic()
         if self.plan.validation is None:
             return False
         self.validation, self.validated_step = evaluate(self, self.plan.validation), self.step
         self.seconds = time.monotonic() - self.started
-        self._emit("on_validation_end", self.validation)
+        self.emit("on_validation_end", self.validation)
         return resume.note_best(self)
 
     def stop(self, reason: str) -> None:
@@ -272,7 +276,7 @@ class Trainer:
         self.stop_reason = self.stop_reason or reason
 
     def _finish(self) -> None:
-        self._emit("on_flush")
+        self.emit("on_flush")
         self.seconds = time.monotonic() - self.started
         if self.stop_reason != "signal" and self.validated_step != self.step:
             self.validate()
@@ -284,7 +288,7 @@ class Trainer:
             thing = wrap(self, thing)
         return thing
 
-    def _emit(self, hook: str, *args: Any) -> None:
+    def emit(self, hook: str, *args: Any) -> None:
         for call in self._hooks[hook]:
             call(self, *args)
 

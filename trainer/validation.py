@@ -17,6 +17,7 @@ def evaluate(trainer: "Trainer", source: Samples | Iterable[Any]) -> dict[str, f
     """The recipe's metrics, or its loss, by `trainer.eval_model` over all of `source`. A collective; ranks' parts may
     be unequal or empty, for the model is not DDP's."""
     totals: dict[str, list[Any]] = {}
+    training = [module for module in trainer.eval_model.modules() if module.training]  # a recipe may freeze some
     trainer.eval_model.eval()
     for batch, weight, _ in trainer.loader.validate(source):
         with trainer.precision.autocast:
@@ -25,7 +26,8 @@ def evaluate(trainer: "Trainer", source: Samples | Iterable[Any]) -> dict[str, f
             sums = totals.setdefault(name, [0.0, 0])
             sums[0] += total.double()
             sums[1] += count
-    trainer.eval_model.train()
+    for module in training:
+        module.training = True
     ranks = trainer.ranks.gather({name: [float(total), count] for name, (total, count) in totals.items()})
     names = {name: None for rank in ranks for name in rank}  # in order; a rank may have had no batch
     both = {name: [sum(rank[name][i] for rank in ranks if name in rank) for i in (0, 1)] for name in names}

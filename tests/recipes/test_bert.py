@@ -63,7 +63,9 @@ def test_mask_15_percent_of_which_80_10_10(recipe: Bert):
         out = recipe.transform({"npy": tokens}, np.random.default_rng(i))
         positions, labels, input_ids = out["positions"], out["labels"], out["input_ids"]
         assert len(set(positions)) == len(positions) == 6 and {v.dtype for v in out.values()} == {np.dtype(np.int64)}
-        assert (labels == tokens[positions]).all() and (np.delete(input_ids, positions) == np.delete(tokens, positions)).all()
+        assert (labels == tokens[positions]).all() and (
+            np.delete(input_ids, positions) == np.delete(tokens, positions)
+        ).all()
         chosen[positions] += 1
         new = input_ids[positions]
         masked += (new == MASK).sum()
@@ -171,7 +173,9 @@ def test_refused(knobs: dict[str, Any], reason: str):
 
 
 def test_the_three_configs_differ_in_values_only_and_give_every_knob():
-    files = {name: OmegaConf.load(CONF / "recipe" / f"{name}.yaml") for name in ("bert_tiny", "bert_base", "bert_large")}
+    files = {
+        name: OmegaConf.load(CONF / "recipe" / f"{name}.yaml") for name in ("bert_tiny", "bert_base", "bert_large")
+    }
     keys = {name: sorted(flat(OmegaConf.to_container(file))) for name, file in files.items()}
     assert keys["bert_tiny"] == keys["bert_base"] == keys["bert_large"]
     parameters = {f"recipe.{name}" for name in inspect.signature(Bert).parameters}

@@ -72,7 +72,9 @@ def test_default_is_the_standard_library_without_tests():
 def test_documents_by_kind(tmp_path: Path):
     book = "".join(f"line {i}\n" for i in range(PIECE // 4))
     rows = "\n".join(json.dumps({"text": text, "id": 1}) for text in ("one", " ", "tw\u00f6\ntwo"))
-    folder = write(tmp_path, {"book.py": book, "rows.jsonl": rows + "\n\n", ".hidden/x": "\0", ".y": "\0", "blank": " \n"})
+    folder = write(
+        tmp_path, {"book.py": book, "rows.jsonl": rows + "\n\n", ".hidden/x": "\0", ".y": "\0", "blank": " \n"}
+    )
     (folder / "loop").symlink_to(folder)
     source = Source(str(folder))
     documents = list(source.documents())
@@ -239,5 +241,7 @@ def test_pack_loses_nothing_and_pads_nothing(arrays: list[list[int]], length: in
     rows = list(pack([np.array(a, np.int64) for a in arrays], length))
     flat = [i for a in arrays for i in a]
     body = [i for row in rows for i in row[1:-1].tolist()]
-    assert len(rows) == -(-len(flat) // (length - 2)) and all(len(r) == length and r[0] == CLS and r[-1] == SEP for r in rows)
+    assert len(rows) == -(-len(flat) // (length - 2)) and all(
+        len(r) == length and r[0] == CLS and r[-1] == SEP for r in rows
+    )
     assert body == [flat[i % len(flat)] for i in range(len(body))]

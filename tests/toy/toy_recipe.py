@@ -33,7 +33,9 @@ class Toy:
         self.dtype = getattr(torch, dtype)
 
     def model(self) -> nn.Module:
-        blocks = [Block(nn.Linear(self.width, self.width), nn.Tanh(), nn.Dropout(self.dropout)) for _ in range(self.depth)]
+        blocks = [
+            Block(nn.Linear(self.width, self.width), nn.Tanh(), nn.Dropout(self.dropout)) for _ in range(self.depth)
+        ]
         net = nn.Sequential(nn.Linear(8, self.width), nn.ModuleList(blocks), nn.Linear(self.width, 4))
         return Net(net[0], net[1], net[2]).to(self.dtype)
 

@@ -38,10 +38,12 @@ class ActivationCheckpoint(Callback):
             found = list(max(lists, key=len)) if lists else []
         else:
             found = [module for module in model.modules() if type(module).__name__ in self.blocks]
-        if not found:
+        missing = set(self.blocks or ()) - {type(module).__name__ for module in found}
+        if missing or not found:
             names = sorted({type(module).__name__ for module in model.modules() if list(module.children())})
             value = "null" if self.blocks is None else f"[{','.join(self.blocks)}]"
+            what = ", ".join(sorted(missing)) or "nn.ModuleList with members"
             raise ConfigError(
-                f"callbacks.activation_checkpoint.blocks={value}: no such module; this model has {', '.join(names)}"
+                f"callbacks.activation_checkpoint.blocks={value}: no {what} in this model, which has {', '.join(names)}"
             )
         return found

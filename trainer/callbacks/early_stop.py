@@ -23,6 +23,13 @@ class EarlyStop(Callback):
         self.metric, self.patience, self.min_delta, self.mode = metric, patience, min_delta, mode
         self.best, self.bad = math.inf, 0
 
+    def on_fit_start(self, trainer) -> None:
+        if trainer.plan.validate_every is None or trainer.plan.validation is None:
+            raise ConfigError(
+                f"callbacks.early_stop.metric={self.metric}: this run validates nothing before its end; give "
+                "trainer.validate_every and a recipe with data('val'), or leave early_stop out (~callbacks.early_stop)"
+            )
+
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
         if self.metric not in metrics:
             raise ConfigError(

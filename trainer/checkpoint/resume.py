@@ -25,7 +25,7 @@ def save(trainer: "Trainer", last: bool = False) -> None:
 
     A failed write is logged and training goes on: the older checkpoints are still there. The last one raises.
     """
-    trainer._emit("on_flush")
+    trainer.emit("on_flush")
     options, folder = trainer.options.checkpoint, checkpoints(trainer)
     trainer.saved_at = time.monotonic()
     if trainer.rank or trainer.checkpoint == commit.folder(folder, trainer.step):
@@ -156,7 +156,7 @@ def tied_names(module: nn.Module) -> set[str]:
 
 
 def note_best(trainer: "Trainer") -> bool:
-    """Remember the best validation, by `checkpoint.keep_best` or else the loss; return whether it wants a checkpoint."""
+    """Remember the best validation, by `checkpoint.keep_best` or else the loss; whether it wants a checkpoint."""
     wanted = trainer.options.checkpoint.keep_best or next((m for m in trainer.validation if m == "val/loss"), None)
     if wanted is None:
         return False

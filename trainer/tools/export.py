@@ -1,8 +1,9 @@
-"""python -m trainer.tools.export CHECKPOINT FOLDER: what the recipe exports, from a checkpoint instead of at a run's end."""
+"""python -m trainer.tools.export CHECKPOINT FOLDER: what the recipe exports at a run's end, from any checkpoint."""
 
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -16,7 +17,7 @@ from trainer.session import objects
 
 
 def export(checkpoint: str, folder: Path) -> None:
-    """Builds the recipe from the config in the run's folder; takes the average's weights where the run kept one (`ema`).
+    """Builds the recipe from the config in the run's folder; takes the average's weights if the run kept one (`ema`).
 
     Raises:
         ConfigError: where the checkpoint or its run's config is missing, or the recipe exports nothing.
@@ -27,8 +28,7 @@ def export(checkpoint: str, folder: Path) -> None:
     config = Path(commit.verify(path)["run_dir"]) / "config.yaml"
     if not config.exists():
         raise ConfigError(f"{checkpoint}: its run's {config} is not here; call this where the run was started")
-    settings = OmegaConf.to_container(OmegaConf.load(config))
-    assert isinstance(settings, dict)
+    settings: Any = OmegaConf.to_container(OmegaConf.load(config))
     check(settings)
     recipe = objects(settings)["recipe"]
     if not hasattr(recipe, "export"):

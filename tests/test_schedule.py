@@ -1,0 +1,125 @@
+"""Schedules at their knots, by hand: 110 steps of which 10 warm up, so that step 10 + n is at n % of the rest."""
+
+import math
+import random
+
+import pytest
+from toy_recipe import Toy
+
+from trainer.callback import Callback
+from trainer.errors import ConfigError
+from trainer.launch import Place
+from trainer.optim import sgd
+from trainer.options import DataOptions, Options
+from trainer.schedule import Constant, Cosine, Cyclic, Linear, OneCycle, Schedule
+from trainer.trainer import Trainer
+
+EACH = (Constant, Linear, Cosine, OneCycle, Cyclic)
+WARMUP, TOTAL = 10, 110
+
+
+def rate(schedule: Schedule, batch: int = 256):
+    return schedule.resolve(TOTAL, batch, None)
+
+
+@pytest.mark.parametrize("kind", EACH)
+def test_warm_up_rises_by_the_same_amount_each_step(kind):
+    factors = [rate(kind(warmup=WARMUP))(step) for step in range(WARMUP)]
+    peak = kind().shape(0.0) if kind in (OneCycle, Cyclic) else 1.0
+    assert factors[-1] in (pytest.approx(peak), pytest.approx(1.0))
+    assert factors == pytest.approx([factors[-1] * n / 10 for n in range(1, 11)])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "knots"),
+    [
+        (Constant(WARMUP), {0: 0.1, 9: 1.0, 10: 1.0, 60: 1.0, 109: 1.0, 10**6: 1.0}),
+        (Linear(WARMUP), {0: 0.1, 9: 1.0, 10: 1.0, 35: 0.75, 60: 0.5, 109: 0.01, 110: 0.0, 500: 0.0}),
+        (Linear(WARMUP, floor=0.2), {10: 1.0, 60: 0.6, 109: 0.208, 500: 0.2}),
+        (Cosine(WARMUP), {0: 0.1, 10: 1.0, 35: 0.5 + math.sqrt(0.125), 60: 0.5, 85: 0.5 - math.sqrt(0.125), 110: 0.0}),
+        (Cosine(WARMUP, floor=0.2), {10: 1.0, 60: 0.6, 110: 0.2}),
+    ],
+    ids=str,
+)
+def test_values_at_the_knots(schedule, knots):
+    assert {step: rate(schedule)(step) for step in knots} == pytest.approx(knots, abs=1e-12)
+
+
+def test_one_cycle_by_hand():
+    """110 steps without warm-up; the rise ends at 0.5 of them."""
+    factor = rate(OneCycle(rise=0.5, start=0.1, floor=0.02))
+    assert factor(0) == pytest.approx(0.1)
+    assert factor(55) == pytest.approx(1.0)
+    assert factor(55 * 2 // 3 - 36 + 27) == pytest.approx(0.1 + 0.9 * 0.5 * (1 - math.cos(math.pi * 27 / 55)))
+    assert factor(110) == pytest.approx(0.02)
+    rising, falling = [factor(step) for step in range(56)], [factor(step) for step in range(55, 110)]
+    assert rising == sorted(rising) and falling == sorted(falling, reverse=True)
+
+
+def test_cyclic_by_hand():
+    """Two triangles in 110 steps: floor at 0 and 55, peak at 27.5."""
+    factor = rate(Cyclic(cycles=2, floor=0.1))
+    assert factor(0) == factor(55) == pytest.approx(0.1)
+    assert factor(11) == factor(66) == pytest.approx(0.1 + 0.9 * 0.4)
+    assert factor(44) == factor(99) == pytest.approx(0.1 + 0.9 * 0.4)
+    assert factor(27) == pytest.approx(0.1 + 0.9 * 54 / 55)
+
+
+@pytest.mark.parametrize("kind", EACH)
+def test_a_pure_function_of_the_step(kind):
+    one, other = rate(kind(warmup=WARMUP)), rate(kind(warmup=WARMUP))
+    straight = [one(step) for step in range(TOTAL)]
+    steps = list(range(TOTAL))
+    random.Random(0).shuffle(steps)
+    assert {step: other(step) for step in steps} == dict(enumerate(straight))
+    assert [one(step) for step in range(TOTAL)] == straight
+
+
+@pytest.mark.parametrize(("scaling", "scale"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
+def test_lr_scaling_with_the_batch(scaling, scale):
+    factor = rate(Linear(WARMUP, scaling, reference_batch=256), batch=1024)
+    assert [factor(step) for step in (0, 10, 60)] == pytest.approx([scale * 0.1, scale, scale * 0.5])
+
+
+@pytest.mark.parametrize(
+    ("warmup", "steps"), [(0, 0), ("7 steps", 7), ("320 samples", 10), ("321 samples", 11), ("1 epochs", 25)]
+)
+def test_warm_up_is_a_duration(warmup, steps):
+    assert Constant(warmup).resolve(None, 32, 800).warmup == steps
+
+
+def test_warm_up_in_minutes_is_refused():
+    with pytest.raises(ConfigError, match=r"schedule\.warmup=5 minutes: .*give steps, samples or epochs"):
+        Constant("5 minutes").resolve(None, 32, None)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in EACH if kind is not Constant])
+def test_an_open_end_is_refused_by_all_but_constant(kind):
+    with pytest.raises(ConfigError, match=r"trainer\.max_steps=null: schedule=.* must know the end.*max_epochs"):
+        kind().resolve(None, 32, 800)
+    Constant().resolve(None, 32, 800)
+
+
+class Rates(Callback):
+    def on_fit_start(self, trainer) -> None:
+        self.seen: list[list[float]] = []
+
+    def on_before_optimizer_step(self, trainer) -> None:
+        self.seen.append([group["lr"] for group in trainer.optimizer.param_groups])
+
+
+def test_the_optimizer_gets_the_rate_of_its_step(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rates = Rates()
+    Trainer(
+        Toy(),
+        {"rates": rates},
+        lambda groups: sgd([{**group, "lr": 0.5 * (i + 1)} for i, group in enumerate(groups)]),
+        Linear(warmup=2),
+        batch=12,
+        options=Options(max_steps=6),
+        data=DataOptions(workers=0),
+        place=Place(),
+    ).fit()
+    factors = [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    assert rates.seen == [pytest.approx([0.5 * factor, 1.0 * factor]) for factor in factors]
