@@ -236,7 +236,7 @@ class Trainer:
         if validate or self.plan.validates_at(self.step):
             save |= self.validate()
         steps = self.options.checkpoint.every_steps
-        if save or (steps and self.step % steps == 0):
+        if (save or (steps and self.step % steps == 0)) and not self.stop_reason:  # the last one is `_finish`'s
             resume.save(self)
 
     def _check_limit(self) -> None:

@@ -307,6 +307,11 @@ def test_files_that_are_not_what_was_written(run: Path, name: str, hashes: bool)
     refused("plain file")
     path.write_bytes(content)
     assert verify(path.parent, hashes)["step"] == 1
+    path.write_bytes(content[:-1] + b"?")  # the right size: only hashes see it, and a manifest's own is always compared
+    if hashes or name == MANIFEST:
+        refused()
+    else:
+        verify(path.parent, hashes)
 
 
 def forge(checkpoint: Path, **changes: Any) -> None:
@@ -351,10 +356,14 @@ def test_garbage_for_a_manifest(run: Path, content: bytes) -> None:
 
 
 def test_a_huge_manifest_is_refused(run: Path) -> None:
-    path = put(run, 1) / MANIFEST
-    path.write_bytes(path.read_bytes()[:-1] + b" " * (65 << 20) + b"}")
-    with pytest.raises(Damaged, match=MANIFEST):
-        verify(path.parent)
+    checkpoint = put(run, 1)
+    for size, fits in ((1 << 20, True), (65 << 20, False)):
+        forge(checkpoint, note="x" * size)
+        if fits:
+            verify(checkpoint)
+        else:
+            with pytest.raises(Damaged, match=MANIFEST):
+                verify(checkpoint)
 
 
 def test_damage_and_trouble_are_two_things(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,9 +435,7 @@ def test_auto(tmp_path: Path) -> None:
     assert resolve("auto", root, a) == a / "step-00000020"
     assert resolve("auto", root, root / "c") is None
     (b / "step-00000006" / "state.json").unlink()
-    assert (
-        resolve("auto", root, None) == b / "step-00000005"
-    )  # the run that last.pt names, though what it names is gone
+    assert resolve("auto", root, None) == b / "step-00000005"  # what last.pt names is gone, its run is not
     for target in (None, "gone/step-00000001", "last.pt"):
         (root / "last.pt").unlink(missing_ok=True)
         if target:

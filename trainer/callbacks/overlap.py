@@ -115,7 +115,7 @@ class Overlap(Callback):
 
 def needed_by(module: nn.Module, caller: nn.Module, called: set[nn.Module]) -> dict[nn.Module, list[Tensor]]:
     """The parameters that must be there when a module is called: its own, and those of children that nobody calls, as
-    nn.MultiheadAttention uses the weight of its projection but not the projection. `called` is what the rehearsal saw."""
+    nn.MultiheadAttention uses its projection's weight but not the projection. `called` is what the rehearsal saw."""
     caller = module if module in called else caller
     own: list[Tensor] = list(module.parameters(recurse=False))
     needed = {caller: own} if own else {}

@@ -1,6 +1,7 @@
 """What a trainer saves, and how it takes it back."""
 
 import hashlib
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ def save(trainer: "Trainer", last: bool = False) -> None:
     trainer.emit("on_flush")
     options, folder = trainer.options.checkpoint, checkpoints(trainer)
     trainer.saved_at = time.monotonic()
+    trainer.seconds = trainer.saved_at - trainer.started
     if trainer.rank or trainer.checkpoint == commit.folder(folder, trainer.step):
         return
     state = state_dict(trainer)
@@ -67,9 +69,14 @@ def manifest(trainer: "Trainer") -> dict[str, Any]:
         "world": trainer.world,
         "identity": trainer.plan.identity() | model_identity(trainer),
         "buckets": buckets(trainer.model),
-        "metrics": trainer.validation if trainer.validated_step == trainer.step else {},
+        "metrics": finite_metrics(trainer.validation) if trainer.validated_step == trainer.step else {},
         "versions": versions(),
     }
+
+
+def finite_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """A checkpoint that has none of a diverged run's numbers is no candidate for the best."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def model_identity(trainer: "Trainer") -> dict[str, str]:
@@ -106,7 +113,8 @@ def load(trainer: "Trainer", path: Path) -> None:
     trainer.module.load_state_dict(state["model"])
     if saved["identity"]["optimizer"] == own["optimizer"]:  # else its state is left behind, as accepted
         load_optimizer_state(trainer.optimizer, trainer.module, state["optimizer"])
-    trainer.scaler.load_state_dict(state["scaler"])
+    if state["scaler"]:  # empty where the run was not in fp16
+        trainer.scaler.load_state_dict(state["scaler"])
     trainer.step, trainer.samples, trainer.seconds, trainer.best = (
         state[k] for k in ("step", "samples", "seconds", "best")
     )
@@ -166,7 +174,7 @@ def note_best(trainer: "Trainer") -> bool:
             f"trainer.checkpoint.keep_best={wanted}: validation gives {', '.join(trainer.validation)}; name one of them"
         )
     value = trainer.validation[name]
-    if trainer.best and sign * value >= sign * trainer.best["value"]:
+    if not math.isfinite(value) or (trainer.best and sign * value >= sign * trainer.best["value"]):
         return False
     trainer.best = {"metric": name, "value": value, "step": trainer.step}
     return trainer.options.checkpoint.keep_best is not None

@@ -1,0 +1,67 @@
+"""One CUDA device: the parts that no CPU has. `./scripts/test -m gpu`."""
+
+import itertools
+
+import pytest
+import torch
+from toy_recipe import Toy
+
+from trainer.callbacks.ema import EMA
+from trainer.data.loader import Micro, upload
+from trainer.launch import Place
+from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.trainer import Trainer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def train(
+    run: str, steps: int, resume: str | None = None, precision: str = "fp32", accelerator: str = "cuda"
+) -> Trainer:
+    options = Options(
+        max_steps=steps, run_dir=f"runs/{run}", resume=resume, precision=precision, accelerator=accelerator,
+        log_every_steps=1, checkpoint=CheckpointOptions(every_steps=4),
+    )  # fmt: skip
+    data = DataOptions(workers=2, lanes=5, block=4)
+    trainer = Trainer(
+        Toy(dropout=0.1), {"ema": EMA(0.9)}, batch=12, accumulate=2, options=options, data=data, place=Place()
+    )
+    trainer.fit()
+    return trainer
+
+
+def weights(trainer: Trainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().cpu() for p in trainer.module.parameters()])
+
+
+def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    straight = weights(train("straight", 10))
+    train("halves", 4)
+    assert torch.equal(straight, weights(train("halves", 10, resume="auto")))
+
+
+@pytest.mark.parametrize("precision", ["auto", "tf32", "bf16", "fp16"])
+def test_every_precision_trains_near_fp32(precision, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exact, other = train("exact", 10), train("other", 10, precision=precision)
+    assert torch.allclose(weights(exact), weights(other), atol=2e-2)
+    assert other.scaler.is_enabled() == (other.precision.name == "fp16")
+
+
+def test_batches_arrive_whole_and_in_order_while_the_device_computes():
+    batches = [{"x": torch.full((1 << 20,), float(i)).pin_memory()} for i in range(8)]
+    busy = torch.randn(2048, 2048, device="cuda")
+    device = torch.device("cuda", torch.cuda.current_device())
+    for i, micro in enumerate(upload(iter([Micro(b, 1, []) for b in batches]), device)):
+        busy = busy @ busy * 1e-3
+        assert micro.batch["x"].is_cuda
+        assert bool((micro.batch["x"] == i).all())
+
+
+def test_loading_looks_one_batch_ahead_and_no_further():
+    taken = itertools.count()
+    source = (Micro({"x": torch.zeros(1) + next(taken)}, 1, []) for _ in itertools.count())
+    ahead = upload(source, torch.device("cuda", torch.cuda.current_device()))
+    next(ahead)
+    assert next(taken) == 2
