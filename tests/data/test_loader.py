@@ -1,0 +1,323 @@
+"""From an order to steps: the planned samples in the planned micro-batches, whatever the workers; validation weighed rightly."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from toy_recipe import Points, Toy
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from trainer.callback import Callback
+from trainer.data.loader import Loader, count_samples
+from trainer.data.order import Order, Ref
+from trainer.data.write import write_shards
+from trainer.errors import DataError
+from trainer.launch import Place
+from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.plan import Plan
+from trainer.schedule import Constant
+from trainer.trainer import Trainer
+
+CPU = torch.device("cpu")
+SEED, SAMPLES, BATCH, ACCUMULATE = 7, 31, 12, 2
+
+
+class Noisy(Dataset):
+    """Every sample draws from every generator there is."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.tensor([i, random.random(), np.random.random(), float(torch.rand(()))], dtype=torch.float64)
+
+
+class Augmented(Toy):
+    def data(self, split: str) -> Dataset:
+        return Noisy()
+
+    def transform(self, sample: Tensor, rng: np.random.Generator) -> Tensor:
+        return torch.cat([sample, torch.tensor([rng.random()], dtype=torch.float64)])
+
+    def weight(self, batch: Tensor) -> int:
+        return len(batch)
+
+
+def make_loader(recipe: Any, rank: int, world: int, **data: int) -> Loader:
+    plan = Plan(
+        recipe, {}, Constant(),
+        batch=BATCH * world, micro_batch=None, accumulate=ACCUMULATE,
+        options=Options(seed=SEED), data=DataOptions(**{"lanes": 5, "block": 4, **data}),
+        world=world, rank=rank, first=lambda value: value,
+    )  # fmt: skip
+    return Loader(recipe, plan, rank, world, CPU)
+
+
+def steps(loader: Loader, start: int, count: int) -> list[Any]:
+    stream = loader.train(loader.plan.source, start)
+    found = list(itertools.islice(stream, count))
+    stream.close()  # ends its workers
+    return found
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_step_is_the_ranks_part_of_the_order_cut_into_micro_batches(rank):
+    start = 50  # not a multiple of the batch, past the first epoch
+    order = Order([1] * SAMPLES, SEED, 5, 4)
+    for n, step in enumerate(steps(make_loader(Augmented(), rank, 3, workers=0), start, 5)):
+        planned = order.local(start + n * 36, start + (n + 1) * 36, rank, 3)
+        assert step.refs == planned
+        assert step.weights == [6, 6]
+        numbers = [batch[:, 0].long().tolist() for batch in step.batches]
+        assert numbers == [[ref.shard for ref in planned[:6]], [ref.shard for ref in planned[6:]]]
+
+
+@pytest.fixture(scope="module")
+def by_hand() -> list[Any]:
+    return steps(make_loader(Augmented(), 0, 1, workers=0), 0, 6)
+
+
+@pytest.mark.parametrize(("workers", "prefetch"), [(0, 4), (1, 1), (1, 4), (3, 1), (3, 4)])
+def test_workers_and_prefetch_change_no_byte(by_hand, workers, prefetch):
+    for one, other in zip(by_hand, steps(make_loader(Augmented(), 0, 1, workers=workers, prefetch=prefetch), 0, 6)):
+        assert (one.refs, one.weights) == (other.refs, other.weights)
+        assert all(torch.equal(a, b) for a, b in zip(one.batches, other.batches))
+
+
+def rows(found: list[Any]) -> dict[Ref, tuple[float, ...]]:
+    """What became of each sample, by epoch."""
+    return {ref: tuple(row) for step in found for ref, row in zip(step.refs, torch.cat(step.batches).tolist())}
+
+
+def test_an_augmentation_is_the_samples_and_the_epochs_alone(by_hand):
+    one = rows(by_hand)
+    three = [rows(steps(make_loader(Augmented(), rank, 3, workers=0), 0, 2)) for rank in range(3)]
+    assert len(one) == 6 * 12 and one == three[0] | three[1] | three[2]
+    draws = [values[1:] for values in one.values()]
+    assert len(set(itertools.chain(*draws))) == 4 * len(draws)  # no generator repeats itself, in no sample or epoch
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("size", [3, 13, 31])
+def test_validation_walks_each_sample_once(world, size):
+    """Parts are unequal, and with 3 samples on 5 ranks two are empty."""
+
+    class Short(Augmented):
+        def data(self, split: str) -> Dataset:
+            return Noisy() if split == "train" else Points(size, torch.float32)
+
+    loaders = [make_loader(Short(), rank, world, workers=0) for rank in range(world)]
+    parts = [list(loader.validate(loader.plan.validation)) for loader in loaders]
+    refs = [ref for part in parts for micro in part for ref in micro.refs]
+    assert refs == [Ref(0, i, 0) for i in range(size)]
+    assert all(len(micro.refs) <= loader.plan.micro for loader, part in zip(loaders, parts) for micro in part)
+    x = torch.cat([micro.batch["x"] for part in parts for micro in part])
+    assert torch.equal(x, torch.stack([Points(size, torch.float32)[i]["x"] for i in range(size)]))
+    if world > size:
+        assert [] in parts
+
+
+class SomeValidation(Toy):
+    def __init__(self, size: int) -> None:
+        super().__init__(dtype="float64")
+        self.size = size
+
+    def data(self, split: str) -> Dataset:
+        return Points(96 if split == "train" else self.size, self.dtype)
+
+
+class SomeMetrics(SomeValidation):
+    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+        close = (model(batch["x"]) - batch["y"]).abs() < 0.5
+        return {"close": (close.sum(), close.numel()), "loss": (self.loss(model, batch) * self.weight(batch), self.weight(batch))}
+
+
+def validated(place: Place, kind: type[SomeValidation], size: int) -> tuple[dict[str, float], list[np.ndarray]]:
+    trainer = Trainer(
+        kind(size), batch=12, micro_batch=2, options=Options(max_steps=2), data=DataOptions(workers=0), place=place
+    )
+    trainer.fit()
+    return trainer.validation, [p.detach().numpy() for p in trainer.module.parameters()]
+
+
+@pytest.mark.parametrize("size", [2, 13])
+def test_validation_over_ranks_is_one_pass_over_everything(size, tmp_path, monkeypatch):
+    """Samples count 1 to 4 outputs, so ranks and micro-batches weigh differently; of 2 samples one rank has none."""
+    monkeypatch.chdir(tmp_path)
+    everything = {key: torch.stack([Points(size, torch.float64)[i][key] for i in range(size)]) for key in ("x", "y", "mask")}
+    for kind in (SomeValidation, SomeMetrics):
+        results = run_ranks(3, validated, kind, size)
+        recipe = kind(size)
+        model = recipe.model()
+        for p, trained in zip(model.parameters(), results[0][1]):
+            p.data = torch.from_numpy(trained)
+        error = (model(everything["x"]) - everything["y"]).detach()
+        expected = {"val/loss": float((error**2 * everything["mask"]).sum() / everything["mask"].sum())}
+        if kind is SomeMetrics:
+            expected["val/close"] = float((error.abs() < 0.5).double().mean())
+        assert [metrics for metrics, _ in results] == [pytest.approx(expected, rel=1e-12)] * 3
+
+
+class PartlyFrozen(Toy):
+    def model(self) -> nn.Module:
+        net = super().model()
+        net.get_submodule("blocks.0").eval()
+        return net
+
+
+def test_validation_leaves_each_module_in_the_mode_it_had(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = Trainer(PartlyFrozen(), batch=12, options=Options(max_steps=1), data=DataOptions(workers=0), place=Place())
+    before = [module.training for module in trainer.module.modules()]
+    trainer.fit()
+    assert trainer.validated_step == 1
+    assert [module.training for module in trainer.module.modules()] == before
+    assert {True, False} == set(before)
+
+
+class Large(Dataset):
+    def __len__(self) -> int:
+        return 70_001
+
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.tensor(i)
+
+
+class LargeRecipe(Augmented):
+    transform = None
+
+    def data(self, split: str) -> Dataset:
+        return Large()
+
+
+def test_a_large_dataset_is_cut_into_virtual_shards_and_still_permuted():
+    plan = make_loader(LargeRecipe(), 0, 1).plan
+    assert plan.source.counts == [2] * 35_000 + [1]  # at most 65,536 of them
+    assert plan.epoch_samples == 70_001
+    refs = plan.order.local(0, 70_001, 0, 1)
+    numbers = [int(plan.source.read(ref, plan.source.bases[ref.shard] + ref.offset)) for ref in refs]
+    assert sorted(numbers) == list(range(70_001))
+    assert numbers != sorted(numbers)
+    assert [int(x) for x in plan.source.__getitems__(refs[:5])] == numbers[:5]
+
+
+class Replayed(Toy):
+    """An iterable of batches; "train" is a list shorter than the run, or a generator."""
+
+    def __init__(self, endless: bool) -> None:
+        super().__init__()
+        self.endless = endless
+
+    def data(self, split: str) -> Any:
+        batches = [{"x": torch.full((6, 8), float(i)), "y": torch.zeros(6, 4), "mask": torch.ones(6, 4)} for i in range(7)]
+        if split == "val":
+            return batches[:2]
+        return itertools.cycle(batches) if self.endless else batches
+
+    def weight(self, batch: Any) -> int:
+        return count_samples(batch)
+
+
+class Seen(Callback):
+    def __init__(self) -> None:
+        self.numbers: list[list[float]] = []
+
+    def on_step_end(self, trainer) -> None:
+        self.numbers.append([float(batch["x"][0, 0]) for batch in trainer.data.batches])
+
+
+def replay(endless: bool, run: str, stop: int, resume: str | None) -> tuple[list[list[float]], dict[str, Tensor]]:
+    seen = Seen()
+    trainer = Trainer(
+        Replayed(endless),
+        {"seen": seen},
+        batch=12,
+        accumulate=2,
+        options=Options(max_steps=stop, run_dir=run, resume=resume, checkpoint=CheckpointOptions(every_steps=None)),
+        place=Place(),
+    )
+    trainer.fit()
+    return seen.numbers, trainer.module.state_dict()
+
+
+@pytest.mark.parametrize("endless", [False, True], ids=["list", "generator"])
+def test_an_iterable_is_replayed_to_the_batch(endless, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    straight, weights = replay(endless, "runs/straight", 6, None)
+    assert straight == [[0, 1], [2, 3], [4, 5], [6, 0], [1, 2], [3, 4]]
+    first, _ = replay(endless, "runs/resumed", 4, None)
+    rest, resumed = replay(endless, "runs/resumed", 6, "auto")
+    assert first + rest == straight
+    assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+
+
+def test_an_iterable_that_ends_is_refused():
+    class Ending(Replayed):
+        def data(self, split: str) -> Iterator[Any]:
+            return iter(super().data(split))
+
+    with pytest.raises(DataError, match=r"recipe\.data\('train'\): the iterable gave no batch; a generator must not end"):
+        steps(make_loader(Ending(False), 0, 1), 0, 4)
+
+
+class Tars(Toy):
+    """The toy's points, from tar shards or as they are; `weight`, and so the loss, needs members and transform to be right."""
+
+    def __init__(self, pattern: str | None) -> None:
+        super().__init__(samples=30)
+        self.pattern = pattern
+
+    def data(self, split: str) -> Any:
+        return self.pattern if self.pattern and split == "train" else super().data(split)
+
+    def transform(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Tensor]:
+        if "__key__" not in sample:
+            return sample
+        return {name: torch.from_numpy(sample[f"{name}.npy"]) for name in ("x", "y", "mask")}
+
+
+class Audit(Callback):
+    """Which points each epoch of 2 and a half steps had, by their first coordinate."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[int, float]] = []
+
+    def on_step_end(self, trainer) -> None:
+        x = torch.cat([batch["x"][:, 0] for batch in trainer.data.batches]).tolist()
+        self.points += [(ref.epoch, value) for ref, value in zip(trainer.data.refs, x, strict=True)]
+
+
+def test_tar_shards_give_the_samples_of_the_dataset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    points = Points(30, torch.float32)
+    samples = ({"__key__": f"{i:03d}", **{f"{k}.npy": v.numpy() for k, v in points[i].items()}} for i in range(30))
+    assert len(write_shards(samples, tmp_path / "shards", "train", per_shard=8)) == 4
+    seen = []
+    for pattern in (None, str(tmp_path / "shards" / "train-*.tar")):
+        audit = Audit()
+        options = Options(max_epochs=2, run_dir=f"runs/{len(seen)}")
+        Trainer(Tars(pattern), {"audit": audit}, batch=12, accumulate=2, options=options, place=Place()).fit()
+        seen.append(audit.points)
+    everything = sorted((epoch, float(points[i]["x"][0])) for epoch in (0, 1) for i in range(30))
+    assert sorted(seen[0]) == sorted(seen[1]) == everything
+    assert seen[0] != seen[1]  # other shards, another order
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [(torch.zeros(3, 2), 3), ({"a": torch.zeros(4), "b": torch.zeros(9)}, 4), ([(torch.zeros(5),), torch.zeros(2)], 5)],
+)
+def test_samples_are_counted_by_the_first_tensor(batch, samples):
+    assert count_samples(batch) == samples
+
+
+@pytest.mark.parametrize("batch", ["text", [], {"a": "text"}])
+def test_a_batch_without_tensors_needs_a_weight(batch):
+    with pytest.raises(DataError, match=r"has no tensor to count samples by; give the recipe a `weight`"):
+        count_samples(batch)

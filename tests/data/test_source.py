@@ -1,0 +1,93 @@
+"""What a recipe's data may be, and what becomes of each kind."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from toy_recipe import Points
+from torch.utils.data import IterableDataset
+
+from trainer.data.order import Ref
+from trainer.data.source import Samples, open_source
+from trainer.data.write import write_shards
+from trainer.errors import DataError
+
+
+class Recipe:
+    def __init__(self, data) -> None:
+        self.given = data
+
+    def data(self, split: str):
+        return self.given
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    samples = ({"__key__": f"{i:02d}", "cls": i, "txt": f"sample {i}"} for i in range(10))
+    return write_shards(samples, tmp_path_factory.mktemp("shards"), "train", per_shard=4)
+
+
+def test_shards_by_path_pattern_and_list(shards):
+    every = [open_source(Recipe(data), "train", 0) for data in (str(shards[0].parent / "*.tar"), shards, list(map(str, shards)))]
+    assert [source.counts for source in every] == [[4, 4, 2]] * 3
+    assert len({source.fingerprint for source in every}) == 1
+    one = open_source(Recipe(shards[1]), "train", 0)
+    assert one.counts == [4]
+    assert one.fingerprint != every[0].fingerprint
+    assert every[0][Ref(0, 2, 1)] == {"__key__": "09", "cls": 9, "txt": "sample 9"}
+
+
+def test_a_map_style_dataset_is_one_sample_a_shard():
+    source = open_source(Recipe(Points(5, torch.float32)), "train", 0)
+    assert isinstance(source, Samples)
+    assert source.counts == [1] * 5 and len(source) == 5
+    for i in range(5):
+        assert torch.equal(source[Ref(0, i, 0)]["x"], Points(5, torch.float32)[i]["x"])
+
+
+def test_the_fingerprint_of_a_dataset():
+    """Its class and length, or what it says itself in place of its class."""
+    one, other = Points(5, torch.float32), Points(5, torch.float32)
+    other.fingerprint = "release 2"
+    several = [open_source(Recipe(data), "train", 0).fingerprint for data in (one, other, Points(6, torch.float32))]
+    assert len(set(several)) == 3
+    assert open_source(Recipe(Points(5, torch.float64)), "train", 1).fingerprint == several[0]
+
+
+def test_what_else_can_be_iterated_stays_as_it_is():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([])
+
+    batches = [torch.zeros(2)]
+    for data in (batches, Stream(), iter(batches)):
+        assert open_source(Recipe(data), "train", 0) is data
+    assert open_source(Recipe(None), "val", 0) is None
+
+
+def test_an_empty_dataset_is_refused():
+    with pytest.raises(DataError, match=r"recipe\.data\('val'\): the dataset is empty"):
+        open_source(Recipe(Points(0, torch.float32)), "val", 0)
+
+
+class Draws(Points):
+    def __getitem__(self, i: int):
+        return random.random(), float(np.random.random()), float(torch.rand(()))
+
+
+class Drawing(Recipe):
+    def transform(self, sample, rng):
+        return (*sample, rng.random(), random.random(), float(torch.rand(())))
+
+
+def test_a_samples_randomness_is_a_function_of_seed_epoch_and_sample():
+    """Read in any order, after any other use of the generators; each of the three keys changes every draw."""
+    sources = [open_source(Drawing(Draws(4, torch.float32)), "train", seed) for seed in (0, 1)]
+    refs = [Ref(epoch, shard, 0) for epoch in (0, 1) for shard in range(4)]
+    draws = {(seed, ref): sources[seed][ref] for seed in (0, 1) for ref in refs}
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    assert {(seed, ref): sources[seed][ref] for ref in reversed(refs) for seed in (1, 0)} == draws
+    columns = list(zip(*draws.values()))
+    assert len(columns) == 6
+    assert all(len(set(column)) == 16 for column in columns)

@@ -1,0 +1,172 @@
+"""What a trainer saves and takes back: refusals that name the key, acceptance, retention, the best, foreign weights, export."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from toy_recipe import Toy
+from torch import nn
+
+from trainer.callback import Callback
+from trainer.callbacks.ema import EMA
+from trainer.checkpoint import commit
+from trainer.errors import ConfigError
+from trainer.launch import Place
+from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.trainer import Trainer
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.5)
+
+
+def make(
+    recipe: Any = None, callbacks: Any = None, optimizer: Any = sgd, batch: int = 12, lanes: int = 5, **options: Any
+):
+    checkpoint = CheckpointOptions(**{"every_steps": 2, **options.pop("checkpoint", {})})
+    return Trainer(
+        recipe or Toy(),
+        callbacks or {},
+        optimizer,
+        batch=batch,
+        options=Options(**{"max_steps": 4, "run_dir": "runs/r", "checkpoint": checkpoint, **options}),
+        data=DataOptions(workers=0, lanes=lanes, block=4),
+        place=Place(),
+    )
+
+
+DIFFERENT = {
+    "seed": {"seed": 7},
+    "batch": {"batch": 24},
+    "data": {"recipe": Toy(samples=60)},
+    "callbacks": {"callbacks": {"ema": EMA()}},
+    "lanes": {"lanes": 6},
+    "optimizer": {"optimizer": lambda params: torch.optim.AdamW(params, lr=1e-3)},
+}
+
+
+@pytest.mark.parametrize("key", DIFFERENT)
+def test_a_resume_refuses_what_differs_and_names_the_override_that_accepts_it(key):
+    make().fit()
+    again = {"max_steps": 6, "resume": "auto", **DIFFERENT[key]}
+    with pytest.raises(ConfigError, match=rf"{key} was .*trainer.accept=\[{key}\]"):
+        make(**again).fit()
+    trainer = make(**again, accept=[key])
+    trainer.fit()
+    assert trainer.step == 6
+    assert trainer.samples == 48 + 2 * trainer.batch
+
+
+def test_another_model_cannot_be_accepted():
+    make().fit()
+    with pytest.raises(ConfigError, match="another model"):
+        make(Toy(width=24), resume="auto", accept=["model"], max_steps=6).fit()
+
+
+def test_all_differences_are_told_at_once():
+    make().fit()
+    with pytest.raises(
+        ConfigError, match=r"seed was 0 .* and is 7; batch was 12 .* and is 24.*trainer.accept=\[seed,batch\]"
+    ):
+        make(batch=24, seed=7, resume="auto")
+
+
+def test_the_newest_and_the_best_are_kept():
+    losses = iter([3.0, 1.0, 2.0, 4.0, 5.0])
+
+    class Scripted(Toy):
+        def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[torch.Tensor, int]]:
+            return {"loss": (torch.tensor(self.value), 1)}
+
+        def data(self, split: str) -> Any:
+            if split == "train":
+                return super().data(split)
+            return Script(self)
+
+    class Script:
+        def __init__(self, recipe: Any) -> None:
+            self.recipe = recipe
+
+        def __iter__(self):
+            self.recipe.value = next(losses)
+            yield {"x": torch.zeros(1)}
+
+    recipe = Scripted()
+    recipe.weight = lambda batch: len(batch["x"])  # pyright: ignore
+    make(recipe, max_steps=10, validate_every=2, checkpoint={"keep": 2, "keep_best": "val/loss"}).fit()
+    kept = [int(path.name.split("-")[1]) for path in commit.checkpoints(Path("ckpt/r"))]
+    assert kept == [4, 8, 10]
+    summary = json.loads(Path("runs/r/summary.json").read_text())
+    assert summary["best"] == {"metric": "val/loss", "value": 1.0, "step": 4}
+
+
+def test_a_failed_write_is_told_and_training_goes_on(monkeypatch, capsys):
+    real, failures = commit.commit, iter([True, False, False])
+
+    def fail_once(*args: Any) -> Path:
+        if next(failures):
+            raise OSError(28, "No space left on device")
+        return real(*args)
+
+    monkeypatch.setattr(commit, "commit", fail_once)
+    trainer = make(max_steps=6)
+    trainer.fit()
+    assert trainer.step == 6
+    assert (
+        "checkpoint of step 2 failed, training goes on: [Errno 28] No space left on device" in capsys.readouterr().out
+    )
+    assert [path.name for path in commit.checkpoints(Path("ckpt/r"))] == ["step-00000004", "step-00000006"]
+
+
+def test_going_on_from_an_older_checkpoint_sets_the_newer_aside():
+    make(max_steps=6, checkpoint={"keep": 9}).fit()
+    trainer = make(max_steps=4, resume="ckpt/r/step-00000002", checkpoint={"keep": 9})
+    trainer.fit()
+    names = sorted(path.name for path in Path("ckpt/r").iterdir())
+    assert [name for name in names if name.startswith("step")] == ["step-00000002", "step-00000004"]
+    assert len([name for name in names if name.startswith(".abandoned")]) == 2
+    assert Path("ckpt/last.pt").resolve().name == "step-00000004"
+
+
+def test_init_from_takes_weights_and_nothing_else():
+    first = make()
+    first.fit()
+    second = make(run_dir="runs/s", init_from="ckpt/last.pt", max_steps=0)
+    second.fit()
+    assert (second.step, second.samples) == (0, 0)
+    for a, b in zip(first.module.parameters(), second.module.parameters(), strict=True):
+        assert torch.equal(a, b)
+    tensors = load_file("ckpt/r/step-00000004/model.safetensors")
+    save_file({**tensors, "more": torch.zeros(1)}, "more.safetensors")
+    with pytest.raises(ConfigError, match=r"init_from=more.safetensors: 0 weights are missing and 1 unknown \(more"):
+        make(run_dir="runs/t", init_from="more.safetensors").fit()
+    with pytest.raises(ConfigError, match="init_from=nowhere: no such"):
+        make(run_dir="runs/u", init_from="nowhere").fit()
+
+
+def test_state_of_callbacks_returns_to_each_by_name():
+    class Counts(Callback):
+        def __init__(self) -> None:
+            self.steps = 0
+
+        def on_step_end(self, trainer: Trainer) -> None:
+            self.steps += 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"steps": self.steps}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.steps = state["steps"]
+
+    make(callbacks={"a": Counts()}).fit()
+    counts = Counts()
+    make(callbacks={"a": counts}, resume="auto", max_steps=7).fit()
+    assert counts.steps == 7
