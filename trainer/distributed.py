@@ -143,3 +143,10 @@ def all_reduce_mean(group: dist.ProcessGroup) -> Reduce:
 
 def comm_hook(reduce: Reduce, background: Background) -> Callable[[None, dist.GradBucket], "Future[Tensor]"]:
     return lambda _, bucket: background.submit(reduce, bucket.buffer(), bucket)
+
+
+def share(loss: Tensor, ours: int, total: int) -> Tensor:
+    """A mean over `ours / world` items, scaled so that DDP's mean over ranks is the mean over all `total` items."""
+    if ours == total:
+        return loss
+    return loss / (total / ours) if ours else loss * 0.0

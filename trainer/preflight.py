@@ -8,7 +8,7 @@ from trainer.distributed import pick_backend
 from trainer.errors import ConfigError
 from trainer.launch import supervise
 from trainer.plan import Plan
-from trainer.run import make_run_dir
+from trainer.run import make_run_dir, show_log
 from trainer.session import objects, save_config
 
 
@@ -36,6 +36,7 @@ def preflight(config: dict[str, Any], name: str, overrides: list[str], devices: 
     section = config["trainer"]
     cuda = section["accelerator"] != "cpu" and torch.cuda.device_count() > 0
     pick_backend(section["backend"], torch.device("cuda" if cuda else "cpu"))
+    show_log(0)
     made = objects(config)
     del made["optimizer"]
     plan = Plan(

@@ -46,9 +46,17 @@ def make_run_dir(run_dir: str | None, name: str, resumed: bool) -> Path:
     return folder
 
 
+def show_log(rank: int) -> None:
+    """Rank 0's events to the terminal, until `start_log` knows of a folder for them too."""
+    stop_log()
+    log.handlers = [logging.NullHandler() if rank else Terminal()]
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
 def start_log(run_dir: Path, rank: int) -> None:
     """Events go to logs/rank<rank>.log; rank 0's also to the terminal. Of other ranks all output goes to their file."""
-    (run_dir / "logs").mkdir(exist_ok=True)
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     path = run_dir / "logs" / f"rank{rank}.log"
     if rank:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

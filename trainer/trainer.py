@@ -19,13 +19,13 @@ from trainer.callback import HOOKS, Callback, overrides
 from trainer.checkpoint import resume
 from trainer.data.loader import Loader, Step
 from trainer.data.order import mix
-from trainer.distributed import Background, Ranks, all_reduce_mean, comm_hook
+from trainer.distributed import Background, Ranks, all_reduce_mean, comm_hook, share
 from trainer.launch import Place, detect
 from trainer.optim import Groups, adamw, parameter_groups
 from trainer.options import DataOptions, Options
 from trainer.plan import Plan
 from trainer.precision import Precision
-from trainer.run import log, make_run_dir, start_log, stop_log
+from trainer.run import log, make_run_dir, show_log, start_log, stop_log
 from trainer.schedule import Constant, Schedule
 from trainer.signals import Signals
 from trainer.summary import report
@@ -72,6 +72,7 @@ class Trainer:
         self.options = options = options or Options()
         place = place or detect(os.environ, options.devices, options.nodes)
         self.ranks = Ranks(place, options.accelerator, options.backend, options.timeout_s)
+        show_log(self.ranks.rank)
         self.rank, self.world, self.device = self.ranks.rank, self.ranks.world, self.ranks.device
         self.precision = Precision(options.precision, self.device)
         self.plan = Plan(
@@ -80,7 +81,7 @@ class Trainer:
             options=replace(options, precision=self.precision.name),
             world=self.world, rank=self.rank, first=self.ranks.first,
         )  # fmt: skip
-        self.callbacks, self.accumulate = self.plan.callbacks, self.plan.accumulate
+        self.accumulate = self.plan.accumulate
         self._open_run()
         self.step, self.samples, self.seconds = 0, 0, 0.0  # done so far; all that data loading needs is `samples`
         self.lag = 0  # steps by which the weights are behind `step`, while a callback defers
@@ -89,7 +90,7 @@ class Trainer:
         self.validated_step = -1
         self.best: dict[str, Any] = {}
         self.stop_reason = ""
-        self.checkpoint: Path | None = self.plan.resumed
+        self.checkpoint, self.saved_step = self.plan.resumed, -1
         self._set_hooks()
         self._build(optimizer)
 
@@ -101,6 +102,7 @@ class Trainer:
         start_log(self.run_dir, self.rank)
 
     def _set_hooks(self) -> None:
+        self.callbacks = self.plan.callbacks
         idle = [n for n, c in self.callbacks.items() if c.communicates and self.world == 1]
         if idle:
             log.info("one rank, nothing to communicate: %s will do nothing", ", ".join(idle))
@@ -291,10 +293,3 @@ class Trainer:
     def emit(self, hook: str, *args: Any) -> None:
         for call in self._hooks[hook]:
             call(self, *args)
-
-
-def share(loss: Tensor, ours: int, total: int) -> Tensor:
-    """A mean over `ours / world` items, scaled so that DDP's mean over ranks is the mean over all `total` items."""
-    if ours == total:
-        return loss
-    return loss / (total / ours) if ours else loss * 0.0

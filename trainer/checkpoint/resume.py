@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,10 @@ def save(trainer: "Trainer", last: bool = False) -> None:
     options, folder = trainer.options.checkpoint, checkpoints(trainer)
     trainer.saved_at = time.monotonic()
     trainer.seconds = trainer.saved_at - trainer.started
-    if trainer.rank or trainer.checkpoint == commit.folder(folder, trainer.step):
+    if trainer.saved_step == trainer.step:
+        return
+    trainer.saved_step = trainer.step
+    if trainer.rank:
         return
     state = state_dict(trainer)
     try:
@@ -39,6 +43,7 @@ def save(trainer: "Trainer", last: bool = False) -> None:
         )
         commit.retain(folder, options.keep, options.keep_best)
     except OSError as error:
+        trainer.saved_step = -1
         if last:
             raise
         log.error("checkpoint of step %d failed, training goes on: %s", trainer.step, error)
@@ -63,13 +68,14 @@ def state_dict(trainer: "Trainer") -> dict[str, Any]:
 
 
 def manifest(trainer: "Trainer") -> dict[str, Any]:
+    measured = trainer.validation if trainer.validated_step == trainer.step else {}
     return {
         "run_dir": str(trainer.run_dir),
         "samples": trainer.samples,
         "world": trainer.world,
         "identity": trainer.plan.identity() | model_identity(trainer),
         "buckets": buckets(trainer.model),
-        "metrics": finite_metrics(trainer.validation) if trainer.validated_step == trainer.step else {},
+        "metrics": {name: value for name, value in measured.items() if math.isfinite(value)},
         "versions": versions(),
     }
 

@@ -1,0 +1,98 @@
+"""When a metric has stopped improving, and what becomes of that across a resume."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from toy_recipe import Toy
+
+from trainer.callbacks.early_stop import EarlyStop
+from trainer.errors import ConfigError
+from trainer.launch import Place
+from trainer.optim import sgd
+from trainer.options import DataOptions, Options
+from trainer.trainer import Trainer
+
+
+class Stops:
+    """Stands for a trainer that validates."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+        self.plan = SimpleNamespace(validate_every=5, validation=[])
+
+    def stop(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+def stopped_at(callback: EarlyStop, values: list[float]) -> int | None:
+    trainer = Stops()
+    for n, value in enumerate(values, start=1):
+        callback.on_validation_end(trainer, {"other": 0.0, callback.metric: value})
+        if trainer.reasons:
+            return n
+    return None
+
+
+@pytest.mark.parametrize(
+    ("knobs", "values", "stop"),
+    [
+        ({"patience": 2}, [3, 2, 1, 1, 1], 5),
+        ({"patience": 2}, [3, 2, 4, 1.9, 4, 4], 6),  # an improvement starts the count again
+        ({"patience": 1}, [3, 2, 1], None),
+        ({"patience": 2, "min_delta": 0.5}, [3, 2.9, 2.6], 3),
+        ({"patience": 2, "min_delta": 0.5}, [3, 2.9, 2.4, 2.3, 1.8], None),  # each against the best, not the last
+        ({"patience": 2, "mode": "max"}, [0.1, 0.2, 0.15, 0.2], 4),
+        ({"patience": 2}, [1, float("nan"), float("nan")], 3),
+    ],
+)
+def test_by_hand(knobs, values, stop):
+    assert stopped_at(EarlyStop(metric="val/x", **knobs), values) == stop
+
+
+def test_the_count_survives_a_resume():
+    first = EarlyStop(patience=3)
+    assert stopped_at(first, [1.0, 2.0, 2.0]) is None
+    second = EarlyStop(patience=3)
+    second.load_state_dict(first.state_dict())
+    assert stopped_at(second, [1.5]) == 1
+
+
+def test_an_unknown_metric_is_refused_with_those_that_are():
+    with pytest.raises(ConfigError, match=r"early_stop\.metric=val/los: validation gives val/loss, val/acc; name one"):
+        EarlyStop("val/los").on_validation_end(Stops(), {"val/loss": 1.0, "val/acc": 0.5})
+
+
+class Unvalidated(Toy):
+    def data(self, split: str) -> Any:
+        return super().data(split) if split == "train" else None
+
+
+@pytest.mark.parametrize(("recipe", "every"), [(Toy, None), (Unvalidated, 2)])
+def test_without_validation_it_is_refused(recipe, every, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = Options(max_steps=4, validate_every=every)
+    trainer = Trainer(recipe(), {"early_stop": EarlyStop()}, batch=12, options=options, place=Place())
+    with pytest.raises(ConfigError, match=r"this run validates nothing before its end; give trainer\.validate_every"):
+        trainer.fit()
+
+
+def run(place: Place) -> tuple[int, str]:
+    trainer = Trainer(
+        Toy(),
+        {"early_stop": EarlyStop(patience=2, min_delta=10.0)},
+        sgd,
+        batch=12,
+        options=Options(max_steps=20, validate_every=3),
+        data=DataOptions(workers=0),
+        place=place,
+    )
+    trainer.fit()
+    return trainer.step, trainer.stop_reason
+
+
+def test_all_ranks_stop_at_the_same_step(tmp_path, monkeypatch):
+    """The first validation improves on nothing, the next two do not improve by 10."""
+    monkeypatch.chdir(tmp_path)
+    assert run_ranks(3, run) == [(9, "early_stop: val/loss has not improved for 2 validations")] * 3

@@ -1,0 +1,227 @@
+"""Deferred steps have plain DDP's bits, for every kind of model and setting, or the setting is refused."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from toy_recipe import Toy
+from torch import Tensor, nn
+
+from trainer.callback import Callback, Role, arrange
+from trainer.callbacks.overlap import Overlap
+from trainer.errors import ConfigError
+from trainer.launch import Place
+from trainer.optim import adamw, lamb, sgd
+from trainer.options import DataOptions, DDPOptions, Options
+from trainer.plan import Plan
+from trainer.schedule import Constant, Linear
+from trainer.trainer import Trainer
+
+STEPS = 6
+PLAIN_STEPS: dict[str, Any] = {}
+
+
+class Tied(nn.Module):
+    """The embedding is the output layer, as in BERT, and a scale is nobody's but the root's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 24)
+        self.hidden = nn.Sequential(*[nn.Linear(24, 24) for _ in range(3)])
+        self.output = nn.Linear(24, 10)
+        self.output.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.ones(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = (x.abs() * 10).long() % 10
+        return self.output(self.hidden(self.embedding(tokens).mean(1)) * self.scale)[:, :4]
+
+
+class Attention(nn.Module):
+    """torch's own, which uses the weight of its output projection without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, 0.1), 2, enable_nested_tensor=False)
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.encoder(self.first(x)[None])[0])
+
+
+class Frozen(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
+        self.get_submodule("2").requires_grad_(False)
+        self.get_parameter("4.bias").requires_grad_(False)
+
+
+class Skipping(nn.Module):
+    """A layer that the rehearsal does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rare, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        x = self.first(x)
+        called = self.calls > 2
+        return self.last(x + (self.rare(x) if called else nn.functional.linear(x, self.rare.weight, self.rare.bias)))
+
+
+class Of(Toy):
+    def __init__(self, net: type[nn.Module] | None) -> None:
+        super().__init__(width=40, depth=3, dropout=0.1)
+        self.net = net
+
+    def model(self) -> nn.Module:
+        return self.net() if self.net else super().model()
+
+
+class Track(Callback):
+    """The weights after each step, flushed or as validation finds them."""
+
+    role = Role.MEASURE
+
+    def __init__(self) -> None:
+        self.validated: list[bytes] = []
+        self.lags: list[int] = []
+
+    def on_step_end(self, trainer) -> None:
+        self.lags.append(trainer.lag)
+
+    def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
+        self.validated.append(b"".join(p.detach().numpy().tobytes() for p in trainer.module.parameters()))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "decay": {"optimizer": lambda groups: adamw(groups, weight_decay=0.3)},
+    "tied": {"net": Tied},
+    "attention": {"net": Attention, "mib": 0.0005},
+    "frozen": {"net": Frozen},
+    "skipping": {"net": Skipping, "mib": 0.0005},
+    "warm-up": {"schedule": Linear(warmup=3)},
+    "accumulate": {"accumulate": 2, "net": Tied},
+    "sgd": {"optimizer": lambda groups: sgd(groups, nesterov=True, weight_decay=0.1)},
+    "lamb": {"optimizer": lambda groups: lamb(groups, weight_decay=0.1), "schedule": Linear(warmup=3)},
+    "bf16": {"precision": "bf16"},
+    "static_graph": {"static_graph": True, "net": Tied},
+}
+
+
+def train(place: Place, case: str, overlapped: bool) -> tuple[list[bytes], list[int], dict[str, float], int]:
+    setting, track = CASES[case], Track()
+    trainer = Trainer(
+        Of(setting.get("net")),
+        {"track": track, **({"overlap": Overlap()} if overlapped else {})},
+        setting.get("optimizer", adamw),
+        setting.get("schedule", Constant()),
+        batch=12,
+        accumulate=setting.get("accumulate"),
+        options=Options(
+            max_steps=STEPS, validate_every=2, precision=setting.get("precision", "fp32"), log_every_steps=1,
+            ddp=DDPOptions(setting.get("mib", 0.002), static_graph=setting.get("static_graph", False)),
+        ),
+        data=DataOptions(workers=0),
+        place=place,
+        name=f"{case}-{overlapped}",
+    )  # fmt: skip
+    trainer.fit()
+    numbers = {k: v for k, v in {**trainer.last_metrics, **trainer.validation}.items() if k != "train/grad_norm"}
+    return track.validated, track.lags, numbers, len(trainer.parameters)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits_are_plain_ddps(case, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plain, deferred = run_ranks(3, train, case, False), run_ranks(3, train, case, True)
+    for rank in range(3):
+        assert deferred[rank][0] == plain[rank][0]
+        assert deferred[rank][2] == plain[rank][2]
+        assert plain[rank][1] == [0] * STEPS and deferred[rank][1] == [1] * STEPS
+    assert len(set(plain[0][0])) == STEPS // 2  # it did train
+
+
+class Counting(torch.optim.SGD):
+    """How many parameters each call of `step` is handed."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.handed: list[int] = []
+
+    def step(self, closure: None = None) -> None:
+        self.handed.append(sum(len(group["params"]) for group in self.param_groups))
+        super().step()
+
+
+def handed(place: Place) -> tuple[list[int], list[int]]:
+    trainer = Trainer(
+        Of(None), {"overlap": Overlap()}, Counting, batch=12,
+        options=Options(max_steps=2, ddp=DDPOptions(0.005)), data=DataOptions(workers=0), place=place,
+    )  # fmt: skip
+    trainer.fit()
+    layout = [len(bucket) for bucket in trainer.layout]
+    return trainer.optimizer.handed, layout
+
+
+class Unused:
+    pass
+
+
+class Breaks(Callback):
+    """The reduction of the second step fails on every rank."""
+
+    role = Role.COMPRESS
+
+    def wrap_reduce(self, trainer, reduce):
+        def broken(flat, bucket):
+            if trainer.step == 1:
+                raise ConnectionResetError(f"rank {trainer.rank} lost its peer")
+            return reduce(flat, bucket)
+
+        return broken
+
+
+def broken_run(place: Place) -> tuple[str, str, int]:
+    trainer = Trainer(
+        Of(None), {"overlap": Overlap(), "breaks": Breaks()}, batch=12,
+        options=Options(max_steps=4), data=DataOptions(workers=0), place=place,
+    )  # fmt: skip
+    try:
+        trainer.fit()
+    except Exception as error:
+        return type(error).__name__, str(error), trainer.step
+    return "", "", trainer.step
+
+
+def test_a_failed_reduction_is_that_error_in_the_main_thread(tmp_path, monkeypatch):
+    """It failed beside the second step, and is met in the forward pass of the third."""
+    monkeypatch.chdir(tmp_path)
+    results = run_ranks(3, broken_run)
+    assert results == [("ConnectionResetError", f"rank {rank} lost its peer", 2) for rank in range(3)]
+
+
+@pytest.mark.parametrize("feature", ["clip", "fp16", "find_unused_parameters", "gradient_as_bucket_view"])
+def test_what_needs_all_gradients_at_once_is_refused_by_name(feature):
+    settings = {"clip": {"clip_norm": 1.0}, "fp16": {"precision": "fp16"}}
+    options = Options(**settings.get(feature, {"ddp": DDPOptions(**{feature: True})}) if feature not in settings else settings[feature])
+    with pytest.raises(ConfigError, match=f"^overlap and {feature} can't run together: .*; (set|use) .* leave overlap out$"):
+        Plan(
+            Toy(), {"overlap": Overlap()}, Constant(), batch=12, micro_batch=None, accumulate=None, options=options,
+            data=DataOptions(), world=3, rank=0, first=lambda value: value,
+        )  # fmt: skip
+
+
+class Reads(Callback):
+    def on_before_optimizer_step(self, trainer) -> None:
+        pass
+
+
+def test_who_reads_reduced_gradients_is_refused():
+    with pytest.raises(ConfigError, match="reads and overlap can't run together: reads reads gradients"):
+        arrange({"overlap": Overlap(), "reads": Reads()}, set())
