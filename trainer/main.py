@@ -1,16 +1,24 @@
-"""The command: compose a config with Hydra, check it, then train or start the ranks that do. The only file that knows Hydra."""
+"""The command: compose configs with Hydra, check them, then train or start the ranks that do. Imports no torch for --help."""
 
+import contextlib
+import io
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.errors import ConfigError, DataError, exit_code
 
 HERE = Path(__file__).parent
 CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # in a wheel, in a checkout
-
+TYPED = {
+    "recipe": "recipe=NAME",
+    "callbacks": "+callbacks=[NAME,...]",
+    "optimizer": "optimizer=NAME",
+    "schedule": "schedule=NAME",
+}
 USAGE = """Echelon trains PyTorch models; every distributed-training optimisation is a callback.
 
   python -m trainer.main                                                  trains a small BERT on real text
@@ -24,13 +32,14 @@ USAGE = """Echelon trains PyTorch models; every distributed-training optimisatio
 """
 
 
+class Job(NamedTuple):
+    config: Any
+    recipe: str
+    typed: list[str]  # the arguments that lead to this config
+
+
 def main() -> None:
-    arguments = sys.argv[1:]
-    if {"-h", "--help"} & set(arguments):
-        print(usage(arguments))
-        return
-    rank = arguments[:1] == ["--resolved"]
-    sys.exit(guarded(lambda: train_rank(arguments[1:]) if rank else compose(arguments)))
+    sys.exit(guarded(lambda: command(sys.argv[1:])))
 
 
 def guarded(call: Callable[[], int]) -> int:
@@ -44,98 +53,138 @@ def guarded(call: Callable[[], int]) -> int:
         return 130
 
 
-def usage(arguments: list[str]) -> str:
+def command(arguments: list[str]) -> int:
+    """The exit code of the worst of the jobs that `arguments` describe."""
+    if arguments[:1] == ["--resolved"]:
+        from trainer.launch import die_with_parent
+
+        die_with_parent(int(os.environ["ECHELON_PARENT"]))  # before anything that takes time
+        from trainer.session import train_as_rank
+
+        return train_as_rank(Path(arguments[1]), arguments[2:])
+    folders = [CONF, *own_folders(arguments)]
+    if {"-h", "--help"} & set(arguments):
+        print(usage(folders))
+        return 0
+    from trainer.config import check
+    from trainer.launch import STOPPED
+
+    jobs, codes = compose(arguments, folders), [0]
+    for job in jobs:
+        check(job.config)
+    for job in jobs:
+        codes.append(guarded(lambda: run(*job)))  # noqa: B023 called at once
+        if codes[-1] in (STOPPED, 130):
+            break
+    return max(codes)
+
+
+def own_folders(arguments: list[str]) -> list[Path]:
+    """What --config-dir names."""
+    names = [b for a, b in zip(arguments, arguments[1:], strict=False) if a in ("--config-dir", "-cd")]
+    names += [a.partition("=")[2] for a in arguments if a.startswith("--config-dir=")]
+    for name in names:
+        if not Path(name).is_dir():
+            raise ConfigError(f"--config-dir {name}: is not a folder; give the one that holds recipe/NAME.yaml")
+    return [Path(name) for name in names]
+
+
+def choices(group: str, folders: list[Path]) -> dict[str, Path]:
+    return {path.stem: path for folder in folders for path in sorted((folder / group).glob("*.yaml"))}
+
+
+def usage(folders: list[Path]) -> str:
     """With every recipe, callback, optimizer and schedule, and the first line of its file."""
-    own = [Path(b) for a, b in zip(arguments, arguments[1:], strict=False) if a in ("--config-dir", "-cd")]
-    own += [Path(a.partition("=")[2]) for a in arguments if a.startswith("--config-dir=")]
     lines = [USAGE]
-    for group, typed in (
-        ("recipe", "recipe=NAME"),
-        ("callbacks", "+callbacks=[NAME,...]"),
-        ("optimizer", "optimizer=NAME"),
-        ("schedule", "schedule=NAME"),
-    ):
-        lines.append(f"{typed}")
-        for file in sorted(path for folder in (CONF, *own) for path in (folder / group).glob("*.yaml")):
-            first = next(
-                (line for line in file.read_text().splitlines() if line.startswith("# ") and "@package" not in line), ""
-            )
-            lines.append(f"  {file.stem:<22} {first[2:]}")
+    for group, typed in TYPED.items():
+        lines.append(typed)
+        for name, path in choices(group, folders).items():
+            comments = [line[2:] for line in path.read_text().splitlines() if line.startswith("# ")]
+            lines.append(f"  {name:<22} {next((text for text in comments if not text.startswith('@')), '')}")
         lines.append("")
     return "\n".join(lines)
 
 
-def compose(arguments: list[str]) -> int:
-    """Hydra's part: groups, overrides, multirun. The exit code of the worst job."""
+def compose(arguments: list[str], folders: list[Path]) -> list[Job]:
+    """Hydra's part: groups, overrides, multirun. Without a job where it only shows something."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
-    from hydra.errors import HydraException
-    from omegaconf import DictConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
-    codes = [0]
+    from trainer.hints import explain
 
-    def job(config: DictConfig) -> None:
-        plain: Any = OmegaConf.to_container(config, resolve=True)
-        hydra_config = HydraConfig.get()
-        recipe, overrides = hydra_config.runtime.choices["recipe"], list(hydra_config.overrides.task)
-        codes.append(guarded(lambda: run(plain, recipe, overrides)))  # Hydra would add words of its own
+    jobs: list[Job] = []
+    flags = [word for folder in folders[1:] for word in ("--config-dir", str(folder))]
 
+    def collect(config: Any) -> None:
+        chosen = HydraConfig.get()
+        typed = [override.removeprefix("++") for override in chosen.overrides.task]
+        jobs.append(Job(config.copy(), chosen.runtime.choices.get("recipe") or "run", [*flags, *typed]))
+
+    # Flags first: argparse takes the overrides in one piece only.
+    words = [normal(word, folders) for word in arguments]
+    sys.argv[1:] = sorted(words, key=lambda word: "=" in word and not word.startswith("-"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print
-    sys.argv[1:] = [normal(argument) for argument in arguments]
+    said = io.StringIO()
     try:
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
-    except (HydraException, OmegaConfBaseException) as error:
-        from trainer.hints import explain
-
-        raise ConfigError(explain(error, sys.argv[1:], CONF)) from None
-    return max(codes)
-
-
-def normal(argument: str) -> str:
-    """`callbacks=[...]` and `+callbacks=[...]` mean the same, and may name a default one."""
-    key, equals, value = argument.partition("=")
-    if not equals or key.lstrip("+") != "callbacks" or "," in key:
-        return argument
-    names = [name.strip() for name in value.strip("[]").split(",")]
-    default = [
-        line.split("/")[1].strip()
-        for line in (CONF / "config.yaml").read_text().splitlines()
-        if line.startswith("  - callbacks/")
-    ]
-    return f"callbacks=[{','.join(name for name in names if name and name not in default)}]"
+        with contextlib.redirect_stderr(said):
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(collect)()
+        return [job._replace(config=resolved(job.config)) for job in jobs]
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise ConfigError(f"{said.getvalue().strip().rpartition('error: ')[2]}; settings are KEY=VALUE") from None
+    except Exception as error:
+        raise ConfigError(explain(error, folders)) from None
 
 
-def run(config: dict[str, Any], recipe: str, overrides: list[str]) -> int:
-    """Check, then train in this process, or start the ranks."""
-    from trainer.config import check
+def resolved(config: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(config, resolve=True)
+
+
+def normal(word: str, folders: list[Path]) -> str:
+    """The argument as Hydra shall take it. Any key may be new to it: `check` knows them all, and says more.
+    `callbacks=[...]` and `+callbacks=[...]` mean the same, and may name a default one."""
+    key, equals, value = word.partition("=")
+    name = key.lstrip("+")
+    if not equals or re.search("[-~@/]", name) or name.startswith("hydra."):
+        return word
+    if name == "callbacks":
+        value = "" if value == "null" else value
+        return "callbacks=" + re.sub(r"\[([^][]*)\]", added, value if "[" in value else f"[{value}]")
+    if any((folder / name).is_dir() for folder in folders):
+        if value == "null":
+            raise ConfigError(f"{word}: a run needs one; there are {', '.join(choices(name, folders))}")
+        return f"{name}={value}"
+    return f"++{name}={value}"
+
+
+def added(names: "re.Match[str]") -> str:
+    """A list of callbacks without those that every run has."""
+    default = re.findall(r"^  - callbacks/(\w+)", (CONF / "config.yaml").read_text(), re.MULTILINE)
+    wanted = [name.strip() for name in names[1].split(",")]
+    return f"[{','.join(name for name in wanted if name and name not in default)}]"
+
+
+def run(config: dict[str, Any], recipe: str, typed: list[str]) -> int:
+    """Train in this process, or start the ranks."""
+    from trainer.batch import split_batch
     from trainer.launch import detect
 
-    check(config)
     options = config["trainer"]
     place = detect(os.environ, options["devices"], options["nodes"])
-    if place.launcher:
-        from trainer.session import train_under_launcher
-
-        return train_under_launcher(config, recipe, overrides)
-    if options["nodes"] > 1:
+    if not place.launcher and options["nodes"] > 1:
         raise ConfigError(
-            f"trainer.nodes={options['nodes']}: start it on each node with torchrun --nnodes={options['nodes']} ..., or with srun"
+            f"trainer.nodes={options['nodes']}: start it on each node with torchrun --nnodes={options['nodes']} ..., "
+            "or with srun"
         )
-    from trainer.preflight import count_devices, preflight
+    world = place.world if place.launcher else options["devices"]
+    if world != "auto":
+        split_batch(config["batch"], world, config["micro_batch"], config["accumulate"])
+    from trainer.session import start
 
-    devices = count_devices(options["accelerator"], options["devices"])
-    if devices == 1:
-        from trainer.session import train
-
-        return train(config, recipe, overrides, place)
-    return preflight(config, recipe, overrides, devices)
-
-
-def train_rank(arguments: list[str]) -> int:
-    from trainer.session import train_as_rank
-
-    return train_as_rank(Path(arguments[0]), arguments[1:])
+    return start(config, recipe, typed, place)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ class Stack(Toy):
 
 
 class Count(Callback):
-    """How many elements are reduced at a time, by step."""
+    """How many elements are reduced at a time, by step; and the number of DDP's buckets."""
 
     role = Role.COMPRESS
 
@@ -41,6 +41,9 @@ class Count(Callback):
 
         return counted
 
+    def on_fit_end(self, trainer) -> None:
+        self.buckets = len(buckets(trainer.model))
+
 
 def reductions(place: Place, mib: float) -> tuple[list[tuple[int, int]], int]:
     count = Count()
@@ -53,16 +56,8 @@ def reductions(place: Place, mib: float) -> tuple[list[tuple[int, int]], int]:
         data=DataOptions(workers=0),
         place=place,
     )
-    layout = 0
-
-    class Layout(Callback):
-        def on_fit_end(self, trainer) -> None:
-            nonlocal layout
-            layout = len(buckets(trainer.model))
-
-    trainer._hooks["on_fit_end"].append(lambda trainer: Layout().on_fit_end(trainer))
     trainer.fit()
-    return count.calls, layout
+    return count.calls, count.buckets
 
 
 @pytest.mark.parametrize(("kib", "layers"), [(4, 1), (8, 2), (12, 3), (16, 4), (32, 8), (25 * 1024, 8)])
@@ -70,9 +65,9 @@ def test_reductions_per_step(kib, layers, tmp_path, monkeypatch):
     """With accumulation too, each bucket is reduced once a step."""
     monkeypatch.chdir(tmp_path)
     sizes = [layers * 1024] * (LAYERS // layers) + [LAYERS % layers * 1024] * (LAYERS % layers > 0)
-    for calls, layout in run_ranks(2, reductions, kib / 1024):
+    for calls, number in run_ranks(2, reductions, kib / 1024):
         assert calls == [(step, size) for step in range(2) for size in sizes]
-        assert layout == len(sizes)
+        assert number == len(sizes)
 
 
 def test_the_size_must_be_positive():

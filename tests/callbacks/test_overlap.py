@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from trainer.callback import Callback, Role, arrange
 from trainer.callbacks.overlap import Overlap
+from trainer.checkpoint.resume import buckets
 from trainer.errors import ConfigError
 from trainer.launch import Place
 from trainer.optim import adamw, lamb, sgd
@@ -20,7 +20,6 @@ from trainer.schedule import Constant, Linear
 from trainer.trainer import Trainer
 
 STEPS = 6
-PLAIN_STEPS: dict[str, Any] = {}
 
 
 class Tied(nn.Module):
@@ -60,7 +59,9 @@ class Frozen(nn.Sequential):
 
 
 class Skipping(nn.Module):
-    """A layer that the rehearsal does not call."""
+    """Has a layer that is not called in the rehearsal, only its weight used; later it is called."""
+
+    late = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,8 +71,15 @@ class Skipping(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += self.training
         x = self.first(x)
-        called = self.calls > 2
-        return self.last(x + (self.rare(x) if called else nn.functional.linear(x, self.rare.weight, self.rare.bias)))
+        if (self.calls > 2) == self.late:
+            return self.last(x + self.rare(x))
+        return self.last(x + nn.functional.linear(x, self.rare.weight, self.rare.bias))
+
+
+class Misled(Skipping):
+    """The other way round."""
+
+    late = False
 
 
 class Of(Toy):
@@ -159,18 +167,27 @@ class Counting(torch.optim.SGD):
         super().step()
 
 
+class Layout(Callback):
+    def on_fit_end(self, trainer) -> None:
+        self.sizes = [len(bucket) for bucket in buckets(trainer.model)]
+
+
 def handed(place: Place) -> tuple[list[int], list[int]]:
+    layout = Layout()
     trainer = Trainer(
-        Of(None), {"overlap": Overlap()}, Counting, batch=12,
+        Of(None), {"overlap": Overlap(), "layout": layout}, Counting, batch=12,
         options=Options(max_steps=2, ddp=DDPOptions(0.005)), data=DataOptions(workers=0), place=place,
     )  # fmt: skip
     trainer.fit()
-    layout = [len(bucket) for bucket in trainer.layout]
-    return trainer.optimizer.handed, layout
+    return trainer.optimizer.handed, layout.sizes
 
 
-class Unused:
-    pass
+def test_a_bucket_is_stepped_alone(tmp_path, monkeypatch):
+    """The optimizer never walks parameters of other buckets."""
+    monkeypatch.chdir(tmp_path)
+    for steps, sizes in run_ranks(3, handed):
+        assert sum(sizes) == 10 and len(sizes) > 2
+        assert sorted(steps[: len(sizes)]) == sorted(steps[len(sizes) :]) == sorted(sizes)
 
 
 class Breaks(Callback):
@@ -187,10 +204,10 @@ class Breaks(Callback):
         return broken
 
 
-def broken_run(place: Place) -> tuple[str, str, int]:
+def broken_run(place: Place, net: type[nn.Module] | None, **callbacks: Callback) -> tuple[str, str, int]:
     trainer = Trainer(
-        Of(None), {"overlap": Overlap(), "breaks": Breaks()}, batch=12,
-        options=Options(max_steps=4), data=DataOptions(workers=0), place=place,
+        Of(net), {"overlap": Overlap(), **callbacks}, batch=12,
+        options=Options(max_steps=4, ddp=DDPOptions(0.0005)), data=DataOptions(workers=0), place=place,
     )  # fmt: skip
     try:
         trainer.fit()
@@ -199,17 +216,29 @@ def broken_run(place: Place) -> tuple[str, str, int]:
     return "", "", trainer.step
 
 
+def broken_by_a_peer(place: Place) -> tuple[str, str, int]:
+    return broken_run(place, None, breaks=Breaks())
+
+
 def test_a_failed_reduction_is_that_error_in_the_main_thread(tmp_path, monkeypatch):
     """It failed beside the second step, and is met in the forward pass of the third."""
     monkeypatch.chdir(tmp_path)
-    results = run_ranks(3, broken_run)
+    results = run_ranks(3, broken_by_a_peer)
     assert results == [("ConnectionResetError", f"rank {rank} lost its peer", 2) for rank in range(3)]
+
+
+def test_a_weight_used_before_its_step_is_an_error(tmp_path, monkeypatch):
+    """Never a silent use of the step before."""
+    monkeypatch.chdir(tmp_path)
+    for kind, text, step in run_ranks(3, broken_run, Misled):
+        assert (kind, step) == ("RuntimeError", 1)
+        assert "modified by an inplace operation" in text
 
 
 @pytest.mark.parametrize("feature", ["clip", "fp16", "find_unused_parameters", "gradient_as_bucket_view"])
 def test_what_needs_all_gradients_at_once_is_refused_by_name(feature):
     settings = {"clip": {"clip_norm": 1.0}, "fp16": {"precision": "fp16"}}
-    options = Options(**settings.get(feature, {"ddp": DDPOptions(**{feature: True})}) if feature not in settings else settings[feature])
+    options = Options(**settings.get(feature) or {"ddp": DDPOptions(**{feature: True})})
     with pytest.raises(ConfigError, match=f"^overlap and {feature} can't run together: .*; (set|use) .* leave overlap out$"):
         Plan(
             Toy(), {"overlap": Overlap()}, Constant(), batch=12, micro_batch=None, accumulate=None, options=options,

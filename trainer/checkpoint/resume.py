@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,14 +74,9 @@ def manifest(trainer: "Trainer") -> dict[str, Any]:
         "world": trainer.world,
         "identity": trainer.plan.identity() | model_identity(trainer),
         "buckets": buckets(trainer.model),
-        "metrics": {name: value for name, value in measured.items() if math.isfinite(value)},
+        "metrics": {name: value for name, value in measured.items() if math.isfinite(value)},  # else no candidate for best
         "versions": versions(),
     }
-
-
-def finite_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """A checkpoint that has none of a diverged run's numbers is no candidate for the best."""
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def model_identity(trainer: "Trainer") -> dict[str, str]:
