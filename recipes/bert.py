@@ -134,8 +134,10 @@ class Bert:
     def export(self, model: nn.Module, folder: Path) -> None:
         """For `AutoModelForMaskedLM` and `AutoTokenizer`."""
         from transformers.models.bert.tokenization_bert import BertTokenizer
+        from transformers.utils.logging import disable_progress_bar
 
         assert isinstance(model, MaskedLM)
+        disable_progress_bar()  # one file, and the screen is the trainer's
         model.bert.save_pretrained(folder)
         BertTokenizer(
             vocab=self.corpus.vocabulary(),

@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer.callback import Callback
 from trainer.callbacks.ema import EMA
+from trainer.callbacks.metrics_file import MetricsFile
 from trainer.checkpoint import commit
 from trainer.errors import ConfigError
 from trainer.launch import Place
@@ -170,3 +171,14 @@ def test_state_of_callbacks_returns_to_each_by_name():
     counts = Counts()
     make(callbacks={"a": counts}, resume="auto", max_steps=7).fit()
     assert counts.steps == 7
+
+
+def test_to_resume_a_finished_run_changes_nothing():
+    make(callbacks={"metrics_file": MetricsFile()}, log_every_steps=1).fit()
+    lines = Path("runs/r/metrics.jsonl").read_text()
+    make(callbacks={"metrics_file": MetricsFile()}, log_every_steps=1, resume="auto").fit()
+    assert Path("runs/r/metrics.jsonl").read_text() == lines
+    assert (
+        json.loads(Path("runs/r/summary.json").read_text())["val/loss"]
+        == json.loads(lines.splitlines()[-1])["val/loss"]
+    )

@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -11,41 +10,53 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, nearest
 from trainer.options import DataOptions, Options
 
 ALLOWED = ("trainer", "recipes", "torch.nn", "torch.optim", "transformers")
-TOP = {"recipe", "callbacks", "optimizer", "schedule", "batch", "micro_batch", "accumulate", "trainer", "data"}
+TOP = ("recipe", "callbacks", "optimizer", "schedule", "batch", "micro_batch", "accumulate", "trainer", "data")
 NO_DEFAULT = inspect.Parameter.empty
+ANY_NAME = "**"  # among the knobs of what takes any keyword
+PLAIN = {t.__name__: t for t in (int, float, bool, str, list, tuple, dict)} | {"Literal": Literal}
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Knob:
-    annotation: Any  # Any where it is not one of the plain types
-    default: Any  # NO_DEFAULT where it must be given
+    annotation: Any  # Any where it is not made of plain types
+    default: Any = NO_DEFAULT  # a value, or its source; NO_DEFAULT where it must be given
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Every key known, every value of its type, nothing missing.
+    """Every key known, every value of its type and in its range, nothing missing.
 
     Raises:
         ConfigError: for the first that is not.
     """
     for key in config:
         if key not in TOP:
-            raise ConfigError(unknown(key, key, TOP))
+            raise ConfigError(f"{key}: no such key; {nearest(key, TOP)}")
+    for key in TOP:
+        if key not in config:
+            raise ConfigError(f"{key}: is missing; a run can't be without it")
     refuse_missing(config, "")
-    for key, kind in (("batch", int), ("micro_batch", int | None), ("accumulate", int | None)):
-        check_type(key, config.get(key), kind)
-    check_section("trainer", config["trainer"], options_knobs(Options))
-    check_section("data", config["data"], options_knobs(DataOptions))
-    allow = (*ALLOWED, *config["trainer"]["allow_targets"])
+    for key, kind in (("batch", int), ("micro_batch", int | None), ("accumulate", int | None), ("callbacks", dict)):
+        check_type(key, config[key], kind)
+    for key, options in (("trainer", Options), ("data", DataOptions)):
+        check_values(key, config[key], options_knobs(options))
+        settings(options, config[key])  # refuses what is out of range
+    allow = (*ALLOWED, *config["trainer"].get("allow_targets", ()))
+    for name, node in config["callbacks"].items():
+        if not isinstance(node, Mapping) or "_target_" not in node:
+            others = config["callbacks"].keys() - {name}
+            raise ConfigError(f"callbacks.{name}: not in this run: add it by '+callbacks=[{name}]'; {nearest(name, others)}")
+        check_node(f"callbacks.{name}", node, allow)
     for key in ("recipe", "optimizer", "schedule"):
         check_node(key, config[key], allow)
-    for name, node in config["callbacks"].items():
-        check_node(f"callbacks.{name}", node, allow)
+    build("schedule", config["schedule"], allow)  # refuses what is out of range, and imports no torch
 
 
 def refuse_missing(node: Any, key: str) -> None:
@@ -59,73 +70,73 @@ def refuse_missing(node: Any, key: str) -> None:
 def check_node(key: str, node: Any, allow: Iterable[str]) -> None:
     """One `_target_` with its arguments."""
     if not isinstance(node, Mapping) or "_target_" not in node:
-        raise ConfigError(f"{key}={node}: has no _target_; choose one by {key.split('.')[0]}=NAME")
-    refuse_target(key, node["_target_"], node["_target_"], allow)
-    check_section(key, {k: v for k, v in node.items() if k not in ("_target_", "_partial_")}, knobs(node["_target_"]))
-    if not node.get("_partial_"):
-        for name, knob in knobs(node["_target_"]).items():
-            if knob.default is NO_DEFAULT and name not in node:
-                raise ConfigError(f"{key}.{name}: is missing; give {key}.{name}=VALUE")
+        raise ConfigError(f"{key}={node}: has no _target_; choose one by {key}=NAME, see --help")
+    target = node["_target_"]
+    check_type(f"{key}._target_", target, str)
+    refuse_target(key, target, target, allow)
+    known = knobs(key, target)
+    check_values(key, arguments(node), known)
+    for name, knob in known.items():
+        if knob.default is NO_DEFAULT and name not in node and name != ANY_NAME and not node.get("_partial_"):
+            raise ConfigError(f"{key}.{name}: is missing; give {key}.{name}=VALUE")
 
 
 def refuse_target(key: str, target: str, module: str, allow: Iterable[str]) -> None:
     if not any(f"{module}.".startswith(f"{package}.") for package in allow):
+        package = module.split(".")[0]
         raise ConfigError(
-            f"{key}._target_={target}: {module.split('.')[0]} is not a package that configs may name; "
-            f"if you trust it, trainer.allow_targets=[{module.split('.')[0]}]"
+            f"{key}._target_={target}: {package} is not a package that configs may name; "
+            f"if you trust it, 'trainer.allow_targets=[{package}]'"
         )
 
 
-def check_section(key: str, values: Mapping[str, Any], known: Mapping[str, Knob]) -> None:
+def check_values(key: str, values: Any, known: Mapping[str, Knob]) -> None:
+    check_type(key, values, dict)
     for name, value in values.items():
-        if name not in known:
-            raise ConfigError(unknown(f"{key}.{name}", name, known))
-        annotation = known[name].annotation
-        if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
-            check_type(f"{key}.{name}", value, dict)
-            check_section(f"{key}.{name}", value, options_knobs(annotation))
+        if name not in known and ANY_NAME not in known:
+            raise ConfigError(f"{key}.{name}: no such key; {nearest(name, known)}")
+        kind = known[name].annotation if name in known else Any
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            check_values(f"{key}.{name}", value, options_knobs(kind))
         else:
-            check_type(f"{key}.{name}", value, annotation)
+            check_type(f"{key}.{name}", value, kind)
 
 
-def unknown(key: str, name: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, 3, 0.5)
-    return f"{key}: no such key; " + (f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}")
+def check_type(key: str, value: Any, kind: Any) -> None:
+    if not fits(value, kind):
+        choice = isinstance(value, str) and "Literal" in str(kind)  # then its type is not what is wrong
+        raise ConfigError(f"{key}={value}: must be {describe(kind)}" + ("" if choice else f", not {describe(type(value))}"))
 
 
-def check_type(key: str, value: Any, annotation: Any) -> None:
-    if not fits(value, annotation):
-        raise ConfigError(f"{key}={value}: must be {describe(annotation)}, not {type(value).__name__}")
-
-
-def fits(value: Any, annotation: Any) -> bool:
+def fits(value: Any, kind: Any) -> bool:
     """Plain types, unions, Literal, list and tuple of them; whole numbers are floats too. Anything else fits."""
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, arg) for arg in args)
     if origin is Literal:
-        return value in args
+        return any(value is arg or (type(value) is type(arg) and value == arg) for arg in args)
+    if origin is tuple and Ellipsis not in args:
+        return isinstance(value, list) and len(value) == len(args) and all(map(fits, value, args))
     if origin in (list, tuple):
         return isinstance(value, list) and all(fits(item, args[0]) for item in value)
-    if annotation is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if annotation is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if annotation is None or annotation is type(None):
+    if kind in (int, float):
+        return isinstance(value, int | kind) and not isinstance(value, bool)
+    if kind in (None, type(None)):
         return value is None
-    return isinstance(value, annotation) if annotation in (bool, str, dict, list) else True
+    return isinstance(value, kind) if kind in (bool, str, dict, list) else True
 
 
-def describe(annotation: Any) -> str:
-    args = typing.get_args(annotation)
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+def describe(kind: Any) -> str:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
         return " or ".join(describe(arg) for arg in args)
-    if typing.get_origin(annotation) is Literal:
+    if origin is Literal:
         return " or ".join(str(arg) for arg in args)
-    if typing.get_origin(annotation) in (list, tuple):
+    if origin is tuple and Ellipsis not in args:
+        return f"[{', '.join(describe(arg) for arg in args)}]"
+    if origin in (list, tuple):
         return f"a list of {describe(args[0])}"
-    return "null" if annotation in (None, type(None)) else getattr(annotation, "__name__", str(annotation))
+    return "null" if kind in (None, type(None)) else getattr(kind, "__name__", str(kind))
 
 
 def options_knobs(options: type) -> dict[str, Knob]:
@@ -134,69 +145,81 @@ def options_knobs(options: type) -> dict[str, Knob]:
 
 
 @functools.cache
-def knobs(target: str) -> dict[str, Knob]:
-    """The parameters of a class's constructor or of a function: from its module's source if it is defined there, so that checking a
-    config imports no torch; else from the object itself."""
+def knobs(key: str, target: str) -> dict[str, Knob]:
+    """The parameters of a class's constructor or of a function: from its module's source if that tells them, so that checking
+    a config imports no torch; else from the object itself."""
     module, _, name = target.rpartition(".")
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
         spec = None
     if spec and spec.origin and spec.origin.endswith(".py"):
-        body = {
-            n.name: n
-            for n in ast.parse(Path(spec.origin).read_text()).body
-            if isinstance(n, ast.ClassDef | ast.FunctionDef)
-        }
-        if name in body:
-            return _read(body[name], body)
-    parameters = inspect.signature(locate(target)).parameters
-    return {name: Knob(Any, parameter.default) for name, parameter in parameters.items()}
+        tree = ast.parse(Path(spec.origin).read_text())
+        body = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        found = _read(body[name], body) if name in body else None
+        if found is not None:
+            return found
+    parameters = inspect.signature(locate(key, target)).parameters.values()
+    return {ANY_NAME if p.kind is p.VAR_KEYWORD else p.name: Knob(Any, p.default) for p in parameters}
 
 
-def _read(node: ast.ClassDef | ast.FunctionDef, body: Mapping[str, ast.ClassDef | ast.FunctionDef]) -> dict[str, Knob]:
-    if isinstance(node, ast.ClassDef):
-        for item in node.body:
-            if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-                return _read(item, body)
-        fields: dict[str, Knob] = {}  # of a dataclass, its bases' first
-        for base in node.bases:
-            if isinstance(base, ast.Name) and base.id in body:
-                fields |= _read(body[base.id], body)
-        own = [item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
-        return fields | {ast.unparse(item.target): Knob(_annotation(item.annotation), item.value) for item in own}
-    arguments = [a for a in (*node.args.posonlyargs, *node.args.args) if a.arg != "self"]
-    defaults = [NO_DEFAULT] * (len(arguments) - len(node.args.defaults)) + list(node.args.defaults)
-    pairs = [*zip(arguments, defaults, strict=True), *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)]
-    return {a.arg: Knob(_annotation(a.annotation), NO_DEFAULT if default is None else default) for a, default in pairs}
+Definition = ast.ClassDef | ast.FunctionDef
+
+
+def _read(node: Definition, body: Mapping[str, Definition]) -> dict[str, Knob] | None:
+    """None where the constructor is not in this source."""
+    if isinstance(node, ast.FunctionDef):
+        return _parameters(node.args)
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+            return _parameters(item.args)
+    bases = [body.get(ast.unparse(base)) for base in node.bases]
+    inherited = [base and _read(base, body) for base in bases]
+    if None in inherited:
+        return None
+    if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+        return inherited[0] if inherited else {}
+    fields: dict[str, Knob] = {}
+    for base in reversed(inherited):
+        fields |= base or {}
+    for item in node.body:
+        if isinstance(item, ast.AnnAssign) and "ClassVar" not in ast.unparse(item.annotation):
+            fields[ast.unparse(item.target)] = Knob(_annotation(item.annotation), item.value or NO_DEFAULT)
+    return fields
+
+
+def _parameters(args: ast.arguments) -> dict[str, Knob]:
+    named = [a for a in (*args.posonlyargs, *args.args) if a.arg != "self"]
+    defaults = [None] * (len(named) - len(args.defaults)) + list(args.defaults)
+    pairs = [*zip(named, defaults, strict=True), *zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    known = {a.arg: Knob(_annotation(a.annotation), default or NO_DEFAULT) for a, default in pairs}
+    return known | ({ANY_NAME: Knob(Any)} if args.kwarg else {})
 
 
 def _annotation(node: ast.expr | None) -> Any:
     """The type, where it is made of plain ones; else Any."""
-    if node is None:
-        return Any
-    plain = {
-        "int": int,
-        "float": float,
-        "bool": bool,
-        "str": str,
-        "list": list,
-        "tuple": tuple,
-        "dict": dict,
-        "Literal": Literal,
-    }
     try:
-        return eval(ast.unparse(node), {"__builtins__": {}}, plain)
+        return eval(ast.unparse(node), {"__builtins__": {}}, PLAIN) if node else Any
     except (NameError, TypeError, AttributeError, SyntaxError):
         return Any
 
 
-def locate(target: str) -> Any:
+def locate(key: str, target: str) -> Any:
     module, _, name = target.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, ValueError, AttributeError) as error:
-        raise ConfigError(f"_target_={target}: {error}; name an importable class or function") from None
+        raise ConfigError(f"{key}._target_={target}: {error}; name an importable class or function") from None
+
+
+def arguments(node: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in node.items() if name not in ("_target_", "_partial_")}
+
+
+def settings(options: type[T], values: Mapping[str, Any]) -> T:
+    """The dataclass `options` from its section; one inside of it likewise."""
+    kinds = {name: knob.annotation for name, knob in options_knobs(options).items() if name in values}
+    return options(**{k: settings(t, values[k]) if dataclasses.is_dataclass(t) else values[k] for k, t in kinds.items()})
 
 
 def build(key: str, node: Mapping[str, Any], allow: Iterable[str]) -> Any:
@@ -204,7 +227,6 @@ def build(key: str, node: Mapping[str, Any], allow: Iterable[str]) -> Any:
 
     The allowed packages are checked on the object itself: a name that leads elsewhere through a module's imports is refused.
     """
-    target: Callable[..., Any] = locate(node["_target_"])
+    target: Callable[..., Any] = locate(key, node["_target_"])
     refuse_target(key, node["_target_"], getattr(target, "__module__", None) or "builtins", allow)
-    arguments = {k: v for k, v in node.items() if k not in ("_target_", "_partial_")}
-    return functools.partial(target, **arguments) if node.get("_partial_") else target(**arguments)
+    return functools.partial(target, **arguments(node)) if node.get("_partial_") else target(**arguments(node))

@@ -27,10 +27,10 @@ class Ranks:
     def __init__(self, place: Place, accelerator: str, backend: str, timeout_s: float) -> None:
         self.rank, self.world = place.rank, place.world
         self.device = pick_device(accelerator, place.local_rank)
+        self.backend = pick_backend(backend, self.device)
         if self.world == 1:
             return
         self.timeout = timedelta(seconds=timeout_s)
-        self.backend = pick_backend(backend, self.device)
         store = dist.FileStore(place.store, self.world) if place.store else None
         dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world, timeout=self.timeout)
         self.host = dist.new_group(backend="gloo", timeout=self.timeout)
@@ -76,11 +76,20 @@ class Ranks:
             dist.destroy_process_group()
 
 
+def count_gpus(accelerator: str) -> int:
+    """CUDA devices that a run on this node may use; makes no context on any."""
+    count = torch.cuda.device_count() if accelerator != "cpu" and torch.cuda.is_available() else 0
+    if accelerator == "cuda" and not count:
+        raise ConfigError(
+            "trainer.accelerator=cuda: torch sees no CUDA device; use trainer.accelerator=cpu, or a CUDA build of torch"
+        )
+    return count
+
+
 def pick_device(accelerator: str, local_rank: int) -> torch.device:
-    cuda = torch.cuda.is_available() if accelerator == "auto" else accelerator == "cuda"
-    if not cuda:
+    count = count_gpus(accelerator)
+    if not count:
         return torch.device("cpu")
-    count = torch.cuda.device_count()
     if local_rank >= count:
         raise ConfigError(
             f"trainer.devices: this node has {count} CUDA device(s), and a rank needs number {local_rank}; "

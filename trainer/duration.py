@@ -1,5 +1,6 @@
 """One vocabulary for every duration: "200 steps", "2 epochs", "1e6 samples", "30 minutes"; a bare number is steps."""
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ class Duration:
             amount = float(match[1]) if match else -1.0
         except ValueError:
             amount = -1.0
-        if amount < 0 or not unit:
+        if not 0 <= amount < math.inf or not unit:
             raise ConfigError(f"{key}={text}: not a duration; write for example {key}='200 steps' ({', '.join(UNITS)})")
         return cls(amount, unit)
 

@@ -1,5 +1,8 @@
 """The errors that are the user's to mend: `main` prints them as one line, without a traceback."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class ConfigError(ValueError):
     """A setting that can't work: the message names the key, its value, the reason and the way out. Exit code 78."""
@@ -11,3 +14,20 @@ class DataError(ValueError):
 
 def exit_code(error: BaseException) -> int:
     return 78 if isinstance(error, ConfigError) else 71 if isinstance(error, DataError) else 1
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The way out of a name that is not among `names`."""
+    known = sorted(names)
+    near = difflib.get_close_matches(name, known, 3, 0.5)
+    return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known) or 'none'}"
+
+
+def require(key: str, value: float | None, at_least: float | None = None, above: float | None = None) -> None:
+    """Raises:
+    ConfigError: for a number outside of the range, and for NaN. None passes.
+    """
+    if value is not None and at_least is not None and not value >= at_least:
+        raise ConfigError(f"{key}={value}: must be at least {at_least}")
+    if value is not None and above is not None and not value > above:
+        raise ConfigError(f"{key}={value}: must be more than {above}")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.errors import ConfigError, DataError, exit_code
+from trainer.errors import ConfigError, DataError, exit_code, nearest
 
 HERE = Path(__file__).parent
 CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # in a wheel, in a checkout
@@ -109,38 +109,50 @@ def compose(arguments: list[str], folders: list[Path]) -> list[Job]:
     """Hydra's part: groups, overrides, multirun. Without a job where it only shows something."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
-
-    from trainer.hints import explain
+    from omegaconf import DictConfig, OmegaConf
 
     jobs: list[Job] = []
     flags = [word for folder in folders[1:] for word in ("--config-dir", str(folder))]
 
-    def collect(config: Any) -> None:
+    def collect(config: DictConfig) -> None:
         chosen = HydraConfig.get()
         typed = [override.removeprefix("++") for override in chosen.overrides.task]
-        jobs.append(Job(config.copy(), chosen.runtime.choices.get("recipe") or "run", [*flags, *typed]))
+        recipe = dict(chosen.runtime.choices).get("recipe")
+        jobs.append(Job(OmegaConf.to_container(config, resolve=True), recipe, [*flags, *typed]))
 
-    # Flags first: argparse takes the overrides in one piece only.
     words = [normal(word, folders) for word in arguments]
-    sys.argv[1:] = sorted(words, key=lambda word: "=" in word and not word.startswith("-"))
+    sys.argv[1:] = sorted(words, key=is_override)  # argparse takes positional arguments in one piece only
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
             hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(collect)()
-        return [job._replace(config=resolved(job.config)) for job in jobs]
     except SystemExit as stop:
-        if not stop.code:
-            raise
-        raise ConfigError(f"{said.getvalue().strip().rpartition('error: ')[2]}; settings are KEY=VALUE") from None
+        if stop.code:
+            raise ConfigError(f"{said.getvalue().strip().rpartition('error: ')[2]}; see --help") from None
+        raise
     except Exception as error:
         raise ConfigError(explain(error, folders)) from None
+    sys.stderr.write(said.getvalue())
+    return jobs
 
 
-def resolved(config: Any) -> Any:
-    from omegaconf import OmegaConf
+def explain(error: Exception, folders: list[Path]) -> str:
+    """Hydra's error in one line."""
+    from hydra.errors import MissingConfigException, OverrideParseException
 
-    return OmegaConf.to_container(config, resolve=True)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        known = choices(group, folders)
+        return f"{group}={name}: there is no such {group.removesuffix('s')}; {nearest(name, known)}"
+    if isinstance(error, OverrideParseException):
+        word = error.override.removeprefix("++")
+        return f"{word}: can't be read as KEY=VALUE; quote it for the shell, as in '+callbacks=[a,b]'"
+    return f"{' '.join(str(error).split())}; see --cfg job"
+
+
+def is_override(word: str) -> bool:
+    return word.startswith("~") or ("=" in word and not word.startswith("-"))
 
 
 def normal(word: str, folders: list[Path]) -> str:
@@ -156,7 +168,7 @@ def normal(word: str, folders: list[Path]) -> str:
     if any((folder / name).is_dir() for folder in folders):
         if value == "null":
             raise ConfigError(f"{word}: a run needs one; there are {', '.join(choices(name, folders))}")
-        return f"{name}={value}"
+        return word
     return f"++{name}={value}"
 
 

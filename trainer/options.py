@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from trainer.duration import Duration
+from trainer.errors import ConfigError, require
+
 
 @dataclass(frozen=True)
 class CheckpointOptions:
@@ -12,9 +15,12 @@ class CheckpointOptions:
     every_steps: int | None = 1000
     every_minutes: float | None = 30.0  # by rank 0's clock
     keep: int = 2  # newest valid checkpoints kept; at least 1
-    keep_best: str | None = (
-        None  # a validation metric, smaller is better: "val/loss"; "max val/accuracy" turns it round
-    )
+    keep_best: str | None = None  # a metric, smaller is better: "val/loss"; "max val/accuracy" turns it round
+
+    def __post_init__(self) -> None:
+        require("trainer.checkpoint.every_steps", self.every_steps, at_least=1)
+        require("trainer.checkpoint.every_minutes", self.every_minutes, above=0)
+        require("trainer.checkpoint.keep", self.keep, at_least=1)
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,9 @@ class DDPOptions:
     static_graph: bool = False
     gradient_as_bucket_view: bool = False
 
+    def __post_init__(self) -> None:
+        require("trainer.ddp.bucket_mib", self.bucket_mib, above=0)
+
 
 @dataclass(frozen=True)
 class DataOptions:
@@ -33,6 +42,11 @@ class DataOptions:
     prefetch: int = 2  # micro-batches ahead per worker
     lanes: int = 64  # shards mixed in every batch; part of the run's identity
     block: int = 512  # samples shuffled together inside a lane; part of the run's identity
+
+    def __post_init__(self) -> None:
+        require("data.workers", self.workers, at_least=0)
+        for key in ("prefetch", "lanes", "block"):
+            require(f"data.{key}", getattr(self, key), at_least=1)
 
 
 @dataclass(frozen=True)
@@ -58,3 +72,15 @@ class Options:
     allow_targets: list[str] = field(default_factory=list)  # packages beside Echelon's that _target_ may name
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     ddp: DDPOptions = field(default_factory=DDPOptions)
+
+    def __post_init__(self) -> None:
+        if self.devices != "auto":
+            require("trainer.devices", self.devices, at_least=1)
+        for key in ("nodes", "log_every_steps"):
+            require(f"trainer.{key}", getattr(self, key), at_least=1)
+        for key in ("max_steps", "max_epochs", "seed"):
+            require(f"trainer.{key}", getattr(self, key), at_least=0)
+        for key in ("clip_norm", "timeout_s"):
+            require(f"trainer.{key}", getattr(self, key), above=0)
+        if self.validate_every is not None and not Duration.parse(self.validate_every, "trainer.validate_every").amount:
+            raise ConfigError(f"trainer.validate_every={self.validate_every}: must be more than 0; null: at the end only")

@@ -46,6 +46,8 @@ class Plan:
         self.micro, self.accumulate = split_batch(batch, world, micro_batch, accumulate)
         self.callbacks = arrange(callbacks, self.features())
         self.resumed, self.manifest = self._find_checkpoint(rank, first)
+        if options.init_from and not self.resumed:
+            weights_file(options.init_from)
         if rank:
             first(None)
         self.source = open_source(recipe, "train", options.seed)
@@ -112,8 +114,6 @@ class Plan:
         every = Duration.parse(text, key)
         if every.unit != "minutes":
             every = Duration(every.steps(key, self.batch, self.epoch_samples))
-        if not every.amount:
-            raise ConfigError(f"{key}={text}: must be more than 0; null never does it")
         return every
 
     def validates_at(self, step: int) -> bool:
@@ -130,6 +130,19 @@ class Plan:
         ]
         own = {"seed": self.options.seed, "batch": self.batch, "data": data, "callbacks": stateful}
         return own | {"lanes": self.data.lanes, "block": self.data.block}
+
+
+def weights_file(source: str) -> Path:
+    """What `trainer.init_from` means.
+
+    Raises:
+        ConfigError: neither a checkpoint nor a file.
+    """
+    path = Path(source)
+    file = path / "model.safetensors" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"trainer.init_from={source}: no such checkpoint or .safetensors file; give one of the two")
+    return file
 
 
 def refuse_differences(saved: Mapping[str, Any], own: Mapping[str, Any], accept: list[str]) -> None:

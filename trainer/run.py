@@ -1,49 +1,71 @@
 """The folder of a run, its log, and its summary."""
 
+import contextlib
+import itertools
 import json
 import logging
 import math
 import os
 import platform
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from trainer.checkpoint import commit
 from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainer.plan import Plan
 
 log = logging.getLogger("echelon")
 
 
-def make_run_dir(run_dir: str | None, name: str, resumed: bool) -> Path:
-    """The folder `run_dir`, or a new one `runs/<name>-<time>`.
+def make_run_dir(plan: "Plan", name: str) -> Path:
+    """The folder of the run: as given, or of the run that goes on, or a new one `runs/<name>-<time>`.
 
     Raises:
-        ConfigError: where the folder holds another run.
+        ConfigError: where it, or the folder of its checkpoints, can't be written or holds another run.
     """
-    if run_dir is None:
-        stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        folder = stem
-        for n in range(2, 1000):
-            try:
-                folder.mkdir(parents=True)
-                return folder
-            except FileExistsError:
-                folder = stem.with_name(f"{stem.name}-{n}")
-            except OSError as error:
-                raise ConfigError(
-                    f"trainer.run_dir=null: can't make {folder}: {error.strerror}; give trainer.run_dir"
-                ) from None
-    folder = Path(run_dir or "")
-    if (folder / "metrics.jsonl").exists() and not resumed:
+    options, resumed = plan.options, plan.resumed
+    root = Path(options.checkpoint.dir)
+    make_writable("trainer.checkpoint.dir", root)
+    given = options.run_dir or plan.manifest.get("run_dir")
+    if given is None:
+        return make_new(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", root)
+    folder = Path(given)
+    again = options.resume == "auto" or (resumed is not None and resumed.parent.name == folder.name)
+    if any((folder / file).exists() for file in ("metrics.jsonl", "summary.json")) and not again:
+        raise ConfigError(f"trainer.run_dir={given}: holds a run already; go on by trainer.resume=auto, or give another")
+    saved = root / folder.name
+    if commit.checkpoints(saved) and (resumed is None or resumed.parent.resolve() != saved.resolve()):
         raise ConfigError(
-            f"trainer.run_dir={run_dir}: holds a run already; go on by trainer.resume=auto, or give another folder"
+            f"trainer.run_dir={given}: {saved} holds checkpoints of a run of this name; go on by trainer.resume=auto, "
+            "or give another trainer.run_dir or trainer.checkpoint.dir"
         )
+    make_writable("trainer.run_dir", folder)
+    return folder
+
+
+def make_new(stem: Path, root: Path) -> Path:
+    make_writable("trainer.run_dir", stem.parent)
+    for n in itertools.count(1):
+        folder = stem.with_name(f"{stem.name}-{n}") if n > 1 else stem
+        if not (root / folder.name).exists():
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+    raise AssertionError("unreachable")
+
+
+def make_writable(key: str, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
-        raise ConfigError(f"trainer.run_dir={run_dir}: can't make it: {error.strerror}; give another folder") from None
-    return folder
+        raise ConfigError(f"{key}={folder}: can't be written: {error.strerror}; give another folder") from None
 
 
 def show_log(rank: int) -> None:

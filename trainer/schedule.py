@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainer.duration import Duration
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, require
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,10 @@ class Schedule:
     warmup: int | str = 0
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     reference_batch: int = 256
+
+    def __post_init__(self) -> None:
+        Duration.parse(self.warmup, "schedule.warmup")
+        require("schedule.reference_batch", self.reference_batch, at_least=1)
 
     def shape(self, progress: float) -> float:
         """The factor at `progress` in [0, 1] of the steps after the warm-up."""
@@ -88,6 +92,11 @@ class OneCycle(Schedule):
     start: float = 0.04
     floor: float = 4e-6
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.rise < 1:
+            raise ConfigError(f"schedule.rise={self.rise}: must be between 0 and 1, without either")
+
     def shape(self, progress: float) -> float:
         low, x = (
             (self.start, progress / self.rise)
@@ -103,6 +112,10 @@ class Cyclic(Schedule):
 
     cycles: int = 4
     floor: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("schedule.cycles", self.cycles, at_least=1)
 
     def shape(self, progress: float) -> float:
         x = progress * self.cycles % 1.0

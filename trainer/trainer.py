@@ -94,9 +94,7 @@ class Trainer:
         self._build(optimizer)
 
     def _open_run(self) -> None:
-        run_dir = self.options.run_dir or self.plan.manifest.get("run_dir")
-        if self.rank == 0:
-            run_dir = str(make_run_dir(run_dir, self.name, self.plan.resumed is not None))
+        run_dir = "" if self.rank else str(make_run_dir(self.plan, self.name))
         self.run_dir = Path(self.ranks.first(run_dir))
         start_log(self.run_dir, self.rank)
 
@@ -192,9 +190,7 @@ class Trainer:
     def _train_step(self, data: Step) -> None:
         self.generator.manual_seed(self.seed_base + self.step * 0x9E3779B97F4A7C15 & 0x7FFFFFFFFFFFFFFF)
         agreed = self.ranks.agree((*self._wishes(), sum(data.weights)))  # a collective beside the forward pass
-        rate = self.plan.rate(self.step)
-        for group, peak in zip(self.optimizer.param_groups, self.peak_lr, strict=True):
-            group["lr"] = peak * rate
+        self._set_rates()
         self.data, self.losses = data, []
         for i, (batch, weight) in enumerate(zip(data.batches, data.weights, strict=True), start=1):
             if self.accumulate > 1:
@@ -216,6 +212,11 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.samples += self.batch
+
+    def _set_rates(self) -> None:
+        factor = self.plan.rate(self.step)
+        for group, peak in zip(self.optimizer.param_groups, self.peak_lr, strict=True):
+            group["lr"] = peak * factor
 
     def _wishes(self) -> tuple[int, int, int]:
         """What this rank would like the step to end with: stop, save, validate. The clock is rank 0's."""

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.checkpoint import commit
 from trainer.checkpoint.state import load_optimizer_state, load_state, optimizer_state, save_state
 from trainer.errors import ConfigError
-from trainer.plan import refuse_differences
+from trainer.plan import refuse_differences, weights_file
 from trainer.run import log, versions
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ def state_dict(trainer: "Trainer") -> dict[str, Any]:
         "samples": trainer.samples,
         "seconds": trainer.seconds,
         "best": trainer.best,
+        "validation": trainer.validation,
+        "validated_step": trainer.validated_step,
     }
 
 
@@ -74,7 +76,9 @@ def manifest(trainer: "Trainer") -> dict[str, Any]:
         "world": trainer.world,
         "identity": trainer.plan.identity() | model_identity(trainer),
         "buckets": buckets(trainer.model),
-        "metrics": {name: value for name, value in measured.items() if math.isfinite(value)},  # else no candidate for best
+        "metrics": {
+            name: value for name, value in measured.items() if math.isfinite(value)
+        },  # else no candidate for best
         "versions": versions(),
     }
 
@@ -115,9 +119,8 @@ def load(trainer: "Trainer", path: Path) -> None:
         load_optimizer_state(trainer.optimizer, trainer.module, state["optimizer"])
     if state["scaler"]:  # empty where the run was not in fp16
         trainer.scaler.load_state_dict(state["scaler"])
-    trainer.step, trainer.samples, trainer.seconds, trainer.best = (
-        state[k] for k in ("step", "samples", "seconds", "best")
-    )
+    for name in ("step", "samples", "seconds", "best", "validation", "validated_step"):
+        setattr(trainer, name, state[name])
     for name, callback in trainer.callbacks.items():
         if name in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][name])
@@ -136,10 +139,7 @@ def load(trainer: "Trainer", path: Path) -> None:
 
 def load_weights(module: nn.Module, source: str) -> None:
     """The weights of a checkpoint, or of a .safetensors file with the same names (`trainer.init_from`)."""
-    path = Path(source)
-    file = path / "model.safetensors" if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigError(f"trainer.init_from={source}: no such checkpoint or .safetensors file; give one of the two")
+    file = weights_file(source)
     try:
         missing, unexpected = module.load_state_dict(load_file(file), strict=False)
     except (RuntimeError, SafetensorError) as error:
