@@ -9,7 +9,7 @@ Ours: the vocabulary (recipes/corpus.py), and all of bert_tiny.
 """
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +50,7 @@ class Bert:
 
     def __init__(
         self,
-        text: str | Sequence[str] | None = None,
+        text: str | list[str] | None = None,
         cache: str | None = None,
         val_fraction: float = 0.05,
         vocab: int = 30528,

@@ -1,7 +1,7 @@
 """Documents to token shards: a WordPiece vocabulary, packed sequences; built once into a cache folder.
 
 `CACHE/HASH/` has `train-*.tar` and `val-*.tar` (WebDataset; `npy` is a sequence of token ids), `vocab.txt` and
-`meta.json`. The hash is of the files' names, sizes and times, and of the settings. The same text gives the same bytes.
+`meta.json`. The hash is of the files' paths, sizes and times, and of the settings. The same text gives the same bytes.
 
 - The split is by document, by a hash of its name: a document stays in its split when others come and go.
 - The vocabulary is BERT's WordPiece, from the training split. Case and accents stay: they tell names in code apart.
@@ -17,7 +17,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -60,7 +60,7 @@ class Corpus:
         return {token: i for i, token in enumerate(tokens)}
 
 
-def prepare(text: str | Sequence[str] | None, cache: str | None, settings: Settings) -> Corpus:
+def prepare(text: str | list[str] | None, cache: str | None, settings: Settings) -> Corpus:
     """The shards of `text` under `cache` (null: the user's cache folder), built if they are not there.
 
     Raises:
@@ -68,8 +68,8 @@ def prepare(text: str | Sequence[str] | None, cache: str | None, settings: Setti
     """
     source = Source(text)
     root = Path(cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "echelon")).expanduser()
-    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in source.stats.items()]
-    identity = [FORMAT, importlib.metadata.version("tokenizers"), asdict(settings), files]
+    files = [(os.path.abspath(source.files[name]), s.st_size, s.st_mtime_ns) for name, s in source.stats.items()]
+    identity = [FORMAT, importlib.metadata.version("tokenizers"), asdict(settings), list(source.files), files]
     folder = root / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     try:
         if not folder.exists():
@@ -111,9 +111,7 @@ def _build(source: Source, folder: Path, settings: Settings) -> None:
         "files": len(source.files),
         "hidden": source.hidden,
         "vocabulary": len(tokens),
-        "tokens": {
-            split: int(count.sum()) for split, count in counts.items()
-        },  # each ends a document or is of its text
+        "tokens": {split: int(count.sum()) for split, count in counts.items()},
         "unknown": {split: int(count[UNK]) for split, count in counts.items()},
         "unigram_entropy_nats": float(-(share * np.log(share)).sum()),
         **asdict(settings),

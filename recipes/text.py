@@ -5,7 +5,7 @@ import logging
 import os
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ class Source:
         ConfigError: naming recipe.text and the file; from `documents` also.
     """
 
-    def __init__(self, text: str | Sequence[str] | None) -> None:
+    def __init__(self, text: str | list[str] | None) -> None:
         standard_library = sysconfig.get_path("stdlib")
         roots = [standard_library] if text is None else [text] if isinstance(text, str) else list(text)
         self.label = "null" if text is None else ",".join(roots)
@@ -49,7 +49,7 @@ class Source:
                 self.files[name if len(roots) == 1 else f"{root}/{name}"] = path
         for name, path in self.files.items():
             if not path.is_file():
-                raise self.error(f"{name} is no file that exists; give files or folders of text")
+                raise self.error(f"{name} does not exist, or is no file; give files or folders of text")
         self.stats = {name: path.stat() for name, path in self.files.items()}
         if not any(stat.st_size for stat in self.stats.values()):
             raise self.empty()

@@ -39,7 +39,9 @@ def test_it_divides_or_is_refused_with_what_does(batch, world, micro_batch, accu
 def check_batches(offers: list[int], batch: int, world: int, micro_batch: int | None, accumulate: int | None) -> None:
     assert offers and all(split_batch(offer, world, micro_batch, accumulate) for offer in offers)
     nearest = min(abs(offer - batch) for offer in offers)
-    assert not any(divides(other, world, micro_batch, accumulate) for other in range(max(1, batch - nearest + 1), batch + nearest))
+    assert not any(
+        divides(other, world, micro_batch, accumulate) for other in range(max(1, batch - nearest + 1), batch + nearest)
+    )
 
 
 def check_others(offers: dict[str, list[int]], batch: int, world: int, given: dict[str, int | None]) -> None:
@@ -61,7 +63,8 @@ def check_others(offers: dict[str, list[int]], batch: int, world: int, given: di
         ((3, 8, None, None), "batch=3: does not divide into 8 rank(s); nearest that do: batch=8"),
         (
             (64, 4, 6, None),
-            "batch=64: does not divide into 4 rank(s), micro_batch=6; nearest that do: batch=48, batch=72; or micro_batch=4",
+            "batch=64: does not divide into 4 rank(s), micro_batch=6; nearest that do: batch=48, batch=72; "
+            "or micro_batch=4",
         ),
         (
             (64, 4, 8, 4),

@@ -29,7 +29,10 @@ def agreements(place: Place) -> dict:
         "gathered": ranks.gather({"name": "x" * place.rank * 7, "none": None, "rank": place.rank}),
         "first": ranks.first(["from", place.rank]),
         "groups": len({id(ranks.new_group()) for _ in range(2)}),
-        "timeouts": {ranks.host._get_backend(CPU).options._timeout, dist.group.WORLD._get_backend(CPU).options._timeout},
+        "timeouts": {
+            ranks.host._get_backend(CPU).options._timeout,
+            dist.group.WORLD._get_backend(CPU).options._timeout,
+        },
     }
     ranks.close()
     return result | {"closed": not dist.is_initialized()}
@@ -119,7 +122,9 @@ def test_devices(monkeypatch):
     assert pick_device("cpu", 3) == CPU
     assert pick_device("auto", 1) == pick_device("cuda", 1) == torch.device("cuda", 1)
     assert chosen == [1, 1]
-    message = "this node has 2 CUDA device(s), and a rank needs number 2; use trainer.devices=2 or trainer.accelerator=cpu"
+    message = (
+        "this node has 2 CUDA device(s), and a rank needs number 2; use trainer.devices=2 or trainer.accelerator=cpu"
+    )
     with pytest.raises(ConfigError, match=re.escape(message)):
         pick_device("auto", 2)
 

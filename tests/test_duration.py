@@ -28,7 +28,8 @@ def test_parse(text, amount, unit):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "steps", "-1 steps", "-1", "5 parsecs", "5 stepss", "nan", "inf steps", "1.2.3", "1e5x", "5 s", "_", True]
+    "text",
+    ["", "steps", "-1 steps", "-1", "5 parsecs", "5 stepss", "nan", "inf steps", "1.2.3", "1e5x", "5 s", "_", True],
 )
 def test_what_is_no_duration_is_refused_with_an_example(text):
     with pytest.raises(ConfigError) as refusal:

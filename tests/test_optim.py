@@ -1,4 +1,4 @@
-"""Optimizers: LAMB against the paper's algorithm in NumPy; which parameters decay; a bucket's step is the whole step's part."""
+"""Optimizers: LAMB against the paper's algorithm in NumPy; what decays; a bucket's step is part of the whole step."""
 
 import numpy as np
 import pytest
@@ -77,10 +77,18 @@ def test_only_the_matrices_shrink_where_gradients_are_zero(maker):
         torch.testing.assert_close(p.detach(), before[name] * factor, msg=name)
 
 
-@pytest.mark.parametrize("maker", [adamw, sgd])
-def test_fused_where_torch_has_it(maker):
-    optimizer = maker(parameter_groups(nn.Linear(4, 4)))
-    assert [group["fused"] for group in optimizer.param_groups] == [True, True]
+def test_adamw_is_fused():
+    assert [group["fused"] for group in adamw(parameter_groups(nn.Linear(4, 4))).param_groups] == [True, True]
+
+
+@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_step_goes_against_the_gradient_in_every_type(maker, dtype):
+    p = nn.Parameter(torch.ones(4, 4, dtype=dtype))
+    optimizer = maker([{"params": [p]}], lr=0.5)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert (p < 0.9).all()
 
 
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)

@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 import torch
-from toy_recipe import Toy
 from torch import nn
+from toy_recipe import Toy
 
 from trainer.callback import Callback
 from trainer.callbacks.overlap import Overlap

@@ -24,7 +24,9 @@ def rate(schedule: Schedule, batch: int = 256):
 
 @pytest.mark.parametrize("kind", (Constant, Linear, Cosine))
 def test_warm_up_rises_by_the_same_amount_each_step(kind):
-    assert [rate(kind(warmup=WARMUP))(step) for step in range(11)] == pytest.approx([n / 10 for n in range(1, 11)] + [1])
+    assert [rate(kind(warmup=WARMUP))(step) for step in range(11)] == pytest.approx(
+        [n / 10 for n in range(1, 11)] + [1]
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""From a composed config to objects. Checked first against the constructors' signatures, read from source, not imported."""
+"""From a composed config to objects, checked first against the constructors' signatures as their source has them."""
 
 import ast
 import dataclasses
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from trainer.errors import ConfigError, nearest
+from trainer.errors import ConfigError, nearest, require
 from trainer.options import DataOptions, Options
 
 ALLOWED = ("trainer", "recipes", "torch.nn", "torch.optim", "transformers")
@@ -38,21 +38,23 @@ def check(config: Mapping[str, Any]) -> None:
     """
     for key in config:
         if key not in TOP:
-            raise ConfigError(f"{key}: no such key; {nearest(key, TOP)}")
+            raise ConfigError(f"{key}={shown(config[key])}: no such key; {nearest(key, TOP)}")
     for key in TOP:
         if key not in config:
             raise ConfigError(f"{key}: is missing; a run can't be without it")
     refuse_missing(config, "")
-    for key, kind in (("batch", int), ("micro_batch", int | None), ("accumulate", int | None), ("callbacks", dict)):
-        check_type(key, config[key], kind)
+    for key in ("batch", "micro_batch", "accumulate"):
+        check_type(key, config[key], int if key == "batch" else int | None)
+        require(key, config[key], at_least=1)
+    check_type("callbacks", config["callbacks"], dict)
     for key, options in (("trainer", Options), ("data", DataOptions)):
         check_values(key, config[key], options_knobs(options))
         settings(options, config[key])  # refuses what is out of range
     allow = (*ALLOWED, *config["trainer"].get("allow_targets", ()))
     for name, node in config["callbacks"].items():
         if not isinstance(node, Mapping) or "_target_" not in node:
-            others = config["callbacks"].keys() - {name}
-            raise ConfigError(f"callbacks.{name}: not in this run: add it by '+callbacks=[{name}]'; {nearest(name, others)}")
+            others = ", ".join(config["callbacks"].keys() - {name})
+            raise ConfigError(f"callbacks.{name}: not in this run, which has {others}; '+callbacks=[{name}]' adds it")
         check_node(f"callbacks.{name}", node, allow)
     for key in ("recipe", "optimizer", "schedule"):
         check_node(key, config[key], allow)
@@ -73,6 +75,8 @@ def check_node(key: str, node: Any, allow: Iterable[str]) -> None:
         raise ConfigError(f"{key}={node}: has no _target_; choose one by {key}=NAME, see --help")
     target = node["_target_"]
     check_type(f"{key}._target_", target, str)
+    if "." not in target:
+        raise ConfigError(f"{key}._target_={target}: not a full name; write package.module.Name")
     refuse_target(key, target, target, allow)
     known = knobs(key, target)
     check_values(key, arguments(node), known)
@@ -94,7 +98,7 @@ def check_values(key: str, values: Any, known: Mapping[str, Knob]) -> None:
     check_type(key, values, dict)
     for name, value in values.items():
         if name not in known and ANY_NAME not in known:
-            raise ConfigError(f"{key}.{name}: no such key; {nearest(name, known)}")
+            raise ConfigError(f"{key}.{name}={shown(value)}: no such key; {nearest(name, known)}")
         kind = known[name].annotation if name in known else Any
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
             check_values(f"{key}.{name}", value, options_knobs(kind))
@@ -104,8 +108,14 @@ def check_values(key: str, values: Any, known: Mapping[str, Knob]) -> None:
 
 def check_type(key: str, value: Any, kind: Any) -> None:
     if not fits(value, kind):
-        choice = isinstance(value, str) and "Literal" in str(kind)  # then its type is not what is wrong
-        raise ConfigError(f"{key}={value}: must be {describe(kind)}" + ("" if choice else f", not {describe(type(value))}"))
+        typed = not isinstance(value, list) and not (isinstance(value, str) and "Literal" in str(kind))
+        but = f", not {describe(type(value))}" if typed else ""  # else its type is not what is wrong
+        raise ConfigError(f"{key}={shown(value)}: must be {describe(kind)}{but}")
+
+
+def shown(value: Any) -> str:
+    """As YAML has it."""
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -146,8 +156,8 @@ def options_knobs(options: type) -> dict[str, Knob]:
 
 @functools.cache
 def knobs(key: str, target: str) -> dict[str, Knob]:
-    """The parameters of a class's constructor or of a function: from its module's source if that tells them, so that checking
-    a config imports no torch; else from the object itself."""
+    """The parameters of a class's constructor or of a function: from its module's source if that tells them, so that
+    checking a config imports no torch; else from the object itself."""
     module, _, name = target.rpartition(".")
     try:
         spec = importlib.util.find_spec(module)
@@ -218,14 +228,17 @@ def arguments(node: Mapping[str, Any]) -> dict[str, Any]:
 
 def settings(options: type[T], values: Mapping[str, Any]) -> T:
     """The dataclass `options` from its section; one inside of it likewise."""
-    kinds = {name: knob.annotation for name, knob in options_knobs(options).items() if name in values}
-    return options(**{k: settings(t, values[k]) if dataclasses.is_dataclass(t) else values[k] for k, t in kinds.items()})
+    given = dict(values)
+    for name, knob in options_knobs(options).items():
+        if dataclasses.is_dataclass(knob.annotation) and name in given:
+            given[name] = settings(knob.annotation, given[name])  # pyright: ignore[reportArgumentType] it is a type
+    return options(**given)
 
 
 def build(key: str, node: Mapping[str, Any], allow: Iterable[str]) -> Any:
     """The object that `node` describes, or with `_partial_` a function that still takes its first arguments.
 
-    The allowed packages are checked on the object itself: a name that leads elsewhere through a module's imports is refused.
+    The allowed packages are checked on the object itself: a name that leads elsewhere by a module's imports is refused.
     """
     target: Callable[..., Any] = locate(key, node["_target_"])
     refuse_target(key, node["_target_"], getattr(target, "__module__", None) or "builtins", allow)

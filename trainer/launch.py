@@ -1,4 +1,4 @@
-"""Who starts the ranks: torchrun, Open MPI or SLURM, found by their variables, or our own supervisor. Imports no torch."""
+"""Who starts the ranks: torchrun, Open MPI or SLURM (by their variables), or our own supervisor. No torch here."""
 
 import contextlib
 import ctypes
@@ -22,13 +22,13 @@ STOPPED = 75  # exit code: stopped by a signal with a checkpoint; start again to
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands among the ranks. `store` is a file for the rendezvous; empty: MASTER_ADDR and MASTER_PORT."""
+    """Where this process stands among the ranks."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
-    store: str = ""
+    store: str = ""  # a file to meet in; empty: by MASTER_ADDR and MASTER_PORT
     launcher: str = ""  # torchrun, mpirun, srun or echelon; empty: nobody, one process
 
 
@@ -62,8 +62,8 @@ def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: in
         )
     if nodes not in (1, place.world // per_node):
         raise ConfigError(
-            f"trainer.nodes={nodes}: {place.launcher} started {place.world} ranks on {place.world // per_node} node(s); "
-            "leave trainer.nodes out"
+            f"trainer.nodes={nodes}: {place.launcher} started {place.world} ranks on "
+            f"{place.world // per_node} node(s); leave trainer.nodes out"
         )
     return place
 
@@ -86,12 +86,12 @@ def _open_mpi(env: Mapping[str, str]) -> Place:
 
 def _slurm(env: MutableMapping[str, str]) -> Place:
     world, nodes = int(env["SLURM_NTASKS"]), int(env.get("SLURM_NNODES", "1"))
-    if world % nodes:
+    if world % nodes or "," in env.get("SLURM_STEP_TASKS_PER_NODE", ""):
         raise ConfigError(
             f"srun: {world} tasks on {nodes} nodes are not the same number on each; use --ntasks-per-node"
         )
     env.setdefault("MASTER_ADDR", first_host(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]))
-    env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 20000))
+    env.setdefault("MASTER_PORT", str(20000 + (int(env["SLURM_JOB_ID"]) + int(env["SLURM_STEP_ID"])) % 20000))
     return Place(int(env["SLURM_PROCID"]), world, int(env["SLURM_LOCALID"]), world // nodes, "", "srun")
 
 
@@ -101,7 +101,7 @@ def first_host(nodes: str) -> str:
     if not bracket or "," in name:
         return name.split(",")[0]
     inside, _, tail = rest.partition("]")
-    return name + inside.split(",")[0].split("-")[0] + tail.split(",")[0]
+    return first_host(name + inside.split(",")[0].split("-")[0] + tail)
 
 
 def private_folder(name: str) -> Path:
@@ -114,30 +114,36 @@ def private_folder(name: str) -> Path:
     return folder
 
 
-def die_with_parent() -> None:
-    """SIGKILL this process when its parent ends, however that ends (Linux)."""
+def die_with_parent(parent: int | None = None) -> None:
+    """SIGKILL this process when its parent ends, however that ends (Linux); exit if `parent` has ended already."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if parent not in (None, os.getppid()):
+        os._exit(1)
 
 
 def supervise(arguments: list[str], devices: int, logs: Path) -> int:
     """Run `python -m trainer.main ARGUMENTS` once a rank on this node, and return the run's exit code.
 
-    Ranks meet in a file of a private folder, so no port is opened but gloo's on loopback. Each is in a session of its own and
-    is killed with this process. SIGINT and SIGTERM are passed on; when a rank fails, the others get 5 s to say why, and the
-    traceback of the one that failed first is printed.
+    Ranks meet in a file of a private folder, so no port is opened but gloo's on loopback. Each is in a session of its
+    own and is killed with this process. SIGINT and SIGTERM are passed on; when a rank fails, the others get 5 s to end,
+    and the user is told of the one that failed first.
     """
     logs.mkdir(parents=True, exist_ok=True)
+    ranks: list[subprocess.Popen[bytes]] = []
+    passed: list[int] = []
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        passed.append(number)
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     with tempfile.TemporaryDirectory(prefix="echelon-") as private:
-        ranks = [_start(arguments, rank, devices, Path(private), logs) for rank in range(devices)]
-
-        def pass_on(number: int, _: FrameType | None) -> None:
-            for rank in ranks:
-                if rank.poll() is None:
-                    rank.send_signal(number)
-
-        before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
+            for rank in range(devices):
+                ranks.append(_start(arguments, rank, devices, Path(private), logs))
             codes = _wait(ranks)
         finally:
             for rank in ranks:
@@ -145,7 +151,7 @@ def supervise(arguments: list[str], devices: int, logs: Path) -> int:
                 rank.wait()
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return _verdict(codes, Path(private))
+        return _verdict(codes, Path(private), logs, passed)
 
 
 def _start(arguments: list[str], rank: int, devices: int, private: Path, logs: Path) -> "subprocess.Popen[bytes]":
@@ -154,9 +160,10 @@ def _start(arguments: list[str], rank: int, devices: int, private: Path, logs: P
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(devices),
         "LOCAL_WORLD_SIZE": str(devices),
+        "ECHELON_PARENT": str(os.getpid()),
         "ECHELON_STORE": str(private / "store"),
         "ECHELON_ERROR_FILE": str(private / f"error-{rank}.json"),
-        "GLOO_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices))),
     }
     command = [sys.executable, "-m", "trainer.main", *arguments]
@@ -166,34 +173,39 @@ def _start(arguments: list[str], rank: int, devices: int, private: Path, logs: P
         return subprocess.Popen(command, env=env, start_new_session=True, stdout=log, stderr=log)
 
 
-def _wait(ranks: "list[subprocess.Popen[bytes]]") -> list[int]:
-    """Exit codes of all; once one has failed, the rest are killed after 5 s."""
+def _wait(ranks: "list[subprocess.Popen[bytes]]") -> dict[int, int]:
+    """Exit codes of the ranks that ended by themselves: once one has failed, the others have 5 s."""
+    codes: dict[int, int] = {}
     deadline = float("inf")
-    while any(rank.poll() is None for rank in ranks):
-        if deadline == float("inf") and any(rank.returncode not in (None, 0, STOPPED) for rank in ranks):
-            deadline = time.monotonic() + 5
-        if time.monotonic() > deadline:
-            for rank in ranks:
-                rank.kill()
+    while len(codes) < len(ranks) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return [rank.wait() for rank in ranks]
+        codes = {i: rank.returncode for i, rank in enumerate(ranks) if rank.poll() is not None}
+        if deadline == float("inf") and not set(codes.values()) <= {0, STOPPED}:
+            deadline = time.monotonic() + 5
+    return codes
 
 
-def _verdict(codes: list[int], private: Path) -> int:
-    failed = [rank for rank, code in enumerate(codes) if code not in (0, STOPPED)]
+def _verdict(codes: Mapping[int, int], private: Path, logs: Path, passed: list[int]) -> int:
+    """The run's exit code, after a word on the rank that failed first."""
+    failed = {rank: code for rank, code in codes.items() if code not in (0, STOPPED)}
     if not failed:
-        return max(codes)
-    reports: list[dict[str, Any]] = []
+        return max(codes.values())
+    reports: dict[int, dict[str, Any]] = {}
     for rank in failed:
         with contextlib.suppress(OSError, ValueError):
-            reports.append(json.loads((private / f"error-{rank}.json").read_text()) | {"rank": rank})
-    if not reports:
-        ended = ", ".join(f"rank {rank} with exit code {codes[rank]}" for rank in failed)
-        print(f"echelon: {ended}, without a word; see logs/rank*.log", file=sys.stderr)
-        return next((code for code in (codes[rank] for rank in failed) if code > 0), 1)
-    first = min(reports, key=lambda report: report["time"])
-    print(
-        first["text"] if first["user"] else f"echelon: rank {first['rank']} failed first:\n{first['text']}",
-        file=sys.stderr,
-    )
-    return int(first["code"])
+            reports[rank] = json.loads((private / f"error-{rank}.json").read_text())
+    # Killed from outside, or by a fault of its own. An abort may be what a peer's failure led to.
+    killed = [rank for rank, code in failed.items() if code < 0 and code != -signal.SIGABRT]
+    if passed and not reports:
+        name, code = signal.Signals(passed[0]).name, 128 + passed[0]
+        text = f"echelon: {name}: ended without a checkpoint"
+    elif killed or not reports:
+        rank = killed[0] if killed else next(iter(failed))
+        how = f"was killed by {signal.Signals(-failed[rank]).name}" if killed else f"ended with code {failed[rank]}"
+        text, code = f"echelon: rank {rank} {how}; its log: {logs}/rank{rank}.log", 128 - failed[rank] if killed else 1
+    else:
+        rank = min(reports, key=lambda rank: reports[rank]["time"])
+        text, code = reports[rank]["text"], reports[rank]["code"]
+        text = text if text.startswith("echelon: ") else f"echelon: rank {rank} failed first:\n{text}"
+    print(text, file=sys.stderr, flush=True)
+    return code

@@ -1,7 +1,8 @@
-"""The command: compose configs with Hydra, check them, then train or start the ranks that do. Imports no torch for --help."""
+"""The command: compose configs with Hydra, check them, then train or start the ranks that do."""
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import sys
@@ -81,7 +82,7 @@ def command(arguments: list[str]) -> int:
 
 def own_folders(arguments: list[str]) -> list[Path]:
     """What --config-dir names."""
-    names = [b for a, b in zip(arguments, arguments[1:], strict=False) if a in ("--config-dir", "-cd")]
+    names = [b for a, b in itertools.pairwise(arguments) if a in ("--config-dir", "-cd")]
     names += [a.partition("=")[2] for a in arguments if a.startswith("--config-dir=")]
     for name in names:
         if not Path(name).is_dir():
@@ -117,7 +118,7 @@ def compose(arguments: list[str], folders: list[Path]) -> list[Job]:
     def collect(config: DictConfig) -> None:
         chosen = HydraConfig.get()
         typed = [override.removeprefix("++") for override in chosen.overrides.task]
-        recipe = dict(chosen.runtime.choices).get("recipe")
+        recipe = dict(chosen.runtime.choices).get("recipe", "")
         jobs.append(Job(OmegaConf.to_container(config, resolve=True), recipe, [*flags, *typed]))
 
     words = [normal(word, folders) for word in arguments]
@@ -148,7 +149,11 @@ def explain(error: Exception, folders: list[Path]) -> str:
     if isinstance(error, OverrideParseException):
         word = error.override.removeprefix("++")
         return f"{word}: can't be read as KEY=VALUE; quote it for the shell, as in '+callbacks=[a,b]'"
-    return f"{' '.join(str(error).split())}; see --cfg job"
+    text = " ".join(str(error).split())
+    if absent := re.search("delete from config. '(.*)' does not exist", text):
+        return f"~{absent[1]}: this run has none; see --cfg job"
+    key = getattr(error, "full_key", None) or "config"
+    return f"{key}: {text.partition(' full_key:')[0]}; see --cfg job"
 
 
 def is_override(word: str) -> bool:
@@ -165,7 +170,7 @@ def normal(word: str, folders: list[Path]) -> str:
     if name == "callbacks":
         value = "" if value == "null" else value
         return "callbacks=" + re.sub(r"\[([^][]*)\]", added, value if "[" in value else f"[{value}]")
-    if any((folder / name).is_dir() for folder in folders):
+    if name and any((folder / name).is_dir() for folder in folders):
         if value == "null":
             raise ConfigError(f"{word}: a run needs one; there are {', '.join(choices(name, folders))}")
         return word

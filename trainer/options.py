@@ -83,4 +83,6 @@ class Options:
         for key in ("clip_norm", "timeout_s"):
             require(f"trainer.{key}", getattr(self, key), above=0)
         if self.validate_every is not None and not Duration.parse(self.validate_every, "trainer.validate_every").amount:
-            raise ConfigError(f"trainer.validate_every={self.validate_every}: must be more than 0; null: at the end only")
+            raise ConfigError(
+                f"trainer.validate_every={self.validate_every}: must be more than 0; null: at the end only"
+            )

@@ -37,7 +37,9 @@ def make_run_dir(plan: "Plan", name: str) -> Path:
     folder = Path(given)
     again = options.resume == "auto" or (resumed is not None and resumed.parent.name == folder.name)
     if any((folder / file).exists() for file in ("metrics.jsonl", "summary.json")) and not again:
-        raise ConfigError(f"trainer.run_dir={given}: holds a run already; go on by trainer.resume=auto, or give another")
+        raise ConfigError(
+            f"trainer.run_dir={given}: holds a run already; go on by trainer.resume=auto, or give another"
+        )
     saved = root / folder.name
     if commit.checkpoints(saved) and (resumed is None or resumed.parent.resolve() != saved.resolve()):
         raise ConfigError(

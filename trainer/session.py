@@ -1,4 +1,4 @@
-"""From a checked config to a trained model, in this process: one rank of the run."""
+"""From a checked config to a trained model: in this process, in ranks that it starts, or as one of a launcher's."""
 
 import json
 import os
@@ -9,37 +9,72 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
+from torch.distributed.elastic.multiprocessing.errors import record
 
-from trainer import run as run_folder
-from trainer.config import ALLOWED, build
+from trainer.config import ALLOWED, build, settings
+from trainer.distributed import count_gpus, pick_backend
 from trainer.errors import ConfigError, DataError, exit_code
-from trainer.launch import STOPPED, Place, detect, die_with_parent
-from trainer.options import CheckpointOptions, DataOptions, DDPOptions, Options
+from trainer.launch import STOPPED, Place, supervise
+from trainer.options import DataOptions, Options
+from trainer.plan import Plan
+from trainer.run import log, make_run_dir, show_log
 from trainer.trainer import Trainer
+
+
+def start(config: dict[str, Any], name: str, typed: list[str], place: Place) -> int:
+    """The exit code: 0, or 75 where a signal stopped the run."""
+    if place.launcher:
+        return train_under_launcher(config, name, typed, place)
+    options = config["trainer"]
+    gpus = count_gpus(options["accelerator"])
+    devices = (gpus or 1) if options["devices"] == "auto" else options["devices"]
+    if gpus and devices > gpus:
+        raise ConfigError(
+            f"trainer.devices={devices}: this node has {gpus} CUDA device(s); "
+            f"use trainer.devices={gpus} or trainer.accelerator=cpu"
+        )
+    if devices == 1:
+        return train(config, name, typed, place)
+    pick_backend(options["backend"], torch.device("cuda" if gpus else "cpu"))
+    return start_ranks(config, name, typed, devices)
+
+
+def start_ranks(config: dict[str, Any], name: str, typed: list[str], devices: int) -> int:
+    """Plans the run as a rank would, so that what can't work ends here and data is prepared once; then starts them."""
+    show_log(0)
+    made = objects(config)
+    del made["optimizer"]
+    plan = Plan(**made, world=devices, rank=0, first=lambda value: value)
+    run_dir = make_run_dir(plan, name)
+    found = {"run_dir": str(run_dir), "devices": devices} | ({"resume": str(plan.resumed)} if plan.resumed else {})
+    file = save_config({**config, "trainer": config["trainer"] | found}, run_dir)
+    return supervise(["--resolved", str(file), *typed], devices, run_dir / "logs")
 
 
 def objects(config: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `Trainer` (but for its place and name) that `config` describes."""
-    section = config["trainer"]
-    nested = {"checkpoint": CheckpointOptions(**section["checkpoint"]), "ddp": DDPOptions(**section["ddp"])}
-    allow = (*ALLOWED, *section["allow_targets"])
-    return {
-        **{key: build(key, config[key], allow) for key in ("recipe", "optimizer", "schedule")},
+    allow = (*ALLOWED, *config["trainer"]["allow_targets"])
+    made = {key: build(key, config[key], allow) for key in ("recipe", "optimizer", "schedule")}
+    try:
+        made["optimizer"]([{"params": [torch.nn.Parameter(torch.zeros(1, 1))]}])  # finds values out of range
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"optimizer={config['optimizer']['_target_']}: {error}; mend optimizer.*") from None
+    return made | {
         "callbacks": {name: build(f"callbacks.{name}", node, allow) for name, node in config["callbacks"].items()},
         **{key: config[key] for key in ("batch", "micro_batch", "accumulate")},
-        "options": Options(**{**section, **nested}),
-        "data": DataOptions(**config["data"]),
+        "options": settings(Options, config["trainer"]),
+        "data": settings(DataOptions, config["data"]),
     }
 
 
-def train(config: dict[str, Any], name: str, overrides: list[str], place: Place | None = None) -> int:
-    """The exit code: 0, or 75 where a signal stopped the run."""
+def train(config: dict[str, Any], name: str, typed: list[str], place: Place | None = None) -> int:
     trainer = Trainer(**objects(config), place=place, name=name)
-    trainer.overrides = overrides
+    trainer.overrides = typed
     if trainer.rank == 0:
         save_config(config, trainer.run_dir)
-    describe(trainer, overrides)
+    describe(trainer)
     trainer.fit()
     return STOPPED if trainer.stop_reason == "signal" else 0
 
@@ -50,50 +85,50 @@ def save_config(config: dict[str, Any], run_dir: Path) -> Path:
     return path
 
 
-def describe(trainer: Trainer, overrides: list[str]) -> None:
-    log, plan = run_folder.log, trainer.plan
-    log.info("run %s  %s", trainer.run_dir, shlex.join(overrides))
-    parameters = sum(p.numel() for p in trainer.module.parameters())
+def describe(trainer: Trainer) -> None:
+    plan, parameters = trainer.plan, sum(p.numel() for p in trainer.module.parameters())
+    log.info("run %s  %s", trainer.run_dir, shlex.join(trainer.overrides))
     log.info(
         "%d rank(s) on %s, %s, %s parameters; batch %d = %d rank(s) x %d micro-batch(es) x %d samples",
         trainer.world, trainer.device.type, trainer.precision.name, f"{parameters:,}",
         trainer.batch, trainer.world, plan.accumulate, plan.micro,
     )  # fmt: skip
-    log.info(
-        "callbacks, in order: %s", ", ".join(f"{n} ({c.role.name})" for n, c in trainer.callbacks.items()) or "none"
-    )
+    order = ", ".join(f"{name} ({callback.role.name})" for name, callback in trainer.callbacks.items())
+    log.info("callbacks, in order: %s", order or "none")
 
 
-def train_as_rank(file: Path, overrides: list[str]) -> int:
+def train_as_rank(file: Path, typed: list[str]) -> int:
     """A rank that `launch.supervise` started. What it fails with goes to the file that the supervisor reads."""
-    die_with_parent()
     try:
         config: Any = OmegaConf.to_container(OmegaConf.load(file))
-        return train(config, file.parent.name, overrides)
+        return train(config, file.parent.name, typed)
+    except KeyboardInterrupt:
+        return 130
     except BaseException as error:
-        user = isinstance(error, ConfigError | DataError)
-        text = f"echelon: {error}" if user else traceback.format_exc()
+        text = told(error)
         if int(os.environ["RANK"]):
-            print(text, file=sys.stderr, flush=True)  # into this rank's log
-        report = {"time": time.time(), "user": user, "text": text, "code": exit_code(error)}
+            print(text, file=sys.stderr)  # into this rank's log
+        report = {"time": time.time(), "text": text, "code": exit_code(error)}
         Path(os.environ["ECHELON_ERROR_FILE"]).write_text(json.dumps(report))
-        return report["code"]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(report["code"])  # an orderly end may wait for peers that wait for this rank
 
 
-def train_under_launcher(config: dict[str, Any], name: str, overrides: list[str]) -> int:
-    """A rank that torchrun, mpirun or srun started. torchrun prints the first failure of all ranks from the file that `record`
-    writes; elsewhere each rank prints its own."""
-    place = detect(os.environ, config["trainer"]["devices"], config["trainer"]["nodes"])
-    if place.launcher == "torchrun":
-        from torch.distributed.elastic.multiprocessing.errors import record
-
-        return record(train)(config, name, overrides, place) or 0
+def train_under_launcher(config: dict[str, Any], name: str, typed: list[str], place: Place) -> int:
+    """A rank that torchrun, mpirun or srun started. torchrun tells of the first that failed, by what `record` notes."""
     terminal = os.dup(2)
     try:
-        return train(config, name, overrides, place)
+        return (record(train) if place.launcher == "torchrun" else train)(config, name, typed, place) or 0
     except Exception as error:
-        if place.rank == 0:
-            raise
-        user = isinstance(error, ConfigError | DataError)
-        os.write(terminal, f"echelon, rank {place.rank}: {error if user else traceback.format_exc()}\n".encode())
-        return exit_code(error)
+        text = told(error)
+        if place.rank:
+            print(text, file=sys.stderr)  # into this rank's log
+        os.write(terminal, f"{text}\n".encode())
+        sys.stdout.flush()
+        os._exit(exit_code(error))
+
+
+def told(error: BaseException) -> str:
+    """What the user reads of it."""
+    return f"echelon: {error}" if isinstance(error, ConfigError | DataError) else traceback.format_exc()

@@ -11,10 +11,12 @@ STOP = (signal.SIGINT, signal.SIGTERM)
 
 
 class Signals:
-    """While entered, the first SIGINT or SIGTERM sets `name`; the second ends the process.
+    """While entered, the first SIGINT or SIGTERM sets `name`; a SIGINT after that ends the process.
 
-    A Python handler only runs between two bytecodes of the main thread, so not during a collective; the interpreter's wakeup
-    descriptor is written at once, and a thread reads it. Outside the main thread it does nothing.
+    A second SIGTERM does not: who ends a whole job sends one to the ranks, and their launcher passes on its own.
+
+    A Python handler only runs between two bytecodes of the main thread, so not during a collective; the interpreter's
+    wakeup descriptor is written at once, and a thread reads it. Outside the main thread it does nothing.
     """
 
     name = ""
@@ -38,11 +40,10 @@ class Signals:
 
     def _watch(self) -> None:
         while number := self._read.recv(1):
-            if number[0] not in STOP:
-                continue
-            if self.name:
+            if self.name and number[0] == signal.SIGINT:
                 with contextlib.suppress(OSError):
                     print("echelon: second signal, stopping now, without a checkpoint", file=sys.stderr, flush=True)
-                os._exit(128 + number[0])
-            self.name = signal.Signals(number[0]).name
+                os._exit(128 + signal.SIGINT)
+            if number[0] in STOP:
+                self.name = signal.Signals(number[0]).name
         self._read.close()

@@ -36,8 +36,9 @@ def report(trainer: "Trainer") -> None:
         log.info("export      %s", export)
     if trainer.stop_reason == "signal":
         kept = [word for word in trainer.overrides if not word.startswith("trainer.resume=")]
-        link = f"trainer.resume={trainer.options.checkpoint.dir}/last.pt"
-        log.info("go on with  python -m trainer.main %s", shlex.join([*kept, link]))
+        assert trainer.checkpoint is not None
+        resume = f"trainer.resume={trainer.checkpoint.parent}"  # last.pt may be another run's by then
+        log.info("go on with  python -m trainer.main %s", shlex.join([*kept, resume]))
 
 
 def circumstances(trainer: "Trainer") -> dict[str, Any]:

@@ -190,13 +190,15 @@ class Trainer:
     def _train_step(self, data: Step) -> None:
         self.generator.manual_seed(self.seed_base + self.step * 0x9E3779B97F4A7C15 & 0x7FFFFFFFFFFFFFFF)
         agreed = self.ranks.agree((*self._wishes(), sum(data.weights)))  # a collective beside the forward pass
-        self._set_rates()
-        self.data, self.losses = data, []
-        for i, (batch, weight) in enumerate(zip(data.batches, data.weights, strict=True), start=1):
+        factor = self.plan.rate(self.step)
+        for group, peak in zip(self.optimizer.param_groups, self.peak_lr):
+            group["lr"] = peak * factor
+        self.data, self.losses, self.logged = data, [], self._is_logged(self.step + 1)
+        for i, (batch, weight) in enumerate(zip(data.batches, data.weights), start=1):
             if self.accumulate > 1:
                 self.model.require_backward_grad_sync = i == self.accumulate  # DDP reduces on the last micro-batch only
             with self.precision.autocast:
-                loss = self.recipe.loss(self.model, batch)
+                loss = self.loss = self.recipe.loss(self.model, batch)  # an attribute: the next graph shares its leaves
             if i == 1:
                 *self.wishes, self.weight = agreed()
             self.losses.append(loss.detach())
@@ -205,18 +207,14 @@ class Trainer:
         self.emit("on_before_optimizer_step")
         if self.options.clip_norm is not None:
             self.grad_norm = clip_grad_norm_(self.parameters, self.options.clip_norm)
-        elif self._is_logged(self.step + 1) and not self.defers:
+        elif self.logged and not self.defers:
             self.grad_norm = get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        for p in self.parameters:
+            p.grad = None  # what zero_grad does, at a tenth of its cost
         self.step += 1
         self.samples += self.batch
-
-    def _set_rates(self) -> None:
-        factor = self.plan.rate(self.step)
-        for group, peak in zip(self.optimizer.param_groups, self.peak_lr, strict=True):
-            group["lr"] = peak * factor
 
     def _wishes(self) -> tuple[int, int, int]:
         """What this rank would like the step to end with: stop, save, validate. The clock is rank 0's."""
@@ -228,7 +226,7 @@ class Trainer:
         return bool(self.signals.name), save, timed
 
     def _after_step(self) -> None:
-        self.metrics = self._measure() if self._is_logged(self.step) else NOTHING
+        self.metrics = self._measure() if self.logged else NOTHING
         self.emit("on_step_end")
         self.last_metrics = self.metrics or self.last_metrics
         stop, save, validate = self.wishes

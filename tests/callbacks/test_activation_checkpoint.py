@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from toy_recipe import Toy
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from toy_recipe import Toy
 
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.errors import ConfigError
@@ -61,8 +61,8 @@ def test_the_forward_flops_of_recomputed_blocks_count_twice(every, recomputed):
 
 @pytest.mark.parametrize(("every", "plain_blocks"), [(None, 4), (1, 0), (2, 2), (3, 2), (4, 3)])
 def test_a_recomputed_block_keeps_its_input_only(every, plain_blocks):
-    """In any case the input and five hidden states (of each block and of the last layer) are kept; a plain block also keeps
-    what tanh gives."""
+    """In any case the first input and five hidden states (one per block, and the last layer's) are kept; a plain block
+    keeps what tanh gives, too."""
     hidden = BATCH * WIDTH * 4
     net = model() if every is None else wrapped(model(), every=every)
     assert saved_bytes(net) == BATCH * 8 * 4 + 5 * hidden + plain_blocks * hidden
@@ -106,7 +106,9 @@ def test_which_blocks():
     net = Two()
     assert ActivationCheckpoint().find(net) == list(net.long)
     assert ActivationCheckpoint(["Linear"]).find(net) == [*net.short, *(block[0] for block in net.long)]
-    assert ActivationCheckpoint(["Sequential", "Linear"]).find(net) == [m for m in net.modules() if type(m) in (nn.Linear, nn.Sequential)]
+    assert ActivationCheckpoint(["Sequential", "Linear"]).find(net) == [
+        m for m in net.modules() if type(m) in (nn.Linear, nn.Sequential)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,11 @@ def test_which_blocks():
     [
         (model(), {"blocks": ["Blok"]}, r"blocks=\[Blok\]: no Blok in this model, which has Block, ModuleList, Net"),
         (model(), {"blocks": ["Block", "Other"]}, r"blocks=\[Block,Other\]: no Other in this model"),
-        (nn.Sequential(nn.Linear(2, 2)), {}, "blocks=null: no nn.ModuleList with members in this model, which has Sequential"),
+        (
+            nn.Sequential(nn.Linear(2, 2)),
+            {},
+            "blocks=null: no nn.ModuleList with members in this model, which has Sequential",
+        ),
     ],
 )
 def test_what_is_not_there_is_refused(net, knobs, message):

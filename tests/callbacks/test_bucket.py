@@ -3,8 +3,8 @@
 import pytest
 import torch
 from ranks import run_ranks
-from toy_recipe import Toy
 from torch import nn
+from toy_recipe import Toy
 
 from trainer.callback import Callback, Role
 from trainer.callbacks.bucket import Bucket

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 from ranks import run_ranks
-from toy_recipe import Toy
 from torch import nn
+from toy_recipe import Toy
 
 from trainer.callback import Callback
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from toy_recipe import Toy
 from torch import Tensor, nn
+from toy_recipe import Toy
 
 from trainer.callback import Callback, Role, arrange
 from trainer.callbacks.overlap import Overlap
@@ -191,23 +191,27 @@ def test_a_bucket_is_stepped_alone(tmp_path, monkeypatch):
 
 
 class Breaks(Callback):
-    """The reduction of the second step fails on every rank."""
+    """The second reduction after the rehearsal fails on every rank: with one bucket, that of the second step."""
 
     role = Role.COMPRESS
 
     def wrap_reduce(self, trainer, reduce):
+        calls = 0
+
         def broken(flat, bucket):
-            if trainer.step == 1:
+            nonlocal calls
+            calls += not trainer.rehearsing
+            if calls == 2:
                 raise ConnectionResetError(f"rank {trainer.rank} lost its peer")
             return reduce(flat, bucket)
 
         return broken
 
 
-def broken_run(place: Place, net: type[nn.Module] | None, **callbacks: Callback) -> tuple[str, str, int]:
+def broken_run(place: Place, net: type[nn.Module] | None, mib: float, **callbacks: Callback) -> tuple[str, str, int]:
     trainer = Trainer(
         Of(net), {"overlap": Overlap(), **callbacks}, batch=12,
-        options=Options(max_steps=4, ddp=DDPOptions(0.0005)), data=DataOptions(workers=0), place=place,
+        options=Options(max_steps=4, ddp=DDPOptions(mib)), data=DataOptions(workers=0), place=place,
     )  # fmt: skip
     try:
         trainer.fit()
@@ -217,7 +221,7 @@ def broken_run(place: Place, net: type[nn.Module] | None, **callbacks: Callback)
 
 
 def broken_by_a_peer(place: Place) -> tuple[str, str, int]:
-    return broken_run(place, None, breaks=Breaks())
+    return broken_run(place, None, 25.0, breaks=Breaks())
 
 
 def test_a_failed_reduction_is_that_error_in_the_main_thread(tmp_path, monkeypatch):
@@ -230,7 +234,7 @@ def test_a_failed_reduction_is_that_error_in_the_main_thread(tmp_path, monkeypat
 def test_a_weight_used_before_its_step_is_an_error(tmp_path, monkeypatch):
     """Never a silent use of the step before."""
     monkeypatch.chdir(tmp_path)
-    for kind, text, step in run_ranks(3, broken_run, Misled):
+    for kind, text, step in run_ranks(3, broken_run, Misled, 0.0005):
         assert (kind, step) == ("RuntimeError", 1)
         assert "modified by an inplace operation" in text
 
@@ -239,7 +243,9 @@ def test_a_weight_used_before_its_step_is_an_error(tmp_path, monkeypatch):
 def test_what_needs_all_gradients_at_once_is_refused_by_name(feature):
     settings = {"clip": {"clip_norm": 1.0}, "fp16": {"precision": "fp16"}}
     options = Options(**settings.get(feature) or {"ddp": DDPOptions(**{feature: True})})
-    with pytest.raises(ConfigError, match=f"^overlap and {feature} can't run together: .*; (set|use) .* leave overlap out$"):
+    with pytest.raises(
+        ConfigError, match=f"^overlap and {feature} can't run together: .*; (set|use) .* leave overlap out$"
+    ):
         Plan(
             Toy(), {"overlap": Overlap()}, Constant(), batch=12, micro_batch=None, accumulate=None, options=options,
             data=DataOptions(), world=3, rank=0, first=lambda value: value,

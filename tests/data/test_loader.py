@@ -1,4 +1,4 @@
-"""From an order to steps: the planned samples in the planned micro-batches, whatever the workers; validation weighed rightly."""
+"""From an order to steps: planned samples in planned micro-batches, by any workers; validation weighed rightly."""
 
 import itertools
 import random
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from toy_recipe import Points, Toy
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+from toy_recipe import Points, Toy
 
 from trainer.callback import Callback
 from trainer.data.loader import Loader, count_samples
@@ -83,6 +83,7 @@ def by_hand() -> list[Any]:
     return steps(make_loader(Augmented(), 0, 1, workers=0), 0, 6)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
 @pytest.mark.parametrize(("workers", "prefetch"), [(0, 4), (1, 1), (1, 4), (3, 1), (3, 4)])
 def test_workers_and_prefetch_change_no_byte(by_hand, workers, prefetch):
     for one, other in zip(by_hand, steps(make_loader(Augmented(), 0, 1, workers=workers, prefetch=prefetch), 0, 6)):
@@ -135,7 +136,10 @@ class SomeValidation(Toy):
 class SomeMetrics(SomeValidation):
     def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
         close = (model(batch["x"]) - batch["y"]).abs() < 0.5
-        return {"close": (close.sum(), close.numel()), "loss": (self.loss(model, batch) * self.weight(batch), self.weight(batch))}
+        return {
+            "close": (close.sum(), close.numel()),
+            "loss": (self.loss(model, batch) * self.weight(batch), self.weight(batch)),
+        }
 
 
 def validated(place: Place, kind: type[SomeValidation], size: int) -> tuple[dict[str, float], list[np.ndarray]]:
@@ -150,7 +154,9 @@ def validated(place: Place, kind: type[SomeValidation], size: int) -> tuple[dict
 def test_validation_over_ranks_is_one_pass_over_everything(size, tmp_path, monkeypatch):
     """Samples count 1 to 4 outputs, so ranks and micro-batches weigh differently; of 2 samples one rank has none."""
     monkeypatch.chdir(tmp_path)
-    everything = {key: torch.stack([Points(size, torch.float64)[i][key] for i in range(size)]) for key in ("x", "y", "mask")}
+    everything = {
+        key: torch.stack([Points(size, torch.float64)[i][key] for i in range(size)]) for key in ("x", "y", "mask")
+    }
     for kind in (SomeValidation, SomeMetrics):
         results = run_ranks(3, validated, kind, size)
         recipe = kind(size)
@@ -173,7 +179,9 @@ class PartlyFrozen(Toy):
 
 def test_validation_leaves_each_module_in_the_mode_it_had(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trainer = Trainer(PartlyFrozen(), batch=12, options=Options(max_steps=1), data=DataOptions(workers=0), place=Place())
+    trainer = Trainer(
+        PartlyFrozen(), batch=12, options=Options(max_steps=1), data=DataOptions(workers=0), place=Place()
+    )
     before = [module.training for module in trainer.module.modules()]
     trainer.fit()
     assert trainer.validated_step == 1
@@ -215,7 +223,9 @@ class Replayed(Toy):
         self.endless = endless
 
     def data(self, split: str) -> Any:
-        batches = [{"x": torch.full((6, 8), float(i)), "y": torch.zeros(6, 4), "mask": torch.ones(6, 4)} for i in range(7)]
+        batches = [
+            {"x": torch.full((6, 8), float(i)), "y": torch.zeros(6, 4), "mask": torch.ones(6, 4)} for i in range(7)
+        ]
         if split == "val":
             return batches[:2]
         return itertools.cycle(batches) if self.endless else batches
@@ -262,12 +272,14 @@ def test_an_iterable_that_ends_is_refused():
         def data(self, split: str) -> Iterator[Any]:
             return iter(super().data(split))
 
-    with pytest.raises(DataError, match=r"recipe\.data\('train'\): the iterable gave no batch; a generator must not end"):
+    with pytest.raises(
+        DataError, match=r"recipe\.data\('train'\): the iterable gave no batch; a generator must not end"
+    ):
         steps(make_loader(Ending(False), 0, 1), 0, 4)
 
 
 class Tars(Toy):
-    """The toy's points, from tar shards or as they are; `weight`, and so the loss, needs members and transform to be right."""
+    """The toy's points, from tar shards or as they are."""
 
     def __init__(self, pattern: str | None) -> None:
         super().__init__(samples=30)

@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from toy_recipe import Points
 from torch.utils.data import IterableDataset
+from toy_recipe import Points
 
 from trainer.data.order import Ref
 from trainer.data.source import Samples, open_source
@@ -29,7 +29,10 @@ def shards(tmp_path_factory):
 
 
 def test_shards_by_path_pattern_and_list(shards):
-    every = [open_source(Recipe(data), "train", 0) for data in (str(shards[0].parent / "*.tar"), shards, list(map(str, shards)))]
+    every = [
+        open_source(Recipe(data), "train", 0)
+        for data in (str(shards[0].parent / "*.tar"), shards, list(map(str, shards)))
+    ]
     assert [source.counts for source in every] == [[4, 4, 2]] * 3
     assert len({source.fingerprint for source in every}) == 1
     one = open_source(Recipe(shards[1]), "train", 0)

@@ -1,4 +1,4 @@
-"""Text to shards: what is a document and what is refused; nothing lost, split by document, built once, the same bytes."""
+"""Text to shards: what is a document, what is refused; nothing lost, split by document, built once, the same bytes."""
 
 import io
 import json
@@ -117,7 +117,7 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
-        (None, "no file that exists"),
+        (None, "text does not exist, or is no file"),
         ({}, "empty text folder"),
         ({"a.txt": b"", "b.txt": b""}, "empty text folder"),
         ({"a.txt": b" \n\t"}, "empty text folder"),
@@ -145,7 +145,7 @@ def test_broken_link_and_unwritable_cache(folder: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"recipe\.cache=.*0\.txt/sub.*give a folder"):
         prepare(str(folder), str(folder / "part0/0.txt/sub"), SMALL)
     (folder / "gone.txt").symlink_to(tmp_path / "nothing")
-    with pytest.raises(ConfigError, match=r"gone\.txt is no file that exists"):
+    with pytest.raises(ConfigError, match=r"gone\.txt does not exist, or is no file"):
         Source(str(folder))
 
 

@@ -4,7 +4,7 @@ import math
 from typing import Any, Literal
 
 from trainer.callback import Callback
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, require
 
 
 class EarlyStop(Callback):
@@ -20,6 +20,7 @@ class EarlyStop(Callback):
     def __init__(
         self, metric: str = "val/loss", patience: int = 3, min_delta: float = 0.0, mode: Literal["min", "max"] = "min"
     ) -> None:
+        require("callbacks.early_stop.patience", patience, at_least=1)
         self.metric, self.patience, self.min_delta, self.mode = metric, patience, min_delta, mode
         self.best, self.bad = math.inf, 0
 

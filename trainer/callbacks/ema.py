@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from trainer.callback import Callback, Role
+from trainer.errors import ConfigError
 
 
 class EMA(Callback):
@@ -21,6 +22,8 @@ class EMA(Callback):
     role = Role.AVERAGE
 
     def __init__(self, decay: float = 0.999) -> None:
+        if not 0 <= decay < 1:
+            raise ConfigError(f"callbacks.ema.decay={decay}: must be at least 0 and less than 1; 0.999 is usual")
         self.decay = decay
         self.restored: dict[str, Any] | None = None
 

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -110,6 +111,7 @@ class Collate:
 def start_worker(_: int) -> None:
     """In a process group of its own: a signal to the rank's group would end the worker before the rank has saved."""
     os.setpgid(0, 0)
+    signal.set_wakeup_fd(-1)  # inherited: it is how the rank hears of its own signals
     die_with_parent()
 
 

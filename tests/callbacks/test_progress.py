@@ -1,0 +1,117 @@
+"""Plain lines with the run's numbers where there is no terminal; a bar that puts everything back where there is one."""
+
+import io
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+from toy_recipe import Toy
+
+from trainer.callback import Callback, Role
+from trainer.callbacks import progress
+from trainer.callbacks.progress import Progress, describe
+from trainer.launch import Place
+from trainer.options import DataOptions, Options
+from trainer.run import Terminal
+from trainer.trainer import Trainer
+
+
+class Record(Callback):
+    role = Role.MEASURE
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def on_step_end(self, trainer) -> None:
+        if trainer.metrics:
+            loss, lr = trainer.metrics["train/loss"], trainer.metrics["train/lr"]
+            self.lines.append(f"step {trainer.step}/6  loss {loss:.4g}  lr {lr:.2e}")
+
+    def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
+        self.lines.append(f"step {trainer.step}/6  val/loss {metrics['val/loss']:.4g}")
+
+
+def run(**callbacks: Callback) -> None:
+    Trainer(
+        Toy(),
+        {"progress": Progress(), **callbacks},
+        batch=12,
+        options=Options(max_steps=6, log_every_steps=2, validate_every=3),
+        data=DataOptions(workers=0),
+        place=Place(),
+    ).fit()
+
+
+def test_plain_lines(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    record = Record()
+    run(record=record)
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [re.sub(r"  \d+:\d\d:\d\d left$", "", line) for line in printed] == record.lines
+    assert [int(line[5]) for line in printed] == [2, 3, 4, 6, 6]
+    assert [line.endswith(" left") for line in printed] == [True, False, True, True, False]
+
+
+def test_the_numbers_of_a_line():
+    numbers = {
+        "train/loss": 2.34567, "train/lr": 1.5e-4, "train/grad_norm": 3.0, "perf/samples_per_s": 1234.6,
+        "perf/tokens_per_s": 158029.0, "perf/mfu": 0.4321,
+    }  # fmt: skip
+    assert describe(numbers) == "loss 2.346  lr 1.50e-04  1,235 samples/s  158,029 tokens/s  mfu 43.2%"
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "first", "step", "seconds", "line"),
+    [
+        (100, 0, 25, 30.0, "step 25/100  loss 1  0:01:30 left"),  # 1.2 s a step, 75 to go
+        (100, 50, 75, 100.0, "step 75/100  loss 1  0:01:40 left"),  # steps before a resume took no time of this run
+        (10_000, 0, 1, 10.0, "step 1/10000  loss 1  1 day, 3:46:30 left"),
+        (None, 0, 25, 30.0, "step 25  loss 1"),
+    ],
+)
+def test_the_time_left(max_steps, first, step, seconds, line, monkeypatch):
+    clock, said = SimpleNamespace(now=5.0), []
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(progress.log, "info", lambda text, *values: said.append(text % values))
+    trainer = SimpleNamespace(
+        rank=0, step=first, plan=SimpleNamespace(max_steps=max_steps), metrics={"train/loss": 1.0}
+    )
+    callback = Progress()
+    callback.on_fit_start(trainer)
+    clock.now += seconds
+    trainer.step = step
+    callback.on_step_end(trainer)
+    assert said == [line]
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Fails(Callback):
+    def on_step_end(self, trainer) -> None:
+        if trainer.step == 4:
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_bar_on_a_terminal(fails, tmp_path, monkeypatch):
+    """It shows step and loss, lines are printed above it, and then the terminal is as before, also after an error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    screen, record = Screen(), Record()
+    monkeypatch.setattr(sys, "stdout", screen)
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            run(record=record, fails=Fails())
+    else:
+        run(record=record)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
+    step, line = (2, record.lines[0]) if fails else (6, record.lines[3])
+    assert f"{step}/6" in shown and line.partition("  ")[2] in shown
+    assert record.lines[1] in shown  # the validation's line
+    assert Terminal.console is None
+    assert screen.getvalue().rstrip().count("\x1b[?25l") == screen.getvalue().count("\x1b[?25h") == 1  # the cursor

@@ -1,0 +1,59 @@
+"""Runs `python -m trainer.main` as a user would, on the toy recipe."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+MAIN = [sys.executable, "-m", "trainer.main"]
+TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy", "trainer.allow_targets=[toy_recipe,probe]"]
+QUICK = ["~callbacks.tensorboard"]  # whose import takes most of a second
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def environment(**more: str) -> dict[str, str]:
+    env = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "toy")])
+    return env | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | more
+
+
+def popen(arguments: list[str], cwd: Path, command: list[str] | None = None, **env: str) -> "subprocess.Popen[str]":
+    pipe = subprocess.PIPE
+    words = [*(command or MAIN), *arguments]
+    return subprocess.Popen(words, cwd=cwd, env=environment(**env), stdout=pipe, stderr=pipe, text=True)
+
+
+def run(arguments: list[str], cwd: Path, command: list[str] | None = None, **env: str) -> Result:
+    """To its end, which must come within a minute."""
+    process = popen(arguments, cwd, command, **env)
+    try:
+        out, err = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"{arguments} did not end in time\n{out}\n{err}") from None
+    return Result(process.returncode, out, err)
+
+
+def toy(arguments: list[str], cwd: Path, **env: str) -> Result:
+    return run([*TOY, *QUICK, *arguments], cwd, **env)
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what depends on the clock."""
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    kept = ("train/", "val/", "step", "samples")
+    return [{key: value for key, value in line.items() if key.startswith(kept)} for line in found]
+
+
+def weights(run: str, cwd: Path, step: int) -> bytes:
+    return (cwd / "ckpt" / run / f"step-{step:08d}" / "model.safetensors").read_bytes()

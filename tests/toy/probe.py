@@ -1,0 +1,60 @@
+"""A callback for tests of processes: notes what it sees of its own, and makes trouble at a chosen step of a chosen rank."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from trainer.callback import Callback
+
+
+class Probe(Callback):
+    """Before the first step it writes facts-<rank>.json into the run's folder.
+
+    Args:
+        trouble: `raise`, `exit`, or a signal to this process or, after "parent ", to the one that started it.
+        step_s: Seconds that each step takes longer.
+    """
+
+    def __init__(self, trouble: str = "", rank: int = 0, step: int = 3, step_s: float = 0.0) -> None:
+        self.trouble, self.rank, self.step, self.step_s = trouble, rank, step, step_s
+
+    def on_step_end(self, trainer) -> None:
+        if trainer.step == 1:
+            path = trainer.run_dir / f"facts-{trainer.rank}.json"
+            path.with_suffix(".tmp").write_text(json.dumps(facts(trainer)))
+            path.with_suffix(".tmp").rename(path)
+        if trainer.step == self.step and trainer.rank == self.rank and self.trouble:
+            print("about to make trouble", flush=True)
+            self.make_trouble(trainer.step)
+        time.sleep(self.step_s)
+
+    def make_trouble(self, step: int) -> None:
+        whom, _, name = self.trouble.rpartition(" ")
+        if name == "raise":
+            raise RuntimeError(f"trouble at step {step}")
+        if name == "exit":
+            os._exit(7)
+        os.kill(os.getppid() if whom else os.getpid(), getattr(signal, name))
+
+
+def facts(trainer) -> dict[str, Any]:
+    return {
+        "pid": os.getpid(),
+        "parent": os.getppid(),
+        "world": trainer.world,
+        "initialized": dist.is_initialized(),
+        "model": type(trainer.model).__name__,
+        "listening": [*listening("self"), *listening(str(os.getppid()))],
+    }
+
+
+def listening(pid: str) -> list[str]:
+    """Addresses, as /proc has them ("0100007F" is 127.0.0.1), at which a process takes connections."""
+    sockets = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+    rows = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()]
+    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
