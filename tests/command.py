@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 MAIN = [sys.executable, "-m", "trainer.main"]
 TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy", "trainer.allow_targets=[toy_recipe,probe]"]
+PYTHONPATH = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "toy")])
 QUICK = ["~callbacks.tensorboard"]  # whose import takes most of a second
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
 
@@ -22,8 +23,7 @@ class Result(NamedTuple):
 
 def environment(**more: str) -> dict[str, str]:
     env = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "toy")])
-    return env | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | more
+    return env | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | more
 
 
 def popen(arguments: list[str], cwd: Path, command: list[str] | None = None, **env: str) -> "subprocess.Popen[str]":

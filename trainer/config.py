@@ -53,7 +53,7 @@ def check(config: Mapping[str, Any]) -> None:
     allow = (*ALLOWED, *config["trainer"].get("allow_targets", ()))
     for name, node in config["callbacks"].items():
         if not isinstance(node, Mapping) or "_target_" not in node:
-            others = ", ".join(config["callbacks"].keys() - {name})
+            others = ", ".join(sorted(config["callbacks"].keys() - {name}))
             raise ConfigError(f"callbacks.{name}: not in this run, which has {others}; '+callbacks=[{name}]' adds it")
         check_node(f"callbacks.{name}", node, allow)
     for key in ("recipe", "optimizer", "schedule"):

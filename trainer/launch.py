@@ -18,6 +18,7 @@ from typing import Any
 from trainer.errors import ConfigError
 
 STOPPED = 75  # exit code: stopped by a signal with a checkpoint; start again to go on (sysexits' EX_TEMPFAIL)
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 @dataclass(frozen=True)
@@ -68,19 +69,20 @@ def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: in
     return place
 
 
-def _open_mpi(env: Mapping[str, str]) -> Place:
+def _open_mpi(env: MutableMapping[str, str]) -> Place:
     rank, world, local_rank, local_world = (
         int(env[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     )
     store = ""
     if world > 1 and "MASTER_ADDR" not in env:
-        if local_world != world:
+        folder = env.get("PMIX_SERVER_TMPDIR", "")  # of this mpirun alone, on this node; it removes it
+        if local_world != world or not os.path.isdir(folder):
             raise ConfigError(
                 f"mpirun: {world} ranks on several nodes need a meeting point; start them with "
                 "`mpirun -x MASTER_ADDR=<first host> -x MASTER_PORT=29500 ...`"
             )
-        job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_orte_hnp_uri") or str(os.getppid())
-        store = str(private_folder(f"mpi-{''.join(c if c.isalnum() else '-' for c in job)}") / "store")
+        store = f"{folder}/echelon-{env['PMIX_NAMESPACE']}"
+        env.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     return Place(rank, world, local_rank, local_world, store, "mpirun")
 
 
@@ -102,16 +104,6 @@ def first_host(nodes: str) -> str:
         return name.split(",")[0]
     inside, _, tail = rest.partition("]")
     return first_host(name + inside.split(",")[0].split("-")[0] + tail)
-
-
-def private_folder(name: str) -> Path:
-    """A folder of this user alone, the same for all processes that give the same name."""
-    folder = Path(tempfile.gettempdir()) / f"echelon-{os.getuid()}-{name}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    state = folder.lstat()
-    if state.st_uid != os.getuid() or state.st_mode & 0o077:
-        raise ConfigError(f"{folder}: belongs to someone else or is open to others; remove it, or set TMPDIR")
-    return folder
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -163,7 +155,7 @@ def _start(arguments: list[str], rank: int, devices: int, private: Path, logs: P
         "ECHELON_PARENT": str(os.getpid()),
         "ECHELON_STORE": str(private / "store"),
         "ECHELON_ERROR_FILE": str(private / f"error-{rank}.json"),
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices))),
     }
     command = [sys.executable, "-m", "trainer.main", *arguments]
@@ -194,15 +186,14 @@ def _verdict(codes: Mapping[int, int], private: Path, logs: Path, passed: list[i
     for rank in failed:
         with contextlib.suppress(OSError, ValueError):
             reports[rank] = json.loads((private / f"error-{rank}.json").read_text())
-    # Killed from outside, or by a fault of its own. An abort may be what a peer's failure led to.
-    killed = [rank for rank, code in failed.items() if code < 0 and code != -signal.SIGABRT]
+    # Killed from outside or by its own fault; not an abort, which may be what a peer's failure has led to.
+    silent = [rank for rank, code in failed.items() if rank not in reports and code != -signal.SIGABRT]
     if passed and not reports:
-        name, code = signal.Signals(passed[0]).name, 128 + passed[0]
-        text = f"echelon: {name}: ended without a checkpoint"
-    elif killed or not reports:
-        rank = killed[0] if killed else next(iter(failed))
-        how = f"was killed by {signal.Signals(-failed[rank]).name}" if killed else f"ended with code {failed[rank]}"
-        text, code = f"echelon: rank {rank} {how}; its log: {logs}/rank{rank}.log", 128 - failed[rank] if killed else 1
+        text, code = f"echelon: {signal.Signals(passed[0]).name}: ended without a checkpoint", 128 + passed[0]
+    elif silent or not reports:
+        rank, code = next((rank, failed[rank]) for rank in silent or failed)
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        text, code = f"echelon: rank {rank} {how}; its log: {logs}/rank{rank}.log", 128 - code if code < 0 else code
     else:
         rank = min(reports, key=lambda rank: reports[rank]["time"])
         text, code = reports[rank]["text"], reports[rank]["code"]

@@ -199,6 +199,8 @@ def run(config: dict[str, Any], recipe: str, typed: list[str]) -> int:
     world = place.world if place.launcher else options["devices"]
     if world != "auto":
         split_batch(config["batch"], world, config["micro_batch"], config["accumulate"])
+    # Read when torch loads: idle OpenMP threads sleep. Spinning, they take the cores that ranks and data workers need.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from trainer.session import start
 
     return start(config, recipe, typed, place)

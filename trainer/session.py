@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from trainer.config import ALLOWED, build, settings
@@ -116,17 +117,28 @@ def train_as_rank(file: Path, typed: list[str]) -> int:
 
 
 def train_under_launcher(config: dict[str, Any], name: str, typed: list[str], place: Place) -> int:
-    """A rank that torchrun, mpirun or srun started. torchrun tells of the first that failed, by what `record` notes."""
+    """A rank that torchrun, mpirun or srun started. torchrun prints the first failure of all ranks, as `record` noted it."""
     terminal = os.dup(2)
+    torchrun = place.launcher == "torchrun"
     try:
-        return (record(train) if place.launcher == "torchrun" else train)(config, name, typed, place) or 0
+        return (record(attempt) if torchrun else attempt)(config, name, typed, place) or 0
     except Exception as error:
         text = told(error)
         if place.rank:
             print(text, file=sys.stderr)  # into this rank's log
-        os.write(terminal, f"{text}\n".encode())
+        if not torchrun or text.startswith("echelon: "):
+            os.write(terminal, f"{text}\n".encode())
         sys.stdout.flush()
         os._exit(exit_code(error))
+
+
+def attempt(config: dict[str, Any], name: str, typed: list[str], place: Place) -> int:
+    try:
+        return train(config, name, typed, place)
+    except Exception as error:
+        if isinstance(error, DistError) or "gloo/transport" in str(error):
+            time.sleep(5)  # a peer has failed before: the launcher tells of it, and ends this rank meanwhile
+        raise
 
 
 def told(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainer.callback import Callback
+from trainer.callback import Callback, Role
 
 
 class Probe(Callback):
@@ -56,5 +56,13 @@ def facts(trainer) -> dict[str, Any]:
 def listening(pid: str) -> list[str]:
     """Addresses, as /proc has them ("0100007F" is 127.0.0.1), at which a process takes connections."""
     sockets = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
-    rows = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()]
+    rows = [
+        line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()
+    ]
     return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+
+
+class Average(Callback):
+    """In the role that `ema` has."""
+
+    role = Role.AVERAGE

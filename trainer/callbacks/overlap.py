@@ -70,9 +70,12 @@ class Overlap(Callback):
         for recorder in self.recorders:
             recorder.remove()
         for module, params in needed_by(trainer.module, trainer.module, self.called).items():
-            module.register_forward_pre_hook(lambda _module, _args, params=params: self._finish(params))
+            self._finish_before(module, params)
         # What no module has asked for.
         trainer.module.register_forward_hook(lambda *_: self._finish(list(self.pending)))
+
+    def _finish_before(self, module: nn.Module, params: list[Tensor]) -> None:
+        module.register_forward_pre_hook(lambda *_: self._finish(params))
 
     def on_flush(self, trainer) -> None:
         self._finish(list(self.pending))

@@ -1,5 +1,6 @@
 """Shows how far the run is: a bar on a terminal, else a line for every logged step."""
 
+import os
 import sys
 import time
 from datetime import timedelta
@@ -25,7 +26,8 @@ class Progress(Callback):
     def on_fit_start(self, trainer) -> None:
         self.shown_at = self.told_at = time.monotonic()
         self.told_step = trainer.step
-        if trainer.rank or not sys.stdout.isatty():
+        mpirun = "OMPI_COMM_WORLD_RANK" in os.environ  # gives ranks a terminal, wherever its own output goes
+        if trainer.rank or mpirun or not sys.stdout.isatty():
             return
         from rich.progress import (
             BarColumn,

@@ -1,16 +1,13 @@
 """Writes the numbers and the resolved config to `tensorboard/` in the run folder."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.callback import Callback
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 
 class TensorBoard(Callback):
     def __init__(self) -> None:
-        self.writer: SummaryWriter | None = None
+        self.writer: Any = None  # a torch.utils.tensorboard.SummaryWriter
 
     def on_step_end(self, trainer) -> None:
         if trainer.metrics:
@@ -27,14 +24,15 @@ class TensorBoard(Callback):
         if trainer.rank:
             return
         writer = self.writer or self._open(trainer)
-        for name, value in numbers.items():
-            writer.add_scalar(name, value, trainer.step)
+        scalars = [self.Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        writer.file_writer.add_summary(self.Summary(value=scalars), trainer.step)  # one event, not one a number
 
     def _open(self, trainer) -> Any:
-        from torch.utils.tensorboard import (
-            SummaryWriter,
-        )  # takes most of a second to import, so not before the first step
+        # These take most of a second to import, so not before the first step.
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue] generated
+        from torch.utils.tensorboard import SummaryWriter
 
+        self.Summary = Summary
         # A resume hides what an earlier process wrote past this step.
         self.writer = SummaryWriter(str(trainer.run_dir / "tensorboard"), purge_step=trainer.step)
         config = trainer.run_dir / "config.yaml"

@@ -48,8 +48,8 @@ class Loader:
             micros = itertools.islice(self._replay(source), start // self.plan.batch * self.plan.accumulate, None)
         micros = upload(micros, self.device)
         if self.plan.accumulate == 1:
-            for micro in micros:
-                yield Step([micro.batch], [micro.weight], micro.refs)
+            for batch, weight, refs in micros:
+                yield Step([batch], [weight], refs)
             return
         while group := list(itertools.islice(micros, self.plan.accumulate)):
             yield Step([m.batch for m in group], [m.weight for m in group], [ref for m in group for ref in m.refs])
@@ -118,19 +118,20 @@ def start_worker(_: int) -> None:
 def count_samples(batch: Any) -> int:
     """Length of the first tensor in `batch`."""
     while not isinstance(batch, Tensor):
-        if not isinstance(batch, dict | list | tuple) or not batch:
+        if not isinstance(batch, (dict, list, tuple)) or not batch:  # a union would be made anew on every step
             raise DataError(
                 f"batch of type {type(batch).__name__} has no tensor to count samples by; give the recipe a `weight`"
             )
         batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
-    return len(batch)
+    return batch.shape[0]
 
 
 def upload(micros: Iterator[Micro], device: torch.device) -> Iterator[Micro]:
     """On CUDA, copies the next micro-batch on a stream of its own while this one is computed."""
-    if device.type != "cuda":
-        yield from micros
-        return
+    return copied_ahead(micros, device) if device.type == "cuda" else micros
+
+
+def copied_ahead(micros: Iterator[Micro], device: torch.device) -> Iterator[Micro]:
     side = torch.cuda.Stream(device)
 
     def copy(micro: Micro) -> Micro:

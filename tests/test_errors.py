@@ -1,0 +1,236 @@
+"""What can't work ends before anything is started: one line with key, value and way out, no traceback, exit code not 0."""
+
+import os
+import shlex
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from command import PYTHONPATH, QUICK, TOY, Result, run, toy
+
+# What is typed, and indented what the line must say.
+WITHOUT_TORCH = """
+recipe=tow
+    recipe=tow: there is no such recipe; did you mean toy?
+'+callbacks=[overlp]'
+    callbacks=overlp: there is no such callback; did you mean overlap
+callbacks=[xyzzy]
+    callbacks=xyzzy: there is no such callback; there are activation_checkpoint,
+optimizer=adam
+    optimizer=adam: there is no such optimizer; did you mean adamw
+optimizer=null
+    optimizer=null: a run needs one; there are adamw, lamb, sgd
+schedule=cosin
+    schedule=cosin: there is no such schedule; did you mean cosine?
+--config-dir=nowhere
+    --config-dir nowhere: is not a folder; give the one that holds recipe/NAME.yaml
+--batch=3
+    unrecognized arguments: --batch=3; see --help
+optimizer.lr
+    optimizer.lr: can't be read as KEY=VALUE; quote it for the shell
+=3
+    =3: can't be read as KEY=VALUE; quote it for the shell
+batch=[1
+    batch=[1: can't be read as KEY=VALUE; quote it for the shell
+~callbacks.progres
+    ~callbacks.progres: this run has none; see --cfg job
+optimizer.lr=${foo}
+    optimizer.lr: Interpolation key 'foo' not found; see --cfg job
+
+batchs=3
+    batchs=3: no such key; did you mean batch
+recipe.with=2
+    recipe.with=2: no such key; did you mean width?
+'+callbacks=[ema]' callbacks.ema.decai=0.9
+    callbacks.ema.decai=0.9: no such key; did you mean decay?
+callbacks.ema.decay=0.9
+    callbacks.ema: not in this run, which has metrics_file, progress, throughput; '+callbacks=[ema]' adds it
+optimizer.lrr=1
+    optimizer.lrr=1: no such key; did you mean lr?
+schedule.warm=1
+    schedule.warm=1: no such key; did you mean warmup?
+trainer.max_step=3
+    trainer.max_step=3: no such key; did you mean max_steps
++trainer.max_step=3
+    trainer.max_step=3: no such key; did you mean max_steps
+trainer.checkpoint.every_step=2
+    trainer.checkpoint.every_step=2: no such key; did you mean every_steps
+trainer.ddp.bucket=2
+    trainer.ddp.bucket=2: no such key; did you mean bucket_mib?
+data.worker=1
+    data.worker=1: no such key; did you mean workers?
+
+batch=???
+    batch=???: has no default; give batch=VALUE
+~recipe
+    recipe: is missing; a run can't be without it
+trainer.max_steps=ten
+    trainer.max_steps=ten: must be int or null, not str
+optimizer.lr=fast
+    optimizer.lr=fast: must be float, not str
+trainer.accelerator=tpu
+    trainer.accelerator=tpu: must be auto or cpu or cuda
+'+callbacks=[grad_compress]' callbacks.grad_compress.codec=int7
+    callbacks.grad_compress.codec=int7: must be bf16 or fp16
+data=null
+    data=null: must be dict
+recipe.width=1.5
+    recipe.width=1.5: must be int, not float
+optimizer.betas=[0.9]
+    optimizer.betas=[0.9]: must be [float, float]
+-m optimizer.lr=1e-3,fast
+    optimizer.lr=fast: must be float, not str
+optimizer._target_=os.system
+    optimizer._target_=os.system: os is not a package that configs may name;
+    if you trust it, 'trainer.allow_targets=[os]'
+optimizer._target_=trainer.run.os.system
+    optimizer._target_=trainer.run.os.system: No module named 'trainer.run.os'
+    name an importable class or function
+optimizer._target_=trainer.run.os
+    optimizer._target_=trainer.run.os: builtins is not a package that configs may name
+
+batch=0
+    batch=0: must be at least 1
+trainer.max_steps=-1
+    trainer.max_steps=-1: must be at least 0
+trainer.devices=0
+    trainer.devices=0: must be at least 1
+trainer.log_every_steps=0
+    trainer.log_every_steps=0: must be at least 1
+trainer.clip_norm=0
+    trainer.clip_norm=0: must be more than 0
+trainer.checkpoint.keep=0
+    trainer.checkpoint.keep=0: must be at least 1
+data.workers=-1
+    data.workers=-1: must be at least 0
+trainer.ddp.bucket_mib=-1
+    trainer.ddp.bucket_mib=-1: must be more than 0
+schedule.reference_batch=0
+    schedule.reference_batch=0: must be at least 1
+'trainer.validate_every=5 stepz'
+    trainer.validate_every=5 stepz: not a duration; write for example trainer.validate_every='200 steps'
+'schedule.warmup=1.1.1 steps'
+    schedule.warmup=1.1.1 steps: not a duration; write for example schedule.warmup='200 steps'
+trainer.validate_every=0
+    trainer.validate_every=0: must be more than 0; null: at the end only
+trainer.devices=2 batch=13
+    batch=13: does not divide into 2 rank(s); nearest that do: batch=12, batch=14
+trainer.devices=1 micro_batch=5
+    batch=12: does not divide into 1 rank(s), micro_batch=5; nearest that do: batch=10, batch=15; or micro_batch=4
+trainer.nodes=2
+    trainer.nodes=2: start it on each node with torchrun --nnodes=2
+RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 trainer.devices=3
+    trainer.devices=3: torchrun started 2 rank(s) on this node; use trainer.devices=2 or leave it out
+"""
+WITH_TORCH = """
+trainer.accelerator=cuda trainer.devices=64 batch=64
+    trainer.accelerator=cuda: torch sees no CUDA device; use trainer.accelerator=cpu, or a CUDA build of torch
+trainer.accelerator=cpu trainer.backend=nccl
+    trainer.backend=nccl: needs CUDA, and this run is on cpu; use trainer.backend=gloo
+trainer.accelerator=cpu trainer.backend=nccl trainer.devices=2
+    trainer.backend=nccl: needs CUDA, and this run is on cpu; use trainer.backend=gloo
+optimizer.lr=-1
+    optimizer=trainer.optim.adamw: Invalid learning rate: -1; mend optimizer.*
+'+callbacks=[ema]' callbacks.ema.decay=2
+    callbacks.ema.decay=2: must be at least 0 and less than 1; 0.999 is usual
+trainer.max_steps=null
+    trainer.max_steps=null: schedule=linear must know the end of the run; give trainer.max_steps or trainer.max_epochs
+trainer.checkpoint.dir=file/ckpt
+    trainer.checkpoint.dir=file/ckpt: can't be written: Not a directory; give another folder
+trainer.checkpoint.dir=/proc/ckpt trainer.devices=2
+    trainer.checkpoint.dir=/proc/ckpt: can't be written: No such file or directory; give another folder
+trainer.run_dir=file
+    trainer.run_dir=file: can't be written: File exists; give another folder
+'+callbacks=[overlap]' trainer.clip_norm=1 trainer.devices=2
+    overlap and clip can't run together: clipping needs the global norm
+    set trainer.clip_norm=null or leave overlap out
+'+callbacks=[ema,average]'
+    average and ema both have the role AVERAGE: remove one (~callbacks.ema)
+trainer.resume=ckpt/last.pt
+    trainer.resume=ckpt/last.pt: does not exist; give DIR/last.pt, a folder step-*, a run's folder, or auto
+trainer.resume=file
+    trainer.resume=file: is not a checkpoint; give DIR/last.pt, a folder step-*, a run's folder, or auto
+trainer.resume=BASE/ckpt/damaged
+    model.safetensors: its sha256 is not the manifest's; trainer.resume=null starts anew
+trainer.resume=BASE/ckpt/last.pt trainer.seed=7 batch=24
+    trainer.resume: seed was 0 in the checkpoint and is 7; batch was 12 in the checkpoint and is 24;
+    set it back, or accept it by 'trainer.accept=[seed,batch]'
+trainer.resume=BASE/ckpt/last.pt recipe.width=8 trainer.run_dir=runs/new
+    is a checkpoint of another model (names, shapes or types of weights differ); set recipe.* back
+trainer.run_dir=BASE/runs/r
+    /runs/r: holds a run already; go on by trainer.resume=auto, or give another
+trainer.run_dir=runs/r trainer.checkpoint.dir=BASE/ckpt
+    /ckpt/r holds checkpoints of a run of this name; go on by trainer.resume=auto, or give another trainer.run_dir
+trainer.init_from=nowhere
+    trainer.init_from=nowhere: no such checkpoint or .safetensors file; give one of the two
+recipe=bert_tiny recipe.text=empty recipe.cache=cache
+    recipe.text=empty: empty text folder, there is no text in it; give UTF-8 text, .jsonl or .parquet files
+recipe=bert_tiny recipe.text=file recipe.cache=cache
+    recipe.text=file: file is not UTF-8 text (byte 0); convert it, or move it elsewhere
+"""
+
+
+def parse(table: str) -> dict[str, list[str]]:
+    cases: dict[str, list[str]] = {}
+    for line in filter(None, table.splitlines()):
+        if line.startswith(" "):
+            cases[list(cases)[-1]].append(line.strip())
+        else:
+            cases[line] = []
+    return cases
+
+
+CASES = {**parse(WITHOUT_TORCH), **parse(WITH_TORCH)}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, tuple[Result, set[str]]]:
+    """What each case ended with, and what it left in its folder. Two at a time."""
+    base, stub = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("stub")
+    (stub / "torch.py").write_text("raise SystemExit('torch was imported')")
+    made = toy(["trainer.run_dir=runs/r", "trainer.max_steps=5"], base)
+    assert made.code == 0, made.err
+    shutil.copytree(base / "ckpt" / "r", base / "ckpt" / "damaged")
+    weights = base / "ckpt" / "damaged" / "step-00000005" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+
+    def one(typed: str) -> tuple[Result, set[str]]:
+        cwd = tmp_path_factory.mktemp("case")
+        (cwd / "file").write_bytes(b"\xff\x00\xfe")
+        (cwd / "empty").mkdir()
+        words = shlex.split(typed.replace("BASE", str(base)))
+        env = dict(word.split("=") for word in words if word.partition("=")[0].isupper())
+        path = f"{stub}{os.pathsep}{PYTHONPATH}" if typed in WITHOUT_TORCH else PYTHONPATH
+        arguments = [word for word in words if word.partition("=")[0] not in env]
+        result = run([*TOY, *QUICK, *arguments], cwd, PYTHONPATH=path, **env)
+        return result, {str(path.relative_to(cwd)) for path in cwd.rglob("*")} - {"file", "empty"}
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(CASES, pool.map(one, CASES)))
+
+
+@pytest.mark.parametrize("typed", CASES)
+def test_one_line_says_it(results, typed):
+    result, _ = results[typed]
+    assert len(result.err.splitlines()) == 1, result.err
+    assert result.err.startswith("echelon: ")
+    assert [text for text in CASES[typed] if text not in result.err] == [], result.err
+    assert "Traceback" not in result.err + result.out
+    assert result.code in (71, 78)
+
+
+@pytest.mark.parametrize("typed", CASES)
+def test_nothing_is_started(results, typed):
+    result, left = results[typed]
+    if typed in parse(WITHOUT_TORCH):
+        assert not left
+        assert not result.out
+    elif "another model" not in CASES[typed][0]:  # to know that, a model is made
+        assert not [path for path in left if path.startswith("runs/") or "step-" in path]
+        assert "step 1/" not in result.out and "callbacks, in order" not in result.out
+
+
+def test_each_kind_of_setting_is_tried():
+    """The table above doesn't shrink unnoticed."""
+    assert len(parse(WITHOUT_TORCH)) > 50 and len(parse(WITH_TORCH)) > 20
