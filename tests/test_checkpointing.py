@@ -1,4 +1,4 @@
-"""What a trainer saves and takes back: refusals that name the key, acceptance, retention, the best, foreign weights, export."""
+"""What a trainer saves and takes back: refusals that name the key, acceptance, retention, the best, other weights."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from toy_recipe import Toy
 from torch import nn
+from toy_recipe import Toy
 
 from trainer.callback import Callback
 from trainer.callbacks.ema import EMA

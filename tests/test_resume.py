@@ -1,4 +1,4 @@
-"""Killed is not lost: 20 steps straight are 7, a kill, and 13, bit for bit at the same world size, sample for sample at another."""
+"""Killed is not lost: 20 steps are 7, a kill, and 13, bit for bit on as many ranks, sample for sample on others."""
 
 import json
 import os

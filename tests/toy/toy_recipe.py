@@ -6,7 +6,7 @@ from torch.utils.data import Dataset
 
 
 class Points(Dataset):
-    """Synthetic: x uniform from the sample's number, y a smooth function of it; `items` between 1 and 4 of the outputs count."""
+    """Synthetic: x uniform from the sample's number, y a smooth function of it; 1 to 4 of the outputs count."""
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         self.size, self.dtype = size, dtype
