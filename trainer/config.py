@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -69,7 +69,7 @@ def refuse_missing(node: Any, key: str) -> None:
         refuse_missing(value, f"{key}.{name}".lstrip("."))
 
 
-def check_node(key: str, node: Any, allow: Iterable[str]) -> None:
+def check_node(key: str, node: Any, allow: tuple[str, ...]) -> None:
     """One `_target_` with its arguments."""
     if not isinstance(node, Mapping) or "_target_" not in node:
         raise ConfigError(f"{key}={node}: has no _target_; choose one by {key}=NAME, see --help")
@@ -78,14 +78,14 @@ def check_node(key: str, node: Any, allow: Iterable[str]) -> None:
     if "." not in target:
         raise ConfigError(f"{key}._target_={target}: not a full name; write package.module.Name")
     refuse_target(key, target, target, allow)
-    known = knobs(key, target)
+    known = knobs(key, target, allow)
     check_values(key, arguments(node), known)
     for name, knob in known.items():
         if knob.default is NO_DEFAULT and name not in node and name != ANY_NAME and not node.get("_partial_"):
             raise ConfigError(f"{key}.{name}: is missing; give {key}.{name}=VALUE")
 
 
-def refuse_target(key: str, target: str, module: str, allow: Iterable[str]) -> None:
+def refuse_target(key: str, target: str, module: str, allow: tuple[str, ...]) -> None:
     if not any(f"{module}.".startswith(f"{package}.") for package in allow):
         package = module.split(".")[0]
         raise ConfigError(
@@ -155,7 +155,7 @@ def options_knobs(options: type) -> dict[str, Knob]:
 
 
 @functools.cache
-def knobs(key: str, target: str) -> dict[str, Knob]:
+def knobs(key: str, target: str, allow: tuple[str, ...]) -> dict[str, Knob]:
     """The parameters of a class's constructor or of a function: from its module's source if that tells them, so that
     checking a config imports no torch; else from the object itself."""
     module, _, name = target.rpartition(".")
@@ -169,7 +169,7 @@ def knobs(key: str, target: str) -> dict[str, Knob]:
         found = _read(body[name], body) if name in body else None
         if found is not None:
             return found
-    parameters = inspect.signature(locate(key, target)).parameters.values()
+    parameters = inspect.signature(locate(key, target, allow)).parameters.values()
     return {ANY_NAME if p.kind is p.VAR_KEYWORD else p.name: Knob(Any, p.default) for p in parameters}
 
 
@@ -214,12 +214,15 @@ def _annotation(node: ast.expr | None) -> Any:
         return Any
 
 
-def locate(key: str, target: str) -> Any:
+def locate(key: str, target: str, allow: tuple[str, ...]) -> Callable[..., Any]:
+    """The allowed packages are checked on the object too: a name may lead elsewhere by a module's imports."""
     module, _, name = target.rpartition(".")
     try:
-        return getattr(importlib.import_module(module), name)
+        found = getattr(importlib.import_module(module), name)
     except (ImportError, ValueError, AttributeError) as error:
         raise ConfigError(f"{key}._target_={target}: {error}; name an importable class or function") from None
+    refuse_target(key, target, getattr(found, "__module__", None) or "builtins", allow)
+    return found
 
 
 def arguments(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,11 +238,7 @@ def settings(options: type[T], values: Mapping[str, Any]) -> T:
     return options(**given)
 
 
-def build(key: str, node: Mapping[str, Any], allow: Iterable[str]) -> Any:
-    """The object that `node` describes, or with `_partial_` a function that still takes its first arguments.
-
-    The allowed packages are checked on the object itself: a name that leads elsewhere by a module's imports is refused.
-    """
-    target: Callable[..., Any] = locate(key, node["_target_"])
-    refuse_target(key, node["_target_"], getattr(target, "__module__", None) or "builtins", allow)
+def build(key: str, node: Mapping[str, Any], allow: tuple[str, ...]) -> Any:
+    """The object that `node` describes, or with `_partial_` a function that still takes its first arguments."""
+    target = locate(key, node["_target_"], allow)
     return functools.partial(target, **arguments(node)) if node.get("_partial_") else target(**arguments(node))

@@ -117,7 +117,8 @@ def compose(arguments: list[str], folders: list[Path]) -> list[Job]:
 
     def collect(config: DictConfig) -> None:
         chosen = HydraConfig.get()
-        typed = [override.removeprefix("++") for override in chosen.overrides.task]
+        overrides: Any = OmegaConf.to_container(chosen.overrides.task)  # as they are: they may hold ${...}
+        typed = [override.removeprefix("++") for override in overrides]
         recipe = dict(chosen.runtime.choices).get("recipe", "")
         jobs.append(Job(OmegaConf.to_container(config, resolve=True), recipe, [*flags, *typed]))
 
@@ -152,8 +153,8 @@ def explain(error: Exception, folders: list[Path]) -> str:
     text = " ".join(str(error).split())
     if absent := re.search("delete from config. '(.*)' does not exist", text):
         return f"~{absent[1]}: this run has none; see --cfg job"
-    key = getattr(error, "full_key", None) or "config"
-    return f"{key}: {text.partition(' full_key:')[0]}; see --cfg job"
+    reason, _, key = text.partition(" full_key: ")  # OmegaConf's
+    return f"{key.split()[0]}: {reason}; see --cfg job" if key else f"{reason}; see --cfg job"
 
 
 def is_override(word: str) -> bool:
@@ -165,12 +166,12 @@ def normal(word: str, folders: list[Path]) -> str:
     `callbacks=[...]` and `+callbacks=[...]` mean the same, and may name a default one."""
     key, equals, value = word.partition("=")
     name = key.lstrip("+")
-    if not equals or re.search("[-~@/]", name) or name.startswith("hydra."):
+    if not equals or not name or re.search("[-~@/]", name) or name.startswith("hydra."):
         return word
     if name == "callbacks":
         value = "" if value == "null" else value
         return "callbacks=" + re.sub(r"\[([^][]*)\]", added, value if "[" in value else f"[{value}]")
-    if name and any((folder / name).is_dir() for folder in folders):
+    if any((folder / name).is_dir() for folder in folders):
         if value == "null":
             raise ConfigError(f"{word}: a run needs one; there are {', '.join(choices(name, folders))}")
         return word

@@ -1,11 +1,13 @@
 """Optimizers as the config names them: torch's own, fused where it has that, and LAMB."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from trainer.errors import ConfigError
 
 Groups = Iterable[dict[str, Any]]
 
@@ -19,6 +21,16 @@ def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def make_optimizer(optimizer: Callable[[Groups], Optimizer], module: nn.Module) -> Optimizer:
+    """Raises:
+    ConfigError: for settings that the optimizer refuses.
+    """
+    try:
+        return optimizer(parameter_groups(module))
+    except ValueError as error:
+        raise ConfigError(f"optimizer: {error}; mend optimizer.*") from error
 
 
 def adamw(

@@ -20,7 +20,7 @@ from trainer.data.loader import Loader, Step
 from trainer.data.order import mix
 from trainer.distributed import Background, Ranks, all_reduce_mean, comm_hook, share
 from trainer.launch import Place, detect
-from trainer.optim import Groups, adamw, parameter_groups
+from trainer.optim import Groups, adamw, make_optimizer
 from trainer.options import DataOptions, Options
 from trainer.plan import Plan
 from trainer.precision import Precision
@@ -125,7 +125,7 @@ class Trainer:
             if self._hooks["wrap_reduce"]:  # otherwise DDP's own reducer runs, which is in C++
                 reduce = self._wrap("wrap_reduce", all_reduce_mean(self.ranks.new_group()))
                 self.model.register_comm_hook(None, comm_hook(reduce, Background(self.device)))
-        self.optimizer = self._wrap("wrap_optimizer", optimizer(parameter_groups(self.module)))
+        self.optimizer = self._wrap("wrap_optimizer", make_optimizer(optimizer, self.module))
         self.peak_lr = [group["lr"] for group in self.optimizer.param_groups]
         self.scaler = self.precision.scaler
         self.generator = (

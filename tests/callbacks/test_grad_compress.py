@@ -1,6 +1,5 @@
 """The codecs against torch's own hooks, the bytes that are sent, and the stated bound."""
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -76,18 +75,17 @@ def ours(place: Place, codec: str | None) -> tuple[list[np.ndarray], int]:
     return [p.detach().numpy() for p in trainer.module.parameters()], count.bytes
 
 
-def call(hook: Any, _: None, bucket: dist.GradBucket) -> Any:
-    """DDP knows torch's bf16 hook by its name, and lets it run on a GPU only."""
-    return hook(None, bucket)
-
-
 def torchs(place: Place, codec: str) -> list[np.ndarray]:
     """A bare loop with torch's hook, on the trainer's batches. Two passes more at first, for DDP's buckets."""
     trainer = make(place, {})
     recipe, module = trainer.recipe, trainer.recipe.model()
     module.load_state_dict(trainer.module.state_dict())
     model = DDP(module, bucket_cap_mb=0.01)
-    model.register_comm_hook(None, partial(call, HOOKS[codec]))
+
+    def hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return HOOKS[codec](None, bucket)  # DDP knows torch's bf16 hook by its name, and lets it run on a GPU only
+
+    model.register_comm_hook(None, hook)
     optimizer = sgd(parameter_groups(module))
     stream = Loader(recipe, trainer.plan, place.rank, place.world, trainer.device).train(trainer.plan.source, 0)
     steps = [next(stream) for _ in range(STEPS)]

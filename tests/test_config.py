@@ -1,0 +1,91 @@
+"""The constructor's signature is the schema: each YAML shows every knob, with its default, and says what it is."""
+
+import dataclasses
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from command import ROOT, environment
+from omegaconf import OmegaConf
+
+from trainer.config import fits
+from trainer.options import DataOptions, Options
+
+FILES = sorted(path for path in (ROOT / "conf").glob("*/*.yaml"))
+NODES = [path for path in FILES if path.parent.name != "recipe"]
+
+
+def load(path: Path) -> dict[str, Any]:
+    config: Any = OmegaConf.to_container(OmegaConf.load(path))
+    return config
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_each_file_says_what_it_is(path):
+    comments = [line for line in path.read_text().splitlines()[:2] if line.startswith("# ") and "@package" not in line]
+    assert len(comments) == 1
+    assert len(comments[0]) < 100
+
+
+@pytest.mark.parametrize("path", NODES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_each_knob_is_shown_with_its_default(path):
+    node = load(path)
+    if path.parent.name == "callbacks":
+        assert list(node) == [path.stem]
+        node = node[path.stem]
+    module, _, name = node.pop("_target_").rpartition(".")
+    partial = node.pop("_partial_", False)
+    parameters = dict(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
+    if partial:
+        parameters.pop("params")
+    defaults = {key: list(p.default) if isinstance(p.default, tuple) else p.default for key, p in parameters.items()}
+    assert node == defaults
+    assert list(node) == list(defaults)
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name == "recipe"], ids=lambda path: path.stem)
+def test_each_recipe_shows_every_knob(path):
+    node = load(path)["recipe"]
+    module, _, name = node.pop("_target_").rpartition(".")
+    assert list(node) == list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
+
+
+def test_the_sections_are_the_dataclasses():
+    config = load(ROOT / "conf" / "config.yaml")
+    assert config["trainer"] == dataclasses.asdict(Options())
+    assert config["data"] == dataclasses.asdict(DataOptions())
+
+
+def test_a_config_is_checked_without_torch():
+    code = (
+        "import sys; sys.argv[1:] = ['optimizer.lrr=1']\n"
+        "from trainer.main import main\n"
+        "try: main()\n"
+        "except SystemExit as stop: print(stop.code, 'torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["78", "False", "False"]
+    assert done.stderr == "echelon: optimizer.lrr=1: no such key; did you mean lr?\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "fit"),
+    [
+        (1, int, True), (True, int, False), (1.0, int, False), (1, float, True), (True, float, False),
+        (None, int | None, True), ("1", int | None, False), ("a", str, True), (["a"], list[str], True),
+        ([1], list[str], False), ("a", list[str], False), ([0.9, 0.99], tuple[float, float], True),
+    ],
+)  # fmt: skip
+def test_types(value, kind, fit):
+    assert fits(value, kind) is fit
+
+
+def test_yaml_of_the_config_is_plain():
+    """No Python tags, no anchors: a reader of another language could load it."""
+    for path in [*FILES, ROOT / "conf" / "config.yaml"]:
+        assert yaml.safe_load(path.read_text())
