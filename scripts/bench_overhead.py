@@ -2,9 +2,9 @@
 
     python scripts/bench_overhead.py [--quick] [--json FILE]      # pip install -e '.[peers]' adds the other trainers
 
-Every loop lives in a thread of its own, and they take turns: one block of steps each, in an order that is reversed every
-round. So a machine that slows down or speeds up does so for all of them, and set-up and end are not measured. A ratio is the
-median, over rounds, of the ratio within the round; a time is the median over rounds.
+Every loop lives in a thread of its own, and they take turns: one block of steps each, in an order that is turned round every
+round. So a machine that slows down does so for all of them, and neither set-up nor the end of a run is measured. A time is
+the median over rounds; a ratio is the median of the ratios within each round.
 """
 
 import contextlib
@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import overhead_loops as loops
 import torch
@@ -32,31 +31,35 @@ from torch import Tensor
 from trainer.launch import Place
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("torch", "lightning", "accelerate", "transformers", "pytorch-ignite")
+TOY = ROOT / "tests" / "toy"
+Train = Callable[..., None]
 
-# Name -> the loop, the package that it needs, and what it does beside training.
-LOOPS: dict[str, tuple[Callable[..., None], str, str]] = {
-    "bare loop": (loops.bare, "torch", "keeps the loss"),
-    "bare loop, one parameter group": (loops.bare_in_one_group, "torch", "keeps the loss"),
-    "Echelon": (loops.echelon, "torch", "gradient norm"),
-    "Echelon, default observers": (loops.echelon_observed, "torch", "gradient norm; terminal, TensorBoard, metrics.jsonl, speed"),
-    "Fabric": (loops.fabric, "lightning", "CSV file"),
-    "ignite": (loops.ignite, "pytorch-ignite", "keeps the loss"),
-    "Accelerate": (loops.accelerate, "accelerate", "keeps the loss"),
-    "Hugging Face Trainer": (loops.hugging_face, "transformers", "keeps the loss; terminal"),
-    "Lightning": (loops.lightning, "lightning", "CSV file"),
+# Name -> the loop, the packages that it needs, and what it does with a logged step.
+LOOPS: dict[str, tuple[Train, tuple[str, ...], str]] = {
+    "bare loop": (loops.bare, (), "keeps the loss"),
+    "bare loop, one parameter group": (loops.bare_in_one_group, (), "keeps the loss"),
+    "Echelon": (loops.echelon, (), "keeps loss and gradient norm"),
+    "Echelon, default observers": (loops.echelon_observed, (), "terminal, log, metrics.jsonl, TensorBoard, speed"),
+    "Fabric": (loops.fabric, ("lightning",), "CSV file"),
+    "ignite": (loops.ignite, ("pytorch-ignite",), "keeps the loss"),
+    "Accelerate": (loops.accelerate, ("accelerate",), "keeps the loss"),
+    "Hugging Face Trainer": (loops.hugging_face, ("transformers", "accelerate"), "terminal"),
+    "Lightning": (loops.lightning, ("lightning",), "CSV file"),
 }
+PACKAGES = ("torch", *dict.fromkeys(package for _, packages, _ in LOOPS.values() for package in packages))
 
 
 class Turns(threading.Thread):
-    """One loop. Each `turn` lets it take `warm` batches, then those of a log interval, which are timed."""
+    """One loop, and the batches that it trains on. In a `turn` it takes `warm` of them, and then as many as there are up to
+    the next multiple of the log interval, which are timed: always with one logged step.
+    """
 
-    def __init__(self, train: Callable[..., None], task: Task, rounds: int, warm: int, folder: Path) -> None:
+    def __init__(self, train: Train, task: Task, rounds: int, warm: int, folder: Path) -> None:
         super().__init__(daemon=True)
         torch.manual_seed(0)
         self.pool = [task.batch() for _ in range(64)]
-        self.rounds, self.sizes = rounds, (warm, LOG_EVERY - warm % LOG_EVERY)
-        self.train = partial(train, task, self, rounds * sum(self.sizes) + 1, folder)
+        self.rounds, self.warm, self.timed = rounds, warm, LOG_EVERY - warm % LOG_EVERY
+        self.train = partial(train, task, self, rounds * (self.warm + self.timed) + 1, folder)
         self.wall_us: list[float] = []  # of a step, one value a round
         self.cpu_us: list[float] = []  # of this thread
         self.error: Exception | None = None
@@ -80,16 +83,15 @@ class Turns(threading.Thread):
             raise self.error
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        warm, timed = self.sizes
         for _ in range(self.rounds):
             self._wait()
-            yield from self._batches(warm)
+            yield from self._batches(self.warm)
             wall, cpu = time.perf_counter(), time.thread_time()
-            yield from self._batches(timed)
-            self.wall_us.append((time.perf_counter() - wall) / timed * 1e6)
-            self.cpu_us.append((time.thread_time() - cpu) / timed * 1e6)
+            yield from self._batches(self.timed)
+            self.wall_us.append((time.perf_counter() - wall) / self.timed * 1e6)
+            self.cpu_us.append((time.thread_time() - cpu) / self.timed * 1e6)
         self._wait()
-        yield from self._batches(4)  # for the last step, and for loops that take batches ahead
+        yield from self._batches(4)  # the last step, and what a loop takes ahead
 
     def _wait(self) -> None:
         self.done.release()
@@ -99,56 +101,77 @@ class Turns(threading.Thread):
         return (self.pool[i % len(self.pool)] for i in range(n))
 
 
-def measure(trains: dict[str, Callable[..., None]], task: Task, rounds: int, warm: int) -> dict[str, Turns]:
-    quiet = contextlib.redirect_stdout, contextlib.redirect_stderr
-    with contextlib.ExitStack() as stack:
-        folder, null = stack.enter_context(tempfile.TemporaryDirectory()), stack.enter_context(open(os.devnull, "w"))
-        for redirect in quiet:
-            stack.enter_context(redirect(null))
+def measure(trains: dict[str, Train], task: Task, rounds: int, warm: int) -> dict[str, Turns]:
+    with tempfile.TemporaryDirectory() as folder, silence():
         runs = {name: Turns(train, task, rounds, warm, Path(folder)) for name, train in trains.items()}
+        backwards = list(runs.values())[::-1]
         for n in range(rounds):
-            for run in list(runs.values())[:: -1 if n % 2 else 1]:
+            for run in backwards if n % 2 else runs.values():
                 run.turn()
-        for run in runs.values():
+        for run in backwards:  # who started a process group first ends it last
             run.turn()
             run.join()
     return runs
 
 
-def table(part: str, runs: dict[str, Turns], base: str, does: dict[str, str]) -> list[Row]:
-    def ratio(own: list[float], others: list[float]) -> float:
-        return statistics.median(a / b for a, b in zip(own, others, strict=True))
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """What the loops print is part of what they cost, but nobody reads it."""
+    with contextlib.ExitStack() as stack:
+        null = stack.enter_context(open(os.devnull, "w"))
+        stack.enter_context(contextlib.redirect_stdout(null))
+        stack.enter_context(contextlib.redirect_stderr(null))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        yield
 
+
+def table(part: str, runs: dict[str, Turns], base: str, does: dict[str, str]) -> list[Row]:
     return [
         {
-            part: name,
+            "part": part,
+            "loop": name,
             "us a step": statistics.median(run.wall_us),
-            "ratio": ratio(run.wall_us, runs[base].wall_us),
+            "ratio": median_ratio(run.wall_us, runs[base].wall_us),
             "CPU us a step": statistics.median(run.cpu_us),
-            "CPU ratio": ratio(run.cpu_us, runs[base].cpu_us),
-            f"every {LOG_EVERY} steps": does[name],
+            "CPU ratio": median_ratio(run.cpu_us, runs[base].cpu_us),
+            "a logged step": does[name],
         }
         for name, run in runs.items()
     ]
 
 
-def ddp_rank(rank: int, folder: str, rounds: int) -> list[Row]:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    place = Place(rank, 2, rank, 2, f"{folder}/store", "benchmark")
-    # Echelon first: it starts the process group that both use, and it ends it.
-    trains = {"Echelon": partial(loops.echelon, place=place), "bare DDP": loops.bare_ddp}
-    runs = measure(trains, TRANSFORMER, rounds, warm=10)
-    return table("transformer, two ranks", runs, "bare DDP", {"Echelon": "gradient norm", "bare DDP": "keeps the loss"})
+def median_ratio(own: list[float], others: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(own, others, strict=True))
 
 
-def ddp(rounds: int) -> list[Row]:
+def one_process(rounds: int) -> list[Row]:
+    here = {name: loop for name, loop in LOOPS.items() if all(map(installed, loop[1]))}
+    for name in LOOPS.keys() - here.keys():
+        print(f"{name}: not measured, needs {' and '.join(LOOPS[name][1])} (extra [peers])\n")
+    runs = measure({name: train for name, (train, _, _) in here.items()}, MLP, rounds, warm=50)
+    part = f"MLP 64-64-10, batch 32, SGD, one process, one thread; {rounds} rounds of 50 steps"
+    return table(part, runs, "bare loop", {name: does for name, (_, _, does) in here.items()})
+
+
+def two_ranks(rounds: int) -> list[Row]:
     """Rank 0's times."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(2, spawn) as pool:
-        return list(pool.map(ddp_rank, range(2), [folder] * 2, [rounds] * 2))[0][::-1]
+        return list(pool.map(one_of_two, range(2), [folder] * 2, [rounds] * 2))[0]
 
 
-# What a process does until its first step is over; then it tells the time and ends.
+def one_of_two(rank: int, folder: str, rounds: int) -> list[Row]:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # Echelon first: it starts the process group that both use.
+    trains = {"Echelon": partial(loops.echelon, place=Place(rank, 2, rank, 2, f"{folder}/store", "benchmark"))}
+    runs = measure({**trains, "bare DDP": loops.bare_ddp}, TRANSFORMER, rounds, warm=10)
+    part = f"transformer, AdamW, two gloo ranks of one thread; {rounds} rounds of 40 steps"
+    does = {"Echelon": "keeps loss and gradient norm", "bare DDP": "keeps the loss"}
+    return table(part, runs, "bare DDP", does)[::-1]
+
+
+# Both processes end when their first step is over, and tell the time.
 CLOCK = """
 import os, time
 from trainer.callback import Callback
@@ -172,63 +195,60 @@ optimizer.zero_grad()
 os.write(2, str(time.monotonic()).encode())
 os._exit(0)
 """
-TOY = ["-m", "trainer.main", "--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy", "trainer.accelerator=cpu"]
-TOY += ["+callbacks.clock._target_=clock.Clock", "trainer.allow_targets=[toy_recipe,clock]", "trainer.log_every_steps=50"]
+ECHELON = ["-m", "trainer.main", "--config-dir", str(TOY / "conf"), "recipe=toy", "trainer.accelerator=cpu"]
+ECHELON += [
+    "trainer.log_every_steps=50",
+    "+callbacks.clock._target_=clock.Clock",
+    "trainer.allow_targets=[toy_recipe,clock]",
+]
+PROCESSES = {
+    "--help": ["-m", "trainer.main", "--help"],
+    "import torch, a bare step": ["-c", BARE],
+    "Echelon, the toy's first step": ECHELON,
+}
 
 
-def start_up(repeats: int) -> list[Row]:
-    """Seconds from the start of a fresh process; the first round, which fills the caches of files, does not count."""
-    commands = {
-        "--help": ["-m", "trainer.main", "--help"],
-        "import torch": ["-c", "import torch"],
-        "import torch and a bare step": ["-c", BARE],
-        "first step of the toy recipe": TOY,
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in commands}
+def start_up(rounds: int) -> list[Row]:
+    seconds: dict[str, list[float]] = {name: [] for name in PROCESSES}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "clock.py").write_text(CLOCK)
-        paths = os.pathsep.join([folder, str(ROOT), str(ROOT / "tests" / "toy")])
-        env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-        for _ in range(repeats + 1):
-            for name, command in commands.items():
+        env = os.environ | {"PYTHONPATH": os.pathsep.join([folder, str(ROOT), str(TOY)]), "OMP_NUM_THREADS": "1"}
+        for _ in range(rounds):
+            for name, command in PROCESSES.items():
                 began = time.monotonic()
                 done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True)
-                assert done.returncode == 0, done.stderr
+                if done.returncode:
+                    raise RuntimeError(done.stderr)
                 seconds[name].append(float(done.stderr or time.monotonic()) - began)
-    median = {name: statistics.median(values[1:]) for name, values in seconds.items()}
-    base = median["import torch and a bare step"]
-    return [{"start-up": name, "seconds": value, "ratio": value / base} for name, value in median.items()]
-
-
-def goals(loop: list[Row], two_ranks: list[Row], start: list[Row]) -> list[Goal]:
-    def of(rows: list[Row], name: str, column: str) -> Any:
-        return next(row[column] for row in rows if name in row.values())
-
+    part, base = f"a fresh process; {rounds} rounds", seconds["import torch, a bare step"]
     return [
-        at_most("a step without callbacks, times the bare loop", 1.10, of(loop, "Echelon", "ratio")),
-        at_most("a step with the default observers, times the bare loop", 1.15, of(loop, "Echelon, default observers", "ratio")),
-        at_most("a transformer step on two ranks, times bare DDP", 1.01, of(two_ranks, "Echelon", "ratio")),
-        at_most("--help, seconds", 1.0, of(start, "--help", "seconds")),
-        at_most("first step, times import torch and a bare step", 1.5, of(start, "first step of the toy recipe", "ratio")),
+        {"part": part, "process": name, "seconds": statistics.median(own), "ratio": median_ratio(own, base)}
+        for name, own in seconds.items()
+    ]
+
+
+def goals(loop: list[Row], ddp: list[Row], start: list[Row]) -> list[Goal]:
+    ratio = {row["loop"]: row["ratio"] for row in loop}
+    shown, _, first = start
+    return [
+        at_most("step without callbacks, times the bare loop", 1.10, ratio["Echelon"]),
+        at_most("step with the default observers, times the bare loop", 1.15, ratio["Echelon, default observers"]),
+        at_most("transformer step on two ranks, times bare DDP", 1.01, ddp[-1]["ratio"]),
+        at_most("--help, seconds", 1.0, shown["seconds"]),
+        at_most("first step, times import torch and a bare step", 1.5, first["ratio"]),
     ]
 
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--rounds", type=int, help="of each part, in place of what --quick decides")
+    options.add_argument("--rounds", type=int, help="of each part, whatever --quick says")
     args = options.parse_args()
-    warnings.simplefilter("ignore")  # of the other trainers, about settings that are meant
     about = machine(PACKAGES)
     print(*(f"{key} {value}" for key, value in about.items()), sep=", ", end="\n\n")
-    for name, (_, package, _) in LOOPS.items():
-        if not installed(package):
-            print(f"{name}: not measured, {package} is not installed (extra [peers])\n")
-    here = {name: loop for name, loop in LOOPS.items() if installed(loop[1])}
-    runs = measure({name: train for name, (train, _, _) in here.items()}, MLP, args.rounds or (20 if args.quick else 100), warm=50)
-    loop = table("MLP, one process", runs, "bare loop", {name: does for name, (_, _, does) in here.items()})
-    two_ranks = ddp(args.rounds or (6 if args.quick else 30))
+    loop = one_process(args.rounds or (20 if args.quick else 100))
+    ddp = two_ranks(args.rounds or (5 if args.quick else 30))
     start = start_up(args.rounds or 5)
-    report([loop, two_ranks, start], goals(loop, two_ranks, start), about, args.json)
+    report([loop, ddp, start], goals(loop, ddp, start), about, args.json)
 
 
 if __name__ == "__main__":

@@ -49,8 +49,10 @@ def report(tables: Sequence[list[Row]], goals: list[Goal], about: Row, file: Pat
 
 
 def print_table(rows: list[Row]) -> None:
-    """As Markdown, aligned."""
-    cells = [list(rows[0]), *([show(value) for value in row.values()] for row in rows)]
+    """As Markdown, aligned; `part`, the same in every row, is the title."""
+    print(f"**{rows[0]['part']}**\n")
+    columns = [name for name in rows[0] if name != "part"]
+    cells = [columns, *([show(row[name]) for name in columns] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * width for width in widths])
     for line in cells:
@@ -59,17 +61,21 @@ def print_table(rows: list[Row]) -> None:
 
 
 def show(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if isinstance(value, float) and value >= 100 else f"{value:.3g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def machine(packages: Sequence[str]) -> Row:
     """With the versions of `packages` that are installed, and the commit where there is one."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
-    git = subprocess.run(["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"], capture_output=True, text=True)
+    name = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+    git = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"], capture_output=True, text=True
+    )
     return {
         "cpu": name,
         "cores": os.cpu_count(),

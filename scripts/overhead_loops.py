@@ -27,6 +27,7 @@ from trainer.options import CheckpointOptions, Options
 from trainer.trainer import Trainer
 
 LOG_EVERY = 50
+ALONE = Place()
 Batches = Iterable[tuple[Tensor, Tensor]]
 
 
@@ -55,7 +56,7 @@ MLP = Task(
 # About 15 ms a step on one core.
 TRANSFORMER = Task(
     model=lambda: nn.Sequential(
-        *(nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True) for _ in range(2)),
+        *(nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True) for _ in range(4)),
         nn.Flatten(0, 1),
         nn.Linear(64, 100),
     ),
@@ -108,14 +109,19 @@ class Recipe:
 
 
 def echelon(
-    task: Task, batches: Batches, steps: int, folder: Path, callbacks: dict[str, Callback] | None = None, place: Place | None = None
+    task: Task,
+    batches: Batches,
+    steps: int,
+    folder: Path,
+    callbacks: dict[str, Callback] | None = None,
+    place: Place = ALONE,
 ) -> None:
-    place = place or Place()
     options = Options(
         max_steps=steps,
         accelerator="cpu",
         log_every_steps=LOG_EVERY,
         run_dir=str(folder / "run"),
+        timeout_s=60,
         checkpoint=CheckpointOptions(str(folder / "ckpt"), every_steps=None, every_minutes=None),
     )
     batch = task.samples * place.world
@@ -123,7 +129,8 @@ def echelon(
 
 
 def echelon_observed(task: Task, batches: Batches, steps: int, folder: Path) -> None:
-    callbacks = {"progress": Progress(), "tensorboard": TensorBoard(), "metrics_file": MetricsFile(), "throughput": Throughput()}
+    observers = (Progress(), TensorBoard(), MetricsFile(), Throughput())
+    callbacks: dict[str, Callback] = {type(observer).__name__: observer for observer in observers}
     echelon(task, batches, steps, folder, callbacks)
 
 
@@ -157,7 +164,9 @@ def ignite(task: Task, batches: Batches, steps: int, folder: Path) -> None:
         return loss
 
     engine = Engine(update)
-    engine.add_event_handler(Events.ITERATION_COMPLETED(every=LOG_EVERY), lambda: losses.append(engine.state.output.item()))
+    engine.add_event_handler(
+        Events.ITERATION_COMPLETED(every=LOG_EVERY), lambda: losses.append(engine.state.output.item())
+    )
     engine.run(batches, max_epochs=1, epoch_length=steps)
 
 

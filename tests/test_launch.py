@@ -1,23 +1,23 @@
 """Ranks, whoever starts them: torchrun, Open MPI, SLURM, or our own supervisor; and how they end when one fails."""
 
 import json
-import os
-import re
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from command import MAIN, QUICK, TOY, Result, lines, popen, run, toy, weights
+from command import MAIN, QUICK, TOY, Result, lines, popen, run, weights
 
 from trainer.errors import ConfigError
 from trainer.launch import Place, detect, first_host
 
 SHORT = [*TOY, *QUICK, "+callbacks=[probe]", "trainer.max_steps=5", "trainer.validate_every=3"]
-TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainer.main"]
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *MAIN]
+needs_mpirun = pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun")
+ELASTIC = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SLURM = {
     "SLURM_JOB_ID": "4242",
     "SLURM_STEP_ID": "1",
@@ -42,10 +42,10 @@ def test_nobody_started_us():
 
 
 def test_torchrun():
-    assert detect(dict(TORCHRUN)) == Place(5, 8, 1, 4, "", "torchrun")
-    assert detect(TORCHRUN | SLURM | mpi(0, 1, 0, 1), devices=4, nodes=2).launcher == "torchrun"  # inside of both
-    assert detect({"RANK": "0", "WORLD_SIZE": "1"}) == Place(0, 1, 0, 1, "", "torchrun")  # as Kubeflow sets them
-    assert detect(TORCHRUN | {"ECHELON_STORE": "/s"}) == Place(5, 8, 1, 4, "/s", "echelon")
+    assert detect(dict(ELASTIC)) == Place(5, 8, 1, 4, "", "torchrun")
+    assert detect(ELASTIC | SLURM | mpi(0, 1, 0, 1), devices=4, nodes=2).launcher == "torchrun"  # inside of both
+    assert detect({"RANK": "3", "WORLD_SIZE": "4"}, devices=1, nodes=4) == Place(3, 4, 0, 1, "", "torchrun")  # Kubeflow
+    assert detect(ELASTIC | {"ECHELON_STORE": "/s"}) == Place(5, 8, 1, 4, "/s", "echelon")
 
 
 def test_open_mpi(tmp_path):
@@ -75,7 +75,9 @@ def test_slurm():
         detect(step)
     assert steps[0]["MASTER_PORT"] != steps[1]["MASTER_PORT"]  # two at a time in one job
     for uneven in ({"SLURM_NTASKS": "7"}, {"SLURM_STEP_TASKS_PER_NODE": "5,3"}):
-        with pytest.raises(ConfigError, match=r"srun: \d tasks on 2 nodes are not the same number on each; use --ntasks"):
+        with pytest.raises(
+            ConfigError, match=r"srun: \d tasks on 2 nodes are not the same number on each; use --ntasks"
+        ):
             detect(SLURM | uneven)
 
 
@@ -96,10 +98,14 @@ def test_first_host(nodes, first):
 
 
 def test_settings_that_contradict_the_launcher():
-    with pytest.raises(ConfigError, match=r"trainer\.devices=3: torchrun started 4 rank\(s\) on this node; use trainer\.devices=4"):
-        detect(dict(TORCHRUN), devices=3)
-    with pytest.raises(ConfigError, match=r"trainer\.nodes=4: torchrun started 8 ranks on 2 node\(s\); leave trainer\.nodes out"):
-        detect(dict(TORCHRUN), nodes=4)
+    with pytest.raises(
+        ConfigError, match=r"trainer\.devices=3: torchrun started 4 rank\(s\) on this node; use trainer\.devices=4"
+    ):
+        detect(dict(ELASTIC), devices=3)
+    with pytest.raises(
+        ConfigError, match=r"trainer\.nodes=4: torchrun started 8 ranks on 2 node\(s\); leave trainer\.nodes out"
+    ):
+        detect(dict(ELASTIC), nodes=4)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +123,9 @@ def facts(run_dir: Path) -> list[dict]:
 
 def test_one_process_starts_the_ranks(two):
     ranks = facts(two / "runs" / "r")
-    assert [(rank["world"], rank["initialized"], rank["model"]) for rank in ranks] == [(2, True, "DistributedDataParallel")] * 2
+    assert [(rank["world"], rank["initialized"], rank["model"]) for rank in ranks] == [
+        (2, True, "DistributedDataParallel")
+    ] * 2
     assert len({rank["pid"] for rank in ranks}) == 2 and len({rank["parent"] for rank in ranks}) == 1
     assert not [rank["pid"] for rank in ranks if Path(f"/proc/{rank['pid']}").exists()]
 
@@ -141,17 +149,89 @@ def same(cwd: Path, two: Path) -> None:
 
 
 def test_torchrun_gives_the_same_numbers(two, tmp_path):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainer.main"]
-    result = run([*SHORT, "trainer.run_dir=runs/r"], tmp_path, launcher)
+    result = run([*SHORT, "trainer.run_dir=runs/r"], tmp_path, TORCHRUN)
     assert result.code == 0, result.err
     same(tmp_path, two)
 
 
-@pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun")
+@needs_mpirun
 def test_mpirun_gives_the_same_numbers(two, tmp_path):
-    launcher = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *MAIN]
-    result = run([*SHORT, "trainer.run_dir=runs/r"], tmp_path, launcher)
+    result = run([*SHORT, "trainer.run_dir=runs/r"], tmp_path, MPIRUN)
     assert result.code == 0, result.err
     assert "step 5/5" in result.out and "\x1b" not in result.out
     same(tmp_path, two)
     assert {address for rank in facts(tmp_path / "runs" / "r") for address in rank["listening"]} == {"0100007F"}
+
+
+def test_slurm_gives_the_same_numbers(two, tmp_path):
+    """Two processes with what srun sets: slurmd itself isn't here."""
+    with socket.socket() as probe:
+        while True:
+            port = 20000 + time.monotonic_ns() % 10000
+            try:
+                probe.bind(("127.0.0.1", port))
+                break
+            except OSError:
+                continue
+    step = {"SLURM_JOB_ID": str(port - 20000), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
+    step |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    ranks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in (0, 1)]
+    tasks = [popen([*SHORT, "trainer.run_dir=runs/r"], tmp_path, **step, **rank) for rank in ranks]
+    ended = [(*task.communicate(timeout=60), task.returncode) for task in tasks]
+    assert [code for *_, code in ended] == [0, 0], ended
+    same(tmp_path, two)
+
+
+def trouble(what: str, rank: int, cwd: Path, launcher: list[str] | None = None, **env: str) -> Result:
+    """A run on two ranks, of which one does `what` in step 3."""
+    typed = [f"callbacks.probe.trouble={what}", f"callbacks.probe.rank={rank}", "trainer.max_steps=1000"]
+    devices = [] if launcher else ["trainer.devices=2"]
+    return run([*SHORT, *typed, *devices, "trainer.run_dir=runs/r"], cwd, launcher, **env)
+
+
+def test_the_rank_that_failed_first_is_told_of(tmp_path):
+    result = trouble("raise", 1, tmp_path)
+    assert result.code == 1
+    assert result.err.startswith("echelon: rank 1 failed first:\nTraceback")
+    assert result.err.rstrip().endswith("RuntimeError: trouble at step 3")
+    assert result.err.count("Traceback") == 1 and "gloo" not in result.err
+    log = (tmp_path / "runs" / "r" / "logs" / "rank1.log").read_text()
+    assert "about to make trouble" not in result.out and "step 2/1000" in result.out
+    assert "about to make trouble" in log and "RuntimeError: trouble at step 3" in log
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, pytest.param(MPIRUN, marks=needs_mpirun)], ids=["torchrun", "mpirun"])
+def test_also_under_a_launcher(launcher, tmp_path):
+    result = trouble("raise", 1, tmp_path, launcher)
+    assert result.code == 1
+    assert "RuntimeError: trouble at step 3" in result.err
+    assert "gloo" not in result.err
+
+
+def test_a_rank_that_is_killed_ends_the_run(tmp_path):
+    result = trouble("SIGKILL", 1, tmp_path)
+    assert result.code == 128 + 9
+    assert result.err == "echelon: rank 1 was killed by SIGKILL; its log: runs/r/logs/rank1.log\n"
+
+
+def test_a_rank_that_ends_without_a_word_is_told_of(tmp_path):
+    result = trouble("exit", 0, tmp_path)
+    assert (result.code, result.err) == (7, "echelon: rank 0 ended with code 7; its log: runs/r/logs/rank0.log\n")
+
+
+def test_no_rank_outlives_its_launcher(tmp_path):
+    result = trouble("'parent SIGKILL'", 0, tmp_path, TMPDIR=str(tmp_path))
+    assert result.code == -9
+    ranks = facts(tmp_path / "runs" / "r")
+    assert len(ranks) == 2
+    deadline = time.monotonic() + 5
+    while alive := [rank["pid"] for rank in ranks if running(rank["pid"])]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.02)
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

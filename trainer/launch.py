@@ -45,7 +45,7 @@ def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: in
             int(env["RANK"]),
             world,
             int(env.get("LOCAL_RANK", "0")),
-            int(env.get("LOCAL_WORLD_SIZE", str(world))),
+            int(env.get("LOCAL_WORLD_SIZE", str(world) if "LOCAL_RANK" in env else "1")),
             env.get("ECHELON_STORE", ""),
             "echelon" if "ECHELON_STORE" in env else "torchrun",
         )

@@ -1,0 +1,158 @@
+"""What is typed and what is seen: help, multirun, names of callbacks, the run's folder, lines and bar, resume and export."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command import MAIN, QUICK, TOY, environment, run, toy
+from omegaconf import OmegaConf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+SHORT = [
+    "trainer.max_steps=4",
+    "trainer.checkpoint.every_steps=2",
+    "trainer.validate_every=2",
+    "trainer.log_every_steps=1",
+]
+
+
+@pytest.fixture(scope="module")
+def default(tmp_path_factory) -> tuple[Path, str]:
+    """A run with the default callbacks: its folder, and what it printed."""
+    cwd = tmp_path_factory.mktemp("default")
+    done = run([*TOY, *SHORT, "trainer.run_dir=runs/a", "trainer.accelerator=cpu"], cwd)
+    assert done.code == 0, done.err
+    assert done.err == ""
+    return cwd, done.out
+
+
+def test_help_lists_everything_and_imports_nothing_heavy(tmp_path):
+    code = (
+        "import sys; sys.argv[1:] = ['--help']; from trainer.main import main\ntry: main()\nexcept SystemExit: pass\n"
+    )
+    code += "print(not {'torch', 'hydra', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.stdout.endswith("True\n")
+    for name in ("bert_tiny", "bert_base", "bert_large", "ema", "overlap", "grad_compress", "adamw", "one_cycle"):
+        assert re.search(rf"^  {name} +\S.{{10,}}$", done.stdout, re.MULTILINE), name
+    assert "trainer.resume=ckpt/last.pt" in done.stdout
+    own = run(["--config-dir", TOY[1], "--help"], tmp_path)
+    assert "A small network on synthetic data" in own.out
+
+
+def test_the_folder_of_a_run(default):
+    cwd, out = default
+    folder = cwd / "runs" / "a"
+    assert {path.name for path in folder.iterdir()} == {
+        "config.yaml", "logs", "metrics.jsonl", "summary.json", "tensorboard",
+    }  # fmt: skip
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [list(line)[:3] for line in lines] == [["step", "samples", "seconds"]] * 6
+    assert [(line["step"], "val/loss" in line) for line in lines] == [
+        (1, False), (2, False), (2, True), (3, False), (4, False), (4, True),
+    ]  # fmt: skip
+    assert {"train/loss", "train/lr", "train/grad_norm", "perf/samples_per_s"} <= lines[0].keys()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["val/loss"] == lines[-1]["val/loss"]
+    assert summary["steps"] == 4
+    assert summary["samples"] == 48
+    assert summary["stopped"] == "max_steps"
+    assert summary["checkpoint"] == "ckpt/a/step-00000004"
+    assert summary["best"]["metric"] == "val/loss"
+    assert {"seconds", "device", "versions", "precision", "ranks"} <= summary.keys()
+    config = OmegaConf.load(folder / "config.yaml")
+    assert config.trainer.max_steps == 4
+    assert (folder / "logs" / "rank0.log").read_text().count("step 4/4") == 2
+    assert (cwd / "ckpt" / "last.pt").resolve() == (cwd / "ckpt" / "a" / "step-00000004").resolve()
+
+
+def test_tensorboard_has_the_numbers_and_the_config(default):
+    cwd, _ = default
+    events = EventAccumulator(str(cwd / "runs" / "a" / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4]
+    assert [event.step for event in events.Scalars("val/loss")] == [2, 4]
+    assert b"max_steps: 4" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+
+
+def test_lines_where_there_is_no_terminal(default):
+    _, out = default
+    assert re.search(r"^step 3/4  loss [\d.]+  lr [\d.e-]+  [\d,]+ samples/s  .* left$", out, re.MULTILINE)
+    assert "run         runs/a\ncheckpoint  ckpt/a/step-00000004\n" in out
+    assert "\x1b" not in out
+
+
+def test_a_bar_on_a_terminal(tmp_path):
+    ours, theirs = pty.openpty()
+    words = [*MAIN, *TOY, *QUICK, *SHORT, "trainer.run_dir=runs/b"]
+    process = subprocess.Popen(
+        words, cwd=tmp_path, env=environment(TERM="xterm", COLUMNS="110"), stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    seen = b""
+    while True:
+        try:
+            seen += os.read(ours, 1 << 16)
+        except OSError:  # the other end is closed
+            break
+    os.close(ours)
+    assert process.wait(60) == 0
+    assert b"\x1b[" in seen
+    assert re.search(rb"/4 .*loss", seen)
+    assert b"checkpoint  ckpt/b/step-00000004" in seen
+
+
+def test_multirun_makes_a_run_per_value(tmp_path):
+    done = toy(["-m", "optimizer.lr=1e-3,3e-3", "trainer.max_steps=2"], tmp_path)
+    assert done.code == 0, done.err
+    runs = sorted(path for path in (tmp_path / "runs").iterdir() if path.is_dir())
+    assert len(runs) == 2
+    assert sorted(OmegaConf.load(folder / "config.yaml").optimizer.lr for folder in runs) == [1e-3, 3e-3]
+    assert len({json.loads((folder / "summary.json").read_text())["train/loss"] for folder in runs}) == 2
+    assert len(list((tmp_path / "ckpt").glob("*/step-00000002"))) == 2
+
+
+def test_names_of_callbacks(tmp_path):
+    shown = {}
+    for words in (
+        "callbacks=[ema]",
+        "+callbacks=[ema]",
+        "callbacks=[progress,ema]",
+        "callbacks=ema",
+        "~callbacks.progress",
+    ):
+        done = run([*TOY, words, "--cfg", "job"], tmp_path)
+        assert done.code == 0, done.err
+        shown[words] = set(OmegaConf.create(done.out).callbacks)
+    observers = {"progress", "tensorboard", "metrics_file", "throughput"}
+    assert shown.pop("~callbacks.progress") == observers - {"progress"}
+    assert set(map(frozenset, shown.values())) == {frozenset(observers | {"ema"})}
+
+
+def test_resume_auto_begins_where_there_is_nothing_and_goes_on_where_there_is(tmp_path):
+    words = [*SHORT, "trainer.run_dir=runs/r", "trainer.resume=auto"]
+    assert "resumed" not in toy(words, tmp_path).out
+    done = toy([*words, "trainer.max_steps=6"], tmp_path)
+    assert "resumed from ckpt/r/step-00000004 at step 4, sample 48" in done.out
+    assert json.loads((tmp_path / "runs/r/summary.json").read_text())["steps"] == 6
+
+
+def test_another_run_is_never_written_over(default):
+    cwd, _ = default
+    before = (cwd / "runs/a/metrics.jsonl").read_text()
+    for words in (["trainer.run_dir=runs/a"], ["trainer.run_dir=elsewhere/a"]):
+        done = toy([*SHORT, *words], cwd)
+        assert done.code == 78
+        assert "trainer.resume=auto" in done.err
+    assert (cwd / "runs/a/metrics.jsonl").read_text() == before
+
+
+def test_a_callback_for_communication_says_that_one_rank_has_none(tmp_path):
+    done = toy([*SHORT, "+callbacks=[grad_compress,overlap]"], tmp_path)
+    assert done.code == 0, done.err
+    assert done.out.count("one rank, nothing to communicate: grad_compress, overlap will do nothing") == 1
