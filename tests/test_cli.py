@@ -1,4 +1,4 @@
-"""What is typed and what is seen: help, multirun, names of callbacks, the run's folder, lines and bar, resume and export."""
+"""What is typed and what is seen: help, multirun, names of callbacks, the run's folder, lines, bar, resume."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def test_help_lists_everything_and_imports_nothing_heavy(tmp_path):
 
 
 def test_the_folder_of_a_run(default):
-    cwd, out = default
+    cwd, _ = default
     folder = cwd / "runs" / "a"
     assert {path.name for path in folder.iterdir()} == {
         "config.yaml", "logs", "metrics.jsonl", "summary.json", "tensorboard",
