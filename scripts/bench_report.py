@@ -41,7 +41,7 @@ def report(tables: Sequence[list[Row]], goals: list[Goal], about: Row, file: Pat
     for rows in tables:
         print_table(rows)
     for goal in goals:
-        print(f"- {goal.name}: {goal.goal}, measured {goal.value:.3g}, {'met' if goal.met else 'missed'}")
+        print(f"- {goal.name}: {goal.goal}, measured {goal.value:.4g}, {'met' if goal.met else 'missed'}")
     if file is not None:
         rows = [row for table in tables for row in table]
         everything = {"machine": about, "rows": rows, "goals": [dataclasses.asdict(goal) for goal in goals]}
@@ -63,7 +63,7 @@ def print_table(rows: list[Row]) -> None:
 def show(value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3f}"
 
 
 def machine(packages: Sequence[str]) -> Row:

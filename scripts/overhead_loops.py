@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -163,10 +162,11 @@ def ignite(task: Task, batches: Batches, steps: int, folder: Path) -> None:
         optimizer.zero_grad(set_to_none=True)
         return loss
 
+    def log(engine: Engine) -> None:
+        losses.append(engine.state.output.item())
+
     engine = Engine(update)
-    engine.add_event_handler(
-        Events.ITERATION_COMPLETED(every=LOG_EVERY), lambda: losses.append(engine.state.output.item())
-    )
+    engine.add_event_handler(Events.ITERATION_COMPLETED(every=LOG_EVERY), log)
     engine.run(batches, max_epochs=1, epoch_length=steps)
 
 
@@ -203,7 +203,8 @@ def hugging_face(task: Task, batches: Batches, steps: int, folder: Path) -> None
     net, optimizer = task.build()
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     arguments = transformers.TrainingArguments(
-        str(folder), max_steps=steps, logging_steps=LOG_EVERY, max_grad_norm=0.0, use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True
+        str(folder), max_steps=steps, logging_steps=LOG_EVERY, max_grad_norm=0.0, use_cpu=True,
+        save_strategy="no", report_to="none", disable_tqdm=True,
     )  # fmt: skip
     Trainer(WithLoss(), arguments, optimizers=(optimizer, constant)).train()
 

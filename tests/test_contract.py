@@ -1,5 +1,5 @@
 """The contract: every callback alone, and every pair, on 3 ranks. A pair is refused with both names, or keeps its
-promises: exact ones give plain training's numbers, lossy ones stay within their stated bound, and all resume bit for bit."""
+promises: exact ones give plain training's numbers, lossy ones stay within their bounds, and all resume bit for bit."""
 
 import itertools
 import json

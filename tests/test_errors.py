@@ -116,7 +116,7 @@ trainer.devices=2 batch=13
 trainer.devices=1 micro_batch=5
     batch=12: does not divide into 1 rank(s), micro_batch=5; nearest that do: batch=10, batch=15; or micro_batch=4
 trainer.nodes=2
-    trainer.nodes=2: start it on each node with torchrun --nnodes=2
+    trainer.nodes=2: start it on each node, with torchrun --nnodes=2 ... or srun
 RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 trainer.devices=3
     trainer.devices=3: torchrun started 2 rank(s) on this node; use trainer.devices=2 or leave it out
 """
@@ -129,10 +129,8 @@ optimizer.lr=-1
     optimizer: Invalid learning rate: -1; mend optimizer.*
 trainer.max_steps=null
     trainer.max_steps=null: schedule=linear must know the end of the run; give trainer.max_steps or trainer.max_epochs
-trainer.checkpoint.dir=file/ckpt
+trainer.checkpoint.dir=file/ckpt trainer.devices=2
     trainer.checkpoint.dir=file/ckpt: can't be written: Not a directory; give another folder
-trainer.checkpoint.dir=/proc/ckpt trainer.devices=2
-    trainer.checkpoint.dir=/proc/ckpt: can't be written: No such file or directory; give another folder
 '+callbacks=[overlap]' trainer.clip_norm=1 trainer.devices=2
     overlap and clip can't run together: clipping needs the global norm
     set trainer.clip_norm=null or leave overlap out
@@ -186,6 +184,7 @@ def results(tmp_path_factory) -> dict[str, tuple[Result, set[str]]]:
     shutil.copytree(base / "ckpt" / "r", base / "ckpt" / "damaged")
     weights = base / "ckpt" / "damaged" / "step-00000005" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    before = {path: path.read_bytes() for path in base.rglob("*") if path.is_file()}
 
     def one(typed: str) -> tuple[Result, set[str]]:
         cwd = tmp_path_factory.mktemp("case")
@@ -204,7 +203,9 @@ def results(tmp_path_factory) -> dict[str, tuple[Result, set[str]]]:
         }
 
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip(CASES, pool.map(one, CASES)))
+        ended = dict(zip(CASES, pool.map(one, CASES)))
+    assert {path: path.read_bytes() for path in base.rglob("*") if path.is_file()} == before  # never written over
+    return ended
 
 
 @pytest.mark.parametrize("typed", CASES)

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from command import MAIN, QUICK, TOY, Result, lines, popen, run, weights
 
+from trainer import session
 from trainer.errors import ConfigError
-from trainer.launch import Place, detect, first_host
+from trainer.launch import Place, _verdict, detect, first_host
 
 SHORT = [*TOY, *QUICK, "+callbacks=[probe]", "trainer.max_steps=5", "trainer.validate_every=3"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainer.main"]
@@ -131,12 +132,15 @@ def test_one_process_starts_the_ranks(two):
 
 
 def test_nothing_listens_but_on_loopback(two):
-    assert {address for rank in facts(two / "runs" / "r") for address in rank["listening"]} == {"0100007F"}
+    ranks = facts(two / "runs" / "r")
+    assert {address for rank in ranks for address in rank["listening"]} == {"0100007F"}
+    assert not [address for rank in ranks for address in rank["parent listening"]]
 
 
 def test_with_one_rank_nothing_distributed_is_started(two, tmp_path):
-    result = run([*SHORT, "trainer.run_dir=runs/r"], tmp_path)
+    result = run([*SHORT, "+callbacks=[probe,grad_compress,overlap]", "trainer.run_dir=runs/r"], tmp_path)
     assert result.code == 0, result.err
+    assert result.out.count("one rank, nothing to communicate: grad_compress, overlap will do nothing\n") == 1
     (rank,) = facts(tmp_path / "runs" / "r")
     assert (rank["world"], rank["initialized"], rank["model"], rank["listening"]) == (1, False, "Net", [])
     close = [{key: pytest.approx(value, rel=1e-5) for key, value in line.items()} for line in lines(two / "runs" / "r")]
@@ -184,7 +188,7 @@ def test_slurm_gives_the_same_numbers(two, tmp_path):
 
 def trouble(what: str, rank: int, cwd: Path, launcher: list[str] | None = None, **env: str) -> Result:
     """A run on two ranks, of which one does `what` in step 3."""
-    typed = [f"callbacks.probe.trouble={what}", f"callbacks.probe.rank={rank}", "trainer.max_steps=1000"]
+    typed = [f"callbacks.probe.trouble={what}", f"callbacks.probe.rank={rank}", "trainer.max_steps=100000"]
     devices = [] if launcher else ["trainer.devices=2"]
     return run([*SHORT, *typed, *devices, "trainer.run_dir=runs/r"], cwd, launcher, **env)
 
@@ -196,7 +200,7 @@ def test_the_rank_that_failed_first_is_told_of(tmp_path):
     assert result.err.rstrip().endswith("RuntimeError: trouble at step 3")
     assert result.err.count("Traceback") == 1 and "gloo" not in result.err
     log = (tmp_path / "runs" / "r" / "logs" / "rank1.log").read_text()
-    assert "about to make trouble" not in result.out and "step 2/1000" in result.out
+    assert "about to make trouble" not in result.out and "step 2/100000" in result.out
     assert "about to make trouble" in log and "RuntimeError: trouble at step 3" in log
 
 
@@ -204,8 +208,8 @@ def test_the_rank_that_failed_first_is_told_of(tmp_path):
 def test_also_under_a_launcher(launcher, tmp_path):
     result = trouble("raise", 1, tmp_path, launcher)
     assert result.code == 1
-    assert "RuntimeError: trouble at step 3" in result.err
-    assert "gloo" not in result.err
+    first = result.err.rpartition("Root Cause")[2]  # torchrun's word
+    assert "RuntimeError: trouble at step 3" in first and "gloo" not in first
 
 
 def test_a_rank_that_is_killed_ends_the_run(tmp_path):
@@ -214,13 +218,30 @@ def test_a_rank_that_is_killed_ends_the_run(tmp_path):
     assert result.err == "echelon: rank 1 was killed by SIGKILL; its log: runs/r/logs/rank1.log\n"
 
 
-def test_a_rank_that_ends_without_a_word_is_told_of(tmp_path):
-    result = trouble("exit", 0, tmp_path)
-    assert (result.code, result.err) == (7, "echelon: rank 0 ended with code 7; its log: runs/r/logs/rank0.log\n")
+@pytest.mark.parametrize(
+    ("codes", "reported", "passed", "said", "code"),
+    [
+        ({0: 0, 1: 0}, {}, [], "", 0),
+        ({0: 75, 1: 75}, {}, [15], "", 75),
+        ({0: 1, 1: 78}, {0: (2.0, "late"), 1: (1.0, "echelon: early")}, [], "echelon: early", 78),
+        ({0: 1, 1: 78}, {0: (1.0, "early"), 1: (2.0, "late")}, [], "echelon: rank 0 failed first:\nearly", 1),
+        ({0: 1, 1: -9}, {0: (1.0, "reset")}, [], "echelon: rank 1 was killed by SIGKILL; its log: logs/rank1.log", 137),
+        ({0: 7, 1: 1}, {1: (1.0, "reset")}, [], "echelon: rank 0 ended with code 7; its log: logs/rank0.log", 7),
+        ({0: -6, 1: 1}, {1: (1.0, "early")}, [], "echelon: rank 1 failed first:\nearly", 1),  # NCCL's watchdog aborts
+        ({0: -6}, {}, [], "echelon: rank 0 was killed by SIGABRT; its log: logs/rank0.log", 134),
+        ({0: 130, 1: -15}, {}, [2, 2], "echelon: SIGINT: ended without a checkpoint", 130),
+    ],
+)
+def test_who_is_told_of(codes, reported, passed, said, code, tmp_path, capsys):
+    for rank, (when, text) in reported.items():
+        report = {"time": when, "text": text, "code": codes[rank]}
+        (tmp_path / f"error-{rank}.json").write_text(json.dumps(report))
+    assert _verdict(codes, tmp_path, Path("logs"), passed) == code
+    assert capsys.readouterr().err.rstrip() == said
 
 
 def test_no_rank_outlives_its_launcher(tmp_path):
-    result = trouble("'parent SIGKILL'", 0, tmp_path, TMPDIR=str(tmp_path))
+    result = trouble("'parent SIGKILL'", 0, tmp_path, TMPDIR=str(tmp_path))  # waits for all that print
     assert result.code == -9
     ranks = facts(tmp_path / "runs" / "r")
     assert len(ranks) == 2
@@ -235,3 +256,11 @@ def running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_more_devices_than_there_are(monkeypatch):
+    monkeypatch.setattr(session, "count_gpus", lambda accelerator: 2)
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.devices=3: this node has 2 CUDA device\(s\); use trainer\.devices=2 or"
+    ):
+        session.start({"trainer": {"devices": 3}}, "run", [], Place())

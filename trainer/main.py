@@ -166,7 +166,7 @@ def normal(word: str, folders: list[Path]) -> str:
     `callbacks=[...]` and `+callbacks=[...]` mean the same, and may name a default one."""
     key, equals, value = word.partition("=")
     name = key.lstrip("+")
-    if not equals or not name or re.search("[-~@/]", name) or name.startswith("hydra."):
+    if not equals or not name or word[0] in "-~" or re.search("[@/]", name) or name.startswith("hydra."):
         return word
     if name == "callbacks":
         value = "" if value == "null" else value
@@ -188,17 +188,18 @@ def added(names: "re.Match[str]") -> str:
 def run(config: dict[str, Any], recipe: str, typed: list[str]) -> int:
     """Train in this process, or start the ranks."""
     from trainer.batch import split_batch
+    from trainer.config import settings
     from trainer.launch import detect
+    from trainer.options import Options
 
-    options = config["trainer"]
-    place = detect(os.environ, options["devices"], options["nodes"])
-    if not place.launcher and options["nodes"] > 1:
+    options = settings(Options, config["trainer"])
+    place = detect(os.environ, options.devices, options.nodes)
+    if not place.launcher and options.nodes > 1:
         raise ConfigError(
-            f"trainer.nodes={options['nodes']}: start it on each node with torchrun --nnodes={options['nodes']} ..., "
-            "or with srun"
+            f"trainer.nodes={options.nodes}: start it on each node, with torchrun --nnodes={options.nodes} ... or srun"
         )
-    world = place.world if place.launcher else options["devices"]
-    if world != "auto":
+    world = place.world if place.launcher else options.devices
+    if isinstance(world, int):
         split_batch(config["batch"], world, config["micro_batch"], config["accumulate"])
     # Read when torch loads: idle OpenMP threads sleep. Spinning, they take the cores that ranks and data workers need.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

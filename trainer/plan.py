@@ -1,5 +1,6 @@
 """All of a run that can be decided, and refused, before a model is built or a rank is started."""
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class Plan:
         rank: int,
         first: Callable[[Any], Any],
     ) -> None:
-        self.options, self.batch = options, batch
+        self.options, self.data, self.batch = options, data, batch
         self.micro, self.accumulate = split_batch(batch, world, micro_batch, accumulate)
         self.callbacks = arrange(callbacks, self.features())
         self.resumed, self.manifest = self._find_checkpoint(rank, first)
@@ -62,8 +63,9 @@ class Plan:
         self.epoch_samples = self.order.samples if self.order else None
         self.max_steps = self._max_steps()
         self.rate = schedule.resolve(self.max_steps, batch, self.epoch_samples)
-        self.validate_every = self._every("trainer.validate_every", options.validate_every)
-        self.data = data
+        self.validate_every = every = self._every("trainer.validate_every", options.validate_every)
+        self.validate_s = every.amount * 60 if every and every.unit == "minutes" else math.inf
+        self.save_s = (options.checkpoint.every_minutes or math.inf) * 60
         if self.resumed:
             refuse_differences(self.manifest["identity"], self.identity(), options.accept)
 

@@ -1,6 +1,6 @@
 """One setting for number formats: the autocast region and the loss scaler that follow from it."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,11 +23,11 @@ class Precision:
             name = ("bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16") if cuda else "fp32"
         if name == "tf32" and not (cuda and torch.cuda.get_device_capability(device) >= (8, 0)):
             raise ConfigError(f"trainer.precision=tf32: {device} has no TF32; use trainer.precision=auto")
-        self.name = name
+        self.name, self.device = name, device
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
-        # Entered on every micro-batch: a null context costs 0.3 us, a disabled autocast 2.6 us.
-        self.autocast: AbstractContextManager[Any] = (
-            torch.autocast(device.type, DTYPES[name]) if name in DTYPES else nullcontext()
-        )
         torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
         torch.backends.cudnn.allow_tf32 = name == "tf32"
+
+    def cast(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` under autocast. In float32 it is `function` itself: a null context takes 2 us of a small step."""
+        return torch.autocast(self.device.type, DTYPES[self.name])(function) if self.name in DTYPES else function

@@ -28,15 +28,15 @@ def start(config: dict[str, Any], name: str, typed: list[str], place: Place) -> 
     """The exit code: 0, or 75 where a signal stopped the run."""
     if place.launcher:
         return train_under_launcher(config, name, typed, place)
-    options = config["trainer"]
-    gpus = count_gpus(options["accelerator"])
-    devices = (gpus or 1) if options["devices"] == "auto" else options["devices"]
+    options = settings(Options, config["trainer"])
+    gpus = count_gpus(options.accelerator)
+    devices = (gpus or 1) if isinstance(options.devices, str) else options.devices
     if gpus and devices > gpus:
         raise ConfigError(
             f"trainer.devices={devices}: this node has {gpus} CUDA device(s); "
             f"use trainer.devices={gpus} or trainer.accelerator=cpu"
         )
-    pick_backend(options["backend"], torch.device("cuda" if gpus else "cpu"))
+    pick_backend(options.backend, torch.device("cuda" if gpus else "cpu"))
     if devices == 1:
         return train(config, name, typed, place)
     return start_ranks(config, name, typed, devices)
@@ -56,12 +56,13 @@ def start_ranks(config: dict[str, Any], name: str, typed: list[str], devices: in
 
 def objects(config: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `Trainer` (but for its place and name) that `config` describes."""
-    allow = (*ALLOWED, *config["trainer"]["allow_targets"])
+    options = settings(Options, config["trainer"])
+    allow = (*ALLOWED, *options.allow_targets)
     return {
         **{key: build(key, config[key], allow) for key in ("recipe", "optimizer", "schedule")},
         "callbacks": {name: build(f"callbacks.{name}", node, allow) for name, node in config["callbacks"].items()},
         **{key: config[key] for key in ("batch", "micro_batch", "accumulate")},
-        "options": settings(Options, config["trainer"]),
+        "options": options,
         "data": settings(DataOptions, config["data"]),
     }
 

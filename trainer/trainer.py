@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.linalg import vector_norm
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from trainer.callback import HOOKS, Callback, overrides
@@ -118,6 +119,7 @@ class Trainer:
         }
         self.module = self._wrap("wrap_model", self.recipe.model().to(self.device))
         self.model, self.eval_model = self.module, self.module
+        self.loss_of = self.precision.cast(self.recipe.loss)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         if self.world > 1:
             device_ids = [self.device.index] if self.device.type == "cuda" else None
@@ -179,9 +181,7 @@ class Trainer:
         self.rehearsing = True
         buffers = [buffer.clone() for buffer in self.module.buffers()]
         for _ in range(2):
-            with self.precision.autocast:
-                loss = self.recipe.loss(self.model, step.batches[0])
-            loss.backward()
+            self.loss_of(self.model, step.batches[0]).backward()
         self.optimizer.zero_grad(set_to_none=True)
         for buffer, before in zip(self.module.buffers(), buffers, strict=True):
             buffer.copy_(before)
@@ -197,8 +197,7 @@ class Trainer:
         for i, (batch, weight) in enumerate(zip(data.batches, data.weights), start=1):
             if self.accumulate > 1:
                 self.model.require_backward_grad_sync = i == self.accumulate  # DDP reduces on the last micro-batch only
-            with self.precision.autocast:
-                loss = self.loss = self.recipe.loss(self.model, batch)  # an attribute: the next graph shares its leaves
+            loss = self.loss = self.loss_of(self.model, batch)  # kept: the next graph reuses its leaves
             if i == 1:
                 *self.wishes, self.weight = agreed()
             self.losses.append(loss.detach())
@@ -208,7 +207,8 @@ class Trainer:
         if self.options.clip_norm is not None:
             self.grad_norm = clip_grad_norm_(self.parameters, self.options.clip_norm)
         elif self.logged and not self.defers:
-            self.grad_norm = get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+            norms = [vector_norm(p.grad) for p in self.parameters if p.grad is not None]
+            self.grad_norm = vector_norm(torch.stack(norms))
         self.scaler.step(self.optimizer)
         self.scaler.update()
         for p in self.parameters:
@@ -220,10 +220,8 @@ class Trainer:
         """What this rank would like the step to end with: stop, save, validate. The clock is rank 0's."""
         if self.rank:
             return bool(self.signals.name), 0, 0
-        now, minutes, every = time.monotonic(), self.options.checkpoint.every_minutes, self.plan.validate_every
-        save = minutes is not None and now - self.saved_at >= minutes * 60
-        timed = every is not None and every.unit == "minutes" and now - self.validated_at >= every.amount * 60
-        return bool(self.signals.name), save, timed
+        now, plan = time.monotonic(), self.plan
+        return bool(self.signals.name), now - self.saved_at >= plan.save_s, now - self.validated_at >= plan.validate_s
 
     def _after_step(self) -> None:
         self.metrics = self._measure() if self.logged else NOTHING

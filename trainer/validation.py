@@ -20,8 +20,7 @@ def evaluate(trainer: "Trainer", source: Samples | Iterable[Any]) -> dict[str, f
     training = [module for module in trainer.eval_model.modules() if module.training]  # a recipe may freeze some
     trainer.eval_model.eval()
     for batch, weight, _ in trainer.loader.validate(source):
-        with trainer.precision.autocast:
-            metrics = batch_metrics(trainer, batch, weight)
+        metrics = trainer.precision.cast(batch_metrics)(trainer, batch, weight)
         for name, (total, count) in metrics.items():
             sums = totals.setdefault(name, [0.0, 0])
             sums[0] += total.double()

@@ -1,4 +1,4 @@
-"""A callback for tests of processes: notes what it sees of its own, and makes trouble at a chosen step of a chosen rank."""
+"""A callback for tests of processes: notes what it sees of its own, and makes trouble at a step of a rank."""
 
 import json
 import os
@@ -16,7 +16,7 @@ class Probe(Callback):
     """Before the first step it writes facts-<rank>.json into the run's folder.
 
     Args:
-        trouble: `raise`, `exit`, or a signal to this process or, after "parent ", to the one that started it.
+        trouble: `raise`, `exit`, or signals to this process or, after "parent ", to the one that started it.
         step_s: Seconds that each step takes longer.
     """
 
@@ -34,12 +34,14 @@ class Probe(Callback):
         time.sleep(self.step_s)
 
     def make_trouble(self, step: int) -> None:
-        whom, _, name = self.trouble.rpartition(" ")
-        if name == "raise":
+        if self.trouble == "raise":
             raise RuntimeError(f"trouble at step {step}")
-        if name == "exit":
+        if self.trouble == "exit":
             os._exit(7)
-        os.kill(os.getppid() if whom else os.getpid(), getattr(signal, name))
+        _, parent, names = self.trouble.rpartition("parent ")
+        for name in names.split():
+            os.kill(os.getppid() if parent else os.getpid(), getattr(signal, name))
+            time.sleep(0.2)  # the same signal twice at once would be one
 
 
 def facts(trainer) -> dict[str, Any]:
@@ -49,16 +51,16 @@ def facts(trainer) -> dict[str, Any]:
         "world": trainer.world,
         "initialized": dist.is_initialized(),
         "model": type(trainer.model).__name__,
-        "listening": [*listening("self"), *listening(str(os.getppid()))],
+        "listening": listening("self"),
+        "parent listening": listening(str(os.getppid())),
     }
 
 
 def listening(pid: str) -> list[str]:
     """Addresses, as /proc has them ("0100007F" is 127.0.0.1), at which a process takes connections."""
     sockets = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
-    rows = [
-        line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()
-    ]
+    tables = [Path(f"/proc/{pid}/net/{kind}").read_text() for kind in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()]
     return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
 
 

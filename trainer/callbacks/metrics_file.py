@@ -33,7 +33,7 @@ class MetricsFile(Callback):
         if self.file is None:
             return
         line = {"step": trainer.step, "samples": trainer.samples, "seconds": round(trainer.seconds, 3), **numbers}
-        self.file.write(json.dumps(finite(line), allow_nan=False) + "\n")
+        self.file.write(json.dumps(finite(line)) + "\n")
         self.file.flush()
 
     def on_fit_end(self, trainer) -> None:

@@ -55,7 +55,8 @@ class Progress(Callback):
                 self.bar.update(self.task, completed=trainer.step)
                 self.shown_at = now
         elif trainer.metrics:
-            log.info("step %s  %s%s", self._position(trainer), describe(trainer.metrics), self._left(trainer))
+            # Not by the log: a record for two handlers takes three times as long, and the numbers are in metrics.jsonl.
+            print(f"step {self._position(trainer)}  {describe(trainer.metrics)}{self._left(trainer)}", flush=True)
 
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
         log.info(

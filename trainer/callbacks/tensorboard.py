@@ -1,13 +1,18 @@
 """Writes the numbers and the resolved config to `tensorboard/` in the run folder."""
 
-from typing import Any
+import os
+import socket
+import time
+from typing import IO, Any
 
 from trainer.callback import Callback
 
 
 class TensorBoard(Callback):
+    """Events go to the file at once: torch's SummaryWriter has a thread for it, which takes the GIL from the steps."""
+
     def __init__(self) -> None:
-        self.writer: Any = None  # a torch.utils.tensorboard.SummaryWriter
+        self.file: IO[bytes] | None = None
 
     def on_step_end(self, trainer) -> None:
         if trainer.metrics:
@@ -17,25 +22,36 @@ class TensorBoard(Callback):
         self._write(trainer, metrics)
 
     def on_fit_end(self, trainer) -> None:
-        if self.writer is not None:
-            self.writer.close()
+        if self.file is not None:
+            self.file.close()
 
     def _write(self, trainer, numbers: dict[str, float]) -> None:
         if trainer.rank:
             return
-        writer = self.writer or self._open(trainer)
+        if self.file is None:
+            self._open(trainer)
         scalars = [self.Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        writer.file_writer.add_summary(self.Summary(value=scalars), trainer.step)  # one event, not one a number
+        self._add(trainer.step, summary=self.Summary(value=scalars))
 
-    def _open(self, trainer) -> Any:
-        # These take most of a second to import, so not before the first step.
-        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue] generated
-        from torch.utils.tensorboard import SummaryWriter
+    def _add(self, step: int, **content: Any) -> None:
+        self.records.write(self.Event(wall_time=time.time(), step=step, **content).SerializeToString())
 
-        self.Summary = Summary
+    def _open(self, trainer) -> None:
+        # Not before the first step: they take most of a second. What protobuf generates, pyright does not see.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.summary.writer.record_writer import RecordWriter
+        from torch.utils.tensorboard.summary import text
+
+        self.Event, self.Summary = Event, Summary
+        folder = trainer.run_dir / "tensorboard"
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self.file = open(folder / name, "wb", buffering=0)  # noqa: SIM115 closed by on_fit_end
+        self.records = RecordWriter(self.file)
+        self._add(0, file_version="brain.Event:2")
         # A resume hides what an earlier process wrote past this step.
-        self.writer = SummaryWriter(str(trainer.run_dir / "tensorboard"), purge_step=trainer.step)
+        self._add(trainer.step, session_log=SessionLog(status=SessionLog.START))
         config = trainer.run_dir / "config.yaml"
         if config.exists():
-            self.writer.add_text("config", "```yaml\n" + config.read_text() + "```", trainer.step)
-        return self.writer
+            self._add(trainer.step, summary=text("config", "```yaml\n" + config.read_text() + "```"))

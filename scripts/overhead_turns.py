@@ -1,0 +1,98 @@
+"""Lets training loops run side by side in one process, by turns.
+
+Every loop lives in a thread of its own. They take turns, a block of steps each, in an order that is turned round every
+round: so a machine that slows down does so for all, and neither set-up nor the end of a run is measured.
+"""
+
+import contextlib
+import os
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from overhead_loops import LOG_EVERY, Task
+from torch import Tensor
+
+Train = Callable[..., None]
+
+
+class Turns(threading.Thread):
+    """One loop, and the batches that it trains on. In a `turn` it takes `warm` of them, and then, timed, those up to
+    the next multiple of the log interval: one logged step is always among these.
+    """
+
+    def __init__(self, train: Train, task: Task, rounds: int, warm: int, folder: Path) -> None:
+        super().__init__(daemon=True)
+        torch.manual_seed(0)
+        self.pool = [task.batch() for _ in range(64)]
+        self.rounds, self.warm, self.timed = rounds, warm, LOG_EVERY - warm % LOG_EVERY
+        self.train = partial(train, task, self, rounds * (self.warm + self.timed) + 1, folder)
+        self.wall_us: list[float] = []  # of a step, one value a round
+        self.cpu_us: list[float] = []  # of this thread
+        self.error: Exception | None = None
+        self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
+        self.start()
+        self.turn()  # set-up
+
+    def run(self) -> None:
+        self.go.acquire()
+        torch.set_num_threads(1)  # holds for the thread that says it
+        try:
+            self.train()
+        except Exception as error:
+            self.error = error
+        self.done.release()
+
+    def turn(self) -> None:
+        self.go.release()
+        self.done.acquire()
+        if self.error is not None:
+            raise self.error
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(self.rounds):
+            self._wait()
+            yield from self._batches(self.warm)
+            wall, cpu = time.perf_counter(), time.thread_time()
+            yield from self._batches(self.timed)
+            self.wall_us.append((time.perf_counter() - wall) / self.timed * 1e6)
+            self.cpu_us.append((time.thread_time() - cpu) / self.timed * 1e6)
+        self._wait()
+        yield from self._batches(4)  # the last step, and what a loop takes ahead
+
+    def _wait(self) -> None:
+        self.done.release()
+        self.go.acquire()
+
+    def _batches(self, n: int) -> Iterator[tuple[Tensor, Tensor]]:
+        return (self.pool[i % len(self.pool)] for i in range(n))
+
+
+def measure(trains: dict[str, Train], task: Task, rounds: int, warm: int) -> dict[str, Turns]:
+    with tempfile.TemporaryDirectory() as folder, silence():
+        runs = {name: Turns(train, task, rounds, warm, Path(folder, name)) for name, train in trains.items()}
+        backwards = list(runs.values())[::-1]
+        for n in range(rounds):
+            for run in backwards if n % 2 else runs.values():
+                run.turn()
+        for run in backwards:  # who started a process group first ends it last
+            run.turn()
+            run.join()
+    return runs
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """What the loops print is part of what they cost, but nobody reads it."""
+    with contextlib.ExitStack() as stack:
+        null = stack.enter_context(open(os.devnull, "w"))
+        stack.enter_context(contextlib.redirect_stdout(null))
+        stack.enter_context(contextlib.redirect_stderr(null))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        yield
