@@ -9,7 +9,8 @@ Ours: the vocabulary (recipes/corpus.py), and all of bert_tiny.
 """
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from numpy.random import Generator
 from torch import Tensor, nn
 
 from recipes.corpus import CLS, MASK, SEP, SPECIALS, Corpus, Settings, prepare
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, require
 
 if TYPE_CHECKING:
     from transformers import BertForMaskedLM
@@ -65,6 +66,9 @@ class Bert:
             all(map(importlib.util.find_spec, ("transformers", "tokenizers"))),
             "recipe=bert: needs transformers and tokenizers; pip install 'echelon-trainer[recipes]'",
         )
+        for key, value in (("hidden", hidden), ("layers", layers), ("heads", heads)):
+            require(f"recipe.{key}", value, at_least=1)
+        _check(0 <= dropout < 1, f"recipe.dropout={dropout}: must be at least 0, and below 1")
         _check(vocab >= 256, f"recipe.vocab={vocab}: too few tokens for text; give 256 or more")
         _check(sequence >= 8, f"recipe.sequence={sequence}: too short to mask tokens in; give 8 or more")
         _check(0 < val_fraction <= 0.5, f"recipe.val_fraction={val_fraction}: must be above 0, and at most 0.5")
@@ -134,11 +138,10 @@ class Bert:
     def export(self, model: nn.Module, folder: Path) -> None:
         """For `AutoModelForMaskedLM` and `AutoTokenizer`."""
         from transformers.models.bert.tokenization_bert import BertTokenizer
-        from transformers.utils.logging import disable_progress_bar
 
         assert isinstance(model, MaskedLM)
-        disable_progress_bar()  # one file, and the screen is the trainer's
-        model.bert.save_pretrained(folder)
+        with _no_progress_bar():  # one file, and the screen is the trainer's
+            model.bert.save_pretrained(folder)
         BertTokenizer(
             vocab=self.corpus.vocabulary(),
             do_lower_case=False,
@@ -156,6 +159,19 @@ class Bert:
         attention = 12 * self.layers * h * t * t
         head = 6 * self.masked * (h * h + h * self.settings.vocab)
         return float(encoder + attention + head)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _check(fine: bool, message: str) -> None:

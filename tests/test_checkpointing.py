@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
 from toy_recipe import Toy
@@ -14,9 +15,10 @@ from trainer.callback import Callback
 from trainer.callbacks.ema import EMA
 from trainer.callbacks.metrics_file import MetricsFile
 from trainer.checkpoint import commit
+from trainer.checkpoint.resume import buckets
 from trainer.errors import ConfigError
 from trainer.launch import Place
-from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.trainer import Trainer
 
 
@@ -30,7 +32,13 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 def make(
-    recipe: Any = None, callbacks: Any = None, optimizer: Any = sgd, batch: int = 12, lanes: int = 5, **options: Any
+    recipe: Any = None,
+    callbacks: Any = None,
+    optimizer: Any = sgd,
+    batch: int = 12,
+    lanes: int = 5,
+    place: Place | None = None,
+    **options: Any,
 ):
     checkpoint = CheckpointOptions(**{"every_steps": 2, **options.pop("checkpoint", {})})
     return Trainer(
@@ -40,7 +48,7 @@ def make(
         batch=batch,
         options=Options(**{"max_steps": 4, "run_dir": "runs/r", "checkpoint": checkpoint, **options}),
         data=DataOptions(workers=0, lanes=lanes, block=4),
-        place=Place(),
+        place=place or Place(),
     )
 
 
@@ -69,6 +77,8 @@ def test_a_resume_refuses_what_differs_and_names_the_override_that_accepts_it(ke
 def test_another_model_cannot_be_accepted():
     make().fit()
     with pytest.raises(ConfigError, match="another model"):
+        make(Toy(width=24), resume="auto", max_steps=6).fit()
+    with pytest.raises(ConfigError, match=r"trainer.accept=\[model\]: is nothing that a resume compares"):
         make(Toy(width=24), resume="auto", accept=["model"], max_steps=6).fit()
 
 
@@ -81,7 +91,8 @@ def test_all_differences_are_told_at_once():
 
 
 def test_the_newest_and_the_best_are_kept():
-    losses = iter([3.0, 1.0, 2.0, 4.0, 5.0])
+    # The first is not validation yet: it tells the names of the metrics.
+    losses = iter([0.0, 3.0, 1.0, 2.0, 4.0, 5.0])
 
     class Scripted(Toy):
         def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[torch.Tensor, int]]:
@@ -107,6 +118,57 @@ def test_the_newest_and_the_best_are_kept():
     assert kept == [4, 8, 10]
     summary = json.loads(Path("runs/r/summary.json").read_text())
     assert summary["best"] == {"metric": "val/loss", "value": 1.0, "step": 4}
+
+
+class Scored(Toy):
+    """The validation that the test says."""
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[torch.Tensor, int]]:
+        return {name: (torch.tensor(value), 1) for name, value in self.scores.items()}
+
+    def data(self, split: str) -> Any:
+        return super().data(split) if split == "train" else [{"mask": torch.ones(1)}]
+
+
+def test_the_best_of_one_metric_is_not_compared_with_anothers():
+    recipe = Scored()
+    expected = {"val/loss": 0.5, "max val/right": 0.25, "val/right": 0.75}
+    for n, (keep_best, value) in enumerate(expected.items(), start=1):
+        recipe.scores = {keep_best.rpartition("/")[2]: value}
+        trainer = make(recipe, resume="auto", max_steps=2 * n, checkpoint={"keep_best": keep_best})
+        trainer.fit()
+        assert trainer.best == {"metric": keep_best, "value": value, "step": 2 * n}
+
+
+def test_a_checkpoint_that_is_written_is_no_failure_where_older_ones_stay(monkeypatch, capsys):
+    def fails(*args: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(commit, "retain", fails)
+    make(max_steps=4).fit()
+    out = capsys.readouterr().out
+    assert "checkpoint of step 2 is written, but older ones can't be removed: [Errno 30] Read-only file system" in out
+    assert "failed" not in out
+    assert [path.name for path in commit.checkpoints(Path("ckpt/r"))] == ["step-00000002", "step-00000004"]
+
+
+def test_the_last_checkpoint_that_can_not_be_written_is_one_line_after_the_summary(monkeypatch):
+    real = commit.commit
+
+    def full(run_dir: Path, step: int, *args: Any) -> Path:
+        if step == 4:
+            raise OSError(28, "No space left on device")
+        return real(run_dir, step, *args)
+
+    monkeypatch.setattr(commit, "commit", full)
+    with pytest.raises(ConfigError) as error:
+        make().fit()
+    assert str(error.value) == (
+        "trainer.checkpoint.dir=ckpt: the checkpoint of the last step, 4, failed: [Errno 28] No space left on device; "
+        "mend that and go on from the one before by trainer.resume=ckpt/r"
+    )
+    assert json.loads(Path("runs/r/summary.json").read_text())["steps"] == 4
+    monkeypatch.undo()
 
 
 def test_a_failed_write_is_told_and_training_goes_on(monkeypatch, capsys):
@@ -149,8 +211,44 @@ def test_init_from_takes_weights_and_nothing_else():
     save_file({**tensors, "more": torch.zeros(1)}, "more.safetensors")
     with pytest.raises(ConfigError, match=r"init_from=more.safetensors: 0 weights are missing and 1 unknown \(more"):
         make(run_dir="runs/t", init_from="more.safetensors").fit()
+    Path("more.safetensors").write_bytes(b"torn")
+    with pytest.raises(ConfigError, match=r"init_from=more.safetensors: .*; give a whole checkpoint"):
+        make(run_dir="runs/t", init_from="more.safetensors").fit()
     with pytest.raises(ConfigError, match="init_from=nowhere: no such"):
         make(run_dir="runs/u", init_from="nowhere").fit()
+
+
+def test_init_from_refuses_a_damaged_checkpoint():
+    make().fit()
+    file = Path("ckpt/r/step-00000004/model.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"init_from=ckpt/last.pt: .*its sha256 is not the manifest's; give a whole"):
+        make(run_dir="runs/s", init_from="ckpt/last.pt").fit()
+
+
+class Layout(Callback):
+    def on_fit_end(self, trainer) -> None:
+        self.buckets = buckets(trainer.model)
+
+
+def bucketed(place: Place, max_steps: int, bucket_mib: float, unused: bool) -> list[list[int]]:
+    layout, options = Layout(), DDPOptions(bucket_mib, find_unused_parameters=unused)
+    make(callbacks={"layout": layout}, place=place, max_steps=max_steps, resume="auto", ddp=options).fit()
+    return layout.buckets
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_another_layout_of_buckets_is_told(unused):
+    first = run_ranks(2, bucketed, 2, 0.0005, unused)[0]
+    assert bool(first) is not unused  # DDP lays nothing out anew there
+    assert run_ranks(2, bucketed, 4, 0.0005, unused)[0] == first
+    log = Path("runs/r/logs/rank0.log")
+    told = "DDP laid its buckets out differently, so sums may differ in their last bits"
+    assert told not in log.read_text()
+    assert run_ranks(2, bucketed, 6, 25.0, False)[0] != first
+    assert told in log.read_text()
 
 
 def test_state_of_callbacks_returns_to_each_by_name():

@@ -2,14 +2,17 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from command import TOY, environment, run, toy
+from command import QUICK, TOY, environment, run, toy
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import trainer
 
 SHORT = [
     "trainer.max_steps=4",
@@ -30,12 +33,11 @@ def default(tmp_path_factory) -> tuple[Path, str]:
 
 
 def test_help_lists_everything_and_imports_nothing_heavy(tmp_path):
-    code = (
-        "import sys; sys.argv[1:] = ['--help']; from trainer.main import main\ntry: main()\nexcept SystemExit: pass\n"
-    )
+    code = "import sys; from trainer.main import command; command(['--version']); command(['--help'])\n"
     code += "print(not {'torch', 'hydra', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
     assert done.stdout.endswith("True\n")
+    assert re.match(rf"echelon-trainer {re.escape(trainer.__version__)} \(torch \d[^ ]*\)\n", done.stdout)
     for name in ("bert_tiny", "bert_base", "bert_large", "ema", "overlap", "grad_compress", "adamw", "one_cycle"):
         assert re.search(rf"^  {name} +\S.{{10,}}$", done.stdout, re.MULTILINE), name
     assert "trainer.resume=ckpt/last.pt" in done.stdout
@@ -86,8 +88,13 @@ def test_lines_where_there_is_no_terminal(default):
 
 
 def test_multirun_makes_a_run_per_value(tmp_path):
-    done = toy(["-m", "optimizer.lr=1e-3,3e-3", "trainer.max_steps=2"], tmp_path)
+    done = toy(["-m", "optimizer.lr=1e-3,3e-3", "recipe.width=${batch}", "trainer.max_steps=2"], tmp_path)
     assert done.code == 0, done.err
+    echoed = [shlex.split(line) for line in done.out.splitlines() if line.startswith("run runs/")]
+    assert [words[2:] for words in echoed] == [
+        [*TOY, *QUICK, f"optimizer.lr={lr}", "recipe.width=${batch}", "trainer.max_steps=2"]
+        for lr in ("0.001", "0.003")
+    ]
     runs = sorted(path for path in (tmp_path / "runs").iterdir() if path.is_dir())
     assert len(runs) == 2
     assert sorted(OmegaConf.load(folder / "config.yaml").optimizer.lr for folder in runs) == [1e-3, 3e-3]
@@ -125,6 +132,24 @@ def test_resume_auto_begins_where_there_is_nothing_and_goes_on_where_there_is(tm
     done = toy([*words, "trainer.max_steps=6"], tmp_path)
     assert "resumed from ckpt/r/step-00000004 at step 4, sample 48" in done.out
     assert json.loads((tmp_path / "runs/r/summary.json").read_text())["steps"] == 6
+
+
+def test_a_finished_run_that_is_resumed_has_its_numbers_still(default):
+    cwd, _ = default
+    file = cwd / "runs" / "a" / "summary.json"
+    before = json.loads(file.read_text())
+    again = run([*TOY, *SHORT, "trainer.accelerator=cpu", "trainer.resume=ckpt/a"], cwd)
+    assert again.code == 0, again.err
+    after = json.loads(file.read_text())
+    volatile = ("seconds", "checkpoint")
+    assert {k: v for k, v in after.items() if k not in volatile} == {
+        k: v for k, v in before.items() if k not in volatile
+    }
+    numbers = again.out.partition(": the last step is done\n")[2].partition("run    ")[0]
+    train, perf, val = numbers.splitlines()
+    assert re.fullmatch(r"train       loss 0\.\d{1,6}  lr 0\.0005  grad_norm \S+", train)
+    assert re.fullmatch(r"perf        samples_per_s \d{0,2},?[\d.]{1,5}", perf)
+    assert re.fullmatch(r"val         loss 0\.\d{1,6}", val)
 
 
 def test_weights_alone_from_another_run(default, tmp_path):

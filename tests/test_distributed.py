@@ -82,6 +82,29 @@ def test_the_chain_has_the_bits_of_ddps_own_reducer():
         assert [x.tobytes() for x in a] == [y.tobytes() for y in b]
 
 
+def backward_with_a_lost_peer(place: Place) -> str:
+    ranks = Ranks(place, "cpu", "gloo", 60.0)
+    model = DDP(nn.Linear(3, 3))
+
+    def reduce(flat: torch.Tensor, bucket: dist.GradBucket) -> torch.Tensor:
+        raise ConnectionResetError("peer is gone")
+
+    model.register_comm_hook(None, comm_hook(reduce, Background(CPU)))
+    try:
+        model(torch.ones(1, 3)).sum().backward()
+        message = ""
+    except RuntimeError as error:
+        message = str(error)
+    del model
+    ranks.close()
+    return message
+
+
+def test_what_a_reduce_raises_is_what_backward_raises():
+    for message in run_ranks(2, backward_with_a_lost_peer):
+        assert "ConnectionResetError: peer is gone" in message
+
+
 def test_background_keeps_the_order_on_one_thread_beside_the_caller():
     background, seen = Background(CPU), []
 

@@ -68,3 +68,10 @@ def test_epochs_need_a_known_length():
     with pytest.raises(ConfigError, match=r"trainer\.max_epochs=2 epochs: .*no known length; give steps or samples"):
         Duration(2, "epochs").steps("trainer.max_epochs", 32, None)
     assert Duration(64, "samples").steps("key", 32, None) == 2
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1.1, 11), ("1.1", 11), ("2.3", 23), ("0.7", 7), ("1.1000001", 12)])
+def test_amounts_are_the_decimals_that_were_written(epochs, steps):
+    """Not the floats next to them: 1.1 * 100 is 110.00000000000001."""
+    for duration in (Duration.parse(f"{epochs} epochs", "key"), Duration(float(epochs), "epochs")):
+        assert duration.steps("key", batch=10, epoch_samples=100) == steps

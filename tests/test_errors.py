@@ -115,10 +115,16 @@ trainer.devices=2 batch=13
     batch=13: does not divide into 2 rank(s); nearest that do: batch=12, batch=14
 trainer.devices=1 micro_batch=5
     batch=12: does not divide into 1 rank(s), micro_batch=5; nearest that do: batch=10, batch=15; or micro_batch=4
+trainer.devices=100000
+    trainer.devices=100000: each is a process, and this node has
+    CPU core(s); use at most
 trainer.nodes=2
     trainer.nodes=2: start it on each node, with torchrun --nnodes=2 ... or srun
 RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 trainer.devices=3
     trainer.devices=3: torchrun started 2 rank(s) on this node; use trainer.devices=2 or leave it out
+RANK=1 WORLD_SIZE=2 -m batch=12,24
+    -m: gives 2 runs, and torchrun started 2 ranks for one; call torchrun once a run, or start all without it, with
+    trainer.devices=N
 """
 WITH_TORCH = """
 trainer.accelerator=cuda trainer.devices=64 batch=64

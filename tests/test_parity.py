@@ -1,5 +1,7 @@
 """Plain is plain: without callbacks, `Trainer` computes bit for bit what a bare DDP loop computes."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,8 +21,8 @@ STEPS, BATCH = 20, 12
 class Batches(Toy):
     """The toy model on an iterable of this rank's batches, so that the bare loop sees the same ones."""
 
-    def __init__(self, rank: int, world: int, accumulate: int) -> None:
-        super().__init__(width=64, depth=2)
+    def __init__(self, rank: int, world: int, accumulate: int, width: int = 64) -> None:
+        super().__init__(width=width, depth=2)
         self.rank, self.world, self.accumulate = rank, world, accumulate
 
     def data(self, split: str):
@@ -45,12 +47,12 @@ def adam(params):
     return torch.optim.AdamW(params, lr=1e-2, fused=True)
 
 
-def bare_loop(place: Place, accumulate: int, clip: float | None, bf16: bool) -> list[torch.Tensor]:
+def bare_loop(place: Place, accumulate: int, clip: float | None, bf16: bool, width: int) -> list[torch.Tensor]:
     if place.world > 1:
         dist.init_process_group(
             "gloo", store=dist.FileStore(place.store, place.world), rank=place.rank, world_size=place.world
         )
-    recipe = Batches(place.rank, place.world, accumulate)
+    recipe = Batches(place.rank, place.world, accumulate, width)
     torch.manual_seed(0)
     module = recipe.model()
     model = DDP(module) if place.world > 1 else module
@@ -80,9 +82,9 @@ def bare_loop(place: Place, accumulate: int, clip: float | None, bf16: bool) -> 
     return [p.detach().numpy() for p in module.parameters()]
 
 
-def ours(place: Place, accumulate: int, clip: float | None, bf16: bool) -> list[torch.Tensor]:
+def ours(place: Place, accumulate: int, clip: float | None, bf16: bool, width: int) -> list[torch.Tensor]:
     options = Options(max_steps=STEPS, clip_norm=clip, precision="bf16" if bf16 else "fp32")
-    recipe = Batches(place.rank, place.world, accumulate)
+    recipe = Batches(place.rank, place.world, accumulate, width)
     trainer = Trainer(recipe, optimizer=adam, batch=BATCH, accumulate=accumulate, options=options, place=place)
     trainer.fit()
     return [p.detach().numpy() for p in trainer.module.parameters()]
@@ -94,9 +96,18 @@ def ours(place: Place, accumulate: int, clip: float | None, bf16: bool) -> list[
 @pytest.mark.parametrize("world", [1, 3])
 def test_trainer_equals_a_bare_loop_bitwise(world, accumulate, clip, bf16, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    bare = run_ranks(world, bare_loop, accumulate, clip, bf16)
-    trained = run_ranks(world, ours, accumulate, clip, bf16)
+    compare(world, accumulate, clip, bf16, 64)
+
+
+def test_also_when_there_are_several_buckets(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    compare(3, 1, None, False, 512)  # 2 MiB: DDP's first bucket holds 1
+
+
+def compare(world: int, *setting: Any) -> None:
+    bare = run_ranks(world, bare_loop, *setting)
+    trained = run_ranks(world, ours, *setting)
     for rank in range(world):
         assert all((a == b).all() for a, b in zip(bare[rank], trained[rank], strict=True))
-    start = Batches(0, world, accumulate).model()
+    start = Batches(0, world, setting[0], setting[-1]).model()
     assert not torch.equal(torch.from_numpy(trained[0][0]), next(start.parameters()))

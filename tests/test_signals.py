@@ -1,5 +1,6 @@
-"""Ctrl-C and SIGTERM: a checkpoint at the next step, the same on all ranks, and the command that goes on."""
+"""Ctrl-C, SIGTERM, a closed terminal or pipe: training stops with a checkpoint, the same on all ranks, or goes on."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -8,12 +9,15 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import termios
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from command import MAIN, QUICK, TOY, Result, environment, lines, run, weights
+
+from trainer.signals import Signals
 
 RUN = [*TOY, *QUICK, "+callbacks=[probe]", "trainer.checkpoint.every_steps=null", "trainer.run_dir=runs/r"]
 
@@ -44,8 +48,9 @@ def test_the_first_ctrl_c_stops_with_a_checkpoint_and_the_printed_command_goes_o
     result = stopped("SIGINT", 0, tmp_path)
     assert (result.code, result.err) == (75, "")
     assert steps(tmp_path) in (7, 8)  # the signal comes at the end of step 7
-    (command,) = re.findall("^go on with  python (-m trainer.main .*)$", result.out, re.MULTILINE)
-    resumed = run([], tmp_path, [sys.executable, *shlex.split(command), "callbacks.probe.trouble="])
+    assert result.out.count("SIGINT: stopping after this step with a checkpoint; again stops now\n") == 1
+    (command,) = re.findall("^go on with  (.* -m trainer.main .*)$", result.out, re.MULTILINE)
+    resumed = run([], tmp_path, [*shlex.split(command), "callbacks.probe.trouble="])
     assert resumed.code == 0, resumed.err
     assert weights("r", tmp_path, 20) == weights("r", straight, 20)
     assert lines(tmp_path / "runs" / "r") == lines(straight / "runs" / "r")
@@ -55,14 +60,35 @@ def test_the_second_ends_it_at_once(tmp_path):
     """Within the first step, which would take longer than the test may."""
     result = stopped("SIGINT SIGINT", 0, tmp_path, "callbacks.probe.step=1", "callbacks.probe.step_s=300")
     assert result.code == 128 + signal.SIGINT
+    assert "SIGINT: stopping after this step" in result.out
     assert result.err == "echelon: second signal, stopping now, without a checkpoint\n"
     assert not (tmp_path / "ckpt").exists() or not list((tmp_path / "ckpt").glob("*/step-*"))
 
 
-def test_sigterm_to_the_launcher_stops_all_ranks_at_the_same_step(tmp_path):
-    result = stopped("'parent SIGTERM'", 1, tmp_path, "trainer.devices=2", "callbacks.probe.step_s=0.05")
+def test_signals_to_the_launcher_stop_all_ranks_at_the_same_step(tmp_path):
+    result = stopped("'parent SIGHUP SIGTERM'", 1, tmp_path, "trainer.devices=2", "callbacks.probe.step_s=0.05")
     assert (result.code, result.err) == (75, "")
+    assert result.out.count("SIGHUP: stopping after this step with a checkpoint\n") == 1
     assert 7 <= steps(tmp_path) < 20
+
+
+def test_sighup_is_heeded_but_under_nohup():
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with Signals() as ignored:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with Signals() as heeded:
+            os.kill(os.getpid(), signal.SIGHUP)
+            deadline = time.monotonic() + 5
+            while not heeded.name and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert (ignored.name, heeded.name) == ("", "SIGHUP")
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_sigterm_to_one_rank_stops_all_at_the_same_step(tmp_path):
@@ -72,36 +98,100 @@ def test_sigterm_to_one_rank_stops_all_at_the_same_step(tmp_path):
     assert steps(tmp_path) in (8, 9)  # rank 0 hears of it in the next step
 
 
-@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
-def test_a_signal_to_all_processes_of_a_terminal(how, tmp_path):
-    """None of the data workers may be lost before the checkpoint, nor be taken for a second signal."""
+Reaction = tuple[str, Callable[[int, int], None]]
+
+
+def on_a_terminal(cwd: Path, reactions: list[Reaction], *more: str) -> tuple[int, str]:
+    """The exit code, and all that was shown. A reaction gets the process and its terminal once its text is shown."""
     terminal, inside = pty.openpty()
-    words = [*MAIN, *RUN, "data.workers=2", "callbacks.probe.step_s=0.1"]
     process = subprocess.Popen(
-        words, cwd=tmp_path, env=environment(), stdin=inside, stdout=inside, stderr=inside, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 one system call
+        [*MAIN, *RUN, *more], cwd=cwd, env=environment(TERM="xterm"), stdin=inside, stdout=inside, stderr=inside,
+        start_new_session=True, preexec_fn=own_terminal,  # noqa: PLW1509 two system calls
     )  # fmt: skip
     os.close(inside)
     shown = ""
     while text := read(terminal):
-        if "loss" not in shown and "loss" in shown + text:
-            if how == "SIGTERM":
-                os.killpg(process.pid, signal.SIGTERM)
-            else:
-                os.write(terminal, b"\x03")
-                for worker in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-                    os.kill(int(worker), signal.SIGINT)
         shown += text
-    os.close(terminal)
-    assert process.wait() == 75, shown
-    assert steps(tmp_path) < 20
-    assert "Traceback" not in shown
-    assert "\x1b[" in shown and re.search("/20.*loss", shown)  # a bar, and what the log says
-    assert "checkpoint  ckpt/r/step-" in shown
+        if reactions and reactions[0][0] in shown:
+            reactions.pop(0)[1](process.pid, terminal)
+    with contextlib.suppress(OSError):
+        os.close(terminal)
+    return process.wait(60), shown
+
+
+def own_terminal() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever the tests run under
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def read(terminal: int) -> str:
     try:
         return os.read(terminal, 4096).decode(errors="replace")
-    except OSError:  # the other side is closed
+    except OSError:  # one side is closed
         return ""
+
+
+def ctrl_c(pid: int, terminal: int) -> None:
+    os.write(terminal, b"\x03")
+    for worker in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        os.kill(int(worker), signal.SIGINT)
+
+
+def sigterm(pid: int, terminal: int) -> None:
+    os.killpg(pid, signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("react", "name"), [(ctrl_c, "SIGINT"), (sigterm, "SIGTERM")])
+def test_a_signal_to_all_processes_of_a_terminal(react, name, tmp_path):
+    """None of the data workers may be lost before the checkpoint, nor be taken for a second signal."""
+    code, shown = on_a_terminal(tmp_path, [("loss", react)], "data.workers=2", "callbacks.probe.step_s=0.1")
+    assert code == 75, shown
+    assert steps(tmp_path) < 20
+    assert "Traceback" not in shown
+    assert "\x1b[" in shown and re.search("/20.*loss", shown)  # a bar, and what the log says
+    assert shown.count(f"{name}: stopping after this step") == 1
+    assert "checkpoint  ckpt/r/step-" in shown
+
+
+def test_a_terminal_that_is_closed(tmp_path):
+    """Everything that is written to it from then on fails."""
+    hang_up = [("loss", lambda pid, terminal: os.close(terminal))]
+    code, _ = on_a_terminal(tmp_path, hang_up, "data.workers=2", "callbacks.probe.step_s=0.1")
+    log = (tmp_path / "runs" / "r" / "logs" / "rank0.log").read_text()
+    assert code == 75, log
+    assert steps(tmp_path) < 20
+    assert "SIGHUP: stopping after this step with a checkpoint\n" in log
+    assert log.count("<stdout> is closed (Input/output error)") == 1
+
+
+def test_the_second_ctrl_c_gives_the_cursor_back(tmp_path):
+    """One process, in a step that would take longer than the test may."""
+    reactions: list[Reaction] = [("0/20", ctrl_c), ("again stops now", ctrl_c)]
+    code, shown = on_a_terminal(tmp_path, reactions, "callbacks.probe.step_s=300")
+    assert code == 128 + signal.SIGINT, shown
+    assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l") >= 0
+    assert shown.count("second signal, stopping now, without a checkpoint") == 1
+    assert shown.endswith("\r\n")
+
+
+def test_a_reader_that_goes_away(straight, tmp_path):
+    """`| head -1`: training goes on to its end, and the log says so once."""
+    words = [*MAIN, *RUN]
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as run:
+        assert run.stdout is not None
+        run.stdout.readline()
+        run.stdout.close()
+    log = (tmp_path / "runs" / "r" / "logs" / "rank0.log").read_text()
+    assert run.returncode == 0, log
+    assert log.count("<stdout> is closed (Broken pipe): the run goes on") == 1
+    assert lines(tmp_path / "runs" / "r") == lines(straight / "runs" / "r")
+
+
+def test_nobody_reads_the_help(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run([*MAIN, "--help"], cwd=tmp_path, env=environment(), stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, b"")

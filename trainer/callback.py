@@ -41,11 +41,9 @@ class Callback:
 
     role: ClassVar[Role] = Role.OBSERVE
     exact: ClassVar[bool] = True  # training gives the same numbers as without it, to rounding
-    communicates: ClassVar[bool] = (
-        False  # concerns communication only: with one rank it does nothing, and the log says so
-    )
+    communicates: ClassVar[bool] = False  # and does nothing else: with one rank it is idle, and the log says so
     defers: ClassVar[bool] = False  # gradients are not reduced yet when on_before_optimizer_step runs
-    diverges: ClassVar[bool] = False  # weights differ between ranks, so all are saved
+    metric: str | None = None  # one that validation must give, `val/loss` for example
     # Name of a callback, or of a feature of the trainer (`Plan.features`) -> the reason, and the way out.
     conflicts: Mapping[str, str] = {}
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DataError
 from trainer.launch import Place
 
 # Mean over ranks of one flat bucket: same shape and dtype. Plain blocking code, run by `Background`.
@@ -33,11 +33,12 @@ class Ranks:
         self.timeout = timedelta(seconds=timeout_s)
         store = dist.FileStore(place.store, self.world) if place.store else None
         dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world, timeout=self.timeout)
-        self.host = dist.new_group(backend="gloo", timeout=self.timeout)
+        self.host = self.new_group("gloo")
+        self.patient = self.new_group("gloo", timedelta(days=30))
 
-    def new_group(self) -> dist.ProcessGroup:
+    def new_group(self, backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
         """Every thread or stream that communicates owns one. A collective: call it on all ranks."""
-        group = dist.new_group(backend=self.backend, timeout=self.timeout)
+        group = dist.new_group(backend=backend or self.backend, timeout=timeout or self.timeout)
         assert isinstance(group, dist.ProcessGroup)
         return group
 
@@ -55,21 +56,27 @@ class Ranks:
 
         return sums
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         """A JSON value of each rank, in the order of ranks, on all of them."""
         if self.world == 1:
             return [value]
+        group = group or self.host
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([data.numel()]), group=self.host)
+        dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
         longest = max(int(size) for size in sizes)
         rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
-        dist.all_gather(rows, torch.nn.functional.pad(data, (0, longest - data.numel())), group=self.host)
+        dist.all_gather(rows, torch.nn.functional.pad(data, (0, longest - data.numel())), group=group)
         return [json.loads(bytes(row[: int(size)].tolist())) for row, size in zip(rows, sizes, strict=True)]
 
     def first(self, value: Any) -> Any:
-        """Rank 0's JSON value, on all ranks."""
-        return self.gather(value if self.rank == 0 else None)[0]
+        """Rank 0's JSON value, on all ranks, however long it takes: it may have a corpus to prepare."""
+        return self.gather(value if self.rank == 0 else None, self.patient if self.world > 1 else None)[0]
+
+    def share_buffers(self, module: nn.Module) -> None:
+        """Rank 0's on all ranks, as DDP does before a forward pass in training."""
+        for buffer in module.buffers() if self.world > 1 else ():
+            dist.broadcast(buffer, 0)
 
     def close(self) -> None:
         if self.world > 1 and dist.is_initialized():
@@ -118,13 +125,18 @@ class Background:
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reduce")
 
     def submit(self, call: Callable[..., Tensor], *args: Any) -> "Future[Tensor]":
-        """An exception in `call` is raised by the future's `wait`."""
+        """An exception in `call` is raised by the future's `wait`; on a stream, here."""
         if self.stream is None:
             done: Future[Tensor] = Future()
             self.thread.submit(self._run, done, call, *args)
             return done
         done = Future(devices=[self.device])
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        for tensor in args:
+            if isinstance(tensor, Tensor):
+                tensor.record_stream(
+                    self.stream
+                )  # the caller may drop it: its memory is not free until the call is done
         with torch.cuda.stream(self.stream):
             done.set_result(call(*args))  # enqueued, not finished: `wait` makes the waiting stream wait
         return done
@@ -151,7 +163,8 @@ def all_reduce_mean(group: dist.ProcessGroup) -> Reduce:
 
 
 def comm_hook(reduce: Reduce, background: Background) -> Callable[[None, dist.GradBucket], "Future[Tensor]"]:
-    return lambda _, bucket: background.submit(reduce, bucket.buffer(), bucket)
+    # DDP takes an exception that a future was given for its value; one in a `then` it raises.
+    return lambda _, bucket: background.submit(reduce, bucket.buffer(), bucket).then(lambda done: done.value())
 
 
 def share(loss: Tensor, ours: int, total: int) -> Tensor:
@@ -159,3 +172,13 @@ def share(loss: Tensor, ours: int, total: int) -> Tensor:
     if ours == total:
         return loss
     return loss / (total / ours) if ours else loss * 0.0
+
+
+def no_loss(parameters: list[nn.Parameter], unused: bool) -> Tensor:
+    """Zero, with a gradient of zero for each parameter: for a micro-batch of no items, whose mean may be NaN."""
+    if unused:
+        raise DataError(
+            "a micro-batch of weight 0: DDP can't leave it out with trainer.ddp.find_unused_parameters=true; "
+            "set that to false, or give every micro-batch something to count"
+        )
+    return torch.stack([p.sum().float() for p in parameters]).sum() * 0.0

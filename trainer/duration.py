@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 
 from trainer.errors import ConfigError
 
@@ -42,8 +43,9 @@ class Duration:
             )
         if self.unit == "epochs" and epoch_samples is None:
             raise ConfigError(f"{key}={self}: this recipe's data has no known length; give steps or samples")
-        samples = self.amount * {"steps": batch, "samples": 1, "epochs": epoch_samples or 0}[self.unit]
-        return int(-(-samples // batch))
+        amount = Fraction(str(self.amount))  # as written: the float 1.1 is a little more
+        samples = amount * {"steps": batch, "samples": 1, "epochs": epoch_samples or 0}[self.unit]
+        return math.ceil(samples / batch)
 
     def __str__(self) -> str:
         return f"{self.amount:g} {self.unit}"

@@ -4,21 +4,23 @@ import contextlib
 import ctypes
 import json
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from trainer.errors import ConfigError
+from trainer.signals import heeded, show_cursor
 
 STOPPED = 75  # exit code: stopped by a signal with a checkpoint; start again to go on (sysexits' EX_TEMPFAIL)
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def _open_mpi(env: MutableMapping[str, str]) -> Place:
                 "`mpirun -x MASTER_ADDR=<first host> -x MASTER_PORT=29500 ...`"
             )
         store = f"{folder}/echelon-{env['PMIX_NAMESPACE']}"
-        env.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return Place(rank, world, local_rank, local_world, store, "mpirun")
 
 
@@ -106,6 +108,38 @@ def first_host(nodes: str) -> str:
     return first_host(name + inside.split(",")[0].split("-")[0] + tail)
 
 
+def refuse_crowd(devices: int | str) -> None:
+    """A slip of the keyboard shall not start a thousand processes: 8 on any node, and 4 a core, are enough for tests on
+    CPUs, and no node has more GPUs than that.
+
+    Raises:
+        ConfigError: for more.
+    """
+    cores = len(os.sched_getaffinity(0))
+    most = max(8, 4 * cores)
+    if isinstance(devices, int) and devices > most:
+        raise ConfigError(
+            f"trainer.devices={devices}: each is a process, and this node has {cores} CPU core(s); "
+            f"use at most {most} (8, or 4 a core)"
+        )
+
+
+def go_on(typed: Sequence[str], saved: Path) -> str:
+    """The command that continues a run from its folder of checkpoints: `last.pt` may be another run's by then."""
+    kept = [word for word in typed if not word.startswith("trainer.resume=")]
+    return shlex.join([this_python(), "-m", "trainer.main", *kept, f"trainer.resume={saved}"])
+
+
+def this_python() -> str:
+    """This interpreter, as short as works here. Links of its name lead out of an environment, so none is followed."""
+    own = Path(os.path.realpath(os.path.dirname(sys.executable)), os.path.basename(sys.executable))
+    if own.is_relative_to(here := Path.cwd()):
+        return os.path.join(".", own.name) if own.parent == here else str(own.relative_to(here))
+    found = shutil.which("python") or ""
+    same = os.path.realpath(os.path.dirname(found)) == str(own.parent) and os.path.samefile(found, own)
+    return "python" if same else sys.executable
+
+
 def die_with_parent(parent: int | None = None) -> None:
     """SIGKILL this process when its parent ends, however that ends (Linux); exit if `parent` has ended already."""
     with contextlib.suppress(OSError, AttributeError):
@@ -114,12 +148,12 @@ def die_with_parent(parent: int | None = None) -> None:
         os._exit(1)
 
 
-def supervise(arguments: list[str], devices: int, logs: Path) -> int:
+def supervise(arguments: list[str], devices: int, logs: Path, saved: Path | None = None) -> int:
     """Run `python -m trainer.main ARGUMENTS` once a rank on this node, and return the run's exit code.
 
     Ranks meet in a file of a private folder, so no port is opened but gloo's on loopback. Each is in a session of its
-    own and is killed with this process. SIGINT and SIGTERM are passed on; when a rank fails, the others get 5 s to end,
-    and the user is told of the one that failed first.
+    own and is killed with this process. Signals to stop are passed on; when a rank fails, the others get 5 s to end,
+    and the user is told of the one that failed first; and how to go on, where the folder `saved` has checkpoints.
     """
     logs.mkdir(parents=True, exist_ok=True)
     ranks: list[subprocess.Popen[bytes]] = []
@@ -131,7 +165,7 @@ def supervise(arguments: list[str], devices: int, logs: Path) -> int:
             if rank.poll() is None:
                 rank.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, pass_on) for number in heeded()}
     with tempfile.TemporaryDirectory(prefix="echelon-") as private:
         try:
             for rank in range(devices):
@@ -143,7 +177,8 @@ def supervise(arguments: list[str], devices: int, logs: Path) -> int:
                 rank.wait()
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return _verdict(codes, Path(private), logs, passed)
+        further = f"; go on with {go_on(arguments[2:], saved)}" if saved and any(saved.glob("step-*")) else ""
+        return _verdict(codes, Path(private), logs, passed, further)
 
 
 def _start(arguments: list[str], rank: int, devices: int, private: Path, logs: Path) -> "subprocess.Popen[bytes]":
@@ -155,7 +190,7 @@ def _start(arguments: list[str], rank: int, devices: int, private: Path, logs: P
         "ECHELON_PARENT": str(os.getpid()),
         "ECHELON_STORE": str(private / "store"),
         "ECHELON_ERROR_FILE": str(private / f"error-{rank}.json"),
-        "GLOO_SOCKET_IFNAME": LOOPBACK,
+        "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices))),
     }
     command = [sys.executable, "-m", "trainer.main", *arguments]
@@ -177,11 +212,12 @@ def _wait(ranks: "list[subprocess.Popen[bytes]]") -> dict[int, int]:
     return codes
 
 
-def _verdict(codes: Mapping[int, int], private: Path, logs: Path, passed: list[int]) -> int:
-    """The run's exit code, after a word on the rank that failed first."""
+def _verdict(codes: Mapping[int, int], private: Path, logs: Path, passed: list[int], further: str = "") -> int:
+    """The run's exit code, after a word on the rank that failed first; `further` where no error of ours is to mend."""
     failed = {rank: code for rank, code in codes.items() if code not in (0, STOPPED)}
     if not failed:
         return max(codes.values())
+    show_cursor()
     reports: dict[int, dict[str, Any]] = {}
     for rank in failed:
         with contextlib.suppress(OSError, ValueError):
@@ -189,11 +225,12 @@ def _verdict(codes: Mapping[int, int], private: Path, logs: Path, passed: list[i
     # Killed from outside or by its own fault; not an abort, which may be what a peer's failure has led to.
     silent = [rank for rank, code in failed.items() if rank not in reports and code != -signal.SIGABRT]
     if passed and not reports:
-        text, code = f"echelon: {signal.Signals(passed[0]).name}: ended without a checkpoint", 128 + passed[0]
+        text, code = f"echelon: {signal.Signals(passed[0]).name}: ended without a checkpoint{further}", 128 + passed[0]
     elif silent or not reports:
         rank, code = next((rank, failed[rank]) for rank in silent or failed)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        text, code = f"echelon: rank {rank} {how}; its log: {logs}/rank{rank}.log", 128 - code if code < 0 else code
+        text = f"echelon: rank {rank} {how}; its log: {logs}/rank{rank}.log{further}"
+        code = 128 - code if code < 0 else code
     else:
         rank = min(reports, key=lambda rank: reports[rank]["time"])
         text, code = reports[rank]["text"], reports[rank]["code"]

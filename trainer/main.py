@@ -7,10 +7,13 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainer import __version__
 from trainer.errors import ConfigError, DataError, exit_code, nearest
+from trainer.signals import outlive_readers
 
 HERE = Path(__file__).parent
 CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # in a wheel, in a checkout
@@ -40,6 +43,7 @@ class Job(NamedTuple):
 
 
 def main() -> None:
+    outlive_readers()
     sys.exit(guarded(lambda: command(sys.argv[1:])))
 
 
@@ -67,10 +71,19 @@ def command(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(usage(folders))
         return 0
+    if "--version" in arguments:
+        print(f"echelon-trainer {__version__} (torch {metadata.version('torch')})")
+        return 0
     from trainer.config import check
-    from trainer.launch import STOPPED
+    from trainer.launch import STOPPED, detect
 
     jobs, codes = compose(arguments, folders), [0]
+    place = detect(dict(os.environ))
+    if len(jobs) > 1 and place.world > 1:
+        raise ConfigError(
+            f"-m: gives {len(jobs)} runs, and {place.launcher} started {place.world} ranks for one; "
+            f"call {place.launcher} once a run, or start all without it, with trainer.devices=N"
+        )
     for job in jobs:
         check(job.config)
     for job in jobs:
@@ -118,7 +131,7 @@ def compose(arguments: list[str], folders: list[Path]) -> list[Job]:
     def collect(config: DictConfig) -> None:
         chosen = HydraConfig.get()
         overrides: Any = OmegaConf.to_container(chosen.overrides.task)  # as they are: they may hold ${...}
-        typed = [override.removeprefix("++") for override in overrides]
+        typed = [as_typed(override) for override in overrides]
         recipe = dict(chosen.runtime.choices).get("recipe", "")
         jobs.append(Job(OmegaConf.to_container(config, resolve=True), recipe, [*flags, *typed]))
 
@@ -137,6 +150,13 @@ def compose(arguments: list[str], folders: list[Path]) -> list[Job]:
         raise ConfigError(explain(error, folders)) from None
     sys.stderr.write(said.getvalue())
     return jobs
+
+
+def as_typed(override: str) -> str:
+    """Without what `normal` and, in a multirun, Hydra make of it."""
+    if override.startswith("~"):
+        return override.removesuffix("=null")
+    return re.sub(r"\$\\{.*?\\}", lambda found: re.sub(r"\\(.)", r"\1", found[0]), override.removeprefix("++"))
 
 
 def explain(error: Exception, folders: list[Path]) -> str:
@@ -189,11 +209,13 @@ def run(config: dict[str, Any], recipe: str, typed: list[str]) -> int:
     """Train in this process, or start the ranks."""
     from trainer.batch import split_batch
     from trainer.config import settings
-    from trainer.launch import detect
+    from trainer.launch import detect, refuse_crowd
     from trainer.options import Options
 
     options = settings(Options, config["trainer"])
     place = detect(os.environ, options.devices, options.nodes)
+    if not place.launcher and options.accelerator != "cuda":
+        refuse_crowd(options.devices)
     if not place.launcher and options.nodes > 1:
         raise ConfigError(
             f"trainer.nodes={options.nodes}: start it on each node, with torchrun --nnodes={options.nodes} ... or srun"

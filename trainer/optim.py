@@ -47,7 +47,8 @@ def adamw(
 def sgd(
     params: Groups, lr: float = 0.1, momentum: float = 0.9, nesterov: bool = False, weight_decay: float = 0.0
 ) -> Optimizer:
-    # Not fused: torch 2.13's fused SGD leaves bf16 parameters on the CPU as they are (pytorch#191763).
+    # Not fused: torch 2.13's fused SGD leaves bf16 parameters on the CPU as they are (pytorch#191763), and where fp16's
+    # scaler skips the first step, momentum starts as whatever was in that memory.
     return torch.optim.SGD(params, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
 
 

@@ -1,10 +1,12 @@
 """The typed settings of a run: the keys `trainer`, `trainer.checkpoint`, `trainer.ddp` and `data`. Imports no torch."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from trainer.duration import Duration
-from trainer.errors import ConfigError, require
+from trainer.errors import ConfigError, nearest, require
+
+ACCEPTABLE = ("seed", "batch", "data", "callbacks", "lanes", "block", "optimizer")  # what a resume compares
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,18 @@ class CheckpointOptions:
 class DDPOptions:
     """torch's DistributedDataParallel, by its own names but for the unit."""
 
-    bucket_mib: float = 25.0
+    bucket_mib: float | None = None  # null: torch's 25, after a first bucket of 1
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_as_bucket_view: bool = False
 
     def __post_init__(self) -> None:
         require("trainer.ddp.bucket_mib", self.bucket_mib, above=0)
+
+    def arguments(self) -> dict[str, Any]:
+        """For DistributedDataParallel."""
+        values = asdict(self)
+        return {"bucket_cap_mb": values.pop("bucket_mib"), **values}
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,11 @@ class Options:
             require(f"trainer.{key}", getattr(self, key), at_least=1)
         for key in ("max_steps", "max_epochs", "seed"):
             require(f"trainer.{key}", getattr(self, key), at_least=0)
+        for key in self.accept:
+            if key not in ACCEPTABLE:
+                raise ConfigError(
+                    f"trainer.accept=[{key}]: is nothing that a resume compares; {nearest(key, ACCEPTABLE)}"
+                )
         for key in ("clip_norm", "timeout_s"):
             require(f"trainer.{key}", getattr(self, key), above=0)
         if self.validate_every is not None and not Duration.parse(self.validate_every, "trainer.validate_every").amount:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,24 +44,19 @@ class Plan:
         rank: int,
         first: Callable[[Any], Any],
     ) -> None:
+        if world == 1 and (options.devices not in ("auto", 1) or options.nodes > 1):
+            raise ConfigError(
+                f"trainer.devices={options.devices}, trainer.nodes={options.nodes}: this is one process, and nobody "
+                "starts more; run it by python -m trainer.main or torchrun, or leave them out"
+            )
+        refuse_other_ranks({f"trainer.{key}": value for key, value in asdict(options).items()}, rank, first)
         self.options, self.data, self.batch = options, data, batch
         self.micro, self.accumulate = split_batch(batch, world, micro_batch, accumulate)
         self.callbacks = arrange(callbacks, self.features())
         self.resumed, self.manifest = self._find_checkpoint(rank, first)
         if options.init_from and not self.resumed:
             weights_file(options.init_from)
-        if rank:
-            first(None)
-        self.source = open_source(recipe, "train", options.seed)
-        self.validation = open_source(recipe, "val", options.seed)
-        if not rank:
-            first(None)
-        self.order = None
-        if isinstance(self.source, Samples):
-            self.order = Order(self.source.counts, options.seed, data.lanes, data.block)
-        elif self.source is None:
-            raise ConfigError("recipe.data('train') is None: there is nothing to train on")
-        self.epoch_samples = self.order.samples if self.order else None
+        self._open_data(recipe, rank, first)
         self.max_steps = self._max_steps()
         self.rate = schedule.resolve(self.max_steps, batch, self.epoch_samples)
         self.validate_every = every = self._every("trainer.validate_every", options.validate_every)
@@ -68,15 +64,28 @@ class Plan:
         self.save_s = (options.checkpoint.every_minutes or math.inf) * 60
         if self.resumed:
             refuse_differences(self.manifest["identity"], self.identity(), options.accept)
+        refuse_other_ranks(self.identity() | {"max_steps": self.max_steps}, rank, first)
+
+    def _open_data(self, recipe: Any, rank: int, first: Callable[[Any], Any]) -> None:
+        seed = self.options.seed
+        if rank:
+            first(None)
+        self.source, self.validation = open_source(recipe, "train", seed), open_source(recipe, "val", seed)
+        if not rank:
+            first(None)
+        self.order = None
+        if isinstance(self.source, Samples):
+            self.order = Order(self.source.counts, seed, self.data.lanes, self.data.block)
+        elif self.source is None:
+            raise ConfigError("recipe.data('train') is None: there is nothing to train on")
+        self.epoch_samples = self.order.samples if self.order else None
 
     def features(self) -> set[str]:
         ddp = self.options.ddp
         on = {
             "clip": self.options.clip_norm is not None,
             "fp16": self.options.precision == "fp16",
-            "accumulate": self.accumulate > 1,
             "find_unused_parameters": ddp.find_unused_parameters,
-            "static_graph": ddp.static_graph,
             "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
         }
         return {name for name, active in on.items() if active}
@@ -92,6 +101,7 @@ class Plan:
             path = None if found is None else str(found)
         path = first(path)
         if path is None:
+            log.info("resume: there is no checkpoint in %s yet; a new run begins", root)
             return None, {}
         manifest = commit.verify(Path(path), hashes=rank == 0)
         if first(manifest) != manifest:
@@ -132,6 +142,16 @@ class Plan:
         ]
         own = {"seed": self.options.seed, "batch": self.batch, "data": data, "callbacks": stateful}
         return own | {"lanes": self.data.lanes, "block": self.data.block}
+
+
+def refuse_other_ranks(own: Mapping[str, Any], rank: int, first: Callable[[Any], Any]) -> None:
+    """Ranks that a launcher starts with other arguments, or other data, would wait for each other for ever."""
+    for key, value in first(own).items():
+        if own[key] != value:
+            raise ConfigError(
+                f"{key} is {short(value)} on rank 0 and {short(own[key])} on rank {rank}; "
+                "start all ranks with the same arguments, on the same data"
+            )
 
 
 def weights_file(source: str) -> Path:

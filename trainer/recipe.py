@@ -22,15 +22,22 @@ class Recipe(Protocol):
         """The data of `split` ("train" or "val"), the same on every rank. One of three kinds:
 
         - tar shards in WebDataset format: a path, a glob pattern, or a list of paths. A sample is a dict of members.
-        - a map-style torch `Dataset`.
-        - any iterable of batches, of this rank: resuming replays it, and "train" must never end.
+        - a map-style torch `Dataset`. A checkpoint refuses other data by the class's name and the length; an attribute
+          `fingerprint: str` of the dataset takes the place of the name, and should change with the content.
+        - any iterable of batches, of this rank, walked again when it ends: a generator for "train" must never end, and
+          for "val" is refused. Resuming replays it from its start. It may draw from `random`, NumPy and torch, which
+          are seeded from (seed, rank, batch number) before each batch.
 
-        It is called once before any rank starts, so this is the place to prepare files (under a lock).
+        It is called once before any rank starts, so this is the place to prepare files (under a lock). The same three
+        are seeded before each call, alike for both splits, so that `random_split` cuts at the same places both times.
         """
         ...
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Mean loss over the `weight(batch)` items of `batch`, a scalar. Calls `model`, which may be wrapped, once."""
+        """Mean loss over the `weight(batch)` items of `batch`, a scalar. Calls `model`, which may be wrapped, once.
+
+        Weight 0: the micro-batch contributes nothing, whatever its loss.
+        """
         ...
 
 
@@ -45,7 +52,7 @@ class Optional(Protocol):
         ...
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
-        """(sum, count) per name over `batch`, for validation. Default: the loss as `loss`."""
+        """(sum, count) per name over `batch`, for validation. Default: the loss as `loss`. Count 0 is left out."""
         ...
 
     def transform(self, sample: Any, rng: Generator) -> Any:

@@ -54,10 +54,11 @@ def make_new(stem: Path, root: Path) -> Path:
     make_writable("trainer.run_dir", stem.parent)
     for n in itertools.count(1):
         folder = stem.with_name(f"{stem.name}-{n}") if n > 1 else stem
-        if not (root / folder.name).exists():
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir()
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            if not commit.checkpoints(root / folder.name):
                 return folder
+            folder.rmdir()
     raise AssertionError("unreachable")
 
 

@@ -1,6 +1,7 @@
 """Learning rates as pure functions of the step: a factor on each group's own rate, warm-up included."""
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +14,7 @@ class Schedule:
     """Linear warm-up, then `shape`, scaled with the batch.
 
     Args:
-        warmup: A duration; the factor rises from 1/warmup to 1.
+        warmup: A duration; the factor rises by the same amount each step to what `shape` begins with.
         lr_scaling: `linear` (Goyal et al. 2017, arXiv:1706.02677) or `sqrt` (You et al. 2020, arXiv:1904.00962) of
             global batch / reference_batch.
         reference_batch: Samples of the batch for which the optimizer's rate was chosen.
@@ -35,8 +36,9 @@ class Schedule:
         """For a run of `total` steps (None: open end) with `batch` samples a step."""
         warmup = Duration.parse(self.warmup, "schedule.warmup").steps("schedule.warmup", batch, epoch_samples)
         if total is None and not isinstance(self, Constant):
+            name = re.sub(r"\B([A-Z])", r"_\1", type(self).__name__).lower()  # as the config has it
             raise ConfigError(
-                f"trainer.max_steps=null: schedule={type(self).__name__.lower()} must know the end of the run; "
+                f"trainer.max_steps=null: schedule={name} must know the end of the run; "
                 "give trainer.max_steps or trainer.max_epochs, or schedule=constant"
             )
         ratio = batch / self.reference_batch
@@ -53,7 +55,7 @@ class Rate:
 
     def __call__(self, step: int) -> float:
         if step < self.warmup:
-            return self.scale * (step + 1) / self.warmup
+            return self.scale * self.schedule.shape(0.0) * (step + 1) / self.warmup
         return self.scale * self.schedule.shape(min(1.0, (step - self.warmup) / self.rest))
 
 

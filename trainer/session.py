@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -14,6 +15,7 @@ from omegaconf import OmegaConf
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from trainer.checkpoint.resume import model_identity
 from trainer.config import ALLOWED, build, settings
 from trainer.distributed import count_gpus, pick_backend
 from trainer.errors import ConfigError, DataError, exit_code
@@ -50,8 +52,10 @@ def start_ranks(config: dict[str, Any], name: str, typed: list[str], devices: in
     plan = Plan(**made, world=devices, rank=0, first=lambda value: value)
     run_dir = make_run_dir(plan, name)
     found = {"run_dir": str(run_dir), "devices": devices} | ({"resume": str(plan.resumed)} if plan.resumed else {})
-    file = save_config({**config, "trainer": config["trainer"] | found}, run_dir)
-    return supervise(["--resolved", str(file), *typed], devices, run_dir / "logs")
+    del made, plan  # the ranks open the data themselves
+    with tempfile.TemporaryDirectory(prefix="echelon-") as private:
+        file = save_config({**config, "trainer": config["trainer"] | found}, Path(private))
+        return supervise(["--resolved", str(file), *typed], devices, run_dir / "logs")
 
 
 def objects(config: dict[str, Any]) -> dict[str, Any]:
@@ -91,6 +95,8 @@ def describe(trainer: Trainer) -> None:
         trainer.world, trainer.device.type, trainer.precision.name, f"{parameters:,}",
         trainer.batch, trainer.world, plan.accumulate, plan.micro,
     )  # fmt: skip
+    optimizer, group = model_identity(trainer)["optimizer"], trainer.optimizer.param_groups[0]
+    log.info("optimizer %s, lr %g, weight decay %g", optimizer, trainer.peak_lr[0], group.get("weight_decay", 0.0))
     order = ", ".join(f"{name} ({callback.role.name})" for name, callback in trainer.callbacks.items())
     log.info("callbacks, in order: %s", order or "none")
 
@@ -99,7 +105,7 @@ def train_as_rank(file: Path, typed: list[str]) -> int:
     """A rank that `launch.supervise` started. What it fails with goes to the file that the supervisor reads."""
     try:
         config: Any = OmegaConf.to_container(OmegaConf.load(file))
-        return train(config, file.parent.name, typed)
+        return train(config, Path(config["trainer"]["run_dir"]).name, typed)
     except KeyboardInterrupt:
         return 130
     except BaseException as error:

@@ -1,11 +1,14 @@
 """The end of a run: the export, summary.json, and the lines that say where everything is."""
 
+import json
 import platform
-import shlex
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer.launch import go_on
 from trainer.run import log, versions, write_json
 
 if TYPE_CHECKING:
@@ -25,20 +28,43 @@ def report(trainer: "Trainer") -> None:
         export.mkdir(exist_ok=True)
         trainer.recipe.export(trainer.eval_model, export)
     task = trainer.recipe.summary() if hasattr(trainer.recipe, "summary") else {}
-    numbers = trainer.last_metrics | trainer.validation | task
-    write_json(trainer.run_dir / "summary.json", {**numbers, **circumstances(trainer)})
+    file = trainer.run_dir / "summary.json"
+    numbers = (trainer.last_metrics or earlier(file, trainer.step)) | trainer.validation | task
+    write_json(file, {**numbers, **circumstances(trainer)})
     reason = REASONS.get(trainer.stop_reason, trainer.stop_reason)
     log.info("stopped at step %d after %.1f s: %s", trainer.step, trainer.seconds, reason)
-    log.info("%s", "  ".join(f"{name} {value:.4g}" for name, value in numbers.items()))
+    for group, told in grouped(numbers).items():
+        log.info("%-11s %s", group, told)
     log.info("run         %s", trainer.run_dir)
     log.info("checkpoint  %s", trainer.checkpoint)
     if export is not None:
         log.info("export      %s", export)
     if trainer.stop_reason == "signal":
-        kept = [word for word in trainer.overrides if not word.startswith("trainer.resume=")]
         assert trainer.checkpoint is not None
-        resume = f"trainer.resume={trainer.checkpoint.parent}"  # last.pt may be another run's by then
-        log.info("go on with  python -m trainer.main %s", shlex.join([*kept, resume]))
+        log.info("go on with  %s", go_on(trainer.overrides, trainer.checkpoint.parent))
+
+
+def earlier(file: Path, step: int) -> dict[str, float]:
+    """The numbers of a run that a resume found at its end, so made no step: as that run's summary has them."""
+    summary = json.loads(file.read_text()) if file.exists() else {}
+    if summary.get("steps") != step:
+        return {}
+    return {
+        name: value for name, value in summary.items() if name.startswith(("train/", "perf/")) and value is not None
+    }
+
+
+def grouped(numbers: Mapping[str, float]) -> dict[str, str]:
+    """What stands before the slash of a name -> its names and values in one line."""
+    lines: dict[str, list[str]] = {}
+    for name, value in numbers.items():
+        group, _, rest = name.rpartition("/")
+        lines.setdefault(group or "task", []).append(f"{rest} {readable(value)}")
+    return {group: "  ".join(line) for group, line in lines.items()}
+
+
+def readable(value: float) -> str:
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def circumstances(trainer: "Trainer") -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """The training loop. What every run needs is here; what some runs need is a callback."""
 
 import gc
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -17,19 +19,21 @@ from torch.optim import Optimizer
 
 from trainer.callback import HOOKS, Callback, overrides
 from trainer.checkpoint import resume
+from trainer.checkpoint.lock import lock, unlock
 from trainer.data.loader import Loader, Step
 from trainer.data.order import mix
-from trainer.distributed import Background, Ranks, all_reduce_mean, comm_hook, share
+from trainer.distributed import Background, Ranks, all_reduce_mean, comm_hook, no_loss, share
 from trainer.launch import Place, detect
 from trainer.optim import Groups, adamw, make_optimizer
 from trainer.options import DataOptions, Options
 from trainer.plan import Plan
 from trainer.precision import Precision
+from trainer.rehearsal import rehearse
 from trainer.run import log, make_run_dir, show_log, start_log, stop_log
 from trainer.schedule import Constant, Schedule
 from trainer.signals import Signals
 from trainer.summary import report
-from trainer.validation import evaluate
+from trainer.validation import evaluate, refuse_unknown_metrics
 
 NOTHING: dict[str, float] = {}
 
@@ -50,7 +54,7 @@ class Trainer:
         ConfigError, DataError: for what can't work, before any step.
     """
 
-    rehearsing = False  # see `_rehearse`
+    rehearsing = False  # see trainer/rehearsal.py
     overrides: Sequence[str] = ()  # what was typed, for the command that goes on
 
     def __init__(
@@ -98,6 +102,8 @@ class Trainer:
         run_dir = "" if self.rank else str(make_run_dir(self.plan, self.name))
         self.run_dir = Path(self.ranks.first(run_dir))
         start_log(self.run_dir, self.rank)
+        if self.rank == 0:
+            lock(resume.checkpoints(self))
 
     def _set_hooks(self) -> None:
         self.callbacks = self.plan.callbacks
@@ -110,14 +116,11 @@ class Trainer:
 
     def _build(self, optimizer: Callable[[Groups], Optimizer]) -> None:
         torch.manual_seed(self.options.seed)
-        ddp = self.options.ddp
-        self.ddp = {
-            "bucket_cap_mb": ddp.bucket_mib,
-            "find_unused_parameters": ddp.find_unused_parameters,
-            "static_graph": ddp.static_graph,
-            "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
-        }
-        self.module = self._wrap("wrap_model", self.recipe.model().to(self.device))
+        self.ddp = self.options.ddp.arguments()
+        module = self.recipe.model().to(self.device)
+        if not module.training:  # as `from_pretrained` leaves it; parts that the recipe has set to eval stay so
+            module.train()
+        self.module = self._wrap("wrap_model", module)
         self.model, self.eval_model = self.module, self.module
         self.loss_of = self.precision.cast(self.recipe.loss)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
@@ -130,10 +133,12 @@ class Trainer:
         self.optimizer = self._wrap("wrap_optimizer", make_optimizer(optimizer, self.module))
         self.peak_lr = [group["lr"] for group in self.optimizer.param_groups]
         self.scaler = self.precision.scaler
-        self.generator = (
-            torch.cuda.default_generators[self.device.index] if self.device.type == "cuda" else torch.default_generator
-        )
+        cuda = [torch.cuda.default_generators[self.device.index]] if self.device.type == "cuda" else []
+        self.generators = [torch.default_generator, *cuda]
         self.seed_base = mix(self.options.seed, 5, self.rank)
+        self.loader = Loader(self.recipe, self.plan, self.rank, self.world, self.device)
+        if self.plan.resumed:
+            resume.refuse_other_model(self, self.plan.resumed)
 
     def fit(self) -> None:
         """Train to the end, or until stopped. Weights, optimizer and callbacks are left as the last step made them."""
@@ -145,7 +150,12 @@ class Trainer:
                     self._after_step()
                 self._finish()
         finally:
-            self.emit("on_fit_end")
+            with ExitStack() as every:  # also if one of them raises
+                if self.rank == 0:
+                    every.callback(unlock, resume.checkpoints(self))
+                every.callback(self.loader.close)
+                for end in reversed(self._hooks["on_fit_end"]):
+                    every.callback(end, self)
         self.close()
 
     def close(self) -> None:
@@ -158,12 +168,11 @@ class Trainer:
 
     def _start(self) -> None:
         plan = self.plan
-        self.loader = Loader(self.recipe, plan, self.rank, self.world, self.device)
         assert plan.source is not None
         self.stream = self.loader.train(plan.source, plan.manifest.get("samples", 0))
         if self.world > 1:
             first = next(self.stream)
-            self._rehearse(first)
+            rehearse(self, first.batches[0])
             self.stream = chain([first], self.stream)
         if plan.resumed:
             resume.load(self, plan.resumed)
@@ -172,23 +181,12 @@ class Trainer:
         now = time.monotonic()
         self.started, self.saved_at, self.validated_at = now - self.seconds, now, now
         self._check_limit()
+        refuse_unknown_metrics(self)
         self.emit("on_fit_start")
 
-    def _rehearse(self, step: Step) -> None:
-        """Two discarded forward and backward passes. DDP lays its buckets out anew after the first of each process, and
-        the layout decides the order of summation: without this a resumed run differs in its last bits from 3 ranks up.
-        """
-        self.rehearsing = True
-        buffers = [buffer.clone() for buffer in self.module.buffers()]
-        for _ in range(2):
-            self.loss_of(self.model, step.batches[0]).backward()
-        self.optimizer.zero_grad(set_to_none=True)
-        for buffer, before in zip(self.module.buffers(), buffers, strict=True):
-            buffer.copy_(before)
-        self.rehearsing = False
-
     def _train_step(self, data: Step) -> None:
-        self.generator.manual_seed(self.seed_base + self.step * 0x9E3779B97F4A7C15 & 0x7FFFFFFFFFFFFFFF)
+        for generator in self.generators:
+            generator.manual_seed(self.seed_base + self.step * 0x9E3779B97F4A7C15 & 0x7FFFFFFFFFFFFFFF)
         agreed = self.ranks.agree((*self._wishes(), sum(data.weights)))  # a collective beside the forward pass
         factor = self.plan.rate(self.step)
         for group, peak in zip(self.optimizer.param_groups, self.peak_lr):
@@ -198,6 +196,8 @@ class Trainer:
             if self.accumulate > 1:
                 self.model.require_backward_grad_sync = i == self.accumulate  # DDP reduces on the last micro-batch only
             loss = self.loss = self.loss_of(self.model, batch)  # kept: the next graph reuses its leaves
+            if not weight:
+                loss = no_loss(self.parameters, self.options.ddp.find_unused_parameters)
             if i == 1:
                 *self.wishes, self.weight = agreed()
             self.losses.append(loss.detach())
@@ -249,7 +249,7 @@ class Trainer:
         self.seconds = time.monotonic() - self.started
         loss = sum(loss.item() * weight for loss, weight in zip(self.losses, self.data.weights, strict=True))
         metrics = {
-            "train/loss": sum(self.ranks.gather(loss)) / self.weight,
+            "train/loss": sum(self.ranks.gather(loss)) / self.weight if self.weight else math.nan,
             "train/lr": self.optimizer.param_groups[0]["lr"],
         }
         if not self.defers:
@@ -264,6 +264,7 @@ class Trainer:
         self.validated_at = time.monotonic()
         if self.plan.validation is None:
             return False
+        self.ranks.share_buffers(self.eval_model)
         self.validation, self.validated_step = evaluate(self, self.plan.validation), self.step
         self.seconds = time.monotonic() - self.started
         self.emit("on_validation_end", self.validation)
@@ -274,12 +275,13 @@ class Trainer:
         self.stop_reason = self.stop_reason or reason
 
     def _finish(self) -> None:
-        self.emit("on_flush")
-        self.seconds = time.monotonic() - self.started
-        if self.stop_reason != "signal" and self.validated_step != self.step:
-            self.validate()
-        resume.save(self, last=True)
-        report(self)
+        with ExitStack() as every:  # last first, also if one of them raises
+            every.callback(report, self)
+            every.callback(resume.save, self, last=True)
+            self.emit("on_flush")
+            self.seconds = time.monotonic() - self.started
+            if self.stop_reason != "signal" and self.validated_step != self.step:
+                self.validate()
 
     def _wrap(self, hook: str, thing: Any) -> Any:
         for wrap in self._hooks[hook]:

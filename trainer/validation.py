@@ -1,12 +1,14 @@
 """Metrics over the validation data: sums and counts, so that unequal batches and ranks weigh what they should."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from trainer.checkpoint.commit import parse_best
 from trainer.data.source import Samples
+from trainer.errors import ConfigError, DataError, nearest
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -15,22 +17,63 @@ if TYPE_CHECKING:
 @torch.no_grad()
 def evaluate(trainer: "Trainer", source: Samples | Iterable[Any]) -> dict[str, float]:
     """The recipe's metrics, or its loss, by `trainer.eval_model` over all of `source`. A collective; ranks' parts may
-    be unequal or empty, for the model is not DDP's."""
+    be unequal or empty, for the model is not DDP's.
+
+    Raises:
+        DataError: on all ranks, if nothing was counted on any.
+    """
     totals: dict[str, list[Any]] = {}
-    training = [module for module in trainer.eval_model.modules() if module.training]  # a recipe may freeze some
-    trainer.eval_model.eval()
-    for batch, weight, _ in trainer.loader.validate(source):
-        metrics = trainer.precision.cast(batch_metrics)(trainer, batch, weight)
+    for metrics in each_batch(trainer, source):
         for name, (total, count) in metrics.items():
-            sums = totals.setdefault(name, [0.0, 0])
-            sums[0] += total.double()
-            sums[1] += count
-    for module in training:
-        module.training = True
+            if count:  # else the sum may be 0 / 0
+                sums = totals.setdefault(name, [0.0, 0])
+                sums[0] += total.double()
+                sums[1] += count
     ranks = trainer.ranks.gather({name: [float(total), count] for name, (total, count) in totals.items()})
+    if not any(ranks):
+        raise DataError(
+            "recipe.data('val'): gave no batch, or only such of weight 0; "
+            "return what can be walked again for each validation: shards, a dataset or a list, not a generator"
+        )
     names = {name: None for rank in ranks for name in rank}  # in order; a rank may have had no batch
     both = {name: [sum(rank[name][i] for rank in ranks if name in rank) for i in (0, 1)] for name in names}
     return {f"val/{name}": total / count for name, (total, count) in both.items()}
+
+
+@torch.no_grad()
+def refuse_unknown_metrics(trainer: "Trainer") -> None:
+    """Before the first step: what is to be watched must be among the metrics of validation. Where the recipe has
+    metrics of its own, one micro-batch tells which. A collective.
+
+    Raises:
+        ConfigError: for one that is not, with the nearest that are.
+    """
+    watched = {f"callbacks.{name}.metric": c.metric for name, c in trainer.callbacks.items() if c.metric}
+    if trainer.options.checkpoint.keep_best:
+        watched["trainer.checkpoint.keep_best"] = parse_best(trainer.options.checkpoint.keep_best)[0]
+    if not watched:
+        return
+    if trainer.plan.validation is None:
+        key, name = watched.popitem()
+        raise ConfigError(f"{key}={name}: the recipe's data('val') is None; give it validation data, or leave this out")
+    known = {"val/loss"}
+    if hasattr(trainer.recipe, "metrics"):
+        own = [f"val/{name}" for name in next(each_batch(trainer, trainer.plan.validation), ())]
+        known = {name for names in trainer.ranks.gather(own) for name in names}
+    for key, name in watched.items():
+        if name not in known:
+            raise ConfigError(f"{key}={name}: this run's validation gives no such metric; {nearest(name, known)}")
+
+
+def each_batch(trainer: "Trainer", source: Samples | Iterable[Any]) -> Iterator[dict[str, tuple[Tensor, int]]]:
+    training = [module for module in trainer.eval_model.modules() if module.training]  # a recipe may freeze some
+    trainer.eval_model.eval()
+    try:
+        for batch, weight, _ in trainer.loader.validate(source):
+            yield trainer.precision.cast(batch_metrics)(trainer, batch, weight)
+    finally:
+        for module in training:
+            module.training = True
 
 
 def batch_metrics(trainer: "Trainer", batch: Any, weight: int) -> dict[str, tuple[Tensor, int]]:

@@ -59,32 +59,33 @@ def test_the_count_survives_a_resume():
     assert stopped_at(second, [1.5]) == 1
 
 
-def test_an_unknown_metric_is_refused_with_those_that_are():
-    with pytest.raises(ConfigError, match=r"early_stop\.metric=val/los: validation gives val/loss, val/acc; name one"):
-        EarlyStop("val/los").on_validation_end(Stops(), {"val/loss": 1.0, "val/acc": 0.5})
-
-
 class Unvalidated(Toy):
     def data(self, split: str) -> Any:
         return super().data(split) if split == "train" else None
 
 
-@pytest.mark.parametrize(("recipe", "every"), [(Toy, None), (Unvalidated, 2)])
-def test_without_validation_it_is_refused(recipe, every, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("recipe", "every", "reason"),
+    [
+        (Toy, None, r"this run validates nothing before its end; give trainer\.validate_every"),
+        (Unvalidated, 2, r"the recipe's data\('val'\) is None; give it validation data"),
+    ],
+)
+def test_without_validation_it_is_refused(recipe, every, reason, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = Options(max_steps=4, validate_every=every)
     trainer = Trainer(recipe(), {"early_stop": EarlyStop()}, batch=12, options=options, place=Place())
-    with pytest.raises(ConfigError, match=r"this run validates nothing before its end; give trainer\.validate_every"):
+    with pytest.raises(ConfigError, match=rf"^callbacks\.early_stop\.metric=val/loss: {reason}"):
         trainer.fit()
 
 
-def run(place: Place) -> tuple[int, str]:
+def run(place: Place, patience: int = 2, resume: str | None = None) -> tuple[int, str]:
     trainer = Trainer(
         Toy(),
-        {"early_stop": EarlyStop(patience=2, min_delta=10.0)},
+        {"early_stop": EarlyStop(patience=patience, min_delta=10.0)},
         sgd,
         batch=12,
-        options=Options(max_steps=20, validate_every=3),
+        options=Options(max_steps=20, validate_every=3, run_dir="runs/r", resume=resume),
         data=DataOptions(workers=0),
         place=place,
     )
@@ -96,3 +97,11 @@ def test_all_ranks_stop_at_the_same_step(tmp_path, monkeypatch):
     """The first validation improves on nothing, the next two do not improve by 10."""
     monkeypatch.chdir(tmp_path)
     assert run_ranks(3, run) == [(9, "early_stop: val/loss has not improved for 2 validations")] * 3
+
+
+def test_a_run_that_it_stopped_stays_stopped_when_resumed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stop = (9, "early_stop: val/loss has not improved for 2 validations")
+    assert run(Place()) == stop
+    assert run(Place(), resume="auto") == stop
+    assert run(Place(), patience=3, resume="auto")[0] == 12

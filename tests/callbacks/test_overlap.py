@@ -154,6 +154,8 @@ def test_bits_are_plain_ddps(case, tmp_path, monkeypatch):
         assert deferred[rank][2] == plain[rank][2]
         assert plain[rank][1] == [0] * STEPS and deferred[rank][1] == [1] * STEPS
     assert len(set(plain[0][0])) == STEPS // 2  # it did train
+    logs = [Path(f"runs/{run}/logs/rank0.log").read_text() for run in ("plain", "deferred")]
+    assert ["train/grad_norm is not reported" in log for log in logs] == [False, True]
     for step in (3, 6):  # before the checkpoint of step 3 no validation has brought the weights up to date
         for part in ("model", "optimizer"):
             one, other = (Path(f"ckpt/{run}/step-{step:08d}/{part}.safetensors") for run in ("plain", "deferred"))

@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from toy_recipe import Toy
 
 from trainer.callback import Callback, Role
@@ -87,6 +88,44 @@ def test_the_time_left(max_steps, first, step, seconds, line, monkeypatch, capsy
 class Screen(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+METRICS = {
+    "train/loss": 2.34567, "train/lr": 1.5e-4, "perf/samples_per_s": 158_029.0, "perf/tokens_per_s": 20_227_712.0,
+    "perf/mfu": 0.4321,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("columns", "there"),
+    [
+        (76, r"loss 2\.346  158,029 samples/s"),
+        (80, r"loss 2\.346  lr 1\.50e-04  158,029 samples/s"),
+        (112, r"loss .* samples/s  20,227,712 tokens/s  mfu 43\.2%"),
+        (150, r"\S+ +loss .* mfu 43\.2% \d+:\d\d:\d\d"),
+    ],
+)
+def test_what_a_terminal_has_room_for(columns, there, monkeypatch):
+    """Step, loss, speed and time left have a place even in 80 columns."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "stdout", Screen())
+    monkeypatch.setattr("rich._console", None)  # else it is as wide as in the test before
+    trainer = SimpleNamespace(rank=0, step=0, plan=SimpleNamespace(max_steps=1_000_000), metrics={})
+    callback, clock = Progress(), SimpleNamespace(now=0.0)
+    callback.on_fit_start(trainer)
+    callback.bar.get_time, callback.bar.speed_estimate_period = lambda: clock.now, 1e6
+    callback.bar.reset(callback.task)
+    for clock.now in (1800.0, 3600.0):
+        trainer.step, trainer.metrics = trainer.step + 12_500, METRICS
+        callback.on_step_end(trainer)
+    screen = Console(file=io.StringIO(), width=columns)
+    screen.print(callback.bar.get_renderable())
+    callback.on_fit_end(trainer)
+    assert isinstance(screen.file, io.StringIO)
+    assert re.fullmatch(rf"step +25000/1000000 {there} left 39:00:00\s*", screen.file.getvalue()), (
+        screen.file.getvalue()
+    )
 
 
 class Fails(Callback):

@@ -61,11 +61,24 @@ def test_without_a_known_peak_there_is_no_mfu(clock):
 
 
 @pytest.mark.parametrize(
-    ("name", "tflops"), [("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA A100-SXM4-40GB", 312.0), ("NVIDIA T1", None)]
+    ("name", "precision", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H100 80GB HBM3", "fp16", 989.4),
+        ("NVIDIA H200", "tf32", 494.7),
+        ("NVIDIA H100 PCIe", "bf16", 756.0),
+        ("NVIDIA H100 NVL", "fp32", 60.0),
+        ("NVIDIA A100-SXM4-40GB", "fp32", 19.5),
+        ("NVIDIA H100", "bf16", None),  # not a board
+        ("NVIDIA T1", "bf16", None),
+    ],
 )
-def test_the_peak_of_a_gpu_is_known_by_its_name(name, tflops, monkeypatch):
+def test_the_peak_of_a_gpu_is_known_by_its_full_name_and_the_precision(name, precision, tflops, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     callback, trainer = Throughput(), fake_trainer()
-    trainer.device = torch.device("cuda", 0)
+    trainer.device, trainer.precision = torch.device("cuda", 0), SimpleNamespace(name=precision)
     callback.on_fit_start(trainer)
-    assert callback.peak == (None if tflops is None else tflops * 1e12)
+    assert callback.peak == tflops
+    given = Throughput(peak_tflops=7.0)
+    given.on_fit_start(trainer)
+    assert given.peak == 7.0

@@ -1,8 +1,13 @@
 """From an order to steps: planned samples in planned micro-batches, by any workers; validation weighed rightly."""
 
 import itertools
+import multiprocessing
+import os
 import random
-from collections.abc import Iterator
+import re
+import time
+from collections import UserDict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +19,12 @@ from torch.utils.data import Dataset
 from toy_recipe import Points, Toy
 
 from trainer.callback import Callback
-from trainer.data.loader import Loader, count_samples
+from trainer.data.loader import Loader, count_samples, map_tensors
 from trainer.data.order import Order, Ref
 from trainer.data.write import write_shards
 from trainer.errors import DataError
 from trainer.launch import Place
-from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.options import DataOptions, Options
 from trainer.plan import Plan
 from trainer.schedule import Constant
 from trainer.trainer import Trainer
@@ -209,73 +214,16 @@ def test_a_large_dataset_is_cut_into_virtual_shards_and_still_permuted():
     assert plan.source.counts == [2] * 35_000 + [1]  # at most 65,536 of them
     assert plan.epoch_samples == 70_001
     refs = plan.order.local(0, 70_001, 0, 1)
-    numbers = [int(plan.source.read(ref, plan.source.bases[ref.shard] + ref.offset)) for ref in refs]
+    numbers = [int(plan.source.reader.read(ref)) for ref in refs]
     assert sorted(numbers) == list(range(70_001))
     assert numbers != sorted(numbers)
-    assert [int(x) for x in plan.source.__getitems__(refs[:5])] == numbers[:5]
+    assert [int(x) for x in plan.source.batch(refs[:5])] == numbers[:5]
 
 
-class Replayed(Toy):
-    """An iterable of batches; "train" is a list shorter than the run, or a generator."""
-
-    def __init__(self, endless: bool) -> None:
-        super().__init__()
-        self.endless = endless
-
-    def data(self, split: str) -> Any:
-        batches = [
-            {"x": torch.full((6, 8), float(i)), "y": torch.zeros(6, 4), "mask": torch.ones(6, 4)} for i in range(7)
-        ]
-        if split == "val":
-            return batches[:2]
-        return itertools.cycle(batches) if self.endless else batches
-
-    def weight(self, batch: Any) -> int:
-        return count_samples(batch)
-
-
-class Seen(Callback):
-    def __init__(self) -> None:
-        self.numbers: list[list[float]] = []
-
-    def on_step_end(self, trainer) -> None:
-        self.numbers.append([float(batch["x"][0, 0]) for batch in trainer.data.batches])
-
-
-def replay(endless: bool, run: str, stop: int, resume: str | None) -> tuple[list[list[float]], dict[str, Tensor]]:
-    seen = Seen()
-    trainer = Trainer(
-        Replayed(endless),
-        {"seen": seen},
-        batch=12,
-        accumulate=2,
-        options=Options(max_steps=stop, run_dir=run, resume=resume, checkpoint=CheckpointOptions(every_steps=None)),
-        place=Place(),
-    )
-    trainer.fit()
-    return seen.numbers, trainer.module.state_dict()
-
-
-@pytest.mark.parametrize("endless", [False, True], ids=["list", "generator"])
-def test_an_iterable_is_replayed_to_the_batch(endless, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    straight, weights = replay(endless, "runs/straight", 6, None)
-    assert straight == [[0, 1], [2, 3], [4, 5], [6, 0], [1, 2], [3, 4]]
-    first, _ = replay(endless, "runs/resumed", 4, None)
-    rest, resumed = replay(endless, "runs/resumed", 6, "auto")
-    assert first + rest == straight
-    assert all(torch.equal(weights[name], resumed[name]) for name in weights)
-
-
-def test_an_iterable_that_ends_is_refused():
-    class Ending(Replayed):
-        def data(self, split: str) -> Iterator[Any]:
-            return iter(super().data(split))
-
-    with pytest.raises(
-        DataError, match=r"recipe\.data\('train'\): the iterable gave no batch; a generator must not end"
-    ):
-        steps(make_loader(Ending(False), 0, 1), 0, 4)
+def write_tars(folder: Path) -> list[Path]:
+    points = Points(30, torch.float32)
+    samples = ({"__key__": f"{i:03d}", **{f"{k}.npy": v.numpy() for k, v in points[i].items()}} for i in range(30))
+    return write_shards(samples, folder, "train", per_shard=8)
 
 
 class Tars(Toy):
@@ -308,8 +256,7 @@ class Audit(Callback):
 def test_tar_shards_give_the_samples_of_the_dataset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     points = Points(30, torch.float32)
-    samples = ({"__key__": f"{i:03d}", **{f"{k}.npy": v.numpy() for k, v in points[i].items()}} for i in range(30))
-    assert len(write_shards(samples, tmp_path / "shards", "train", per_shard=8)) == 4
+    assert len(write_tars(tmp_path / "shards")) == 4
     seen = []
     for pattern in (None, str(tmp_path / "shards" / "train-*.tar")):
         audit = Audit()
@@ -321,9 +268,102 @@ def test_tar_shards_give_the_samples_of_the_dataset(tmp_path, monkeypatch):
     assert seen[0] != seen[1]  # other shards, another order
 
 
+class Broken(Toy):
+    """Names a bad sample, or is at fault itself."""
+
+    def __init__(self, error: Exception, where: str) -> None:
+        super().__init__()
+        self.error, self.where = error, where
+
+    def transform(self, sample: Any, rng: np.random.Generator) -> Any:
+        return self.fail("transform") or sample
+
+    def weight(self, batch: Any) -> int:
+        return self.fail("weight") or super().weight(batch)
+
+    def fail(self, where: str) -> None:
+        if where == self.where:
+            raise self.error
+
+
+class OwnError(DataError):
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+
+
+@pytest.mark.parametrize("where", ["transform", "weight"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bad_data_is_one_line_from_a_worker_too(where, workers):
+    with pytest.raises(DataError) as caught:
+        steps(make_loader(Broken(OwnError("07.png", "is no image"), where), 0, 1, workers=workers), 0, 1)
+    assert str(caught.value) == "07.png: is no image"
+
+
+def test_any_other_error_comes_with_the_workers_traceback():
+    message = ""
+    try:
+        steps(make_loader(Broken(ZeroDivisionError("own"), "transform"), 0, 1, workers=1), 0, 1)
+    except ZeroDivisionError as error:
+        error.__traceback__ = None  # its frames hold the worker
+        message = str(error)
+    assert re.search(r"(?s)worker process 0.*test_loader\.py.*in fail.*own", message)
+
+
+def test_a_damaged_shard_is_one_line_from_a_worker_too(tmp_path):
+    shard = write_tars(tmp_path)[1]
+    loader = make_loader(Tars(str(tmp_path / "*.tar")), 0, 1, workers=1)
+    content = bytearray(shard.read_bytes())
+    content[700] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        steps(loader, 0, 3)
+    message = str(caught.value)
+    assert message.startswith(f"{shard}: sample 0 ('008'): the checksum of ") and "\n" not in message
+    assert message.endswith("read 3 times; restore the shard")
+
+
+def open_files(folder: Path) -> list[str]:
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return [target for target in map(os.readlink, links) if target.startswith(str(folder))]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="no /proc")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_close_ends_workers_and_closes_files(workers, tmp_path):
+    write_tars(tmp_path)
+    loader = make_loader(Tars(str(tmp_path / "*.tar")), 0, 1, workers=workers)
+    loader.close()  # before there is anything to close
+    before = set(multiprocessing.active_children())
+    stream = loader.train(loader.plan.source, 0)
+    next(stream)
+    opened = set(multiprocessing.active_children()) - before
+    assert (len(opened), bool(open_files(tmp_path))) == (workers, not workers)
+    loader.close()
+    deadline = time.monotonic() + 5
+    while any(process.is_alive() for process in opened) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(process.is_alive() for process in opened)
+    assert not open_files(tmp_path)
+    assert list(stream) == []
+
+
+def test_mappings_keep_their_class_and_the_original_its_tensors():
+    batch = UserDict(x=torch.zeros(2), rest=({"y": torch.ones(3)}, "name"))
+    doubled = map_tensors(batch, lambda tensor: tensor + 1)
+    assert type(doubled) is UserDict
+    assert doubled["x"].tolist() == [1, 1] and doubled["rest"][0]["y"].tolist() == [2, 2, 2]
+    assert doubled["rest"][1] == "name"
+    assert batch["x"].tolist() == [0, 0] and batch["rest"][0]["y"].tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("batch", "samples"),
-    [(torch.zeros(3, 2), 3), ({"a": torch.zeros(4), "b": torch.zeros(9)}, 4), ([(torch.zeros(5),), torch.zeros(2)], 5)],
+    [
+        (torch.zeros(3, 2), 3),
+        ({"a": torch.zeros(4), "b": torch.zeros(9)}, 4),
+        (UserDict(a=torch.zeros(6)), 6),
+        ([(torch.zeros(5),), torch.zeros(2)], 5),
+    ],
 )
 def test_samples_are_counted_by_the_first_tensor(batch, samples):
     assert count_samples(batch) == samples

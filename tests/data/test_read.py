@@ -51,7 +51,7 @@ def shard_of(path: Path, **members: bytes) -> ShardReader:
 
 def read_all(reader: ShardReader) -> list[dict[str, Any]]:
     counts = reader.index.counts
-    return [reader.read(ref) for ref in walk(counts, 0, sum(counts), 0, 1)]
+    return [reader.read(ref) for ref in walk(counts, 0, 1)]
 
 
 def webdatasets(path: Path) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, random_split
 from toy_recipe import Points
 
 from trainer.data.order import Ref
@@ -44,7 +44,7 @@ def test_shards_by_path_pattern_and_list(shards):
 def test_a_map_style_dataset_is_one_sample_a_shard():
     source = open_source(Recipe(Points(5, torch.float32)), "train", 0)
     assert isinstance(source, Samples)
-    assert source.counts == [1] * 5 and len(source) == 5
+    assert source.counts == [1] * 5
     for i in range(5):
         assert torch.equal(source[Ref(0, i, 0)]["x"], Points(5, torch.float32)[i]["x"])
 
@@ -94,3 +94,25 @@ def test_a_samples_randomness_is_a_function_of_seed_epoch_and_sample():
     columns = list(zip(*draws.values()))
     assert len(columns) == 6
     assert all(len(set(column)) == 16 for column in columns)
+
+
+def test_a_random_split_in_data_cuts_both_times_at_the_same_places():
+    class Split:
+        def data(self, split: str):
+            parts = random_split(list(range(50)), [40, 10])
+            return parts[split == "val"]
+
+    numbers = {}
+    for seed in (0, 0, 1):
+        torch.manual_seed(len(numbers)), random.seed(len(numbers))
+        found = {split: open_source(Split(), split, seed).reader.dataset for split in ("train", "val")}
+        assert sorted([*found["train"], *found["val"]]) == list(range(50))
+        assert numbers.setdefault(seed, list(found["val"])) == list(found["val"])
+    assert numbers[0] != numbers[1]
+
+
+@pytest.mark.parametrize("batches", [iter([]), map(str, []), (i for i in [])])
+def test_an_iterator_is_no_validation_data(batches):
+    assert open_source(Recipe(batches), "train", 0) is batches
+    with pytest.raises(DataError, match=r"recipe\.data\('val'\): a \w+ is used up by the first validation"):
+        open_source(Recipe(batches), "val", 0)

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from recipes.bert import Bert, MaskedLM
 from recipes.corpus import CLS, MASK, SEP, SPECIALS
+from trainer.errors import ConfigError
 
 CONF = Path(__file__).parents[2] / "conf"
 SIZES: dict[str, Any] = {"vocab": 300, "sequence": 40, "hidden": 32, "layers": 2, "heads": 4, "dropout": 0.0}
@@ -148,6 +149,22 @@ def test_export_loads_with_the_same_logits_and_tokens(recipe: Bert, model: Maske
     assert ids == [CLS, vocabulary["The"], MASK, vocabulary["brown"], vocabulary["Fox"], SEP]
 
 
+@pytest.mark.parametrize("shown", [True, False])
+def test_export_shows_no_progress_bar_and_leaves_the_setting(
+    shown: bool, recipe: Bert, model: MaskedLM, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    from transformers.utils import logging
+
+    before = logging.is_progress_bar_enabled()
+    (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
+    try:
+        recipe.export(model, tmp_path)
+        assert logging.is_progress_bar_enabled() is shown
+    finally:
+        (logging.enable_progress_bar if before else logging.disable_progress_bar)()
+    assert capfd.readouterr() == ("", "")
+
+
 def test_recipe_yields_its_data(recipe: Bert):
     assert recipe.data("train") == recipe.corpus.shards("train") and "val-" in recipe.data("val")[0].name
     assert recipe.summary() == {"unigram_entropy_nats": recipe.corpus.meta["unigram_entropy_nats"]}
@@ -164,6 +181,11 @@ def test_importing_and_constructing_does_not_import_transformers():
     ("knobs", "reason"),
     [
         ({"heads": 5}, "recipe.heads=5: must divide recipe.hidden=768"),
+        ({"heads": 0}, "recipe.heads=0: must be at least 1"),
+        ({"hidden": 0}, "recipe.hidden=0: must be at least 1"),
+        ({"layers": -1}, "recipe.layers=-1: must be at least 1"),
+        ({"dropout": 2.0}, "recipe.dropout=2.0: must be at least 0, and below 1"),
+        ({"dropout": -0.1}, "recipe.dropout=-0.1: must be at least 0, and below 1"),
         ({"vocab": 100}, "recipe.vocab=100: "),
         ({"sequence": 4}, "recipe.sequence=4: "),
         ({"mask": 0.0}, "recipe.mask=0.0: "),
@@ -172,7 +194,7 @@ def test_importing_and_constructing_does_not_import_transformers():
     ],
 )
 def test_refused(knobs: dict[str, Any], reason: str):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ConfigError) as caught:
         Bert(**knobs)
     assert str(caught.value).startswith(reason)
 

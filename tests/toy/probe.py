@@ -51,17 +51,20 @@ def facts(trainer) -> dict[str, Any]:
         "world": trainer.world,
         "initialized": dist.is_initialized(),
         "model": type(trainer.model).__name__,
-        "listening": listening("self"),
-        "parent listening": listening(str(os.getppid())),
+        "listening": listening(sockets(os.getpid()) - sockets(os.getppid())),  # mpirun may leave its own open in a rank
+        "parent listening": listening(sockets(os.getppid())),
     }
 
 
-def listening(pid: str) -> list[str]:
-    """Addresses, as /proc has them ("0100007F" is 127.0.0.1), at which a process takes connections."""
-    sockets = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
-    tables = [Path(f"/proc/{pid}/net/{kind}").read_text() for kind in ("tcp", "tcp6")]
-    rows = [line.split() for table in tables for line in table.splitlines()]
-    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+def sockets(pid: int) -> set[str]:
+    return {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+
+
+def listening(own: set[str]) -> list[str]:
+    """Addresses, as /proc has them ("0100007F" is 127.0.0.1), at which connections to these sockets are taken."""
+    tables = [Path(f"/proc/net/{kind}") for kind in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()]
+    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
 
 
 class Average(Callback):

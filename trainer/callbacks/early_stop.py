@@ -25,20 +25,20 @@ class EarlyStop(Callback):
         self.best, self.bad = math.inf, 0
 
     def on_fit_start(self, trainer) -> None:
-        if trainer.plan.validate_every is None or trainer.plan.validation is None:
+        if trainer.plan.validate_every is None:
             raise ConfigError(
                 f"callbacks.early_stop.metric={self.metric}: this run validates nothing before its end; give "
-                "trainer.validate_every and a recipe with data('val'), or leave early_stop out (~callbacks.early_stop)"
+                "trainer.validate_every, or leave early_stop out (~callbacks.early_stop)"
             )
+        self._stop_if_due(trainer)  # a resume of a run that it has stopped
 
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
-        if self.metric not in metrics:
-            raise ConfigError(
-                f"callbacks.early_stop.metric={self.metric}: validation gives {', '.join(metrics)}; name one of them"
-            )
-        value = metrics[self.metric] if self.mode == "min" else -metrics[self.metric]
+        value = metrics.get(self.metric, math.nan) * (1 if self.mode == "min" else -1)  # absent: nothing was counted
         improved = value < self.best - self.min_delta
         self.best, self.bad = (value, 0) if improved else (self.best, self.bad + 1)
+        self._stop_if_due(trainer)
+
+    def _stop_if_due(self, trainer) -> None:
         if self.bad >= self.patience:
             trainer.stop(f"early_stop: {self.metric} has not improved for {self.patience} validations")
 

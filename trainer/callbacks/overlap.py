@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from trainer.callback import Callback, Role
 from trainer.distributed import Background, Reduce
+from trainer.run import log
 
 SUMMED_LATER = "which is known only after all buckets, and overlap steps each one alone"
 
@@ -67,6 +68,7 @@ class Overlap(Callback):
         return Deferred(optimizer, self)
 
     def on_fit_start(self, trainer) -> None:
+        log.info("overlap: train/grad_norm is not reported, for no moment has all reduced gradients")
         for recorder in self.recorders:
             recorder.remove()
         for module, params in needed_by(trainer.module, trainer.module, self.called).items():

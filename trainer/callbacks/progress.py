@@ -16,6 +16,8 @@ SHOWN = {
     "perf/tokens_per_s": "{:,.0f} tokens/s",
     "perf/mfu": "mfu {:.1%}",
 }
+OPTIONAL = ("perf/mfu", "perf/tokens_per_s", "train/lr")  # left out in this order where a terminal is too narrow
+BAR = 29  # columns that the bar and the elapsed time take
 REFRESH_S = 0.1
 
 
@@ -29,19 +31,13 @@ class Progress(Callback):
         mpirun = "OMPI_COMM_WORLD_RANK" in os.environ  # gives ranks a terminal, wherever its own output goes
         if trainer.rank or mpirun or not sys.stdout.isatty():
             return
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
+        from rich import progress as rich
 
-        self.bar = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.fields[numbers]}"),
-            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False), transient=True,
-        )  # fmt: skip
+        step, numbers = (rich.TextColumn("step"), rich.MofNCompleteColumn()), rich.TextColumn("{task.fields[numbers]}")
+        left = rich.TextColumn("left"), rich.TimeRemainingColumn(elapsed_when_finished=False)
+        self.narrow = (*step, numbers, *left)
+        self.wide = (*step, rich.BarColumn(20), numbers, rich.TimeElapsedColumn(), *left)
+        self.bar = rich.Progress(*self.wide, transient=True)
         self.task = self.bar.add_task("", total=trainer.plan.max_steps, completed=trainer.step, numbers="")
         self.bar.start()
         Terminal.console = self.bar.console
@@ -50,7 +46,7 @@ class Progress(Callback):
         if self.bar is not None:
             now = time.monotonic()
             if trainer.metrics:
-                self.bar.update(self.task, completed=trainer.step, numbers=describe(trainer.metrics))
+                self.bar.update(self.task, completed=trainer.step, numbers=self._arrange(trainer))
             elif now - self.shown_at > REFRESH_S:
                 self.bar.update(self.task, completed=trainer.step)
                 self.shown_at = now
@@ -67,6 +63,18 @@ class Progress(Callback):
         if self.bar is not None:
             self.bar.stop()
             Terminal.console = None
+
+    def _arrange(self, trainer) -> str:
+        """Step, loss, samples per second and time left fit into 80 columns; the rest is there where it fits too."""
+        metrics, text = dict(trainer.metrics), describe(trainer.metrics)
+        n = len(str(trainer.plan.max_steps or trainer.step))
+        room = self.bar.console.width - (len("step  left 0:00:00 ") + 2 * n + 1)
+        self.bar.columns = self.wide if len(text) + BAR <= room else self.narrow
+        for name in OPTIONAL:
+            if len(text) + 2 > room and name in metrics:  # the time left may be 100:00:00; a bar would give way to it
+                del metrics[name]
+                text = describe(metrics)
+        return text
 
     def _position(self, trainer) -> str:
         return f"{trainer.step}/{trainer.plan.max_steps}" if trainer.plan.max_steps else str(trainer.step)

@@ -5,8 +5,9 @@
     <dir>/<run>/.tmp-* .trash-*       what a killed process leaves: the next commit deletes it
     <dir>/<run>/.old-*                being replaced by one of the same step: put back if that one didn't arrive
     <dir>/<run>/.bad-* .abandoned-*   damaged, or of a history that a resume has left: kept until someone deletes them
+    <dir>/<run>/.lock                 held by the process that writes the run: one at a time
 
-One process at a time writes a run. A writer that was taken for dead can't commit: its staging folder is gone.
+Where files can't be locked, a writer that was taken for dead still can't commit: its staging folder is gone.
 """
 
 import errno
@@ -34,7 +35,7 @@ def commit(run_dir: Path, step: int, write: Callable[[Path], None], manifest: Ma
     Raises:
         OSError: from the disk, also when too little of it is free.
     """
-    _make(run_dir)
+    make(run_dir)
     _sweep(run_dir)
     _preflight(run_dir)
     final, attempt = folder(run_dir, step), os.urandom(8).hex()
@@ -121,21 +122,26 @@ def resolve(resume: str, root: Path, run_dir: Path | None) -> Path | None:
 def retain(run_dir: Path, keep: int, best: str | None) -> None:
     """Deletes all valid checkpoints but the newest `keep` and the best one; one that is not valid doesn't count.
 
-    `best` is a name in the manifests' "metrics", smaller is better; "max NAME" turns it round. The older of equals is
-    the better one, and one without the metric is no candidate. Validity here is the manifest and the sizes.
+    `best` is `trainer.checkpoint.keep_best`, of the manifests' "metrics". The older of equals is the better one, and
+    one without the metric is no candidate. Validity here is the manifest and the sizes.
     """
     assert keep >= 1
     metrics: dict[Path, dict[str, float]] = {}
     for checkpoint in checkpoints(run_dir):
         with suppress(Damaged):
             metrics[checkpoint] = verify(checkpoint, hashes=False).get("metrics", {})
-    name = (best or "").removeprefix("max ")
-    sign = 1 if name == best else -1
+    name, sign = parse_best(best or "")
     scores = {path: sign * values[name] for path, values in metrics.items() if name in values}
     leader = min(scores, key=lambda path: scores[path], default=None)
     for checkpoint in list(metrics)[:-keep]:
         if checkpoint != leader:
             shutil.rmtree(_hide(checkpoint, "trash"), ignore_errors=True)
+
+
+def parse_best(best: str) -> tuple[str, int]:
+    """The metric that `trainer.checkpoint.keep_best` names, and its sign: smaller is better, but for "max NAME"."""
+    name = best.removeprefix("max ")
+    return name, 1 if name == best else -1
 
 
 def set_aside(run_dir: Path, after_step: int) -> list[str]:
@@ -173,9 +179,9 @@ def _way_out(target: Path) -> str:
     return "trainer.resume=null starts anew"
 
 
-def _make(path: Path) -> None:
+def make(path: Path) -> None:
     if not path.is_dir():
-        _make(path.parent)
+        make(path.parent)
         path.mkdir(exist_ok=True)
         sync(path.parent)
 

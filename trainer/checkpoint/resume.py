@@ -3,12 +3,13 @@
 import hashlib
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.checkpoint import commit
@@ -22,9 +23,12 @@ if TYPE_CHECKING:
 
 
 def save(trainer: "Trainer", last: bool = False) -> None:
-    """Write a checkpoint of this step, unless there is one; rank 0 writes.
+    """Write a checkpoint of this step, unless there is one; rank 0 writes, its buffers too where ranks' differ.
 
-    A failed write is logged and training goes on: the older checkpoints are still there. The last one raises.
+    A failed write is logged and training goes on: the older checkpoints are still there.
+
+    Raises:
+        ConfigError: the last one can't be written.
     """
     trainer.emit("on_flush")
     options, folder = trainer.options.checkpoint, checkpoints(trainer)
@@ -40,12 +44,19 @@ def save(trainer: "Trainer", last: bool = False) -> None:
         trainer.checkpoint = commit.commit(
             folder, trainer.step, lambda staging: save_state(staging, state), manifest(trainer)
         )
-        commit.retain(folder, options.keep, options.keep_best)
     except OSError as error:
         trainer.saved_step = -1
         if last:
-            raise
+            raise ConfigError(
+                f"trainer.checkpoint.dir={options.dir}: the checkpoint of the last step, {trainer.step}, failed: "
+                f"{error}; mend that and go on from the one before by trainer.resume={folder}"
+            ) from error
         log.error("checkpoint of step %d failed, training goes on: %s", trainer.step, error)
+        return
+    try:
+        commit.retain(folder, options.keep, options.keep_best)
+    except OSError as error:
+        log.warning("checkpoint of step %d is written, but older ones can't be removed: %s", trainer.step, error)
 
 
 def checkpoints(trainer: "Trainer") -> Path:
@@ -95,24 +106,27 @@ def buckets(model: nn.Module) -> list[list[int]]:
         return []
     assert model.logger is not None
     model.logger.set_runtime_stats_and_log()  # DDP itself does so at the next forward pass only
+    # Not there with find_unused_parameters, which keeps the first layout.
     text = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
     return [[int(i) for i in bucket.split()] for bucket in text.split(",") if bucket.strip()]
 
 
-def load(trainer: "Trainer", path: Path) -> None:
-    """Put back what `save` took; files were verified when the checkpoint was chosen.
-
-    Raises:
-        ConfigError: where the checkpoint is of another model or optimizer.
+def refuse_other_model(trainer: "Trainer", path: Path) -> None:
+    """Raises:
+    ConfigError: where the checkpoint is of another model or optimizer than the trainer's.
     """
-    saved = trainer.plan.manifest
-    own, accept = model_identity(trainer), trainer.options.accept
-    if saved["identity"]["model"] != own["model"]:
+    saved, own = trainer.plan.manifest["identity"], model_identity(trainer)
+    if saved["model"] != own["model"]:
         raise ConfigError(
             f"trainer.resume={path}: is a checkpoint of another model (names, shapes or types of weights differ); "
             "set recipe.* back, or start anew with trainer.resume=null"
         )
-    refuse_differences(saved["identity"], {"optimizer": own["optimizer"]}, accept)
+    refuse_differences(saved, {"optimizer": own["optimizer"]}, trainer.options.accept)
+
+
+def load(trainer: "Trainer", path: Path) -> None:
+    """Put back what `save` took; the checkpoint was verified when it was chosen, and is of this model."""
+    saved, own = trainer.plan.manifest, model_identity(trainer)
     state = load_state(path)
     trainer.module.load_state_dict(state["model"])
     if saved["identity"]["optimizer"] == own["optimizer"]:  # else its state is left behind, as accepted
@@ -139,21 +153,32 @@ def load(trainer: "Trainer", path: Path) -> None:
 
 def load_weights(module: nn.Module, source: str) -> None:
     """The weights of a checkpoint, or of a .safetensors file with the same names (`trainer.init_from`)."""
-    file = weights_file(source)
+    key, file = f"trainer.init_from={source}", weights_file(source)
     try:
-        missing, unexpected = module.load_state_dict(load_file(file), strict=False)
-    except (RuntimeError, SafetensorError) as error:
-        raise ConfigError(
-            f"trainer.init_from={source}: {' '.join(str(error).split())}; give weights of this model"
-        ) from None
+        if file != Path(source):
+            commit.verify(file.parent)
+        weights = load_file(file)
+    except (commit.Damaged, SafetensorError) as error:
+        raise ConfigError(f"{key}: {error}; give a whole checkpoint or .safetensors file") from None
+    put_weights(module, weights, key)
+    log.info("weights from %s", file)
+
+
+def put_weights(module: nn.Module, weights: Mapping[str, Tensor], key: str) -> None:
+    """Raises:
+    ConfigError: they are not this model's; `key` is what named them.
+    """
+    try:
+        missing, unexpected = module.load_state_dict(weights, strict=False)
+    except RuntimeError as error:
+        raise ConfigError(f"{key}: {' '.join(str(error).split())}; give weights of this model") from None
     aliases = tied_names(module)
     missing = [name for name in missing if name not in aliases]
     if missing or unexpected:
         raise ConfigError(
-            f"trainer.init_from={source}: {len(missing)} weights are missing and {len(unexpected)} unknown "
+            f"{key}: {len(missing)} weights are missing and {len(unexpected)} unknown "
             f"({', '.join((missing + unexpected)[:3])}, ...); give weights of this model"
         )
-    log.info("weights from %s", file)
 
 
 def tied_names(module: nn.Module) -> set[str]:
@@ -168,13 +193,10 @@ def note_best(trainer: "Trainer") -> bool:
     wanted = trainer.options.checkpoint.keep_best or next((m for m in trainer.validation if m == "val/loss"), None)
     if wanted is None:
         return False
-    name, sign = (wanted.removeprefix("max "), -1.0) if wanted.startswith("max ") else (wanted, 1.0)
-    if name not in trainer.validation:
-        raise ConfigError(
-            f"trainer.checkpoint.keep_best={wanted}: validation gives {', '.join(trainer.validation)}; name one of them"
-        )
-    value = trainer.validation[name]
-    if not math.isfinite(value) or (trainer.best and sign * value >= sign * trainer.best["value"]):
+    name, sign = commit.parse_best(wanted)
+    value = trainer.validation.get(name, math.nan)
+    before = [trainer.best["value"]] if trainer.best.get("metric") == wanted else []  # else of another setting
+    if not math.isfinite(value) or any(sign * value >= sign * best for best in before):
         return False
-    trainer.best = {"metric": name, "value": value, "step": trainer.step}
+    trainer.best = {"metric": wanted, "value": value, "step": trainer.step}
     return trainer.options.checkpoint.keep_best is not None

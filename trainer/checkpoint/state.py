@@ -47,8 +47,8 @@ def save_state(folder: Path, state: Mapping[str, Any]) -> None:
     (folder / STATE).write_text(json.dumps(content, allow_nan=False, indent=1), encoding="ascii")
 
 
-def load_state(folder: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
-    """What `save_state` wrote. Tensors stored once come back as one tensor, any kind of dict as a dict.
+def load_state(folder: Path) -> dict[str, Any]:
+    """What `save_state` wrote, on the CPU. Tensors stored once come back as one tensor, any kind of dict as a dict.
 
     Raises:
         Damaged: a file that `save_state` can't have written.
@@ -58,7 +58,7 @@ def load_state(folder: Path, device: str | torch.device = "cpu") -> dict[str, An
         if path.stat().st_size > STATE_BYTES:
             raise ValueError(f"larger than {STATE_BYTES} bytes")
         content = json.loads(path.read_bytes(), parse_constant=_refuse)
-        return {section: _decode(value, _read_tensors(folder, section, device)) for section, value in content.items()}
+        return {section: _decode(value, _read_tensors(folder, section)) for section, value in content.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise Damaged(f"{path}: not a state that can be read ({type(error).__name__}: {error})") from error
 
@@ -143,14 +143,14 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes files that nobody else may read
 
 
-def _read_tensors(folder: Path, section: str, device: str | torch.device) -> dict[str, Tensor]:
+def _read_tensors(folder: Path, section: str) -> dict[str, Tensor]:
     path = folder / f"{section}.safetensors"
     if not SECTION.fullmatch(section):
         raise ValueError(f"section {section!r}")
     if not path.exists():
         return {}
     # Copied, because safetensors maps the file, which may be deleted or replaced.
-    return {name: tensor.to(device, copy=True) for name, tensor in load_file(path).items()}
+    return {name: tensor.clone() for name, tensor in load_file(path).items()}
 
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:

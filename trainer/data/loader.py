@@ -1,17 +1,19 @@
 """From an order to steps: workers, micro-batches, and copies to the device ahead of their use."""
 
+import copy
 import itertools
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from trainer.data.order import Ref, walk
-from trainer.data.source import Samples
+from trainer.data.order import Ref, mix, walk
+from trainer.data.source import Samples, seed_all
 from trainer.errors import DataError
 from trainer.launch import die_with_parent
 
@@ -37,15 +39,16 @@ class Loader:
     """Batches of one rank, as `plan` splits them; the recipe's `weight` and `collate` are used where it has them."""
 
     def __init__(self, recipe: Any, plan: "Plan", rank: int, world: int, device: torch.device) -> None:
-        self.plan, self.rank, self.world, self.device = plan, rank, world, device
-        self.collate = Collate(recipe)
+        self.recipe, self.plan, self.rank, self.world, self.device = recipe, plan, rank, world, device
+        self._running: weakref.WeakSet[Generator[Micro]] = weakref.WeakSet()  # weak: dropping one ends it as well
 
     def train(self, source: Samples | Iterable[Any], start: int) -> Iterator[Step]:
         """Steps for ever, from position `start` of the stream of samples on."""
         if isinstance(source, Samples):
-            micros = self._load(source, self._plan(start))
+            micros = self._run(self._load(source, self._plan(start)))
         else:
-            micros = itertools.islice(self._replay(source), start // self.plan.batch * self.plan.accumulate, None)
+            micros = self._run(self._replay(source, endless=True))
+            micros = itertools.islice(micros, start // self.plan.batch * self.plan.accumulate, None)
         micros = upload(micros, self.device)
         if self.plan.accumulate == 1:
             for batch, weight, refs in micros:
@@ -57,12 +60,22 @@ class Loader:
     def validate(self, source: Samples | Iterable[Any]) -> Iterator[Micro]:
         """Every sample once, over all ranks, as stored; the last micro-batch may be smaller, or a rank have none."""
         if not isinstance(source, Samples):
-            return upload((Micro(batch, self.collate.weight(batch), []) for batch in source), self.device)
-        refs = walk(source.counts, 0, len(source), self.rank, self.world)
-        return upload(
-            self._load(source, (refs[i : i + self.plan.micro] for i in range(0, len(refs), self.plan.micro))),
-            self.device,
-        )
+            return upload(self._run(self._replay(source, endless=False)), self.device)
+        refs = walk(source.counts, self.rank, self.world)
+        plan = (refs[i : i + self.plan.micro] for i in range(0, len(refs), self.plan.micro))
+        return upload(self._run(self._load(source, plan)), self.device)
+
+    def close(self) -> None:
+        """Ends what `train` and `validate` gave, and the workers; closes the files that this process has read."""
+        for micros in list(self._running):
+            micros.close()
+        for source in (self.plan.source, self.plan.validation):
+            if isinstance(source, Samples):
+                source.reader.close()
+
+    def _run(self, micros: Generator[Micro]) -> Iterator[Micro]:
+        self._running.add(micros)
+        return micros
 
     def _plan(self, start: int) -> Iterator[list[Ref]]:
         assert self.plan.order is not None
@@ -71,41 +84,65 @@ class Loader:
             for i in range(0, len(local), self.plan.micro):
                 yield local[i : i + self.plan.micro]
 
-    def _replay(self, source: Iterable[Any]) -> Iterator[Micro]:
+    def _replay(self, source: Iterable[Any], endless: bool) -> Generator[Micro]:
+        """Batches as they come. Each is drawn from generators seeded by its number: a replay draws the same."""
+        weight = weight_of(self.recipe)
+        keys = (mix(self.plan.options.seed, 4, self.rank, n) for n in itertools.count())
+        seed_all(next(keys))
         while True:
             batch = None
             for batch in source:
-                yield Micro(batch, self.collate.weight(batch), [])
+                yield Micro(batch, weight(batch), [])
+                seed_all(next(keys))
+            if not endless:
+                return
             if batch is None:
                 raise DataError("recipe.data('train'): the iterable gave no batch; a generator must not end")
 
-    def _load(self, source: Samples, plan: Iterator[list[Ref]]) -> Iterator[Micro]:
+    def _load(self, source: Samples, plan: Iterator[list[Ref]]) -> Generator[Micro]:
         """`plan` through the workers, in its order."""
         to_load, to_name = itertools.tee(plan)
         workers = self.plan.data.workers
         loader = DataLoader(
-            source,  # pyright: ignore[reportArgumentType] by __getitems__ it is map-style
-            batch_sampler=to_load,  # pyright: ignore[reportArgumentType] any iterable of lists
-            collate_fn=self.collate,
+            Fetch(source, self.recipe),  # pyright: ignore[reportArgumentType] by __getitem__ it is map-style
+            batch_size=None,  # what the sampler gives is a batch
+            sampler=to_load,
+            collate_fn=as_it_is,
             num_workers=workers,
             prefetch_factor=self.plan.data.prefetch if workers else None,
             worker_init_fn=start_worker,
             pin_memory=self.device.type == "cuda",
         )
-        for (batch, weight), refs in zip(loader, to_name, strict=False):
+        for fetched, refs in zip(loader, to_name, strict=False):
+            if isinstance(fetched, DataError):
+                raise fetched
+            batch, weight = fetched
             yield Micro(batch, weight, refs)
 
 
-class Collate:
-    """In a worker: a batch and its weight, while it is on the CPU. Apart from `Loader`, because it is sent there."""
+class Fetch:
+    """In a worker: a batch and its weight, while it is on the CPU.
 
-    def __init__(self, recipe: Any) -> None:
-        self.collate = getattr(recipe, "collate", default_collate)
-        self.weight: Callable[[Any], int] = getattr(recipe, "weight", count_samples)
+    A DataError is returned, for raised in a worker it would come with the worker's traceback in its message.
+    """
 
-    def __call__(self, samples: list[Any]) -> tuple[Any, int]:
-        batch = self.collate(samples)
-        return batch, self.weight(batch)
+    def __init__(self, source: Samples, recipe: Any) -> None:
+        self.source, self.collate, self.weight = source, getattr(recipe, "collate", default_collate), weight_of(recipe)
+
+    def __getitem__(self, refs: list[Ref]) -> tuple[Any, int] | DataError:
+        try:
+            batch = self.collate(self.source.batch(refs))
+            return batch, self.weight(batch)
+        except DataError as error:
+            return DataError(str(error))  # of no class that only the recipe knows
+
+
+def as_it_is(value: Any) -> Any:
+    return value
+
+
+def weight_of(recipe: Any) -> Callable[[Any], int]:
+    return getattr(recipe, "weight", count_samples)
 
 
 def start_worker(_: int) -> None:
@@ -118,11 +155,11 @@ def start_worker(_: int) -> None:
 def count_samples(batch: Any) -> int:
     """Length of the first tensor in `batch`."""
     while not isinstance(batch, Tensor):
-        if not isinstance(batch, (dict, list, tuple)) or not batch:  # a union would be made anew on every step
+        if not isinstance(batch, (dict, list, tuple, Mapping)) or not batch:  # a union would be made anew on every step
             raise DataError(
                 f"batch of type {type(batch).__name__} has no tensor to count samples by; give the recipe a `weight`"
             )
-        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
+        batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
     return batch.shape[0]
 
 
@@ -151,8 +188,10 @@ def copied_ahead(micros: Iterator[Micro], device: torch.device) -> Iterator[Micr
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(item, change) for key, item in value.items()}
+    if isinstance(value, MutableMapping):  # of its own class, as transformers' BatchEncoding
+        changed = copy.copy(value)
+        changed.update({key: map_tensors(item, change) for key, item in value.items()})
+        return changed
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(item, change) for item in value))
     if isinstance(value, list | tuple):

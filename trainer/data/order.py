@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.errors import ConfigError
-
 MASK = (1 << 64) - 1
 SHARDS, BLOCK = 1, 2  # purposes of `mix` after the seed; 3 and up are other modules'
 
@@ -75,11 +73,8 @@ class Order:
     """
 
     def __init__(self, counts: Sequence[int], seed: int, lanes: int, block: int) -> None:
-        for key, value in (("data.lanes", lanes), ("data.block", block)):
-            if value < 1:
-                raise ConfigError(f"{key}={value}: must be at least 1")
         self.samples = sum(counts)
-        assert self.samples > 0
+        assert self.samples > 0 and lanes > 0 and block > 0
         self.counts, self.seed, self.block = counts, seed, block
         self.lanes = min(lanes, self.samples)
         self.bounds = [lane * self.samples // self.lanes for lane in range(self.lanes + 1)]
@@ -87,9 +82,6 @@ class Order:
         self.longer = np.flatnonzero(np.diff(self.bounds) > self.rows)
         self._epochs: dict[int, tuple[list[int], list[int]]] = {}
         self._blocks: dict[tuple[int, int, int], list[int]] = {}
-
-    def at(self, position: int) -> Ref:
-        return self.local(position, position + 1, 0, 1)[0]
 
     def local(self, start: int, stop: int, rank: int, world: int) -> list[Ref]:
         """The samples of `rank` at positions [start, stop) of the stream.
@@ -134,10 +126,9 @@ def _remember(cache: dict[Any, Any], limit: int, key: Any, value: Any) -> None:
     cache[key] = value
 
 
-def walk(counts: Sequence[int], start: int, stop: int, rank: int, world: int) -> list[Ref]:
-    """Positions [start, stop) of one epoch as stored, unshuffled, cut into contiguous pieces: for validation."""
+def walk(counts: Sequence[int], rank: int, world: int) -> list[Ref]:
+    """One epoch as stored, unshuffled, cut into contiguous pieces: for validation."""
     starts = list(accumulate(counts, initial=0))
-    assert 0 <= start <= stop <= starts[-1]
-    first, last = near_equal(stop - start, rank, world)
-    shards = np.searchsorted(starts, np.arange(start + first, start + last), side="right") - 1
-    return [Ref(0, shard, start + first + i - starts[shard]) for i, shard in enumerate(shards.tolist())]
+    first, last = near_equal(starts[-1], rank, world)
+    shards = np.searchsorted(starts, np.arange(first, last), side="right") - 1
+    return [Ref(0, shard, item - starts[shard]) for item, shard in enumerate(shards.tolist(), start=first)]

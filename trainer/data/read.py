@@ -91,6 +91,11 @@ class ShardReader:
         self._open[number] = shard
         return shard
 
+    def close(self) -> None:
+        """The files; `read` would open them again."""
+        for number in list(self._open):
+            self._close(number)
+
     def _close(self, number: int) -> None:
         if number in self._open:
             self._open.pop(number)[0].close()

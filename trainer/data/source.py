@@ -3,7 +3,7 @@
 import hashlib
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,63 +30,64 @@ class Samples:
 
     def __init__(
         self,
-        read: "ReadShard | ReadMap",
+        reader: "ShardReader | MapReader",
         counts: list[int],
         fingerprint: str,
         transform: Callable[[Any, Generator], Any] | None,
         seed: int,
     ) -> None:
-        self.read, self.counts, self.fingerprint, self.transform, self.seed = read, counts, fingerprint, transform, seed
+        self.reader, self.counts, self.fingerprint = reader, counts, fingerprint
+        self.transform, self.seed = transform, seed
         self.bases = np.concatenate([[0], np.cumsum(counts)]).tolist()
 
-    def __len__(self) -> int:
-        return self.bases[-1]
-
-    def __getitems__(self, refs: list[Ref]) -> list[Any]:
-        self.read.prefetch(refs)
-        return [self[ref] for ref in refs]
-
     def __getitem__(self, ref: Ref) -> Any:
-        sample = self.bases[ref.shard] + ref.offset
-        key = mix(self.seed, 3, ref.epoch, sample)
-        random.seed(key)
-        np.random.seed(key & 0xFFFFFFFF)
-        torch.default_generator.manual_seed(key)
-        value = self.read(ref, sample)
+        key = mix(self.seed, 3, ref.epoch, self.bases[ref.shard] + ref.offset)
+        seed_all(key)
+        value = self.reader.read(ref)
         return value if self.transform is None else self.transform(value, Generator(Philox(key)))
 
-
-class ReadShard:
-    def __init__(self, index: Index) -> None:
-        self.reader = ShardReader(index)
-
-    def __call__(self, ref: Ref, sample: int) -> Any:
-        return self.reader.read(ref)
-
-    def prefetch(self, refs: list[Ref]) -> None:
+    def batch(self, refs: list[Ref]) -> list[Any]:
         self.reader.prefetch(refs)
+        return [self[ref] for ref in refs]
 
 
-class ReadMap:
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+class MapReader:
+    """A map-style dataset, cut into shards of `per_shard` samples."""
 
-    def __call__(self, ref: Ref, sample: int) -> Any:
-        return self.dataset[sample]
+    def __init__(self, dataset: Any, per_shard: int) -> None:
+        self.dataset, self.per_shard = dataset, per_shard
+
+    def read(self, ref: Ref) -> Any:
+        return self.dataset[ref.shard * self.per_shard + ref.offset]
 
     def prefetch(self, refs: list[Ref]) -> None:
-        """A map-style dataset has no such thing."""
+        """There is no such thing."""
+
+    def close(self) -> None:
+        """Nothing of the dataset's is ours."""
+
+
+def seed_all(key: int) -> None:
+    """For data to draw from. No model draws from it: the trainer seeds torch anew before each step."""
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(key)
 
 
 def open_source(recipe: Any, split: str, seed: int) -> Samples | Iterable[Any] | None:
-    """The recipe's data of `split`; None where it has none (validation only)."""
+    """The recipe's data of `split`; None where it has none (validation only).
+
+    Raises:
+        DataError: for shards as `find_shards` and `Index.open` do, and for data that is empty or can't be used again.
+    """
+    seed_all(mix(seed, 4))  # the same for both splits: a `random_split` in `data` cuts both times at the same places
     data = recipe.data(split)
     transform = getattr(recipe, "transform", None)
     if data is None:
         return None
     if _names_shards(data):
         index = Index.open(find_shards(data), Progress())
-        return Samples(ReadShard(index), index.counts, index.fingerprint, transform, seed)
+        return Samples(ShardReader(index), index.counts, index.fingerprint, transform, seed)
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         size = len(data)  # pyright: ignore[reportArgumentType] a map-style Dataset has a length
         if size == 0:
@@ -94,7 +95,13 @@ def open_source(recipe: Any, split: str, seed: int) -> Samples | Iterable[Any] |
         per_shard = -(-size // VIRTUAL_SHARDS)
         counts = [min(per_shard, size - start) for start in range(0, size, per_shard)]
         name = getattr(data, "fingerprint", f"{type(data).__module__}.{type(data).__qualname__}")
-        return Samples(ReadMap(data), counts, hashlib.sha256(f"{name} {size}".encode()).hexdigest(), transform, seed)
+        fingerprint = hashlib.sha256(f"{name} {size}".encode()).hexdigest()
+        return Samples(MapReader(data, per_shard), counts, fingerprint, transform, seed)
+    if split == "val" and isinstance(data, Iterator):
+        raise DataError(
+            f"recipe.data('val'): a {type(data).__name__} is used up by the first validation; "
+            "return a list of batches, or an object whose __iter__ starts anew"
+        )
     return data
 
 

@@ -1,0 +1,153 @@
+"""An iterable of batches: walked again and again, replayed to the bit, its randomness apart from the training's."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from toy_recipe import Toy
+
+from trainer.callback import Callback
+from trainer.data.loader import Loader, count_samples
+from trainer.errors import DataError
+from trainer.launch import Place
+from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.plan import Plan
+from trainer.schedule import Constant
+from trainer.trainer import Trainer
+
+BATCH, ACCUMULATE = 12, 2
+
+
+def make_batch(x: Tensor) -> dict[str, Tensor]:
+    return {"x": x, "y": torch.zeros(6, 4), "mask": torch.ones(6, 4)}
+
+
+class Drawn:
+    """5 batches, drawn from every generator there is, one draw for all of them."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        scale = random.random() + np.random.random()
+        return (make_batch(scale * torch.rand(6, 8) + random.random() + np.random.random()) for _ in range(5))
+
+
+def numbered() -> list[dict[str, Tensor]]:
+    return [make_batch(torch.full((6, 8), float(i))) for i in range(7)]
+
+
+def endless() -> Iterator[Any]:
+    return itertools.cycle(numbered())
+
+
+class Given(Toy):
+    def __init__(self, train: Any, val: Any = None) -> None:
+        super().__init__(dropout=0.5)
+        self.train, self.val = train, val
+
+    def data(self, split: str) -> Any:
+        return self.train() if split == "train" else self.val
+
+    def weight(self, batch: Any) -> int:
+        return count_samples(batch)
+
+
+class Seen(Callback):
+    def __init__(self) -> None:
+        self.batches: list[Tensor] = []
+
+    def on_step_end(self, trainer) -> None:
+        self.batches += [batch["x"] for batch in trainer.data.batches]
+
+
+def train(data: Any, run: str, stop: int, resume: str | None = None) -> tuple[list[Tensor], dict[str, Tensor]]:
+    seen = Seen()
+    options = Options(
+        max_steps=stop, run_dir=f"runs/{run}", resume=resume, checkpoint=CheckpointOptions(every_steps=None)
+    )
+    recipe = Given(data)
+    trainer = Trainer(recipe, {"seen": seen}, batch=BATCH, accumulate=ACCUMULATE, options=options, place=Place())
+    trainer.fit()
+    return seen.batches, trainer.module.state_dict()
+
+
+def make_loader(recipe: Any, rank: int, seed: int = 7) -> Loader:
+    plan = Plan(
+        recipe, {}, Constant(),
+        batch=2 * BATCH, micro_batch=None, accumulate=ACCUMULATE,
+        options=Options(seed=seed), data=DataOptions(),
+        world=2, rank=rank, first=lambda value: value,
+    )  # fmt: skip
+    return Loader(recipe, plan, rank, 2, torch.device("cpu"))
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("data", [numbered, endless, Drawn], ids=["list", "generator", "random"])
+def test_it_is_replayed_to_the_bit(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    straight, weights = train(data, "straight", 6)
+    if data is not Drawn:
+        assert [int(x[0, 0]) for x in straight] == [*range(7), *range(5)]
+    first, _ = train(data, "resumed", 4)
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)  # another process would know nothing of the first
+    rest, resumed = train(data, "resumed", 6, "auto")
+    assert same(first + rest, straight)
+    assert len({float(x[0, 0]) for x in straight}) == (12 if data is Drawn else 7)
+    assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+
+
+def test_its_draws_are_none_of_the_trainings(tmp_path, monkeypatch):
+    """Dropout falls as it does on the same batches from a list, which draws nothing."""
+    monkeypatch.chdir(tmp_path)
+    batches, weights = train(Drawn, "drawn", 4)
+    _, again = train(lambda: list(map(make_batch, batches)), "listed", 4)
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def test_ranks_and_seeds_draw_differently():
+    drawn = []
+    for rank, seed in ((0, 7), (1, 7), (0, 8)):
+        loader = make_loader(Given(Drawn), rank, seed)
+        drawn += [step.batches[0] for step in itertools.islice(loader.train(loader.plan.source, 0), 3)]
+    assert len({float(batch["x"][0, 0]) for batch in drawn}) == 9
+
+
+def test_every_validation_draws_the_same():
+    loader = make_loader(Given(numbered, Drawn()), 0)
+    once, again = ([micro.batch["x"] for micro in loader.validate(loader.plan.validation)] for _ in range(2))
+    assert len(once) == 5 and same(once, again)
+
+
+def test_one_that_ends_for_good_is_refused():
+    loader = make_loader(Given(lambda: iter(numbered())), 0)
+    with pytest.raises(
+        DataError, match=r"recipe\.data\('train'\): the iterable gave no batch; a generator must not end"
+    ):
+        list(itertools.islice(loader.train(loader.plan.source, 0), 4))
+
+
+def test_close_ends_it():
+    ended = []
+
+    def batches() -> Iterator[Any]:
+        try:
+            yield from endless()
+        finally:
+            ended.append(True)
+
+    class Walked:
+        def __iter__(self) -> Iterator[Any]:
+            return batches()
+
+    loader = make_loader(Given(Walked), 0)
+    stream = loader.train(loader.plan.source, 0)
+    next(stream)
+    assert not ended
+    loader.close()
+    assert ended

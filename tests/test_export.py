@@ -1,0 +1,130 @@
+"""The command that exports from any checkpoint: its weights, and one line for what can't be."""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from command import Result, run
+from safetensors.torch import load_file
+
+from trainer.tools.export import main
+
+EXPORT = [sys.executable, "-m", "trainer.tools.export"]
+RECIPE = """
+from safetensors.torch import save_file
+from toy_recipe import Toy as Base
+
+class Toy(Base):
+    def __init__(self, width: int = 8):
+        super().__init__(width=width)
+
+class Exporting(Toy):
+    def export(self, model, folder):
+        save_file(model.state_dict(), folder / "exported.safetensors")
+"""
+CONFIG = """
+# @package _global_
+recipe: {_target_: mine.Exporting, width: 8}
+batch: 12
+trainer: {max_steps: 4, allow_targets: [mine, toy_recipe], run_dir: runs/r, checkpoint: {every_steps: 2, keep: 9}}
+data: {workers: 0}
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A folder with a run of 4 steps that kept an average, which its export was of."""
+    folder = tmp_path_factory.mktemp("export")
+    (folder / "mine.py").write_text(RECIPE)
+    (folder / "conf" / "recipe").mkdir(parents=True)
+    (folder / "conf" / "recipe" / "mine.yaml").write_text(CONFIG)
+    words = ["--config-dir", "conf", "recipe=mine", "+callbacks=[ema]", "callbacks.ema.decay=0.5"]
+    done = run([*words, "~callbacks.tensorboard"], folder)
+    assert done.code == 0, done.err
+    return folder
+
+
+@pytest.fixture
+def cwd(trained: Path, tmp_path: Path) -> Path:
+    shutil.copytree(trained, tmp_path / "copy", symlinks=True)
+    return tmp_path / "copy"
+
+
+def export(cwd: Path, checkpoint: str, folder: str = "out/deep") -> Result:
+    return run([checkpoint, folder], cwd, EXPORT)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_last_is_the_runs_own_export_and_an_older_one_its_average(cwd):
+    before = files(cwd / "ckpt") | files(cwd / "runs")
+    for _ in range(2):  # into a folder that is there, too
+        done = export(cwd, "ckpt/last.pt")
+        assert done.code == 0, done.err
+    assert files(cwd / "out" / "deep") == files(cwd / "runs" / "r" / "export")
+    assert export(cwd, "ckpt/r/step-00000002").code == 0
+    average = load_file(cwd / "ckpt/r/step-00000002/callbacks.safetensors")
+    exported = load_file(cwd / "out/deep/exported.safetensors")
+    assert {f"ema/{name}": tensor.tolist() for name, tensor in exported.items()} == {
+        name: tensor.tolist() for name, tensor in average.items()
+    }
+    assert files(cwd / "ckpt") | files(cwd / "runs") == before
+
+
+def damage(cwd: Path) -> None:
+    (cwd / "ckpt/r/step-00000004/model.safetensors").write_bytes(b"")
+
+
+def other_model(cwd: Path) -> None:
+    path = cwd / "runs/r/config.yaml"
+    path.write_text(path.read_text().replace("width: 8", "width: 12"))
+
+
+def fewer_layers(cwd: Path) -> None:
+    (cwd / "mine.py").write_text((cwd / "mine.py").read_text().replace("width=width", "width=width, depth=1"))
+
+
+def no_export(cwd: Path) -> None:
+    path = cwd / "runs/r/config.yaml"
+    path.write_text(path.read_text().replace("mine.Exporting", "mine.Toy"))
+
+
+def no_config(cwd: Path) -> None:
+    (cwd / "runs/r/config.yaml").unlink()
+
+
+def a_file(cwd: Path) -> None:
+    (cwd / "out").write_text("")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "checkpoint", "message"),
+    [
+        (None, "nowhere", "CHECKPOINT=nowhere: .*nowhere: is missing; give ckpt/last.pt or a folder step-"),
+        (None, "ckpt/r", "CHECKPOINT=ckpt/r: .*MANIFEST.json: is missing; give ckpt/last.pt or a folder step-"),
+        (damage, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: .*model.safetensors: 0 bytes, its manifest says"),
+        (other_model, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: .*size mismatch .*; give weights of this model"),
+        (fewer_layers, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: 0 weights are missing and 2 unknown"),
+        (no_export, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: Toy has no `export`"),
+        (no_config, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: its run's runs/r/config.yaml is not here"),
+        (a_file, "ckpt/last.pt", "FOLDER=out: can't be written: File exists; give another folder"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_can_not_be_exported_is_one_line(spoil, checkpoint, message, cwd, monkeypatch, capsys):
+    if spoil:
+        spoil(cwd)
+    before = files(cwd / "ckpt") | files(cwd / "runs")
+    monkeypatch.chdir(cwd)
+    monkeypatch.syspath_prepend(str(cwd))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.setattr(sys, "argv", ["export", checkpoint, "out"])
+    assert main() == 78
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.match(f"echelon: {message}", error)
+    assert files(cwd / "ckpt") | files(cwd / "runs") == before

@@ -1,0 +1,119 @@
+"""What `Trainer` promises to who calls it from Python, and to recipes and callbacks that are unlike the usual."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from toy_recipe import Toy
+
+from trainer.callback import Callback
+from trainer.errors import ConfigError
+from trainer.launch import Place
+from trainer.options import DataOptions, Options
+from trainer.trainer import Trainer
+
+SHORT = Options(max_steps=2)
+
+
+def make(recipe: Any, callbacks: dict[str, Callback] | None = None, options: Options = SHORT, **more: Any) -> Trainer:
+    return Trainer(recipe, callbacks, batch=12, options=options, data=DataOptions(workers=0, lanes=5, block=4), **more)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("wish", [{"devices": 2}, {"nodes": 2}])
+def test_devices_that_nobody_starts_are_refused(wish):
+    with pytest.raises(ConfigError, match="this is one process, and nobody starts more"):
+        make(Toy(), options=replace(SHORT, **wish), place=Place())
+
+
+def test_every_callback_ends_though_one_raises():
+    ended = []
+
+    class Ends(Callback):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def on_fit_end(self, trainer) -> None:
+            ended.append(self.name)
+            raise RuntimeError(f"{self.name} raised")
+
+    with pytest.raises(RuntimeError, match="b raised"):
+        make(Toy(), {"a": Ends("a"), "b": Ends("b")}).fit()
+    assert ended == ["a", "b"]
+
+
+class Loaded(Toy):
+    """As `from_pretrained` gives it: in evaluation mode."""
+
+    def model(self) -> nn.Module:
+        return super().model().eval()
+
+
+class PartlyFrozen(Toy):
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.first.eval()
+        return model
+
+
+def test_a_model_that_arrives_in_evaluation_mode_is_trained_in_training_mode():
+    trainer = make(Loaded(dropout=0.5))
+    trainer.fit()
+    assert all(module.training for module in trainer.module.modules())
+    trainer = make(PartlyFrozen())
+    trainer.fit()
+    assert trainer.module.training and not trainer.module.first.training
+
+
+class Normed(Toy):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+
+
+class Notes(Callback):
+    def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
+        self.buffers = [buffer.numpy().copy() for buffer in trainer.eval_model.buffers()]
+
+
+def buffers_at_validation(place: Place) -> list[np.ndarray]:
+    notes = Notes()
+    make(Normed(), {"notes": notes}, place=place).fit()
+    return notes.buffers
+
+
+def test_all_ranks_validate_with_the_running_statistics_of_rank_0():
+    first, *others = run_ranks(3, buffers_at_validation)
+    assert len(first) == 3 and np.abs(first[0]).max() > 0
+    for other in others:
+        assert all((a == b).all() for a, b in zip(first, other, strict=True))
+
+
+def disagree(place: Place, key: str) -> str:
+    values = {"max_steps": 2 + place.rank} if key == "trainer.max_steps" else {}
+    recipe = Toy(samples=96 + place.rank) if key == "data" else Toy()
+    try:
+        make(recipe, options=replace(SHORT, **values), place=place)
+    except ConfigError as error:
+        return str(error)
+    except RuntimeError:  # from gloo: another rank has left
+        pass
+    return ""
+
+
+@pytest.mark.parametrize("key", ["trainer.max_steps", "data"])
+def test_ranks_that_were_started_differently_are_told_so(key):
+    first, *others = run_ranks(3, disagree, key)
+    assert not first
+    for rank, told in enumerate(others, start=1):
+        assert told.startswith(f"{key} is ") and f"on rank {rank}; start all ranks with the same" in told

@@ -1,0 +1,157 @@
+"""Validation where there is little or nothing to count: weight 0, no batch, data that can be walked only once."""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from toy_recipe import Points, Toy
+
+from trainer.callbacks.early_stop import EarlyStop
+from trainer.errors import ConfigError, DataError
+from trainer.launch import Place
+from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.trainer import Trainer
+
+SIZE = 12
+
+
+class Masked(Points):
+    """Of the first `empty` samples no output counts."""
+
+    def __init__(self, size: int, empty: int) -> None:
+        super().__init__(size, torch.float64)
+        self.empty = empty
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(i)
+        return sample | {"mask": sample["mask"] * (i >= self.empty)}
+
+
+class PartlyEmpty(Toy):
+    """The loss of a micro-batch without outputs is 0 / 0."""
+
+    def __init__(self, empty: int) -> None:
+        super().__init__(dtype="float64")
+        self.empty = empty
+
+    def data(self, split: str) -> Dataset:
+        return Points(96, self.dtype) if split == "train" else Masked(SIZE, self.empty)
+
+
+class WithMetrics(PartlyEmpty):
+    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+        error, mask = (model(batch["x"]) - batch["y"]).abs(), batch["mask"]
+        return {
+            "error": (self.loss(model, batch) * self.weight(batch), self.weight(batch)),
+            "first": (error[:, 0].sum(), len(mask)),  # counts samples, whatever their weight
+            "never": (error.sum() * math.nan, 0),
+        }
+
+
+def validated(place: Place, recipe: Toy) -> tuple[dict[str, float], list[Any]]:
+    options, data = Options(max_steps=1), DataOptions(workers=0)
+    trainer = Trainer(recipe, batch=12, micro_batch=2, options=options, data=data, place=place)
+    trainer.fit()
+    return trainer.validation, [p.detach().numpy() for p in trainer.module.parameters()]
+
+
+@pytest.mark.parametrize("kind", [PartlyEmpty, WithMetrics])
+def test_weight_0_adds_nothing(kind, tmp_path, monkeypatch):
+    """Of two ranks the first has 3 micro-batches of weight 0 and no other, the second has one of 3."""
+    monkeypatch.chdir(tmp_path)
+    recipe = kind(empty=8)
+    results = run_ranks(2, validated, recipe)
+    model = recipe.model()
+    for p, trained in zip(model.parameters(), results[0][1]):
+        p.data = torch.from_numpy(trained)
+    samples = [Masked(SIZE, 8)[i] for i in range(SIZE)]
+    x, y, mask = (torch.stack([sample[key] for sample in samples]) for key in ("x", "y", "mask"))
+    error = (model(x) - y).detach()
+    loss = float((error**2 * mask).sum() / mask.sum())
+    expected = {"val/loss": loss}
+    if kind is WithMetrics:
+        expected = {"val/error": loss, "val/first": float(error[:, 0].abs().mean())}
+    assert [metrics for metrics, _ in results] == [pytest.approx(expected, rel=1e-12)] * 2
+
+
+def refused(place: Place, recipe: Toy) -> str:
+    with pytest.raises(DataError) as caught:
+        validated(place, recipe)
+    return str(caught.value)
+
+
+class Listed(Toy):
+    def __init__(self, batches: Any) -> None:
+        super().__init__()
+        self.batches = batches
+
+    def data(self, split: str) -> Any:
+        return super().data(split) if split == "train" else self.batches
+
+
+class Nothing:
+    def __iter__(self) -> Iterator[Any]:
+        return iter([])
+
+
+@pytest.mark.parametrize("recipe", [PartlyEmpty(empty=SIZE), Listed(Nothing())], ids=["weight 0", "no batch"])
+def test_nothing_to_count_is_refused_on_every_rank(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    results = run_ranks(2, refused, recipe)
+    assert results[0] == results[1]
+    assert results[0].startswith("recipe.data('val'): gave no batch, or only such of weight 0; return what can be ")
+
+
+class Once:
+    """A generator in an object's clothes."""
+
+    def __init__(self) -> None:
+        self.batches = (torch.utils.data.default_collate([Points(1, torch.float32)[0]]) for _ in range(2))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.batches
+
+
+def test_data_for_one_validation_is_refused_at_the_second(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = Options(max_steps=4, validate_every=2)
+    trainer = Trainer(Listed(Once()), batch=12, options=options, data=DataOptions(workers=0), place=Place())
+    with pytest.raises(DataError, match=r"recipe\.data\('val'\): gave no batch"):
+        trainer.fit()
+    assert trainer.step == 4 and trainer.validated_step == 2
+    trainer.close()
+
+
+def test_a_generator_is_refused_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    message = refused(Place(), Listed(iter([])))
+    assert message.startswith("recipe.data('val'): a list_iterator is used up by the first validation; return a list ")
+    assert not (tmp_path / "runs").exists()
+
+
+class Rightness(Toy):
+    def metrics(self, model, batch):
+        return {"loss": (self.loss(model, batch) * len(batch["x"]), len(batch["x"])), "right": (batch["x"].sum(), 0)}
+
+
+@pytest.mark.parametrize("recipe", [Toy, Rightness])
+@pytest.mark.parametrize("place", ["keep_best", "early_stop"])
+def test_a_metric_that_validation_does_not_give_is_refused_before_the_first_step(recipe, place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    callbacks = {"early_stop": EarlyStop("val/los")} if place == "early_stop" else {}
+    best = "max val/rihgt" if place == "keep_best" else None
+    options = Options(max_steps=2, validate_every=1, checkpoint=CheckpointOptions(keep_best=best))
+    trainer = Trainer(recipe(), callbacks, batch=12, options=options, data=DataOptions(workers=0))
+    key = {"keep_best": "trainer.checkpoint.keep_best=val/rihgt", "early_stop": "callbacks.early_stop.metric=val/los"}
+    near = "val/right" if recipe is Rightness and place == "keep_best" else "val/loss"
+    with pytest.raises(
+        ConfigError, match=f"^{re.escape(key[place])}: this run's validation gives no such metric; .*{near}"
+    ):
+        trainer.fit()
+    assert trainer.step == 0

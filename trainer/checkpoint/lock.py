@@ -1,0 +1,47 @@
+"""One process at a time writes a run: a lock that the system takes back when it ends. Standard library only."""
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+from pathlib import Path
+
+from trainer.checkpoint.commit import make
+from trainer.errors import ConfigError
+
+log = logging.getLogger("echelon")
+
+_held: dict[Path, int] = {}  # descriptors: to close any of a file's gives its lock back
+
+
+def lock(run_dir: Path) -> None:
+    """Claims the run for this process, until `unlock` or until it ends, however it does.
+
+    A POSIX lock, not flock's: a forked data worker that outlives a killed trainer doesn't keep it. On a file system
+    without locks a warning takes its place.
+
+    Raises:
+        ConfigError: another process has it.
+    """
+    make(run_dir)
+    path = (run_dir / ".lock").resolve()
+    try:
+        if path not in _held:
+            _held[path] = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        fcntl.lockf(_held[path], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(_held[path], 0)
+        os.pwrite(_held[path], f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN) and path in _held:
+            raise ConfigError(
+                f"trainer.checkpoint.dir={run_dir.parent}: {os.pread(_held[path], 200, 0).decode()} writes the run "
+                f"{run_dir.name}; wait for it to end, or use another trainer.checkpoint.dir"
+            ) from None
+        log.warning("%s can't be locked (%s): see to it that no other process writes this run", path, error.strerror)
+
+
+def unlock(run_dir: Path) -> None:
+    descriptor = _held.pop((run_dir / ".lock").resolve(), None)
+    if descriptor is not None:
+        os.close(descriptor)
