@@ -67,8 +67,8 @@ choose_torch() {
     if [[ $(uname) == Linux ]] && ! compgen -G '/dev/nvidia*' >/dev/null && ! command -v nvidia-smi >/dev/null; then
         torch=$torch+cpu
         "$python" -m pip install -qq --no-deps "torch==$torch" >&2 ||
-            fail "no NVIDIA GPU here, and pip's sources don't have torch $torch: add PyTorch's CPU wheel index to pip's" \
-                "configuration (pip config set global.extra-index-url URL), or activate an environment that has torch"
+            fail "no NVIDIA GPU here, and pip's sources don't have torch $torch: call this once more with" \
+                "PIP_EXTRA_INDEX_URL=<PyTorch's CPU wheel index> before it, or activate an environment that has torch"
     fi
     echo "$torch"
 }

@@ -192,11 +192,11 @@ def test_slurm_gives_the_same_numbers(two, tmp_path):
     same(tmp_path, two)
 
 
-def trouble(what: str, rank: int, cwd: Path, launcher: list[str] | None = None, **env: str) -> Result:
+def trouble(what: str, rank: int, cwd: Path, *more: str, launcher: list[str] | None = None, **env: str) -> Result:
     """A run on two ranks, of which one does `what` in step 3."""
     typed = [f"callbacks.probe.trouble={what}", f"callbacks.probe.rank={rank}", "trainer.max_steps=100000"]
     devices = [] if launcher else ["trainer.devices=2"]
-    return run([*SHORT, *typed, *devices, "trainer.run_dir=runs/r"], cwd, launcher, **env)
+    return run([*SHORT, *typed, *devices, *more, "trainer.run_dir=runs/r"], cwd, launcher, **env)
 
 
 def test_the_rank_that_failed_first_is_told_of(tmp_path):
@@ -212,7 +212,7 @@ def test_the_rank_that_failed_first_is_told_of(tmp_path):
 
 @pytest.mark.parametrize("launcher", [TORCHRUN, pytest.param(MPIRUN, marks=needs_mpirun)], ids=["torchrun", "mpirun"])
 def test_also_under_a_launcher(launcher, tmp_path):
-    result = trouble("raise", 1, tmp_path, launcher)
+    result = trouble("raise", 1, tmp_path, launcher=launcher)
     assert result.code == 1
     first = result.err.rpartition("Root Cause")[2]  # torchrun's word
     assert "RuntimeError: trouble at step 3" in first and "gloo" not in first
@@ -222,6 +222,10 @@ def test_a_rank_that_is_killed_ends_the_run(tmp_path):
     result = trouble("SIGKILL", 1, tmp_path)
     assert result.code == 128 + 9
     assert result.err == "echelon: rank 1 was killed by SIGKILL; its log: runs/r/logs/rank1.log\n"
+    (tmp_path / "saved").mkdir()
+    again = trouble("SIGKILL", 1, tmp_path / "saved", "trainer.checkpoint.every_steps=2")
+    told, _, command = again.err.partition("; go on with ")
+    assert told == result.err.rstrip() and command.rstrip().endswith(" trainer.resume=ckpt/r")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """The errors that are the user's to mend: `main` prints them as one line, without a traceback."""
 
 import difflib
+import errno
+import traceback
 from collections.abc import Iterable
 
 
@@ -10,6 +12,18 @@ class ConfigError(ValueError):
 
 class DataError(ValueError):
     """Data that is missing, damaged or not what it was: the message names the file and the way out. Exit code 71."""
+
+
+def told(error: BaseException) -> str:
+    """What the user reads of it: one line where it is theirs to mend, else the traceback."""
+    if isinstance(error, ConfigError | DataError):
+        return f"echelon: {error}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = error.filename or "a file of the run"
+        return (
+            f"echelon: {where}: {error.strerror}; make room, then trainer.resume=auto goes on from the last checkpoint"
+        )
+    return "".join(traceback.format_exception(error))
 
 
 def exit_code(error: BaseException) -> int:

@@ -148,7 +148,7 @@ def die_with_parent(parent: int | None = None) -> None:
         os._exit(1)
 
 
-def supervise(arguments: list[str], devices: int, logs: Path, saved: Path | None = None) -> int:
+def supervise(arguments: list[str], devices: int, logs: Path, saved: Path) -> int:
     """Run `python -m trainer.main ARGUMENTS` once a rank on this node, and return the run's exit code.
 
     Ranks meet in a file of a private folder, so no port is opened but gloo's on loopback. Each is in a session of its
@@ -177,7 +177,7 @@ def supervise(arguments: list[str], devices: int, logs: Path, saved: Path | None
                 rank.wait()
             for number, handler in before.items():
                 signal.signal(number, handler)
-        further = f"; go on with {go_on(arguments[2:], saved)}" if saved and any(saved.glob("step-*")) else ""
+        further = f"; go on with {go_on(arguments[2:], saved)}" if any(saved.glob("step-*")) else ""
         return _verdict(codes, Path(private), logs, passed, further)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer import __version__
-from trainer.errors import ConfigError, DataError, exit_code, nearest
+from trainer.errors import ConfigError, exit_code, nearest, told
 from trainer.signals import outlive_readers
 
 HERE = Path(__file__).parent
@@ -51,8 +51,8 @@ def guarded(call: Callable[[], int]) -> int:
     """The exit code of `call`; of a user's mistake one line is printed, of ours the traceback."""
     try:
         return call()
-    except (ConfigError, DataError) as error:
-        print(f"echelon: {error}", file=sys.stderr, flush=True)
+    except Exception as error:
+        print(told(error), file=sys.stderr, flush=True)
         return exit_code(error)
     except KeyboardInterrupt:
         return 130

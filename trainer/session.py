@@ -6,7 +6,6 @@ import shlex
 import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from trainer.checkpoint.resume import model_identity
 from trainer.config import ALLOWED, build, settings
 from trainer.distributed import count_gpus, pick_backend
-from trainer.errors import ConfigError, DataError, exit_code
+from trainer.errors import ConfigError, exit_code, told
 from trainer.launch import STOPPED, Place, supervise
 from trainer.options import DataOptions, Options
 from trainer.plan import Plan
@@ -55,7 +54,8 @@ def start_ranks(config: dict[str, Any], name: str, typed: list[str], devices: in
     del made, plan  # the ranks open the data themselves
     with tempfile.TemporaryDirectory(prefix="echelon-") as private:
         file = save_config({**config, "trainer": config["trainer"] | found}, Path(private))
-        return supervise(["--resolved", str(file), *typed], devices, run_dir / "logs")
+        saved = Path(config["trainer"]["checkpoint"]["dir"]) / run_dir.name
+        return supervise(["--resolved", str(file), *typed], devices, run_dir / "logs", saved)
 
 
 def objects(config: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def objects(config: dict[str, Any]) -> dict[str, Any]:
 
 def train(config: dict[str, Any], name: str, typed: list[str], place: Place | None = None) -> int:
     trainer = Trainer(**objects(config), place=place, name=name)
-    trainer.overrides = typed
+    trainer.typed = typed
     if trainer.rank == 0:
         save_config(config, trainer.run_dir)
     describe(trainer)
@@ -89,7 +89,7 @@ def save_config(config: dict[str, Any], run_dir: Path) -> Path:
 
 def describe(trainer: Trainer) -> None:
     plan, parameters = trainer.plan, sum(p.numel() for p in trainer.module.parameters())
-    log.info("run %s  %s", trainer.run_dir, shlex.join(trainer.overrides))
+    log.info("run %s  %s", trainer.run_dir, shlex.join(trainer.typed))
     log.info(
         "%d rank(s) on %s, %s, %s parameters; batch %d = %d rank(s) x %d micro-batch(es) x %d samples",
         trainer.world, trainer.device.type, trainer.precision.name, f"{parameters:,}",
@@ -142,8 +142,3 @@ def attempt(config: dict[str, Any], name: str, typed: list[str], place: Place) -
         if isinstance(error, DistError) or "gloo/transport" in str(error):
             time.sleep(5)  # a peer has failed before: the launcher tells of it, and ends this rank meanwhile
         raise
-
-
-def told(error: BaseException) -> str:
-    """What the user reads of it."""
-    return f"echelon: {error}" if isinstance(error, ConfigError | DataError) else traceback.format_exc()

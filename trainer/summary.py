@@ -26,7 +26,7 @@ def report(trainer: "Trainer") -> None:
     )
     if export is not None:
         export.mkdir(exist_ok=True)
-        trainer.recipe.export(trainer.eval_model, export)
+        trainer.recipe.export(trainer.eval_model.eval(), export)
     task = trainer.recipe.summary() if hasattr(trainer.recipe, "summary") else {}
     file = trainer.run_dir / "summary.json"
     numbers = (trainer.last_metrics or earlier(file, trainer.step)) | trainer.validation | task
@@ -39,9 +39,8 @@ def report(trainer: "Trainer") -> None:
     log.info("checkpoint  %s", trainer.checkpoint)
     if export is not None:
         log.info("export      %s", export)
-    if trainer.stop_reason == "signal":
-        assert trainer.checkpoint is not None
-        log.info("go on with  %s", go_on(trainer.overrides, trainer.checkpoint.parent))
+    if trainer.stop_reason == "signal" and trainer.checkpoint is not None:
+        log.info("go on with  %s", go_on(trainer.typed, trainer.checkpoint.parent))
 
 
 def earlier(file: Path, step: int) -> dict[str, float]:

@@ -55,7 +55,7 @@ class Trainer:
     """
 
     rehearsing = False  # see trainer/rehearsal.py
-    overrides: Sequence[str] = ()  # what was typed, for the command that goes on
+    typed: Sequence[str] = ()  # the arguments, for the command that goes on
 
     def __init__(
         self,
