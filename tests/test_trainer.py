@@ -99,6 +99,18 @@ def test_all_ranks_validate_with_the_running_statistics_of_rank_0():
         assert all((a == b).all() for a, b in zip(first, other, strict=True))
 
 
+def refused_alone(place: Place) -> str:
+    try:
+        make(Loaded() if place.rank else None, place=place)  # rank 0 has no recipe
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+def test_a_rank_that_is_refused_leaves_its_peers_no_wait():
+    assert run_ranks(3, refused_alone, timeout_s=20) == ["AttributeError", "RuntimeError", "RuntimeError"]
+
+
 def disagree(place: Place, key: str) -> str:
     values = {"max_steps": 2 + place.rank} if key == "trainer.max_steps" else {}
     recipe = Toy(samples=96 + place.rank) if key == "data" else Toy()

@@ -43,7 +43,7 @@ class Callback:
     exact: ClassVar[bool] = True  # training gives the same numbers as without it, to rounding
     communicates: ClassVar[bool] = False  # and does nothing else: with one rank it is idle, and the log says so
     defers: ClassVar[bool] = False  # gradients are not reduced yet when on_before_optimizer_step runs
-    metric: str | None = None  # one that validation must give, `val/loss` for example
+    metric: str = ""  # one that validation must give, `val/loss` for example
     # Name of a callback, or of a feature of the trainer (`Plan.features`) -> the reason, and the way out.
     conflicts: Mapping[str, str] = {}
 

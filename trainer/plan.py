@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,8 @@ class Plan:
                 f"trainer.devices={options.devices}, trainer.nodes={options.nodes}: this is one process, and nobody "
                 "starts more; run it by python -m trainer.main or torchrun, or leave them out"
             )
-        refuse_other_ranks({f"trainer.{key}": value for key, value in asdict(options).items()}, rank, first)
+        rank_0_decides = replace(options, run_dir=None, checkpoint=replace(options.checkpoint, dir=""))
+        refuse_other_ranks({f"trainer.{key}": value for key, value in asdict(rank_0_decides).items()}, rank, first)
         self.options, self.data, self.batch = options, data, batch
         self.micro, self.accumulate = split_batch(batch, world, micro_batch, accumulate)
         self.callbacks = arrange(callbacks, self.features())

@@ -78,15 +78,27 @@ class Trainer:
         self.ranks = Ranks(place, options.accelerator, options.backend, options.timeout_s)
         show_log(self.ranks.rank)
         self.rank, self.world, self.device = self.ranks.rank, self.ranks.world, self.ranks.device
-        self.precision = Precision(options.precision, self.device)
-        self.plan = Plan(
-            recipe, callbacks or {}, schedule or Constant(),
-            batch=batch, micro_batch=micro_batch, accumulate=accumulate, data=data or DataOptions(),
-            options=replace(options, precision=self.precision.name),
-            world=self.world, rank=self.rank, first=self.ranks.first,
-        )  # fmt: skip
+        with ExitStack() as refused:
+            refused.callback(self.ranks.close)  # peers that wait for this rank then hear of it
+            self.precision = Precision(options.precision, self.device)
+            self.plan = Plan(
+                recipe, callbacks or {}, schedule or Constant(),
+                batch=batch, micro_batch=micro_batch, accumulate=accumulate, data=data or DataOptions(),
+                options=replace(options, precision=self.precision.name),
+                world=self.world, rank=self.rank, first=self.ranks.first,
+            )  # fmt: skip
+            self._open_run()
+            self._set_hooks()
+            self._build(optimizer)
+            refused.pop_all()
+
+    def _open_run(self) -> None:
+        run_dir = "" if self.rank else str(make_run_dir(self.plan, self.name))
+        self.run_dir = Path(self.ranks.first(run_dir))
+        start_log(self.run_dir, self.rank)
+        if self.rank == 0:
+            lock(resume.checkpoints(self))
         self.accumulate = self.plan.accumulate
-        self._open_run()
         self.step, self.samples, self.seconds = 0, 0, 0.0  # done so far; all that data loading needs is `samples`
         self.lag = 0  # steps by which the weights are behind `step`, while a callback defers
         self.metrics = self.last_metrics = NOTHING  # numbers of this step, if it is one to log; of the last that was
@@ -95,15 +107,6 @@ class Trainer:
         self.best: dict[str, Any] = {}
         self.stop_reason = ""
         self.checkpoint, self.saved_step = self.plan.resumed, -1
-        self._set_hooks()
-        self._build(optimizer)
-
-    def _open_run(self) -> None:
-        run_dir = "" if self.rank else str(make_run_dir(self.plan, self.name))
-        self.run_dir = Path(self.ranks.first(run_dir))
-        start_log(self.run_dir, self.rank)
-        if self.rank == 0:
-            lock(resume.checkpoints(self))
 
     def _set_hooks(self) -> None:
         self.callbacks = self.plan.callbacks
@@ -195,12 +198,12 @@ class Trainer:
         for i, (batch, weight) in enumerate(zip(data.batches, data.weights), start=1):
             if self.accumulate > 1:
                 self.model.require_backward_grad_sync = i == self.accumulate  # DDP reduces on the last micro-batch only
-            loss = self.loss = self.loss_of(self.model, batch)  # kept: the next graph reuses its leaves
+            loss = self.loss_of(self.model, batch)
             if not weight:
                 loss = no_loss(self.parameters, self.options.ddp.find_unused_parameters)
             if i == 1:
                 *self.wishes, self.weight = agreed()
-            self.losses.append(loss.detach())
+            self.losses.append(loss)  # with its graph: the next one reuses its leaves
             self.scaler.scale(share(loss, weight * self.world, self.weight)).backward()
         self.scaler.unscale_(self.optimizer)  # a no-op unless fp16
         self.emit("on_before_optimizer_step")

@@ -21,8 +21,7 @@ class EarlyStop(Callback):
         self, metric: str = "val/loss", patience: int = 3, min_delta: float = 0.0, mode: Literal["min", "max"] = "min"
     ) -> None:
         require("callbacks.early_stop.patience", patience, at_least=1)
-        self.metric: str = metric
-        self.patience, self.min_delta, self.mode = patience, min_delta, mode
+        self.metric, self.patience, self.min_delta, self.mode = metric, patience, min_delta, mode
         self.best, self.bad = math.inf, 0
 
     def on_fit_start(self, trainer) -> None:

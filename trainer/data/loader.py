@@ -3,16 +3,18 @@
 import copy
 import itertools
 import os
+import random
 import signal
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from trainer.data.order import Ref, mix, walk
+from trainer.data.order import MASK, Ref, mix, walk
 from trainer.data.source import Samples, seed_all
 from trainer.errors import DataError
 from trainer.launch import die_with_parent
@@ -59,11 +61,12 @@ class Loader:
 
     def validate(self, source: Samples | Iterable[Any]) -> Iterator[Micro]:
         """Every sample once, over all ranks, as stored; the last micro-batch may be smaller, or a rank have none."""
-        if not isinstance(source, Samples):
-            return upload(self._run(self._replay(source, endless=False)), self.device)
-        refs = walk(source.counts, self.rank, self.world)
-        plan = (refs[i : i + self.plan.micro] for i in range(0, len(refs), self.plan.micro))
-        return upload(self._run(self._load(source, plan)), self.device)
+        if isinstance(source, Samples):
+            refs = walk(source.counts, self.rank, self.world)
+            micros = self._load(source, (refs[i : i + self.plan.micro] for i in range(0, len(refs), self.plan.micro)))
+        else:
+            micros = self._replay(source, endless=False)
+        return upload(self._run(undisturbing(micros)), self.device)
 
     def close(self) -> None:
         """Ends what `train` and `validate` gave, and the workers; closes the files that this process has read."""
@@ -85,15 +88,16 @@ class Loader:
                 yield local[i : i + self.plan.micro]
 
     def _replay(self, source: Iterable[Any], endless: bool) -> Generator[Micro]:
-        """Batches as they come. Each is drawn from generators seeded by its number: a replay draws the same."""
-        weight = weight_of(self.recipe)
-        keys = (mix(self.plan.options.seed, 4, self.rank, n) for n in itertools.count())
-        seed_all(next(keys))
+        """Batches as they come, and a replay draws the same. `random` and NumPy are seeded at the start, for nothing of
+        ours draws from them between batches; torch before each batch, for training draws from it."""
+        weight, key = weight_of(self.recipe), mix(self.plan.options.seed, 4, self.rank)
+        seed_all(key)
         while True:
             batch = None
             for batch in source:
                 yield Micro(batch, weight(batch), [])
-                seed_all(next(keys))
+                key = key + 0x9E3779B97F4A7C15 & MASK
+                torch.default_generator.manual_seed(key)
             if not endless:
                 return
             if batch is None:
@@ -161,6 +165,16 @@ def count_samples(batch: Any) -> int:
             )
         batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
     return batch.shape[0]
+
+
+def undisturbing(micros: Iterator[Micro]) -> Generator[Micro]:
+    """`micros`, and afterwards `random` and NumPy as they were: a training iterable may draw from them."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield from micros
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def upload(micros: Iterator[Micro], device: torch.device) -> Iterator[Micro]:
