@@ -137,19 +137,24 @@ def test_an_error_in_the_background_is_raised_by_wait_and_the_next_call_runs():
 
 def test_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert pick_device("auto", 3) == CPU
+    assert pick_device("auto", Place(3, 4, 3, 4)) == CPU
     chosen = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    assert pick_device("cpu", 3) == CPU
-    assert pick_device("auto", 1) == pick_device("cuda", 1) == torch.device("cuda", 1)
+    assert pick_device("cpu", Place(3, 4, 3, 4)) == CPU
+    second = Place(1, 2, 1, 2)
+    assert pick_device("auto", second) == pick_device("cuda", second) == torch.device("cuda", 1)
     assert chosen == [1, 1]
     message = (
         "this node has 2 CUDA device(s), and a rank needs number 2; use trainer.devices=2 or trainer.accelerator=cpu"
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
-        pick_device("auto", 2)
+        pick_device("auto", Place(2, 3, 2, 3))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # one visible to each task
+    assert pick_device("auto", Place(2, 3, 2, 3, launcher="srun")) == torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match="this node has 1 CUDA"):
+        pick_device("auto", Place(2, 3, 2, 3, launcher="torchrun"))
 
 
 def test_backends(monkeypatch):

@@ -26,7 +26,7 @@ class Ranks:
 
     def __init__(self, place: Place, accelerator: str, backend: str, timeout_s: float) -> None:
         self.rank, self.world = place.rank, place.world
-        self.device = pick_device(accelerator, place.local_rank)
+        self.device = pick_device(accelerator, place)
         self.backend = pick_backend(backend, self.device)
         if self.world == 1:
             return
@@ -93,10 +93,12 @@ def count_gpus(accelerator: str) -> int:
     return count
 
 
-def pick_device(accelerator: str, local_rank: int) -> torch.device:
+def pick_device(accelerator: str, place: Place) -> torch.device:
     count = count_gpus(accelerator)
     if not count:
         return torch.device("cpu")
+    # srun --gpus-per-task=1 shows each task its own device alone.
+    local_rank = 0 if place.launcher == "srun" and count == 1 else place.local_rank
     if local_rank >= count:
         raise ConfigError(
             f"trainer.devices: this node has {count} CUDA device(s), and a rank needs number {local_rank}; "

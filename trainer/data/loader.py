@@ -159,11 +159,14 @@ def start_worker(_: int) -> None:
 def count_samples(batch: Any) -> int:
     """Length of the first tensor in `batch`."""
     while not isinstance(batch, Tensor):
-        if not isinstance(batch, (dict, list, tuple, Mapping)) or not batch:  # a union would be made anew on every step
+        if isinstance(batch, (list, tuple)) and batch:  # a union would be made anew on every step
+            batch = batch[0]
+        elif isinstance(batch, Mapping) and batch:
+            batch = next(iter(batch.values()))
+        else:
             raise DataError(
                 f"batch of type {type(batch).__name__} has no tensor to count samples by; give the recipe a `weight`"
             )
-        batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
     return batch.shape[0]
 
 
