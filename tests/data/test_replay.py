@@ -66,9 +66,10 @@ class Seen(Callback):
 def train(data: Any, run: str, stop: int, resume: str | None = None) -> tuple[list[Tensor], dict[str, Tensor]]:
     seen = Seen()
     options = Options(
-        max_steps=stop, run_dir=f"runs/{run}", resume=resume, checkpoint=CheckpointOptions(every_steps=None)
-    )
-    recipe = Given(data)
+        max_steps=stop, run_dir=f"runs/{run}", resume=resume, checkpoint=CheckpointOptions(every_steps=None),
+        validate_every=3,
+    )  # fmt: skip
+    recipe = Given(data, Drawn())  # validation draws too, and a replay does not repeat it
     trainer = Trainer(recipe, {"seen": seen}, batch=BATCH, accumulate=ACCUMULATE, options=options, place=Place())
     trainer.fit()
     return seen.batches, trainer.module.state_dict()
