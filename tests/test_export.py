@@ -1,6 +1,7 @@
 """The command that exports from any checkpoint: its weights, and one line for what can't be."""
 
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -8,8 +9,12 @@ from pathlib import Path
 import pytest
 from command import Result, run
 from safetensors.torch import load_file
+from toy_recipe import Toy
 
+from trainer.callback import Callback
+from trainer.options import DataOptions, Options
 from trainer.tools.export import main
+from trainer.trainer import Trainer
 
 EXPORT = [sys.executable, "-m", "trainer.tools.export"]
 RECIPE = """
@@ -128,3 +133,20 @@ def test_what_can_not_be_exported_is_one_line(spoil, checkpoint, message, cwd, m
     assert error.count("\n") == 1
     assert re.match(f"echelon: {message}", error)
     assert files(cwd / "ckpt") | files(cwd / "runs") == before
+
+
+class Stops(Callback):
+    def on_step_end(self, trainer) -> None:
+        trainer.stop("signal")
+
+
+class Exporting(Toy):
+    def export(self, model, folder: Path) -> None:
+        raise AssertionError("not before the end")
+
+
+def test_a_run_that_is_stopped_says_how_to_export_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Trainer(Exporting(), {"stops": Stops()}, batch=12, options=Options(run_dir="runs/r"), data=DataOptions(0)).fit()
+    (command,) = re.findall("^export with (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert shlex.split(command)[1:] == ["-m", "trainer.tools.export", "ckpt/r/step-00000001", "runs/r/export"]

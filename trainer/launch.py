@@ -130,6 +130,11 @@ def go_on(typed: Sequence[str], saved: Path) -> str:
     return shlex.join([this_python(), "-m", "trainer.main", *kept, f"trainer.resume={saved}"])
 
 
+def export_from(checkpoint: Path, folder: Path) -> str:
+    """The command that exports a checkpoint."""
+    return shlex.join([this_python(), "-m", "trainer.tools.export", str(checkpoint), str(folder)])
+
+
 def this_python() -> str:
     """This interpreter, as short as works here. Links of its name lead out of an environment, so none is followed."""
     own = Path(os.path.realpath(os.path.dirname(sys.executable)), os.path.basename(sys.executable))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.launch import go_on
+from trainer.launch import export_from, go_on
 from trainer.run import log, versions, write_json
 
 if TYPE_CHECKING:
@@ -21,10 +21,9 @@ def report(trainer: "Trainer") -> None:
     """Rank 0 only."""
     if trainer.rank:
         return
-    export = (
-        trainer.run_dir / "export" if trainer.stop_reason != "signal" and hasattr(trainer.recipe, "export") else None
-    )
-    if export is not None:
+    ended, exports = trainer.stop_reason != "signal", hasattr(trainer.recipe, "export")
+    export = trainer.run_dir / "export"
+    if ended and exports:
         export.mkdir(exist_ok=True)
         trainer.recipe.export(trainer.eval_model.eval(), export)
     task = trainer.recipe.summary() if hasattr(trainer.recipe, "summary") else {}
@@ -37,10 +36,12 @@ def report(trainer: "Trainer") -> None:
         log.info("%-11s %s", group, told)
     log.info("run         %s", trainer.run_dir)
     log.info("checkpoint  %s", trainer.checkpoint)
-    if export is not None:
+    if ended and exports:
         log.info("export      %s", export)
-    if trainer.stop_reason == "signal" and trainer.checkpoint is not None:
+    if not ended and trainer.checkpoint is not None:
         log.info("go on with  %s", go_on(trainer.typed, trainer.checkpoint.parent))
+        if exports:
+            log.info("export with %s", export_from(trainer.checkpoint, export))
 
 
 def earlier(file: Path, step: int) -> dict[str, float]:
