@@ -1,6 +1,7 @@
 """What a trainer saves and takes back: refusals that name the key, acceptance, retention, the best, other weights."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from toy_recipe import Toy
 
 from trainer.callback import Callback
+from trainer.callbacks.early_stop import EarlyStop
 from trainer.callbacks.ema import EMA
 from trainer.callbacks.metrics_file import MetricsFile
 from trainer.checkpoint import commit
@@ -280,3 +282,31 @@ def test_to_resume_a_finished_run_changes_nothing():
         json.loads(Path("runs/r/summary.json").read_text())["val/loss"]
         == json.loads(lines.splitlines()[-1])["val/loss"]
     )
+
+
+def test_a_refused_resume_changes_nothing():
+    make(max_steps=6, checkpoint={"keep": 9}).fit()
+    before = {str(p): p.read_bytes() for d in ("runs", "ckpt") for p in Path(d).rglob("*") if p.is_file()}
+    link = os.readlink("ckpt/last.pt")
+    for refused in ({"checkpoint": {"keep_best": "val/typo"}}, {"callbacks": {"early_stop": EarlyStop()}}):
+        with pytest.raises(ConfigError, match=r"val/typo|validates nothing"):
+            make(resume="ckpt/r/step-00000002", max_steps=6, accept=["callbacks"], **refused).fit()
+    after = {str(p): p.read_bytes() for d in ("runs", "ckpt") for p in Path(d).rglob("*") if p.is_file()}
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    assert changed <= {"runs/r/logs/rank0.log", "ckpt/r/.lock"}
+    assert os.readlink("ckpt/last.pt") == link
+
+
+def test_auto_does_not_begin_anew_in_the_folder_of_a_run_that_has_ended():
+    make(max_steps=4).fit()
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.run_dir=runs/r: holds a run that has ended, and other/r has no check"
+    ):
+        make(max_steps=2, resume="auto", checkpoint={"dir": "other"})
+
+
+def test_lines_that_are_missing_are_told_of():
+    make(callbacks={"metrics_file": MetricsFile()}, max_steps=2, log_every_steps=1).fit()
+    Path("runs/r/metrics.jsonl").write_text("")
+    make(callbacks={"metrics_file": MetricsFile()}, max_steps=4, log_every_steps=1, resume="auto").fit()
+    assert "WARNING runs/r/metrics.jsonl: lines are missing: 0 bytes" in Path("runs/r/logs/rank0.log").read_text()

@@ -126,6 +126,20 @@ def test_names_of_callbacks(tmp_path):
     assert set(map(frozenset, shown.values())) == {frozenset(observers | {"ema"})}
 
 
+def test_lists_of_callbacks_add_up(tmp_path):
+    """As where one more is typed at the end of the command that goes on."""
+    two = ["callbacks=[ema]", "+callbacks=[early_stop,ema]"]
+    done = run([*TOY, *two, "callbacks.ema.decay=0.9", "--cfg", "job"], tmp_path)
+    assert done.code == 0, done.err
+    shown = OmegaConf.create(done.out).callbacks
+    assert {"ema", "early_stop", "progress"} <= set(shown) and shown.ema.decay == 0.9
+    sweep = ["-m", "+callbacks=[],[probe]", "+callbacks=[ema]", "trainer.max_steps=1"]
+    done = toy(sweep, tmp_path)
+    assert done.code == 0, done.err
+    orders = re.findall("^callbacks, in order: (.*)$", done.out, re.MULTILINE)
+    assert [("ema" in order, "probe" in order) for order in orders] == [(True, False), (True, True)]
+
+
 def test_resume_auto_begins_where_there_is_nothing_and_goes_on_where_there_is(tmp_path):
     words = [*SHORT, "trainer.run_dir=runs/r", "trainer.resume=auto"]
     assert "resumed" not in toy(words, tmp_path).out

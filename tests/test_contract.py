@@ -63,9 +63,9 @@ class GradientReader(Callback):
         self.seen = sum(p.grad.sum().item() for p in trainer.parameters)
 
 
-ALL = {**TABLE, "gradient_reader": GradientReader}
+ALL = {**TABLE, "half": lambda: GradCompress("fp16"), "gradient_reader": GradientReader}
 REFUSED = {("overlap", "gradient_reader")}
-CASES = [(), *((name,) for name in ALL), *itertools.combinations(TABLE, 2), *REFUSED]
+CASES = [(), *((name,) for name in ALL), *itertools.combinations(TABLE, 2), ("half", "overlap"), *REFUSED]
 
 
 def flat(module: torch.nn.Module) -> np.ndarray:
@@ -178,9 +178,7 @@ def test_the_order_in_the_config_means_nothing(names):
 
 def test_every_conflict_names_a_callback_or_a_feature():
     """One that was renamed would be guarded against no more."""
-    on = Options(
-        clip_norm=1.0, precision="fp16", ddp=DDPOptions(find_unused_parameters=True, gradient_as_bucket_view=True)
-    )
+    on = Options(clip_norm=1.0, precision="fp16", ddp=DDPOptions(None, True, True, True))
     features = Plan.features(SimpleNamespace(options=on))
     for name, make in TABLE.items():
         assert make().conflicts.keys() <= TABLE.keys() | features, name

@@ -1,4 +1,4 @@
-"""What can't work ends before anything is started: one line with key, value and way out, and an exit code."""
+"""What can't work ends before anything is started, soon: one line with key, value and way out, and an exit code."""
 
 import os
 import shlex
@@ -30,6 +30,11 @@ optimizer.lr
     optimizer.lr: can't be read as KEY=VALUE; quote it for the shell
 batch=[1
     batch=[1: can't be read as KEY=VALUE; quote it for the shell
+'recipe.text=a(b).txt'
+    recipe.text=a(b).txt: can't be read as KEY=VALUE; quote it for the shell
+    and text twice, as in 'recipe.text="a(b).txt"'
+'+callbacks=[ema' '+callbacks=[overlap]'
+    callbacks=[ema: can't be read as KEY=VALUE
 ~callbacks.progres
     ~callbacks.progres: this run has none; see --cfg job
 optimizer.lr=${foo}
@@ -131,6 +136,8 @@ trainer.accelerator=cuda trainer.devices=64 batch=64
     trainer.accelerator=cuda: torch sees no CUDA device; use trainer.accelerator=cpu, or a CUDA build of torch
 trainer.accelerator=cpu trainer.backend=nccl trainer.devices=2
     trainer.backend=nccl: needs CUDA, and this run is on cpu; use trainer.backend=gloo
+trainer.accelerator=cpu trainer.precision=tf32 trainer.devices=2
+    trainer.precision=tf32: cpu has no TF32; use trainer.precision=auto
 optimizer.lr=-1
     optimizer: Invalid learning rate: -1; mend optimizer.*
 trainer.max_steps=null
@@ -222,6 +229,7 @@ def test_one_line_says_it(results, typed):
     assert [text for text in CASES[typed] if text not in result.err] == [], result.err
     assert "Traceback" not in result.err + result.out
     assert result.code in (71, 78)
+    assert result.cpu_s < 5  # not the clock's: that also counts what others do on the machine
 
 
 @pytest.mark.parametrize("typed", CASES)

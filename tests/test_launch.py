@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import shlex
 import socket
 import sys
 import time
@@ -13,7 +14,8 @@ from command import MAIN, QUICK, TOY, Result, lines, popen, run, weights
 
 from trainer import session
 from trainer.errors import ConfigError
-from trainer.launch import Place, _verdict, detect, first_host, go_on, refuse_crowd, this_python
+from trainer.launch import Place, _verdict, cores, detect, first_host, refuse_crowd
+from trainer.summary import go_on, this_python
 
 SHORT = [*TOY, *QUICK, "+callbacks=[probe]", "trainer.max_steps=5", "trainer.validate_every=3"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainer.main"]
@@ -218,6 +220,23 @@ def test_also_under_a_launcher(launcher, tmp_path):
     assert "RuntimeError: trouble at step 3" in first and "gloo" not in first
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["batch=13"], "batch=13: does not divide into 2 rank(s)"),
+        (["+callbacks=[average,ema]"], "average and ema both have the role AVERAGE"),
+        (["trainer.backend=${oc.env:BACKEND_${oc.env:RANK}}"], "trainer.backend=nccl: needs CUDA"),  # rank 1's alone
+    ],
+    ids=["before the ranks meet", "after", "of another rank"],
+)
+def test_an_error_of_all_ranks_is_one_line(typed, said, tmp_path):
+    cpu = "trainer.accelerator=cpu"
+    result = run([*TOY, *QUICK, *typed, cpu], tmp_path, TORCHRUN, BACKEND_0="gloo", BACKEND_1="nccl")
+    assert result.code == 1
+    told = [line for line in (result.out + result.err).splitlines() if line.startswith("echelon: ")]
+    assert len(told) == 1 and told[0].startswith(f"echelon: {said}"), result.err
+
+
 def test_a_rank_that_is_killed_ends_the_run(tmp_path):
     result = trouble("SIGKILL", 1, tmp_path)
     assert result.code == 128 + 9
@@ -293,8 +312,17 @@ def test_how_a_printed_command_calls_python(executable, here, path, called, tmp_
     monkeypatch.setenv("PATH", str(tmp_path / path) if path else str(tmp_path / "nothing"))
     monkeypatch.chdir(tmp_path / here)
     assert this_python() == called.format(tmp_path)
-    command = go_on(["trainer.resume=x", "batch=${a b}"], Path("ckpt/r"))
-    assert command == f"{called.format(tmp_path)} -m trainer.main 'batch=${{a b}}' trainer.resume=ckpt/r"
+    typed = ["trainer.resume=x", "batch=${a b}"]
+    rest = "-m trainer.main 'batch=${a b}' trainer.resume=ckpt/r"
+    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert go_on(typed, Path("ckpt/r")) == f"{called.format(tmp_path)} {rest}"
+    assert go_on(None, Path("ckpt/r")) == "trainer.resume=ckpt/r"
+    for name, value in ELASTIC.items():
+        monkeypatch.setenv(name, value)
+    assert go_on(typed, Path("ckpt/r")) == f"the same torchrun ... {rest}"
+    monkeypatch.setenv("ECHELON_STORE", "/s")
+    assert go_on(typed, Path("ckpt/r")) == f"{called.format(tmp_path)} {rest}"
 
 
 @pytest.mark.parametrize(("cores", "most"), [(1, 8), (2, 8), (64, 256)])

@@ -1,6 +1,8 @@
 """What `Trainer` promises to who calls it from Python, and to recipes and callbacks that are unlike the usual."""
 
+import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,6 +101,39 @@ def test_all_ranks_validate_with_the_running_statistics_of_rank_0():
         assert all((a == b).all() for a, b in zip(first, other, strict=True))
 
 
+class Lossless(Toy):
+    loss = None
+
+
+class Unvalidated(Toy):
+    def data(self, split: str) -> Any:
+        return super().data(split) if split == "train" else None
+
+
+@pytest.mark.parametrize(
+    ("recipe", "callbacks", "told"),
+    [
+        (Lossless(), {}, "recipe: Lossless has no method 'loss'; give it model, data and loss"),
+        (Toy(), {"x": object()}, r"callbacks\.x: object is not a callback; give a class that inherits from"),
+        (Unvalidated(), {}, r"trainer\.validate_every=5: recipe\.data\('val'\) is None; give it"),
+    ],
+)
+def test_what_a_run_needs_is_told_before_it_begins(recipe, callbacks, told):
+    with pytest.raises(ConfigError, match=f"^{told}"):
+        make(recipe, callbacks, replace(SHORT, validate_every=5))
+    assert not list(Path().iterdir())
+
+
+class Diverging(Toy):
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().loss(model, batch) * math.nan
+
+
+def test_a_loss_that_is_not_finite_is_told_of_once():
+    make(Diverging(), options=Options(max_steps=4, log_every_steps=1, run_dir="runs/r")).fit()
+    assert Path("runs/r/logs/rank0.log").read_text().count("WARNING step 1: the loss is nan") == 1
+
+
 def refused_alone(place: Place) -> str:
     try:
         make(Loaded() if place.rank else None, place=place)  # rank 0 has no recipe
@@ -108,7 +143,7 @@ def refused_alone(place: Place) -> str:
 
 
 def test_a_rank_that_is_refused_leaves_its_peers_no_wait():
-    assert run_ranks(3, refused_alone, timeout_s=20) == ["AttributeError", "RuntimeError", "RuntimeError"]
+    assert run_ranks(3, refused_alone, timeout_s=20) == ["ConfigError", "RuntimeError", "RuntimeError"]
 
 
 def disagree(place: Place, key: str) -> str:

@@ -4,14 +4,12 @@ import contextlib
 import ctypes
 import json
 import os
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -115,34 +113,24 @@ def refuse_crowd(devices: int | str) -> None:
     Raises:
         ConfigError: for more.
     """
-    cores = len(os.sched_getaffinity(0))
-    most = max(8, 4 * cores)
+    most = max(8, 4 * cores())
     if isinstance(devices, int) and devices > most:
         raise ConfigError(
-            f"trainer.devices={devices}: each is a process, and this node has {cores} CPU core(s); "
+            f"trainer.devices={devices}: each is a process, and this node has {cores()} CPU core(s); "
             f"use at most {most} (8, or 4 a core)"
         )
 
 
-def go_on(typed: Sequence[str], saved: Path) -> str:
-    """The command that continues a run from its folder of checkpoints: `last.pt` may be another run's by then."""
-    kept = [word for word in typed if not word.startswith("trainer.resume=")]
-    return shlex.join([this_python(), "-m", "trainer.main", *kept, f"trainer.resume={saved}"])
+def cores() -> int:
+    """CPU cores that this process may use: a container or a batch system may give it some of the node's."""
+    return len(os.sched_getaffinity(0))
 
 
-def export_from(checkpoint: Path, folder: Path) -> str:
-    """The command that exports a checkpoint."""
-    return shlex.join([this_python(), "-m", "trainer.tools.export", str(checkpoint), str(folder)])
-
-
-def this_python() -> str:
-    """This interpreter, as short as works here. Links of its name lead out of an environment, so none is followed."""
-    own = Path(os.path.realpath(os.path.dirname(sys.executable)), os.path.basename(sys.executable))
-    if own.is_relative_to(here := Path.cwd()):
-        return os.path.join(".", own.name) if own.parent == here else str(own.relative_to(here))
-    found = shutil.which("python") or ""
-    same = os.path.realpath(os.path.dirname(found)) == str(own.parent) and os.path.samefile(found, own)
-    return "python" if same else sys.executable
+def let_first_tell() -> None:
+    """Call it before an error is printed that other ranks may have too. The first rank of a node tells at once, and as
+    it ends, its launcher ends the others: what they say after 2 s is theirs alone."""
+    if any(os.environ.get(name, "0") != "0" for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")):
+        time.sleep(2)
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -153,12 +141,12 @@ def die_with_parent(parent: int | None = None) -> None:
         os._exit(1)
 
 
-def supervise(arguments: list[str], devices: int, logs: Path, saved: Path) -> int:
+def supervise(arguments: list[str], devices: int, logs: Path, further: Callable[[], str]) -> int:
     """Run `python -m trainer.main ARGUMENTS` once a rank on this node, and return the run's exit code.
 
     Ranks meet in a file of a private folder, so no port is opened but gloo's on loopback. Each is in a session of its
     own and is killed with this process. Signals to stop are passed on; when a rank fails, the others get 5 s to end,
-    and the user is told of the one that failed first; and how to go on, where the folder `saved` has checkpoints.
+    and the user is told of the one that failed first; and what `further` says, where the fault isn't our own.
     """
     logs.mkdir(parents=True, exist_ok=True)
     ranks: list[subprocess.Popen[bytes]] = []
@@ -182,8 +170,7 @@ def supervise(arguments: list[str], devices: int, logs: Path, saved: Path) -> in
                 rank.wait()
             for number, handler in before.items():
                 signal.signal(number, handler)
-        further = f"; go on with {go_on(arguments[2:], saved)}" if any(saved.glob("step-*")) else ""
-        return _verdict(codes, Path(private), logs, passed, further)
+        return _verdict(codes, Path(private), logs, passed, further())
 
 
 def _start(arguments: list[str], rank: int, devices: int, private: Path, logs: Path) -> "subprocess.Popen[bytes]":
@@ -196,7 +183,7 @@ def _start(arguments: list[str], rank: int, devices: int, private: Path, logs: P
         "ECHELON_STORE": str(private / "store"),
         "ECHELON_ERROR_FILE": str(private / f"error-{rank}.json"),
         "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // devices))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // devices))),
     }
     command = [sys.executable, "-m", "trainer.main", *arguments]
     if rank == 0:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from trainer import __version__
 from trainer.errors import ConfigError, exit_code, nearest, told
+from trainer.launch import STOPPED, detect, die_with_parent, let_first_tell, refuse_crowd
 from trainer.signals import outlive_readers
 
 HERE = Path(__file__).parent
@@ -52,6 +53,7 @@ def guarded(call: Callable[[], int]) -> int:
     try:
         return call()
     except Exception as error:
+        let_first_tell()
         print(told(error), file=sys.stderr, flush=True)
         return exit_code(error)
     except KeyboardInterrupt:
@@ -61,8 +63,6 @@ def guarded(call: Callable[[], int]) -> int:
 def command(arguments: list[str]) -> int:
     """The exit code of the worst of the jobs that `arguments` describe."""
     if arguments[:1] == ["--resolved"]:
-        from trainer.launch import die_with_parent
-
         die_with_parent(int(os.environ["ECHELON_PARENT"]))  # before anything that takes time
         from trainer.session import train_as_rank
 
@@ -75,7 +75,6 @@ def command(arguments: list[str]) -> int:
         print(f"echelon-trainer {__version__} (torch {metadata.version('torch')})")
         return 0
     from trainer.config import check
-    from trainer.launch import STOPPED, detect
 
     jobs, codes = compose(arguments, folders), [0]
     place = detect(dict(os.environ))
@@ -135,7 +134,7 @@ def compose(arguments: list[str], folders: list[Path]) -> list[Job]:
         recipe = dict(chosen.runtime.choices).get("recipe", "")
         jobs.append(Job(OmegaConf.to_container(config, resolve=True), recipe, [*flags, *typed]))
 
-    words = [normal(word, folders) for word in arguments]
+    words = merged([normal(word, folders) for word in arguments])
     sys.argv[1:] = sorted(words, key=is_override)  # argparse takes positional arguments in one piece only
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print
     said = io.StringIO()
@@ -169,7 +168,8 @@ def explain(error: Exception, folders: list[Path]) -> str:
         return f"{group}={name}: there is no such {group.removesuffix('s')}; {nearest(name, known)}"
     if isinstance(error, OverrideParseException):
         word = error.override.removeprefix("++")
-        return f"{word}: can't be read as KEY=VALUE; quote it for the shell, as in '+callbacks=[a,b]'"
+        shell, text = "'+callbacks=[a,b]'", "'recipe.text=\"a(b).txt\"'"
+        return f"{word}: can't be read as KEY=VALUE; quote it for the shell, as in {shell}, and text twice, as in {text}"
     text = " ".join(str(error).split())
     if absent := re.search("delete from config. '(.*)' does not exist", text):
         return f"~{absent[1]}: this run has none; see --cfg job"
@@ -190,7 +190,7 @@ def normal(word: str, folders: list[Path]) -> str:
         return word
     if name == "callbacks":
         value = "" if value == "null" else value
-        return "callbacks=" + re.sub(r"\[([^][]*)\]", added, value if "[" in value else f"[{value}]")
+        return f"callbacks={value if '[' in value else f'[{value}]'}"
     if any((folder / name).is_dir() for folder in folders):
         if value == "null":
             raise ConfigError(f"{word}: a run needs one; there are {', '.join(choices(name, folders))}")
@@ -198,18 +198,23 @@ def normal(word: str, folders: list[Path]) -> str:
     return f"++{name}={value}"
 
 
-def added(names: "re.Match[str]") -> str:
-    """A list of callbacks without those that every run has."""
+def merged(words: list[str]) -> list[str]:
+    """With one list of callbacks, of which Hydra would heed the last only; without those that every run has."""
+    given = [re.findall(r"\[([^][]*)\]", word) for word in words if word.startswith("callbacks=")]
+    if not given or [] in given:  # none, or one that Hydra shall refuse
+        return words
     default = re.findall(r"^  - callbacks/(\w+)", (CONF / "config.yaml").read_text(), re.MULTILINE)
-    wanted = [name.strip() for name in names[1].split(",")]
-    return f"[{','.join(name for name in wanted if name and name not in default)}]"
+    lists = []
+    for several in itertools.product(*given):  # each may be a sweep
+        names = [name.strip() for name in ",".join(several).split(",")]
+        lists.append(f"[{','.join(dict.fromkeys(name for name in names if name and name not in default))}]")
+    return [f"callbacks={','.join(lists)}", *(word for word in words if not word.startswith("callbacks="))]
 
 
 def run(config: dict[str, Any], recipe: str, typed: list[str]) -> int:
     """Train in this process, or start the ranks."""
     from trainer.batch import split_batch
     from trainer.config import settings
-    from trainer.launch import detect, refuse_crowd
     from trainer.options import Options
 
     options = settings(Options, config["trainer"])

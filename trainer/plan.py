@@ -53,6 +53,7 @@ class Plan:
         refuse_other_ranks({f"trainer.{key}": value for key, value in asdict(rank_0_decides).items()}, rank, first)
         self.options, self.data, self.batch = options, data, batch
         self.micro, self.accumulate = split_batch(batch, world, micro_batch, accumulate)
+        refuse_incomplete(recipe, callbacks)
         self.callbacks = arrange(callbacks, self.features())
         self.resumed, self.manifest = self._find_checkpoint(rank, first)
         if options.init_from and not self.resumed:
@@ -79,6 +80,11 @@ class Plan:
             self.order = Order(self.source.counts, seed, self.data.lanes, self.data.block)
         elif self.source is None:
             raise ConfigError("recipe.data('train') is None: there is nothing to train on")
+        if self.validation is None and self.options.validate_every is not None:
+            raise ConfigError(
+                f"trainer.validate_every={self.options.validate_every}: recipe.data('val') is None; "
+                "give it validation data, or trainer.validate_every=null"
+            )
         self.epoch_samples = self.order.samples if self.order else None
 
     def features(self) -> set[str]:
@@ -87,6 +93,7 @@ class Plan:
             "clip": self.options.clip_norm is not None,
             "fp16": self.options.precision == "fp16",
             "find_unused_parameters": ddp.find_unused_parameters,
+            "static_graph": ddp.static_graph,
             "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
         }
         return {name for name, active in on.items() if active}
@@ -104,7 +111,7 @@ class Plan:
         if path is None:
             log.info("resume: there is no checkpoint in %s yet; a new run begins", root)
             return None, {}
-        manifest = commit.verify(Path(path), hashes=rank == 0)
+        manifest = commit.verify(Path(path), hashes=False)  # which rank 0 has compared to choose it
         if first(manifest) != manifest:
             raise ConfigError(
                 f"trainer.resume={options.resume}: rank {rank} sees another {path} than rank 0; use a shared folder"
@@ -143,6 +150,19 @@ class Plan:
         ]
         own = {"seed": self.options.seed, "batch": self.batch, "data": data, "callbacks": stateful}
         return own | {"lanes": self.data.lanes, "block": self.data.block}
+
+
+def refuse_incomplete(recipe: Any, callbacks: Mapping[str, Any]) -> None:
+    missing = [name for name in ("model", "data", "loss") if not callable(getattr(recipe, name, None))]
+    if missing:
+        has = f"recipe: {type(recipe).__name__} has no method {missing[0]!r}"
+        raise ConfigError(f"{has}; give it model, data and loss, as trainer/recipe.py says")
+    for name, callback in callbacks.items():
+        if not isinstance(callback, Callback):
+            raise ConfigError(
+                f"callbacks.{name}: {type(callback).__name__} is not a callback; give a class that inherits from "
+                "trainer.callback.Callback"
+            )
 
 
 def refuse_other_ranks(own: Mapping[str, Any], rank: int, first: Callable[[Any], Any]) -> None:

@@ -35,12 +35,17 @@ def make_run_dir(plan: "Plan", name: str) -> Path:
     if given is None:
         return make_new(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", root)
     folder = Path(given)
+    saved = root / folder.name
+    if (folder / "summary.json").exists() and options.resume == "auto" and resumed is None:
+        raise ConfigError(
+            f"trainer.run_dir={given}: holds a run that has ended, and {saved} has no checkpoint of it; "
+            "give the trainer.checkpoint.dir that has, or another trainer.run_dir"
+        )
     again = options.resume == "auto" or (resumed is not None and resumed.parent.name == folder.name)
     if any((folder / file).exists() for file in ("metrics.jsonl", "summary.json")) and not again:
         raise ConfigError(
             f"trainer.run_dir={given}: holds a run already; go on by trainer.resume=auto, or give another"
         )
-    saved = root / folder.name
     if commit.checkpoints(saved) and (resumed is None or resumed.parent.resolve() != saved.resolve()):
         raise ConfigError(
             f"trainer.run_dir={given}: {saved} holds checkpoints of a run of this name; go on by trainer.resume=auto, "

@@ -18,10 +18,12 @@ from trainer.checkpoint.resume import model_identity
 from trainer.config import ALLOWED, build, settings
 from trainer.distributed import count_gpus, pick_backend
 from trainer.errors import ConfigError, exit_code, told
-from trainer.launch import STOPPED, Place, supervise
+from trainer.launch import STOPPED, Place, let_first_tell, supervise
 from trainer.options import DataOptions, Options
 from trainer.plan import Plan
+from trainer.precision import Precision
 from trainer.run import log, make_run_dir, show_log
+from trainer.summary import go_on
 from trainer.trainer import Trainer
 
 
@@ -38,6 +40,8 @@ def start(config: dict[str, Any], name: str, typed: list[str], place: Place) -> 
             f"use trainer.devices={gpus} or trainer.accelerator=cpu"
         )
     pick_backend(options.backend, torch.device("cuda" if gpus else "cpu"))
+    if not gpus:  # else the ranks ask: this process makes no context on a GPU
+        Precision(options.precision, torch.device("cpu"))
     if devices == 1:
         return train(config, name, typed, place)
     return start_ranks(config, name, typed, devices)
@@ -55,7 +59,11 @@ def start_ranks(config: dict[str, Any], name: str, typed: list[str], devices: in
     with tempfile.TemporaryDirectory(prefix="echelon-") as private:
         file = save_config({**config, "trainer": config["trainer"] | found}, Path(private))
         saved = Path(config["trainer"]["checkpoint"]["dir"]) / run_dir.name
-        return supervise(["--resolved", str(file), *typed], devices, run_dir / "logs", saved)
+
+        def further() -> str:
+            return f"; go on with {go_on(typed, saved)}" if any(saved.glob("step-*")) else ""
+
+        return supervise(["--resolved", str(file), *typed], devices, run_dir / "logs", further)
 
 
 def objects(config: dict[str, Any]) -> dict[str, Any]:
@@ -127,9 +135,10 @@ def train_under_launcher(config: dict[str, Any], name: str, typed: list[str], pl
         return (record(attempt) if torchrun else attempt)(config, name, typed, place) or 0
     except Exception as error:
         text = told(error)
-        if place.rank:
+        if not os.path.sameopenfile(terminal, 2):
             print(text, file=sys.stderr)  # into this rank's log
         if not torchrun or text.startswith("echelon: "):
+            let_first_tell()
             os.write(terminal, f"{text}\n".encode())
         sys.stdout.flush()
         os._exit(exit_code(error))

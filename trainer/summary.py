@@ -1,14 +1,18 @@
-"""The end of a run: the export, summary.json, and the lines that say where everything is."""
+"""The end of a run: summary.json, the export, and the lines that say where everything is and how to go on."""
 
 import json
+import os
 import platform
-from collections.abc import Mapping
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.launch import export_from, go_on
+from trainer.launch import detect
 from trainer.run import log, versions, write_json
 
 if TYPE_CHECKING:
@@ -21,11 +25,6 @@ def report(trainer: "Trainer") -> None:
     """Rank 0 only."""
     if trainer.rank:
         return
-    ended, exports = trainer.stop_reason != "signal", hasattr(trainer.recipe, "export")
-    export = trainer.run_dir / "export"
-    if ended and exports:
-        export.mkdir(exist_ok=True)
-        trainer.recipe.export(trainer.eval_model.eval(), export)
     task = trainer.recipe.summary() if hasattr(trainer.recipe, "summary") else {}
     file = trainer.run_dir / "summary.json"
     numbers = (trainer.last_metrics or earlier(file, trainer.step)) | trainer.validation | task
@@ -36,12 +35,46 @@ def report(trainer: "Trainer") -> None:
         log.info("%-11s %s", group, told)
     log.info("run         %s", trainer.run_dir)
     log.info("checkpoint  %s", trainer.checkpoint)
-    if ended and exports:
-        log.info("export      %s", export)
-    if not ended and trainer.checkpoint is not None:
-        log.info("go on with  %s", go_on(trainer.typed, trainer.checkpoint.parent))
+    exports, export = hasattr(trainer.recipe, "export"), trainer.run_dir / "export"
+    if trainer.stop_reason != "signal":
+        if exports:
+            export.mkdir(exist_ok=True)
+            trainer.recipe.export(trainer.eval_model.eval(), export)
+            log.info("export      %s", export)
+    elif trainer.checkpoint is not None:
+        typed = vars(trainer).get("typed")  # absent where it was made in Python
+        log.info("go on with  %s", go_on(typed, trainer.checkpoint.parent))
         if exports:
             log.info("export with %s", export_from(trainer.checkpoint, export))
+
+
+def go_on(typed: Sequence[str] | None, saved: Path) -> str:
+    """What continues a run from its folder of checkpoints: `last.pt` may be another run's by then.
+
+    Where someone else has started the ranks, that command is theirs; without `typed` the setting is all that we know.
+    """
+    resume = f"trainer.resume={saved}"
+    if typed is None:
+        return resume
+    words = ["-m", "trainer.main", *(word for word in typed if not word.startswith("trainer.resume=")), resume]
+    launcher = detect(os.environ).launcher
+    ours = launcher in ("", "echelon")
+    return shlex.join([this_python(), *words]) if ours else f"the same {launcher} ... {shlex.join(words)}"
+
+
+def export_from(checkpoint: Path, folder: Path) -> str:
+    """The command that exports a checkpoint."""
+    return shlex.join([this_python(), "-m", "trainer.tools.export", str(checkpoint), str(folder)])
+
+
+def this_python() -> str:
+    """This interpreter, as short as works here. Links of its name lead out of an environment, so none is followed."""
+    own = Path(os.path.realpath(os.path.dirname(sys.executable)), os.path.basename(sys.executable))
+    if own.is_relative_to(here := Path.cwd()):
+        return os.path.join(".", own.name) if own.parent == here else str(own.relative_to(here))
+    found = shutil.which("python") or ""
+    same = os.path.realpath(os.path.dirname(found)) == str(own.parent) and os.path.samefile(found, own)
+    return "python" if same else sys.executable
 
 
 def earlier(file: Path, step: int) -> dict[str, float]:

@@ -103,10 +103,9 @@ class Trainer:
         self.lag = 0  # steps by which the weights are behind `step`, while a callback defers
         self.metrics = self.last_metrics = NOTHING  # numbers of this step, if it is one to log; of the last that was
         self.validation: dict[str, float] = {}  # of the last validation, which was at `validated_step`
-        self.validated_step = -1
         self.best: dict[str, Any] = {}
-        self.stop_reason = ""
-        self.checkpoint, self.saved_step = self.plan.resumed, -1
+        self.checkpoint, self.stop_reason = self.plan.resumed, ""
+        self.validated_step = self.saved_step = -1
 
     def _set_hooks(self) -> None:
         self.callbacks = self.plan.callbacks
@@ -142,6 +141,7 @@ class Trainer:
         self.loader = Loader(self.recipe, self.plan, self.rank, self.world, self.device)
         if self.plan.resumed:
             resume.refuse_other_model(self, self.plan.resumed)
+        refuse_unknown_metrics(self)
 
     def fit(self) -> None:
         """Train to the end, or until stopped. Weights, optimizer and callbacks are left as the last step made them."""
@@ -184,8 +184,9 @@ class Trainer:
         now = time.monotonic()
         self.started, self.saved_at, self.validated_at = now - self.seconds, now, now
         self._check_limit()
-        refuse_unknown_metrics(self)
         self.emit("on_fit_start")
+        if plan.resumed:
+            resume.set_newer_aside(self)
 
     def _train_step(self, data: Step) -> None:
         for generator in self.generators:
@@ -250,9 +251,12 @@ class Trainer:
     def _measure(self) -> dict[str, float]:
         """The numbers of this step. Waits for the device, and is a collective."""
         self.seconds = time.monotonic() - self.started
-        loss = sum(loss.item() * weight for loss, weight in zip(self.losses, self.data.weights, strict=True))
+        ours = sum(loss.item() * weight for loss, weight in zip(self.losses, self.data.weights, strict=True))
+        loss = sum(self.ranks.gather(ours)) / self.weight if self.weight else math.nan
+        if not math.isfinite(loss) and math.isfinite(self.last_metrics.get("train/loss", 0.0)):
+            log.warning("step %d: the loss is %s; training goes on, but to nowhere", self.step, loss)
         metrics = {
-            "train/loss": sum(self.ranks.gather(loss)) / self.weight if self.weight else math.nan,
+            "train/loss": loss,
             "train/lr": self.optimizer.param_groups[0]["lr"],
         }
         if not self.defers:

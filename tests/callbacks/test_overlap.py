@@ -119,7 +119,6 @@ CASES: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": lambda groups: sgd(groups, nesterov=True, weight_decay=0.1)},
     "lamb": {"optimizer": lambda groups: lamb(groups, weight_decay=0.1), "schedule": Linear(warmup=3)},
     "bf16": {"precision": "bf16"},
-    "static_graph": {"static_graph": True, "net": Tied},
 }
 
 
@@ -135,7 +134,7 @@ def train(place: Place, case: str, overlapped: bool) -> tuple[list[bytes], list[
         options=Options(
             max_steps=STEPS, validate_every=2, precision=setting.get("precision", "fp32"), log_every_steps=1,
             run_dir=f"runs/{run}", checkpoint=CheckpointOptions(every_steps=3),
-            ddp=DDPOptions(setting.get("mib", 0.002), static_graph=setting.get("static_graph", False)),
+            ddp=DDPOptions(setting.get("mib", 0.002)),
         ),
         data=DataOptions(workers=0),
         place=place,

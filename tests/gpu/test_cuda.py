@@ -8,6 +8,7 @@ from toy_recipe import Toy
 
 from trainer.callbacks.ema import EMA
 from trainer.data.loader import Micro, upload
+from trainer.distributed import Background
 from trainer.launch import Place
 from trainer.options import CheckpointOptions, DataOptions, Options
 from trainer.trainer import Trainer
@@ -65,3 +66,20 @@ def test_loading_looks_one_batch_ahead_and_no_further():
     ahead = upload(source, torch.device("cuda", torch.cuda.current_device()))
     next(ahead)
     assert next(taken) == 2
+
+
+def test_what_runs_beside_the_step_is_waited_for_and_keeps_its_memory():
+    """`Background`'s stream: a slow call, a buffer that is freed at once, and its successor in the same memory."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    background, busy = Background(device), torch.randn(4096, 4096, device="cuda")
+
+    def slow_double(flat: torch.Tensor) -> torch.Tensor:
+        for _ in range(5):
+            torch.mm(busy, busy)
+        return flat * 2
+
+    for value in range(20):
+        flat = torch.full((1 << 20,), float(value), device="cuda")
+        coming = background.submit(slow_double, flat.clone())
+        torch.full((1 << 20,), -1.0, device="cuda")  # takes the memory of the clone, if nobody holds it
+        assert bool((coming.wait() == 2.0 * value).all())

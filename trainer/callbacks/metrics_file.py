@@ -5,7 +5,7 @@ import os
 from typing import IO, Any
 
 from trainer.callback import Callback
-from trainer.run import finite
+from trainer.run import finite, log
 
 
 class MetricsFile(Callback):
@@ -20,7 +20,9 @@ class MetricsFile(Callback):
             return
         path = trainer.run_dir / "metrics.jsonl"
         self.file = open(path, "a")  # noqa: SIM115 closed by on_fit_end
-        os.truncate(path, min(self.bytes, os.path.getsize(path)))
+        if (found := os.path.getsize(path)) < self.bytes:
+            log.warning("%s: lines are missing: %d bytes, and the checkpoint knows of %d", path, found, self.bytes)
+        os.truncate(path, min(self.bytes, found))
 
     def on_step_end(self, trainer) -> None:
         if trainer.metrics:

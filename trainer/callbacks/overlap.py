@@ -40,6 +40,8 @@ class Overlap(Callback):
         "fp16": "loss scaling must see all gradients before any is used; use bf16 or leave overlap out",
         "find_unused_parameters": "which parameters no rank has used, so must not be stepped, is known to DDP alone; "
         "set trainer.ddp.find_unused_parameters=false or leave overlap out",
+        "static_graph": "which parameters stay without a gradient, so must not be stepped, is known to DDP alone; "
+        "set trainer.ddp.static_graph=false or leave overlap out",
         "gradient_as_bucket_view": "the bucket is used again while it is still being stepped; "
         "set trainer.ddp.gradient_as_bucket_view=false or leave overlap out",
     }

@@ -138,8 +138,6 @@ def load(trainer: "Trainer", path: Path) -> None:
     for name, callback in trainer.callbacks.items():
         if name in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][name])
-    if trainer.rank == 0 and (aside := commit.set_aside(checkpoints(trainer), trainer.step)):
-        log.warning("resume: another history begins at step %d; set aside: %s", trainer.step, ", ".join(aside))
     log.info("resumed from %s at step %d, sample %d", path, trainer.step, trainer.samples)
     if saved["world"] != trainer.world:
         log.info(
@@ -149,6 +147,12 @@ def load(trainer: "Trainer", path: Path) -> None:
         log.warning("resume: DDP laid its buckets out differently, so sums may differ in their last bits")
     if trainer.plan.order is None:
         log.info("resume: this recipe's data is an iterable of batches; the %d steps before are replayed", trainer.step)
+
+
+def set_newer_aside(trainer: "Trainer") -> None:
+    """What was saved above the step from which this run goes on. Not before the run is sure to begin."""
+    if trainer.rank == 0 and (aside := commit.set_aside(checkpoints(trainer), trainer.step)):
+        log.warning("resume: another history begins at step %d; set aside: %s", trainer.step, ", ".join(aside))
 
 
 def load_weights(module: nn.Module, source: str) -> None:

@@ -18,6 +18,7 @@ from trainer.data.order import MASK, Ref, mix, walk
 from trainer.data.source import Samples, seed_all
 from trainer.errors import DataError
 from trainer.launch import die_with_parent
+from trainer.run import log
 
 if TYPE_CHECKING:
     from trainer.plan import Plan
@@ -49,7 +50,12 @@ class Loader:
         if isinstance(source, Samples):
             micros = self._run(self._load(source, self._plan(start)))
         else:
+            if self.world > 1:
+                log.info("data is an iterable: each of %d ranks walks its own; see trainer/recipe.py", self.world)
             micros = self._run(self._replay(source, endless=True))
+            first = next(micros)
+            self._refuse_other_size(first.batch)
+            micros = itertools.chain([first], micros)
             micros = itertools.islice(micros, start // self.plan.batch * self.plan.accumulate, None)
         micros = upload(micros, self.device)
         if self.plan.accumulate == 1:
@@ -103,10 +109,24 @@ class Loader:
             if batch is None:
                 raise DataError("recipe.data('train'): the iterable gave no batch; a generator must not end")
 
+    def _refuse_other_size(self, batch: Any) -> None:
+        """For `samples` and all rates are counted by the plan. What has no tensor to count by is taken as it is."""
+        try:
+            samples, micro = count_samples(batch), self.plan.micro
+        except (DataError, IndexError):
+            return
+        if samples != micro:
+            fitting = samples * self.world * self.plan.accumulate
+            raise DataError(
+                f"recipe.data('train'): a batch has {samples} samples, and this run's micro-batch is {micro} (batch="
+                f"{self.plan.batch}, {self.world} rank(s), accumulate={self.plan.accumulate}); yield batches of {micro}, "
+                f"or give batch={fitting}"
+            )
+
     def _load(self, source: Samples, plan: Iterator[list[Ref]]) -> Generator[Micro]:
         """`plan` through the workers, in its order."""
         to_load, to_name = itertools.tee(plan)
-        workers = self.plan.data.workers
+        workers, timeout_s = self.plan.data.workers, self.plan.options.timeout_s
         loader = DataLoader(
             Fetch(source, self.recipe),  # pyright: ignore[reportArgumentType] by __getitem__ it is map-style
             batch_size=None,  # what the sampler gives is a batch
@@ -114,14 +134,23 @@ class Loader:
             collate_fn=as_it_is,
             num_workers=workers,
             prefetch_factor=self.plan.data.prefetch if workers else None,
+            timeout=timeout_s if workers else 0,
             worker_init_fn=start_worker,
             pin_memory=self.device.type == "cuda",
         )
-        for fetched, refs in zip(loader, to_name, strict=False):
-            if isinstance(fetched, DataError):
-                raise fetched
-            batch, weight = fetched
-            yield Micro(batch, weight, refs)
+        try:
+            for fetched, refs in zip(loader, to_name, strict=False):
+                if isinstance(fetched, DataError):
+                    raise fetched
+                batch, weight = fetched
+                yield Micro(batch, weight, refs)
+        except RuntimeError as error:
+            if "DataLoader timed out" not in str(error):
+                raise
+            raise DataError(
+                f"trainer.timeout_s={timeout_s:g}: a data worker gave no batch in this time; a file or the recipe's "
+                "data or transform hangs: mend it, or give it longer"
+            ) from None
 
 
 class Fetch:
