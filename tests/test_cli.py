@@ -1,6 +1,7 @@
 """What is typed and what is seen: help, multirun, names of callbacks, the run's folder, lines, resume."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -8,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import QUICK, TOY, environment, run, toy
+from command import PYTHONPATH, QUICK, TOY, environment, run, toy
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -175,3 +176,23 @@ def test_weights_alone_from_another_run(default, tmp_path):
     summary, trained = (json.loads((run / "summary.json").read_text()) for run in (tmp_path / "runs/r", cwd / "runs/a"))
     assert summary["val/loss"] == trained["val/loss"]
     assert (summary["steps"], summary["samples"]) == (0, 0)
+
+
+FAILING = """
+import errno
+from toy_recipe import Toy
+
+class Failing(Toy):
+    def export(self, model, folder):
+        raise OSError(errno.ENOSPC, "No space left on device", "weights")
+"""
+
+
+def test_an_export_that_fails_leaves_the_summary(tmp_path):
+    (tmp_path / "failing.py").write_text(FAILING)
+    path = f"{tmp_path}{os.pathsep}{PYTHONPATH}"
+    words = ["recipe._target_=failing.Failing", "trainer.allow_targets=[failing]", "trainer.max_steps=1"]
+    done = toy([*words, "trainer.run_dir=runs/r"], tmp_path, PYTHONPATH=path)
+    assert done.code == 1 and done.err.startswith("echelon: weights: No space left on device; make room"), done.err
+    assert json.loads((tmp_path / "runs/r/summary.json").read_text())["steps"] == 1
+    assert "checkpoint  ckpt/r/step-00000001\n" in done.out and "export  " not in done.out

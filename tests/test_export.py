@@ -18,12 +18,19 @@ from trainer.trainer import Trainer
 
 EXPORT = [sys.executable, "-m", "trainer.tools.export"]
 RECIPE = """
+from pathlib import Path
+
 from safetensors.torch import save_file
 from toy_recipe import Toy as Base
 
 class Toy(Base):
     def __init__(self, width: int = 8):
         super().__init__(width=width)
+
+    def data(self, split):
+        points = super().data(split)
+        points.fingerprint = Path("points.txt").read_text()
+        return points
 
 class Exporting(Toy):
     def export(self, model, folder):
@@ -40,13 +47,14 @@ data: {workers: 0}
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """A folder with a run of 4 steps that kept an average, which its export was of."""
+    """A folder with a run of 4 steps that kept an average, by a name of its own, which its export was of."""
     folder = tmp_path_factory.mktemp("export")
     (folder / "mine.py").write_text(RECIPE)
+    (folder / "points.txt").write_text("release 1")
     (folder / "conf" / "recipe").mkdir(parents=True)
     (folder / "conf" / "recipe" / "mine.yaml").write_text(CONFIG)
-    words = ["--config-dir", "conf", "recipe=mine", "+callbacks=[ema]", "callbacks.ema.decay=0.5"]
-    done = run([*words, "~callbacks.tensorboard"], folder)
+    average = "+callbacks.avg={_target_: trainer.callbacks.ema.EMA, decay: 0.5}"
+    done = run(["--config-dir", "conf", "recipe=mine", average, "~callbacks.tensorboard"], folder)
     assert done.code == 0, done.err
     return folder
 
@@ -74,7 +82,7 @@ def test_the_last_is_the_runs_own_export_and_an_older_one_its_average(cwd):
     assert export(cwd, "ckpt/r/step-00000002").code == 0
     average = load_file(cwd / "ckpt/r/step-00000002/callbacks.safetensors")
     exported = load_file(cwd / "out/deep/exported.safetensors")
-    assert {f"ema/{name}": tensor.tolist() for name, tensor in exported.items()} == {
+    assert {f"avg/{name}": tensor.tolist() for name, tensor in exported.items()} == {
         name: tensor.tolist() for name, tensor in average.items()
     }
     assert files(cwd / "ckpt") | files(cwd / "runs") == before
@@ -91,6 +99,10 @@ def other_model(cwd: Path) -> None:
 
 def fewer_layers(cwd: Path) -> None:
     (cwd / "mine.py").write_text((cwd / "mine.py").read_text().replace("width=width", "width=width, depth=1"))
+
+
+def other_data(cwd: Path) -> None:
+    (cwd / "points.txt").write_text("release 2")
 
 
 def no_export(cwd: Path) -> None:
@@ -114,6 +126,11 @@ def a_file(cwd: Path) -> None:
         (damage, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: .*model.safetensors: 0 bytes, its manifest says"),
         (other_model, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: .*size mismatch .*; give weights of this model"),
         (fewer_layers, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: 0 weights are missing and 2 unknown"),
+        (
+            other_data,
+            "ckpt/last.pt",
+            "CHECKPOINT=ckpt/last.pt: its data has changed since .was [0-9a-f]{12}, is [0-9a-f]{12}.; give the data back",
+        ),
         (no_export, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: Toy has no `export`"),
         (no_config, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: its run's runs/r/config.yaml is not here"),
         (a_file, "ckpt/last.pt", "FOLDER=out: can't be written: File exists; give another folder"),

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import shlex
 import socket
 import sys
 import time
@@ -14,7 +13,7 @@ from command import MAIN, QUICK, TOY, Result, lines, popen, run, weights
 
 from trainer import session
 from trainer.errors import ConfigError
-from trainer.launch import Place, _verdict, cores, detect, first_host, refuse_crowd
+from trainer.launch import Place, _verdict, detect, first_host, refuse_crowd
 from trainer.summary import go_on, this_python
 
 SHORT = [*TOY, *QUICK, "+callbacks=[probe]", "trainer.max_steps=5", "trainer.validate_every=3"]

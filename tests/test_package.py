@@ -1,5 +1,6 @@
 """What a user gets: the wheel, the two commands, and files that say nothing of the machine they were written on."""
 
+import json
 import os
 import re
 import shutil
@@ -77,6 +78,16 @@ def test_config_of_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     top = set(re.findall(r"^\w+(?=:)", result.stdout, re.MULTILINE))
     assert {"recipe", "callbacks", "optimizer", "schedule", "trainer", "data", "batch"} <= top
+
+
+def test_the_installed_wheel_trains_on_two_ranks(installed: Path, tmp_path: Path) -> None:
+    toy = ROOT / "tests" / "toy"
+    words = ["--config-dir", str(toy / "conf"), "recipe=toy", "trainer.max_steps=2", "trainer.run_dir=runs/r"]
+    command = [installed / "python", installed / "echelon", *words, "trainer.devices=2", "trainer.accelerator=cpu"]
+    result = run(command, tmp_path, PYTHONPATH=str(toy), OMP_NUM_THREADS="1")
+    assert (result.returncode, result.stderr) == (0, "")
+    summary = json.loads((tmp_path / "runs" / "r" / "summary.json").read_text())
+    assert (summary["steps"], summary["ranks"]) == (2, 2)
 
 
 def test_files_are_ascii() -> None:

@@ -169,7 +169,9 @@ def explain(error: Exception, folders: list[Path]) -> str:
     if isinstance(error, OverrideParseException):
         word = error.override.removeprefix("++")
         shell, text = "'+callbacks=[a,b]'", "'recipe.text=\"a(b).txt\"'"
-        return f"{word}: can't be read as KEY=VALUE; quote it for the shell, as in {shell}, and text twice, as in {text}"
+        return (
+            f"{word}: can't be read as KEY=VALUE; quote it for the shell, as in {shell}, and text twice, as in {text}"
+        )
     text = " ".join(str(error).split())
     if absent := re.search("delete from config. '(.*)' does not exist", text):
         return f"~{absent[1]}: this run has none; see --cfg job"

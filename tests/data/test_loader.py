@@ -54,11 +54,11 @@ class Augmented(Toy):
         return len(batch)
 
 
-def make_loader(recipe: Any, rank: int, world: int, **data: int) -> Loader:
+def make_loader(recipe: Any, rank: int, world: int, options: Options = Options(seed=SEED), **data: int) -> Loader:
     plan = Plan(
         recipe, {}, Constant(),
         batch=BATCH * world, micro_batch=None, accumulate=ACCUMULATE,
-        options=Options(seed=SEED), data=DataOptions(**{"lanes": 5, "block": 4, **data}),
+        options=options, data=DataOptions(**{"lanes": 5, "block": 4, **data}),
         world=world, rank=rank, first=lambda value: value,
     )  # fmt: skip
     return Loader(recipe, plan, rank, world, CPU)
@@ -307,6 +307,30 @@ def test_any_other_error_comes_with_the_workers_traceback():
         error.__traceback__ = None  # its frames hold the worker
         message = str(error)
     assert re.search(r"(?s)worker process 0.*test_loader\.py.*in fail.*own", message)
+
+
+class Hangs(Points):
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        time.sleep(2)
+        return super().__getitem__(i)
+
+
+class HangingRecipe(Toy):
+    def data(self, split: str) -> Dataset:
+        return Hangs(12, torch.float32)
+
+
+def test_a_data_worker_that_hangs_is_one_line():
+    loader = make_loader(HangingRecipe(), 0, 1, options=Options(timeout_s=0.5), workers=1)
+    started = time.monotonic()
+    message = ""
+    try:
+        next(loader.train(loader.plan.source, 0))
+    except DataError as error:
+        assert time.monotonic() - started < 2
+        message = str(error)
+    assert message.startswith("trainer.timeout_s=0.5: a data worker gave no batch in this time; ")
+    assert "\n" not in message
 
 
 def test_a_damaged_shard_is_one_line_from_a_worker_too(tmp_path):

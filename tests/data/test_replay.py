@@ -17,6 +17,7 @@ from trainer.errors import DataError
 from trainer.launch import Place
 from trainer.options import CheckpointOptions, DataOptions, Options
 from trainer.plan import Plan
+from trainer.run import show_log, stop_log
 from trainer.schedule import Constant
 from trainer.trainer import Trainer
 
@@ -75,14 +76,14 @@ def train(data: Any, run: str, stop: int, resume: str | None = None) -> tuple[li
     return seen.batches, trainer.module.state_dict()
 
 
-def make_loader(recipe: Any, rank: int, seed: int = 7) -> Loader:
+def make_loader(recipe: Any, rank: int, seed: int = 7, world: int = 2) -> Loader:
     plan = Plan(
         recipe, {}, Constant(),
-        batch=2 * BATCH, micro_batch=None, accumulate=ACCUMULATE,
+        batch=world * BATCH, micro_batch=None, accumulate=ACCUMULATE,
         options=Options(seed=seed), data=DataOptions(),
-        world=2, rank=rank, first=lambda value: value,
+        world=world, rank=rank, first=lambda value: value,
     )  # fmt: skip
-    return Loader(recipe, plan, rank, 2, torch.device("cpu"))
+    return Loader(recipe, plan, rank, world, torch.device("cpu"))
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -131,6 +132,34 @@ def test_one_that_ends_for_good_is_refused():
         DataError, match=r"recipe\.data\('train'\): the iterable gave no batch; a generator must not end"
     ):
         list(itertools.islice(loader.train(loader.plan.source, 0), 4))
+
+
+def test_batches_of_another_size_are_refused_at_the_first():
+    """Else the samples and all rates would be wrong."""
+    loader = make_loader(Given(lambda: [make_batch(torch.zeros(5, 8))]), 0)
+    with pytest.raises(DataError) as caught:
+        next(loader.train(loader.plan.source, 0))
+    assert str(caught.value) == (
+        "recipe.data('train'): a batch has 5 samples, and this run's micro-batch is 6 (batch=24, 2 rank(s), "
+        "accumulate=2); yield batches of 6, or give batch=20"
+    )
+
+
+@pytest.mark.parametrize("batch", ["text", {"scale": torch.tensor(2.0)}])
+def test_batches_whose_samples_no_tensor_counts_are_taken_as_they_are(batch):
+    recipe = Given(lambda: [batch])
+    recipe.weight = lambda _: 6
+    loader = make_loader(recipe, 0)
+    assert next(loader.train(loader.plan.source, 0)).batches == [batch, batch]
+
+
+@pytest.mark.parametrize(("world", "times"), [(1, 0), (2, 1)])
+def test_ranks_are_told_that_each_walks_its_own(world, times, capsys):
+    show_log(0)
+    loader = make_loader(Given(numbered), 0, world=world)
+    list(itertools.islice(loader.train(loader.plan.source, 0), 3))
+    stop_log()
+    assert capsys.readouterr().out.count(f"data is an iterable: each of {world} ranks walks its own; see") == times
 
 
 def test_close_ends_it():

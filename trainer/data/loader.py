@@ -116,11 +116,10 @@ class Loader:
         except (DataError, IndexError):
             return
         if samples != micro:
-            fitting = samples * self.world * self.plan.accumulate
+            split = f"batch={self.plan.batch}, {self.world} rank(s), accumulate={self.plan.accumulate}"
             raise DataError(
-                f"recipe.data('train'): a batch has {samples} samples, and this run's micro-batch is {micro} (batch="
-                f"{self.plan.batch}, {self.world} rank(s), accumulate={self.plan.accumulate}); yield batches of {micro}, "
-                f"or give batch={fitting}"
+                f"recipe.data('train'): a batch has {samples} samples, and this run's micro-batch is {micro} ({split}); "
+                f"yield batches of {micro}, or give batch={samples * self.world * self.plan.accumulate}"
             )
 
     def _load(self, source: Samples, plan: Iterator[list[Ref]]) -> Generator[Micro]:
