@@ -75,7 +75,7 @@ class Options:
     accept: list[str] = field(default_factory=list)  # differences from the checkpoint that a resume may take
     init_from: str | None = None  # weights only: a checkpoint or a .safetensors file
     run_dir: str | None = None  # null: runs/<recipe>-<time>
-    timeout_s: float = 600.0  # of a collective
+    timeout_s: float = 600.0  # of a collective, and of a wait for a data worker
     allow_targets: list[str] = field(default_factory=list)  # packages beside Echelon's that _target_ may name
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     ddp: DDPOptions = field(default_factory=DDPOptions)

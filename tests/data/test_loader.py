@@ -54,11 +54,11 @@ class Augmented(Toy):
         return len(batch)
 
 
-def make_loader(recipe: Any, rank: int, world: int, options: Options = Options(seed=SEED), **data: int) -> Loader:
+def make_loader(recipe: Any, rank: int, world: int, timeout_s: float = 600, **data: int) -> Loader:
     plan = Plan(
         recipe, {}, Constant(),
         batch=BATCH * world, micro_batch=None, accumulate=ACCUMULATE,
-        options=options, data=DataOptions(**{"lanes": 5, "block": 4, **data}),
+        options=Options(seed=SEED, timeout_s=timeout_s), data=DataOptions(**{"lanes": 5, "block": 4, **data}),
         world=world, rank=rank, first=lambda value: value,
     )  # fmt: skip
     return Loader(recipe, plan, rank, world, CPU)
@@ -321,7 +321,7 @@ class HangingRecipe(Toy):
 
 
 def test_a_data_worker_that_hangs_is_one_line():
-    loader = make_loader(HangingRecipe(), 0, 1, options=Options(timeout_s=0.5), workers=1)
+    loader = make_loader(HangingRecipe(), 0, 1, timeout_s=0.5, workers=1)
     started = time.monotonic()
     message = ""
     try:

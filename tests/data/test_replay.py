@@ -145,7 +145,7 @@ def test_batches_of_another_size_are_refused_at_the_first():
     )
 
 
-@pytest.mark.parametrize("batch", ["text", {"scale": torch.tensor(2.0)}])
+@pytest.mark.parametrize("batch", [{"text": "a"}, {"scale": torch.tensor(2.0)}])
 def test_batches_whose_samples_no_tensor_counts_are_taken_as_they_are(batch):
     recipe = Given(lambda: [batch])
     recipe.weight = lambda _: 6

@@ -118,8 +118,8 @@ class Loader:
         if samples != micro:
             split = f"batch={self.plan.batch}, {self.world} rank(s), accumulate={self.plan.accumulate}"
             raise DataError(
-                f"recipe.data('train'): a batch has {samples} samples, and this run's micro-batch is {micro} ({split}); "
-                f"yield batches of {micro}, or give batch={samples * self.world * self.plan.accumulate}"
+                f"recipe.data('train'): a batch has {samples} samples, and this run's micro-batch is {micro} ({split})"
+                f"; yield batches of {micro}, or give batch={samples * self.world * self.plan.accumulate}"
             )
 
     def _load(self, source: Samples, plan: Iterator[list[Ref]]) -> Generator[Micro]:
