@@ -97,7 +97,7 @@ def save_config(config: dict[str, Any], run_dir: Path) -> Path:
 
 def describe(trainer: Trainer) -> None:
     plan, parameters = trainer.plan, sum(p.numel() for p in trainer.module.parameters())
-    log.info("run %s  %s", trainer.run_dir, shlex.join(trainer.typed))
+    log.info("run %s  %s", trainer.run_dir, shlex.join(trainer.typed or ()))
     log.info(
         "%d rank(s) on %s, %s, %s parameters; batch %d = %d rank(s) x %d micro-batch(es) x %d samples",
         trainer.world, trainer.device.type, trainer.precision.name, f"{parameters:,}",

@@ -34,7 +34,7 @@ def report(trainer: "Trainer") -> None:
     for group, told in grouped(numbers).items():
         log.info("%-11s %s", group, told)
     log.info("run         %s", trainer.run_dir)
-    log.info("checkpoint  %s", trainer.checkpoint)
+    log.info("checkpoint  %s", trainer.checkpoint or "none")
     exports, export = hasattr(trainer.recipe, "export"), trainer.run_dir / "export"
     if trainer.stop_reason != "signal":
         if exports:
@@ -42,8 +42,7 @@ def report(trainer: "Trainer") -> None:
             trainer.recipe.export(trainer.eval_model.eval(), export)
             log.info("export      %s", export)
     elif trainer.checkpoint is not None:
-        typed = vars(trainer).get("typed")  # absent where it was made in Python
-        log.info("go on with  %s", go_on(typed, trainer.checkpoint.parent))
+        log.info("go on with  %s", go_on(trainer.typed, trainer.checkpoint.parent))
         if exports:
             log.info("export with %s", export_from(trainer.checkpoint, export))
 
@@ -110,7 +109,7 @@ def circumstances(trainer: "Trainer") -> dict[str, Any]:
         "ranks": trainer.world,
         "device": device_name(trainer.device),
         "precision": trainer.precision.name,
-        "checkpoint": str(trainer.checkpoint),
+        "checkpoint": trainer.checkpoint and str(trainer.checkpoint),
         "versions": versions(),
     }
 

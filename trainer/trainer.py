@@ -55,7 +55,7 @@ class Trainer:
     """
 
     rehearsing = False  # see trainer/rehearsal.py
-    typed: Sequence[str] = ()  # the arguments, for the command that goes on
+    typed: Sequence[str] | None = None  # the arguments, for the command that goes on; None: made in Python
 
     def __init__(
         self,
