@@ -10,15 +10,16 @@ import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
-from toy_recipe import Toy
+from toy_recipe import Points, Toy
 
 from trainer.callback import Callback
 from trainer.callbacks.early_stop import EarlyStop
 from trainer.callbacks.ema import EMA
 from trainer.callbacks.metrics_file import MetricsFile
 from trainer.checkpoint import commit
+from trainer.checkpoint import lock as commit_lock
 from trainer.checkpoint.resume import buckets
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DataError
 from trainer.launch import Place
 from trainer.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.trainer import Trainer
@@ -294,6 +295,7 @@ def test_a_refused_resume_changes_nothing():
     after = {str(p): p.read_bytes() for d in ("runs", "ckpt") for p in Path(d).rglob("*") if p.is_file()}
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     assert changed <= {"runs/r/logs/rank0.log", "ckpt/r/.lock"}
+    assert not commit_lock._held  # another process may go on
     assert os.readlink("ckpt/last.pt") == link
 
 
@@ -310,3 +312,29 @@ def test_lines_that_are_missing_are_told_of():
     Path("runs/r/metrics.jsonl").write_text("")
     make(callbacks={"metrics_file": MetricsFile()}, max_steps=4, log_every_steps=1, resume="auto").fit()
     assert "WARNING runs/r/metrics.jsonl: lines are missing: 0 bytes" in Path("runs/r/logs/rank0.log").read_text()
+
+
+class Damaged(Toy):
+    def data(self, split: str) -> Any:
+        return super().data(split) if split == "val" else Broken()
+
+
+class Broken(Points):
+    def __init__(self) -> None:
+        super().__init__(96, torch.float32)
+
+    def __getitem__(self, i: int) -> Any:
+        raise DataError("damaged")
+
+
+def test_data_that_is_refused_at_its_first_batch_changes_nothing():
+    make(callbacks={"metrics_file": MetricsFile()}, max_steps=6, log_every_steps=1, checkpoint={"keep": 9}).fit()
+    metrics, saved = Path("runs/r/metrics.jsonl").read_bytes(), commit.checkpoints(Path("ckpt/r"))
+    resumed = make(
+        Damaged(), {"metrics_file": MetricsFile()}, resume="ckpt/r/step-00000002", max_steps=6, accept=["data"],
+        checkpoint={"keep": 9},
+    )  # fmt: skip
+    with pytest.raises(DataError, match="damaged"):
+        resumed.fit()
+    assert Path("runs/r/metrics.jsonl").read_bytes() == metrics
+    assert commit.checkpoints(Path("ckpt/r")) == saved

@@ -122,13 +122,13 @@ def refuse_crowd(devices: int | str) -> None:
 
 
 def cores() -> int:
-    """CPU cores that this process may use: a container or a batch system may give it some of the node's."""
+    """CPU cores that this process may use: a batch system may give it some of the node's."""
     return len(os.sched_getaffinity(0))
 
 
 def let_first_tell() -> None:
     """Call it before an error is printed that other ranks may have too. The first rank of a node tells at once, and as
-    it ends, its launcher ends the others: what they say after 2 s is theirs alone."""
+    it ends, torchrun and mpirun (and srun with -K) end the others: what they say after 2 s is theirs alone."""
     if any(os.environ.get(name, "0") != "0" for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")):
         time.sleep(2)
 
@@ -146,7 +146,7 @@ def supervise(arguments: list[str], devices: int, logs: Path, further: Callable[
 
     Ranks meet in a file of a private folder, so no port is opened but gloo's on loopback. Each is in a session of its
     own and is killed with this process. Signals to stop are passed on; when a rank fails, the others get 5 s to end,
-    and the user is told of the one that failed first; and what `further` says, where the fault isn't our own.
+    and the user is told of the one that failed first; and what `further` says, where no rank has reported an error.
     """
     logs.mkdir(parents=True, exist_ok=True)
     ranks: list[subprocess.Popen[bytes]] = []

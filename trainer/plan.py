@@ -72,14 +72,14 @@ class Plan:
         seed = self.options.seed
         if rank:
             first(None)
-        self.source, self.validation = open_source(recipe, "train", seed), open_source(recipe, "val", seed)
+        source, self.validation = open_source(recipe, "train", seed), open_source(recipe, "val", seed)
         if not rank:
             first(None)
-        self.order = None
-        if isinstance(self.source, Samples):
-            self.order = Order(self.source.counts, seed, self.data.lanes, self.data.block)
-        elif self.source is None:
+        if source is None:
             raise ConfigError("recipe.data('train') is None: there is nothing to train on")
+        self.source, self.order = source, None
+        if isinstance(source, Samples):
+            self.order = Order(source.counts, seed, self.data.lanes, self.data.block)
         if self.validation is None and self.options.validate_every is not None:
             raise ConfigError(
                 f"trainer.validate_every={self.options.validate_every}: recipe.data('val') is None; "
@@ -135,6 +135,10 @@ class Plan:
         if every.unit != "minutes":
             every = Duration(every.steps(key, self.batch, self.epoch_samples))
         return every
+
+    def saves_at(self, step: int) -> bool:
+        every = self.options.checkpoint.every_steps
+        return every is not None and step % every == 0
 
     def validates_at(self, step: int) -> bool:
         every = self.validate_every

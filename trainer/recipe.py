@@ -25,7 +25,8 @@ class Recipe(Protocol):
         - a map-style torch `Dataset`. A checkpoint refuses other data by the class's name and the length; an attribute
           `fingerprint: str` of the dataset takes the place of the name, and should change with the content.
         - any iterable of batches, of this rank, walked again when it ends: a generator for "train" must never end, and
-          for "val" is refused. A batch for "train" is a micro-batch: its first tensor is as long. Resuming replays it
+          for "val" is refused. A batch for "train" is a micro-batch: its first tensor is as long, but where
+          the recipe has a `weight`. Resuming replays it
           from its start. It may draw from torch, which is seeded from (seed, rank, batch number) before each batch, and
           from `random` and NumPy, if nothing else in the process does. Nobody tells it its rank: ask
           `torch.distributed.get_rank()` where `torch.distributed.is_initialized()`, here or while it is walked; else

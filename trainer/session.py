@@ -83,7 +83,7 @@ def train(config: dict[str, Any], name: str, typed: list[str], place: Place | No
     trainer = Trainer(**objects(config), place=place, name=name)
     trainer.typed = typed
     if trainer.rank == 0:
-        save_config(config, trainer.run_dir)
+        trainer.begins = lambda: save_config(config, trainer.run_dir)
     describe(trainer)
     trainer.fit()
     return STOPPED if trainer.stop_reason == "signal" else 0
@@ -130,7 +130,7 @@ def train_as_rank(file: Path, typed: list[str]) -> int:
 def train_under_launcher(config: dict[str, Any], name: str, typed: list[str], place: Place) -> int:
     """A rank that torchrun, mpirun or srun started. torchrun prints the first failure of all, as `record` noted it."""
     terminal = os.dup(2)
-    torchrun = place.launcher == "torchrun"
+    torchrun = "TORCHELASTIC_ERROR_FILE" in os.environ  # else nobody prints what `record` noted
     try:
         return (record(attempt) if torchrun else attempt)(config, name, typed, place) or 0
     except Exception as error:

@@ -55,6 +55,7 @@ class Trainer:
     """
 
     rehearsing = False  # see trainer/rehearsal.py
+    begins: Callable[[], Any] = staticmethod(lambda: None)  # called when nothing can refuse the run any more
     typed: Sequence[str] | None = None  # the arguments, for the command that goes on; None: made in Python
 
     def __init__(
@@ -88,6 +89,7 @@ class Trainer:
                 world=self.world, rank=self.rank, first=self.ranks.first,
             )  # fmt: skip
             self._open_run()
+            refused.callback(unlock, resume.checkpoints(self))
             self._set_hooks()
             self._build(optimizer)
             refused.pop_all()
@@ -154,8 +156,7 @@ class Trainer:
                 self._finish()
         finally:
             with ExitStack() as every:  # also if one of them raises
-                if self.rank == 0:
-                    every.callback(unlock, resume.checkpoints(self))
+                every.callback(unlock, resume.checkpoints(self))
                 every.callback(self.loader.close)
                 for end in reversed(self._hooks["on_fit_end"]):
                     every.callback(end, self)
@@ -171,12 +172,11 @@ class Trainer:
 
     def _start(self) -> None:
         plan = self.plan
-        assert plan.source is not None
         self.stream = self.loader.train(plan.source, plan.manifest.get("samples", 0))
+        first = next(self.stream)  # data that can't be used is refused before anything changes
         if self.world > 1:
-            first = next(self.stream)
             rehearse(self, first.batches[0])
-            self.stream = chain([first], self.stream)
+        self.stream = chain([first], self.stream)
         if plan.resumed:
             resume.load(self, plan.resumed)
         elif self.options.init_from:
@@ -185,6 +185,7 @@ class Trainer:
         self.started, self.saved_at, self.validated_at = now - self.seconds, now, now
         self._check_limit()
         self.emit("on_fit_start")
+        self.begins()
         if plan.resumed:
             resume.set_newer_aside(self)
 
@@ -237,8 +238,7 @@ class Trainer:
         self._check_limit()
         if validate or self.plan.validates_at(self.step):
             save |= self.validate()
-        steps = self.options.checkpoint.every_steps
-        if (save or (steps and self.step % steps == 0)) and not self.stop_reason:  # the last one is `_finish`'s
+        if (save or self.plan.saves_at(self.step)) and not self.stop_reason:  # the last one is `_finish`'s
             resume.save(self)
 
     def _check_limit(self) -> None:
@@ -253,7 +253,7 @@ class Trainer:
         self.seconds = time.monotonic() - self.started
         ours = sum(loss.item() * weight for loss, weight in zip(self.losses, self.data.weights, strict=True))
         loss = sum(self.ranks.gather(ours)) / self.weight if self.weight else math.nan
-        if not math.isfinite(loss) and math.isfinite(self.last_metrics.get("train/loss", 0.0)):
+        if self.weight and not math.isfinite(loss) and math.isfinite(self.last_metrics.get("train/loss", 0.0)):
             log.warning("step %d: the loss is %s; training goes on, but to nowhere", self.step, loss)
         metrics = {
             "train/loss": loss,

@@ -134,14 +134,25 @@ def test_one_that_ends_for_good_is_refused():
         list(itertools.islice(loader.train(loader.plan.source, 0), 4))
 
 
+class Counted:
+    """A recipe without `weight`, so that samples are counted."""
+
+    def model(self) -> None: ...
+
+    def loss(self, model: Any, batch: Any) -> None: ...
+
+    def data(self, split: str) -> Any:
+        return [make_batch(torch.zeros(5, 8))] if split == "train" else None
+
+
 def test_batches_of_another_size_are_refused_at_the_first():
     """Else the samples and all rates would be wrong."""
-    loader = make_loader(Given(lambda: [make_batch(torch.zeros(5, 8))]), 0)
+    loader = make_loader(Counted(), 0)
     with pytest.raises(DataError) as caught:
         next(loader.train(loader.plan.source, 0))
     assert str(caught.value) == (
         "recipe.data('train'): a batch has 5 samples, and this run's micro-batch is 6 (batch=24, 2 rank(s), "
-        "accumulate=2); yield batches of 6, or give batch=20"
+        "accumulate=2); yield batches of 6, or give micro_batch=5, accumulate=2 and batch=20"
     )
 
 

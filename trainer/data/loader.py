@@ -115,11 +115,12 @@ class Loader:
             samples, micro = count_samples(batch), self.plan.micro
         except (DataError, IndexError):
             return
-        if samples != micro:
+        if samples != micro and not hasattr(self.recipe, "weight"):  # which may count otherwise
             split = f"batch={self.plan.batch}, {self.world} rank(s), accumulate={self.plan.accumulate}"
             raise DataError(
                 f"recipe.data('train'): a batch has {samples} samples, and this run's micro-batch is {micro} ({split})"
-                f"; yield batches of {micro}, or give batch={samples * self.world * self.plan.accumulate}"
+                f"; yield batches of {micro}, or give micro_batch={samples}, "
+                f"accumulate={self.plan.accumulate} and batch={samples * self.world * self.plan.accumulate}"
             )
 
     def _load(self, source: Samples, plan: Iterator[list[Ref]]) -> Generator[Micro]:

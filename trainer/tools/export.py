@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from trainer.callbacks.ema import EMA
+from trainer.callback import Role
 from trainer.checkpoint.manifest import Damaged, verify
 from trainer.checkpoint.resume import put_weights
 from trainer.checkpoint.state import load_state
@@ -47,7 +47,7 @@ def export(checkpoint: str, folder: Path) -> None:
     torch.manual_seed(seed)
     model = recipe.model()
     state = load_state(path)
-    averages = (state["callbacks"].get(name) for name, c in made["callbacks"].items() if isinstance(c, EMA))
+    averages = (state["callbacks"].get(name) for name, c in made["callbacks"].items() if c.role is Role.AVERAGE)
     put_weights(model, next(averages, None) or state["model"], key)
     make_writable("FOLDER", folder)
     recipe.export(model.eval(), folder)
