@@ -236,6 +236,12 @@ def test_an_error_of_all_ranks_is_one_line(typed, said, tmp_path):
     assert len(told) == 1 and told[0].startswith(f"echelon: {said}"), result.err
 
 
+def test_where_no_torchrun_prints_it_the_rank_does(tmp_path):
+    """RANK and WORLD_SIZE by hand, or by Kubernetes."""
+    result = trouble("raise", 0, tmp_path, launcher=MAIN, RANK="0", WORLD_SIZE="1")
+    assert result.code == 1 and result.err.rstrip().endswith("RuntimeError: trouble at step 3")
+
+
 def test_a_rank_that_is_killed_ends_the_run(tmp_path):
     result = trouble("SIGKILL", 1, tmp_path)
     assert result.code == 128 + 9

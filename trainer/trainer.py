@@ -21,7 +21,7 @@ from trainer.callback import HOOKS, Callback, overrides
 from trainer.checkpoint import resume
 from trainer.checkpoint.lock import lock, unlock
 from trainer.data.loader import Loader, Step
-from trainer.data.order import mix
+from trainer.data.order import GOLDEN, MASK, mix
 from trainer.distributed import Background, Ranks, all_reduce_mean, comm_hook, no_loss, share
 from trainer.launch import Place, detect
 from trainer.optim import Groups, adamw, make_optimizer
@@ -191,7 +191,7 @@ class Trainer:
 
     def _train_step(self, data: Step) -> None:
         for generator in self.generators:
-            generator.manual_seed(self.seed_base + self.step * 0x9E3779B97F4A7C15 & 0x7FFFFFFFFFFFFFFF)
+            generator.manual_seed(self.seed_base + self.step * GOLDEN & MASK >> 1)
         agreed = self.ranks.agree((*self._wishes(), sum(data.weights)))  # a collective beside the forward pass
         factor = self.plan.rate(self.step)
         for group, peak in zip(self.optimizer.param_groups, self.peak_lr):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from trainer.data.order import MASK, Ref, mix, walk
+from trainer.data.order import GOLDEN, MASK, Ref, mix, walk
 from trainer.data.source import Samples, seed_all
 from trainer.errors import DataError
 from trainer.launch import die_with_parent
@@ -102,7 +102,7 @@ class Loader:
             batch = None
             for batch in source:
                 yield Micro(batch, weight(batch), [])
-                key = key + 0x9E3779B97F4A7C15 & MASK
+                key = key + GOLDEN & MASK
                 torch.default_generator.manual_seed(key)
             if not endless:
                 return

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: multiples of it are far apart (Steele et al. 2014)
 SHARDS, BLOCK = 1, 2  # purposes of `mix` after the seed; 3 and up are other modules'
 
 
@@ -30,7 +31,7 @@ def mix(*keys: int) -> int:
 
     No order may depend on NumPy's generators (their streams may change between versions) or Python's hash (salted).
     """
-    state = 0x9E3779B97F4A7C15
+    state = GOLDEN
     for key in keys:
         state = _scramble((state + (key & MASK) * 0xBF58476D1CE4E5B9) & MASK)
     return state

@@ -55,8 +55,6 @@ class ShardReader:
 
     def prefetch(self, refs: Sequence[Ref]) -> None:
         """Asks the system to have these samples in memory soon; returns at once."""
-        if not hasattr(os, "posix_fadvise"):  # macOS
-            return
         for ref in sorted(refs):
             with contextlib.suppress(OSError):  # `read` tries again, and tells
                 file, rows = self._shard(ref.shard)
