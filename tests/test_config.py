@@ -14,10 +14,12 @@ from command import ROOT, environment
 from omegaconf import OmegaConf
 
 from trainer.config import ALLOWED, ANY_NAME, NO_DEFAULT, fits, knobs
+from trainer.nccl import NCCLOptions
 from trainer.options import DataOptions, Options
 
 FILES = sorted(path for path in (ROOT / "conf").glob("*/*.yaml"))
-NODES = [path for path in FILES if path.parent.name != "recipe"]
+NODES = [path for path in FILES if path.parent.name not in ("recipe", "nccl")]
+TARGETS = [path for path in FILES if path.parent.name != "nccl"]
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -59,6 +61,7 @@ def test_the_sections_are_the_dataclasses():
     config = load(ROOT / "conf" / "config.yaml")
     assert config["trainer"] == dataclasses.asdict(Options())
     assert config["data"] == dataclasses.asdict(DataOptions())
+    assert load(ROOT / "conf" / "nccl" / "default.yaml") == dataclasses.asdict(NCCLOptions())
 
 
 def test_a_config_is_checked_without_torch():
@@ -93,7 +96,7 @@ def test_yaml_of_the_config_is_plain():
         assert yaml.safe_load(path.read_text())
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.parametrize("path", TARGETS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_signature_read_from_source_is_the_real_one(path):
     node = load(path)
     target = node.get(path.stem, node.get("recipe", node))["_target_"]

@@ -45,6 +45,8 @@ TABLE = {
     "throughput": Throughput,
 }
 STEPS, WORLD = 6, 3
+# Of the update of the first step, relative in the L2 norm; see the callback's card.
+BOUNDS = {"grad_compress": (WORLD + 1) * 2**-8, "half": (WORLD + 1) * 2**-11}
 
 
 class FirstStep(Callback):
@@ -115,8 +117,8 @@ def whole_table(place: Place) -> list[dict[str, Any]]:
             results.append({"refused": str(error)})
             continue
         resumed = train(place, names, f"{run}-resumed", f"ckpt/{run}/step-00000003", backwards=True)
-        lossy = [c for c in (ALL[name]() for name in names) if not c.exact]
-        results.append({"straight": straight, "resumed": resumed, "bound": sum(c.error_bound(WORLD) for c in lossy)})
+        lossy = [name for name in names if not ALL[name]().exact]
+        results.append({"straight": straight, "resumed": resumed, "bound": sum(BOUNDS[name] for name in lossy)})
     return results
 
 
@@ -186,7 +188,9 @@ def test_every_conflict_names_a_callback_or_a_feature():
 
 def test_conflicts_are_reported_all_at_once():
     with pytest.raises(ConfigError) as refusal:
-        arrange({"overlap": Overlap(), "grad_compress": GradCompress("fp16"), "other": Overlap()}, {"clip", "fp16"})
+        arrange(
+            {"overlap": Overlap(), "grad_compress": GradCompress(feedback=True), "other": Overlap()}, {"clip", "fp16"}
+        )
     for words in (
         "overlap and clip",
         "overlap and fp16",

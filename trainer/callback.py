@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.distributed import Reduce
 from trainer.errors import ConfigError
+from trainer.reduce import Reduce
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -40,12 +40,13 @@ class Callback:
     """Base class: every hook is optional, and an unknown hook name is an error when the class is defined."""
 
     role: ClassVar[Role] = Role.OBSERVE
-    exact: ClassVar[bool] = True  # training gives the same numbers as without it, to rounding
+    exact: bool = True  # training gives the same numbers as without it, to rounding
     communicates: ClassVar[bool] = False  # and does nothing else: with one rank it is idle, and the log says so
     defers: ClassVar[bool] = False  # gradients are not reduced yet when on_before_optimizer_step runs
     metric: str = ""  # one that validation must give, `val/loss` for example
     # Name of a callback, or of a feature of the trainer (`Plan.features`) -> the reason, and the way out.
     conflicts: Mapping[str, str] = {}
+    requires: Mapping[str, str] = {}  # name of another callback -> the reason, and the way out
 
     # Transforms, called once, before training. Each takes the thing and returns the thing.
     def wrap_model(self, trainer: "Trainer", model: nn.Module) -> nn.Module:
@@ -85,6 +86,17 @@ class Callback:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Called before `on_fit_start`."""
 
+    def rank_state_dict(self) -> dict[str, Any]:
+        """What differs between ranks, saved for each: like `state_dict`. Empty on all ranks or on none."""
+        return {}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        """What this rank had; at another number of ranks, what `merge_rank_states` makes of all."""
+
+    def merge_rank_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """What every rank starts from, where the checkpoint is of another number of ranks: `states` in their order."""
+        raise NotImplementedError
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         unknown = {name for name in vars(cls) if name.startswith(("on_", "wrap_"))} - set(HOOKS)
@@ -112,6 +124,8 @@ def arrange(callbacks: Mapping[str, Callback], features: set[str]) -> dict[str, 
     for name, callback in ordered.items():
         for other in sorted(callback.conflicts.keys() & (ordered.keys() | features)):
             errors.append(f"{name} and {other} can't run together: {callback.conflicts[other]}")
+        for other in sorted(callback.requires.keys() - ordered.keys()):
+            errors.append(f"{name} needs {other}: {callback.requires[other]}")
         if callback.role not in SHARED and owners.setdefault(callback.role, name) != name:
             errors.append(f"{owners[callback.role]} and {name} both have the role {callback.role.name}: remove one")
         if deferring and overrides(callback, "on_before_optimizer_step"):

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from trainer.errors import ConfigError, nearest, require
+from trainer.nccl import NCCLOptions
 from trainer.options import DataOptions, Options
 
 ALLOWED = ("trainer", "recipes", "torch.nn", "torch.optim", "transformers")
-TOP = ("recipe", "callbacks", "optimizer", "schedule", "batch", "micro_batch", "accumulate", "trainer", "data")
+TOP = ("recipe", "callbacks", "optimizer", "schedule", "batch", "micro_batch", "accumulate", "trainer", "data", "nccl")
 NO_DEFAULT = inspect.Parameter.empty
 ANY_NAME = "**"  # among the knobs of what takes any keyword
 PLAIN = {t.__name__: t for t in (int, float, bool, str, list, tuple, dict)} | {"Literal": Literal}
@@ -47,7 +48,7 @@ def check(config: Mapping[str, Any]) -> None:
         check_type(key, config[key], int if key == "batch" else int | None)
         require(key, config[key], at_least=1)
     check_type("callbacks", config["callbacks"], dict)
-    for key, options in (("trainer", Options), ("data", DataOptions)):
+    for key, options in (("trainer", Options), ("data", DataOptions), ("nccl", NCCLOptions)):
         check_values(key, config[key], options_knobs(options))
         settings(options, config[key])  # refuses what is out of range
     allow = (*ALLOWED, *config["trainer"].get("allow_targets", ()))

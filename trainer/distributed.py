@@ -1,21 +1,16 @@
-"""Ranks: process groups, small agreements between them, and the chain that reduces gradients beside backward."""
+"""Ranks: process groups, and small agreements between them."""
 
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.futures import Future
 
 from trainer.errors import ConfigError, DataError
 from trainer.launch import Place
-
-# Mean over ranks of one flat bucket: same shape and dtype. Plain blocking code, run by `Background`.
-Reduce = Callable[[Tensor, dist.GradBucket], Tensor]
 
 
 class Ranks:
@@ -69,6 +64,18 @@ class Ranks:
         dist.all_gather(rows, torch.nn.functional.pad(data, (0, longest - data.numel())), group=group)
         return [json.loads(bytes(row[: int(size)].tolist())) for row, size in zip(rows, sizes, strict=True)]
 
+    def bring(self, data: Tensor) -> list[Tensor]:
+        """Bytes (n,) of each rank, in the order of ranks, to rank 0; nothing to the others."""
+        sizes = self.gather(data.numel())
+        if self.rank:
+            dist.send(data, 0, group=self.host)
+            return []
+        brought = [data]
+        for rank, size in enumerate(sizes[1:], start=1):
+            brought.append(torch.empty(size, dtype=torch.uint8))
+            dist.recv(brought[-1], rank, group=self.host)
+        return brought
+
     def first(self, value: Any) -> Any:
         """Rank 0's JSON value, on all ranks, however long it takes: it may have a corpus to prepare."""
         return self.gather(value if self.rank == 0 else None, self.patient if self.world > 1 else None)[0]
@@ -116,57 +123,6 @@ def pick_backend(backend: str, device: torch.device) -> str:
     if backend == "mpi" and not dist.is_mpi_available():
         raise ConfigError("trainer.backend=mpi: this torch was built without MPI; use trainer.backend=gloo or nccl")
     return backend
-
-
-class Background:
-    """Runs calls one by one, in order, beside the caller: on a thread (CPU) or a stream (CUDA)."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reduce")
-
-    def submit(self, call: Callable[..., Tensor], *args: Any) -> "Future[Tensor]":
-        """An exception in `call` is raised by the future's `wait`; on a stream, here."""
-        if self.stream is None:
-            done: Future[Tensor] = Future()
-            self.thread.submit(self._run, done, call, *args)
-            return done
-        done = Future(devices=[self.device])
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        for tensor in args:
-            if isinstance(tensor, Tensor):
-                tensor.record_stream(
-                    self.stream
-                )  # the caller may drop it: its memory is not free until the call is done
-        with torch.cuda.stream(self.stream):
-            done.set_result(call(*args))  # enqueued, not finished: `wait` makes the waiting stream wait
-        return done
-
-    @staticmethod
-    def _run(done: "Future[Tensor]", call: Callable[..., Tensor], *args: Any) -> None:
-        try:
-            result = call(*args)
-        except Exception as error:
-            done.set_exception(error)  # pyright: ignore[reportArgumentType] typed for one class only
-        else:
-            done.set_result(result)
-
-
-def all_reduce_mean(group: dist.ProcessGroup) -> Reduce:
-    """Scales before it sums and by the reciprocal, as DDP's own reducer does: the same bits."""
-    scale = 1.0 / group.size()
-
-    def reduce(flat: Tensor, bucket: dist.GradBucket) -> Tensor:
-        dist.all_reduce(flat.mul_(scale), group=group)
-        return flat
-
-    return reduce
-
-
-def comm_hook(reduce: Reduce, background: Background) -> Callable[[None, dist.GradBucket], "Future[Tensor]"]:
-    # DDP takes an exception that a future was given for its value; one in a `then` it raises.
-    return lambda _, bucket: background.submit(reduce, bucket.buffer(), bucket).then(lambda done: done.value())
 
 
 def share(loss: Tensor, ours: int, total: int) -> Tensor:

@@ -23,6 +23,7 @@ TYPED = {
     "callbacks": "+callbacks=[NAME,...]",
     "optimizer": "optimizer=NAME",
     "schedule": "schedule=NAME",
+    "nccl": "nccl=NAME",
 }
 USAGE = """Echelon trains PyTorch models; every distributed-training optimisation is a callback.
 
@@ -107,7 +108,7 @@ def choices(group: str, folders: list[Path]) -> dict[str, Path]:
 
 
 def usage(folders: list[Path]) -> str:
-    """With every recipe, callback, optimizer and schedule, and the first line of its file."""
+    """With every choice of every group, and the first line of its file."""
     lines = [USAGE]
     for group, typed in TYPED.items():
         lines.append(typed)
@@ -217,6 +218,7 @@ def run(config: dict[str, Any], recipe: str, typed: list[str]) -> int:
     """Train in this process, or start the ranks."""
     from trainer.batch import split_batch
     from trainer.config import settings
+    from trainer.nccl import NCCLOptions, applied
     from trainer.options import Options
 
     options = settings(Options, config["trainer"])
@@ -234,7 +236,8 @@ def run(config: dict[str, Any], recipe: str, typed: list[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from trainer.session import start
 
-    return start(config, recipe, typed, place)
+    with applied(settings(NCCLOptions, config["nccl"]), os.environ):
+        return start(config, recipe, typed, place)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from trainer.config import ALLOWED, build, settings
 from trainer.distributed import count_gpus, pick_backend
 from trainer.errors import ConfigError, exit_code, told
 from trainer.launch import STOPPED, Place, let_first_tell, supervise
+from trainer.nccl import NCCLOptions, in_words
 from trainer.options import DataOptions, Options
 from trainer.plan import Plan
 from trainer.precision import Precision
@@ -84,7 +85,7 @@ def train(config: dict[str, Any], name: str, typed: list[str], place: Place | No
     trainer.typed = typed
     if trainer.rank == 0:
         trainer.begins = lambda: save_config(config, trainer.run_dir)
-    describe(trainer)
+    describe(trainer, settings(NCCLOptions, config["nccl"]))
     trainer.fit()
     return STOPPED if trainer.stop_reason == "signal" else 0
 
@@ -95,7 +96,7 @@ def save_config(config: dict[str, Any], run_dir: Path) -> Path:
     return path
 
 
-def describe(trainer: Trainer) -> None:
+def describe(trainer: Trainer, nccl: NCCLOptions) -> None:
     plan, parameters = trainer.plan, sum(p.numel() for p in trainer.module.parameters())
     log.info("run %s  %s", trainer.run_dir, shlex.join(trainer.typed or ()))
     log.info(
@@ -107,6 +108,8 @@ def describe(trainer: Trainer) -> None:
     log.info("optimizer %s, lr %g, weight decay %g", optimizer, trainer.peak_lr[0], group.get("weight_decay", 0.0))
     order = ", ".join(f"{name} ({callback.role.name})" for name, callback in trainer.callbacks.items())
     log.info("callbacks, in order: %s", order or "none")
+    if words := in_words(nccl, trainer.ranks.backend, trainer.world, os.environ):
+        log.info("%s", words)
 
 
 def train_as_rank(file: Path, typed: list[str]) -> int:

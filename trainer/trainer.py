@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.linalg import vector_norm
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
@@ -22,12 +21,13 @@ from trainer.checkpoint import resume
 from trainer.checkpoint.lock import lock, unlock
 from trainer.data.loader import Loader, Step
 from trainer.data.order import GOLDEN, MASK, mix
-from trainer.distributed import Background, Ranks, all_reduce_mean, comm_hook, no_loss, share
+from trainer.distributed import Ranks, no_loss, share
 from trainer.launch import Place, detect
 from trainer.optim import Groups, adamw, make_optimizer
 from trainer.options import DataOptions, Options
 from trainer.plan import Plan
 from trainer.precision import Precision
+from trainer.reduce import AllReduce, Reduce, distribute
 from trainer.rehearsal import rehearse
 from trainer.run import log, make_run_dir, show_log, start_log, stop_log
 from trainer.schedule import Constant, Schedule
@@ -56,6 +56,7 @@ class Trainer:
 
     rehearsing = False  # see trainer/rehearsal.py
     begins: Callable[[], Any] = staticmethod(lambda: None)  # called when nothing can refuse the run any more
+    reduce: Reduce | None = None  # the chain, where a callback has wrapped it
     typed: Sequence[str] | None = None  # the arguments, for the command that goes on; None: made in Python
 
     def __init__(
@@ -129,11 +130,9 @@ class Trainer:
         self.loss_of = self.precision.cast(self.recipe.loss)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         if self.world > 1:
-            device_ids = [self.device.index] if self.device.type == "cuda" else None
-            self.model = DistributedDataParallel(self.module, device_ids=device_ids, **self.ddp)
             if self._hooks["wrap_reduce"]:  # otherwise DDP's own reducer runs, which is in C++
-                reduce = self._wrap("wrap_reduce", all_reduce_mean(self.ranks.new_group()))
-                self.model.register_comm_hook(None, comm_hook(reduce, Background(self.device)))
+                self.reduce = self._wrap("wrap_reduce", AllReduce(self.ranks.new_group()))
+            self.model = distribute(self)
         self.optimizer = self._wrap("wrap_optimizer", make_optimizer(optimizer, self.module))
         self.peak_lr = [group["lr"] for group in self.optimizer.param_groups]
         self.scaler = self.precision.scaler

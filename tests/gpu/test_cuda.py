@@ -8,9 +8,9 @@ from toy_recipe import Toy
 
 from trainer.callbacks.ema import EMA
 from trainer.data.loader import Micro, upload
-from trainer.distributed import Background
 from trainer.launch import Place
 from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.reduce import Background
 from trainer.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.optim import Optimizer
 
 from trainer.callback import Callback, Role
-from trainer.distributed import Background, Reduce
+from trainer.reduce import Background, Bucket, Reduce
 from trainer.run import log
 
 SUMMED_LATER = "which is known only after all buckets, and overlap steps each one alone"
@@ -53,10 +52,11 @@ class Overlap(Callback):
     def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
         background = Background(trainer.device)
 
-        def launch(flat: Tensor, bucket: GradBucket) -> Tensor:
+        def launch(flat: Tensor, bucket: Bucket) -> Tensor:
             if trainer.rehearsing:
                 return reduce(flat, bucket)
-            self.in_flight.append(Pending(background.submit(reduce, flat.clone(), bucket), bucket.parameters()))
+            params = [piece.param for piece in bucket.pieces]
+            self.in_flight.append(Pending(background.submit(reduce, flat.clone(), bucket), params))
             return flat  # the backward pass need not wait
 
         return launch

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.checkpoint import commit
-from trainer.checkpoint.state import load_optimizer_state, load_state, optimizer_state, save_state
+from trainer.checkpoint.state import load_optimizer_state, load_state, optimizer_state, pack, save_state, unpack
 from trainer.errors import ConfigError
 from trainer.plan import refuse_differences, weights_file
 from trainer.run import log, versions
@@ -37,9 +37,10 @@ def save(trainer: "Trainer", last: bool = False) -> None:
     if trainer.saved_step == trainer.step:
         return
     trainer.saved_step = trainer.step
+    ranks = rank_states(trainer)
     if trainer.rank:
         return
-    state = state_dict(trainer)
+    state = state_dict(trainer) | ranks
     try:
         trainer.checkpoint = commit.commit(
             folder, trainer.step, lambda staging: save_state(staging, state), manifest(trainer)
@@ -77,6 +78,17 @@ def state_dict(trainer: "Trainer") -> dict[str, Any]:
         "validation": trainer.validation,
         "validated_step": trainer.validated_step,
     }
+
+
+def rank_states(trainer: "Trainer") -> dict[str, Any]:
+    """On rank 0, what the callbacks of each rank keep of their own: a section a rank. A collective."""
+    own = {name: state for name, callback in trainer.callbacks.items() if (state := callback.rank_state_dict())}
+    brought = trainer.ranks.bring(pack(own)) if own else []
+    return {rank_section(rank): unpack(data) for rank, data in enumerate(brought)}
+
+
+def rank_section(rank: int) -> str:
+    return f"rank-{rank:05d}"
 
 
 def manifest(trainer: "Trainer") -> dict[str, Any]:
@@ -127,7 +139,9 @@ def refuse_other_model(trainer: "Trainer", path: Path) -> None:
 def load(trainer: "Trainer", path: Path) -> None:
     """Put back what `save` took; the checkpoint was verified when it was chosen, and is of this model."""
     saved, own = trainer.plan.manifest, model_identity(trainer)
-    state = load_state(path)
+    own_section = rank_section(trainer.rank)
+    other_world = saved["world"] != trainer.world
+    state = load_state(path, lambda name: not name.startswith("rank-") or name == own_section or other_world)
     trainer.module.load_state_dict(state["model"])
     if saved["identity"]["optimizer"] == own["optimizer"]:  # else its state is left behind, as accepted
         load_optimizer_state(trainer.optimizer, trainer.module, state["optimizer"])
@@ -138,8 +152,15 @@ def load(trainer: "Trainer", path: Path) -> None:
     for name, callback in trainer.callbacks.items():
         if name in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][name])
+    rank_states = [state[rank_section(rank)] for rank in range(saved["world"]) if rank_section(rank) in state]
+    for name, callback in trainer.callbacks.items():
+        states = [each[name] for each in rank_states if name in each]
+        if states:
+            callback.load_rank_state_dict(callback.merge_rank_states(states) if other_world else states[0])
+            if trainer.world == 1 and callback.communicates:
+                log.warning("resume: %s has nothing to do with one rank; what it had kept back is left out", name)
     log.info("resumed from %s at step %d, sample %d", path, trainer.step, trainer.samples)
-    if saved["world"] != trainer.world:
+    if other_world:
         log.info(
             "resume: %d ranks then, %d now: the same samples, but not the same bits", saved["world"], trainer.world
         )

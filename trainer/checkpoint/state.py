@@ -4,13 +4,13 @@ import errno
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -47,8 +47,9 @@ def save_state(folder: Path, state: Mapping[str, Any]) -> None:
     (folder / STATE).write_text(json.dumps(content, allow_nan=False, indent=1), encoding="ascii")
 
 
-def load_state(folder: Path) -> dict[str, Any]:
-    """What `save_state` wrote, on the CPU. Tensors stored once come back as one tensor, any kind of dict as a dict.
+def load_state(folder: Path, wanted: Callable[[str], bool] = lambda section: True) -> dict[str, Any]:
+    """What `save_state` wrote of the sections that are `wanted`, on the CPU. Tensors stored once come back as one
+    tensor, any kind of dict as a dict.
 
     Raises:
         Damaged: a file that `save_state` can't have written.
@@ -58,9 +59,27 @@ def load_state(folder: Path) -> dict[str, Any]:
         if path.stat().st_size > STATE_BYTES:
             raise ValueError(f"larger than {STATE_BYTES} bytes")
         content = json.loads(path.read_bytes(), parse_constant=_refuse)
-        return {section: _decode(value, _read_tensors(folder, section)) for section, value in content.items()}
+        return {
+            section: _decode(value, _read_tensors(folder, section))
+            for section, value in content.items()
+            if wanted(section)
+        }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise Damaged(f"{path}: not a state that can be read ({type(error).__name__}: {error})") from error
+
+
+def pack(state: Mapping[str, Any]) -> Tensor:
+    """`state` as bytes (n,), for the way from rank to rank."""
+    packing = _Pack()
+    content = json.dumps(packing.encode(dict(state), ("state",)), allow_nan=False).encode("ascii")
+    data = len(content).to_bytes(8, "big") + content + save(packing.tensors)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def unpack(data: Tensor) -> dict[str, Any]:
+    raw = data.numpy().tobytes()
+    end = 8 + int.from_bytes(raw[:8], "big")
+    return _decode(json.loads(raw[8:end]), load(raw[end:]))
 
 
 def optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, dict[str, Any]]:

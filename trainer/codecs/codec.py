@@ -1,0 +1,140 @@
+"""How a flat tensor travels: what a codec is, error feedback around any, and what both keep from step to step."""
+
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from trainer.reduce import AllReduce, Bucket, Piece, Reduce
+
+
+class Codec:
+    """Base class. A codec says what is sent for a flat tensor, and what a payload means.
+
+    `encode` and `decode` are enough for a codec of one payload; one that talks more than once overrides `mean`.
+    """
+
+    gathers: ClassVar[bool] = False  # payloads can't be summed on the way: `reduce` is the chain's end, an AllReduce
+    feedback: ClassVar[bool] = False  # what is not sent should be added to the next step's
+    exact: ClassVar[bool] = False  # the mean is the mean, to rounding
+
+    ranks, rank, seed = 1, 0, 0  # as `join` says
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Kept] = {}  # this rank's own
+        self.shared: dict[str, dict[Tensor, Tensor]] = {}  # by parameter, the same on all ranks
+
+    def join(self, ranks: int, rank: int, seed: int) -> None:
+        """Among how many payloads are averaged, which this one's is, and what random numbers are made from."""
+        self.ranks, self.rank, self.seed = ranks, rank, seed
+
+    def encode(self, flat: Tensor, bucket: Bucket) -> Tensor:
+        """The payload, of a size that is the same on all ranks."""
+        raise NotImplementedError
+
+    def decode(self, payload: Tensor, out: Tensor, weight: float, bucket: Bucket) -> None:
+        """Adds `weight` times what the payload says to `out`."""
+        raise NotImplementedError
+
+    def mean(self, flat: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
+        """Puts the mean over ranks of what was sent of `flat` into `out`, and leaves in `flat` what was not sent.
+
+        `out` may be `flat`: then what was not sent is lost.
+        """
+        payload = self.encode(flat, bucket)
+        if out is not flat:
+            self.decode(payload, flat, -1.0, bucket)
+        out.zero_()
+        if not self.gathers:
+            return self.decode(reduce(payload, bucket), out, 1.0, bucket)
+        assert isinstance(reduce, AllReduce)
+        rows = reduce.gather(payload)
+        for row in rows:
+            self.decode(row, out, 1.0 / len(rows), bucket)
+
+
+class ErrorFeedback(Codec):
+    """Adds what `codec` did not send to the next step's gradient (Seide et al. 2014; Karimireddy et al. 2019,
+    arXiv:1901.09847): the sum of all that was sent, and the residual, is the sum of all gradients.
+
+    Memory: one copy of what is reduced.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        super().__init__()
+        self.codec = codec
+        self.residual = Kept()
+        self.kept, self.shared = {**codec.kept, "residual": self.residual}, codec.shared
+
+    def join(self, ranks: int, rank: int, seed: int) -> None:
+        self.codec.join(ranks, rank, seed)
+
+    def mean(self, flat: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
+        residual = self.residual.of(bucket, flat)
+        residual += flat
+        self.codec.mean(residual, out, bucket, reduce)
+
+
+# Kind of bucket -> name of parameter -> "start:stop" of its elements -> their values.
+Stretches = dict[str, dict[str, dict[str, Tensor]]]
+
+
+class Kept:
+    """A value for each element that is reduced, zero at first: a flat tensor for each bucket that has asked for one."""
+
+    def __init__(self) -> None:
+        self.flats: dict[tuple[str, tuple[Piece, ...]], Tensor] = {}
+        self.restored: Stretches = {}
+        self.names: Mapping[Tensor, str] = {}
+
+    def of(self, bucket: Bucket, like: Tensor) -> Tensor:
+        key = bucket.kind, bucket.pieces
+        if key not in self.flats:
+            flat = self.flats[key] = torch.zeros_like(like)
+            for view, (p, start, stop) in zip(bucket.split(flat), bucket.pieces, strict=True):
+                if self.restored:
+                    fill(view.view(-1), start, stop, self.restored.get(bucket.kind, {}).get(self.names[p], {}))
+        return self.flats[key]
+
+    def state(self, names: Mapping[Tensor, str]) -> Stretches:
+        """All of it, by name."""
+        state: Stretches = {}
+        for (kind, pieces), flat in self.flats.items():
+            for view, (p, start, stop) in zip(Bucket(pieces, 0).split(flat), pieces, strict=True):
+                state.setdefault(kind, {}).setdefault(names[p], {})[f"{start}:{stop}"] = view.view(-1)
+        return state
+
+    def load(self, state: Stretches, names: Mapping[Tensor, str]) -> None:
+        """Buckets take their elements when they ask next, whatever pieces they are made of now."""
+        self.flats, self.restored, self.names = {}, state, names
+
+
+def fill(view: Tensor, start: int, stop: int, stretches: Mapping[str, Tensor]) -> None:
+    """Puts what `stretches` have of elements `start` to `stop` into `view`."""
+    for key, values in stretches.items():
+        first, last = map(int, key.split(":"))
+        low, high = max(start, first), min(stop, last)
+        if low < high:
+            view[low - start : high - start] = values[low - first : high - first]
+
+
+def merge(states: Iterable[Stretches]) -> Stretches:
+    """The mean of each element over the ranks that had it: where every rank has it, or every one of a slow level, the
+    part that the residuals have in the next mean stays what it was, at any number of ranks."""
+    gathered: dict[tuple[str, str], list[tuple[str, Tensor]]] = {}
+    for state in states:
+        for kind, by_name in state.items():
+            for name, stretches in by_name.items():
+                gathered.setdefault((kind, name), []).extend(stretches.items())
+    merged: Stretches = {}
+    for (kind, name), stretches in gathered.items():
+        size = max(int(key.split(":")[1]) for key, _ in stretches)
+        total = torch.zeros(size, dtype=stretches[0][1].dtype)
+        holders = torch.zeros_like(total)
+        for key, values in stretches:
+            start, stop = map(int, key.split(":"))
+            total[start:stop] += values
+            holders[start:stop] += 1
+        merged.setdefault(kind, {})[name] = {f"0:{size}": total / holders.clamp(min=1)}
+    return merged
