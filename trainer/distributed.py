@@ -20,7 +20,7 @@ class Ranks:
     """
 
     def __init__(self, place: Place, accelerator: str, backend: str, timeout_s: float) -> None:
-        self.rank, self.world = place.rank, place.world
+        self.rank, self.world, self.place = place.rank, place.world, place
         self.device = pick_device(accelerator, place)
         self.backend = pick_backend(backend, self.device)
         if self.world == 1:
@@ -36,6 +36,28 @@ class Ranks:
         group = dist.new_group(backend=backend or self.backend, timeout=timeout or self.timeout)
         assert isinstance(group, dist.ProcessGroup)
         return group
+
+    def new_groups(self, parts: list[list[int]]) -> dist.ProcessGroup:
+        """One for each of the `parts` that the ranks fall into; this rank's. A collective."""
+        own, _ = dist.new_subgroups_by_enumeration(parts, timeout=self.timeout, backend=self.backend)
+        assert isinstance(own, dist.ProcessGroup)
+        return own
+
+    def ranks_per_node(self) -> int:
+        """As the launcher started them.
+
+        Raises:
+            ConfigError: not as many on each node, or not node by node.
+        """
+        places = self.gather([self.place.local_rank, self.place.local_world])
+        per_node = places[0][1]
+        for rank, place in enumerate(places):
+            if place != [rank % per_node, per_node]:
+                raise ConfigError(
+                    f"callbacks.hierarchical: rank {rank} is number {place[0]} of {place[1]} on its node, rank 0's has "
+                    f"{per_node}; start as many on each node, node by node, or leave hierarchical out"
+                )
+        return per_node
 
     def agree(self, values: tuple[int, ...]) -> Callable[[], tuple[int, ...]]:
         """Start summing `values` over ranks, and return what waits for the sums."""

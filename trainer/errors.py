@@ -37,7 +37,13 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known) or 'none'}"
 
 
-def require(key: str, value: float | None, at_least: float | None = None, above: float | None = None) -> None:
+def require(
+    key: str,
+    value: float | None,
+    at_least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> None:
     """Raises:
     ConfigError: for a number outside of the range, and for NaN. None passes.
     """
@@ -45,3 +51,5 @@ def require(key: str, value: float | None, at_least: float | None = None, above:
         raise ConfigError(f"{key}={value}: must be at least {at_least}")
     if value is not None and above is not None and not value > above:
         raise ConfigError(f"{key}={value}: must be more than {above}")
+    if value is not None and below is not None and not value < below:
+        raise ConfigError(f"{key}={value}: must be less than {below}")

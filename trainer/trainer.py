@@ -126,7 +126,7 @@ class Trainer:
         if not module.training:  # as `from_pretrained` leaves it; parts that the recipe has set to eval stay so
             module.train()
         self.module = self._wrap("wrap_model", module)
-        self.model, self.eval_model = self.module, self.module
+        self.model = self.eval_model = self.global_model = self.module  # trains, is validated, is saved
         self.loss_of = self.precision.cast(self.recipe.loss)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         if self.world > 1:
@@ -175,6 +175,7 @@ class Trainer:
         first = next(self.stream)  # data that can't be used is refused before anything changes
         if self.world > 1:
             rehearse(self, first.batches[0])
+        self.buckets = resume.buckets(self.model)
         self.stream = chain([first], self.stream)
         if plan.resumed:
             resume.load(self, plan.resumed)

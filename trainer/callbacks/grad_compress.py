@@ -1,17 +1,16 @@
 """Sends gradients in fewer bytes: one of the codecs of trainer/codecs, with error feedback where it needs that."""
 
-import inspect
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from trainer.callback import Callback, Role
-from trainer.codecs.cast import BFloat16, Float16
-from trainer.codecs.codec import Codec, ErrorFeedback, merge
+from trainer.callbacks.hierarchical import TwoLevel
+from trainer.codecs.catalog import make
+from trainer.codecs.codec import ErrorFeedback, merge
 from trainer.errors import ConfigError, require
 from trainer.reduce import Bucket, Reduce
-
-CODECS: dict[str, type[Codec]] = {"bf16": BFloat16, "fp16": Float16}
 
 
 class GradCompress(Callback):
@@ -24,7 +23,8 @@ class GradCompress(Callback):
         codec: What is sent; see trainer/callbacks/grad_compress.md.
         feedback: Add what was not sent to the next step's gradient; null: where the codec's paper does.
         start_step: Before it, gradients go as they are.
-        **knobs: The codec's own; null leaves it to the codec.
+        level: With `hierarchical`, `inter` compresses what goes across nodes only.
+        density, ..., warmup_steps: Knobs of single codecs; null leaves one to the codec.
     """
 
     role = Role.COMPRESS
@@ -33,26 +33,60 @@ class GradCompress(Callback):
 
     def __init__(
         self,
-        codec: Literal["bf16", "fp16"] = "bf16",
+        codec: Literal["bf16", "fp16", "int8", "topk", "dgc", "sign", "powersgd", "blocksparse"] = "bf16",
         feedback: bool | None = None,
         start_step: int = 0,
+        level: Literal["all", "inter"] = "all",
+        density: float | None = None,
+        rank: int | None = None,
+        block: int | None = None,
+        rounding: Literal["stochastic", "nearest"] | None = None,
+        momentum: float | None = None,
+        clip_norm: float | None = None,
+        warmup_steps: int | None = None,
     ) -> None:
         require("callbacks.grad_compress.start_step", start_step, at_least=0)
         self.names: dict[Tensor, str] = {}  # of the parameters, once they are known
-        self.codec = make(codec, {})
+        knobs = {"density": density, "rank": rank, "block": block, "rounding": rounding, "momentum": momentum}
+        self.codec = make(codec, knobs | {"clip_norm": clip_norm, "warmup_steps": warmup_steps})
         self.exact, self.start_step = self.codec.exact, start_step
+        self.level, self.momentum, gathers = level, momentum, self.codec.gathers
+        if feedback and (self.codec.kept or self.codec.exact):
+            why = "sends everything" if self.codec.exact else "keeps by itself what it does not send"
+            raise ConfigError(f"callbacks.grad_compress.feedback=true: codec={codec} {why}; leave feedback out")
+        if level == "inter" and codec == "powersgd":
+            raise ConfigError(
+                "callbacks.grad_compress.level=inter: between nodes a rank has a part of each matrix, and "
+                "codec=powersgd needs whole ones; use level=all, or another codec"
+            )
         if self.codec.feedback if feedback is None else feedback:
             self.codec = ErrorFeedback(self.codec)
+        self.conflicts = {}
         if self.codec.kept:
-            self.conflicts = {
-                "fp16": f"codec={codec} keeps gradients from step to step, in units of a loss scale that changes, and "
-                "would keep those of a step that the scaler skips; use trainer.precision=bf16, or codec=fp16"
-            }
+            self.conflicts["fp16"] = (
+                f"codec={codec} keeps gradients from step to step, in units of a loss scale that changes, and would "
+                "keep those of a step that the scaler skips; use trainer.precision=bf16, or codec=fp16"
+            )
+        if gathers and level == "all":
+            self.conflicts["hierarchical"] = (
+                f"codec={codec} gathers what all ranks send, so nothing is left to reduce in levels; "
+                "use callbacks.grad_compress.level=inter, or leave hierarchical out"
+            )
+        if level == "inter":
+            self.requires = {"hierarchical": "level=inter compresses between nodes; add it, or use level=all"}
 
     def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
-        self.codec.join(trainer.world, trainer.rank, trainer.options.seed)
         self.names = {p: name for name, p in trainer.module.named_parameters()}
+        if self.level == "all":
+            self.codec.join(trainer.world, trainer.rank, trainer.options.seed)
+            return self._compress(trainer, reduce)
+        assert isinstance(reduce, TwoLevel)
+        self.codec.join(reduce.nodes, reduce.node, trainer.options.seed)
+        if reduce.nodes > 1:
+            reduce.across = self._compress(trainer, reduce.across)
+        return reduce
 
+    def _compress(self, trainer, reduce: Reduce) -> Reduce:
         def compressed(flat: Tensor, bucket: Bucket) -> Tensor:
             if trainer.rehearsing or bucket.step < self.start_step:
                 return reduce(flat, bucket)
@@ -60,6 +94,15 @@ class GradCompress(Callback):
             return flat
 
         return compressed
+
+    def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Optimizer:
+        momenta = [group.get("momentum") for group in optimizer.param_groups]
+        if self.momentum and any(momenta):
+            raise ConfigError(
+                f"optimizer.momentum={momenta[0]}: gradients have momentum before they are sent, "
+                f"callbacks.grad_compress.momentum={self.momentum}; set optimizer.momentum=0"
+            )
+        return optimizer
 
     def state_dict(self) -> dict[str, Any]:
         shared = self.codec.shared.items()
@@ -79,17 +122,3 @@ class GradCompress(Callback):
 
     def merge_rank_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         return {key: merge([state[key] for state in states]) for key in states[0]}
-
-
-def make(name: str, knobs: dict[str, Any]) -> Codec:
-    """Raises:
-    ConfigError: for a knob that this codec does not have.
-    """
-    known = inspect.signature(CODECS[name]).parameters
-    given = {knob: value for knob, value in knobs.items() if value is not None}
-    for knob in given.keys() - known.keys():
-        raise ConfigError(
-            f"callbacks.grad_compress.{knob}={given[knob]}: codec={name} has no such knob; "
-            f"leave it out (its knobs: {', '.join(known) or 'none'})"
-        )
-    return CODECS[name](**given)

@@ -67,7 +67,7 @@ def checkpoints(trainer: "Trainer") -> Path:
 
 def state_dict(trainer: "Trainer") -> dict[str, Any]:
     return {
-        "model": trainer.module.state_dict(),
+        "model": trainer.global_model.state_dict(),
         "optimizer": optimizer_state(trainer.optimizer, trainer.module),
         "callbacks": {name: callback.state_dict() for name, callback in trainer.callbacks.items()},
         "scaler": trainer.scaler.state_dict(),
@@ -98,7 +98,7 @@ def manifest(trainer: "Trainer") -> dict[str, Any]:
         "samples": trainer.samples,
         "world": trainer.world,
         "identity": trainer.plan.identity() | model_identity(trainer),
-        "buckets": buckets(trainer.model),
+        "buckets": trainer.buckets,
         "metrics": {
             name: value for name, value in measured.items() if math.isfinite(value)
         },  # else no candidate for best
@@ -164,7 +164,7 @@ def load(trainer: "Trainer", path: Path) -> None:
         log.info(
             "resume: %d ranks then, %d now: the same samples, but not the same bits", saved["world"], trainer.world
         )
-    elif saved["buckets"] != buckets(trainer.model):
+    elif saved["buckets"] != trainer.buckets:
         log.warning("resume: DDP laid its buckets out differently, so sums may differ in their last bits")
     if trainer.plan.order is None:
         log.info("resume: this recipe's data is an iterable of batches; the %d steps before are replayed", trainer.step)

@@ -1,0 +1,117 @@
+"""Two levels give plain training's numbers, send fewer bytes over a real link, and compress the slow one alone."""
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from net import Cluster, needs_cluster
+from ranks import run_ranks
+from toy_recipe import Toy
+
+from trainer.callback import Callback, arrange
+from trainer.callbacks.grad_compress import GradCompress
+from trainer.callbacks.hierarchical import Hierarchical
+from trainer.errors import ConfigError
+from trainer.launch import Place
+from trainer.optim import sgd
+from trainer.options import CheckpointOptions, DataOptions, DDPOptions, Options
+from trainer.trainer import Trainer
+
+STEPS = 5
+
+
+def train(
+    place: Place, name: str, per_node: int | None = None, knobs: dict[str, Any] | None = None, resume: str | None = None
+) -> np.ndarray:
+    callbacks: dict[str, Callback] = {}
+    if per_node:
+        callbacks["hierarchical"] = Hierarchical(per_node)
+    if knobs is not None:
+        callbacks["grad_compress"] = GradCompress(**knobs)
+    trainer = Trainer(
+        Toy(width=37, dtype="float64"), callbacks, sgd, batch=12,
+        options=Options(
+            max_steps=STEPS, ddp=DDPOptions(0.005), run_dir=f"runs/{name}", resume=resume,
+            checkpoint=CheckpointOptions(every_steps=3, keep=5),
+        ),
+        data=DataOptions(workers=0), place=place,
+    )  # fmt: skip
+    trainer.fit()
+    return np.concatenate([p.detach().numpy().ravel() for p in trainer.module.parameters()])
+
+
+def test_the_mean_over_two_levels_is_the_mean(tmp_path, monkeypatch):
+    """Also where a node has one rank or all, and sizes do not divide."""
+    monkeypatch.chdir(tmp_path)
+    (plain, *_) = run_ranks(4, train, "plain")
+    for per_node in (1, 2, 4):
+        for weights in run_ranks(4, train, f"{per_node} per node", per_node):
+            np.testing.assert_allclose(weights, plain, rtol=1e-12, atol=1e-14)
+
+
+def test_between_nodes_only(tmp_path, monkeypatch):
+    """Where all ranks are on one node nothing is compressed; else it is, and resumes with the same bits."""
+    monkeypatch.chdir(tmp_path)
+    knobs = {"codec": "bf16", "feedback": True, "level": "inter"}
+    (plain, *_) = run_ranks(4, train, "plain")
+    (one_node, *_) = run_ranks(4, train, "one node", 4, knobs)
+    np.testing.assert_allclose(one_node, plain, rtol=1e-12, atol=1e-14)
+    straight = run_ranks(4, train, "straight", 2, knobs)
+    resumed = run_ranks(4, train, "resumed", 2, knobs, "ckpt/straight/step-00000003")
+    assert [weights.tobytes() for weights in straight] == [weights.tobytes() for weights in resumed]
+    assert len({weights.tobytes() for weights in straight}) == 1
+    assert 1e-9 < np.abs(straight[0] - plain).max() < 1e-2
+
+
+def refused(place: Place) -> str:
+    with pytest.raises(ConfigError) as refusal:
+        train(place, "run", 2)
+    return str(refusal.value)
+
+
+def test_ranks_that_do_not_divide_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for message in run_ranks(3, refused):
+        assert message.startswith("callbacks.hierarchical.ranks_per_node=2: does not divide the 3 ranks; ")
+
+
+def uneven(place: Place) -> str:
+    uneven = replace(place, local_rank=place.rank % 2, local_world=2 if place.rank < 2 else 1)
+    trainer = Trainer(Toy(), {}, sgd, batch=12, options=Options(max_steps=1), place=uneven)
+    with pytest.raises(ConfigError) as refusal:
+        trainer.ranks.ranks_per_node()
+    trainer.close()
+    return str(refusal.value)
+
+
+def test_nodes_that_differ_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for message in run_ranks(3, uneven):
+        assert message.startswith("callbacks.hierarchical: rank 2 is number 0 of 1 on its node, rank 0's has 2; ")
+
+
+def test_level_inter_needs_levels():
+    with pytest.raises(ConfigError, match=r"grad_compress needs hierarchical: .*; add it, or use level=all"):
+        arrange({"grad_compress": GradCompress(level="inter")}, set())
+
+
+@needs_cluster
+def test_fewer_bytes_cross_the_network(tmp_path):
+    """2 hosts of 2 ranks: each rank exchanges its half with one peer, 4 * P bytes a host and step; a flat ring would
+    send 2 * 3 / 4 * 4 * P over each host's link."""
+    toy, steps = Path(__file__).parents[1] / "toy", 20
+    command = [sys.executable, "-m", "trainer.main", "--config-dir", str(toy / "conf"), "recipe=toy"]
+    command += ["recipe.width=600", "batch=16", f"trainer.max_steps={steps}", "trainer.accelerator=cpu"]
+    command += ["+callbacks=[hierarchical]", "trainer.checkpoint.every_steps=null", "data.workers=0"]
+    path = os.pathsep.join([str(toy.parents[1]), str(toy)])
+    with Cluster(hosts=2) as cluster:
+        before = cluster.sent(0)
+        codes = cluster.run(command, ranks_per_host=2, env={"PYTHONPATH": path}, cwd=tmp_path)
+        sent = cluster.sent(0) - before
+    assert codes == [0, 0, 0, 0]
+    gradients = 4 * sum(p.numel() for p in Toy(width=600).model().parameters())
+    assert 1.0 < sent / ((steps + 2) * gradients) < 1.1  # two passes more in the rehearsal

@@ -1,0 +1,194 @@
+"""Local SGD and DiLoCo against naive versions on one process, and what a run saves while ranks differ."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.numpy import load_file
+from torch import nn
+from toy_recipe import Toy
+
+from trainer.callback import Callback, arrange
+from trainer.callbacks.grad_compress import GradCompress
+from trainer.callbacks.local_sgd import LocalSGD
+from trainer.errors import ConfigError
+from trainer.launch import Place
+from trainer.optim import parameter_groups
+from trainer.options import CheckpointOptions, DataOptions, DDPOptions, Options
+from trainer.trainer import Trainer
+
+WORLD, STEPS = 3, 11
+
+
+class Normed(nn.Sequential):
+    """With running statistics, which differ between ranks too."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
+        )
+
+
+class Of(Toy):
+    def model(self) -> nn.Module:
+        return Normed().double()
+
+
+def adam(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(groups, lr=0.02)
+
+
+class Data(Callback):
+    """Each step's batch and the share of the loss that this rank's has."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Any, float]] = []
+
+    def on_step_end(self, trainer) -> None:
+        (batch,), (weight,) = trainer.data.batches, trainer.data.weights
+        self.steps.append((batch, weight * trainer.world / trainer.weight))
+
+
+def run(
+    place: Place, knobs: dict[str, Any], name: str = "run", steps: int = STEPS, resume: str | None = None,
+    codec: str = "",
+) -> dict[str, Any]:  # fmt: skip
+    data = Data()
+    callbacks: dict[str, Callback] = {"local_sgd": LocalSGD(**knobs), "data": data}
+    if codec:
+        callbacks["grad_compress"] = GradCompress(codec, feedback=True)
+    trainer = Trainer(
+        Of(samples=40, dtype="float64"), callbacks, adam, batch=12,
+        options=Options(
+            max_steps=steps, run_dir=f"runs/{name}", resume=resume, ddp=DDPOptions(0.001),
+            checkpoint=CheckpointOptions(every_steps=5, keep=9),
+        ),
+        data=DataOptions(workers=0), place=place,
+    )  # fmt: skip
+    start = deepcopy(trainer.module)
+    trainer.fit()
+    end = {name: value.numpy() for name, value in trainer.module.state_dict().items()}
+    return {"start": start, "steps": data.steps, "end": end, "validation": trainer.validation, "world": trainer.world}
+
+
+def naive(runs: list[dict[str, Any]], every: int, warmup: int = 0, lr: float = 1.0, momentum: float = 0.0) -> dict:
+    """The ranks as models of one process that run in turn; `warmup` steps with averaged gradients."""
+    models = [deepcopy(run["start"]) for run in runs]
+    optimizers = [adam(parameter_groups(model)) for model in models]
+    recipe, common, velocity = Toy(), None, None
+    for step in range(STEPS):
+        for model, optimizer, run in zip(models, optimizers, runs, strict=True):
+            batch, share = run["steps"][step]
+            optimizer.zero_grad()
+            (recipe.loss(model, batch) * share).backward()
+        if step < warmup:
+            for together in zip(*(model.parameters() for model in models), strict=True):
+                mean = torch.stack([p.grad for p in together]).mean(0)
+                for p in together:
+                    p.grad = mean
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            weights = [[p.clone() for p in model.parameters()] for model in models]
+            if step + 1 <= warmup or common is None:
+                common = weights[0] if step + 1 <= warmup else [p.clone() for p in runs[0]["start"].parameters()]
+                velocity = [torch.zeros_like(p) for p in common]
+            if step + 1 > warmup and (step + 1 - warmup) % every == 0:
+                for i, p in enumerate(common):
+                    gradient = p - torch.stack([own[i] for own in weights]).mean(0)
+                    velocity[i] = momentum * velocity[i] + gradient
+                    common[i] = p - lr * (gradient + momentum * velocity[i])
+                    for model in models:
+                        list(model.parameters())[i].copy_(common[i])
+    return {
+        name: torch.stack([model.get_parameter(name).detach() for model in models]).mean(0).numpy()
+        for name, _ in models[0].named_parameters()
+    }
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "average": ({"every": 4}, {"every": 4}),
+    "post-local": ({"every": 3, "warmup_steps": 5}, {"every": 3, "warmup": 5}),
+    "diloco": ({"every": 3, "outer": "nesterov"}, {"every": 3, "lr": 0.7, "momentum": 0.9}),
+    "every step": ({"every": 1, "outer": "nesterov", "outer_lr": 0.5}, {"every": 1, "lr": 0.5, "momentum": 0.9}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_weights_are_those_of_a_naive_version(case, tmp_path, monkeypatch):
+    """What is left at the end, and saved, is the mean of the ranks' weights."""
+    monkeypatch.chdir(tmp_path)
+    ours, reference = CASES[case]
+    runs = run_ranks(WORLD, run, ours)
+    expected = naive(runs, **reference)
+    saved = load_file(next(Path("ckpt/run").glob("step-*11")) / "model.safetensors")
+    for rank in runs:
+        for name, weights in expected.items():
+            np.testing.assert_allclose(rank["end"][name], weights, rtol=1e-9, atol=1e-12)
+            assert saved[name].tobytes() == rank["end"][name].tobytes()
+        assert rank["validation"] == runs[0]["validation"]
+    moved = max(
+        np.abs(weights - runs[0]["start"].get_parameter(name).detach().numpy()).max()
+        for name, weights in expected.items()
+    )
+    assert moved > 0.01
+
+
+RESUMED = [
+    ({"every": 4}, ""),
+    ({"every": 3, "warmup_steps": 4, "outer": "nesterov"}, ""),
+    ({"every": 4, "outer": "nesterov", "fragments": 2, "delay": 2}, ""),
+    ({"every": 4, "fragments": 3, "delay": 1, "mix": 0.3}, "bf16"),
+]
+
+
+@pytest.mark.parametrize(("knobs", "codec"), RESUMED)
+def test_a_resume_between_two_meetings_has_the_same_bits(knobs, codec, tmp_path, monkeypatch):
+    """Each rank goes on with its own weights and moments, and with means that were on their way."""
+    monkeypatch.chdir(tmp_path)
+    straight = run_ranks(WORLD, run, knobs, "run", STEPS, None, codec)
+    resumed = run_ranks(WORLD, run, knobs, "resumed", STEPS, "ckpt/run/step-00000005", codec)
+    for a, b in zip(straight, resumed, strict=True):
+        assert {k: v.tobytes() for k, v in a["end"].items()} == {k: v.tobytes() for k, v in b["end"].items()}
+        assert a["validation"] == b["validation"]
+
+
+def test_at_another_number_of_ranks_all_go_on_from_the_mean(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    knobs = {"every": 4}
+    run_ranks(WORLD, run, knobs)
+    saved = load_file("ckpt/run/step-00000005/model.safetensors")
+    for world in (2, 1):
+        (first, *_) = run_ranks(world, run, knobs, f"on-{world}", 5, "ckpt/run/step-00000005")
+        for name, weights in saved.items():
+            np.testing.assert_allclose(first["end"][name], weights, rtol=1e-12)
+    log = Path("runs/on-1/logs/rank0.log").read_text()
+    assert "local_sgd has nothing to do with one rank" in log
+
+
+@pytest.mark.parametrize("other", ["overlap", "ema", "fp16"])
+def test_what_it_refuses(other):
+    class Other(Callback):
+        pass
+
+    named = {"local_sgd": LocalSGD(), **({} if other == "fp16" else {other: Other()})}
+    with pytest.raises(ConfigError, match=f"local_sgd and {other} can't run together: .*(leave|use) "):
+        arrange(named, {"fp16"})
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"every": 0}, "every=0: must be at least 1"),
+        ({"every": 4, "fragments": 5}, "fragments=5: must be less than 5"),
+        ({"every": 4, "delay": 4}, "delay=4: must be less than 4"),
+        ({"mix": 1.0}, "mix=1.0: must be less than 1"),
+    ],
+)
+def test_knobs(knobs, words):
+    with pytest.raises(ConfigError, match=rf"^callbacks\.local_sgd\.{words}"):
+        LocalSGD(**knobs)

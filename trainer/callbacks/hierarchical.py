@@ -1,0 +1,60 @@
+"""Reduces in two levels, inside each node first, so that a node's ranks share the bytes that cross the network."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.callback import Callback, Role
+from trainer.errors import ConfigError, require
+from trainer.reduce import AllReduce, Bucket, Reduce
+from trainer.run import log
+
+
+class Hierarchical(Callback):
+    """Reduce-scatter inside the node, all-reduce across nodes, all-gather inside (Jia et al. 2018, arXiv:1807.11205,
+    who have an all-reduce inside and a leader across). Exact to rounding: the order of summation is another one.
+
+    Args:
+        ranks_per_node: null: as many as the launcher started on each node.
+    """
+
+    role = Role.REDUCE
+    communicates = True
+
+    def __init__(self, ranks_per_node: int | None = None) -> None:
+        require("callbacks.hierarchical.ranks_per_node", ranks_per_node, at_least=1)
+        self.ranks_per_node = ranks_per_node
+
+    def wrap_reduce(self, trainer, reduce: Reduce) -> "TwoLevel":
+        world, per_node = trainer.world, self.ranks_per_node or trainer.ranks.ranks_per_node()
+        if world % per_node:
+            raise ConfigError(
+                f"callbacks.hierarchical.ranks_per_node={per_node}: does not divide the {world} ranks; "
+                "start as many on each node, or leave hierarchical out"
+            )
+        if per_node in (1, world):
+            log.info("hierarchical: %d ranks on %d node(s) are one level", world, world // per_node)
+        nodes = torch.arange(world).view(-1, per_node)
+        return TwoLevel(trainer.ranks.new_groups(nodes.tolist()), AllReduce(trainer.ranks.new_groups(nodes.T.tolist())))
+
+
+class TwoLevel:
+    """The mean over all ranks, of which `inside` are this node's; `across` reduces what this rank has of it."""
+
+    def __init__(self, inside: dist.ProcessGroup, across: AllReduce) -> None:
+        self.inside, self.per_node, self.local_rank = inside, inside.size(), inside.rank()
+        self.nodes, self.node = across.size, across.group.rank()
+        self.across: Reduce = across
+
+    def __call__(self, flat: Tensor, bucket: Bucket) -> Tensor:
+        size = -(-flat.numel() // self.per_node)  # of a rank's shard; the last ones may be shorter, or empty
+        padded = flat.new_zeros(size * self.per_node)
+        torch.mul(flat, 1.0 / self.per_node, out=padded[: flat.numel()])
+        shard = padded.new_empty(size)
+        dist.reduce_scatter_tensor(shard, padded, group=self.inside)
+        start = self.local_rank * size
+        own = shard[: max(0, flat.numel() - start)]
+        if own.numel():
+            own.copy_(self.across(own, bucket.cut(start, start + size)))
+        dist.all_gather_into_tensor(padded, shard, group=self.inside)
+        return flat.copy_(padded[: flat.numel()])

@@ -1,0 +1,147 @@
+"""Steps alone, and lets the ranks' weights meet every so many steps: local SGD and DiLoCo."""
+
+from copy import deepcopy
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from trainer.callback import Callback, Role
+from trainer.checkpoint.state import load_optimizer_state, optimizer_state
+from trainer.errors import ConfigError, require
+from trainer.reduce import AllReduce, Background, Reduce
+from trainer.replicas import Fragment, Outer, average, buffers, mean_of, partition
+from trainer.run import log
+
+
+class LocalSGD(Callback):
+    """Every `every` steps the mean over ranks of how far each has come, the pseudo-gradient, is what the common weights
+    move by: that is their average (Stich 2018, arXiv:1805.09767; after a warm-up Lin et al. 2018, arXiv:1808.07217), or
+    with `outer=nesterov` DiLoCo's (Douillard et al. 2023, arXiv:2311.08105). It goes through the same chain as
+    gradients. In fragments, and while the next steps run, it is streaming DiLoCo (Douillard et al. 2025,
+    arXiv:2501.18512).
+
+    Between meetings the ranks' weights differ, and so do their optimizers' moments, which stay with them. Validation,
+    checkpoints and export have the mean of all ranks' weights. Memory: two copies of the weights, `nesterov` three.
+
+    Args:
+        every: Steps between two meetings of the same weights.
+        warmup_steps: Steps with ordinary reduction of gradients before.
+        outer: What the common weights do with a pseudo-gradient.
+        outer_lr, outer_momentum: Of `nesterov`.
+        fragments: Parts of the weights that meet one after another, evenly over `every` steps.
+        delay: Steps that go on before a meeting's outcome is taken.
+        mix: Of a rank's own weights in what it goes on with, where they have moved on during `delay`.
+    """
+
+    role = Role.SYNC
+    exact = False
+    communicates = True
+    conflicts = {
+        "overlap": "no gradients are reduced between meetings; leave overlap out, local_sgd.delay hides the meetings",
+        "ema": "it would average one rank's own weights; leave ema out, what is validated is an average already",
+        "fp16": "each rank would have a loss scale of its own; use trainer.precision=bf16",
+    }
+
+    def __init__(
+        self,
+        every: int = 8,
+        warmup_steps: int = 0,
+        outer: Literal["average", "nesterov"] = "average",
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        fragments: int = 1,
+        delay: int = 0,
+        mix: float = 0.5,
+    ) -> None:
+        require("callbacks.local_sgd.every", every, at_least=1)
+        require("callbacks.local_sgd.warmup_steps", warmup_steps, at_least=0)
+        require("callbacks.local_sgd.fragments", fragments, at_least=1, below=every + 1)
+        require("callbacks.local_sgd.delay", delay, at_least=0, below=every)
+        require("callbacks.local_sgd.mix", mix, at_least=0, below=1)
+        self.every, self.warmup_steps, self.delay, self.count = every, warmup_steps, delay, fragments
+        lr, momentum = (outer_lr, outer_momentum) if outer == "nesterov" else (1.0, 0.0)
+        self.outer = Outer(lr, momentum, mix if delay else 0.0)
+        self.kept = {"common": self.outer.common, "velocity": self.outer.velocity, "arrived": self.outer.arrived}
+        self.fragments: list[Fragment] = []  # none before the ranks part
+        self.averaged_step = -1  # whose weights `global_model` has
+        self.names: dict[Tensor, str] = {}
+        self.due: list[int] = []
+        self.own: dict[str, Any] = {}
+
+    def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
+        self.trainer, self.reduce, self.background = trainer, reduce, Background(trainer.device)
+        self.plain = AllReduce(trainer.ranks.new_group())
+        self.names = {p: name for name, p in trainer.module.named_parameters()}
+        return reduce
+
+    def on_fit_start(self, trainer) -> None:
+        log.info("local_sgd: from step %d on, train/grad_norm is rank 0's own", self.warmup_steps)
+        if trainer.step >= self.warmup_steps:
+            self._part(trainer)
+
+    def _part(self, trainer) -> None:
+        """From here on, the model is called without DDP around it, so backward reduces nothing."""
+        trainer.global_model = trainer.eval_model = deepcopy(trainer.module).requires_grad_(False)
+        if self.own:
+            trainer.module.load_state_dict(self.own["model"])
+            load_optimizer_state(trainer.optimizer, trainer.module, self.own["optimizer"])
+        trainer.model = trainer.module
+        for params in partition(trainer.parameters, self.count):
+            self.fragments.append(Fragment(params, self.outer, self.reduce, self.background))
+        if len(self.due) not in (0, len(self.fragments)):
+            raise ConfigError(
+                f"callbacks.local_sgd.fragments={self.count}: the checkpoint has {len(self.due)}; set it back"
+            )
+        for number, fragment in enumerate(self.fragments):
+            fragment.resume(self.due[number]) if self.due else fragment.begin()
+
+    @torch.no_grad()
+    def on_step_end(self, trainer) -> None:
+        done = trainer.step - self.warmup_steps
+        if not self.fragments and done == 0:
+            self._part(trainer)
+            return
+        for number, fragment in enumerate(self.fragments, start=1):
+            fragment.land(trainer.step)
+            if done % self.every == number * self.every // len(self.fragments) % self.every:
+                fragment.send(trainer.step, trainer.step + self.delay)
+                fragment.land(trainer.step)
+        if self.fragments and done % self.every == 0:
+            average(self.plain, buffers(trainer.module), buffers(trainer.module))
+
+    @torch.no_grad()
+    def on_flush(self, trainer) -> None:
+        if not self.fragments or self.averaged_step == trainer.step:
+            return
+        self.averaged_step = trainer.step
+        for part in (nn.Module.parameters, buffers):
+            average(self.plain, part(trainer.module), part(trainer.global_model))
+
+    def on_fit_end(self, trainer) -> None:
+        if self.averaged_step == trainer.step:
+            trainer.module.load_state_dict(trainer.global_model.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.fragments:
+            return {}
+        due = [fragment.arrive() for fragment in self.fragments]
+        return {"due": due, **{key: kept.state(self.names) for key, kept in self.kept.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.due = state.get("due", [])
+        for key, kept in self.kept.items():
+            kept.load(state.get(key, {}), self.names)
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        if not self.fragments:
+            return {}
+        optimizer = optimizer_state(self.trainer.optimizer, self.trainer.module)
+        return {"model": self.trainer.module.state_dict(), "optimizer": optimizer}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        self.own = state
+
+    def merge_rank_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """The mean of the ranks' weights and moments."""
+        return mean_of(states)

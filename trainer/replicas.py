@@ -1,0 +1,106 @@
+"""Weights that differ between ranks: parts of them that meet at the same steps, averages, means of saved states."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+
+from trainer.codecs.codec import Kept
+from trainer.reduce import Background, Bucket, Reduce
+
+
+@dataclass
+class Outer:
+    """How common weights move by a pseudo-gradient: SGD with Nesterov's momentum; 1 and 0 are the average.
+
+    `mix` is the share of a rank's own weights in what it goes on with.
+    """
+
+    lr: float
+    momentum: float
+    mix: float
+    common: Kept = field(default_factory=Kept)
+    velocity: Kept = field(default_factory=Kept)
+    arrived: Kept = field(default_factory=Kept)
+
+
+class Fragment:
+    """Parameters that meet at the same steps: the weights that all ranks have in common, and a mean on its way."""
+
+    def __init__(self, params: list[Tensor], outer: Outer, reduce: Reduce, background: Background) -> None:
+        self.params, self.outer, self.reduce, self.background = params, outer, reduce, background
+        self.bucket = Bucket.of(params, 0, "weights")
+        self.flight: Future[Tensor] | None = None
+        self.due = -1
+        self.common = outer.common.of(self.bucket, flatten(params))
+
+    def begin(self) -> None:
+        self.common.copy_(flatten(self.params))
+
+    def send(self, step: int, due: int) -> None:
+        drift = self.common - flatten(self.params)
+        self.flight = self.background.submit(self.reduce, drift, Bucket.of(self.params, step, "weights"))
+        self.due = due
+
+    def land(self, step: int) -> None:
+        """Takes the mean of what was sent, where it is due."""
+        if self.flight is None or self.due != step:
+            return
+        outer, mean = self.outer, self.flight.wait()
+        if outer.momentum:
+            velocity = outer.velocity.of(self.bucket, mean)
+            velocity.mul_(outer.momentum).add_(mean)
+            mean = mean.add(velocity, alpha=outer.momentum)  # as torch's SGD has Nesterov's
+        self.common.add_(mean, alpha=-outer.lr)
+        for p, common in zip(self.params, self.bucket.split(self.common), strict=True):
+            p.lerp_(common, 1.0 - outer.mix)
+        self.flight = None
+
+    def arrive(self) -> int:
+        """Waits for what is on its way, so that it can be saved; the step at which it is to be taken, or -1."""
+        if self.flight is None:
+            return -1
+        self.outer.arrived.of(self.bucket, self.common).copy_(self.flight.wait())
+        return self.due
+
+    def resume(self, due: int) -> None:
+        if due >= 0:
+            self.flight, self.due = Future(), due
+            self.flight.set_result(self.outer.arrived.of(self.bucket, self.common).clone())
+
+
+def partition(params: list[Tensor], count: int) -> list[list[Tensor]]:
+    """`params` in at most `count` parts of about as many elements each."""
+    parts: list[list[Tensor]] = [[] for _ in range(count)]
+    total, before = sum(p.numel() for p in params), 0
+    for p in params:
+        parts[before * count // total].append(p)
+        before += p.numel()
+    return [part for part in parts if part]
+
+
+def flatten(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def buffers(module: nn.Module) -> list[Tensor]:
+    return [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+
+
+def average(reduce: Reduce, ranks_own: Iterable[Tensor], means: Iterable[Tensor]) -> None:
+    """Puts the mean over ranks of each tensor into its place in `means`. A collective."""
+    if tensors := list(ranks_own):
+        flat = reduce(flatten(tensors), Bucket((), 0))
+        for mean, part in zip(means, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            mean.copy_(part.view_as(mean))
+
+
+def mean_of(states: list[Any]) -> Any:
+    """The mean of each floating-point tensor in nested dicts; of all else, the first's."""
+    first = states[0]
+    if isinstance(first, dict):
+        return {key: mean_of([state[key] for state in states]) for key in first}
+    return torch.stack(states).mean(0) if isinstance(first, Tensor) and first.is_floating_point() else first
