@@ -11,7 +11,6 @@ from toy_recipe import Toy
 
 from trainer.callback import Callback, Role, arrange
 from trainer.callbacks.overlap import Overlap
-from trainer.checkpoint.resume import buckets
 from trainer.errors import ConfigError
 from trainer.launch import Place
 from trainer.optim import adamw, lamb, sgd
@@ -83,6 +82,13 @@ class Misled(Skipping):
     late = False
 
 
+class Normed(nn.Sequential):
+    """Has running statistics: rank 0's count, as with DDP."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+
+
 class Of(Toy):
     def __init__(self, net: type[nn.Module] | None) -> None:
         super().__init__(width=40, depth=3, dropout=0.1)
@@ -116,6 +122,7 @@ CASES: dict[str, dict[str, Any]] = {
     "skipping": {"net": Skipping, "mib": 0.0005},
     "warm-up": {"schedule": Linear(warmup=3)},
     "accumulate": {"accumulate": 2, "net": Tied},
+    "buffers": {"accumulate": 2, "net": Normed},
     "sgd": {"optimizer": lambda groups: sgd(groups, nesterov=True, weight_decay=0.1)},
     "lamb": {"optimizer": lambda groups: lamb(groups, weight_decay=0.1), "schedule": Linear(warmup=3)},
     "bf16": {"precision": "bf16"},
@@ -175,7 +182,7 @@ class Counting(torch.optim.SGD):
 
 class Layout(Callback):
     def on_fit_end(self, trainer) -> None:
-        self.sizes = [len(bucket) for bucket in buckets(trainer.model)]
+        self.sizes = [len(bucket) for bucket in trainer.buckets]
 
 
 def handed(place: Place) -> tuple[list[int], list[int]]:
@@ -245,7 +252,7 @@ def test_a_weight_used_before_its_step_is_an_error(tmp_path, monkeypatch):
         assert "modified by an inplace operation" in text
 
 
-@pytest.mark.parametrize("feature", ["clip", "fp16", "find_unused_parameters", "gradient_as_bucket_view"])
+@pytest.mark.parametrize("feature", ["clip", "fp16", "find_unused_parameters", "static_graph"])
 def test_what_needs_all_gradients_at_once_is_refused_by_name(feature):
     settings = {"clip": {"clip_norm": 1.0}, "fp16": {"precision": "fp16"}}
     options = Options(**settings.get(feature) or {"ddp": DDPOptions(**{feature: True})})
@@ -266,3 +273,19 @@ class Reads(Callback):
 def test_who_reads_reduced_gradients_is_refused():
     with pytest.raises(ConfigError, match="reads and overlap can't run together: reads reads gradients"):
         arrange({"overlap": Overlap(), "reads": Reads()}, set())
+
+
+class Sometimes(Skipping):
+    """After the rehearsal a layer is not used at all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        x = self.first(x)
+        return self.last(x + self.rare(x) if self.calls <= 2 else x)
+
+
+def test_a_parameter_without_a_gradient_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for kind, text, step in run_ranks(3, broken_run, Sometimes, 0.0005):
+        assert (kind, step) == ("RuntimeError", 0)
+        assert text.startswith("overlap: a parameter got no gradient in the last micro-batch of a step; ")

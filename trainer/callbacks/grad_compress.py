@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from trainer.callback import Callback, Role
 from trainer.callbacks.hierarchical import TwoLevel
 from trainer.codecs.catalog import make
-from trainer.codecs.codec import ErrorFeedback, merge
+from trainer.codecs.codec import Codec, ErrorFeedback, merge
 from trainer.errors import ConfigError, require
 from trainer.reduce import Bucket, Reduce
 
@@ -51,14 +51,7 @@ class GradCompress(Callback):
         self.codec = make(codec, knobs | {"clip_norm": clip_norm, "warmup_steps": warmup_steps})
         self.exact, self.start_step = self.codec.exact, start_step
         self.level, self.momentum, gathers = level, momentum, self.codec.gathers
-        if feedback and (self.codec.kept or self.codec.exact):
-            why = "sends everything" if self.codec.exact else "keeps by itself what it does not send"
-            raise ConfigError(f"callbacks.grad_compress.feedback=true: codec={codec} {why}; leave feedback out")
-        if level == "inter" and codec == "powersgd":
-            raise ConfigError(
-                "callbacks.grad_compress.level=inter: between nodes a rank has a part of each matrix, and "
-                "codec=powersgd needs whole ones; use level=all, or another codec"
-            )
+        refuse(codec, self.codec, feedback, level)
         if self.codec.feedback if feedback is None else feedback:
             self.codec = ErrorFeedback(self.codec)
         self.conflicts = {}
@@ -122,3 +115,17 @@ class GradCompress(Callback):
 
     def merge_rank_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         return {key: merge([state[key] for state in states]) for key in states[0]}
+
+
+def refuse(name: str, codec: Codec, feedback: bool | None, level: str) -> None:
+    """Raises:
+    ConfigError: for settings that mean nothing for this codec.
+    """
+    if feedback and (codec.kept or codec.exact):
+        why = "sends everything" if codec.exact else "keeps by itself what it does not send"
+        raise ConfigError(f"callbacks.grad_compress.feedback=true: codec={name} {why}; leave feedback out")
+    if level == "inter" and name == "powersgd":
+        raise ConfigError(
+            "callbacks.grad_compress.level=inter: between nodes a rank has a part of each matrix, and "
+            "codec=powersgd needs whole ones; use level=all, or another codec"
+        )

@@ -1,7 +1,4 @@
-"""Reduces and steps each bucket during the next forward pass, when the first module that needs it is called.
-
-The idea is ByteScheduler's (Peng et al. 2019) and BytePS's cross-barrier: backward does not wait for the network.
-"""
+"""Sends each bucket of gradients in the order in which the next forward pass needs them, and steps it only then."""
 
 from typing import Any
 
@@ -11,90 +8,110 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from trainer.callback import Callback, Role
+from trainer.needs import Record
 from trainer.reduce import Background, Bucket, Reduce
 from trainer.run import log
 
-SUMMED_LATER = "which is known only after all buckets, and overlap steps each one alone"
-
 
 class Pending:
-    """One bucket on its way: the sum to come, its parameters, and the optimizer's groups as they were for this step."""
+    """One of DDP's buckets: the flat tensor of its gradients, their mean to come, and the optimizer's groups for it."""
 
-    def __init__(self, sum_to_come: "Future[Tensor]", params: list[Tensor]) -> None:
-        self.sum_to_come, self.params = sum_to_come, params
+    def __init__(self, params: list[Tensor]) -> None:
+        self.params, self.bucket, self.missing = params, Bucket.of(params, 0), len(params)
+        self.flat = torch.cat([p.detach().reshape(-1) for p in params])
+        self.mean: Future[Tensor] | None = None
         self.groups: list[dict[str, Any]] = []
 
 
 class Overlap(Callback):
-    """The weights are bit for bit plain DDP's, step for step; between steps they are one step behind until `on_flush`.
+    """Backward does not wait for the network, as with ByteScheduler (Peng et al. 2019) and BytePS's cross-barrier. The
+    weights are bit for bit plain DDP's, step for step; between steps they are one step behind until `on_flush`.
 
-    Memory: one extra copy of the gradients. Hooks: one per module that uses parameters.
+    After the rehearsal DDP is out of the way: gradients go into buckets of its layout, for the bits of its sums. Which
+    is sent when, rank 0 settles from the times of the rehearsal, and all follow.
     """
 
     role = Role.OPTIMIZER
     communicates = True
     defers = True
     conflicts = {
-        "clip": f"clipping needs the global norm, {SUMMED_LATER}; set trainer.clip_norm=null or leave overlap out",
+        "clip": "the global norm is known only after all buckets; set trainer.clip_norm=null or leave overlap out",
         "fp16": "loss scaling must see all gradients before any is used; use bf16 or leave overlap out",
-        "find_unused_parameters": "which parameters no rank has used, so must not be stepped, is known to DDP alone; "
-        "set trainer.ddp.find_unused_parameters=false or leave overlap out",
-        "static_graph": "which parameters stay without a gradient, so must not be stepped, is known to DDP alone; "
-        "set trainer.ddp.static_graph=false or leave overlap out",
-        "gradient_as_bucket_view": "the bucket is used again while it is still being stepped; "
-        "set trainer.ddp.gradient_as_bucket_view=false or leave overlap out",
+        "find_unused_parameters": "what no rank has used is known to DDP alone; set it to false or leave overlap out",
+        "static_graph": "what comes twice or never is known to DDP alone; set it to false or leave overlap out",
     }
 
     def __init__(self) -> None:
         self.pending: dict[Tensor, Pending] = {}
-        self.in_flight: list[Pending] = []
+        self.sent, self.fresh = 0, True  # buckets of this step; no forward pass of this step yet
 
     def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
-        background = Background(trainer.device)
-
-        def launch(flat: Tensor, bucket: Bucket) -> Tensor:
-            if trainer.rehearsing:
-                return reduce(flat, bucket)
-            params = [piece.param for piece in bucket.pieces]
-            self.in_flight.append(Pending(background.submit(reduce, flat.clone(), bucket), params))
-            return flat  # the backward pass need not wait
-
-        return launch
+        self.reduce, self.background = reduce, Background(trainer.device)
+        self.record = Record(trainer.module, trainer.parameters)
+        return self.record.timed(reduce)
 
     def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Any:
         self.trainer, self.optimizer = trainer, optimizer
         self.group_of = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        modules = list(trainer.module.modules())
-        self.called: set[nn.Module] = set()
-        self.recorders = [m.register_forward_pre_hook(lambda module, _: self.called.add(module)) for m in modules]
         return Deferred(optimizer, self)
 
     def on_fit_start(self, trainer) -> None:
         log.info("overlap: train/grad_norm is not reported, for no moment has all reduced gradients")
-        for recorder in self.recorders:
-            recorder.remove()
-        for module, params in needed_by(trainer.module, trainer.module, self.called).items():
-            self._finish_before(module, params)
+        needs = self.record.end()
+        self.buckets = [Pending([trainer.parameters[i] for i in bucket]) for bucket in trainer.buckets]
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
+        self.order: list[int] = trainer.ranks.first(self.record.order([bucket.params for bucket in self.buckets]))
+        trainer.model = trainer.module  # without DDP around it
+        trainer.model.require_backward_grad_sync = True
+        trainer.module.register_forward_pre_hook(self._share_buffers)
+        for module, params in needs.items():
+            module.register_forward_pre_hook(lambda *_, params=params: self._finish(params))
         # What no module has asked for.
         trainer.module.register_forward_hook(lambda *_: self._finish(list(self.pending)))
+        for p in trainer.parameters:
+            p.register_post_accumulate_grad_hook(self._collect)
 
-    def _finish_before(self, module: nn.Module, params: list[Tensor]) -> None:
-        module.register_forward_pre_hook(lambda *_: self._finish(params))
+    def _share_buffers(self, module: nn.Module, _: Any) -> None:
+        """As DDP does, before the first forward pass of a step."""
+        if module.training and self.fresh:
+            self.trainer.ranks.share_buffers(module)
+            self.fresh = False
 
     def on_flush(self, trainer) -> None:
         self._finish(list(self.pending))
 
+    @torch.no_grad()
+    def _collect(self, p: Tensor) -> None:
+        """Backward has the gradient of `p`: send what is next in the order, as far as it is there."""
+        bucket = self.bucket_of[p]
+        bucket.missing -= self.trainer.model.require_backward_grad_sync  # the step's last micro-batch
+        if bucket.missing:
+            return
+        torch._foreach_copy_(bucket.bucket.split(bucket.flat), [p.grad for p in bucket.params])  # pyright: ignore[reportArgumentType] all are there
+        for p in bucket.params:
+            p.grad = None
+        while self.sent < len(self.order) and not self.buckets[self.order[self.sent]].missing:
+            sending = self.buckets[self.order[self.sent]]
+            sending.bucket = Bucket.of(sending.params, self.trainer.step)
+            sending.mean = self.background.submit(self.reduce, sending.flat, sending.bucket)
+            self.sent += 1
+
     def defer(self) -> None:
-        """Note that every bucket in flight is to be stepped, at this step's learning rates."""
+        """Note that every bucket is to be stepped, at this step's learning rates."""
         self._finish(list(self.pending))  # none, unless the recipe's forward pass went around the model's
-        for bucket in self.in_flight:
+        if self.sent < len(self.order):
+            raise RuntimeError(
+                "overlap: a parameter got no gradient in the last micro-batch of a step; use every parameter in every "
+                "loss, or leave overlap out"
+            )
+        for bucket in self.buckets:
             groups = [{**group, "params": []} for group in self.optimizer.param_groups]
             for p in bucket.params:
                 groups[self.group_of[p]]["params"].append(p)
             bucket.groups = [group for group in groups if group["params"]]
+            bucket.missing = len(bucket.params)
             self.pending |= dict.fromkeys(bucket.params, bucket)
-        self.in_flight = []
-        self.trainer.lag = 1 if self.pending else 0
+        self.sent, self.fresh, self.trainer.lag = 0, True, 1
 
     @torch.no_grad()
     def _finish(self, params: list[Tensor]) -> None:
@@ -107,9 +124,9 @@ class Overlap(Callback):
             self.trainer.lag = 0
 
     def _step(self, bucket: Pending) -> None:
-        sums = bucket.sum_to_come.wait().split([p.numel() for p in bucket.params])
-        for p, gradient in zip(bucket.params, sums, strict=True):
-            p.grad = gradient.view_as(p)
+        assert bucket.mean is not None
+        for p, gradient in zip(bucket.params, bucket.bucket.split(bucket.mean.wait()), strict=True):
+            p.grad = gradient
             del self.pending[p]
         everything = self.optimizer.param_groups
         self.optimizer.param_groups = bucket.groups
@@ -118,18 +135,6 @@ class Overlap(Callback):
         torch.autograd.graph.increment_version(bucket.params)  # fused steps don't: a weight used too soon is an error
         for p in bucket.params:
             p.grad = None
-
-
-def needed_by(module: nn.Module, caller: nn.Module, called: set[nn.Module]) -> dict[nn.Module, list[Tensor]]:
-    """The parameters that must be there when a module is called: its own, and those of children that nobody calls, as
-    nn.MultiheadAttention uses its projection's weight but not the projection. `called` is what the rehearsal saw."""
-    caller = module if module in called else caller
-    own: list[Tensor] = list(module.parameters(recurse=False))
-    needed = {caller: own} if own else {}
-    for child in module.children():
-        for user, params in needed_by(child, caller, called).items():
-            needed[user] = needed.get(user, []) + params
-    return needed
 
 
 class Deferred:
