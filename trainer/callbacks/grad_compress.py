@@ -62,7 +62,7 @@ class GradCompress(Callback):
             )
         if gathers and level == "all":
             self.conflicts["hierarchical"] = (
-                f"codec={codec} gathers what all ranks send, so nothing is left to reduce in levels; "
+                f"codec={codec} gathers what all ranks send, and nothing is left to reduce in levels; "
                 "use callbacks.grad_compress.level=inter, or leave hierarchical out"
             )
         if level == "inter":

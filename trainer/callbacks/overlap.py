@@ -63,7 +63,7 @@ class Overlap(Callback):
         self.order: list[int] = trainer.ranks.first(self.record.order([bucket.params for bucket in self.buckets]))
         trainer.model = trainer.module  # without DDP around it
         trainer.model.require_backward_grad_sync = True
-        trainer.module.register_forward_pre_hook(self._share_buffers)
+        trainer.module.register_forward_pre_hook(lambda module, _: self._share_buffers(module))
         for module, params in needs.items():
             module.register_forward_pre_hook(lambda *_, params=params: self._finish(params))
         # What no module has asked for.
@@ -71,7 +71,7 @@ class Overlap(Callback):
         for p in trainer.parameters:
             p.register_post_accumulate_grad_hook(self._collect)
 
-    def _share_buffers(self, module: nn.Module, _: Any) -> None:
+    def _share_buffers(self, module: nn.Module) -> None:
         """As DDP does, before the first forward pass of a step."""
         if module.training and self.fresh:
             self.trainer.ranks.share_buffers(module)

@@ -28,10 +28,11 @@ class Float16(Codec):
     """
 
     def mean(self, flat: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
+        low, high = flat.aminmax()
         # (1,): the sum over ranks of each one's largest magnitude.
-        bound = reduce(torch.linalg.vector_norm(flat, torch.inf).view(1), bucket.cut(0, 1)) * self.ranks
+        bound = reduce(torch.maximum(-low, high).view(1), bucket.cut(0, 1)) * self.ranks
         scale = torch.exp2(torch.floor(torch.log2(65504.0 / bound.clamp(min=2.0**-100))))
-        payload = flat.mul(scale).half()
+        payload = flat.mul_(scale).half()  # on a CPU ten times faster than with a result of another type
         if out is not flat:
-            flat -= payload / scale
-        torch.div(reduce(payload, bucket), scale, out=out)
+            flat.sub_(payload).div_(scale)
+        out.copy_(reduce(payload, bucket)).div_(scale)

@@ -22,7 +22,7 @@ CHUNK = 1 << 18  # elements that are looked at at once: what is made of them sta
 class Sparse(Codec):
     """Base class of codecs that send the `density * n` elements of largest magnitude, as values and indices.
 
-    `encode` and `decode` take the elements as they are; `mean` is the codec's own. float32 only.
+    `encode` and `decode` take the elements as they are; `mean` is the codec's own. Values travel as float32.
 
     A pass is one operation over all elements. To select is three passes on a CPU (magnitude, comparison, indices), 1.4
     times the tensor in bytes where the cache holds a chunk of 1 MiB; on a GPU a temporary of 1.25 tensors.
@@ -48,7 +48,7 @@ class Sparse(Codec):
 
     def decode(self, payload: Tensor, out: Tensor, weight: float, bucket: Bucket) -> None:
         values, indices = payload.chunk(2)
-        out.index_add_(0, indices, values.view(torch.float32), alpha=weight)
+        out.index_add_(0, indices, values.view(torch.float32).to(out.dtype), alpha=weight)
 
     def send(self, payload: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
         """Puts the mean over ranks of the payloads into `out`."""
@@ -68,10 +68,10 @@ def largest(flat: Tensor, k: int, step: int) -> tuple[Tensor, Tensor]:
     """(k,), (k,): values and indices of the elements of largest magnitude, unordered; zeros are never among them.
 
     Exact among the elements that reach the threshold: those of largest magnitude wherever `SIGMAS` did for enough of
-    them. Where fewer than k reach it the first is there again, with the value 0. Not more than 2k and a margin are
+    them. Where fewer than k reach it one of them is there again, with the value 0. Not more than 2k and a margin are
     looked at: the first of them, where a great many elements are equal. No host sync on a GPU.
     """
-    assert flat.dtype == torch.float32
+    flat = flat.float()
     bits = flat.view(torch.int32)
     threshold, room = estimate(bits, k, step)
     indices = reaching_cpu(bits, threshold, room) if bits.device.type == "cpu" else reaching(bits, threshold, room)

@@ -1,0 +1,244 @@
+"""The top-k codec against a full sort, the books of its error feedback, odd input, and the passes it makes."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.codecs import sparse
+from trainer.codecs.codec import Codec, ErrorFeedback
+from trainer.codecs.dgc import DGC
+from trainer.codecs.topk import TopK
+from trainer.errors import ConfigError
+from trainer.reduce import AllReduce, Bucket
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+class Alone(AllReduce):
+    """One rank, as many times as there are ranks."""
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+
+    def gather(self, own: Tensor) -> Tensor:
+        return torch.stack([own] * self.size)
+
+
+def bucket(flat: Tensor, step: int = 0) -> Bucket:
+    return Bucket.of([flat], step)
+
+
+def sent(codec: Codec, flat: Tensor, step: int = 0) -> Tensor:
+    out = torch.zeros_like(flat)
+    codec.decode(codec.encode(flat, bucket(flat, step)), out, 1.0, bucket(flat, step))
+    return out
+
+
+def normal(n: int) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(0))
+
+
+def heavy_tailed(n: int) -> Tensor:
+    return normal(n) * torch.exp(2 * normal(n).roll(1))
+
+
+def mostly_zero(n: int) -> Tensor:
+    return normal(n) * (normal(n).roll(1) > 1.2816)
+
+
+def in_columns(n: int) -> Tensor:
+    """A matrix of 768 columns, two of which have all that is large."""
+    flat = normal(n)
+    flat.view(-1, 768)[:, [5, 700]] *= 100
+    return flat
+
+
+def in_one_place(n: int) -> Tensor:
+    flat = normal(n)
+    flat[-n // 50 :] *= 1000
+    return flat
+
+
+def test_by_hand():
+    codec, flat = TopK(0.25), torch.tensor([0.5, -3.0, 1.0, 0.0, 2.0, -0.1, 2.5, -1.0])
+    payload = codec.encode(flat, bucket(flat))
+    values, indices = payload.chunk(2)
+    assert dict(zip(indices.tolist(), values.view(torch.float32).tolist(), strict=True)) == {1: -3.0, 6: 2.5}
+    out = torch.full((8,), 10.0)
+    codec.decode(payload, out, 0.5, bucket(flat))
+    assert out.tolist() == [10, 8.5, 10, 10, 10, 10, 11.25, 10]
+    codec.decode(payload, flat, -1.0, bucket(flat))
+    assert flat.tolist() == [0.5, 0, 1.0, 0.0, 2.0, np.float32(-0.1), 0, -1.0]
+
+
+@pytest.mark.parametrize("where", [sparse.reaching_cpu, sparse.reaching])
+@pytest.mark.parametrize("density", [0.01, 0.001, 0.25])
+@pytest.mark.parametrize("make", [normal, heavy_tailed, mostly_zero, in_columns, in_one_place])
+def test_what_a_full_sort_selects(make, density, where, monkeypatch):
+    """Both ways to find indices: the one for GPUs is plain torch, too. A threshold that is too high would send less."""
+    monkeypatch.setattr(sparse, "reaching_cpu", where)
+    flat = make(768 * 400)
+    k = math.ceil(density * len(flat))
+    expected = set(torch.argsort(flat.abs(), descending=True)[:k].tolist())
+    nonzero = int(flat.count_nonzero())
+    for step in (0, 5):
+        values, indices = TopK(density).encode(flat, bucket(flat, step)).chunk(2)
+        assert len(values) == len(indices) == k
+        found = set(indices[values != 0].tolist())
+        if nonzero < k:  # then all of them go
+            assert found == set(flat.nonzero().view(-1).tolist())
+        else:
+            assert len(found & expected) >= 0.95 * k
+            assert flat.abs()[list(found)].sum() >= 0.999 * flat.abs()[list(expected)].sum()
+        assert torch.equal(flat[list(found)], sent(TopK(density), flat, step)[list(found)])
+
+
+def test_few_are_looked_at():
+    """Slightly more than k reach the threshold, else finding the largest among them is a sort again."""
+    for make in (normal, heavy_tailed, in_columns, in_one_place):
+        bits = make(768 * 400).view(torch.int32)
+        for density, most in ((0.01, 1.5), (0.001, 2.5), (0.25, 1.1)):
+            k = int(density * len(bits))
+            for step in range(5):
+                threshold, room = sparse.estimate(bits, k, step)
+                assert 1.0 <= len(sparse.reaching_cpu(bits, threshold, room)) / k <= most
+
+
+@pytest.mark.parametrize("make", [normal, heavy_tailed, mostly_zero])
+def test_the_same_again(make):
+    """The same payload for the same gradients; and nothing is drawn from torch's generator, which dropout uses."""
+    flat, state = make(300_000), torch.get_rng_state()
+    first, again = (TopK().encode(flat.clone(), bucket(flat, 3)) for _ in range(2))
+    assert torch.equal(first, again)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("make", [normal, heavy_tailed])
+def test_sent_plus_residual_is_what_was_given(make):
+    codec, flat = ErrorFeedback(TopK()), make(100_000)
+    given, back = torch.zeros(100_000, dtype=torch.float64), torch.zeros(100_000, dtype=torch.float64)
+    holds = bucket(flat)
+    for step in range(50):
+        gradient = flat.roll(997 * step) * (1 + step % 3)
+        holds.step = step
+        given += gradient
+        codec.mean(gradient, gradient, holds, Alone(3))
+        back += gradient
+        assert 0.009 * 1e5 < gradient.count_nonzero() <= 0.01 * 1e5
+    residual = codec.kept["residual"].of(holds, flat).double()
+    assert residual.abs().max() > 0
+    bound = 50 * 2.0**-23 * flat.abs().max() * 100
+    torch.testing.assert_close(back + residual, given, rtol=0, atol=float(bound))
+
+
+@pytest.mark.parametrize("where", [sparse.reaching_cpu, sparse.reaching])
+@pytest.mark.parametrize("n", [1, 3, 1000, 300_000])
+@pytest.mark.parametrize("density", [0.01, 1.0])
+def test_odd_input(n, density, where, monkeypatch):
+    monkeypatch.setattr(sparse, "reaching_cpu", where)
+    codec, k = TopK(density), math.ceil(density * n)
+    zeros, same, lonely = torch.zeros(n), torch.full((n,), -2.0), torch.zeros(n)
+    lonely[n // 2] = 1e-45  # the smallest that there is
+    for flat, count in ((zeros, 0), (same, k), (lonely, 1)):
+        assert codec.encode(flat, bucket(flat)).shape == (2 * k,)
+        decoded = sent(codec, flat)
+        assert decoded.count_nonzero() == count
+        assert torch.equal(decoded[decoded != 0], flat[decoded != 0])
+
+
+@pytest.mark.parametrize("poison", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_is_sent_and_does_not_stay(poison):
+    """A guard looks for it in the mean, and skips the step: the residual must be good for the next."""
+    codec, flat = ErrorFeedback(TopK()), normal(200_000)
+    flat[[7, 150_000]] = poison
+    holds = bucket(flat)
+    codec.mean(flat, flat, holds, Alone(2))
+    assert (~flat.isfinite()).nonzero().view(-1).tolist() == [7, 150_000]
+    assert codec.kept["residual"].of(holds, flat).isfinite().all()
+
+
+def test_padding_does_not_touch_what_was_not_sent():
+    """Where fewer than k reach the threshold: here it is forced to be too high."""
+    codec, flat = ErrorFeedback(TopK(0.5)), torch.tensor([1.0, 8.0, 2.0, 3.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparse, "estimate", lambda *_: (torch.tensor(5.0).view(torch.int32), 4))
+        holds = bucket(flat)
+        codec.mean(flat, flat, holds, Alone())
+    assert flat.tolist() == [0, 8, 0, 0]
+    assert codec.kept["residual"].of(holds, flat).tolist() == [1, 0, 2, 3]
+
+
+class Passes(TorchDispatchMode):
+    """Elements that operations walk, each counted by the larger of what it reads and what it writes: an addition of n
+    elements to n others is n. What is indexed counts by its indices; a view is free."""
+
+    indexed = (
+        torch.ops.aten.index_select.default,
+        torch.ops.aten.index_add_.default,
+        torch.ops.aten.index_fill_.int_Scalar,
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in self.indexed:
+            self.elements += args[2].numel()
+        elif not func.is_view:
+            leaves = torch.utils._pytree.tree_leaves((args, kwargs, result))
+            self.elements += max((leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)), default=0)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        """In the place of numpy: the dispatcher does not see its functions."""
+        function = getattr(np, name)
+
+        def counted(first: Any, *args: Any) -> Any:
+            result = function(first, *args)
+            self.elements += max(array.size for array in (result, first) if isinstance(array, np.ndarray))
+            return result
+
+        return counted
+
+
+class Noted(Alone):
+    def __init__(self, passes: Passes) -> None:
+        super().__init__(2)
+        self.passes = passes
+
+    def gather(self, own: Tensor) -> Tensor:
+        self.before = self.passes.elements
+        return super().gather(own)
+
+
+@pytest.mark.parametrize("where", [sparse.reaching_cpu, sparse.reaching])
+@pytest.mark.parametrize("codec", [lambda: ErrorFeedback(TopK()), lambda: DGC(momentum=0.9)], ids=["topk", "dgc"])
+def test_six_passes(codec, where, monkeypatch):
+    """Until the payload goes and what was not sent is kept, residual and momentum included; and one for the mean."""
+    monkeypatch.setattr(sparse, "reaching_cpu", where)
+    made, flat, passes = codec(), normal(1_000_000), Passes()
+    holds, reduce = bucket(flat), Noted(passes)
+    made.mean(flat, flat, holds, reduce)  # the first makes what it keeps
+    flat.copy_(normal(1_000_000))
+    monkeypatch.setattr(sparse, "np", passes)
+    passes.elements = 0
+    with passes:
+        made.mean(flat, flat, holds, reduce)
+    assert 3 * len(flat) < reduce.before <= 6 * len(flat)
+    assert len(flat) <= passes.elements - reduce.before <= 1.2 * len(flat)
+
+
+@pytest.mark.parametrize("density", [0.0, -1.0, 1.5, float("nan")])
+def test_density(density):
+    with pytest.raises(ConfigError, match=r"^callbacks\.grad_compress\.density="):
+        TopK(density)

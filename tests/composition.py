@@ -1,0 +1,69 @@
+"""Writes docs/composition.md: pairs of callbacks, and callbacks with settings, that work or are refused, and why.
+
+    python tests/composition.py
+
+What the page says works is trained by tests/test_contract.py; what it says is refused is what `arrange` refuses.
+"""
+
+import itertools
+import re
+from pathlib import Path
+
+from table import CHANGES, CODECS, OBSERVERS, name_of
+
+from trainer.callback import arrange
+from trainer.errors import ConfigError
+
+PAGE = Path(__file__).parents[1] / "docs" / "composition.md"
+SETTINGS = {
+    "clip": "trainer.clip_norm",
+    "fp16": "trainer.precision=fp16",
+    "find_unused_parameters": "trainer.ddp.find_unused_parameters",
+    "static_graph": "trainer.ddp.static_graph",
+    "gradient_as_bucket_view": "trainer.ddp.gradient_as_bucket_view",
+}
+ALL = {**CHANGES, **CODECS, **OBSERVERS}
+HEAD = f"""# What composes
+
+Made by `tests/composition.py` from the callbacks' roles and conflicts; a test fails where it is out of date. `+` works:
+`tests/test_contract.py` trains such pairs on 3 ranks, holds them to plain training or to their bounds, and resumes them
+bit for bit; accumulation and uneven batches are part of that. A number is a refusal before the first step; the reason
+and the way out are below. Codecs are `grad_compress`, which is there once.
+
+{", ".join(f"`{name}`" for name in OBSERVERS)} compose with all of these, and with each other.
+"""
+
+
+def refusal(one: str, other: str) -> str:
+    """What `arrange` says of two callbacks, or of a callback and a setting; empty where it takes them."""
+    rows = [one] if other in SETTINGS else [one, other]
+    if "between nodes" in one + other and "hierarchical" not in rows:
+        rows.append("hierarchical")  # which it needs
+    try:
+        arrange({name_of(row): ALL[row]() for row in rows}, {other} & SETTINGS.keys())
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def page() -> str:
+    for one, other in itertools.product(OBSERVERS, [*ALL, *SETTINGS]):
+        assert one == other or not refusal(one, other), (one, other)
+    rows, columns = [*CHANGES, *CODECS], [*CHANGES, *SETTINGS]
+    reasons: list[str] = []
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for row in rows:
+        cells = []
+        for column in columns:
+            reason = "" if row == column != "fp16" else re.sub(r"codec=\w+ (?=gather|keep)", "", refusal(row, column))
+            if reason and reason not in reasons:
+                reasons.append(reason)
+            cells.append(str(reasons.index(reason) + 1) if reason else "" if row == column != "fp16" else "+")
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    settings = [f"`{name}` is `{key}`." for name, key in SETTINGS.items() if name not in key.split(".")[-1:]]
+    numbered = [f"{number}. {reason}" for number, reason in enumerate(reasons, start=1)]
+    return "\n".join([HEAD, *lines, "", " ".join(settings), "", *numbered, ""])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

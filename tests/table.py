@@ -1,0 +1,52 @@
+"""Every callback, with knobs that suit a short run of the toy, for what is tested of all of them."""
+
+from collections.abc import Callable, Mapping
+
+from trainer.callback import Callback
+from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
+from trainer.callbacks.bucket import Bucket
+from trainer.callbacks.early_stop import EarlyStop
+from trainer.callbacks.ema import EMA
+from trainer.callbacks.grad_compress import GradCompress
+from trainer.callbacks.hierarchical import Hierarchical
+from trainer.callbacks.local_sgd import LocalSGD
+from trainer.callbacks.metrics_file import MetricsFile
+from trainer.callbacks.overlap import Overlap
+from trainer.callbacks.progress import Progress
+from trainer.callbacks.tensorboard import TensorBoard
+from trainer.callbacks.throughput import Throughput
+
+Table = Mapping[str, Callable[[], Callback]]
+
+OBSERVERS: Table = {
+    "early_stop": lambda: EarlyStop(patience=5),
+    "metrics_file": MetricsFile,
+    "progress": Progress,
+    "tensorboard": TensorBoard,
+    "throughput": Throughput,
+}
+# What changes training. `grad_compress` is there once for each codec, under its name.
+CHANGES: Table = {
+    "activation_checkpoint": ActivationCheckpoint,
+    "bucket": lambda: Bucket(mib=0.01),
+    "ema": lambda: EMA(decay=0.8),
+    "hierarchical": lambda: Hierarchical(ranks_per_node=1),
+    "local_sgd": lambda: LocalSGD(every=2),
+    "overlap": Overlap,
+}
+CODECS: Table = {
+    "bf16": GradCompress,
+    "fp16": lambda: GradCompress("fp16"),
+    "int8": lambda: GradCompress("int8"),
+    "topk": lambda: GradCompress("topk", density=0.3),
+    "dgc": lambda: GradCompress("dgc", density=0.3),
+    "sign": lambda: GradCompress("sign"),
+    "powersgd": lambda: GradCompress("powersgd", rank=2),
+    "blocksparse": lambda: GradCompress("blocksparse", block=4),
+    "topk between nodes": lambda: GradCompress("topk", density=0.3, level="inter"),
+}
+
+
+def name_of(row: str) -> str:
+    """The callback's, as the config has it."""
+    return "grad_compress" if row in CODECS else row
