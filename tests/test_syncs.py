@@ -1,0 +1,67 @@
+"""Callbacks that each read one number from the device in each step would make it wait for all of them: none does."""
+
+from typing import Any
+
+from ranks import run_ranks
+from table import CHANGES, OBSERVERS
+from torch.utils._python_dispatch import TorchDispatchMode
+from toy_recipe import Toy
+
+from trainer.callback import Callback, Role
+from trainer.launch import Place
+from trainer.optim import sgd
+from trainer.options import DataOptions, Options
+from trainer.trainer import Trainer
+
+READS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"}
+
+
+class Reads(TorchDispatchMode):
+    """Operations of this thread that hand a device's numbers to Python, by step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[list[str]] = [[]]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in READS:
+            self.steps[-1].append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Counted(Toy):
+    """Without a count of what counts, which data workers would make."""
+
+    def weight(self, batch: dict[str, Any]) -> int:
+        return len(batch["x"])
+
+
+class Watch(Callback):
+    role = Role.OBSERVE
+
+    def __init__(self, reads: Reads) -> None:
+        self.reads = reads
+
+    def on_step_end(self, trainer) -> None:
+        self.reads.steps.append([])
+
+
+def reads(place: Place, names: tuple[str, ...]) -> list[list[str]]:
+    mode = Reads()
+    table = {**OBSERVERS, **CHANGES}
+    trainer = Trainer(
+        Counted(), {**{name: table[name]() for name in names}, "watch": Watch(mode)}, sgd, batch=12,
+        options=Options(max_steps=9, log_every_steps=4, validate_every=9), data=DataOptions(workers=0), place=place,
+    )  # fmt: skip
+    with mode:
+        trainer.fit()
+    return mode.steps
+
+
+def test_steps_that_are_not_logged_read_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for names in [(*OBSERVERS, "ema", "overlap"), (*OBSERVERS, "local_sgd"), (*OBSERVERS, "hierarchical")]:
+        for steps in run_ranks(2, reads, names):
+            assert steps[3] and steps[7]  # logged: the loss is read, and is seen to be
+            assert not any(steps[step] for step in (1, 2, 4, 5, 6)), names
