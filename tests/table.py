@@ -11,6 +11,7 @@ from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.hierarchical import Hierarchical
 from trainer.callbacks.local_sgd import LocalSGD
 from trainer.callbacks.metrics_file import MetricsFile
+from trainer.callbacks.onebit_adam import OneBitAdam
 from trainer.callbacks.overlap import Overlap
 from trainer.callbacks.progress import Progress
 from trainer.callbacks.tensorboard import TensorBoard
@@ -32,6 +33,7 @@ CHANGES: Table = {
     "ema": lambda: EMA(decay=0.8),
     "hierarchical": lambda: Hierarchical(ranks_per_node=1),
     "local_sgd": lambda: LocalSGD(every=2),
+    "onebit_adam": lambda: OneBitAdam(warmup_steps=3),
     "overlap": Overlap,
 }
 CODECS: Table = {

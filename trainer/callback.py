@@ -40,9 +40,10 @@ class Callback:
     """Base class: every hook is optional, and an unknown hook name is an error when the class is defined."""
 
     role: ClassVar[Role] = Role.OBSERVE
+    also: ClassVar[tuple[Role, ...]] = ()  # roles that it fills beside, so that no other callback may
     exact: bool = True  # training gives the same numbers as without it, to rounding
     communicates: ClassVar[bool] = False  # and does nothing else: with one rank it is idle, and the log says so
-    defers: ClassVar[bool] = False  # gradients are not reduced yet when on_before_optimizer_step runs
+    defers: ClassVar[bool] = False  # gradients are not reduced, or not yet, when on_before_optimizer_step runs
     metric: str = ""  # one that validation must give, `val/loss` for example
     # Name of a callback, or of a feature of the trainer (`Plan.features`) -> the reason, and the way out.
     conflicts: Mapping[str, str] = {}
@@ -126,8 +127,9 @@ def arrange(callbacks: Mapping[str, Callback], features: set[str]) -> dict[str, 
             errors.append(f"{name} and {other} can't run together: {callback.conflicts[other]}")
         for other in sorted(callback.requires.keys() - ordered.keys()):
             errors.append(f"{name} needs {other}: {callback.requires[other]}")
-        if callback.role not in SHARED and owners.setdefault(callback.role, name) != name:
-            errors.append(f"{owners[callback.role]} and {name} both have the role {callback.role.name}: remove one")
+        for role in (callback.role, *callback.also):
+            if role not in SHARED and owners.setdefault(role, name) != name:
+                errors.append(f"{owners[role]} and {name} both have the role {role.name}: remove one")
         if deferring and overrides(callback, "on_before_optimizer_step"):
             errors.append(
                 f"{name} and {deferring[0]} can't run together: {name} reads gradients before they are reduced"

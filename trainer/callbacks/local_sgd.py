@@ -37,6 +37,7 @@ class LocalSGD(Callback):
     role = Role.SYNC
     exact = False
     communicates = True
+    defers = True
     conflicts = {
         "overlap": "no gradients are reduced between meetings; leave overlap out, local_sgd.delay hides the meetings",
         "ema": "it would average one rank's own weights; leave ema out, what is validated is an average already",
@@ -76,7 +77,7 @@ class LocalSGD(Callback):
         return reduce
 
     def on_fit_start(self, trainer) -> None:
-        log.info("local_sgd: from step %d on, train/grad_norm is rank 0's own", self.warmup_steps)
+        log.info("local_sgd: train/grad_norm is not reported, for gradients are each rank's own after the warm-up")
         if trainer.step >= self.warmup_steps:
             self._part(trainer)
 

@@ -1,0 +1,71 @@
+"""Settings that change how gradients are reduced or used, with each callback that does too: refused, or the numbers of
+training with the setting alone, to the callback's bound."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from composition import SETTINGS, refusal
+from ranks import run_ranks
+from table import CHANGES, CODECS, name_of
+from toy_recipe import Toy
+
+from trainer.errors import ConfigError
+from trainer.launch import Place
+from trainer.optim import sgd
+from trainer.options import DataOptions, DDPOptions, Options
+from trainer.trainer import Trainer
+
+# Relative in the L2 norm, of the update of the first steps.
+ROWS = {
+    "bucket": 1e-5, "hierarchical": 1e-5, "blocksparse": 1e-5, "overlap": 1e-5, "fp16": 0.02, "int8": 0.2,
+    "topk": 1.0, "powersgd": 1.0, "local_sgd": 0.5,
+}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {
+    "clip": {"clip_norm": 0.5},
+    "fp16": {"precision": "fp16"},
+    **{name: {"ddp": DDPOptions(0.005, **{name: True})} for name in SETTINGS if name not in ("clip", "fp16")},
+}
+CASES = [(setting, row) for setting in SETTINGS for row in ROWS]
+
+
+def train(place: Place, setting: str, row: str) -> np.ndarray | str:
+    table = {**CHANGES, **CODECS}
+    try:
+        trainer = Trainer(
+            Toy(width=32), {name_of(row): table[row]()} if row else {}, sgd, batch=12, accumulate=2,
+            options=Options(max_steps=4, log_every_steps=1, run_dir=f"runs/{setting} {row}", **OPTIONS[setting]),
+            data=DataOptions(workers=0, lanes=4, block=4), place=replace(place, store=f"{place.store}-{setting}-{row}"),
+        )  # fmt: skip
+    except ConfigError as error:
+        return str(error)
+    start = np.concatenate([p.detach().numpy().ravel().copy() for p in trainer.module.parameters()])
+    trainer.fit()
+    return np.concatenate([p.detach().numpy().ravel() for p in trainer.module.parameters()]) - start
+
+
+def all_cases(place: Place) -> list[np.ndarray | str]:
+    return [train(place, *case) for case in [*((setting, "") for setting in SETTINGS), *CASES]]
+
+
+@pytest.fixture(scope="module")
+def updates(tmp_path_factory) -> dict[tuple[str, str], list[Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("settings"))
+        by_rank = run_ranks(3, all_cases, timeout_s=200)
+    cases = [*((setting, "") for setting in SETTINGS), *CASES]
+    return dict(zip(cases, zip(*by_rank, strict=True), strict=True))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("setting", "row"), CASES)
+def test_refused_or_to_its_bound(updates, setting, row):
+    alone, *_ = updates[setting, ""]
+    assert np.abs(alone).max() > 1e-3
+    for update in updates[setting, row]:
+        if refusal(row, setting):
+            assert update == refusal(row, setting)
+        else:
+            assert not isinstance(update, str), update
+            assert np.linalg.norm(update - alone) <= ROWS[row] * np.linalg.norm(alone)
