@@ -1,0 +1,231 @@
+"""One rank of bench_comm.py: takes orders as lines of JSON, one a turn, and runs each in a child process of its own.
+
+A turn stops four times, to be answered: set up, settled, done, settled again. What is on its way in between is counted,
+and nothing is when the link changes: the kernel drops what waits for one.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers.models.bert.modeling_bert
+from comm_rows import ROWS, Row
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from recipes.bert import Bert
+from trainer.callback import Callback, Role
+from trainer.launch import Place, die_with_parent
+from trainer.optim import adamw, parameter_groups
+from trainer.options import CheckpointOptions, DDPOptions, Options
+from trainer.trainer import Trainer
+
+VOCABULARY, SEQUENCE, BATCHES = 8192, 32, 8
+SET_UP = 4  # steps that run before the link gets slow: DDP lays out its buckets, PowerSGD begins after two
+SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
+TIMEOUT_S = 120.0
+
+
+class Synthetic:
+    """BERT on random tokens, in batches that are there already. About 10 or 30 million parameters."""
+
+    SIZES = {"10M": (320, 6, 5, 4), "30M": (512, 8, 8, 2)}
+
+    def __init__(self, size: str, rank: int = 0) -> None:
+        hidden, layers, heads, self.batch = self.SIZES[size]
+        bert = Bert(vocab=VOCABULARY, sequence=SEQUENCE, hidden=hidden, layers=layers, heads=heads)
+        self.model, self.loss, self.weight = bert.model, bert.loss, bert.weight
+        self.masked, self.rank = bert.masked, rank
+
+    def data(self, split: str) -> list[dict[str, Tensor]] | None:
+        if split != "train":
+            return None
+        random = torch.Generator().manual_seed(100 + self.rank)
+
+        def draw(high: int, width: int) -> Tensor:
+            return torch.randint(high, (self.batch, width), generator=random)
+
+        columns = {"input_ids": (VOCABULARY, SEQUENCE), "positions": (SEQUENCE, self.masked)}
+        columns["labels"] = (VOCABULARY, self.masked)
+        return [{name: draw(*column) for name, column in columns.items()} for _ in range(BATCHES)]
+
+
+@dataclass
+class Clock:
+    """The steps of a turn, by number. `ask` tells bench_comm.py something, and waits for its answer."""
+
+    ask: Callable[[dict[str, Any]], None]
+    row: Row
+    steps: int
+
+    def __iter__(self) -> Iterator[int]:
+        warm, every = self.row.warm, self.row.every
+        yield from range(SET_UP)
+        self.ask({"set up": True})
+        sent = settled()
+        self.ask({"settled": True})
+        yield from range(SET_UP, warm)
+        began, worked, busy = time.perf_counter(), time.process_time(), machine_s()
+        yield from range(warm, warm + self.steps)
+        took = {"seconds": time.perf_counter() - began, "cpu": time.process_time() - worked, "busy": machine_s() - busy}
+        self.ask({key: value / self.steps for key, value in took.items()})
+        meetings = (warm + self.steps) // every - SET_UP // every
+        self.ask({"sent": (settled() - sent) / (meetings * every)})
+
+
+def machine_s() -> float:
+    """CPU seconds of all processes on the machine, since its start: user, nice and system."""
+    return sum(map(int, Path("/proc/stat").read_text().split(maxsplit=4)[1:4])) / os.sysconf("SC_CLK_TCK")
+
+
+def settled() -> int:
+    """Bytes sent, when nothing is on its way any more."""
+    sent, before = int(SENT.read_text()), -1
+    while sent != before:
+        time.sleep(0.2)
+        before, sent = sent, int(SENT.read_text())
+    return sent
+
+
+def alone(row: Row, recipe: Synthetic, place: Place, clock: Clock) -> None:
+    """No peers."""
+    module, optimizer = build(recipe)
+    train(module, optimizer, recipe, clock)
+
+
+def wire(row: Row, recipe: Synthetic, place: Place, clock: Clock) -> None:
+    """The all-reduces of a step, back to back, with nothing else running."""
+    join(place)
+    size = sum(p.numel() for p in recipe.model().parameters())
+    parts = torch.zeros(size).split(25 << 18)  # 25 MiB, as DDP has them
+    for _ in clock:
+        for part in parts:
+            dist.all_reduce(part)
+
+
+def ddp(row: Row, recipe: Synthetic, place: Place, clock: Clock) -> None:
+    join(place)
+    module, optimizer = build(recipe)
+    model = DistributedDataParallel(module, bucket_cap_mb=row.bucket_mib)
+    if row.hook == "powersgd":
+        rank_1 = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=2)
+        model.register_comm_hook(rank_1, powerSGD_hook)
+    elif row.hook:
+        cast, world = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}[row.hook], dist.group.WORLD
+        assert world is not None
+
+        def hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            return cast(world, bucket)  # DDP knows torch's bf16 hook by its name, and lets it run on a GPU only
+
+        model.register_comm_hook(None, hook)
+    train(model, optimizer, recipe, clock)
+
+
+def join(place: Place) -> None:
+    store = dist.FileStore(place.store, place.world)
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world)
+
+
+def build(recipe: Synthetic) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    module = recipe.model().train()
+    return module, adamw(parameter_groups(module))
+
+
+def train(model: nn.Module, optimizer: Optimizer, recipe: Synthetic, clock: Clock) -> None:
+    batches = recipe.data("train") or []
+    for step in clock:
+        recipe.loss(model, batches[step % BATCHES]).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+class Over(Exception):
+    """The turn's steps are done: nothing is to be validated or saved."""
+
+
+class Timed(Callback):
+    role = Role.MEASURE  # after all that trains
+
+    def __init__(self, clock: Clock) -> None:
+        self.steps = iter(clock)
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        next(self.steps)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if next(self.steps, None) is None:
+            trainer.emit("on_flush")  # what is on its way needs its peers
+            raise Over
+
+
+def echelon(row: Row, recipe: Synthetic, place: Place, clock: Clock) -> None:
+    folder = Path(place.store).parent
+    options = Options(
+        accelerator="cpu",
+        run_dir=str(folder / "run"),
+        timeout_s=TIMEOUT_S,
+        checkpoint=CheckpointOptions(str(folder / "ckpt"), every_steps=None, every_minutes=None),
+        ddp=DDPOptions(row.bucket_mib),
+    )
+    callbacks = {**row.build(), "timed": Timed(clock)}
+    trainer = Trainer(recipe, callbacks, adamw, batch=recipe.batch * place.world, options=options, place=place)
+    try:
+        trainer.fit()
+    except Over:
+        trainer.close()
+
+
+RUNS = {run.__name__: run for run in (alone, wire, ddp, echelon)}
+
+
+def turn(order: dict[str, Any], ask: Callable[[dict[str, Any]], None]) -> None:
+    row = ROWS[order["row"]]
+    torch.set_num_threads(1)
+    place = Place(order["rank"], order["world"], 0, 1, order["store"], "benchmark")
+    RUNS[row.run](row, Synthetic(order["model"], place.rank), place, Clock(ask, row, order["steps"]))
+
+
+def main() -> None:
+    assert transformers.models.bert.modeling_bert  # imported once, for all children
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+
+    def tell(answer: dict[str, Any]) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
+    def ask(question: dict[str, Any]) -> None:
+        tell(question)
+        sys.stdin.readline()
+
+    tell({"started": True})
+    for line in iter(sys.stdin.readline, ""):
+        server = os.getpid()
+        child = os.fork()
+        if not child:
+            die_with_parent(server)
+            try:
+                turn(json.loads(line), ask)
+            except BaseException as error:
+                traceback.print_exc()
+                tell({"error": f"{type(error).__name__}: {error}".splitlines()[0][:100]})
+                os._exit(1)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        code = os.waitstatus_to_exitcode(status)
+        tell({"error": f"ended with code {code}"} if code else {"ended": True})
+
+
+if __name__ == "__main__":
+    main()
