@@ -99,3 +99,13 @@ class Lamb(Optimizer):
             weight_norm, update_norm = p.norm(), update.norm()
             ratio = torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
             p.sub_(update.mul_(ratio * lr))
+
+
+class Stepped:
+    """Stands for `optimizer`, with another `step`."""
+
+    def __init__(self, optimizer: Optimizer, step: Callable[[], None]) -> None:
+        self.optimizer, self.step = optimizer, step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)

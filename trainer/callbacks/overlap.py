@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from trainer.callback import Callback, Role
 from trainer.needs import Record
+from trainer.optim import Stepped
 from trainer.reduce import Background, Bucket, Reduce
 from trainer.run import log
 
@@ -45,6 +46,11 @@ class Overlap(Callback):
         self.pending: dict[Tensor, Pending] = {}
         self.sent, self.fresh = 0, True  # buckets of this step; no forward pass of this step yet
 
+    def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
+        if trainer.ddp["bucket_cap_mb"] is None:
+            trainer.ddp["bucket_cap_mb"] = 1.0  # MiB: what is on its way is not stopped for what is needed sooner
+        return model
+
     def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
         self.reduce, self.background = reduce, Background(trainer.device)
         self.record = Record(trainer.module, trainer.parameters)
@@ -53,7 +59,7 @@ class Overlap(Callback):
     def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Any:
         self.trainer, self.optimizer = trainer, optimizer
         self.group_of = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        return Deferred(optimizer, self)
+        return Stepped(optimizer, self.defer)
 
     def on_fit_start(self, trainer) -> None:
         log.info("overlap: train/grad_norm is not reported, for no moment has all reduced gradients")
@@ -135,16 +141,3 @@ class Overlap(Callback):
         torch.autograd.graph.increment_version(bucket.params)  # fused steps don't: a weight used too soon is an error
         for p in bucket.params:
             p.grad = None
-
-
-class Deferred:
-    """Stands for `optimizer`, but `step` only notes that the buckets in flight are to be stepped."""
-
-    def __init__(self, optimizer: Optimizer, overlap: Overlap) -> None:
-        self.optimizer, self.overlap = optimizer, overlap
-
-    def step(self) -> None:
-        self.overlap.defer()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)

@@ -99,6 +99,7 @@ def manifest(trainer: "Trainer") -> dict[str, Any]:
         "world": trainer.world,
         "identity": trainer.plan.identity() | model_identity(trainer),
         "buckets": trainer.buckets,
+        "ddp": trainer.ddp,
         "metrics": {
             name: value for name, value in measured.items() if math.isfinite(value)
         },  # else no candidate for best

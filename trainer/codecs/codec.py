@@ -24,6 +24,15 @@ class Codec:
     def __init__(self) -> None:
         self.kept: dict[str, Kept] = {}  # this rank's own
         self.shared: dict[str, dict[Tensor, Tensor]] = {}  # by parameter, the same on all ranks
+        self.rooms: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def room(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """For a payload of as many elements as `like`: the same memory in every step, for on a CPU fresh memory takes
+        longer than what is done with it. One bucket is on its way at a time, so buckets of a size share it."""
+        key = like.numel(), dtype
+        if key not in self.rooms:
+            self.rooms[key] = torch.empty_like(like, dtype=dtype)
+        return self.rooms[key]
 
     def join(self, ranks: int, rank: int, seed: int) -> None:
         """Among how many payloads are averaged, which this one's is, and what random numbers are made from."""
