@@ -16,6 +16,7 @@ from toy_recipe import Toy
 from trainer.callback import Callback, Role, arrange
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.hierarchical import Hierarchical
+from trainer.callbacks.local_sgd import LocalSGD
 from trainer.data.loader import Loader
 from trainer.distributed import Ranks
 from trainer.errors import ConfigError
@@ -296,3 +297,57 @@ def test_sent_plus_residual_is_what_was_given(codec, knobs, rounding, tmp_path, 
     for straight, same in zip(runs["straight"], runs["same"], strict=True):
         assert straight["weights"].tobytes() == same["weights"].tobytes()
         assert straight["after"].tobytes() == same["after"].tobytes()
+
+
+class Calls(Callback):
+    """How often the codec is asked in each step."""
+
+    role = Role.SYNC
+
+    def __init__(self) -> None:
+        self.steps: dict[int, int] = {}
+
+    def wrap_reduce(self, trainer, reduce):
+        def counted(flat, bucket):
+            if not trainer.rehearsing:
+                self.steps[bucket.step] = self.steps.get(bucket.step, 0) + 1
+            return reduce(flat, bucket)
+
+        return counted
+
+
+def calls(place: Place, accumulate: int) -> tuple[list[int], int]:
+    count = Calls()
+    trainer = Trainer(
+        Even(width=64), {"count": count, "grad_compress": GradCompress("topk")}, slow_sgd, batch=12,
+        accumulate=accumulate, options=Options(max_steps=STEPS, ddp=DDPOptions(0.01)), data=DataOptions(workers=0),
+        place=place,
+    )  # fmt: skip
+    trainer.fit()
+    return list(count.steps.values()), len(trainer.buckets)
+
+
+def test_a_bucket_is_encoded_once_a_step_however_many_micro_batches_it_has(tmp_path, monkeypatch):
+    """Else error feedback would keep back a part of each micro-batch's gradients."""
+    monkeypatch.chdir(tmp_path)
+    for accumulate in (1, 2):
+        for steps, buckets in run_ranks(3, calls, accumulate):
+            assert buckets == 3 and steps == [buckets] * STEPS
+
+
+def pseudo_gradients(place: Place) -> tuple[list[int], list[str]]:
+    compress = GradCompress("topk", density=0.1)
+    trainer = Trainer(
+        Even(width=64), {"local_sgd": LocalSGD(every=2), "grad_compress": compress}, slow_sgd, batch=12,
+        options=Options(max_steps=4), data=DataOptions(workers=0), place=place,
+    )  # fmt: skip
+    trainer.fit()
+    state = compress.rank_state_dict()["residual"]
+    return [len(by_name) for by_name in state.values()], list(state)
+
+
+def test_local_sgds_pseudo_gradients_go_through_the_codec(tmp_path, monkeypatch):
+    """And no gradient does, which nothing reduces."""
+    monkeypatch.chdir(tmp_path)
+    for sizes, kinds in run_ranks(3, pseudo_gradients):
+        assert kinds == ["weights"] and sizes == [8]
