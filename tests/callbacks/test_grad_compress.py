@@ -198,6 +198,18 @@ def test_momentum_in_two_places_is_refused(tmp_path, monkeypatch):
         assert message.startswith("optimizer.momentum=0.9: ") and message.endswith("; set optimizer.momentum=0")
 
 
+def past(place: Place) -> str:
+    with pytest.raises(ConfigError) as refusal:
+        make(place, {"count": Count(), "grad_compress": GradCompress("topk")})
+    return str(refusal.value)
+
+
+def test_a_users_own_reduction_is_not_gone_around(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for message in run_ranks(2, past):
+        assert message.startswith("grad_compress: this codec gathers ") and "leave that one out" in message
+
+
 GATHERED = ["int8", "topk", "dgc", "sign", "blocksparse"]
 
 

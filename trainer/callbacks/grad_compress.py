@@ -10,7 +10,7 @@ from trainer.callbacks.hierarchical import TwoLevel
 from trainer.codecs.catalog import make
 from trainer.codecs.codec import Codec, ErrorFeedback, merge
 from trainer.errors import ConfigError, require
-from trainer.reduce import Bucket, Reduce
+from trainer.reduce import AllReduce, Bucket, Reduce
 
 
 class GradCompress(Callback):
@@ -50,7 +50,7 @@ class GradCompress(Callback):
         knobs = {"density": density, "rank": rank, "block": block, "rounding": rounding, "momentum": momentum}
         self.codec = make(codec, knobs | {"clip_norm": clip_norm, "warmup_steps": warmup_steps})
         self.exact, self.start_step = self.codec.exact, start_step
-        self.level, self.momentum, gathers = level, momentum, self.codec.gathers
+        self.level, self.momentum, self.gathers = level, momentum, self.codec.gathers
         refuse(codec, self.codec, feedback, level)
         if self.codec.feedback if feedback is None else feedback:
             self.codec = ErrorFeedback(self.codec)
@@ -60,7 +60,7 @@ class GradCompress(Callback):
                 f"codec={codec} keeps gradients from step to step, in units of a loss scale that changes, and would "
                 "keep those of a step that the scaler skips; use trainer.precision=bf16, or codec=fp16"
             )
-        if gathers and level == "all":
+        if self.gathers and level == "all":
             self.conflicts["hierarchical"] = (
                 f"codec={codec} gathers what all ranks send, and nothing is left to reduce in levels; "
                 "use callbacks.grad_compress.level=inter, or leave hierarchical out"
@@ -71,6 +71,11 @@ class GradCompress(Callback):
     def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
         self.names = {p: name for name, p in trainer.module.named_parameters()}
         if self.level == "all":
+            if self.gathers and not isinstance(reduce, AllReduce):
+                raise ConfigError(
+                    "grad_compress: this codec gathers what all ranks send, past the callback that reduces in another "
+                    "way (role REDUCE); leave that one out, or take codec=bf16, fp16 or powersgd"
+                )
             self.codec.join(trainer.world, trainer.rank, trainer.options.seed)
             return self._compress(trainer, reduce)
         assert isinstance(reduce, TwoLevel)
