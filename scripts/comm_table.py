@@ -13,7 +13,7 @@ from comm_rank import Synthetic
 from comm_rows import BASES, DDP, ROWS, TORCHS, Row, Shapes
 from comm_turns import Turn
 
-RATES = {"100mbit": 12.5e6, "1gbit": 125e6, "unlimited": math.inf}  # bytes a second
+RATES = {"100mbit": 12.5e6, "1gbit": 125e6, "3gbit": 375e6, "unlimited": math.inf}  # bytes a second
 COMPUTE_S = {"10M": 0.2, "30M": 0.35}  # of a step on one core, about: how many steps a turn has follows from it
 
 

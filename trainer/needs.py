@@ -4,6 +4,7 @@ import math
 import time
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trainer.reduce import Bucket, Reduce
@@ -24,16 +25,16 @@ class Record:
         ]
 
     def _note_call(self, module: nn.Module) -> None:
-        self.called_s[module] = time.monotonic()
+        self.called_s.setdefault(module, time.monotonic())  # later calls may recompute, in backward
 
     def _note_gradient(self, p: Tensor) -> None:
-        self.ready_s[p] = time.monotonic()
+        self.ready_s[p] = now(p.device)
 
     def timed(self, reduce: Reduce) -> Reduce:
         def timed(flat: Tensor, bucket: Bucket) -> Tensor:
-            began = time.monotonic()
+            began = now(flat.device)
             mean = reduce(flat, bucket)
-            self.send_s[flat.numel()] = time.monotonic() - began
+            self.send_s[flat.numel()] = now(flat.device) - began
             return mean
 
         return timed
@@ -56,6 +57,13 @@ class Record:
             need_s=[min(need_s.get(p, math.inf) for p in bucket) for bucket in buckets],
             send_s=[rate * sum(p.numel() for p in bucket) for bucket in buckets],
         )
+
+
+def now(device: torch.device) -> float:
+    """When the device has done what this thread has asked of it."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return time.monotonic()
 
 
 def needed_by(module: nn.Module, caller: nn.Module, called: set[nn.Module]) -> dict[nn.Module, list[Tensor]]:

@@ -91,6 +91,7 @@ class Background:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.failed: Exception | None = None
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reduce")
 
     def submit(self, call: Callable[..., Tensor], *args: Any) -> "Future[Tensor]":
@@ -110,11 +111,13 @@ class Background:
             done.set_result(call(*args))  # enqueued, not finished: `wait` makes the waiting stream wait
         return done
 
-    @staticmethod
-    def _run(done: "Future[Tensor]", call: Callable[..., Tensor], *args: Any) -> None:
+    def _run(self, done: "Future[Tensor]", call: Callable[..., Tensor], *args: Any) -> None:
         try:
+            if self.failed:
+                raise self.failed  # peers wait for what has failed: nothing later may go in its place
             result = call(*args)
         except Exception as error:
+            self.failed = error
             done.set_exception(error)  # pyright: ignore[reportArgumentType] typed for one class only
         else:
             done.set_result(result)

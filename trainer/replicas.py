@@ -56,7 +56,7 @@ class Fragment:
             mean = mean.add(velocity, alpha=outer.momentum)  # as torch's SGD has Nesterov's
         self.common.add_(mean, alpha=-outer.lr)
         for p, common in zip(self.params, self.bucket.split(self.common), strict=True):
-            p.lerp_(common, 1.0 - outer.mix)
+            p.lerp_(common.to(p.dtype), 1.0 - outer.mix)
         self.flight = None
 
     def arrive(self) -> int:
@@ -96,6 +96,14 @@ def average(reduce: Reduce, ranks_own: Iterable[Tensor], means: Iterable[Tensor]
         flat = reduce(flatten(tensors), Bucket((), 0))
         for mean, part in zip(means, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             mean.copy_(part.view_as(mean))
+
+
+def average_model(reduce: Reduce, module: nn.Module, mean: nn.Module) -> None:
+    """Puts the mean over ranks of `module` into `mean`; of buffers that are no floating-point numbers, this rank's."""
+    for own, common in zip(module.buffers(), mean.buffers(), strict=True):
+        common.copy_(own)
+    for part in (nn.Module.parameters, buffers):
+        average(reduce, part(module), part(mean))
 
 
 def mean_of(states: list[Any]) -> Any:

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -120,6 +121,8 @@ class Late:
         ignored = [name for name, p in named.items() if p in found]  # a tied one under each of its names
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
         for p in found:
+            if trainer.world > 1:
+                dist.broadcast(p.data, 0)  # as DDP does with its own
             p.register_post_accumulate_grad_hook(self._note)
 
     def _note(self, p: Tensor) -> None:
@@ -144,4 +147,4 @@ class Late:
             bucket = Flat.of(params, self.trainer.step)
             mean = reduce(torch.cat([p.grad.reshape(-1) for p in params if p.grad is not None]), bucket)
             for p, gradient in zip(params, bucket.split(mean), strict=True):
-                p.grad = gradient
+                p.grad = gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)

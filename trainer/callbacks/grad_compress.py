@@ -7,8 +7,8 @@ from torch.optim import Optimizer
 
 from trainer.callback import Callback, Role
 from trainer.callbacks.hierarchical import TwoLevel
-from trainer.codecs.catalog import make
-from trainer.codecs.codec import Codec, ErrorFeedback, merge
+from trainer.codecs.catalog import conflicts, make, refuse
+from trainer.codecs.codec import ErrorFeedback, merge
 from trainer.errors import ConfigError, require
 from trainer.reduce import AllReduce, Bucket, Reduce
 
@@ -50,28 +50,19 @@ class GradCompress(Callback):
         knobs = {"density": density, "rank": rank, "block": block, "rounding": rounding, "momentum": momentum}
         self.codec = make(codec, knobs | {"clip_norm": clip_norm, "warmup_steps": warmup_steps})
         self.exact, self.start_step = self.codec.exact, start_step
-        self.level, self.momentum, self.gathers = level, momentum, self.codec.gathers
+        self.level, self.momentum = level, momentum
         refuse(codec, self.codec, feedback, level)
         if self.codec.feedback if feedback is None else feedback:
             self.codec = ErrorFeedback(self.codec)
-        self.conflicts = {}
-        if self.codec.kept:
-            self.conflicts["fp16"] = (
-                f"codec={codec} keeps gradients from step to step, in units of a loss scale that changes, and would "
-                "keep those of a step that the scaler skips; use trainer.precision=bf16, or codec=fp16"
-            )
-        if self.gathers and level == "all":
-            self.conflicts["hierarchical"] = (
-                f"codec={codec} gathers what all ranks send, and nothing is left to reduce in levels; "
-                "use callbacks.grad_compress.level=inter, or leave hierarchical out"
-            )
+        self.conflicts = conflicts(codec, self.codec, level, momentum, clip_norm)
+        self.setting = {"codec": codec, "feedback": bool(feedback), "level": level, "keeps": bool(self.codec.kept)}
         if level == "inter":
             self.requires = {"hierarchical": "level=inter compresses between nodes; add it, or use level=all"}
 
     def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
         self.names = {p: name for name, p in trainer.module.named_parameters()}
         if self.level == "all":
-            if self.gathers and not isinstance(reduce, AllReduce):
+            if self.codec.gathers and not isinstance(reduce, AllReduce):
                 raise ConfigError(
                     "grad_compress: this codec gathers what all ranks send, past the callback that reduces in another "
                     "way (role REDUCE); leave that one out, or take codec=bf16, fp16 or powersgd"
@@ -94,19 +85,28 @@ class GradCompress(Callback):
         return compressed
 
     def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Optimizer:
-        momenta = [group.get("momentum") for group in optimizer.param_groups]
+        momenta = [group.get("momentum") or group.get("betas") for group in optimizer.param_groups]
         if self.momentum and any(momenta):
             raise ConfigError(
-                f"optimizer.momentum={momenta[0]}: gradients have momentum before they are sent, "
-                f"callbacks.grad_compress.momentum={self.momentum}; set optimizer.momentum=0"
+                f"callbacks.grad_compress.momentum={self.momentum}: the optimizer has momentum too, {momenta[0]}; "
+                "use optimizer=sgd with optimizer.momentum=0, or leave it out here"
             )
         return optimizer
 
     def state_dict(self) -> dict[str, Any]:
         shared = self.codec.shared.items()
-        return {key: {self.names[p]: value for p, value in values.items()} for key, values in shared}
+        return {"setting": self.setting} | {
+            key: {self.names[p]: value for p, value in values.items()} for key, values in shared
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        saved = state["setting"]
+        for key, value in self.setting.items():
+            if value != saved[key] and (saved["keeps"] or self.codec.kept):
+                raise ConfigError(
+                    f"callbacks.grad_compress.{key}={value}: the checkpoint has {saved[key]}, and what that kept back "
+                    "would be lost; set it back, or take the weights alone: trainer.init_from"
+                )
         for key, values in self.codec.shared.items():
             by_name = state.get(key, {})
             values.update({p: by_name[name].to(p.device) for p, name in self.names.items() if name in by_name})
@@ -120,17 +120,3 @@ class GradCompress(Callback):
 
     def merge_rank_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         return {key: merge([state[key] for state in states]) for key in states[0]}
-
-
-def refuse(name: str, codec: Codec, feedback: bool | None, level: str) -> None:
-    """Raises:
-    ConfigError: for settings that mean nothing for this codec.
-    """
-    if feedback and (codec.kept or codec.exact):
-        why = "sends everything" if codec.exact else "keeps by itself what it does not send"
-        raise ConfigError(f"callbacks.grad_compress.feedback=true: codec={name} {why}; leave feedback out")
-    if level == "inter" and name == "powersgd":
-        raise ConfigError(
-            "callbacks.grad_compress.level=inter: between nodes a rank has a part of each matrix, and "
-            "codec=powersgd needs whole ones; use level=all, or another codec"
-        )

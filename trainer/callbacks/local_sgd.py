@@ -4,25 +4,24 @@ from copy import deepcopy
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.callback import Callback, Role
 from trainer.checkpoint.state import load_optimizer_state, optimizer_state
 from trainer.errors import ConfigError, require
 from trainer.reduce import AllReduce, Background, Reduce
-from trainer.replicas import Fragment, Outer, average, buffers, mean_of, partition
+from trainer.replicas import Fragment, Outer, average, average_model, buffers, mean_of, partition
 from trainer.run import log
 
 
 class LocalSGD(Callback):
     """Every `every` steps the mean over ranks of how far each has come, the pseudo-gradient, is what the common weights
-    move by: that is their average (Stich 2018, arXiv:1805.09767; after a warm-up Lin et al. 2018, arXiv:1808.07217), or
-    with `outer=nesterov` DiLoCo's (Douillard et al. 2023, arXiv:2311.08105). It goes through the same chain as
-    gradients. In fragments, and while the next steps run, it is streaming DiLoCo (Douillard et al. 2025,
-    arXiv:2501.18512).
+    move by: their average (Stich 2018, arXiv:1805.09767; with a warm-up Lin et al. 2018, arXiv:1808.07217) or DiLoCo's
+    step (Douillard et al. 2023, arXiv:2311.08105). It goes through the same chain as gradients. In fragments, and while
+    the next steps run, it is streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512).
 
-    Between meetings the ranks' weights differ, and so do their optimizers' moments, which stay with them. Validation,
-    checkpoints and export have the mean of all ranks' weights. Memory: two copies of the weights, `nesterov` three.
+    Between meetings the ranks' weights and moments differ; validation, checkpoints and export have the mean of the
+    weights. Memory: two copies of the weights, `nesterov` three.
 
     Args:
         every: Steps between two meetings of the same weights.
@@ -80,20 +79,23 @@ class LocalSGD(Callback):
         log.info("local_sgd: train/grad_norm is not reported, for gradients are each rank's own after the warm-up")
         if trainer.step >= self.warmup_steps:
             self._part(trainer)
+        elif self.own:
+            key = f"callbacks.local_sgd.warmup_steps={self.warmup_steps}"
+            raise ConfigError(f"{key}: ranks differ in the checkpoint already; set at most {trainer.step}, its step")
 
     def _part(self, trainer) -> None:
         """From here on, the model is called without DDP around it, so backward reduces nothing."""
         trainer.global_model = trainer.eval_model = deepcopy(trainer.module).requires_grad_(False)
         if self.own:
             trainer.module.load_state_dict(self.own["model"])
-            load_optimizer_state(trainer.optimizer, trainer.module, self.own["optimizer"])
+            if self.own["kind"] == type(trainer.optimizer).__name__:  # else left behind, as accepted
+                load_optimizer_state(trainer.optimizer, trainer.module, self.own["optimizer"])
         trainer.model = trainer.module
         for params in partition(trainer.parameters, self.count):
             self.fragments.append(Fragment(params, self.outer, self.reduce, self.background))
         if len(self.due) not in (0, len(self.fragments)):
-            raise ConfigError(
-                f"callbacks.local_sgd.fragments={self.count}: the checkpoint has {len(self.due)}; set it back"
-            )
+            key = f"callbacks.local_sgd.fragments={self.count}"
+            raise ConfigError(f"{key}: the checkpoint has {len(self.due)}; set it back")
         for number, fragment in enumerate(self.fragments):
             fragment.resume(self.due[number]) if self.due else fragment.begin()
 
@@ -101,8 +103,7 @@ class LocalSGD(Callback):
     def on_step_end(self, trainer) -> None:
         done = trainer.step - self.warmup_steps
         if not self.fragments and done == 0:
-            self._part(trainer)
-            return
+            return self._part(trainer)
         for number, fragment in enumerate(self.fragments, start=1):
             fragment.land(trainer.step)
             if done % self.every == number * self.every // len(self.fragments) % self.every:
@@ -113,11 +114,12 @@ class LocalSGD(Callback):
 
     @torch.no_grad()
     def on_flush(self, trainer) -> None:
+        for fragment in self.fragments:
+            fragment.arrive()  # a codec that is at it would be saved in the middle
         if not self.fragments or self.averaged_step == trainer.step:
             return
         self.averaged_step = trainer.step
-        for part in (nn.Module.parameters, buffers):
-            average(self.plain, part(trainer.module), part(trainer.global_model))
+        average_model(self.plain, trainer.module, trainer.global_model)
 
     def on_fit_end(self, trainer) -> None:
         if self.averaged_step == trainer.step:
@@ -138,11 +140,11 @@ class LocalSGD(Callback):
         if not self.fragments:
             return {}
         optimizer = optimizer_state(self.trainer.optimizer, self.trainer.module)
-        return {"model": self.trainer.module.state_dict(), "optimizer": optimizer}
+        kind = type(self.trainer.optimizer).__name__
+        return {"model": self.trainer.module.state_dict(), "optimizer": optimizer, "kind": kind}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
         self.own = state
 
     def merge_rank_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """The mean of the ranks' weights and moments."""
         return mean_of(states)

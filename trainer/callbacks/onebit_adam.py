@@ -58,6 +58,11 @@ class OneBitAdam(Callback):
             "onebit_adam: train/grad_norm is not reported; from step %d on gradients are each rank's own",
             self.warmup_steps,
         )
+        if trainer.step < self.warmup_steps and self.restored_step:
+            raise ConfigError(
+                f"callbacks.onebit_adam.warmup_steps={self.warmup_steps}: the checkpoint is of step {trainer.step}, "
+                f"the variance frozen since step {self.restored_step}; set at most {trainer.step}"
+            )
         if trainer.step >= self.warmup_steps:
             self._freeze(trainer, self.restored_step)
 

@@ -1,5 +1,6 @@
 """Sends each bucket of gradients in the order in which the next forward pass needs them, and steps it only then."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,13 +16,12 @@ from trainer.run import log
 
 
 class Pending:
-    """One of DDP's buckets: the flat tensor of its gradients, their mean to come, and the optimizer's groups for it."""
+    """One of DDP's buckets: the flat tensor of its gradients, and their mean to come."""
 
     def __init__(self, params: list[Tensor]) -> None:
         self.params, self.bucket, self.missing = params, Bucket.of(params, 0), len(params)
         self.flat = torch.cat([p.detach().reshape(-1) for p in params])
-        self.mean: Future[Tensor] | None = None
-        self.groups: list[dict[str, Any]] = []
+        self.mean: Future[Tensor] = Future()
 
 
 class Overlap(Callback):
@@ -43,7 +43,7 @@ class Overlap(Callback):
     }
 
     def __init__(self) -> None:
-        self.pending: dict[Tensor, Pending] = {}
+        self.pending: dict[Pending, None] = {}  # sent, and not stepped yet
         self.sent, self.fresh = 0, True  # buckets of this step; no forward pass of this step yet
 
     def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
@@ -71,9 +71,10 @@ class Overlap(Callback):
         trainer.model.require_backward_grad_sync = True
         trainer.module.register_forward_pre_hook(lambda module, _: self._share_buffers(module))
         for module, params in needs.items():
-            module.register_forward_pre_hook(lambda *_, params=params: self._finish(params))
+            buckets = dict.fromkeys(self.bucket_of[p] for p in params if p in self.bucket_of)
+            module.register_forward_pre_hook(lambda *_, buckets=buckets: self._finish(buckets))
         # What no module has asked for.
-        trainer.module.register_forward_hook(lambda *_: self._finish(list(self.pending)))
+        trainer.module.register_forward_hook(lambda *_: self._finish(self.pending))
         for p in trainer.parameters:
             p.register_post_accumulate_grad_hook(self._collect)
 
@@ -84,7 +85,7 @@ class Overlap(Callback):
             self.fresh = False
 
     def on_flush(self, trainer) -> None:
-        self._finish(list(self.pending))
+        self._finish(self.pending)
 
     @torch.no_grad()
     def _collect(self, p: Tensor) -> None:
@@ -104,40 +105,43 @@ class Overlap(Callback):
 
     def defer(self) -> None:
         """Note that every bucket is to be stepped, at this step's learning rates."""
-        self._finish(list(self.pending))  # none, unless the recipe's forward pass went around the model's
+        self._finish(self.pending)  # none, unless the recipe's forward pass went around the model's
         if self.sent < len(self.order):
+            names = {p: name for name, p in self.trainer.module.named_parameters()}
+            missing = [names[p] for bucket in self.buckets if bucket.missing for p in bucket.params if p.grad is None]
             raise RuntimeError(
-                "overlap: a parameter got no gradient in the last micro-batch of a step; use every parameter in every "
-                "loss, or leave overlap out"
+                f"overlap: no gradient for {', '.join(missing)} in the last micro-batch of a step; use every parameter "
+                "in every loss, or leave overlap out"
             )
+        self.settings = [{**group, "params": []} for group in self.optimizer.param_groups]
         for bucket in self.buckets:
-            groups = [{**group, "params": []} for group in self.optimizer.param_groups]
-            for p in bucket.params:
-                groups[self.group_of[p]]["params"].append(p)
-            bucket.groups = [group for group in groups if group["params"]]
             bucket.missing = len(bucket.params)
-            self.pending |= dict.fromkeys(bucket.params, bucket)
+        self.pending = dict.fromkeys(self.buckets)
         self.sent, self.fresh, self.trainer.lag = 0, True, 1
 
     @torch.no_grad()
-    def _finish(self, params: list[Tensor]) -> None:
-        if not self.pending:
-            return
-        for p in params:
-            if p in self.pending:
-                self._step(self.pending[p])
-        if not self.pending:
-            self.trainer.lag = 0
+    def _finish(self, buckets: Mapping[Pending, None]) -> None:
+        """Waits for these, and steps them, and what else has arrived by then."""
+        if needed := self.pending.keys() & buckets.keys():
+            for bucket in needed:
+                bucket.mean.wait()
+            on_cpu = self.trainer.device.type == "cpu"  # on a GPU a future is done when the work is on its stream
+            self._step([bucket for bucket in self.pending if bucket in needed or (on_cpu and bucket.mean.done())])
 
-    def _step(self, bucket: Pending) -> None:
-        assert bucket.mean is not None
-        for p, gradient in zip(bucket.params, bucket.bucket.split(bucket.mean.wait()), strict=True):
-            p.grad = gradient
-            del self.pending[p]
+    def _step(self, buckets: list[Pending]) -> None:
+        """At the settings that the groups had when these were sent."""
+        groups = [{**group, "params": []} for group in self.settings]
+        for bucket in buckets:
+            del self.pending[bucket]
+            for p, gradient in zip(bucket.params, bucket.bucket.split(bucket.mean.wait()), strict=True):
+                p.grad = gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
+                groups[self.group_of[p]]["params"].append(p)
         everything = self.optimizer.param_groups
-        self.optimizer.param_groups = bucket.groups
+        self.optimizer.param_groups = [group for group in groups if group["params"]]
         self.optimizer.step()
         self.optimizer.param_groups = everything
-        torch.autograd.graph.increment_version(bucket.params)  # fused steps don't: a weight used too soon is an error
-        for p in bucket.params:
+        params = [p for bucket in buckets for p in bucket.params]
+        torch.autograd.graph.increment_version(params)  # fused steps don't: a weight used too soon is an error
+        for p in params:
             p.grad = None
+        self.trainer.lag = 1 if self.pending else 0

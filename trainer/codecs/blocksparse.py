@@ -24,8 +24,8 @@ class BlockSparse(Codec):
         block: Elements. What is left of a bucket after its last whole block is always sent.
     """
 
-    exact = True
-    gathers = True
+    exact: bool = True
+    gathers: bool = True
 
     def __init__(self, block: int = 256) -> None:
         super().__init__()

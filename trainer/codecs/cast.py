@@ -30,7 +30,7 @@ class Float16(Codec):
     def mean(self, flat: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
         low, high = flat.aminmax()
         # (1,): the sum over ranks of each one's largest magnitude.
-        bound = reduce(torch.maximum(-low, high).view(1), bucket.cut(0, 1)) * self.ranks
+        bound = reduce(torch.maximum(-low, high).float().view(1), bucket.cut(0, 1)) * self.ranks
         scale = torch.exp2(torch.floor(torch.log2(65504.0 / bound.clamp(min=2.0**-100))))
         payload = self.room(flat, torch.half).copy_(flat.mul_(scale))
         if out is not flat:

@@ -37,3 +37,40 @@ def make(name: str, knobs: dict[str, Any]) -> Codec:
             f"leave it out (its knobs: {', '.join(known) or 'none'})"
         )
     return CODECS[name](**given)
+
+
+def refuse(name: str, codec: Codec, feedback: bool | None, level: str) -> None:
+    """Raises:
+    ConfigError: for settings that mean nothing for this codec.
+    """
+    if feedback and (codec.kept or codec.exact):
+        why = "sends everything" if codec.exact else "keeps by itself what it does not send"
+        raise ConfigError(f"callbacks.grad_compress.feedback=true: codec={name} {why}; leave feedback out")
+    if level == "inter" and name == "powersgd":
+        raise ConfigError(
+            "callbacks.grad_compress.level=inter: between nodes a rank has a part of each matrix, and "
+            "codec=powersgd needs whole ones; use level=all, or another codec"
+        )
+
+
+def conflicts(name: str, codec: Codec, level: str, momentum: float | None, clip_norm: float | None) -> dict[str, str]:
+    """What the codec can't run with: see `Callback.conflicts`."""
+    refused: dict[str, str] = {}
+    if codec.kept:
+        refused["fp16"] = (
+            f"codec={name} keeps gradients from step to step, in units of a loss scale that changes, and would keep "
+            "those of a step that the scaler skips; use trainer.precision=bf16, or codec=fp16"
+        )
+        refused["find_unused_parameters"] = (
+            f"codec={name} would send what it kept of a parameter that no rank has used, and DDP drops that; "
+            "set it to false, or use a codec that keeps nothing"
+        )
+    if momentum or clip_norm:
+        knob = "momentum" if momentum else "clip_norm"
+        refused["local_sgd"] = f"{knob} is of gradients, not of weights; leave callbacks.grad_compress.{knob} out"
+    if codec.gathers and level == "all":
+        refused["hierarchical"] = (
+            f"codec={name} gathers what all ranks send, and nothing is left to reduce in levels; "
+            "use callbacks.grad_compress.level=inter, or leave hierarchical out"
+        )
+    return refused

@@ -1,11 +1,11 @@
 """How a flat tensor travels: what a codec is, error feedback around any, and what both keep from step to step."""
 
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from trainer.errors import ConfigError
 from trainer.reduce import AllReduce, Bucket, Piece, Reduce
 
 
@@ -15,9 +15,9 @@ class Codec:
     `encode` and `decode` are enough for a codec of one payload; one that talks more than once overrides `mean`.
     """
 
-    gathers: ClassVar[bool] = False  # payloads can't be summed on the way: `reduce` is the chain's end, an AllReduce
-    feedback: ClassVar[bool] = False  # what is not sent should be added to the next step's
-    exact: ClassVar[bool] = False  # the mean is the mean, to rounding
+    gathers: bool = False  # payloads can't be summed on the way: `reduce` is the chain's end, an AllReduce
+    feedback: bool = False  # what is not sent should be added to the next step's
+    exact: bool = False  # the mean is the mean, to rounding
 
     ranks, rank, seed = 1, 0, 0  # as `join` says
 
@@ -72,7 +72,7 @@ class ErrorFeedback(Codec):
 
     def __init__(self, codec: Codec) -> None:
         super().__init__()
-        self.codec = codec
+        self.codec, self.gathers = codec, codec.gathers
         self.residual = Kept()
         self.kept, self.shared = {**codec.kept, "residual": self.residual}, codec.shared
 
@@ -82,7 +82,11 @@ class ErrorFeedback(Codec):
     def mean(self, flat: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
         residual = self.residual.of(bucket, flat)
         residual += flat
-        self.codec.mean(residual, out, bucket, reduce)
+        if residual.dtype == out.dtype:
+            return self.codec.mean(residual, out, bucket, reduce)
+        mean = torch.empty_like(residual)
+        self.codec.mean(residual, mean, bucket, reduce)
+        out.copy_(mean)
 
 
 # Kind of bucket -> name of parameter -> "start:stop" of its elements -> their values.
@@ -90,7 +94,10 @@ Stretches = dict[str, dict[str, dict[str, Tensor]]]
 
 
 class Kept:
-    """A value for each element that is reduced, zero at first: a flat tensor for each bucket that has asked for one."""
+    """A value for each element that is reduced, zero at first: a flat tensor for each bucket that has asked for one.
+
+    In float32 at least: in 16 bits small gradients would not add up.
+    """
 
     def __init__(self) -> None:
         self.flats: dict[tuple[str, tuple[Piece, ...]], Tensor] = {}
@@ -100,32 +107,44 @@ class Kept:
     def of(self, bucket: Bucket, like: Tensor) -> Tensor:
         key = bucket.kind, bucket.pieces
         if key not in self.flats:
-            flat = self.flats[key] = torch.zeros_like(like)
+            flat = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
             for view, (p, start, stop) in zip(bucket.split(flat), bucket.pieces, strict=True):
-                if self.restored:
-                    fill(view.view(-1), start, stop, self.restored.get(bucket.kind, {}).get(self.names[p], {}))
+                if stretches := self.restored.get(bucket.kind, {}).get(self.names.get(p, ""), {}):
+                    fill(view.view(-1), start, stop, stretches, self.names[p])
+            self.flats[key] = flat
         return self.flats[key]
 
     def state(self, names: Mapping[Tensor, str]) -> Stretches:
-        """All of it, by name."""
-        state: Stretches = {}
+        """All of it, by name; also what was restored and no bucket has asked for yet."""
+        asked: Stretches = {}
         for (kind, pieces), flat in self.flats.items():
             for view, (p, start, stop) in zip(Bucket(pieces, 0).split(flat), pieces, strict=True):
-                state.setdefault(kind, {}).setdefault(names[p], {})[f"{start}:{stop}"] = view.view(-1)
-        return state
+                asked.setdefault(kind, {}).setdefault(names[p], {})[f"{start}:{stop}"] = view.view(-1)
+        return {kind: self.restored.get(kind, {}) | asked.get(kind, {}) for kind in self.restored | asked}
 
     def load(self, state: Stretches, names: Mapping[Tensor, str]) -> None:
         """Buckets take their elements when they ask next, whatever pieces they are made of now."""
         self.flats, self.restored, self.names = {}, state, names
 
 
-def fill(view: Tensor, start: int, stop: int, stretches: Mapping[str, Tensor]) -> None:
-    """Puts what `stretches` have of elements `start` to `stop` into `view`."""
+def fill(view: Tensor, start: int, stop: int, stretches: Mapping[str, Tensor], name: str) -> None:
+    """Puts elements `start` to `stop`, which `stretches` have, into `view`.
+
+    Raises:
+        ConfigError: other ranks have them.
+    """
+    missing = stop - start
     for key, values in stretches.items():
         first, last = map(int, key.split(":"))
         low, high = max(start, first), min(stop, last)
         if low < high:
             view[low - start : high - start] = values[low - first : high - first]
+            missing -= high - low
+    if missing:
+        raise ConfigError(
+            f"trainer.resume: what was kept back of {name} is on other ranks now; set callbacks.hierarchical and the "
+            "size of buckets as they were, or start anew with trainer.resume=null"
+        )
 
 
 def merge(states: Iterable[Stretches]) -> Stretches:

@@ -34,7 +34,7 @@ class Int8(Codec):
         block: Elements per scale; a multiple of 4.
     """
 
-    gathers = True
+    gathers: bool = True
 
     def __init__(self, rounding: Literal["stochastic", "nearest"] = "stochastic", block: int = 256) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ class PowerSGD(Codec):
     Memory: rank * n numbers per matrix.
     """
 
-    feedback = True
+    feedback: bool = True
 
     def __init__(self, rank: int = 4) -> None:
         super().__init__()

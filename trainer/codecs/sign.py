@@ -20,8 +20,8 @@ class Sign(Codec):
     float32 from 64 ranks on. A piece with a value that is not finite comes out without a finite one.
     """
 
-    gathers = True
-    feedback = True
+    gathers: bool = True
+    feedback: bool = True
 
     def encode(self, flat: Tensor, bucket: Bucket) -> Tensor:
         pieces = [piece.view(-1) for piece in bucket.split(flat)]

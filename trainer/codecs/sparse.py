@@ -1,7 +1,6 @@
 """The largest elements of a flat tensor, found without sorting it, and a codec that sends such elements."""
 
 import math
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ class Sparse(Codec):
     times the tensor in bytes where the cache holds a chunk of 1 MiB; on a GPU a temporary of 1.25 tensors.
     """
 
-    gathers: ClassVar[bool] = True
+    gathers: bool = True
 
     def __init__(self, density: float) -> None:
         super().__init__()

@@ -1,7 +1,5 @@
 """Sends the largest gradients only."""
 
-from typing import ClassVar
-
 from torch import Tensor
 
 from trainer.codecs.sparse import Sparse, clear
@@ -18,7 +16,7 @@ class TopK(Sparse):
         density: Share of a bucket's elements that a rank sends.
     """
 
-    feedback: ClassVar[bool] = True
+    feedback: bool = True
 
     def __init__(self, density: float = 0.01) -> None:
         super().__init__(density)

@@ -1,0 +1,104 @@
+"""What bench_time_to_loss.py makes of curves and times: when a loss was reached, the table, and the goals."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from bench_report import Goal, at_most
+from bench_report import Row as Cells
+
+Curve = Sequence[tuple[int, float, float]]  # step, validation loss, seconds of training until then
+WITHIN = ("dgc", "powersgd", "int8", "diloco")  # 1 % of DDP's final loss
+
+
+def reached(curve: Curve, loss: float) -> float | None:
+    """The step at which `loss` was first reached, on straight lines between validations; None: never. What was before
+    the first of them nobody knows, so it is not before that."""
+    last_step, last = 0, math.inf
+    for step, here, _ in curve:
+        if here <= loss:
+            return step if last == math.inf else last_step + (step - last_step) * (last - loss) / (last - here)
+        last_step, last = step, here
+    return None
+
+
+@dataclass
+class Outcome:
+    """`seconds`: of a step on the link, by round; of each method, and "" is without communication. `plain`: steps that
+    a method takes as bare DDP does. `real`: the curves are from the link, and so are their seconds."""
+
+    title: str
+    steps: int
+    curves: Mapping[str, Curve]
+    seconds: Mapping[str, Sequence[float]]
+    plain: Mapping[str, int]
+    real: bool = False
+
+    def walls(self, name: str, step: float) -> list[float]:
+        """Seconds until this step, by round."""
+        if self.real:
+            steps, _, seconds = zip(*self.curves[name])
+            return [float(np.interp(step, [0, *steps], [0.0, *seconds]))] * len(self.seconds[""])
+        plain = min(step, self.plain.get(name, 0))
+        own = self.seconds[name]
+        ddp = self.seconds["ddp"] if plain else own
+        return [plain * bare + (step - plain) * each for bare, each in zip(ddp, own, strict=True)]
+
+    def names(self) -> list[str]:
+        return [name for name in self.curves if self.real or name in self.seconds]
+
+    def loss(self, name: str) -> float:
+        return self.curves[name][-1][1]
+
+    def arrival(self, name: str) -> tuple[float, float, float] | None:
+        """At DDP's final loss: step, seconds, and these over the seconds of all steps without communication."""
+        step = reached(self.curves[name], self.loss("ddp"))
+        if step is None:
+            return None
+        walls, free = self.walls(name, step), [self.steps * each for each in self.seconds[""]]
+        ratio = statistics.median(wall / all_free for wall, all_free in zip(walls, free, strict=True))
+        return step, statistics.median(walls), ratio
+
+    def table(self) -> list[Cells]:
+        rows = []
+        for name in self.names():
+            relative, wall_s = self.loss(name) / self.loss("ddp"), statistics.median(self.walls(name, self.steps))
+            never = (f"never: {100 * (relative - 1):.2g} % above", "", "")
+            step, after_s, ratio = self.arrival(name) or never
+            rows.append(
+                {
+                    "part": self.title,
+                    "method": name,
+                    "final loss": self.loss(name),
+                    "/ DDP's": relative,
+                    "s a step": wall_s / self.steps,
+                    "wall s": wall_s,
+                    "DDP's loss at step": step,
+                    "after s": after_s,
+                    "/ free": ratio,
+                }
+            )
+        free = {"method": "no communication", "s a step": self.free_s() / self.steps, "wall s": self.free_s()}
+        return [*rows, {**dict.fromkeys(rows[0], ""), "part": self.title, **free}]
+
+    def goals(self) -> list[Goal]:
+        arrivals = {name: arrival[2] for name in self.names() if (arrival := self.arrival(name))}
+        best = min(arrivals, key=lambda name: arrivals[name])
+        name = f"{best}, the best, at DDP's final loss: times what DDP's steps take without communication"
+        goals = [at_most(name, 1.25, arrivals[best])]
+        for name in WITHIN:
+            if name in self.names():
+                goals.append(at_most(f"{name}, final loss, times DDP's", 1.01, self.loss(name) / self.loss("ddp")))
+        return goals
+
+    def lines(self) -> dict[str, list[tuple[float, float]]]:
+        """Seconds and loss at each validation, of each method."""
+        return {
+            name: [(statistics.median(self.walls(name, step)), loss) for step, loss, _ in self.curves[name]]
+            for name in self.names()
+        }
+
+    def free_s(self) -> float:
+        return self.steps * statistics.median(self.seconds[""])
