@@ -25,10 +25,12 @@ SETTINGS = {
 ALL = {**CHANGES, **CODECS, **OBSERVERS}
 HEAD = f"""# What composes
 
-Made by `tests/composition.py` from the callbacks' roles and conflicts; a test fails where it is out of date. `+` works:
-`tests/test_contract.py` trains such pairs on 3 ranks, holds them to plain training or to their bounds, and resumes them
-bit for bit; accumulation and uneven batches are part of that. A number is a refusal before the first step; the reason
-and the way out are below. Codecs are `grad_compress`, which is there once.
+Made by `tests/composition.py` from the callbacks' roles and conflicts; a test fails where it is out of date. `+` is
+taken; a number is refused before the first step, for the reason below, which names the way out. Codecs are
+`grad_compress`, which is there once. `tests/test_contract.py` trains every pair of callbacks on 3 ranks (`grad_compress`
+as bf16), every codec alone, and most with `overlap` and `local_sgd`, with accumulation and uneven batches; holds them to
+plain training or to their bounds, and resumes them bit for bit. `tests/test_settings.py` trains most callbacks with
+each setting.
 
 {", ".join(f"`{name}`" for name in OBSERVERS)} compose with all of these, and with each other.
 """

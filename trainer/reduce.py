@@ -46,6 +46,14 @@ class Bucket:
             for part, (p, start, stop) in zip(parts, self.pieces, strict=True)
         ]
 
+    def gradients(self, flat: Tensor) -> list[Tensor]:
+        """A view of each whole parameter's part, laid out in memory as the parameter is: DDP fills its buckets so."""
+        parts = flat.split([p.numel() for p, _, _ in self.pieces])
+        return [
+            part.as_strided(p.shape, p.stride(), part.storage_offset()) if dense(p) else part.view_as(p)
+            for part, (p, _, _) in zip(parts, self.pieces, strict=True)
+        ]
+
     def cut(self, start: int, stop: int) -> "Bucket":
         """What elements `start` to `stop` of the flat tensor hold; fewer where that is past its end."""
         pieces, offset = [], 0
@@ -55,6 +63,11 @@ class Bucket:
                 pieces.append(Piece(p, low, high))
             offset += last - first
         return Bucket(pieces, self.step, self.kind)
+
+
+def dense(p: Tensor) -> bool:
+    """Whether its elements fill one stretch of memory, in any order."""
+    return sum((size - 1) * stride for size, stride in zip(p.shape, p.stride())) + 1 == p.numel()
 
 
 # Mean over ranks of a flat tensor, in place or not: same shape and dtype. Plain blocking code, run by `Background`.

@@ -1,5 +1,6 @@
 """Local SGD and DiLoCo against naive versions on one process, and what a run saves while ranks differ."""
 
+import time
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from safetensors.numpy import load_file
 from torch import nn
 from toy_recipe import Toy
 
-from trainer.callback import Callback, arrange
+from trainer.callback import Callback, Role, arrange
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.local_sgd import LocalSGD
 from trainer.errors import ConfigError
@@ -42,6 +43,19 @@ def adam(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(groups, lr=0.02)
 
 
+class Slow(Callback):
+    """A reduction takes longer than a step."""
+
+    role = Role.REDUCE
+
+    def wrap_reduce(self, trainer, reduce):
+        def slow(flat, bucket):
+            time.sleep(0.0 if trainer.rehearsing else 0.1)
+            return reduce(flat, bucket)
+
+        return slow
+
+
 class Data(Callback):
     """Each step's batch and the share of the loss that this rank's has."""
 
@@ -55,12 +69,14 @@ class Data(Callback):
 
 def run(
     place: Place, knobs: dict[str, Any], name: str = "run", steps: int = STEPS, resume: str | None = None,
-    codec: str = "",
+    codec: str = "", slow: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     data = Data()
     callbacks: dict[str, Callback] = {"local_sgd": LocalSGD(**knobs), "data": data}
     if codec:
         callbacks["grad_compress"] = GradCompress(codec, feedback=True)
+    if slow:
+        callbacks["slow"] = Slow()
     trainer = Trainer(
         Of(samples=40, dtype="float64"), callbacks, adam, batch=12,
         options=Options(
@@ -143,6 +159,7 @@ RESUMED = [
     ({"every": 3, "warmup_steps": 4, "outer": "nesterov"}, ""),
     ({"every": 4, "outer": "nesterov", "fragments": 2, "delay": 2}, ""),
     ({"every": 4, "fragments": 3, "delay": 1, "mix": 0.3}, "bf16"),
+    ({"every": 4, "delay": 2}, "powersgd"),  # saved while the codec is between its two reductions
 ]
 
 
@@ -150,11 +167,23 @@ RESUMED = [
 def test_a_resume_between_two_meetings_has_the_same_bits(knobs, codec, tmp_path, monkeypatch):
     """Each rank goes on with its own weights and moments, and with means that were on their way."""
     monkeypatch.chdir(tmp_path)
-    straight = run_ranks(WORLD, run, knobs, "run", STEPS, None, codec)
-    resumed = run_ranks(WORLD, run, knobs, "resumed", STEPS, "ckpt/run/step-00000005", codec)
+    straight = run_ranks(WORLD, run, knobs, "run", STEPS, None, codec, codec == "powersgd")
+    resumed = run_ranks(WORLD, run, knobs, "resumed", STEPS, "ckpt/run/step-00000005", codec, codec == "powersgd")
     for a, b in zip(straight, resumed, strict=True):
         assert {k: v.tobytes() for k, v in a["end"].items()} == {k: v.tobytes() for k, v in b["end"].items()}
         assert a["validation"] == b["validation"]
+
+
+@pytest.mark.parametrize("codec", ["", "topk"])
+def test_a_second_resume_before_the_next_meeting_has_the_same_bits(codec, tmp_path, monkeypatch):
+    """What the first one restored, and nobody has asked for since, is saved again."""
+    monkeypatch.chdir(tmp_path)
+    knobs = {"every": 4, "outer": "nesterov"}
+    straight = run_ranks(WORLD, run, knobs, "run", STEPS, None, codec)
+    run_ranks(WORLD, run, knobs, "once", 6, "ckpt/run/step-00000005", codec)
+    twice = run_ranks(WORLD, run, knobs, "twice", STEPS, "ckpt/once/step-00000006", codec)
+    for a, b in zip(straight, twice, strict=True):
+        assert {k: v.tobytes() for k, v in a["end"].items()} == {k: v.tobytes() for k, v in b["end"].items()}
 
 
 def test_at_another_number_of_ranks_all_go_on_from_the_mean(tmp_path, monkeypatch):

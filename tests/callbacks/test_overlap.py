@@ -90,6 +90,18 @@ class Normed(nn.Sequential):
         super().__init__(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
 
 
+class Images(nn.Module):
+    """Weights that do not lie in memory row by row, which fused optimizers walk as they lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 6, 2).to(memory_format=torch.channels_last)
+        self.last = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.convolution(x.view(-1, 2, 2, 2)).flatten(1).tanh())
+
+
 class Of(Toy):
     def __init__(self, net: type[nn.Module] | None) -> None:
         super().__init__(width=40, depth=3, dropout=0.1)
@@ -124,6 +136,7 @@ CASES: dict[str, dict[str, Any]] = {
     "warm-up": {"schedule": Linear(warmup=3)},
     "accumulate": {"accumulate": 2, "net": Tied},
     "buffers": {"accumulate": 2, "net": Normed},
+    "images": {"net": Images},
     "sgd": {"optimizer": lambda groups: sgd(groups, nesterov=True, weight_decay=0.1)},
     "lamb": {"optimizer": lambda groups: lamb(groups, weight_decay=0.1), "schedule": Linear(warmup=3)},
     "bf16": {"precision": "bf16"},

@@ -112,12 +112,8 @@ class Late:
             found |= dict.fromkeys(matching)
         if len(found) == len(set(named.values())):
             raise ConfigError(f"callbacks.bucket.late={patterns}: is all that is trained; leave some to DDP")
-        self.trainer, self.reduce, self.params, self.queued = (
-            trainer,
-            AllReduce(trainer.ranks.new_group()),
-            found,
-            False,
-        )
+        self.trainer, self.reduce = trainer, AllReduce(trainer.ranks.new_group())
+        self.params, self.queued = found, False
         ignored = [name for name, p in named.items() if p in found]  # a tied one under each of its names
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
         for p in found:
@@ -145,6 +141,7 @@ class Late:
         for dtype in {p.dtype: None for p in self.params}:
             params = [p for p in self.params if p.dtype == dtype]
             bucket = Flat.of(params, self.trainer.step)
-            mean = reduce(torch.cat([p.grad.reshape(-1) for p in params if p.grad is not None]), bucket)
-            for p, gradient in zip(params, bucket.split(mean), strict=True):
-                p.grad = gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
+            flat = params[0].new_empty(sum(p.numel() for p in params))
+            torch._foreach_copy_(bucket.gradients(flat), [p.grad for p in params])  # pyright: ignore[reportArgumentType] all are there
+            for p, gradient in zip(params, bucket.gradients(reduce(flat, bucket)), strict=True):
+                p.grad = gradient

@@ -94,7 +94,7 @@ class Overlap(Callback):
         bucket.missing -= self.trainer.model.require_backward_grad_sync  # the step's last micro-batch
         if bucket.missing:
             return
-        torch._foreach_copy_(bucket.bucket.split(bucket.flat), [p.grad for p in bucket.params])  # pyright: ignore[reportArgumentType] all are there
+        torch._foreach_copy_(bucket.bucket.gradients(bucket.flat), [p.grad for p in bucket.params])  # pyright: ignore[reportArgumentType] all are there
         for p in bucket.params:
             p.grad = None
         while self.sent < len(self.order) and not self.buckets[self.order[self.sent]].missing:
@@ -133,8 +133,8 @@ class Overlap(Callback):
         groups = [{**group, "params": []} for group in self.settings]
         for bucket in buckets:
             del self.pending[bucket]
-            for p, gradient in zip(bucket.params, bucket.bucket.split(bucket.mean.wait()), strict=True):
-                p.grad = gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
+            for p, gradient in zip(bucket.params, bucket.bucket.gradients(bucket.mean.wait()), strict=True):
+                p.grad = gradient
                 groups[self.group_of[p]]["params"].append(p)
         everything = self.optimizer.param_groups
         self.optimizer.param_groups = [group for group in groups if group["params"]]
