@@ -27,10 +27,12 @@ HEAD = f"""# What composes
 
 Made by `tests/composition.py` from the callbacks' roles and conflicts; a test fails where it is out of date. `+` is
 taken; a number is refused before the first step, for the reason below, which names the way out. Codecs are
-`grad_compress`, which is there once. `tests/test_contract.py` trains every pair of callbacks on 3 ranks (`grad_compress`
-as bf16), every codec alone, and most with `overlap` and `local_sgd`, with accumulation and uneven batches; holds them to
-plain training or to their bounds, and resumes them bit for bit. `tests/test_settings.py` trains most callbacks with
-each setting.
+`grad_compress`, which is there once.
+
+`tests/test_contract.py` trains every pair of callbacks on 3 ranks (with bf16 for `grad_compress`), every codec
+alone, and most with `overlap` and `local_sgd`, with accumulation and uneven batches; it holds them to plain
+training or to their bounds, and resumes them bit for bit. `tests/test_settings.py` trains most callbacks with each
+setting.
 
 {", ".join(f"`{name}`" for name in OBSERVERS)} compose with all of these, and with each other.
 """
