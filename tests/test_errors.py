@@ -145,7 +145,7 @@ trainer.max_steps=null
 trainer.checkpoint.dir=file/ckpt trainer.devices=2
     trainer.checkpoint.dir=file/ckpt: can't be written: Not a directory; give another folder
 '+callbacks=[overlap]' trainer.clip_norm=1 trainer.devices=2
-    overlap and clip can't run together: clipping needs the global norm
+    overlap and clip can't run together: the global norm
     set trainer.clip_norm=null or leave overlap out
 '+callbacks=[ema,average]'
     average and ema both have the role AVERAGE: remove one
