@@ -74,6 +74,15 @@ def dense(p: Tensor) -> bool:
 Reduce = Callable[[Tensor, Bucket], Tensor]
 
 
+# Older versions of torch have the second names only, newer ones warn of them.
+def all_gather(rows: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(rows, own, group=group)
+
+
+def reduce_scatter(own: Tensor, rows: Tensor, group: dist.ProcessGroup) -> None:
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(own, rows, group=group)
+
+
 class AllReduce:
     """The end of the chain: the mean over the ranks of `group`, and what codecs need whose payloads can't be summed."""
 
@@ -88,7 +97,7 @@ class AllReduce:
     def gather(self, own: Tensor) -> Tensor:
         """(n,) of each rank, of the same n -> (ranks, n)."""
         rows = own.new_empty(self.size * own.numel())
-        dist.all_gather_into_tensor(rows, own, group=self.group)
+        all_gather(rows, own, self.group)
         return rows.view(self.size, -1)
 
     def swap(self, rows: Tensor) -> Tensor:

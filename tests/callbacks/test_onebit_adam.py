@@ -256,14 +256,14 @@ def test_what_came_and_both_errors_are_what_was_given(shapes, world, rounding):
 
 def counted(place: Place) -> tuple[list[int], int]:
     """Bytes that this rank sends to others in each step, and the floats in all-reduces after the warm-up."""
-    swap, gather, reduce = dist.all_to_all_single, dist.all_gather_into_tensor, dist.all_reduce
+    swap, gather, reduce = dist.all_to_all_single, dist.all_gather_single, dist.all_reduce
     sent, floats, per_step = [0], [0], []
 
     def all_to_all_single(output, own, **kwargs):
         sent[0] += own.nbytes * (place.world - 1) // place.world
         return swap(output, own, **kwargs)
 
-    def all_gather_into_tensor(output, own, **kwargs):
+    def all_gather_single(output, own, **kwargs):
         sent[0] += own.nbytes * (place.world - 1)
         return gather(output, own, **kwargs)
 
@@ -276,8 +276,8 @@ def counted(place: Place) -> tuple[list[int], int]:
             per_step.append(sent[0])
             sent[0] = 0
 
-    dist.all_to_all_single, dist.all_gather_into_tensor, dist.all_reduce = (
-        all_to_all_single, all_gather_into_tensor, all_reduce,
+    dist.all_to_all_single, dist.all_gather_single, dist.all_reduce = (
+        all_to_all_single, all_gather_single, all_reduce,
     )  # fmt: skip
     try:
         Trainer(
@@ -285,7 +285,7 @@ def counted(place: Place) -> tuple[list[int], int]:
             options=Options(max_steps=4), data=DataOptions(workers=0), place=place,
         ).fit()  # fmt: skip
     finally:
-        dist.all_to_all_single, dist.all_gather_into_tensor, dist.all_reduce = swap, gather, reduce
+        dist.all_to_all_single, dist.all_gather_single, dist.all_reduce = swap, gather, reduce
     return per_step, floats[0]
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from trainer.callback import Callback, Role
 from trainer.errors import ConfigError, require
-from trainer.reduce import AllReduce, Bucket, Reduce
+from trainer.reduce import AllReduce, Bucket, Reduce, all_gather, reduce_scatter
 from trainer.run import log
 
 
@@ -51,10 +51,10 @@ class TwoLevel:
         padded = flat.new_zeros(size * self.per_node)
         torch.mul(flat, 1.0 / self.per_node, out=padded[: flat.numel()])
         shard = padded.new_empty(size)
-        dist.reduce_scatter_tensor(shard, padded, group=self.inside)
+        reduce_scatter(shard, padded, self.inside)
         start = self.local_rank * size
         own = shard[: max(0, flat.numel() - start)]
         if own.numel():
             own.copy_(self.across(own, bucket.cut(start, start + size)))
-        dist.all_gather_into_tensor(padded, shard, group=self.inside)
+        all_gather(padded, shard, self.inside)
         return flat.copy_(padded[: flat.numel()])
