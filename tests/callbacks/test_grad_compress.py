@@ -363,3 +363,15 @@ def test_local_sgds_pseudo_gradients_go_through_the_codec(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     for sizes, kinds in run_ranks(3, pseudo_gradients):
         assert kinds == ["weights"] and sizes == [8]
+
+
+def test_a_resume_that_would_lose_what_is_kept_back_is_refused():
+    """And one that only says what is so anyway is not."""
+    saved = GradCompress("topk").state_dict()
+    GradCompress("topk", feedback=True).load_state_dict(saved)
+    for other, key in ((GradCompress("dgc"), "codec"), (GradCompress("topk", feedback=False), "feedback")):
+        with pytest.raises(
+            ConfigError, match=rf"^callbacks\.grad_compress\.{key}=.*: the checkpoint has .*; set it back"
+        ):
+            other.load_state_dict(saved)
+    GradCompress("fp16").load_state_dict(GradCompress("bf16").state_dict())

@@ -55,7 +55,8 @@ class GradCompress(Callback):
         if self.codec.feedback if feedback is None else feedback:
             self.codec = ErrorFeedback(self.codec)
         self.conflicts = conflicts(codec, self.codec, level, momentum, clip_norm)
-        self.setting = {"codec": codec, "feedback": bool(feedback), "level": level, "keeps": bool(self.codec.kept)}
+        fed_back = isinstance(self.codec, ErrorFeedback)
+        self.setting = {"codec": codec, "feedback": fed_back, "level": level, "keeps": bool(self.codec.kept)}
         if level == "inter":
             self.requires = {"hierarchical": "level=inter compresses between nodes; add it, or use level=all"}
 

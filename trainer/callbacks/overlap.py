@@ -26,7 +26,8 @@ class Pending:
 
 class Overlap(Callback):
     """Backward does not wait for the network, as with ByteScheduler (Peng et al. 2019) and BytePS's cross-barrier. The
-    weights are bit for bit plain DDP's, step for step; between steps they are one step behind until `on_flush`.
+    weights are plain DDP's with buckets of the same size, bit for bit, step for step; between steps they are one step
+    behind until `on_flush`.
 
     After the rehearsal DDP is out of the way: gradients go into buckets of its layout, for the bits of its sums. Which
     is sent when, rank 0 settles from the times of the rehearsal, and all follow.
