@@ -3,8 +3,9 @@
     python scripts/bench_comm.py [--quick] [--hosts 2] [--model 10M] [--rate 1gbit] [--rows overlap,int8] [--json FILE]
 
 All rows take turns, a turn each in every round, in an order that is turned round every round; each is set up anew in
-its turn, before the link gets slow. A time is the median over rounds, a ratio the median of the ratios within each
-round. Bare DDP is the fastest of its bucket sizes. A word of --rows is a row, or the beginning of several: `local_sgd`.
+its turn, before the link gets slow, but for `overlap`, which learns from the link. A time is the median over rounds, a
+ratio the median of the ratios within each round. Bare DDP is the fastest of its bucket sizes. A word of --rows is a
+row, or the beginning of several: `local_sgd`.
 """
 
 import argparse
@@ -36,8 +37,9 @@ def measure(ranks: Ranks, result: Result, rounds: int, seconds: float) -> None:
 def take_turn(ranks: Ranks, result: Result, name: str, seconds: float, which: str) -> None:
     config, row = result.config, ROWS[name]
     steps = config.steps(row, seconds)
+    patience_s = 5 * (row.warm + steps) * config.expected_s(row)
     try:
-        turn = ranks.turn(config.model, name, config.rate, steps, 5 * (row.warm + steps) * config.expected_s(row))
+        turn = ranks.turn(config.model, name, config.rate, steps, patience_s, row.learns)
     except Failed as error:
         result.failed[name] = str(error)
         del result.turns[name]

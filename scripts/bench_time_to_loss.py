@@ -98,7 +98,7 @@ def train(ranks: Ranks, settings: Settings, name: str, record: Record) -> None:
     method = METHODS[name]
     patience_s = 60 + 20 * settings.steps * settings.expected_s(method.row)
     rate = RATE if settings.real else "unlimited"
-    turn = ranks.turn(settings.model, f"train {name}", rate, settings.steps, patience_s)
+    turn = ranks.turn(settings.model, f"train {name}", rate, settings.steps, patience_s, method.row.learns)
     record.curves[name] = json.loads((ranks.folder / CURVE).read_text())
     record.write()
     loss, sent = record.curves[name][-1][1], f"{turn['sent'] / 1e6:.3f} MB a step sent, with validations"
@@ -109,7 +109,7 @@ def time_step(ranks: Ranks, settings: Settings, name: str) -> float:
     row = timed(name)
     expected_s = settings.expected_s(row)
     steps = math.ceil(max(2, min(24, TIMED_S / expected_s)) / row.every) * row.every
-    turn = ranks.turn(settings.model, f"time {name}", RATE, steps, 20 * (row.warm + steps) * expected_s)
+    turn = ranks.turn(settings.model, f"time {name}", RATE, steps, 20 * (row.warm + steps) * expected_s, row.learns)
     print(f"{name or 'no communication'}: {turn['seconds']:.3f} s a step ({steps} steps)", file=sys.stderr)
     return turn["seconds"]
 

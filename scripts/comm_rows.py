@@ -10,15 +10,19 @@ from bench_report import Row as Cells
 from trainer.callback import Callback, arrange
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.local_sgd import LocalSGD
+from trainer.callbacks.onebit_adam import OneBitAdam
 from trainer.callbacks.overlap import Overlap
 from trainer.codecs.catalog import CODECS
 from trainer.errors import ConfigError
 
 Shapes = list[tuple[int, ...]]  # of the parameters
 Formula = Callable[[Shapes, int], float]  # bytes that one of so many ranks sends in a step
-CLASSES: dict[str, type[Callback]] = {"grad_compress": GradCompress, "overlap": Overlap, "local_sgd": LocalSGD}
+CLASSES: dict[str, type[Callback]] = {
+    "grad_compress": GradCompress, "overlap": Overlap, "local_sgd": LocalSGD, "onebit_adam": OneBitAdam
+}  # fmt: skip
 ONE = 1e4  # MiB: all in one bucket
 SLICE = 1.0  # MiB: what overlap does best with, for nothing else is sent while the next thing waits
+BESIDE = 5.0  # MiB: encodes one while another is on its way
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,11 @@ class Row:
     hook: str = ""  # torch's
     callbacks: dict[str, Cells] = field(default_factory=dict)
     every: int = 1
+
+    @property
+    def learns(self) -> bool:
+        """From its rehearsal, for which the link has to be slow already."""
+        return "overlap" in self.callbacks
 
     @property
     def warm(self) -> int:
@@ -74,6 +83,10 @@ def sign(shapes: Shapes, ranks: int) -> float:
     return (ranks - 1) * (elements(shapes) / 8 + 4 * len(shapes))
 
 
+def signs_of_shards(shapes: Shapes, ranks: int) -> float:
+    return ring(ranks, elements(shapes) / 8 + 4 * len(shapes))
+
+
 def blocksparse(shapes: Shapes, ranks: int) -> float:
     """Where hardly any block is zero, as in a model whose embedding is its output layer."""
     return (ranks - 1) * elements(shapes) / 256 / 8 + ring(ranks, 4 * elements(shapes))
@@ -103,6 +116,10 @@ def overlapped(row: Row, bucket_mib: float = SLICE) -> Row:
     return Row("echelon", row.sends, bucket_mib, callbacks={"overlap": {}, **row.callbacks})
 
 
+def onebit_adam(**arguments: Any) -> Row:
+    return Row("echelon", signs_of_shards, callbacks={"onebit_adam": arguments})
+
+
 def meeting(every: int, row: Row | None = None, **arguments: Any) -> Row:
     sends, codec = (row.sends, row.callbacks) if row else (summed(4), {})
     assert sends is not None
@@ -114,10 +131,10 @@ def meeting(every: int, row: Row | None = None, **arguments: Any) -> Row:
 CODEC_ROWS = {
     "bf16": compressed("bf16", summed(2), None),
     "fp16": compressed("fp16", summed(2), None),
-    "int8": compressed("int8", int8),
-    "topk": compressed("topk", sparse(0.01), density=0.01),
+    "int8": compressed("int8", int8, BESIDE),
+    "topk": compressed("topk", sparse(0.01), BESIDE, density=0.01),
     "dgc": compressed("dgc", sparse(0.001), density=0.001),
-    "sign": compressed("sign", sign),
+    "sign": compressed("sign", sign, BESIDE),
     "powersgd-1": compressed("powersgd", powersgd(1), rank=1),
     "powersgd-4": compressed("powersgd", powersgd(4), rank=4),
     "blocksparse": compressed("blocksparse", blocksparse),
@@ -136,18 +153,21 @@ ROWS: dict[str, Row] = {
     "plain": PLAIN,
     "nothing-reduced": Row("echelon", callbacks={"local_sgd": {"every": 1_000_000}}),  # the trainer's own words
     **CODEC_ROWS,
+    "onebit_adam": onebit_adam(warmup_steps=2),
     "overlap": overlapped(PLAIN),
     "overlap+bf16": overlapped(CODEC_ROWS["bf16"]),
     "overlap+int8": overlapped(INT8),
-    "overlap+topk": overlapped(CODEC_ROWS["topk"], ONE),
+    "overlap+topk": overlapped(CODEC_ROWS["topk"], BESIDE),
+    "overlap+dgc": overlapped(CODEC_ROWS["dgc"], ONE),
     "overlap+powersgd-1": overlapped(CODEC_ROWS["powersgd-1"], ONE),
     "local_sgd-4": meeting(4),
     "local_sgd-16": meeting(16),
     "local_sgd-16+int8": meeting(16, INT8),
     "local_sgd-16-delay-8": meeting(16, delay=8),
     "local_sgd-16-delay-8+int8": meeting(16, INT8, delay=8),
+    "local_sgd-32-delay-16+int8": meeting(32, INT8, delay=16),
     "diloco-16": meeting(16, outer="nesterov"),
-    "diloco-16-delay-8+int8": meeting(16, INT8, outer="nesterov", delay=8),
+    "diloco-32-delay-16+int8": meeting(32, INT8, outer="nesterov", delay=16),
 }
 BASES = ("no-communication", "all-reduce-alone", "ddp-25")  # every ratio is to one of these, or to a faster bare DDP
 DDP = ("ddp-25", "ddp-5", "ddp-one")

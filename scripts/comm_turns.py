@@ -82,16 +82,19 @@ class Ranks:
             process.stdin.write(json.dumps(word) + "\n")
             process.stdin.flush()
 
-    def turn(self, model: str, name: str, rate: str, steps: int, patience_s: float) -> Turn:
+    def turn(self, model: str, name: str, rate: str, steps: int, patience_s: float, slow_set_up: bool) -> Turn:
         hosts, go = self.cluster.hosts, ["go"] * self.cluster.hosts
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             order = {"row": name, "model": model, "world": hosts, "store": f"{folder}/store", "steps": steps}
+            link = None if rate == "unlimited" else rate
             try:
+                if slow_set_up:
+                    self.cluster.shape(link)
                 self._tell({**order, "rank": rank} for rank in range(hosts))
-                self._hear(TIMEOUT_S)
+                self._hear(TIMEOUT_S + patience_s * slow_set_up)
                 self._tell(go)
                 self._hear(TIMEOUT_S)
-                self.cluster.shape(None if rate == "unlimited" else rate)
+                self.cluster.shape(link)
                 self._tell(go)
                 times = self._hear(patience_s + TIMEOUT_S)
                 self._tell(go)

@@ -15,7 +15,7 @@ import comm_rank
 import numpy as np
 import torch
 from comm_rank import BATCHES, RUNS, TIMEOUT_S, Clock, Over, settled
-from comm_rows import CLASSES, ONE, Row, compressed, int8, meeting, overlapped, powersgd, sign, sparse, summed
+from comm_rows import CODEC_ROWS, INT8, ONE, ROWS, Row, meeting, onebit_adam, overlapped, summed
 from torch.utils.data import Dataset, default_collate
 
 from recipes.bert import Bert
@@ -62,25 +62,16 @@ class Method:
     plain: int = 0
 
 
-def onebit_adam(**arguments: Any) -> Row:
-    return Row("echelon", sign, callbacks={"onebit_adam": arguments})
-
-
-CLASSES["onebit_adam"] = OneBitAdam
-INT8, POWERSGD = compressed("int8", int8), compressed("powersgd", powersgd(4))
 METHODS = {
     "ddp": Method(Row("echelon", summed(4)), Row("ddp", summed(4))),
-    "bf16": Method(compressed("bf16", summed(2), None)),
-    "int8": Method(INT8),
-    "topk": Method(compressed("topk", sparse(0.01))),
-    "dgc": Method(compressed("dgc", sparse(0.001))),
-    "sign": Method(compressed("sign", sign)),
-    "powersgd": Method(POWERSGD),
+    **{name: Method(CODEC_ROWS[name]) for name in ("bf16", "int8", "topk", "dgc", "sign")},
+    "powersgd": Method(CODEC_ROWS["powersgd-4"]),
     "onebit_adam": Method(onebit_adam(), onebit_adam(warmup_steps=2), OneBitAdam().warmup_steps),
     "local_sgd": Method(meeting(8)),
     "diloco": Method(meeting(8, outer="nesterov")),
     "local_sgd+int8": Method(meeting(8, INT8)),
-    "overlap+powersgd": Method(overlapped(POWERSGD, ONE)),
+    "local_sgd-32-delay-16+int8": Method(ROWS["local_sgd-32-delay-16+int8"]),
+    "overlap+powersgd": Method(overlapped(CODEC_ROWS["powersgd-4"], ONE)),
 }
 FREE = Row("alone")  # steps without communication
 

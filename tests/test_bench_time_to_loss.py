@@ -120,7 +120,7 @@ class Fake:
         self.folder = folder
         self.asked.clear()
 
-    def turn(self, model: str, row: str, rate: str, steps: int, patience_s: float) -> dict[str, float]:
+    def turn(self, model: str, row: str, rate: str, steps: int, *_: Any) -> dict[str, float]:
         self.asked.append((row, rate))
         if row in ("train bf16", "time int8"):
             raise Failed("rank 1: ended with code -11")

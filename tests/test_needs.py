@@ -1,8 +1,13 @@
 """The order in which buckets are sent."""
 
 import random
+import time
 
-from trainer.needs import send_order
+import torch
+from torch import nn
+
+from trainer.needs import Record, send_order
+from trainer.reduce import Bucket
 
 
 def test_what_is_needed_first_goes_next():
@@ -28,3 +33,26 @@ def test_every_bucket_is_sent_once_and_never_is_the_link_idle_beside_a_ready_one
             assert not [i for i in others if ready[i] < start and ready[chosen] > max(now, ready[i])]
             assert not [i for i in others if ready[i] <= start == now and need[i] < need[chosen]]
             now = start + send[chosen]
+
+
+def test_the_pass_with_the_shortest_backward_counts():
+    """The second of three; and the shortest time that a reduction of a size took."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pauses = iter([0.0, 0.1, 0.1, 0.1, 0.0, 0.0, 0.0, 0.1, 0.1])  # of a pass: in two layers' backward, in a reduction
+    record = Record(module, list(module.parameters()))
+
+    def wait(*_: object) -> None:
+        time.sleep(next(pauses))
+
+    for layer in module:
+        layer.register_full_backward_pre_hook(wait)
+    reduce = record.timed(lambda flat, bucket: (wait(), flat)[1])
+    for _ in range(3):
+        module(torch.ones(1, 2, requires_grad=True)).sum().backward()
+        reduce(torch.ones(4), Bucket([], 0))
+    record.end()
+    ends = list(record.ready_s.values())
+    assert ends[-1] - ends[0] < 0.05
+    assert record.send_s[4] < 0.05
+    (first, *_, last), (_, second) = list(record.called_s.values()), record.passes[1]
+    assert first <= last < ends[0] and record.ready_s is second

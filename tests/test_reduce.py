@@ -45,6 +45,26 @@ def test_the_chain_has_the_bits_of_ddps_own_reducer():
         assert [x.tobytes() for x in a] == [y.tobytes() for y in b]
 
 
+def exchanged(place: Place) -> tuple[np.ndarray, np.ndarray]:
+    """Two rounds in a group that has not all ranks, each begun at another time."""
+    ranks = Ranks(place, "cpu", "gloo", 60.0)
+    ends = AllReduce(ranks.new_groups([[0, 2], [1]]))
+    for _ in range(2):
+        time.sleep(0.05 * place.rank)
+        rows = torch.arange(ends.size * 5).view(ends.size, 5) + 100 * place.rank
+        swapped, gathered = ends.swap(rows), ends.gather(rows[0])
+    ranks.close()
+    return swapped.numpy(), gathered.numpy()
+
+
+def test_rows_are_swapped_and_gathered():
+    (of_0, all_0), (of_1, all_1), (of_2, all_2) = run_ranks(3, exchanged)
+    row = np.arange(5)
+    assert (of_0 == [row, row + 200]).all() and (of_2 == [row + 5, row + 205]).all()
+    assert (all_0 == [row, row + 200]).all() and (all_2 == all_0).all()
+    assert (of_1 == [row + 100]).all() and (all_1 == of_1).all()
+
+
 def backward_with_a_lost_peer(place: Place) -> str:
     ranks = Ranks(place, "cpu", "gloo", 60.0)
     model = DDP(nn.Linear(3, 3))

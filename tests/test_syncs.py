@@ -2,15 +2,20 @@
 
 from typing import Any
 
+import torch
 from ranks import run_ranks
-from table import CHANGES, OBSERVERS
+from table import CHANGES, CODECS, OBSERVERS
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_recipe import Toy
 
 from trainer.callback import Callback, Role
+from trainer.callbacks.grad_compress import GradCompress
+from trainer.codecs import sparse
+from trainer.distributed import Ranks
 from trainer.launch import Place
 from trainer.optim import sgd
 from trainer.options import DataOptions, Options
+from trainer.reduce import AllReduce, Bucket
 from trainer.trainer import Trainer
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"}
@@ -65,3 +70,28 @@ def test_steps_that_are_not_logged_read_nothing(tmp_path, monkeypatch):
         for steps in run_ranks(2, reads, names):
             assert steps[3] and steps[7]  # logged: the loss is read, and is seen to be
             assert not any(steps[step] for step in (1, 2, 4, 5, 6)), names
+
+
+def codec_reads(place: Place) -> dict[str, list[str]]:
+    """Of each codec in its second step. What differs on a CPU is told to do as on a GPU."""
+    sparse.reaching_cpu = sparse.reaching
+    ranks, modes = Ranks(place, "cpu", "gloo", 60.0), {}
+    reduce = AllReduce(ranks.new_group())
+    for name, make in CODECS.items():
+        compress, params, mode = make(), [torch.randn(40, 30), torch.randn(30)], Reads()
+        assert isinstance(compress, GradCompress)
+        compress.codec.join(place.world, place.rank, 0)
+        for step in range(2):
+            flat = torch.cat([p.view(-1) for p in params])
+            with mode if step else Reads():
+                compress.codec.mean(flat, flat, Bucket.of(params, step), reduce)
+        modes[name] = mode.steps[0]
+    ranks.close()
+    return modes
+
+
+def test_codecs_read_nothing():
+    """But for blocksparse, whose card says so."""
+    for modes in run_ranks(2, codec_reads):
+        assert modes.pop("blocksparse") == ["nonzero"]
+        assert not any(modes.values()), modes

@@ -12,12 +12,13 @@ from trainer.reduce import Bucket, Reduce
 
 class Record:
     """What the rehearsal shows, in seconds of the clock: when it called a module and had a parameter's gradient, and
-    how long it took to reduce."""
+    how long it took to reduce. Of its passes the one with the shortest backward counts, which waited for least."""
 
     def __init__(self, module: nn.Module, params: list[nn.Parameter]) -> None:
         self.module = module
         self.called_s: dict[nn.Module, float] = {}
         self.ready_s: dict[Tensor, float] = {}
+        self.passes = [(self.called_s, self.ready_s)]
         self.send_s: dict[int, float] = {}  # by the number of elements
         self.hooks: list[Any] = [
             *(child.register_forward_pre_hook(lambda child, _: self._note_call(child)) for child in module.modules()),
@@ -25,6 +26,9 @@ class Record:
         ]
 
     def _note_call(self, module: nn.Module) -> None:
+        if module is self.module and self.ready_s:
+            self.called_s, self.ready_s = {}, {}
+            self.passes.append((self.called_s, self.ready_s))
         self.called_s.setdefault(module, time.monotonic())  # later calls may recompute, in backward
 
     def _note_gradient(self, p: Tensor) -> None:
@@ -34,7 +38,8 @@ class Record:
         def timed(flat: Tensor, bucket: Bucket) -> Tensor:
             began = now(flat.device)
             mean = reduce(flat, bucket)
-            self.send_s[flat.numel()] = now(flat.device) - began
+            took = now(flat.device) - began
+            self.send_s[flat.numel()] = min(took, self.send_s.get(flat.numel(), took))
             return mean
 
         return timed
@@ -43,6 +48,9 @@ class Record:
         """Watches no more; the parameters that must be there when a module is called."""
         for hook in self.hooks:
             hook.remove()
+        self.called_s, self.ready_s = min(
+            self.passes, key=lambda times: max(times[1].values()) - min(times[1].values())
+        )
         self.needs = needed_by(self.module, self.module, set(self.called_s))
         return self.needs
 

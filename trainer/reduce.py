@@ -1,7 +1,7 @@
 """The chain that averages gradients over ranks: what a flat tensor holds, the all-reduce at the chain's end, and the
 thread or stream beside the backward pass that runs it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -83,6 +83,23 @@ def reduce_scatter(own: Tensor, rows: Tensor, group: dist.ProcessGroup) -> None:
     getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(own, rows, group=group)
 
 
+def exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """sent[r] goes to rank r of the group, into its received[this rank].
+
+    For gloo, whose collectives for this say that a peer may send only behind what they send themselves: unless all
+    ranks start in the same moment, the two directions of a link take turns.
+    """
+    ranks, own = dist.get_process_group_ranks(group), group.rank()
+    received[own].copy_(sent[own])
+    others = [(own + k) % len(ranks) for k in range(1, len(ranks))]  # no two ranks send to the same one at a time
+    coming = [dist.irecv(received[r], ranks[r], group) for r in others]
+    for r in others:
+        dist.send(sent[r], ranks[r], group)
+    for work in coming:
+        assert work is not None
+        work.wait()
+
+
 class AllReduce:
     """The end of the chain: the mean over the ranks of `group`, and what codecs need whose payloads can't be summed."""
 
@@ -96,14 +113,20 @@ class AllReduce:
 
     def gather(self, own: Tensor) -> Tensor:
         """(n,) of each rank, of the same n -> (ranks, n)."""
-        rows = own.new_empty(self.size * own.numel())
-        all_gather(rows, own, self.group)
-        return rows.view(self.size, -1)
+        rows = own.new_empty(self.size, own.numel())
+        if own.device.type == "cpu":
+            exchange([own] * self.size, rows.unbind(), self.group)
+        else:
+            all_gather(rows.view(-1), own, self.group)
+        return rows
 
     def swap(self, rows: Tensor) -> Tensor:
         """(ranks, n): row r goes to rank r, and what comes back are the rows that all ranks had for this one."""
         swapped = torch.empty_like(rows)
-        dist.all_to_all_single(swapped, rows, group=self.group)
+        if rows.device.type == "cpu":
+            exchange(rows.unbind(), swapped.unbind(), self.group)
+        else:
+            dist.all_to_all_single(swapped, rows, group=self.group)
         return swapped
 
 

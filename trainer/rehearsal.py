@@ -23,20 +23,21 @@ def rehearse(trainer: "Trainer", batch: Any) -> None:
     DDP lays its buckets out anew after the first pass of each process, and the layout decides the order of summation:
     without this a resumed run differs in its last bits from 3 ranks up.
 
-    Where a callback has put arguments of DDP into `trainer.tries`, the fastest of them are taken.
+    Where a callback has put arguments of DDP into `trainer.tries`, the fastest of them are taken. One that learns from
+    the passes may ask for more: `trainer.passes`.
     """
     trainer.rehearsing = True
     buffers = [buffer.clone() for buffer in trainer.module.buffers()]
     if trainer.tries:
         lay_out(trainer, fastest(trainer, batch))
-    settle(trainer, batch)
+    settle(trainer, batch, trainer.passes)
     for buffer, before in zip(trainer.module.buffers(), buffers, strict=True):
         buffer.copy_(before)
     trainer.rehearsing = False
 
 
-def settle(trainer: "Trainer", batch: Any) -> None:
-    for _ in range(3 if trainer.ddp["static_graph"] else 2):  # a static graph's layout comes after the second
+def settle(trainer: "Trainer", batch: Any, passes: int = 2) -> None:
+    for _ in range(max(passes, 3 if trainer.ddp["static_graph"] else 2)):  # its layout comes after the second
         run_pass(trainer, batch)
 
 

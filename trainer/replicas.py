@@ -2,14 +2,19 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
+from trainer.checkpoint.state import load_optimizer_state, optimizer_state
 from trainer.codecs.codec import Kept
+from trainer.errors import ConfigError, require
 from trainer.reduce import Background, Bucket, Reduce
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 
 @dataclass
@@ -25,6 +30,28 @@ class Outer:
     common: Kept = field(default_factory=Kept)
     velocity: Kept = field(default_factory=Kept)
     arrived: Kept = field(default_factory=Kept)
+
+    @classmethod
+    def of(cls, kind: str, lr: float | None, momentum: float | None, mix: float | None, delay: int) -> "Outer":
+        """As local_sgd's knobs say it, None where they leave it to what is usual.
+
+        Raises:
+            ConfigError: for one that is out of range, or says nothing.
+        """
+        require("callbacks.local_sgd.outer_lr", lr, above=0)
+        require("callbacks.local_sgd.outer_momentum", momentum, at_least=0, below=1)
+        require("callbacks.local_sgd.mix", mix, at_least=0, below=1)
+        for key, value, used, way_out in (
+            ("outer_lr", lr, kind == "nesterov", "set outer=nesterov"),
+            ("outer_momentum", momentum, kind == "nesterov", "set outer=nesterov"),
+            ("mix", mix, delay > 0, "set delay"),
+        ):
+            if value is not None and not used:
+                raise ConfigError(f"callbacks.local_sgd.{key}={value}: says nothing here; {way_out}, or leave it out")
+        own = 0.5 if mix is None else mix
+        if kind == "average":
+            return cls(1.0, 0.0, own if delay else 0.0)
+        return cls(0.7 if lr is None else lr, 0.9 if momentum is None else momentum, own if delay else 0.0)
 
 
 class Fragment:
@@ -104,6 +131,19 @@ def average_model(reduce: Reduce, module: nn.Module, mean: nn.Module) -> None:
         common.copy_(own)
     for part in (nn.Module.parameters, buffers):
         average(reduce, part(module), part(mean))
+
+
+def own_state(trainer: "Trainer") -> dict[str, Any]:
+    """This rank's weights and moments, for `load_own`."""
+    optimizer = optimizer_state(trainer.optimizer, trainer.module)
+    return {"model": trainer.module.state_dict(), "optimizer": optimizer, "kind": type(trainer.optimizer).__name__}
+
+
+def load_own(trainer: "Trainer", state: dict[str, Any]) -> None:
+    """Moments of another kind of optimizer are left behind, which the run's owner has accepted."""
+    trainer.module.load_state_dict(state["model"])
+    if state["kind"] == type(trainer.optimizer).__name__:
+        load_optimizer_state(trainer.optimizer, trainer.module, state["optimizer"])
 
 
 def mean_of(states: list[Any]) -> Any:

@@ -54,7 +54,7 @@ class Trainer:
         ConfigError, DataError: for what can't work, before any step.
     """
 
-    rehearsing, tries = False, list[dict[str, Any]]()  # see trainer/rehearsal.py
+    rehearsing, passes, tries = False, 2, list[dict[str, Any]]()  # see trainer/rehearsal.py
     begins: Callable[[], Any] = staticmethod(lambda: None)  # called when nothing can refuse the run any more
     reduce: Reduce | None = None  # the chain, where a callback has wrapped it
     typed: Sequence[str] | None = None  # the arguments, for the command that goes on; None: made in Python

@@ -239,7 +239,8 @@ class Ledger(Callback):
     role = Role.SYNC
 
     def __init__(self, compress: GradCompress) -> None:
-        self.residual: Any = compress.codec.kept["residual"]
+        kept = compress.codec.kept
+        self.residual = kept.get("residual") or kept["v"]
         self.books: dict[str, Any] = {"given": {}, "back": {}, "before": {}, "after": {}}
 
     def wrap_reduce(self, trainer, reduce):
@@ -264,7 +265,7 @@ def compress_names(trainer: Trainer, bucket: Bucket) -> str:
 
 
 def stage(place: Place, name: str, resume: str | None, codec: str, knobs: dict[str, Any]) -> dict[str, Any]:
-    compress = GradCompress(codec, feedback=True, **knobs)
+    compress = GradCompress(codec, **{"feedback": True} | knobs)
     ledger = Ledger(compress)
     trainer = Trainer(
         Even(width=64), {"grad_compress": compress, "ledger": ledger}, slow_sgd, batch=12,
@@ -285,6 +286,7 @@ def stage(place: Place, name: str, resume: str | None, codec: str, knobs: dict[s
         ("bf16", {}, 0.02),  # of the sum on its way
         ("int8", {}, 1e-5),
         ("topk", {"density": 0.1}, 1e-5),
+        ("dgc", {"density": 0.1, "feedback": None}, 1e-5),  # its own, without momentum
         ("sign", {}, 1e-5),
         ("powersgd", {"rank": 2}, 1e-5),
     ],
@@ -302,6 +304,7 @@ def test_sent_plus_residual_is_what_was_given(codec, knobs, rounding, tmp_path, 
         assert np.abs(mean["after"]).max() > 0
         scale = np.abs(mean["given"]).max()
         np.testing.assert_allclose(back + mean["after"], mean["given"] + mean["before"], atol=rounding * scale)
+    assert not any(rank["before"].any() for rank in runs["straight"])
     left = np.mean([rank["after"] for rank in runs["before"]], axis=0)
     for name in ("same", "fewer"):
         before = np.mean([rank["before"] for rank in runs[name]], axis=0)
@@ -309,6 +312,38 @@ def test_sent_plus_residual_is_what_was_given(codec, knobs, rounding, tmp_path, 
     for straight, same in zip(runs["straight"], runs["same"], strict=True):
         assert straight["weights"].tobytes() == same["weights"].tobytes()
         assert straight["after"].tobytes() == same["after"].tobytes()
+
+
+class Seen(Callback):
+    """What goes into the chain's end: (in the rehearsal, step, dtype)."""
+
+    role = Role.REDUCE
+    communicates = True
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[bool, int, torch.dtype]] = set()
+
+    def wrap_reduce(self, trainer, reduce):
+        def noted(flat, bucket):
+            self.seen.add((trainer.rehearsing, bucket.step, flat.dtype))
+            return reduce(flat, bucket)
+
+        return noted
+
+
+def seen(place: Place) -> set[tuple[bool, int, torch.dtype]]:
+    watch, compress = Seen(), GradCompress("bf16", feedback=True, start_step=1)
+    trainer = make(place, {"watch": watch, "grad_compress": compress})
+    trainer.fit()
+    return watch.seen
+
+
+def test_the_rehearsal_sends_what_steps_will(tmp_path, monkeypatch):
+    """From a copy of the codec, so that it leaves no residual: see `before` in test_sent_plus_residual."""
+    monkeypatch.chdir(tmp_path)
+    steps = {(False, step, torch.bfloat16) for step in range(1, STEPS)}
+    for sent in run_ranks(2, seen):
+        assert sent == {(True, 0, torch.bfloat16), (False, 0, torch.float32)} | steps
 
 
 class Calls(Callback):

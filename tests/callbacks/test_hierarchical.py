@@ -15,6 +15,8 @@ from toy_recipe import Toy
 from trainer.callback import Callback, arrange
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.hierarchical import Hierarchical
+from trainer.callbacks.local_sgd import LocalSGD
+from trainer.callbacks.overlap import Overlap
 from trainer.errors import ConfigError
 from trainer.launch import Place
 from trainer.optim import sgd
@@ -24,16 +26,17 @@ from trainer.trainer import Trainer
 STEPS = 5
 
 
-def train(
-    place: Place, name: str, per_node: int | None = None, knobs: dict[str, Any] | None = None, resume: str | None = None
-) -> np.ndarray:
-    callbacks: dict[str, Callback] = {}
-    if per_node:
-        callbacks["hierarchical"] = Hierarchical(per_node)
-    if knobs is not None:
-        callbacks["grad_compress"] = GradCompress(**knobs)
+CLASSES: dict[str, type[Callback]] = {
+    "hierarchical": Hierarchical, "grad_compress": GradCompress, "local_sgd": LocalSGD, "overlap": Overlap
+}  # fmt: skip
+TWO = {"hierarchical": {"ranks_per_node": 2}}
+TOPK = {"grad_compress": {"codec": "topk", "density": 0.3, "level": "inter"}}
+
+
+def train(place: Place, name: str, settings: dict[str, dict[str, Any]], resume: str | None = None) -> np.ndarray:
+    """`settings`: callback -> its arguments."""
     trainer = Trainer(
-        Toy(width=37, dtype="float64"), callbacks, sgd, batch=12,
+        Toy(width=37, dtype="float64"), {row: CLASSES[row](**knobs) for row, knobs in settings.items()}, sgd, batch=12,
         options=Options(
             max_steps=STEPS, ddp=DDPOptions(0.005), run_dir=f"runs/{name}", resume=resume,
             checkpoint=CheckpointOptions(every_steps=3, keep=5),
@@ -44,32 +47,52 @@ def train(
     return np.concatenate([p.detach().numpy().ravel() for p in trainer.module.parameters()])
 
 
-def test_the_mean_over_two_levels_is_the_mean(tmp_path, monkeypatch):
+@pytest.mark.parametrize("others", [{}, {"overlap": {}}, {"local_sgd": {"every": 2}}], ids="+".join)
+def test_the_mean_over_two_levels_is_the_mean(tmp_path, monkeypatch, others):
     """Also where a node has one rank or all, and sizes do not divide."""
     monkeypatch.chdir(tmp_path)
-    (plain, *_) = run_ranks(4, train, "plain")
+    (plain, *_) = run_ranks(4, train, "plain", others)
     for per_node in (1, 2, 4):
-        for weights in run_ranks(4, train, f"{per_node} per node", per_node):
+        for weights in run_ranks(
+            4, train, f"{per_node} per node", others | {"hierarchical": {"ranks_per_node": per_node}}
+        ):
             np.testing.assert_allclose(weights, plain, rtol=1e-12, atol=1e-14)
 
 
-def test_between_nodes_only(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "others, bound",
+    [
+        ({"grad_compress": {"codec": "bf16", "feedback": True, "level": "inter"}}, 1e-2),
+        (TOPK, 1.0),
+        (TOPK | {"overlap": {}}, 1.0),
+        (TOPK | {"local_sgd": {"every": 2}}, 1.0),
+    ],
+    ids=["bf16", "topk", "topk+overlap", "topk+local_sgd"],
+)
+def test_compressed_between_nodes_only(tmp_path, monkeypatch, others, bound):
     """Where all ranks are on one node nothing is compressed; else it is, and resumes with the same bits."""
     monkeypatch.chdir(tmp_path)
-    knobs = {"codec": "bf16", "feedback": True, "level": "inter"}
-    (plain, *_) = run_ranks(4, train, "plain")
-    (one_node, *_) = run_ranks(4, train, "one node", 4, knobs)
+    exact = {row: knobs for row, knobs in others.items() if row != "grad_compress"}
+    (start, *_) = run_ranks(1, start_of_all)
+    (plain, *_) = run_ranks(4, train, "plain", exact)
+    (one_node, *_) = run_ranks(4, train, "one node", others | {"hierarchical": {"ranks_per_node": 4}})
     np.testing.assert_allclose(one_node, plain, rtol=1e-12, atol=1e-14)
-    straight = run_ranks(4, train, "straight", 2, knobs)
-    resumed = run_ranks(4, train, "resumed", 2, knobs, "ckpt/straight/step-00000003")
+    straight = run_ranks(4, train, "straight", others | TWO)
+    resumed = run_ranks(4, train, "resumed", others | TWO, "ckpt/straight/step-00000003")
     assert [weights.tobytes() for weights in straight] == [weights.tobytes() for weights in resumed]
     assert len({weights.tobytes() for weights in straight}) == 1
-    assert 1e-9 < np.abs(straight[0] - plain).max() < 1e-2
+    assert 1e-7 < np.linalg.norm(straight[0] - plain) / np.linalg.norm(plain - start) < bound
+
+
+def start_of_all(place: Place) -> np.ndarray:
+    trainer = Trainer(Toy(width=37, dtype="float64"), {}, sgd, batch=12, options=Options(max_steps=1), place=place)
+    trainer.close()
+    return np.concatenate([p.detach().numpy().ravel() for p in trainer.module.parameters()])
 
 
 def refused(place: Place) -> str:
     with pytest.raises(ConfigError) as refusal:
-        train(place, "run", 2)
+        train(place, "run", TWO)
     return str(refusal.value)
 
 

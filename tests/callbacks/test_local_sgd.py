@@ -215,7 +215,10 @@ def test_what_it_refuses(other):
         ({"every": 0}, "every=0: must be at least 1"),
         ({"every": 4, "fragments": 5}, "fragments=5: must be less than 5"),
         ({"every": 4, "delay": 4}, "delay=4: must be less than 4"),
-        ({"mix": 1.0}, "mix=1.0: must be less than 1"),
+        ({"delay": 1, "mix": 1.0}, "mix=1.0: must be less than 1"),
+        ({"mix": 0.3}, "mix=0.3: says nothing here; set delay"),
+        ({"outer_lr": 0.3}, "outer_lr=0.3: says nothing here; set outer=nesterov"),
+        ({"outer": "nesterov", "outer_momentum": 1.0}, "outer_momentum=1.0: must be less than 1"),
     ],
 )
 def test_knobs(knobs, words):

@@ -114,6 +114,7 @@ class Late:
             raise ConfigError(f"callbacks.bucket.late={patterns}: is all that is trained; leave some to DDP")
         self.trainer, self.reduce = trainer, AllReduce(trainer.ranks.new_group())
         self.params, self.queued = found, False
+        self.names: dict[Tensor, str] = {p: name for name, p in named.items()}
         ignored = [name for name, p in named.items() if p in found]  # a tied one under each of its names
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
         for p in found:
@@ -132,10 +133,10 @@ class Late:
     @torch.no_grad()
     def _reduce(self) -> None:
         self.queued = False
-        if any(p.grad is None for p in self.params):
+        if missing := [self.names[p] for p in self.params if p.grad is None]:
             raise RuntimeError(
-                "bucket: a parameter of callbacks.bucket.late got no gradient; use every parameter in every loss, or "
-                "leave it out"
+                f"bucket: no gradient for {', '.join(missing)}; use every parameter in every loss, or leave it out of "
+                "callbacks.bucket.late"
             )
         reduce = self.trainer.reduce or self.reduce
         for dtype in {p.dtype: None for p in self.params}:

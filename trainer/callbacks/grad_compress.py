@@ -1,5 +1,6 @@
 """Sends gradients in fewer bytes: one of the codecs of trainer/codecs, with error feedback where it needs that."""
 
+from copy import deepcopy
 from typing import Any, Literal
 
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch.optim import Optimizer
 from trainer.callback import Callback, Role
 from trainer.callbacks.hierarchical import TwoLevel
 from trainer.codecs.catalog import conflicts, make, refuse
-from trainer.codecs.codec import ErrorFeedback, merge
+from trainer.codecs.codec import Codec, ErrorFeedback, merge
 from trainer.errors import ConfigError, require
 from trainer.reduce import AllReduce, Bucket, Reduce
 
@@ -47,8 +48,9 @@ class GradCompress(Callback):
     ) -> None:
         require("callbacks.grad_compress.start_step", start_step, at_least=0)
         self.names: dict[Tensor, str] = {}  # of the parameters, once they are known
+        self.rehearsed: Codec | None = None
         knobs = {"density": density, "rank": rank, "block": block, "rounding": rounding, "momentum": momentum}
-        self.codec = make(codec, knobs | {"clip_norm": clip_norm, "warmup_steps": warmup_steps})
+        self.codec: Codec = make(codec, knobs | {"clip_norm": clip_norm, "warmup_steps": warmup_steps})
         self.exact, self.start_step = self.codec.exact, start_step
         self.level, self.momentum = level, momentum
         refuse(codec, self.codec, feedback, level)
@@ -68,22 +70,27 @@ class GradCompress(Callback):
                     "grad_compress: this codec gathers what all ranks send, past the callback that reduces in another "
                     "way (role REDUCE); leave that one out, or take codec=bf16, fp16 or powersgd"
                 )
-            self.codec.join(trainer.world, trainer.rank, trainer.options.seed)
-            return self._compress(trainer, reduce)
+            return self._compress(trainer, reduce, trainer.world, trainer.rank)
         assert isinstance(reduce, TwoLevel)
-        self.codec.join(reduce.nodes, reduce.node, trainer.options.seed)
         if reduce.nodes > 1:
-            reduce.across = self._compress(trainer, reduce.across)
+            reduce.across = self._compress(trainer, reduce.across, reduce.nodes, reduce.node)
         return reduce
 
-    def _compress(self, trainer, reduce: Reduce) -> Reduce:
+    def _compress(self, trainer, reduce: Reduce, ranks: int, rank: int) -> Reduce:
+        self.codec.join(ranks, rank, trainer.options.seed)
+        self.rehearsed = deepcopy(self.codec)  # what a rehearsal leaves behind is no residual of the run
+
         def compressed(flat: Tensor, bucket: Bucket) -> Tensor:
-            if trainer.rehearsing or bucket.step < self.start_step:
+            codec = self.rehearsed if trainer.rehearsing else self.codec if bucket.step >= self.start_step else None
+            if codec is None:
                 return reduce(flat, bucket)
-            self.codec.mean(flat, flat, bucket, reduce)
+            codec.mean(flat, flat, bucket, reduce)
             return flat
 
         return compressed
+
+    def on_fit_start(self, trainer) -> None:
+        self.rehearsed = None
 
     def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Optimizer:
         momenta = [group.get("momentum") or group.get("betas") for group in optimizer.param_groups]

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from trainer.callback import Callback, Role
-from trainer.checkpoint.state import load_optimizer_state, optimizer_state
 from trainer.errors import ConfigError, require
 from trainer.reduce import AllReduce, Background, Reduce
-from trainer.replicas import Fragment, Outer, average, average_model, buffers, mean_of, partition
+from trainer.replicas import Fragment, Outer, average, average_model, buffers, load_own, mean_of, own_state, partition
 from trainer.run import log
 
 
@@ -27,10 +26,10 @@ class LocalSGD(Callback):
         every: Steps between two meetings of the same weights.
         warmup_steps: Steps with ordinary reduction of gradients before.
         outer: What the common weights do with a pseudo-gradient.
-        outer_lr, outer_momentum: Of `nesterov`.
+        outer_lr, outer_momentum: Of `nesterov`; null: 0.7 and 0.9, DiLoCo's.
         fragments: Parts of the weights that meet one after another, evenly over `every` steps.
         delay: Steps that go on before a meeting's outcome is taken.
-        mix: Of a rank's own weights in what it goes on with, where they have moved on during `delay`.
+        mix: Of a rank's own weights in what it goes on with, where they have moved on during `delay`; null: 0.5.
     """
 
     role = Role.SYNC
@@ -48,20 +47,18 @@ class LocalSGD(Callback):
         every: int = 8,
         warmup_steps: int = 0,
         outer: Literal["average", "nesterov"] = "average",
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
         fragments: int = 1,
         delay: int = 0,
-        mix: float = 0.5,
+        mix: float | None = None,
     ) -> None:
         require("callbacks.local_sgd.every", every, at_least=1)
         require("callbacks.local_sgd.warmup_steps", warmup_steps, at_least=0)
         require("callbacks.local_sgd.fragments", fragments, at_least=1, below=every + 1)
         require("callbacks.local_sgd.delay", delay, at_least=0, below=every)
-        require("callbacks.local_sgd.mix", mix, at_least=0, below=1)
         self.every, self.warmup_steps, self.delay, self.count = every, warmup_steps, delay, fragments
-        lr, momentum = (outer_lr, outer_momentum) if outer == "nesterov" else (1.0, 0.0)
-        self.outer = Outer(lr, momentum, mix if delay else 0.0)
+        self.outer = Outer.of(outer, outer_lr, outer_momentum, mix, delay)
         self.kept = {"common": self.outer.common, "velocity": self.outer.velocity, "arrived": self.outer.arrived}
         self.fragments: list[Fragment] = []  # none before the ranks part
         self.averaged_step = -1  # whose weights `global_model` has
@@ -87,9 +84,8 @@ class LocalSGD(Callback):
         """From here on, the model is called without DDP around it, so backward reduces nothing."""
         trainer.global_model = trainer.eval_model = deepcopy(trainer.module).requires_grad_(False)
         if self.own:
-            trainer.module.load_state_dict(self.own["model"])
-            if self.own["kind"] == type(trainer.optimizer).__name__:  # else left behind, as accepted
-                load_optimizer_state(trainer.optimizer, trainer.module, self.own["optimizer"])
+            load_own(trainer, self.own)
+            self.own = {}
         trainer.model = trainer.module
         for params in partition(trainer.parameters, self.count):
             self.fragments.append(Fragment(params, self.outer, self.reduce, self.background))
@@ -128,6 +124,7 @@ class LocalSGD(Callback):
     def state_dict(self) -> dict[str, Any]:
         if not self.fragments:
             return {}
+        self.outer.arrived.load({}, self.names)  # of this moment only
         due = [fragment.arrive() for fragment in self.fragments]
         return {"due": due, **{key: kept.state(self.names) for key, kept in self.kept.items()}}
 
@@ -137,11 +134,7 @@ class LocalSGD(Callback):
             kept.load(state.get(key, {}), self.names)
 
     def rank_state_dict(self) -> dict[str, Any]:
-        if not self.fragments:
-            return {}
-        optimizer = optimizer_state(self.trainer.optimizer, self.trainer.module)
-        kind = type(self.trainer.optimizer).__name__
-        return {"model": self.trainer.module.state_dict(), "optimizer": optimizer, "kind": kind}
+        return own_state(self.trainer) if self.fragments else {}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
         self.own = state

@@ -31,7 +31,8 @@ class Sign(Codec):
             for chunk in chunks(len(piece), flat.device):
                 norms.append(piece[chunk].abs().sum(dtype=torch.float32))
                 bits.append(pack(piece[chunk] >= 0))
-            scales.append(torch.stack(norms).sum() / len(piece))
+            total = torch.stack(norms).sum() if norms else flat.new_zeros((), dtype=torch.float32)
+            scales.append(total / max(len(piece), 1))
         return torch.cat([torch.stack(scales).view(torch.uint8), *bits])
 
     def decode(self, payload: Tensor, out: Tensor, weight: float, bucket: Bucket) -> None:
