@@ -32,7 +32,7 @@ from trainer.options import CheckpointOptions, DDPOptions, Options
 from trainer.trainer import Trainer
 
 VOCABULARY, SEQUENCE, BATCHES = 8192, 32, 8
-SET_UP = 4  # steps that run before the link gets slow: DDP lays out its buckets, PowerSGD begins after two
+SET_UP = 4  # steps that mostly run before the link gets slow: DDP lays out its buckets, PowerSGD begins after two
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 TIMEOUT_S = 120.0
 

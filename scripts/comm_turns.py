@@ -1,4 +1,4 @@
-"""Runs the turns of bench_comm.py: tells the ranks what to train, and makes the link slow when all are set up."""
+"""Runs the turns of bench_comm.py: tells the ranks what to train, and makes the link slow when it is time."""
 
 import json
 import os

@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-WIDTH, HEIGHT = 860, 460
+WIDTH, HEIGHT = 920, 460
 LEFT, TOP, RIGHT, BOTTOM = 60, 20, 670, 410  # where the axes are
 COLOURS = (
     "#000000", "#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#008f9c", "#f032e6", "#808000", "#9a6324",
-    "#7d7dff", "#e0a800",
+    "#7d7dff", "#e0a800", "#8a8a8a",
 )  # fmt: skip
 DASHED = 'stroke="#444" stroke-dasharray="5 4"'
 

@@ -47,12 +47,13 @@ def test_the_pass_with_the_shortest_backward_counts():
     for layer in module:
         layer.register_full_backward_pre_hook(wait)
     reduce = record.timed(lambda flat, bucket: (wait(), flat)[1])
+    begun = time.monotonic()
     for _ in range(3):
         module(torch.ones(1, 2, requires_grad=True)).sum().backward()
         reduce(torch.ones(4), Bucket([], 0))
+    module(torch.ones(1, 2))  # without a backward, as somebody's check
     record.end()
     ends = list(record.ready_s.values())
     assert ends[-1] - ends[0] < 0.05
     assert record.send_s[4] < 0.05
-    (first, *_, last), (_, second) = list(record.called_s.values()), record.passes[1]
-    assert first <= last < ends[0] and record.ready_s is second
+    assert begun + 0.2 < min(record.called_s.values()) < ends[0]  # not the first pass

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from trainer.reduce import Bucket, Reduce
 
+PASSES = 5  # of a rehearsal: one is too noisy to settle an order by
+
 
 class Record:
     """What the rehearsal shows, in seconds of the clock: when it called a module and had a parameter's gradient, and
-    how long it took to reduce. Of its passes the one with the shortest backward counts, which waited for least."""
+    how long it took to reduce. Of the last ones the pass with the shortest backward counts, which waited for least."""
 
     def __init__(self, module: nn.Module, params: list[nn.Parameter]) -> None:
         self.module = module
@@ -48,9 +50,9 @@ class Record:
         """Watches no more; the parameters that must be there when a module is called."""
         for hook in self.hooks:
             hook.remove()
-        self.called_s, self.ready_s = min(
-            self.passes, key=lambda times: max(times[1].values()) - min(times[1].values())
-        )
+        whole = [times for times in self.passes if times[1]][-PASSES:]
+        self.called_s, self.ready_s = min(whole, key=lambda times: max(times[1].values()) - min(times[1].values()))
+        self.passes.clear()
         self.needs = needed_by(self.module, self.module, set(self.called_s))
         return self.needs
 

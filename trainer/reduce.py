@@ -86,7 +86,7 @@ def reduce_scatter(own: Tensor, rows: Tensor, group: dist.ProcessGroup) -> None:
 def exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """sent[r] goes to rank r of the group, into its received[this rank].
 
-    For gloo, whose collectives for this say that a peer may send only behind what they send themselves: unless all
+    On a CPU: gloo's collectives for this say that a peer may send only behind what they send themselves, so unless all
     ranks start in the same moment, the two directions of a link take turns.
     """
     ranks, own = dist.get_process_group_ranks(group), group.rank()

@@ -36,8 +36,8 @@ def rehearse(trainer: "Trainer", batch: Any) -> None:
     trainer.rehearsing = False
 
 
-def settle(trainer: "Trainer", batch: Any, passes: int = 2) -> None:
-    for _ in range(max(passes, 3 if trainer.ddp["static_graph"] else 2)):  # its layout comes after the second
+def settle(trainer: "Trainer", batch: Any, passes: int) -> None:
+    for _ in range(max(passes, 3) if trainer.ddp["static_graph"] else passes):  # its layout comes after the second
         run_pass(trainer, batch)
 
 
@@ -60,7 +60,7 @@ def fastest(trainer: "Trainer", batch: Any) -> dict[str, Any]:
     measured: list[tuple[float, dict[str, Any]]] = []
     for arguments in trainer.tries:
         lay_out(trainer, arguments)
-        settle(trainer, batch)
+        settle(trainer, batch, 2)
         layout = buckets(trainer.model)
         if layout not in layouts or not layout:  # unknown with find_unused_parameters
             layouts.append(layout)

@@ -41,17 +41,18 @@ class Outer:
         require("callbacks.local_sgd.outer_lr", lr, above=0)
         require("callbacks.local_sgd.outer_momentum", momentum, at_least=0, below=1)
         require("callbacks.local_sgd.mix", mix, at_least=0, below=1)
-        for key, value, used, way_out in (
-            ("outer_lr", lr, kind == "nesterov", "set outer=nesterov"),
-            ("outer_momentum", momentum, kind == "nesterov", "set outer=nesterov"),
-            ("mix", mix, delay > 0, "set delay"),
+        for key, value, used, here, way_out in (
+            ("outer_lr", lr, kind == "nesterov", "outer=average", "outer=nesterov"),
+            ("outer_momentum", momentum, kind == "nesterov", "outer=average", "outer=nesterov"),
+            ("mix", mix, delay > 0, "delay=0", "delay=1 or more"),
         ):
             if value is not None and not used:
-                raise ConfigError(f"callbacks.local_sgd.{key}={value}: says nothing here; {way_out}, or leave it out")
-        own = 0.5 if mix is None else mix
+                told = f"says nothing with {here}; set callbacks.local_sgd.{way_out}, or leave it out"
+                raise ConfigError(f"callbacks.local_sgd.{key}={value}: {told}")
+        share = (0.5 if mix is None else mix) if delay else 0.0
         if kind == "average":
-            return cls(1.0, 0.0, own if delay else 0.0)
-        return cls(0.7 if lr is None else lr, 0.9 if momentum is None else momentum, own if delay else 0.0)
+            return cls(1.0, 0.0, share)
+        return cls(0.7 if lr is None else lr, 0.9 if momentum is None else momentum, share)
 
 
 class Fragment:
@@ -86,8 +87,13 @@ class Fragment:
             p.lerp_(common.to(p.dtype), 1.0 - outer.mix)
         self.flight = None
 
+    def wait(self) -> None:
+        """For what is on its way."""
+        if self.flight:
+            self.flight.wait()
+
     def arrive(self) -> int:
-        """Waits for what is on its way, so that it can be saved; the step at which it is to be taken, or -1."""
+        """Has what is on its way ready to be saved; the step at which it is to be taken, or -1."""
         if self.flight is None:
             return -1
         self.outer.arrived.of(self.bucket, self.common).copy_(self.flight.wait())

@@ -274,7 +274,7 @@ def test_a_run_that_goes_on_keeps_what_was_chosen():
     whole = run_ranks(3, tried, "calls", "nothing", "whole")
     run_ranks(3, tried, "calls", "nothing", "part", 2)
     rest = run_ranks(3, tried, "few", "nothing", "part", 4, "auto")
-    assert "bucket: 0.03125 MiB, as measured when the run began" in log("part").partition("resumed from")[0]
+    assert "bucket: 0.03125 MiB, as the run began with" in log("part").partition("resumed from")[0]
     assert log("part").count("a pass takes") == 1
     for (bits, _), (other, count) in zip(whole, rest, strict=True):
         assert equal(other, bits)

@@ -216,8 +216,8 @@ def test_what_it_refuses(other):
         ({"every": 4, "fragments": 5}, "fragments=5: must be less than 5"),
         ({"every": 4, "delay": 4}, "delay=4: must be less than 4"),
         ({"delay": 1, "mix": 1.0}, "mix=1.0: must be less than 1"),
-        ({"mix": 0.3}, "mix=0.3: says nothing here; set delay"),
-        ({"outer_lr": 0.3}, "outer_lr=0.3: says nothing here; set outer=nesterov"),
+        ({"mix": 0.3}, "mix=0.3: says nothing with delay=0; set callbacks.local_sgd.delay=1 or more"),
+        ({"outer_lr": 0.3}, "outer_lr=0.3: says nothing with outer=average; set callbacks.local_sgd.outer=nesterov"),
         ({"outer": "nesterov", "outer_momentum": 1.0}, "outer_momentum=1.0: must be less than 1"),
     ],
 )

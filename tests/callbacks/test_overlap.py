@@ -14,6 +14,7 @@ from trainer.callback import Callback, Role, arrange
 from trainer.callbacks.overlap import Overlap
 from trainer.errors import ConfigError
 from trainer.launch import Place
+from trainer.needs import PASSES
 from trainer.optim import adamw, lamb, sgd
 from trainer.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.plan import Plan
@@ -72,7 +73,7 @@ class Skipping(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += self.training
         x = self.first(x)
-        if (self.calls > 2) == self.late:
+        if (self.calls > PASSES) == self.late:
             return self.last(x + self.rare(x))
         return self.last(x + nn.functional.linear(x, self.rare.weight, self.rare.bias))
 
@@ -315,7 +316,7 @@ class Sometimes(Skipping):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += self.training
         x = self.first(x)
-        return self.last(x + self.rare(x) if self.calls <= 2 else x)
+        return self.last(x + self.rare(x) if self.calls <= PASSES else x)
 
 
 def test_a_parameter_without_a_gradient_is_an_error(tmp_path, monkeypatch):

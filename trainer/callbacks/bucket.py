@@ -68,7 +68,7 @@ class Bucket(Callback):
         if self.mib != "auto":
             trainer.ddp |= self._layout(self.mib)
         elif chosen := recorded(trainer.plan.manifest, trainer.world):
-            log.info("bucket: %.4g MiB, as measured when the run began", chosen)
+            log.info("bucket: %.4g MiB, as the run began with", chosen)
             trainer.ddp |= self._layout(chosen)
         else:
             total = sum(p.nbytes for p in model.parameters() if p.requires_grad) / 2**20

@@ -48,7 +48,6 @@ class GradCompress(Callback):
     ) -> None:
         require("callbacks.grad_compress.start_step", start_step, at_least=0)
         self.names: dict[Tensor, str] = {}  # of the parameters, once they are known
-        self.rehearsed: Codec | None = None
         knobs = {"density": density, "rank": rank, "block": block, "rounding": rounding, "momentum": momentum}
         self.codec: Codec = make(codec, knobs | {"clip_norm": clip_norm, "warmup_steps": warmup_steps})
         self.exact, self.start_step = self.codec.exact, start_step
@@ -67,8 +66,8 @@ class GradCompress(Callback):
         if self.level == "all":
             if self.codec.gathers and not isinstance(reduce, AllReduce):
                 raise ConfigError(
-                    "grad_compress: this codec gathers what all ranks send, past the callback that reduces in another "
-                    "way (role REDUCE); leave that one out, or take codec=bf16, fp16 or powersgd"
+                    f"callbacks.grad_compress.codec={self.setting['codec']}: gathers what all ranks send, past "
+                    "a callback that reduces in another way (role REDUCE); leave that one out, or use codec=bf16"
                 )
             return self._compress(trainer, reduce, trainer.world, trainer.rank)
         assert isinstance(reduce, TwoLevel)
@@ -78,19 +77,15 @@ class GradCompress(Callback):
 
     def _compress(self, trainer, reduce: Reduce, ranks: int, rank: int) -> Reduce:
         self.codec.join(ranks, rank, trainer.options.seed)
-        self.rehearsed = deepcopy(self.codec)  # what a rehearsal leaves behind is no residual of the run
 
         def compressed(flat: Tensor, bucket: Bucket) -> Tensor:
-            codec = self.rehearsed if trainer.rehearsing else self.codec if bucket.step >= self.start_step else None
-            if codec is None:
+            if not trainer.rehearsing and bucket.step < self.start_step:
                 return reduce(flat, bucket)
+            codec = deepcopy(self.codec) if trainer.rehearsing else self.codec  # nothing is kept of a rehearsal
             codec.mean(flat, flat, bucket, reduce)
             return flat
 
         return compressed
-
-    def on_fit_start(self, trainer) -> None:
-        self.rehearsed = None
 
     def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Optimizer:
         momenta = [group.get("momentum") or group.get("betas") for group in optimizer.param_groups]

@@ -94,6 +94,7 @@ class LocalSGD(Callback):
             raise ConfigError(f"{key}: the checkpoint has {len(self.due)}; set it back")
         for number, fragment in enumerate(self.fragments):
             fragment.resume(self.due[number]) if self.due else fragment.begin()
+        self.outer.arrived.load({}, self.names)
 
     @torch.no_grad()
     def on_step_end(self, trainer) -> None:
@@ -111,7 +112,7 @@ class LocalSGD(Callback):
     @torch.no_grad()
     def on_flush(self, trainer) -> None:
         for fragment in self.fragments:
-            fragment.arrive()  # a codec that is at it would be saved in the middle
+            fragment.wait()  # a codec that is at it would be saved in the middle
         if not self.fragments or self.averaged_step == trainer.step:
             return
         self.averaged_step = trainer.step
@@ -124,9 +125,10 @@ class LocalSGD(Callback):
     def state_dict(self) -> dict[str, Any]:
         if not self.fragments:
             return {}
-        self.outer.arrived.load({}, self.names)  # of this moment only
         due = [fragment.arrive() for fragment in self.fragments]
-        return {"due": due, **{key: kept.state(self.names) for key, kept in self.kept.items()}}
+        state = {"due": due, **{key: kept.state(self.names) for key, kept in self.kept.items()}}
+        self.outer.arrived.load({}, self.names)  # was of this moment
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.due = state.get("due", [])

@@ -9,7 +9,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from trainer.callback import Callback, Role
-from trainer.needs import Record
+from trainer.needs import PASSES, Record
 from trainer.optim import Stepped
 from trainer.reduce import Background, Bucket, Reduce
 from trainer.run import log
@@ -50,7 +50,7 @@ class Overlap(Callback):
     def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
         if trainer.ddp["bucket_cap_mb"] is None:
             trainer.ddp["bucket_cap_mb"] = 1.0  # MiB: what is on its way is not stopped for what is needed sooner
-        trainer.passes = 5  # one is too noisy to settle an order by
+        trainer.passes = max(trainer.passes, PASSES)
         return model
 
     def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:

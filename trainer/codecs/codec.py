@@ -109,8 +109,11 @@ class Kept:
         if key not in self.flats:
             flat = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
             for view, (p, start, stop) in zip(bucket.split(flat), bucket.pieces, strict=True):
-                if stretches := self.restored.get(bucket.kind, {}).get(self.names.get(p, ""), {}):
-                    fill(view.view(-1), start, stop, stretches, self.names[p])
+                restored, name = self.restored.get(bucket.kind, {}), self.names.get(p, "")
+                if name in restored:
+                    fill(view.view(-1), start, stop, restored[name], name)
+                    if stop - start == p.numel():  # all of it is here now
+                        del restored[name]
             self.flats[key] = flat
         return self.flats[key]
 
