@@ -10,7 +10,6 @@ row, or the beginning of several: `local_sgd`.
 
 import argparse
 import itertools
-import signal
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -18,14 +17,13 @@ from pathlib import Path
 
 from bench_report import Row as Cells
 from bench_report import machine, report
-from cluster import Cluster, stop
+from cluster import Cluster, command
 from comm_rank import Synthetic
 from comm_rows import BASES, QUICK, ROWS, Row
 from comm_table import RATES, Config, Result
 from comm_turns import Failed, Ranks
 
-from trainer.errors import ConfigError, exit_code, nearest, told
-from trainer.signals import heeded
+from trainer.errors import ConfigError, nearest
 
 
 def measure(ranks: Ranks, result: Result, rounds: int, seconds: float) -> None:
@@ -82,9 +80,7 @@ def failures(results: Iterable[Result]) -> list[Cells]:
 def options() -> argparse.Namespace:
     made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     made.add_argument("--json", type=Path, metavar="FILE", help="write rows, goals and the machine there")
-    made.add_argument(
-        "--quick", action="store_true", help="2 hosts, 10M, the slow rates, the main rows, 3 rounds: 6 minutes"
-    )
+    made.add_argument("--quick", action="store_true", help="2 hosts, 10M, the slow rates, the main rows, 3 rounds")
     made.add_argument("--hosts", type=int, choices=(2, 4), help="one number of them; without it both")
     made.add_argument("--model", choices=Synthetic.SIZES)
     made.add_argument("--rate", choices=RATES)
@@ -119,10 +115,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    for number in heeded():
-        signal.signal(number, stop)
-    try:
-        sys.exit(main())
-    except ConfigError as error:
-        print(told(error), file=sys.stderr)
-        sys.exit(exit_code(error))
+    command(main)

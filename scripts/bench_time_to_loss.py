@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import os
-import signal
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from bench_report import Row as Cells
 from bench_report import machine, report
-from cluster import Cluster, Process, stop
+from cluster import Cluster, Process, command
 from comm_rows import Row
 from comm_table import RATES
 from comm_turns import Failed, Ranks
@@ -32,8 +31,7 @@ from loss_plot import plot
 from loss_rank import CURVE, METHODS, SIZES, Text, timed
 from loss_table import Curve, Outcome
 
-from trainer.errors import ConfigError, exit_code, nearest, told
-from trainer.signals import heeded
+from trainer.errors import ConfigError, nearest
 
 HOSTS, RATE = 4, "100mbit"
 QUICK = ("ddp", "powersgd", "local_sgd+int8")
@@ -182,10 +180,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    for number in heeded():
-        signal.signal(number, stop)
-    try:
-        sys.exit(main())
-    except ConfigError as error:
-        print(told(error), file=sys.stderr)
-        sys.exit(exit_code(error))
+    command(main)

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainer.errors import ConfigError, exit_code, nearest, require, told
@@ -210,6 +210,17 @@ def stop(number: int, _: object) -> None:
     raise SystemExit(128 + number)
 
 
+def command(main: Callable[[], int]) -> None:
+    """Ends with its exit code. A signal, too, goes by way of its `finally`s."""
+    for number in heeded():
+        signal.signal(number, stop)
+    try:
+        sys.exit(main())
+    except ConfigError as error:
+        print(told(error), file=sys.stderr)
+        sys.exit(exit_code(error))
+
+
 def main(words: list[str]) -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = options.add_subparsers(dest="verb", required=True)
@@ -241,10 +252,4 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    for number in heeded():
-        signal.signal(number, stop)
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ConfigError as error:
-        print(told(error), file=sys.stderr)
-        sys.exit(exit_code(error))
+    command(lambda: main(sys.argv[1:]))
