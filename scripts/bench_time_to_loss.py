@@ -6,8 +6,9 @@ A curve over steps does not depend on the link, so each method trains once, on a
 timed on the slow one, by turns with all others and with steps that communicate nothing. Wall time is steps x seconds a
 step: validation, and waiting for data, are not in it. --real trains on the slow link, and takes the times from there.
 
-Methods have their default knobs, buckets and seeds as in bench_comm.py, and the same learning rate. Each curve goes
-into the JSON when it is done; with a JSON that has some, what is missing is trained. Times are taken anew.
+Methods have their default knobs, buckets and seeds as in bench_comm.py, and the same learning rate and steps, but for
+those whose names end in `-longer`: they train for more steps than DDP (loss_rank.py), to reach its loss. Each curve
+goes into the JSON when it is done; with a JSON that has some, what is missing is trained. Times are taken anew.
 """
 
 import argparse
@@ -94,13 +95,14 @@ class Record:
 
 def train(ranks: Ranks, settings: Settings, name: str, record: Record) -> None:
     method = METHODS[name]
-    patience_s = 60 + 20 * settings.steps * settings.expected_s(method.row)
+    steps = round(settings.steps * method.longer)
+    patience_s = 60 + 20 * steps * settings.expected_s(method.row)
     rate = RATE if settings.real else "unlimited"
-    turn = ranks.turn(settings.model, f"train {name}", rate, settings.steps, patience_s, method.row.learns)
+    turn = ranks.turn(settings.model, f"train {name}", rate, steps, patience_s, method.row.learns)
     record.curves[name] = json.loads((ranks.folder / CURVE).read_text())
     record.write()
     loss, sent = record.curves[name][-1][1], f"{turn['sent'] / 1e6:.3f} MB a step sent, with validations"
-    print(f"{name}: loss {loss:.4f}, {turn['seconds'] * settings.steps:.0f} s, {sent}", file=sys.stderr)
+    print(f"{name}: loss {loss:.4f}, {turn['seconds'] * steps:.0f} s, {sent}", file=sys.stderr)
 
 
 def time_step(ranks: Ranks, settings: Settings, name: str) -> float:

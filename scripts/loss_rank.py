@@ -55,11 +55,13 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Method:
-    """`timed` is what its steps are timed with, where that is not `row`; `plain` of them are as long as bare DDP's."""
+    """`timed` is what its steps are timed with, where that is not `row`; `plain` of them are as long as bare DDP's.
+    It trains for `longer` times DDP's steps, with a learning rate that falls over all of them."""
 
     row: Row
     timed: Row | None = None
     plain: int = 0
+    longer: float = 1.0
 
 
 METHODS = {
@@ -72,6 +74,7 @@ METHODS = {
     "local_sgd+int8": Method(meeting(8, INT8)),
     "local_sgd-32-delay-16+int8": Method(ROWS["local_sgd-32-delay-16+int8"]),
     "overlap+powersgd": Method(overlapped(CODEC_ROWS["powersgd-4"], ONE)),
+    "overlap+powersgd-longer": Method(overlapped(CODEC_ROWS["powersgd-4"], ONE), longer=1.1),
 }
 FREE = Row("alone")  # steps without communication
 

@@ -26,8 +26,9 @@ def reached(curve: Curve, loss: float) -> float | None:
 
 @dataclass
 class Outcome:
-    """`seconds`: of a step on the link, by round; of each method, and "" is without communication. `plain`: steps that
-    a method takes as bare DDP does. `real`: the curves are from the link, and so are their seconds."""
+    """`steps`: of bare DDP. `seconds`: of a step on the link, by round; of each method, and "" is without
+    communication. `plain`: steps that a method takes as bare DDP does. `real`: the curves are from the link, and so
+    are their seconds."""
 
     title: str
     steps: int
@@ -64,23 +65,26 @@ class Outcome:
     def table(self) -> list[Cells]:
         rows = []
         for name in self.names():
-            relative, wall_s = self.loss(name) / self.loss("ddp"), statistics.median(self.walls(name, self.steps))
+            relative, steps = self.loss(name) / self.loss("ddp"), self.curves[name][-1][0]
+            wall_s = statistics.median(self.walls(name, steps))
             never = (f"never: {100 * (relative - 1):.2g} % above", "", "")
             step, after_s, ratio = self.arrival(name) or never
             rows.append(
                 {
                     "part": self.title,
                     "method": name,
+                    "steps": steps,
                     "final loss": self.loss(name),
                     "/ DDP's": relative,
-                    "s a step": wall_s / self.steps,
+                    "s a step": wall_s / steps,
                     "wall s": wall_s,
                     "DDP's loss at step": step,
                     "after s": after_s,
                     "/ free": ratio,
                 }
             )
-        free = {"method": "no communication", "s a step": self.free_s() / self.steps, "wall s": self.free_s()}
+        wall_s = self.free_s()
+        free = {"method": "no communication", "steps": self.steps, "s a step": wall_s / self.steps, "wall s": wall_s}
         return [*rows, {**dict.fromkeys(rows[0], ""), "part": self.title, **free}]
 
     def goals(self) -> list[Goal]:

@@ -4,8 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +19,6 @@ class Result(NamedTuple):
     code: int
     out: str
     err: str
-    cpu_s: float  # of all its threads, and of the processes that it waited for
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -37,17 +34,14 @@ def popen(arguments: list[str], cwd: Path, command: list[str] | None = None, **e
 
 def run(arguments: list[str], cwd: Path, command: list[str] | None = None, **env: str) -> Result:
     """To its end, which must come within a minute."""
-    with popen(arguments, cwd, command, **env) as process, ThreadPoolExecutor(1) as beside:
-        assert process.stdout is not None and process.stderr is not None
-        alarm = threading.Timer(60, process.kill)
-        alarm.start()
-        reader = beside.submit(process.stderr.read)
-        out, err = process.stdout.read(), reader.result()
-        _, status, used = os.wait4(process.pid, 0)  # Popen's own wait has no word on time
-        process.returncode = os.waitstatus_to_exitcode(status)
-        assert alarm.is_alive(), f"{arguments} did not end in time\n{out}\n{err}"
-        alarm.cancel()
-    return Result(process.returncode, out, err, used.ru_utime + used.ru_stime)
+    with popen(arguments, cwd, command, **env) as process:
+        try:
+            out, err = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+            raise AssertionError(f"{arguments} did not end in time\n{out}\n{err}") from None
+    return Result(process.returncode, out, err)
 
 
 def toy(arguments: list[str], cwd: Path, **env: str) -> Result:

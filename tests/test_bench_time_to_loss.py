@@ -24,6 +24,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "bench_time_to_loss.py"
 DDP = [(10, 8.0, 100.0), (20, 6.0, 200.0), (30, 5.0, 300.0)]
 FASTER = [(10, 7.0, 11.0), (20, 4.5, 22.0), (30, 4.0, 33.0)]  # at DDP's final 5.0 at step 18
 WORSE = [(10, 8.0, 10.0), (20, 6.0, 20.0), (30, 5.1, 30.0)]
+LONGER = [(11, 8.0, 11.0), (22, 6.0, 22.0), (33, 4.0, 33.0)]  # at 5.0 at step 27.5
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,15 @@ def test_table_by_hand() -> None:
     assert int8["DDP's loss at step"] == "never: 2 % above" and int8["/ free"] == ""
     assert int8["/ DDP's"] == pytest.approx(1.02)
     assert onebit_adam["wall s"] == 5 * 10.0 + 25 * 1.0 and onebit_adam["after s"] == 5 * 10.0 + 13 * 1.0
+    assert [row["steps"] for row in rows.values()] == [30] * 5
     assert (free["method"], free["s a step"], free["wall s"]) == ("no communication", 1.0, 30.0)
+
+
+def test_a_method_may_train_for_more_steps_than_ddp() -> None:
+    _, row, free = outcome(curves={"ddp": DDP, "dgc": LONGER}).table()
+    assert (row["steps"], row["wall s"], row["s a step"], row["/ DDP's"]) == (33, 49.5, 1.5, 0.8)
+    assert (row["DDP's loss at step"], row["after s"]) == (27.5, 41.25)
+    assert row["/ free"] == 41.25 / 30 and free["steps"] == 30
 
 
 def test_goals_by_hand() -> None:
@@ -156,8 +165,10 @@ def test_a_second_run_trains_what_is_missing_and_a_failure_costs_no_other(
     assert [failure["method"] for failure in failures] == ["bf16", "int8"]
     again = Record(file, settings)
     assert again.curves == {"ddp": [[7, 9, 1.0]], "int8": [[7, 10, 1.0]]}
-    run(settings, [*names, "dgc"], 1, again)
-    assert [row for row, _ in Fake.asked if row.startswith("train")] == ["train bf16", "train dgc"]
+    run(settings, [*names, "dgc", "overlap+powersgd-longer"], 1, again)
+    trained = ["train bf16", "train dgc", "train overlap+powersgd-longer"]
+    assert [row for row, _ in Fake.asked if row.startswith("train")] == trained
+    assert again.curves["dgc"][-1][0] == 7 and again.curves["overlap+powersgd-longer"][-1][0] == 8  # 7.7
     with pytest.raises(ConfigError, match=r"^--json .*out\.json: is of .*'steps': 7.*, not of .*'steps': 8"):
         Record(file, Settings("tiny", 8, False))
 

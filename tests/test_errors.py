@@ -1,4 +1,4 @@
-"""What can't work ends before anything is started, soon: one line with key, value and way out, and an exit code."""
+"""What can't work ends before anything is started: one line with key, value and way out, and an exit code."""
 
 import os
 import shlex
@@ -229,7 +229,6 @@ def test_one_line_says_it(results, typed):
     assert [text for text in CASES[typed] if text not in result.err] == [], result.err
     assert "Traceback" not in result.err + result.out
     assert result.code in (71, 78)
-    assert result.cpu_s < 5  # not the clock's: that also counts what others do on the machine
 
 
 @pytest.mark.parametrize("typed", CASES)
