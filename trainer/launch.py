@@ -128,9 +128,9 @@ def cores() -> int:
 
 def let_first_tell() -> None:
     """Call it before an error is printed that other ranks may have too. The first rank of a node tells at once, and as
-    it ends, torchrun and mpirun (and srun with -K) end the others: what they say after 2 s is theirs alone."""
+    it ends, torchrun and mpirun (and srun with -K) end the others: what they say after 5 s is theirs alone."""
     if any(os.environ.get(name, "0") != "0" for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")):
-        time.sleep(2)
+        time.sleep(5)
 
 
 def die_with_parent(parent: int | None = None) -> None:
