@@ -1,0 +1,31 @@
+"""Checkpoints without a trainer: two files full of one byte, written by the code under test, and read without it."""
+
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.commit import checkpoints, commit
+
+NAMES = ("model.safetensors", "state.json")
+
+
+def put(run: Path, step: int, fill: int | None = None, **manifest: Any) -> Path:
+    def write(folder: Path) -> None:
+        for name in NAMES:
+            (folder / name).write_bytes(bytes([step if fill is None else fill]) * 5000)
+
+    return commit(run, step, write, manifest)
+
+
+def holds(checkpoint: Path) -> tuple[int, int]:
+    """Step by its name, and the byte that its files are full of: read without the code under test."""
+    contents = [(checkpoint / name).read_bytes() for name in NAMES]
+    assert contents[0] == contents[1] == contents[0][:1] * 5000
+    return int(checkpoint.name.removeprefix("step-")), contents[0][0]
+
+
+def steps(run: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in checkpoints(run)]
+
+
+def hidden(run: Path) -> list[str]:
+    return sorted(path.name for path in run.iterdir() if path.name.startswith("."))
