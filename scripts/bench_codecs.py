@@ -76,9 +76,9 @@ class Nowhere(AllReduce):
 class SortedTopK(TopK):
     """TopK as it is mostly written."""
 
-    def encode(self, flat: Tensor, bucket: Bucket) -> Tensor:
-        indices = flat.abs().topk(int(self.density * len(flat)), sorted=False).indices
-        return torch.cat([flat[indices].view(torch.int32), indices.int()])
+    def select(self, flat: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        indices = flat.abs().topk(int(self.density * len(flat)), sorted=False).indices.sort().values
+        return flat[indices], indices
 
 
 class Clock:

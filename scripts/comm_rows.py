@@ -75,8 +75,12 @@ def int8(shapes: Shapes, ranks: int) -> float:
     return ring(ranks, elements(shapes) * (1 + 4 / 256))
 
 
-def sparse(density: float) -> Formula:
-    return lambda shapes, ranks: (ranks - 1) * 8 * math.ceil(density * elements(shapes))
+def sparse(density: float, itemsize: int) -> Formula:
+    def sends(shapes: Shapes, ranks: int) -> float:
+        n = elements(shapes)
+        return (ranks - 1) * ((itemsize + 2) * density * n + n / 16384)
+
+    return sends
 
 
 def sign(shapes: Shapes, ranks: int) -> float:
@@ -132,8 +136,8 @@ CODEC_ROWS = {
     "bf16": compressed("bf16", summed(2), None),
     "fp16": compressed("fp16", summed(2), None),
     "int8": compressed("int8", int8, BESIDE),
-    "topk": compressed("topk", sparse(0.01), BESIDE, density=0.01),
-    "dgc": compressed("dgc", sparse(0.001), density=0.001),
+    "topk": compressed("topk", sparse(0.01, 2), BESIDE, density=0.01),
+    "dgc": compressed("dgc", sparse(0.001, 4), density=0.001),
     "sign": compressed("sign", sign, BESIDE),
     "powersgd-1": compressed("powersgd", powersgd(1), rank=1),
     "powersgd-4": compressed("powersgd", powersgd(4), rank=4),

@@ -23,8 +23,8 @@ BYTES = {
     "ddp-25": 1.5 * 464,
     "bf16": 1.5 * 232,
     "int8": 1.5 * (116 + 116 / 64),
-    "topk": 3 * 8 * 2,
-    "dgc": 3 * 8 * 1,
+    "topk": 3 * (4 * 1.16 + 116 / 16384),
+    "dgc": 3 * (6 * 0.116 + 116 / 16384),
     "sign": 3 * (14.5 + 16),
     "powersgd-1": 1.5 * 4 * (28 + 12),
     "torch-powersgd-1": 1.5 * 4 * (28 + 12),
@@ -65,7 +65,7 @@ def result(**changed: Any) -> Result:
         "torch-fp16": turns(1.6, 3.2, 1.6, sent=plain / 2),
         "overlap": turns(1.8, 3.6, 1.8, sent=plain * 1.02),
         "fp16": turns(1.2, 2.4, 1.2, sent=plain / 2),
-        "topk": turns(1.25, 2.5, 1.25, sent=0.08 * 10_142_272),
+        "topk": turns(1.25, 2.5, 1.25, sent=(0.04 + 1 / 16384) * 10_142_272),
     }
     return Result(Config(2, "10M", "100mbit"), {**seconds, **changed}, {})
 
