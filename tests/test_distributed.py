@@ -1,6 +1,7 @@
 """Ranks: agreements between them, and what they run on."""
 
 import re
+import time
 from datetime import timedelta
 
 import pytest
@@ -41,6 +42,25 @@ def test_agreements_are_the_same_on_all_ranks():
         assert result["groups"] == 2
         assert result["timeouts"] == {timedelta(seconds=60)}
         assert result["closed"]
+
+
+def slow_to_receive(place: Place) -> list[int]:
+    ranks, receive = Ranks(place, "cpu", "auto", 2.0), dist.recv
+
+    def slow(*args, **kwargs) -> int | None:
+        time.sleep(1.5)
+        return receive(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "recv", slow)
+        brought = ranks.bring(torch.full((1 << 20,), place.rank, dtype=torch.uint8))
+    (sums,) = ranks.agree((1,))()  # for which the others have not waited too long
+    ranks.close()
+    return [sums, *(int(data[-1]) for data in brought)]
+
+
+def test_what_rank_0_is_brought_may_take_longer_than_the_timeout():
+    assert run_ranks(4, slow_to_receive) == [[4, 0, 1, 2, 3], [4], [4], [4]]
 
 
 def test_one_rank_starts_nothing():

@@ -22,18 +22,27 @@ class Role(IntEnum):
 
     MODEL = 0  # changes modules: recompute activations, swap layers
     COMPILE = 1  # torch.compile, outside every change of modules
-    SHARD = 2  # how parameters and gradients are laid out: DDP's buckets, FSDP
-    REDUCE = 3  # how a bucket is summed: flat, hierarchical
-    COMPRESS = 4  # what is sent: bf16, top-k
-    SYNC = 5  # when it is sent: every step, every H steps
-    OPTIMIZER = 6  # what a step does: overlap, shard
-    AVERAGE = 7  # copies of the weights: EMA
-    BATCH = 8  # the next step's batch
+    SHARD = 2  # DDP's buckets, FSDP
+    REDUCE = 3  # flat, hierarchical
+    COMPRESS = 4  # bf16, top-k
+    SYNC = 5  # every step, every H steps
+    OPTIMIZER = 6  # overlap, shard
+    AVERAGE = 7  # EMA
+    BATCH = 8
     MEASURE = 9  # adds numbers to `trainer.metrics`
     OBSERVE = 10  # shows them, or stops the run
 
 
-SHARED = (Role.MODEL, Role.MEASURE, Role.OBSERVE)
+DECIDES = {
+    Role.COMPILE: "how the model is compiled",
+    Role.SHARD: "how parameters and gradients are laid out",
+    Role.REDUCE: "how a bucket is summed",
+    Role.COMPRESS: "what is sent",
+    Role.SYNC: "when it is sent",
+    Role.OPTIMIZER: "what a step does",
+    Role.AVERAGE: "what average of the weights there is",
+    Role.BATCH: "the next step's batch",
+}
 
 
 class Callback:
@@ -45,9 +54,9 @@ class Callback:
     communicates: ClassVar[bool] = False  # and does nothing else: with one rank it is idle, and the log says so
     defers: ClassVar[bool] = False  # gradients are not reduced, or not yet, when on_before_optimizer_step runs
     metric: str = ""  # one that validation must give, `val/loss` for example
-    # Name of a callback, or of a feature of the trainer (`Plan.features`) -> the reason, and the way out.
-    conflicts: Mapping[str, str] = {}
-    requires: Mapping[str, str] = {}  # name of another callback -> the reason, and the way out
+    # A role, a class of callbacks, or the name of a feature of the trainer (`Plan.features`) -> reason and way out.
+    conflicts: Mapping[Any, str] = {}
+    requires: "Mapping[type[Callback], str]" = {}
 
     # Transforms, called once, before training. Each takes the thing and returns the thing.
     def wrap_model(self, trainer: "Trainer", model: nn.Module) -> nn.Module:
@@ -112,6 +121,15 @@ def overrides(callback: Callback, hook: str) -> bool:
     return getattr(type(callback), hook) is not getattr(Callback, hook)
 
 
+def present(key: Role | type[Callback] | str, callbacks: Mapping[str, Callback], features: set[str]) -> list[str]:
+    """The names of what `key` means, of those that are there."""
+    if isinstance(key, str):
+        return [key] if key in features else []
+    if isinstance(key, Role):
+        return [name for name, callback in callbacks.items() if callback.role == key]
+    return [name for name, callback in callbacks.items() if isinstance(callback, key)]
+
+
 def arrange(callbacks: Mapping[str, Callback], features: set[str]) -> dict[str, Callback]:
     """Sort by role and name, so that the order in the config cannot matter; refuse what cannot work.
 
@@ -123,16 +141,20 @@ def arrange(callbacks: Mapping[str, Callback], features: set[str]) -> dict[str, 
     owners: dict[Role, str] = {}
     deferring = [name for name, callback in ordered.items() if callback.defers]
     for name, callback in ordered.items():
-        for other in sorted(callback.conflicts.keys() & (ordered.keys() | features)):
-            errors.append(f"{name} and {other} can't run together: {callback.conflicts[other]}")
-        for other in sorted(callback.requires.keys() - ordered.keys()):
-            errors.append(f"{name} needs {other}: {callback.requires[other]}")
+        for key, why in callback.conflicts.items():
+            for other in present(key, ordered, features):
+                errors.append(f"{name} and {other} can't run together: {why}")
+        for key, why in callback.requires.items():
+            if not present(key, ordered, features):
+                errors.append(f"{name} needs {key.__name__.lower()}: {why}")
         for role in (callback.role, *callback.also):
-            if role not in SHARED and owners.setdefault(role, name) != name:
-                errors.append(f"{owners[role]} and {name} both have the role {role.name}: remove one")
+            if role in DECIDES and owners.setdefault(role, name) != name:
+                told = f"{owners[role]} and {name} both decide {DECIDES[role]}"
+                errors.append(f"{told} (role {role.name}): leave one out")
         if deferring and overrides(callback, "on_before_optimizer_step"):
             errors.append(
-                f"{name} and {deferring[0]} can't run together: {name} reads gradients before they are reduced"
+                f"{name} and {deferring[0]} can't run together: {name} reads gradients before they are reduced; "
+                "leave one out"
             )
     if errors:
         raise ConfigError("; ".join(errors))

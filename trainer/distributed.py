@@ -87,16 +87,16 @@ class Ranks:
         return [json.loads(bytes(row[: int(size)].tolist())) for row, size in zip(rows, sizes, strict=True)]
 
     def bring(self, data: Tensor) -> list[Tensor]:
-        """Bytes (n,) of each rank, in the order of ranks, to rank 0; nothing to the others."""
-        sizes = self.gather(data.numel())
+        """Bytes (n,) of each rank, in the order of ranks, to rank 0, however long that takes; nothing to the others."""
+        sizes, brought = self.gather(data.numel()), [data]
         if self.rank:
-            dist.send(data, 0, group=self.host)
-            return []
-        brought = [data]
-        for rank, size in enumerate(sizes[1:], start=1):
-            brought.append(torch.empty(size, dtype=torch.uint8))
-            dist.recv(brought[-1], rank, group=self.host)
-        return brought
+            dist.send(data, 0, group=self.patient)
+        for rank, size in enumerate(sizes) if self.rank == 0 else ():
+            if rank:
+                brought.append(torch.empty(size, dtype=torch.uint8))
+                dist.recv(brought[-1], rank, group=self.patient)
+        self.first(None)  # nobody goes on, and waits within a limit, for one that still sends
+        return brought if self.rank == 0 else []
 
     def first(self, value: Any) -> Any:
         """Rank 0's JSON value, on all ranks, however long it takes: it may have a corpus to prepare."""
@@ -104,8 +104,10 @@ class Ranks:
 
     def share_buffers(self, module: nn.Module) -> None:
         """Rank 0's on all ranks, as DDP does before a forward pass in training."""
-        for buffer in module.buffers() if self.world > 1 else ():
-            dist.broadcast(buffer, 0)
+        buffers = list(module.buffers())
+        if self.world > 1 and buffers:
+            assert dist.group.WORLD is not None
+            dist._broadcast_coalesced(dist.group.WORLD, buffers, 250 << 20, 0)
 
     def close(self) -> None:
         if self.world > 1 and dist.is_initialized():

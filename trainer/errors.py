@@ -37,6 +37,14 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known) or 'none'}"
 
 
+def require_one_of(key: str, value: str, known: Iterable[str]) -> None:
+    """Raises:
+    ConfigError: for a word that is none of these. Of a config `check` has said so already; from Python it is said here.
+    """
+    if value not in known:
+        raise ConfigError(f"{key}={value}: is unknown; {nearest(value, known)}")
+
+
 def require(
     key: str,
     value: float | None,

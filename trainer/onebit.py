@@ -82,8 +82,12 @@ class OneBit:
         return getattr(self.optimizer, name)
 
     def freeze(self, frozen_step: int, ends: AllReduce, worker: Kept, server: Kept) -> None:
-        """`frozen_step`: steps that the variance has seen; 0: as many as the momentum."""
+        """`frozen_step`: steps that the variance has seen; 0: as many as the momentum, and its bias is corrected now:
+        an AdamW that goes on from it makes steps that are too short, if anything."""
         self.count = int(self.optimizer.state[self.params[0]]["step"])
+        for group in self.optimizer.param_groups if not frozen_step else ():
+            correction = 1 - group["betas"][1] ** self.count
+            torch._foreach_div_(self._state("exp_avg_sq", group["params"]), correction)
         self.frozen_step = frozen_step or self.count
         dtype = reduce(torch.promote_types, (p.dtype for p in self.params), torch.float32)
         self.bucket = Bucket.of(self.params, 0, "momenta")
@@ -107,9 +111,8 @@ class OneBit:
             self._move(group)
 
     def _move(self, group: dict[str, Any]) -> None:
-        params, (beta1, beta2), lr = group["params"], group["betas"], group["lr"]
+        params, beta1, lr = group["params"], group["betas"][0], group["lr"]
         roots = torch._foreach_sqrt(self._state("exp_avg_sq", params))
-        torch._foreach_div_(roots, math.sqrt(1 - beta2**self.frozen_step))
         for root in roots:
             root.masked_fill_(root == 0, math.inf)
         torch._foreach_add_(roots, group["eps"])

@@ -29,10 +29,14 @@ class Bucket:
     Args:
         step: The step whose gradients these are, for what depends on it: `trainer.step` may have moved on.
         kind: Residuals of gradients and of weights are never mixed.
+        whole: The pieces of the bucket that it was cut from, of which other ranks have the rest.
     """
 
-    def __init__(self, pieces: Iterable[Piece], step: int, kind: str = "gradients") -> None:
+    def __init__(
+        self, pieces: Iterable[Piece], step: int, kind: str = "gradients", whole: tuple[Piece, ...] = ()
+    ) -> None:
         self.pieces, self.step, self.kind = tuple(pieces), step, kind
+        self.whole = whole or self.pieces
 
     @classmethod
     def of(cls, params: Iterable[Tensor], step: int, kind: str = "gradients") -> "Bucket":
@@ -62,7 +66,7 @@ class Bucket:
             if low < high:
                 pieces.append(Piece(p, low, high))
             offset += last - first
-        return Bucket(pieces, self.step, self.kind)
+        return Bucket(pieces, self.step, self.kind, self.whole)
 
 
 def dense(p: Tensor) -> bool:
@@ -149,9 +153,7 @@ class Background:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         for tensor in args:
             if isinstance(tensor, Tensor):
-                tensor.record_stream(
-                    self.stream
-                )  # the caller may drop it: its memory is not free until the call is done
+                tensor.record_stream(self.stream)  # its memory is not free until the call is done, who ever drops it
         with torch.cuda.stream(self.stream):
             done.set_result(call(*args))  # enqueued, not finished: `wait` makes the waiting stream wait
         return done

@@ -10,7 +10,7 @@ from torch.futures import Future
 
 from trainer.checkpoint.state import load_optimizer_state, optimizer_state
 from trainer.codecs.codec import Kept
-from trainer.errors import ConfigError, require
+from trainer.errors import ConfigError, require, require_one_of
 from trainer.reduce import Background, Bucket, Reduce
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class Outer:
         Raises:
             ConfigError: for one that is out of range, or says nothing.
         """
+        require_one_of("callbacks.local_sgd.outer", kind, ("average", "nesterov"))
         require("callbacks.local_sgd.outer_lr", lr, above=0)
         require("callbacks.local_sgd.outer_momentum", momentum, at_least=0, below=1)
         require("callbacks.local_sgd.mix", mix, at_least=0, below=1)
@@ -110,7 +111,7 @@ def partition(params: list[Tensor], count: int) -> list[list[Tensor]]:
     parts: list[list[Tensor]] = [[] for _ in range(count)]
     total, before = sum(p.numel() for p in params), 0
     for p in params:
-        parts[before * count // total].append(p)
+        parts[min(before * count // total, count - 1)].append(p)  # an empty one may be last
         before += p.numel()
     return [part for part in parts if part]
 

@@ -63,6 +63,29 @@ class Side(Stack):
         return model
 
 
+class Root(Stack):
+    """Has a weight of its own, outside of all layers."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.register_parameter("scale", nn.Parameter(torch.ones(4)))
+        return model
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        scale = getattr(model, "module", model).scale
+        return (model(batch["x"].repeat(1, 4))[:, :4] * scale - batch["y"]).square().mean()
+
+
+class Sometimes(Root):
+    """The first of two micro-batches uses it."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.calls += model.training
+        return super().loss(model, batch) if self.calls % 2 else Stack.loss(self, model, batch)
+
+
 class Count(Callback):
     """How many elements are reduced at a time, by step; and the number of DDP's buckets."""
 
@@ -215,15 +238,26 @@ def test_late_goes_with(with_):
     assert all(equal(first, other) for other in others)
 
 
-def unused(place: Place) -> str:
+def test_one_of_the_root_module_is_reduced_once():
+    for calls, _ in run_ranks(3, reductions, {"late": ["scale"]}, Root):
+        assert calls == [(step, n) for step in range(2) for n in (8 * 1024, 4)]
+
+
+def unused(place: Place, recipe: type[Stack], late: list[str]) -> str:
     with pytest.raises(RuntimeError) as caught:
-        fit(place, {"bucket": Bucket(late=["unused", "7.*"])}, Side)
+        fit(place, {"bucket": Bucket(late=late)}, recipe)
     return str(caught.value)
 
 
-def test_late_ones_that_no_loss_uses_are_an_error():
-    for told in run_ranks(2, unused):
-        assert told.startswith("bucket: no gradient for unused; use every parameter")
+@pytest.mark.parametrize(
+    ("recipe", "late", "named"),
+    [(Side, ["unused", "7.*"], "unused"), (Side, ["unused"], "unused"), (Sometimes, ["scale"], "scale")],
+)
+def test_late_ones_that_no_loss_uses_are_an_error(recipe, late, named):
+    for told in run_ranks(2, unused, recipe, late):
+        assert told.startswith(
+            f"bucket: no gradient for {named} in the last micro-batch of a step; use every parameter"
+        )
 
 
 def tried(

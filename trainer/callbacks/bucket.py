@@ -2,22 +2,19 @@
 
 import inspect
 import math
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.callback import Callback, Role
-from trainer.errors import ConfigError, nearest, require
-from trainer.reduce import AllReduce
-from trainer.reduce import Bucket as Flat
+from trainer.callbacks.overlap import Overlap
+from trainer.errors import ConfigError, require
+from trainer.late import Late
 from trainer.run import log
 
 ORDER = "DDP then keeps the order in which the model defines its parameters, and a first bucket would be sent last"
-UNUSED = "what no rank has used is known to DDP alone"
 
 
 class Bucket(Callback):
@@ -53,18 +50,20 @@ class Bucket(Callback):
             raise ConfigError(f"callbacks.bucket.mibs={mibs}: has every size, so {other} says nothing; leave one out")
         self.mib: float | Literal["auto"] = mib
         self.first_mib, self.mibs, self.late = first_mib, mibs, late
-        self.conflicts = {}
+        self.conflicts = refused = dict[Any, str]()
         if first_mib or mibs:
             key = "first_mib" if first_mib else "mibs"
-            self.conflicts["find_unused_parameters"] = f"{ORDER}; set it to false or leave callbacks.bucket.{key} out"
+            off = f"set trainer.ddp.find_unused_parameters=false or leave callbacks.bucket.{key} out"
+            refused["find_unused_parameters"] = f"{ORDER}; {off}"
         if late:
             off = "leave callbacks.bucket.late out"
-            self.conflicts["overlap"] = f"it sends in an order of its own; {off}"
-            self.conflicts["find_unused_parameters"] = self.conflicts["static_graph"] = f"{UNUSED}; {off}"
+            refused[Overlap] = f"it sends in an order of its own; {off}"
+            for key in ("find_unused_parameters", "static_graph"):
+                refused[key] = f"what no rank has used DDP alone knows; set trainer.ddp.{key}=false or {off}"
 
     def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
         if self.late:
-            Late(trainer, model, self.late)
+            self.after = Late(trainer, model, self.late)
         if self.mib != "auto":
             trainer.ddp |= self._layout(self.mib)
         elif chosen := recorded(trainer.plan.manifest, trainer.world):
@@ -74,6 +73,10 @@ class Bucket(Callback):
             total = sum(p.nbytes for p in model.parameters() if p.requires_grad) / 2**20
             trainer.tries = [self._layout(mib) for mib in (*(mib for mib in self.sizes if mib < total), total)]
         return model
+
+    def on_step_end(self, trainer) -> None:
+        if self.late:
+            self.after.check()
 
     def _layout(self, mib: float) -> dict[str, Any]:
         """Arguments of DDP, to which a list of sizes comes before the one size."""
@@ -89,60 +92,3 @@ class Bucket(Callback):
 def recorded(manifest: dict[str, Any], world: int) -> float | None:
     """The size of the run that goes on, on which its bits depend; other ranks have other links, and other bits."""
     return manifest["ddp"]["bucket_cap_mb"] if manifest and manifest["world"] == world else None
-
-
-class Late:
-    """Reduces the parameters that match `patterns` through the trainer's chain, after the backward pass.
-
-    DDP is told to leave them out. Its own way, `delay_all_reduce_named_params`, goes around the chain and waits for
-    nothing: with gloo the gradients still change after `backward` has returned.
-
-    Raises:
-        ConfigError: for a pattern without a parameter, and where none is left for DDP.
-    """
-
-    def __init__(self, trainer, model: nn.Module, patterns: list[str]) -> None:
-        named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-        found: dict[Tensor, None] = {}
-        for pattern in patterns:
-            matching = [p for name, p in named.items() if name == pattern or fnmatchcase(name, pattern)]
-            if not matching:
-                key = f"callbacks.bucket.late={pattern}"
-                raise ConfigError(f"{key}: no parameter that is trained has such a name; {nearest(pattern, named)}")
-            found |= dict.fromkeys(matching)
-        if len(found) == len(set(named.values())):
-            raise ConfigError(f"callbacks.bucket.late={patterns}: is all that is trained; leave some to DDP")
-        self.trainer, self.reduce = trainer, AllReduce(trainer.ranks.new_group())
-        self.params, self.queued = found, False
-        self.names: dict[Tensor, str] = {p: name for name, p in named.items()}
-        ignored = [name for name, p in named.items() if p in found]  # a tied one under each of its names
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-        for p in found:
-            if trainer.world > 1:
-                dist.broadcast(p.data, 0)  # as DDP does with its own
-            p.register_post_accumulate_grad_hook(self._note)
-
-    def _note(self, p: Tensor) -> None:
-        """At the first of the step's last micro-batch."""
-        model = self.trainer.model
-        if not self.queued and model is not self.trainer.module and model.require_backward_grad_sync:
-            self.queued = True
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(lambda: queue(self._reduce))  # behind DDP's, which is there at the end: the chain is one at a time
-
-    @torch.no_grad()
-    def _reduce(self) -> None:
-        self.queued = False
-        if missing := [self.names[p] for p in self.params if p.grad is None]:
-            raise RuntimeError(
-                f"bucket: no gradient for {', '.join(missing)}; use every parameter in every loss, or leave it out of "
-                "callbacks.bucket.late"
-            )
-        reduce = self.trainer.reduce or self.reduce
-        for dtype in {p.dtype: None for p in self.params}:
-            params = [p for p in self.params if p.dtype == dtype]
-            bucket = Flat.of(params, self.trainer.step)
-            flat = params[0].new_empty(sum(p.numel() for p in params))
-            torch._foreach_copy_(bucket.gradients(flat), [p.grad for p in params])  # pyright: ignore[reportArgumentType] all are there
-            for p, gradient in zip(params, bucket.gradients(reduce(flat, bucket)), strict=True):
-                p.grad = gradient

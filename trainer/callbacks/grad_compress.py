@@ -1,5 +1,6 @@
 """Sends gradients in fewer bytes: one of the codecs of trainer/codecs, with error feedback where it needs that."""
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, Literal
 
@@ -7,10 +8,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.callback import Callback, Role
-from trainer.callbacks.hierarchical import TwoLevel
+from trainer.callbacks.hierarchical import Hierarchical, TwoLevel
 from trainer.codecs.catalog import conflicts, make, refuse
 from trainer.codecs.codec import Codec, ErrorFeedback, merge
-from trainer.errors import ConfigError, require
+from trainer.errors import ConfigError, require, require_one_of
 from trainer.reduce import AllReduce, Bucket, Reduce
 
 
@@ -47,7 +48,9 @@ class GradCompress(Callback):
         warmup_steps: int | None = None,
     ) -> None:
         require("callbacks.grad_compress.start_step", start_step, at_least=0)
+        require_one_of("callbacks.grad_compress.level", level, ("all", "inter"))
         self.names: dict[Tensor, str] = {}  # of the parameters, once they are known
+        self.own: Callable[[Bucket], Bucket] = lambda bucket: bucket  # what this rank encodes of it
         knobs = {"density": density, "rank": rank, "block": block, "rounding": rounding, "momentum": momentum}
         self.codec: Codec = make(codec, knobs | {"clip_norm": clip_norm, "warmup_steps": warmup_steps})
         self.exact, self.start_step = self.codec.exact, start_step
@@ -59,7 +62,7 @@ class GradCompress(Callback):
         fed_back = isinstance(self.codec, ErrorFeedback)
         self.setting = {"codec": codec, "feedback": fed_back, "level": level, "keeps": bool(self.codec.kept)}
         if level == "inter":
-            self.requires = {"hierarchical": "level=inter compresses between nodes; add it, or use level=all"}
+            self.requires = {Hierarchical: "level=inter compresses between nodes; add it, or use level=all"}
 
     def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
         self.names = {p: name for name, p in trainer.module.named_parameters()}
@@ -67,10 +70,11 @@ class GradCompress(Callback):
             if self.codec.gathers and not isinstance(reduce, AllReduce):
                 raise ConfigError(
                     f"callbacks.grad_compress.codec={self.setting['codec']}: gathers what all ranks send, past "
-                    "a callback that reduces in another way (role REDUCE); leave that one out, or use codec=bf16"
+                    "a callback that reduces in another way; leave that one out, or use codec=bf16"
                 )
             return self._compress(trainer, reduce, trainer.world, trainer.rank)
         assert isinstance(reduce, TwoLevel)
+        self.own = reduce.own
         if reduce.nodes > 1:
             reduce.across = self._compress(trainer, reduce.across, reduce.nodes, reduce.node)
         return reduce
@@ -86,6 +90,18 @@ class GradCompress(Callback):
             return flat
 
         return compressed
+
+    def on_fit_start(self, trainer) -> None:
+        """What was restored is laid out as it is needed now, or refused, before anything has changed."""
+        told = ""
+        try:
+            for bucket in (Bucket.of([trainer.parameters[i] for i in own], trainer.step) for own in trainer.buckets):
+                for kept in self.codec.kept.values():
+                    kept.take(self.own(bucket))
+        except ConfigError as error:
+            told = str(error)
+        if told := next(filter(None, trainer.ranks.gather(told)), ""):  # maybe another rank's
+            raise ConfigError(told)
 
     def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Optimizer:
         momenta = [group.get("momentum") or group.get("betas") for group in optimizer.param_groups]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from trainer.callback import Callback, Role
+from trainer.callbacks.overlap import Overlap
 from trainer.errors import ConfigError, require
 from trainer.reduce import AllReduce, Background, Reduce
 from trainer.replicas import Fragment, Outer, average, average_model, buffers, load_own, mean_of, own_state, partition
@@ -37,8 +38,8 @@ class LocalSGD(Callback):
     communicates = True
     defers = True
     conflicts = {
-        "overlap": "no gradients are reduced between meetings; leave overlap out, local_sgd.delay hides the meetings",
-        "ema": "it would average one rank's own weights; leave ema out, what is validated is an average already",
+        Overlap: "no gradients are reduced between meetings; leave overlap out, local_sgd.delay hides the meetings",
+        Role.AVERAGE: "it would average one rank's own weights; leave it out, what is validated is an average already",
         "fp16": "each rank would have a loss scale of its own; use trainer.precision=bf16",
     }
 

@@ -29,13 +29,11 @@ class OneBitAdam(Callback):
     """
 
     role = Role.OPTIMIZER
-    also = (Role.COMPRESS,)
+    also = (Role.REDUCE, Role.COMPRESS, Role.SYNC)  # after the warm-up nothing else is reduced
     exact = False
     communicates = True
     defers = True
     conflicts = {
-        "local_sgd": "both replace the reduction of gradients after a warm-up; leave one out",
-        "hierarchical": "signs are swapped and gathered, and nothing is left to reduce in levels; leave one out",
         "fp16": "each rank would skip steps of its own, in which the others wait for it; use trainer.precision=bf16",
         "find_unused_parameters": f"{UNUSED}; set trainer.ddp.find_unused_parameters=false or leave onebit_adam out",
         "static_graph": f"{UNUSED}; set trainer.ddp.static_graph=false or leave onebit_adam out",

@@ -19,8 +19,8 @@ class Pending:
     """One of DDP's buckets: the flat tensor of its gradients, and their mean to come."""
 
     def __init__(self, params: list[Tensor]) -> None:
-        self.params, self.bucket, self.missing = params, Bucket.of(params, 0), len(params)
-        self.flat = torch.cat([p.detach().reshape(-1) for p in params])
+        self.params, self.bucket, self.missing = params, Bucket.of(params, 0), set(params)
+        self.flat = params[0].new_empty(sum(p.numel() for p in params))
         self.mean: Future[Tensor] = Future()
 
 
@@ -38,9 +38,11 @@ class Overlap(Callback):
     defers = True
     conflicts = {
         "clip": "the global norm is known only after all buckets; set trainer.clip_norm=null or leave overlap out",
-        "fp16": "loss scaling must see all gradients before any is used; use bf16 or leave overlap out",
-        "find_unused_parameters": "what no rank has used is known to DDP alone; set it to false or leave overlap out",
-        "static_graph": "what comes twice or never is known to DDP alone; set it to false or leave overlap out",
+        "fp16": "loss scaling must see all gradients first; use trainer.precision=bf16 or leave overlap out",
+        **{
+            key: f"what is used twice, or by no rank, DDP alone knows; set trainer.ddp.{key}=false or leave overlap out"
+            for key in ("find_unused_parameters", "static_graph")
+        },
     }
 
     def __init__(self) -> None:
@@ -48,8 +50,7 @@ class Overlap(Callback):
         self.sent, self.fresh = 0, True  # buckets of this step; no forward pass of this step yet
 
     def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
-        if trainer.ddp["bucket_cap_mb"] is None:
-            trainer.ddp["bucket_cap_mb"] = 1.0  # MiB: what is on its way is not stopped for what is needed sooner
+        trainer.ddp["bucket_cap_mb"] = trainer.ddp["bucket_cap_mb"] or 1.0  # MiB: what is on its way is not stopped
         trainer.passes = max(trainer.passes, PASSES)
         return model
 
@@ -75,8 +76,7 @@ class Overlap(Callback):
         for module, params in needs.items():
             buckets = dict.fromkeys(self.bucket_of[p] for p in params if p in self.bucket_of)
             module.register_forward_pre_hook(lambda *_, buckets=buckets: self._finish(buckets))
-        # What no module has asked for.
-        trainer.module.register_forward_hook(lambda *_: self._finish(self.pending))
+        trainer.module.register_forward_hook(lambda *_: self._finish(self.pending))  # what no module has asked for
         for p in trainer.parameters:
             p.register_post_accumulate_grad_hook(self._collect)
 
@@ -93,7 +93,7 @@ class Overlap(Callback):
     def _collect(self, p: Tensor) -> None:
         """Backward has the gradient of `p`: send what is next in the order, as far as it is there."""
         bucket = self.bucket_of[p]
-        bucket.missing -= self.trainer.model.require_backward_grad_sync  # the step's last micro-batch
+        bucket.missing -= {p} if self.trainer.model.require_backward_grad_sync else set()  # the step's last micro-batch
         if bucket.missing:
             return
         torch._foreach_copy_(bucket.bucket.gradients(bucket.flat), [p.grad for p in bucket.params])  # pyright: ignore[reportArgumentType] all are there
@@ -110,14 +110,14 @@ class Overlap(Callback):
         self._finish(self.pending)  # none, unless the recipe's forward pass went around the model's
         if self.sent < len(self.order):
             names = {p: name for name, p in self.trainer.module.named_parameters()}
-            missing = [names[p] for bucket in self.buckets if bucket.missing for p in bucket.params if p.grad is None]
+            missing = [names[p] for bucket in self.buckets for p in bucket.params if p in bucket.missing]
             raise RuntimeError(
                 f"overlap: no gradient for {', '.join(missing)} in the last micro-batch of a step; use every parameter "
                 "in every loss, or leave overlap out"
             )
         self.settings = [{**group, "params": []} for group in self.optimizer.param_groups]
         for bucket in self.buckets:
-            bucket.missing = len(bucket.params)
+            bucket.missing = set(bucket.params)
         self.pending = dict.fromkeys(self.buckets)
         self.sent, self.fresh, self.trainer.lag = 0, True, 1
 
@@ -144,6 +144,7 @@ class Overlap(Callback):
         self.optimizer.param_groups = everything
         params = [p for bucket in buckets for p in bucket.params]
         torch.autograd.graph.increment_version(params)  # fused steps don't: a weight used too soon is an error
+        torch.clear_autocast_cache()
         for p in params:
             p.grad = None
         self.trainer.lag = 1 if self.pending else 0

@@ -3,6 +3,7 @@
 import inspect
 from typing import Any
 
+from trainer.callback import Role
 from trainer.codecs.blocksparse import BlockSparse
 from trainer.codecs.cast import BFloat16, Float16
 from trainer.codecs.codec import Codec
@@ -11,7 +12,7 @@ from trainer.codecs.int8 import Int8
 from trainer.codecs.powersgd import PowerSGD
 from trainer.codecs.sign import Sign
 from trainer.codecs.topk import TopK
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, require_one_of
 
 CODECS: dict[str, type[Codec]] = {
     "bf16": BFloat16,
@@ -27,8 +28,9 @@ CODECS: dict[str, type[Codec]] = {
 
 def make(name: str, knobs: dict[str, Any]) -> Codec:
     """Raises:
-    ConfigError: for a knob that this codec does not have.
+    ConfigError: for a codec that there is not, and a knob that this one does not have.
     """
+    require_one_of("callbacks.grad_compress.codec", name, CODECS)
     known = inspect.signature(CODECS[name]).parameters
     given = {knob: value for knob, value in knobs.items() if value is not None}
     for knob in given.keys() - known.keys():
@@ -53,9 +55,11 @@ def refuse(name: str, codec: Codec, feedback: bool | None, level: str) -> None:
         )
 
 
-def conflicts(name: str, codec: Codec, level: str, momentum: float | None, clip_norm: float | None) -> dict[str, str]:
+def conflicts(
+    name: str, codec: Codec, level: str, momentum: float | None, clip_norm: float | None
+) -> dict[Role | str, str]:
     """What the codec can't run with: see `Callback.conflicts`."""
-    refused: dict[str, str] = {}
+    refused: dict[Role | str, str] = {}
     if codec.kept:
         refused["fp16"] = (
             f"codec={name} keeps gradients from step to step, in units of a loss scale that changes, and would keep "
@@ -63,14 +67,14 @@ def conflicts(name: str, codec: Codec, level: str, momentum: float | None, clip_
         )
         refused["find_unused_parameters"] = (
             f"codec={name} would send what it kept of a parameter that no rank has used, and DDP drops that; "
-            "set it to false, or use a codec that keeps nothing"
+            "set trainer.ddp.find_unused_parameters=false, or use a codec that keeps nothing"
         )
     if momentum or clip_norm:
         knob = "momentum" if momentum else "clip_norm"
-        refused["local_sgd"] = f"{knob} is of gradients, not of weights; leave callbacks.grad_compress.{knob} out"
+        refused[Role.SYNC] = f"{knob} is of gradients, not of weights; leave callbacks.grad_compress.{knob} out"
     if codec.gathers and level == "all":
-        refused["hierarchical"] = (
-            f"codec={name} gathers what all ranks send, and nothing is left to reduce in levels; "
-            "use callbacks.grad_compress.level=inter, or leave hierarchical out"
+        refused[Role.REDUCE] = (
+            f"codec={name} gathers what all ranks send, and nothing is left to reduce in another way; "
+            "use callbacks.grad_compress.level=inter with hierarchical, or leave one out"
         )
     return refused

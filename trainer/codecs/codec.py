@@ -108,14 +108,24 @@ class Kept:
         key = bucket.kind, bucket.pieces
         if key not in self.flats:
             flat = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+            restored = self.restored.get(bucket.kind, {})
             for view, (p, start, stop) in zip(bucket.split(flat), bucket.pieces, strict=True):
-                restored, name = self.restored.get(bucket.kind, {}), self.names.get(p, "")
-                if name in restored:
+                if (name := self.names.get(p, "")) in restored:
                     fill(view.view(-1), start, stop, restored[name], name)
-                    if stop - start == p.numel():  # all of it is here now
-                        del restored[name]
+            for p, _, _ in bucket.whole:
+                restored.pop(self.names.get(p, ""), None)  # it is here now, or other ranks have it
             self.flats[key] = flat
         return self.flats[key]
+
+    def take(self, bucket: Bucket) -> None:
+        """Of what was restored, all that is of this bucket.
+
+        Raises:
+            ConfigError: other ranks have some of it.
+        """
+        if self.restored.get(bucket.kind):
+            like = bucket.whole[0].param
+            self.of(bucket, like.new_empty(sum(stop - start for _, start, stop in bucket.pieces)))
 
     def state(self, names: Mapping[Tensor, str]) -> Stretches:
         """All of it, by name; also what was restored and no bucket has asked for yet."""

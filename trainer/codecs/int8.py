@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from trainer.codecs.chunks import chunks
 from trainer.codecs.codec import Codec
 from trainer.data.order import mix
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, require_one_of
 from trainer.reduce import AllReduce, Bucket, Reduce
 
 NOISE = 6  # a purpose of `mix`
@@ -40,6 +40,7 @@ class Int8(Codec):
         super().__init__()
         if block < 4 or block % 4:
             raise ConfigError(f"callbacks.grad_compress.block={block}: int8 needs a positive multiple of 4; use 256")
+        require_one_of("callbacks.grad_compress.rounding", rounding, ("stochastic", "nearest"))
         self.stochastic, self.block = rounding == "stochastic", block
 
     def mean(self, flat: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
