@@ -2,7 +2,8 @@
 
     python tests/composition.py
 
-What the page says works is trained by tests/test_contract.py; what it says is refused is what `arrange` refuses.
+What the page says is refused is what `arrange` refuses; of what it says works, tests/test_contract.py trains what the
+page's head says.
 """
 
 import itertools
@@ -30,7 +31,7 @@ taken; a number is refused before the first step, for the reason below, which na
 `grad_compress`, which is there once.
 
 `tests/test_contract.py` trains every pair of callbacks on 3 ranks (with bf16 for `grad_compress`), every codec
-alone, and most with `overlap` and `local_sgd`, with accumulation and uneven batches; it holds them to plain
+alone, and with `overlap` and `local_sgd`, with accumulation and uneven batches; it holds them to plain
 training or to their bounds, and resumes them bit for bit. `tests/test_settings.py` trains most callbacks with each
 setting.
 

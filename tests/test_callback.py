@@ -23,8 +23,39 @@ class Measure(Callback):
 @pytest.mark.parametrize("other", [Compress, Both])
 def test_a_role_that_a_callback_has_beside_its_own_is_taken(other):
     for names in (("one", "two"), ("two", "one")):  # the order of names decides nothing
-        with pytest.raises(ConfigError, match=r"(one|two) and (one|two) both have the role COMPRESS: remove one"):
+        with pytest.raises(
+            ConfigError, match=r"(one|two) and (one|two) both decide what is sent \(role COMPRESS\): leave one out"
+        ):
             arrange(dict(zip(names, (Both(), other()), strict=True)), set())
+
+
+class Refuses(Callback):
+    conflicts = {Role.COMPRESS: "why; one way out", Both: "why; another", "clip": "why; a third"}
+    requires = {Measure: "add it"}
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (Compress(), ["any and other can't run together: why; one way out"]),
+        (Both(), ["any and other can't run together: why; another"]),
+        (Callback(), []),
+    ],
+)
+def test_what_is_refused_is_what_it_is_not_its_name(other, told):
+    """Names are the user's. One that is called like a feature of the trainer is none."""
+    named = {"any": Refuses(), "clip": Measure(), "other": other}
+    if told:
+        with pytest.raises(ConfigError) as refusal:
+            arrange(named, set())
+        assert str(refusal.value).split("; any") == told
+    else:
+        arrange(named, set())
+        with pytest.raises(ConfigError, match=r"^any and clip can't run together: why; a third$"):
+            arrange(named, {"clip"})
+        del named["clip"]
+        with pytest.raises(ConfigError, match=r"^any needs measure: add it$"):
+            arrange(named, set())
 
 
 def test_it_runs_at_its_own_role_and_shares_what_is_shared():

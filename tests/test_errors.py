@@ -148,7 +148,7 @@ trainer.checkpoint.dir=file/ckpt trainer.devices=2
     overlap and clip can't run together: the global norm
     set trainer.clip_norm=null or leave overlap out
 '+callbacks=[ema,average]'
-    average and ema both have the role AVERAGE: remove one
+    average and ema both decide what average of the weights there is (role AVERAGE): leave one out
 trainer.resume=ckpt/last.pt
     trainer.resume=ckpt/last.pt: does not exist; give DIR/last.pt, a folder step-*, a run's folder, or auto
 trainer.resume=BASE/ckpt/damaged

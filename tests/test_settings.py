@@ -20,7 +20,8 @@ from trainer.trainer import Trainer
 # Relative in the L2 norm, of the update of the first steps.
 ROWS = {
     "bucket": 1e-5, "hierarchical": 1e-5, "blocksparse": 1e-5, "overlap": 1e-5, "fp16": 0.02, "int8": 0.2,
-    "topk": 1.0, "powersgd": 1.0, "local_sgd": 0.5,
+    "topk": 0.9, "powersgd": 0.9, "local_sgd": 0.5, "bf16": 0.05, "dgc": 0.9, "sign": 0.95, "ema": 1e-5,
+    "activation_checkpoint": 1e-5,
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "clip": {"clip_norm": 0.5},

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import pytest
 import torch
 from ranks import run_ranks
-from table import CHANGES, CODECS, OBSERVERS
+from table import CHANGES, CODECS, OBSERVERS, name_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_recipe import Toy
 
@@ -13,16 +14,22 @@ from trainer.callbacks.grad_compress import GradCompress
 from trainer.codecs import sparse
 from trainer.distributed import Ranks
 from trainer.launch import Place
-from trainer.optim import sgd
+from trainer.optim import adamw, sgd
 from trainer.options import DataOptions, Options
-from trainer.reduce import AllReduce, Bucket
+from trainer.reduce import AllReduce, Background, Bucket
 from trainer.trainer import Trainer
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"}
 
 
+SETS = [
+    ("ema", "overlap"), ("local_sgd", "int8"), ("hierarchical", "fp16"), ("bucket", "topk"), ("onebit_adam",),
+    ("activation_checkpoint", "powersgd"),
+]  # fmt: skip
+
+
 class Reads(TorchDispatchMode):
-    """Operations of this thread that hand a device's numbers to Python, by step."""
+    """Operations that hand a device's numbers to Python, by step: of this thread, and of those that reduce."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,21 +61,35 @@ class Watch(Callback):
 
 def reads(place: Place, names: tuple[str, ...]) -> list[list[str]]:
     mode = Reads()
-    table = {**OBSERVERS, **CHANGES}
+    table = {**OBSERVERS, **CHANGES, **CODECS}
     trainer = Trainer(
-        Counted(), {**{name: table[name]() for name in names}, "watch": Watch(mode)}, sgd, batch=12,
+        Counted(), {**{name_of(name): table[name]() for name in names}, "watch": Watch(mode)},
+        adamw if "onebit_adam" in names else sgd, batch=12,
         options=Options(max_steps=9, log_every_steps=4, validate_every=9), data=DataOptions(workers=0), place=place,
     )  # fmt: skip
-    with mode:
+    beside = Reads()
+    beside.steps = mode.steps
+    run = Background._run
+
+    def watched(self: Background, *args: Any) -> None:
+        with beside:
+            run(self, *args)
+
+    with mode, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Background, "_run", watched)
+        patch.setattr(sparse, "reaching_cpu", sparse.reaching)
         trainer.fit()
     return mode.steps
 
 
 def test_steps_that_are_not_logged_read_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for names in [(*OBSERVERS, "ema", "overlap"), (*OBSERVERS, "local_sgd"), (*OBSERVERS, "hierarchical")]:
-        for steps in run_ranks(2, reads, names):
+    for names in SETS:
+        for steps in run_ranks(2, reads, (*OBSERVERS, *names)):
             assert steps[3] and steps[7]  # logged: the loss is read, and is seen to be
+            if "onebit_adam" in names:
+                assert len(steps[2]) == 1  # where its warm-up ends, it reads the optimizer's count
+                steps[2].clear()
             assert not any(steps[step] for step in (1, 2, 4, 5, 6)), names
 
 

@@ -198,16 +198,68 @@ def test_momentum_in_two_places_is_refused(tmp_path, monkeypatch):
         assert message.startswith("callbacks.grad_compress.momentum=0.9: the optimizer has momentum too, 0.9; ")
 
 
-def past(place: Place) -> str:
+class Shards(Count):
+    """Reduces too, though its role doesn't say so."""
+
+    role = Role.SHARD
+
+
+def past(place: Place, own: type[Callback]) -> str:
     with pytest.raises(ConfigError) as refusal:
-        make(place, {"count": Count(), "grad_compress": GradCompress("topk")})
+        make(place, {"own": own(), "grad_compress": GradCompress("topk")})
     return str(refusal.value)
 
 
-def test_a_users_own_reduction_is_not_gone_around(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("own", "begin", "end"),
+    [
+        (Count, "grad_compress and own can't run together: codec=topk gathers ", "leave one out"),
+        (Shards, "callbacks.grad_compress.codec=topk: gathers ", "leave that one out, or use codec=bf16"),
+    ],
+)
+def test_a_users_own_reduction_is_not_gone_around(own, begin, end, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for message in run_ranks(2, past):
-        assert message.startswith("callbacks.grad_compress.codec=topk: gathers ") and "leave that one out" in message
+    for message in run_ranks(2, past, own):
+        assert message.startswith(begin) and message.endswith(end), message
+
+
+class Reduced(Callback):
+    """The norm of what comes back from the chain, and how far the step then goes."""
+
+    role = Role.MEASURE
+
+    def __init__(self) -> None:
+        self.norms: list[tuple[float, float, float]] = []
+
+    def on_before_optimizer_step(self, trainer) -> None:
+        self.before = [p.detach().clone() for p in trainer.parameters]
+        self.norm = torch.cat([p.grad.view(-1) for p in trainer.parameters]).norm().item()
+
+    def on_step_end(self, trainer) -> None:
+        steps = [(p.detach() - old).view(-1) for p, old in zip(trainer.parameters, self.before, strict=True)]
+        self.norms.append((self.norm, trainer.metrics["train/grad_norm"], torch.cat(steps).norm().item()))
+
+
+def clipped(place: Place, codec: str) -> list[tuple[float, float, float]]:
+    reduced = Reduced()
+    trainer = Trainer(
+        Even(), {"grad_compress": GradCompress(codec), "reduced": reduced},
+        lambda groups: torch.optim.SGD(groups, lr=0.1), batch=12,
+        options=Options(max_steps=4, clip_norm=0.05, log_every_steps=1), data=DataOptions(workers=0), place=place,
+    )  # fmt: skip
+    trainer.fit()
+    return reduced.norms
+
+
+@pytest.mark.parametrize("codec", ["topk", "powersgd", "int8"])
+def test_what_comes_back_is_clipped(codec, tmp_path, monkeypatch):
+    """Not what is sent, of which the residual would keep the rest: the norm is of the mean, which all ranks have."""
+    monkeypatch.chdir(tmp_path)
+    ranks = run_ranks(3, clipped, codec)
+    assert ranks[0] == ranks[1] == ranks[2]
+    for norm, reported, moved in ranks[0]:
+        assert norm > 0.06 and reported == pytest.approx(norm, rel=1e-5)
+        assert moved == pytest.approx(0.1 * 0.05, rel=1e-3)
 
 
 GATHERED = ["int8", "topk", "dgc", "sign", "blocksparse"]

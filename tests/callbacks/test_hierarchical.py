@@ -13,6 +13,7 @@ from ranks import run_ranks
 from toy_recipe import Toy
 
 from trainer.callback import Callback, arrange
+from trainer.callbacks.bucket import Bucket
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.hierarchical import Hierarchical
 from trainer.callbacks.local_sgd import LocalSGD
@@ -27,7 +28,8 @@ STEPS = 5
 
 
 CLASSES: dict[str, type[Callback]] = {
-    "hierarchical": Hierarchical, "grad_compress": GradCompress, "local_sgd": LocalSGD, "overlap": Overlap
+    "bucket": Bucket, "hierarchical": Hierarchical, "grad_compress": GradCompress, "local_sgd": LocalSGD,
+    "overlap": Overlap,
 }  # fmt: skip
 TWO = {"hierarchical": {"ranks_per_node": 2}}
 TOPK = {"grad_compress": {"codec": "topk", "density": 0.3, "level": "inter"}}
@@ -47,7 +49,11 @@ def train(place: Place, name: str, settings: dict[str, dict[str, Any]], resume: 
     return np.concatenate([p.detach().numpy().ravel() for p in trainer.module.parameters()])
 
 
-@pytest.mark.parametrize("others", [{}, {"overlap": {}}, {"local_sgd": {"every": 2}}], ids="+".join)
+@pytest.mark.parametrize(
+    "others",
+    [{}, {"overlap": {}}, {"local_sgd": {"every": 2}}, {"bucket": {"mib": 0.005, "late": ["*bias"]}}],
+    ids="+".join,
+)
 def test_the_mean_over_two_levels_is_the_mean(tmp_path, monkeypatch, others):
     """Also where a node has one rank or all, and sizes do not divide."""
     monkeypatch.chdir(tmp_path)
@@ -82,6 +88,35 @@ def test_compressed_between_nodes_only(tmp_path, monkeypatch, others, bound):
     assert [weights.tobytes() for weights in straight] == [weights.tobytes() for weights in resumed]
     assert len({weights.tobytes() for weights in straight}) == 1
     assert 1e-7 < np.linalg.norm(straight[0] - plain) / np.linalg.norm(plain - start) < bound
+
+
+@pytest.mark.parametrize(("codec", "bound"), [("bf16", 5 * 2**-8), ("fp16", 5 * 2**-11), ("powersgd", 0.9)])
+def test_what_is_encoded_is_reduced_in_both_levels(tmp_path, monkeypatch, codec, bound):
+    """What a codec sums is summed inside a node, too; with overlap, to the same bits."""
+    monkeypatch.chdir(tmp_path)
+    (start, *_) = run_ranks(1, start_of_all)
+    (plain, *_) = run_ranks(4, train, "plain", {})
+    settings = {"grad_compress": {"codec": codec}} | TWO
+    weights = run_ranks(4, train, "two levels", settings) + run_ranks(4, train, "later", settings | {"overlap": {}})
+    assert len({each.tobytes() for each in weights}) == 1
+    assert 1e-7 < np.linalg.norm(weights[0] - plain) / np.linalg.norm(plain - start) < 3 * bound  # in 5 steps
+
+
+def resumed_as_nodes_of(place: Place, per_node: int) -> str:
+    others = TOPK | {"hierarchical": {"ranks_per_node": per_node}}
+    with pytest.raises(ConfigError) as refusal:
+        train(place, "refused", others, "ckpt/run/step-00000003")
+    return str(refusal.value)
+
+
+def test_what_was_kept_back_for_other_levels_is_refused_before_anything_changes(tmp_path, monkeypatch):
+    """By all ranks, of which each has a part; what was saved later is still where it was."""
+    monkeypatch.chdir(tmp_path)
+    run_ranks(4, train, "run", TOPK | TWO)
+    saved = sorted(Path("ckpt").rglob("*"))
+    messages = run_ranks(4, resumed_as_nodes_of, 1)
+    assert len(set(messages)) == 1 and "set callbacks.hierarchical and the size of buckets as they were" in messages[0]
+    assert [path for path in sorted(Path("ckpt").rglob("*")) if "refused" not in path.parts] == saved
 
 
 def start_of_all(place: Place) -> np.ndarray:

@@ -10,16 +10,19 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.numpy import load_file
-from torch import nn
+from torch import Tensor, nn
 from toy_recipe import Toy
 
 from trainer.callback import Callback, Role, arrange
+from trainer.callbacks.ema import EMA
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.local_sgd import LocalSGD
+from trainer.callbacks.overlap import Overlap
 from trainer.errors import ConfigError
 from trainer.launch import Place
 from trainer.optim import parameter_groups
 from trainer.options import CheckpointOptions, DataOptions, DDPOptions, Options
+from trainer.replicas import partition
 from trainer.trainer import Trainer
 
 WORLD, STEPS = 3, 11
@@ -91,11 +94,18 @@ def run(
     return {"start": start, "steps": data.steps, "end": end, "validation": trainer.validation, "world": trainer.world}
 
 
-def naive(runs: list[dict[str, Any]], every: int, warmup: int = 0, lr: float = 1.0, momentum: float = 0.0) -> dict:
-    """The ranks as models of one process that run in turn; `warmup` steps with averaged gradients."""
+def naive(
+    runs: list[dict[str, Any]], every: int, warmup: int = 0, lr: float = 1.0, momentum: float = 0.0,
+    fragments: int = 1, delay: int = 0, mix: float = 0.0,
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """The ranks as models of one process that run in turn; `warmup` steps with averaged gradients. What a fragment's
+    weights differ by from the common ones is taken `delay` steps later, and a rank keeps `mix` of its own."""
     models = [deepcopy(run["start"]) for run in runs]
     optimizers = [adam(parameter_groups(model)) for model in models]
     recipe, common, velocity = Toy(), None, None
+    order = list(runs[0]["start"].parameters())
+    parts = [[next(i for i, q in enumerate(order) if q is p) for p in part] for part in partition(order, fragments)]
+    coming: dict[int, tuple[int, list[Tensor]]] = {}  # fragment -> when it is due, and its pseudo-gradients
     for step in range(STEPS):
         for model, optimizer, run in zip(models, optimizers, runs, strict=True):
             batch, share = run["steps"][step]
@@ -113,13 +123,21 @@ def naive(runs: list[dict[str, Any]], every: int, warmup: int = 0, lr: float = 1
             if step + 1 <= warmup or common is None:
                 common = weights[0] if step + 1 <= warmup else [p.clone() for p in runs[0]["start"].parameters()]
                 velocity = [torch.zeros_like(p) for p in common]
-            if step + 1 > warmup and (step + 1 - warmup) % every == 0:
-                for i, p in enumerate(common):
-                    gradient = p - torch.stack([own[i] for own in weights]).mean(0)
-                    velocity[i] = momentum * velocity[i] + gradient
-                    common[i] = p - lr * (gradient + momentum * velocity[i])
-                    for model in models:
-                        list(model.parameters())[i].copy_(common[i])
+            for k, part in enumerate(parts):
+                offset = (k + 1) * every // len(parts) % every
+                sends = step + 1 > warmup and (step + 1 - warmup) % every == offset
+                for now in (False, True) if sends else (False,):
+                    if now:
+                        gradients = [common[i] - torch.stack([own[i] for own in weights]).mean(0) for i in part]
+                        coming[k] = step + delay, gradients
+                    if k not in coming or coming[k][0] != step:
+                        continue
+                    for i, gradient in zip(part, coming.pop(k)[1], strict=True):
+                        velocity[i] = momentum * velocity[i] + gradient
+                        common[i] = common[i] - lr * (gradient + momentum * velocity[i])
+                        for model in models:
+                            own = list(model.parameters())[i]
+                            own.copy_(mix * own + (1 - mix) * common[i])
     return {
         name: torch.stack([model.get_parameter(name).detach() for model in models]).mean(0).numpy()
         for name, _ in models[0].named_parameters()
@@ -130,6 +148,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "average": ({"every": 4}, {"every": 4}),
     "post-local": ({"every": 3, "warmup_steps": 5}, {"every": 3, "warmup": 5}),
     "diloco": ({"every": 3, "outer": "nesterov"}, {"every": 3, "lr": 0.7, "momentum": 0.9}),
+    "late": ({"every": 4, "delay": 2}, {"every": 4, "delay": 2, "mix": 0.5}),
+    "mixed": ({"every": 3, "delay": 1, "mix": 0.3}, {"every": 3, "delay": 1, "mix": 0.3}),
+    "fragments": ({"every": 4, "fragments": 3}, {"every": 4, "fragments": 3}),
+    "streaming diloco": (
+        {"every": 4, "outer": "nesterov", "fragments": 2, "delay": 3, "mix": 0.2, "warmup_steps": 1},
+        {"every": 4, "lr": 0.7, "momentum": 0.9, "fragments": 2, "delay": 3, "mix": 0.2, "warmup": 1},
+    ),
     "every step": ({"every": 1, "outer": "nesterov", "outer_lr": 0.5}, {"every": 1, "lr": 0.5, "momentum": 0.9}),
 }
 
@@ -199,14 +224,21 @@ def test_at_another_number_of_ranks_all_go_on_from_the_mean(tmp_path, monkeypatc
     assert "local_sgd has nothing to do with one rank" in log
 
 
-@pytest.mark.parametrize("other", ["overlap", "ema", "fp16"])
-def test_what_it_refuses(other):
-    class Other(Callback):
-        pass
+class Average(Callback):
+    """A user's own, as of stochastic weight averaging."""
 
-    named = {"local_sgd": LocalSGD(), **({} if other == "fp16" else {other: Other()})}
-    with pytest.raises(ConfigError, match=f"local_sgd and {other} can't run together: .*(leave|use) "):
-        arrange(named, {"fp16"})
+    role = Role.AVERAGE
+
+
+@pytest.mark.parametrize("other", [Overlap, EMA, Average])
+def test_what_it_refuses(other):
+    with pytest.raises(ConfigError, match=r"meets and other can't run together: .*leave .* out"):
+        arrange({"meets": LocalSGD(), "other": other()}, set())
+
+
+def test_a_loss_scale_of_each_rank_is_refused():
+    with pytest.raises(ConfigError, match=r"meets and fp16 can't run together: .*; use trainer\.precision=bf16"):
+        arrange({"meets": LocalSGD()}, {"fp16"})
 
 
 @pytest.mark.parametrize(
@@ -218,6 +250,7 @@ def test_what_it_refuses(other):
         ({"delay": 1, "mix": 1.0}, "mix=1.0: must be less than 1"),
         ({"mix": 0.3}, "mix=0.3: says nothing with delay=0; set callbacks.local_sgd.delay=1 or more"),
         ({"outer_lr": 0.3}, "outer_lr=0.3: says nothing with outer=average; set callbacks.local_sgd.outer=nesterov"),
+        ({"outer": "nestrov"}, "outer=nestrov: is unknown; did you mean nesterov"),
         ({"outer": "nesterov", "outer_momentum": 1.0}, "outer_momentum=1.0: must be less than 1"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Deferred steps have plain DDP's bits, for every kind of model and setting, or the setting is refused."""
+"""Deferred steps have the bits of those that wait, for every kind of model, setting, codec, or they are refused."""
 
 import time
 from pathlib import Path
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from toy_recipe import Toy
 
 from trainer.callback import Callback, Role, arrange
+from trainer.callbacks.grad_compress import GradCompress
+from trainer.callbacks.hierarchical import Hierarchical
 from trainer.callbacks.overlap import Overlap
 from trainer.errors import ConfigError
 from trainer.launch import Place
@@ -128,7 +130,16 @@ class Track(Callback):
         self.validated.append(b"".join(p.detach().numpy().tobytes() for p in trainer.module.parameters()))
 
 
+def compress(codec: str, **knobs: Any) -> dict[str, Any]:
+    return {"others": lambda: {"grad_compress": GradCompress(codec, **knobs)}}
+
+
 CASES: dict[str, dict[str, Any]] = {
+    **{codec: compress(codec) for codec in ("bf16", "fp16", "int8", "sign", "blocksparse")},
+    "topk": compress("topk", density=0.3),
+    "dgc": compress("dgc", density=0.3),
+    "powersgd": compress("powersgd", rank=2),
+    "hierarchical": {"others": lambda: {"hierarchical": Hierarchical(ranks_per_node=1)}},
     "decay": {"optimizer": lambda groups: adamw(groups, weight_decay=0.3)},
     "tied": {"net": Tied},
     "attention": {"net": Attention, "mib": 0.0005},
@@ -148,7 +159,7 @@ def train(place: Place, case: str, overlapped: bool) -> tuple[list[bytes], list[
     setting, track, run = CASES[case], Track(), "deferred" if overlapped else "plain"
     trainer = Trainer(
         Of(setting.get("net")),
-        {"track": track, **({"overlap": Overlap()} if overlapped else {})},
+        {"track": track, **setting.get("others", dict)(), **({"overlap": Overlap()} if overlapped else {})},
         setting.get("optimizer", adamw),
         setting.get("schedule", Constant()),
         batch=12,
@@ -167,7 +178,7 @@ def train(place: Place, case: str, overlapped: bool) -> tuple[list[bytes], list[
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bits_are_plain_ddps(case, tmp_path, monkeypatch):
+def test_bits_are_those_without_it(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plain, deferred = run_ranks(3, train, case, False), run_ranks(3, train, case, True)
     for rank in range(3):
