@@ -238,6 +238,18 @@ def test_late_goes_with(with_):
     assert all(equal(first, other) for other in others)
 
 
+def with_residuals(place: Place, name: str, resume: str | None) -> dict[str, torch.Tensor]:
+    callbacks = {"bucket": Bucket(12 * KIB, late=["0.*"]), "grad_compress": GradCompress("topk", density=0.3)}
+    return fit(place, callbacks, steps=4, name=name, resume=resume)
+
+
+def test_what_was_kept_back_of_each_is_its_own_after_a_resume():
+    """DDP counts its own parameters, without the late ones."""
+    straight = run_ranks(3, with_residuals, "straight", None)
+    resumed = run_ranks(3, with_residuals, "resumed", "checkpoints/straight/straight/step-00000002")
+    assert all(equal(one, other) for one, other in zip(straight, resumed, strict=True))
+
+
 def test_one_of_the_root_module_is_reduced_once():
     for calls, _ in run_ranks(3, reductions, {"late": ["scale"]}, Root):
         assert calls == [(step, n) for step in range(2) for n in (8 * 1024, 4)]

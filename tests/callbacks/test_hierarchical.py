@@ -90,16 +90,18 @@ def test_compressed_between_nodes_only(tmp_path, monkeypatch, others, bound):
     assert 1e-7 < np.linalg.norm(straight[0] - plain) / np.linalg.norm(plain - start) < bound
 
 
-@pytest.mark.parametrize(("codec", "bound"), [("bf16", 5 * 2**-8), ("fp16", 5 * 2**-11), ("powersgd", 0.9)])
+@pytest.mark.parametrize(("codec", "bound"), [("bf16", 15 * 2**-8), ("fp16", 15 * 2**-11), ("powersgd", 1e-9)])
 def test_what_is_encoded_is_reduced_in_both_levels(tmp_path, monkeypatch, codec, bound):
     """What a codec sums is summed inside a node, too; with overlap, to the same bits."""
     monkeypatch.chdir(tmp_path)
     (start, *_) = run_ranks(1, start_of_all)
-    (plain, *_) = run_ranks(4, train, "plain", {})
-    settings = {"grad_compress": {"codec": codec}} | TWO
+    compressed = {"grad_compress": {"codec": codec}}
+    (plain, *_) = run_ranks(4, train, "one level", compressed if codec == "powersgd" else {})
+    settings = compressed | TWO
     weights = run_ranks(4, train, "two levels", settings) + run_ranks(4, train, "later", settings | {"overlap": {}})
     assert len({each.tobytes() for each in weights}) == 1
-    assert 1e-7 < np.linalg.norm(weights[0] - plain) / np.linalg.norm(plain - start) < 3 * bound  # in 5 steps
+    off = np.linalg.norm(weights[0] - plain) / np.linalg.norm(plain - start)
+    assert off < bound and (off > 1e-7 or codec == "powersgd")  # whose linear algebra is as exact as its numbers
 
 
 def resumed_as_nodes_of(place: Place, per_node: int) -> str:

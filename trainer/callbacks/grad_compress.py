@@ -92,7 +92,7 @@ class GradCompress(Callback):
         return compressed
 
     def on_fit_start(self, trainer) -> None:
-        """What was restored is laid out as it is needed now, or refused, before anything has changed."""
+        """What was restored for DDP's buckets is laid out as is needed now, or refused before anything has changed."""
         told = ""
         try:
             for bucket in (Bucket.of([trainer.parameters[i] for i in own], trainer.step) for own in trainer.buckets):

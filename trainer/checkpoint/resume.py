@@ -114,14 +114,16 @@ def model_identity(trainer: "Trainer") -> dict[str, str]:
 
 
 def buckets(model: nn.Module) -> list[list[int]]:
-    """DDP's layout after the rehearsal, as indices of parameters; it decides the order of summation."""
+    """DDP's layout after the rehearsal, as indices of the trainer's parameters; it decides the order of summation."""
     if not isinstance(model, DistributedDataParallel):
         return []
     assert model.logger is not None
     model.logger.set_runtime_stats_and_log()  # DDP itself does so at the next forward pass only
     # Not there with find_unused_parameters, which keeps the first layout.
     text = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
-    return [[int(i) for i in bucket.split()] for bucket in text.split(",") if bucket.strip()]
+    names = (name for name, p in model.module.named_parameters() if p.requires_grad)
+    known = [i for i, name in enumerate(names) if name not in model.parameters_to_ignore]  # DDP counts those only
+    return [[known[int(i)] for i in bucket.split()] for bucket in text.split(",") if bucket.strip()]
 
 
 def refuse_other_model(trainer: "Trainer", path: Path) -> None:

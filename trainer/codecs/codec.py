@@ -112,9 +112,9 @@ class Kept:
             for view, (p, start, stop) in zip(bucket.split(flat), bucket.pieces, strict=True):
                 if (name := self.names.get(p, "")) in restored:
                     fill(view.view(-1), start, stop, restored[name], name)
-            for p, _, _ in bucket.whole:
-                restored.pop(self.names.get(p, ""), None)  # it is here now, or other ranks have it
             self.flats[key] = flat
+        for p, _, _ in bucket.whole if self.restored else ():
+            self.restored.get(bucket.kind, {}).pop(self.names.get(p, ""), None)  # is here now, or other ranks have it
         return self.flats[key]
 
     def take(self, bucket: Bucket) -> None:
