@@ -90,7 +90,7 @@ def test_compressed_between_nodes_only(tmp_path, monkeypatch, others, bound):
     assert 1e-7 < np.linalg.norm(straight[0] - plain) / np.linalg.norm(plain - start) < bound
 
 
-@pytest.mark.parametrize(("codec", "bound"), [("bf16", 15 * 2**-8), ("fp16", 15 * 2**-11), ("powersgd", 1e-9)])
+@pytest.mark.parametrize(("codec", "bound"), [("fp16", 15 * 2**-11), ("powersgd", 1e-9)])
 def test_what_is_encoded_is_reduced_in_both_levels(tmp_path, monkeypatch, codec, bound):
     """What a codec sums is summed inside a node, too; with overlap, to the same bits."""
     monkeypatch.chdir(tmp_path)

@@ -135,9 +135,8 @@ def compress(codec: str, **knobs: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    **{codec: compress(codec) for codec in ("bf16", "fp16", "int8", "sign", "blocksparse")},
+    "int8": compress("int8"),
     "topk": compress("topk", density=0.3),
-    "dgc": compress("dgc", density=0.3),
     "powersgd": compress("powersgd", rank=2),
     "hierarchical": {"others": lambda: {"hierarchical": Hierarchical(ranks_per_node=1)}},
     "decay": {"optimizer": lambda groups: adamw(groups, weight_decay=0.3)},
