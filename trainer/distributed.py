@@ -91,12 +91,13 @@ class Ranks:
         sizes, brought = self.gather(data.numel()), [data]
         if self.rank:
             dist.send(data, 0, group=self.patient)
-        for rank, size in enumerate(sizes) if self.rank == 0 else ():
-            if rank:
+            brought = []
+        else:
+            for rank, size in enumerate(sizes[1:], start=1):
                 brought.append(torch.empty(size, dtype=torch.uint8))
                 dist.recv(brought[-1], rank, group=self.patient)
         self.first(None)  # nobody goes on, and waits within a limit, for one that still sends
-        return brought if self.rank == 0 else []
+        return brought
 
     def first(self, value: Any) -> Any:
         """Rank 0's JSON value, on all ranks, however long it takes: it may have a corpus to prepare."""

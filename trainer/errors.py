@@ -3,7 +3,7 @@
 import difflib
 import errno
 import traceback
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 class ConfigError(ValueError):
@@ -37,7 +37,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known) or 'none'}"
 
 
-def require_one_of(key: str, value: str, known: Iterable[str]) -> None:
+def require_one_of(key: str, value: str, known: Collection[str]) -> None:
     """Raises:
     ConfigError: for a word that is none of these. Of a config `check` has said so already; from Python it is said here.
     """

@@ -153,7 +153,7 @@ class Background:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         for tensor in args:
             if isinstance(tensor, Tensor):
-                tensor.record_stream(self.stream)  # its memory is not free until the call is done, who ever drops it
+                tensor.record_stream(self.stream)  # the caller may drop it: its memory stays
         with torch.cuda.stream(self.stream):
             done.set_result(call(*args))  # enqueued, not finished: `wait` makes the waiting stream wait
         return done

@@ -50,7 +50,7 @@ class GradCompress(Callback):
         require("callbacks.grad_compress.start_step", start_step, at_least=0)
         require_one_of("callbacks.grad_compress.level", level, ("all", "inter"))
         self.names: dict[Tensor, str] = {}  # of the parameters, once they are known
-        self.own: Callable[[Bucket], Bucket] = lambda bucket: bucket  # what this rank encodes of it
+        self.own: Callable[[Bucket], Bucket] | None = None  # what this rank encodes of it, if it encodes anything
         knobs = {"density": density, "rank": rank, "block": block, "rounding": rounding, "momentum": momentum}
         self.codec: Codec = make(codec, knobs | {"clip_norm": clip_norm, "warmup_steps": warmup_steps})
         self.exact, self.start_step = self.codec.exact, start_step
@@ -72,10 +72,11 @@ class GradCompress(Callback):
                     f"callbacks.grad_compress.codec={self.setting['codec']}: gathers what all ranks send, past "
                     "a callback that reduces in another way; leave that one out, or use codec=bf16"
                 )
+            self.own = lambda bucket: bucket
             return self._compress(trainer, reduce, trainer.world, trainer.rank)
         assert isinstance(reduce, TwoLevel)
-        self.own = reduce.own
         if reduce.nodes > 1:
+            self.own = reduce.own
             reduce.across = self._compress(trainer, reduce.across, reduce.nodes, reduce.node)
         return reduce
 
@@ -93,11 +94,14 @@ class GradCompress(Callback):
 
     def on_fit_start(self, trainer) -> None:
         """What was restored for DDP's buckets is laid out as is needed now, or refused before anything has changed."""
+        if self.own is None:
+            return
         told = ""
         try:
-            for bucket in (Bucket.of([trainer.parameters[i] for i in own], trainer.step) for own in trainer.buckets):
+            for indices in trainer.buckets:
+                bucket = self.own(Bucket.of([trainer.parameters[i] for i in indices], trainer.step))
                 for kept in self.codec.kept.values():
-                    kept.take(self.own(bucket))
+                    kept.take(bucket)
         except ConfigError as error:
             told = str(error)
         if told := next(filter(None, trainer.ranks.gather(told)), ""):  # maybe another rank's

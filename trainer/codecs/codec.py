@@ -113,8 +113,9 @@ class Kept:
                 if (name := self.names.get(p, "")) in restored:
                     fill(view.view(-1), start, stop, restored[name], name)
             self.flats[key] = flat
-        for p, _, _ in bucket.whole if self.restored else ():
-            self.restored.get(bucket.kind, {}).pop(self.names.get(p, ""), None)  # is here now, or other ranks have it
+        if restored := self.restored.get(bucket.kind):
+            for p, _, _ in bucket.whole:
+                restored.pop(self.names.get(p, ""), None)  # it is here now, or other ranks have it
         return self.flats[key]
 
     def take(self, bucket: Bucket) -> None:
