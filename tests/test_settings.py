@@ -28,7 +28,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp16": {"precision": "fp16"},
     **{name: {"ddp": DDPOptions(0.005, **{name: True})} for name in SETTINGS if name not in ("clip", "fp16")},
 }
-CASES = [(setting, row) for setting in SETTINGS for row in ROWS]
+OPTIONS["precision=bf16"] = {"precision": "bf16"}  # what refusals of fp16 recommend: refused by none
+CASES = [(setting, row) for setting in OPTIONS for row in ROWS]
 
 
 def train(place: Place, setting: str, row: str) -> np.ndarray | str:
@@ -47,7 +48,7 @@ def train(place: Place, setting: str, row: str) -> np.ndarray | str:
 
 
 def all_cases(place: Place) -> list[np.ndarray | str]:
-    return [train(place, *case) for case in [*((setting, "") for setting in SETTINGS), *CASES]]
+    return [train(place, *case) for case in [*((setting, "") for setting in OPTIONS), *CASES]]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def updates(tmp_path_factory) -> dict[tuple[str, str], list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("settings"))
         by_rank = run_ranks(3, all_cases, timeout_s=200)
-    cases = [*((setting, "") for setting in SETTINGS), *CASES]
+    cases = [*((setting, "") for setting in OPTIONS), *CASES]
     return dict(zip(cases, zip(*by_rank, strict=True), strict=True))
 
 
@@ -64,9 +65,11 @@ def updates(tmp_path_factory) -> dict[tuple[str, str], list[Any]]:
 def test_refused_or_to_its_bound(updates, setting, row):
     alone, *_ = updates[setting, ""]
     assert np.abs(alone).max() > 1e-3
+    refused = refusal(row, setting) if setting in SETTINGS else ""
+    bound = max(ROWS[row], 0.02 if setting == "precision=bf16" else 0.0)  # where a sum's last bit may be one of 8
     for update in updates[setting, row]:
-        if refusal(row, setting):
-            assert update == refusal(row, setting)
+        if refused:
+            assert update == refused
         else:
             assert not isinstance(update, str), update
-            assert np.linalg.norm(update - alone) <= ROWS[row] * np.linalg.norm(alone)
+            assert np.linalg.norm(update - alone) <= bound * np.linalg.norm(alone)

@@ -245,7 +245,7 @@ def test_what_comes_back_is_clipped(codec, tmp_path, monkeypatch):
         assert moved == pytest.approx(0.1 * 0.05, rel=1e-3)
 
 
-STAGES = {"straight": (3, 6), "before": (3, 3), "same": (3, 6), "fewer": (2, 6)}
+STAGES = {"straight": (3, 6), "before": (3, 3), "same": (3, 6), "fewer": (2, 6), "more": (4, 6)}
 
 
 class Ledger(Callback):
@@ -299,6 +299,7 @@ def stage(place: Place, name: str, resume: str | None, codec: str, knobs: dict[s
     ("codec", "knobs", "rounding"),
     [
         ("bf16", {}, 0.02),  # of the sum on its way
+        ("fp16", {}, 0.003),
         ("int8", {}, 1e-5),
         ("topk", {"density": 0.1}, 1e-5),
         ("dgc", {"density": 0.1, "feedback": None}, 1e-5),  # its own, without momentum
@@ -312,7 +313,7 @@ def test_sent_plus_residual_is_what_was_given(codec, knobs, rounding, tmp_path, 
     monkeypatch.chdir(tmp_path)
     runs = {}
     for name, (world, _) in STAGES.items():
-        resume = "ckpt/before/step-00000003" if name in ("same", "fewer") else None
+        resume = "ckpt/before/step-00000003" if name in ("same", "fewer", "more") else None
         runs[name] = run_ranks(world, stage, name, resume, codec, knobs)
         mean = {key: np.mean([rank[key] for rank in runs[name]], axis=0) for key in ("given", "before", "after")}
         back = runs[name][0]["back"]
@@ -321,7 +322,7 @@ def test_sent_plus_residual_is_what_was_given(codec, knobs, rounding, tmp_path, 
         np.testing.assert_allclose(back + mean["after"], mean["given"] + mean["before"], atol=rounding * scale)
     assert not any(rank["before"].any() for rank in runs["straight"])
     left = np.mean([rank["after"] for rank in runs["before"]], axis=0)
-    for name in ("same", "fewer"):
+    for name in ("same", "fewer", "more"):
         before = np.mean([rank["before"] for rank in runs[name]], axis=0)
         np.testing.assert_allclose(before, left, rtol=1e-6, atol=1e-6 * np.abs(left).max())
     for straight, same in zip(runs["straight"], runs["same"], strict=True):
