@@ -116,7 +116,7 @@ class Held:
         source: Any = open_source(text, "train", seed=0)
         refs = walk(source.counts, place.rank, place.world)
         starts = range(0, BATCHES * text.batch, text.batch)
-        self.batches = [default_collate(source.batch(refs[i : i + text.batch])) for i in starts]
+        self.batches = [default_collate(source.batch(refs[i : i + text.batch])[0]) for i in starts]
 
     def data(self, split: str) -> list[Any] | None:
         return self.batches if split == "train" else None

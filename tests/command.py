@@ -32,11 +32,11 @@ def popen(arguments: list[str], cwd: Path, command: list[str] | None = None, **e
     return subprocess.Popen(words, cwd=cwd, env=environment(**env), stdout=pipe, stderr=pipe, text=True)
 
 
-def run(arguments: list[str], cwd: Path, command: list[str] | None = None, **env: str) -> Result:
+def run(arguments: list[str], cwd: Path, command: list[str] | None = None, timeout_s: float = 60, **env: str) -> Result:
     """To its end, which must come within a minute."""
     with popen(arguments, cwd, command, **env) as process:
         try:
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             process.kill()
             out, err = process.communicate()

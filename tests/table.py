@@ -11,6 +11,7 @@ from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.hierarchical import Hierarchical
 from trainer.callbacks.local_sgd import LocalSGD
 from trainer.callbacks.metrics_file import MetricsFile
+from trainer.callbacks.nan_guard import NanGuard
 from trainer.callbacks.onebit_adam import OneBitAdam
 from trainer.callbacks.overlap import Overlap
 from trainer.callbacks.progress import Progress
@@ -33,6 +34,7 @@ CHANGES: Table = {
     "ema": lambda: EMA(decay=0.8),
     "hierarchical": lambda: Hierarchical(ranks_per_node=1),
     "local_sgd": lambda: LocalSGD(every=2),
+    "nan_guard": lambda: NanGuard("rollback", loss_spike=5.0, norm_spike=5.0, every=2),
     "onebit_adam": lambda: OneBitAdam(warmup_steps=3),
     "overlap": Overlap,
 }

@@ -40,7 +40,9 @@ REFUSED = {
     ("ema", "local_sgd"),
     ("local_sgd", "overlap"),
     *((row, "gradient_reader") for row in ("local_sgd", "onebit_adam", "overlap")),
-    *((row, "onebit_adam") for row in ("hierarchical", "local_sgd")),
+    *((row, "onebit_adam") for row in ("hierarchical", "local_sgd", "nan_guard")),
+    ("local_sgd", "nan_guard"),
+    ("nan_guard", "overlap"),
     *(("onebit_adam", row) for row in ("overlap", "bf16")),
     *(("hierarchical", codec) for codec in ("int8", "topk", "dgc", "sign", "blocksparse")),
 }

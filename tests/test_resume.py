@@ -31,6 +31,8 @@ class Die(Callback):
 
     def on_step_end(self, trainer) -> None:
         if trainer.step == self.at:
+            if trainer.saver.writing is not None:
+                trainer.saver.writing.result()  # else what there is to go on from would depend on the disk
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -14,9 +14,13 @@ class DataError(ValueError):
     """Data that is missing, damaged or not what it was: the message names the file and the way out. Exit code 71."""
 
 
+class NumericsError(ArithmeticError):
+    """Numbers that training can't go on from: the message names the step and the way out. Exit code 70."""
+
+
 def told(error: BaseException) -> str:
     """What the user reads of it: one line where it is theirs to mend, else the traceback."""
-    if isinstance(error, ConfigError | DataError):
+    if isinstance(error, ConfigError | DataError | NumericsError):
         return f"echelon: {error}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = error.filename or "a file of the run"
@@ -27,7 +31,8 @@ def told(error: BaseException) -> str:
 
 
 def exit_code(error: BaseException) -> int:
-    return 78 if isinstance(error, ConfigError) else 71 if isinstance(error, DataError) else 1
+    codes = {ConfigError: 78, DataError: 71, NumericsError: 70}
+    return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -1,22 +1,14 @@
-"""Who starts the ranks: torchrun, Open MPI or SLURM (by their variables), or our own supervisor. No torch here."""
+"""Who has started this process, by its variables: torchrun, Open MPI, SLURM, our supervisor, or nobody. No torch."""
 
 import contextlib
 import ctypes
-import json
 import os
 import signal
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from trainer.errors import ConfigError
-from trainer.signals import heeded, show_cursor
 
 STOPPED = 75  # exit code: stopped by a signal with a checkpoint; start again to go on (sysexits' EX_TEMPFAIL)
 
@@ -139,93 +131,3 @@ def die_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if parent not in (None, os.getppid()):
         os._exit(1)
-
-
-def supervise(arguments: list[str], devices: int, logs: Path, further: Callable[[], str]) -> int:
-    """Run `python -m trainer.main ARGUMENTS` once a rank on this node, and return the run's exit code.
-
-    Ranks meet in a file of a private folder, so no port is opened but gloo's on loopback. Each is in a session of its
-    own and is killed with this process. Signals to stop are passed on; when a rank fails, the others get 5 s to end,
-    and the user is told of the one that failed first; and what `further` says, where no rank has reported an error.
-    """
-    logs.mkdir(parents=True, exist_ok=True)
-    ranks: list[subprocess.Popen[bytes]] = []
-    passed: list[int] = []
-
-    def pass_on(number: int, _: FrameType | None) -> None:
-        passed.append(number)
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.send_signal(number)
-
-    before = {number: signal.signal(number, pass_on) for number in heeded()}
-    with tempfile.TemporaryDirectory(prefix="echelon-") as private:
-        try:
-            for rank in range(devices):
-                ranks.append(_start(arguments, rank, devices, Path(private), logs))
-            codes = _wait(ranks)
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        return _verdict(codes, Path(private), logs, passed, further())
-
-
-def _start(arguments: list[str], rank: int, devices: int, private: Path, logs: Path) -> "subprocess.Popen[bytes]":
-    env = os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(devices),
-        "LOCAL_WORLD_SIZE": str(devices),
-        "ECHELON_PARENT": str(os.getpid()),
-        "ECHELON_STORE": str(private / "store"),
-        "ECHELON_ERROR_FILE": str(private / f"error-{rank}.json"),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // devices))),
-    }
-    command = [sys.executable, "-m", "trainer.main", *arguments]
-    if rank == 0:
-        return subprocess.Popen(command, env=env, start_new_session=True)
-    with open(logs / f"rank{rank}.log", "ab") as log:
-        return subprocess.Popen(command, env=env, start_new_session=True, stdout=log, stderr=log)
-
-
-def _wait(ranks: "list[subprocess.Popen[bytes]]") -> dict[int, int]:
-    """Exit codes of the ranks that ended by themselves: once one has failed, the others have 5 s."""
-    codes: dict[int, int] = {}
-    deadline = float("inf")
-    while len(codes) < len(ranks) and time.monotonic() < deadline:
-        time.sleep(0.05)
-        codes = {i: rank.returncode for i, rank in enumerate(ranks) if rank.poll() is not None}
-        if deadline == float("inf") and not set(codes.values()) <= {0, STOPPED}:
-            deadline = time.monotonic() + 5
-    return codes
-
-
-def _verdict(codes: Mapping[int, int], private: Path, logs: Path, passed: list[int], further: str = "") -> int:
-    """The run's exit code, after a word on the rank that failed first; `further` where no error of ours is to mend."""
-    failed = {rank: code for rank, code in codes.items() if code not in (0, STOPPED)}
-    if not failed:
-        return max(codes.values())
-    show_cursor()
-    reports: dict[int, dict[str, Any]] = {}
-    for rank in failed:
-        with contextlib.suppress(OSError, ValueError):
-            reports[rank] = json.loads((private / f"error-{rank}.json").read_text())
-    # Killed from outside or by its own fault; not an abort, which may be what a peer's failure has led to.
-    silent = [rank for rank, code in failed.items() if rank not in reports and code != -signal.SIGABRT]
-    if passed and not reports:
-        text, code = f"echelon: {signal.Signals(passed[0]).name}: ended without a checkpoint{further}", 128 + passed[0]
-    elif silent or not reports:
-        rank, code = next((rank, failed[rank]) for rank in silent or failed)
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        text = f"echelon: rank {rank} {how}; its log: {logs}/rank{rank}.log{further}"
-        code = 128 - code if code < 0 else code
-    else:
-        rank = min(reports, key=lambda rank: reports[rank]["time"])
-        text, code = reports[rank]["text"], reports[rank]["code"]
-        text = text if text.startswith("echelon: ") else f"echelon: rank {rank} failed first:\n{text}"
-    print(text, file=sys.stderr, flush=True)
-    return code

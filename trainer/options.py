@@ -18,11 +18,15 @@ class CheckpointOptions:
     every_minutes: float | None = 30.0  # by rank 0's clock
     keep: int = 2  # newest valid checkpoints kept; at least 1
     keep_best: str | None = None  # a metric, smaller is better: "val/loss"; "max val/accuracy" turns it round
+    keep_every: int | None = None  # steps; checkpoints of multiples of it stay for ever
+    when_busy: Literal["wait", "skip"] = "wait"  # where the one before is still being written when one is due
+    max_failures: int = 3  # in a row, until the run stops
 
     def __post_init__(self) -> None:
         require("trainer.checkpoint.every_steps", self.every_steps, at_least=1)
         require("trainer.checkpoint.every_minutes", self.every_minutes, above=0)
-        require("trainer.checkpoint.keep", self.keep, at_least=1)
+        for key in ("keep", "keep_every", "max_failures"):
+            require(f"trainer.checkpoint.{key}", getattr(self, key), at_least=1)
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,13 @@ class DataOptions:
     prefetch: int = 2  # micro-batches ahead per worker
     lanes: int = 64  # shards mixed in every batch; part of the run's identity
     block: int = 512  # samples shuffled together inside a lane; part of the run's identity
+    max_bad: float = 1e-4  # share of an epoch's samples that may be unreadable, 10 at least; 0: none
 
     def __post_init__(self) -> None:
         require("data.workers", self.workers, at_least=0)
         for key in ("prefetch", "lanes", "block"):
             require(f"data.{key}", getattr(self, key), at_least=1)
+        require("data.max_bad", self.max_bad, at_least=0)
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,7 @@ class Options:
     init_from: str | None = None  # weights only: a checkpoint or a .safetensors file
     run_dir: str | None = None  # null: runs/<recipe>-<time>
     timeout_s: float = 600.0  # of a collective, and of a wait for a data worker
+    restarts: int = 3  # after failures, without a step further than before; of ranks that Echelon starts itself
     allow_targets: list[str] = field(default_factory=list)  # packages beside Echelon's that _target_ may name
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     ddp: DDPOptions = field(default_factory=DDPOptions)
@@ -85,7 +92,7 @@ class Options:
             require("trainer.devices", self.devices, at_least=1)
         for key in ("nodes", "log_every_steps"):
             require(f"trainer.{key}", getattr(self, key), at_least=1)
-        for key in ("max_steps", "max_epochs", "seed"):
+        for key in ("max_steps", "max_epochs", "seed", "restarts"):
             require(f"trainer.{key}", getattr(self, key), at_least=0)
         for key in self.accept:
             if key not in ACCEPTABLE:

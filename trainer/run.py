@@ -41,7 +41,8 @@ def make_run_dir(plan: "Plan", name: str) -> Path:
             f"trainer.run_dir={given}: holds a run that has ended, and {saved} has no checkpoint of it; "
             "give the trainer.checkpoint.dir that has, or another trainer.run_dir"
         )
-    again = options.resume == "auto" or (resumed is not None and resumed.parent.name == folder.name)
+    restarted = int(os.environ.get("ECHELON_ATTEMPT", "0")) > 0
+    again = options.resume == "auto" or restarted or (resumed is not None and resumed.parent.name == folder.name)
     if any((folder / file).exists() for file in ("metrics.jsonl", "summary.json")) and not again:
         raise ConfigError(
             f"trainer.run_dir={given}: holds a run already; go on by trainer.resume=auto, or give another"

@@ -1,8 +1,10 @@
 """From a checked config to a trained model: in this process, in ranks that it starts, or as one of a launcher's."""
 
+import faulthandler
 import json
 import os
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -14,17 +16,19 @@ from omegaconf import OmegaConf
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from trainer.checkpoint import commit
 from trainer.checkpoint.resume import model_identity
 from trainer.config import ALLOWED, build, settings
 from trainer.distributed import count_gpus, pick_backend
 from trainer.errors import ConfigError, exit_code, told
-from trainer.launch import STOPPED, Place, let_first_tell, supervise
+from trainer.launch import STOPPED, Place, let_first_tell
 from trainer.nccl import NCCLOptions, in_words
 from trainer.options import DataOptions, Options
 from trainer.plan import Plan
 from trainer.precision import Precision
 from trainer.run import log, make_run_dir, show_log
 from trainer.summary import go_on
+from trainer.supervisor import Supervisor
 from trainer.trainer import Trainer
 
 
@@ -53,18 +57,23 @@ def start_ranks(config: dict[str, Any], name: str, typed: list[str], devices: in
     show_log(0)
     made = objects(config)
     del made["optimizer"]
-    plan = Plan(**made, world=devices, rank=0, first=lambda value: value)
+    plan, options = Plan(**made, world=devices, rank=0, first=lambda value: value), made["options"]
     run_dir = make_run_dir(plan, name)
     found = {"run_dir": str(run_dir), "devices": devices} | ({"resume": str(plan.resumed)} if plan.resumed else {})
     del made, plan  # the ranks open the data themselves
+    saved = Path(config["trainer"]["checkpoint"]["dir"]) / run_dir.name
     with tempfile.TemporaryDirectory(prefix="echelon-") as private:
-        file = save_config({**config, "trainer": config["trainer"] | found}, Path(private))
-        saved = Path(config["trainer"]["checkpoint"]["dir"]) / run_dir.name
+
+        def arguments(moved: bool) -> list[str]:
+            again = {"resume": "auto"} if moved and commit.checkpoints(saved) else {}
+            file = save_config({**config, "trainer": config["trainer"] | found | again}, Path(private))
+            return ["--resolved", str(file), *typed]
 
         def further() -> str:
             return f"; go on with {go_on(typed, saved)}" if any(saved.glob("step-*")) else ""
 
-        return supervise(["--resolved", str(file), *typed], devices, run_dir / "logs", further)
+        still_s = 2 * options.timeout_s
+        return Supervisor(arguments, devices, run_dir / "logs", further, options.restarts, still_s).run()
 
 
 def objects(config: dict[str, Any]) -> dict[str, Any]:
@@ -113,9 +122,12 @@ def describe(trainer: Trainer, nccl: NCCLOptions) -> None:
 
 
 def train_as_rank(file: Path, typed: list[str]) -> int:
-    """A rank that `launch.supervise` started. What it fails with goes to the file that the supervisor reads."""
+    """A rank that a `Supervisor` started. What it fails with goes to the file that the supervisor reads."""
+    faulthandler.enable()
     try:
         config: Any = OmegaConf.to_container(OmegaConf.load(file))
+        log_file = Path(config["trainer"]["run_dir"], "logs", f"rank{os.environ['RANK']}.log")
+        faulthandler.register(signal.SIGUSR2, log_file.open("a"))  # all stacks, for the supervisor
         return train(config, Path(config["trainer"]["run_dir"]).name, typed)
     except KeyboardInterrupt:
         return 130

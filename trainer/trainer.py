@@ -18,10 +18,12 @@ from torch.optim import Optimizer
 
 from trainer.callback import HOOKS, Callback, overrides
 from trainer.checkpoint import resume
-from trainer.checkpoint.lock import lock, unlock
+from trainer.checkpoint.saver import Saver
 from trainer.data.loader import Loader, Step
 from trainer.data.order import GOLDEN, MASK, mix
+from trainer.data.quarantine import Quarantine
 from trainer.distributed import Ranks, no_loss, share
+from trainer.heartbeat import Heartbeat
 from trainer.launch import Place, detect
 from trainer.optim import Groups, adamw, make_optimizer
 from trainer.options import DataOptions, Options
@@ -34,8 +36,6 @@ from trainer.schedule import Constant, Schedule
 from trainer.signals import Signals
 from trainer.summary import report
 from trainer.validation import evaluate, refuse_unknown_metrics
-
-NOTHING: dict[str, float] = {}
 
 
 class Trainer:
@@ -90,7 +90,7 @@ class Trainer:
                 world=self.world, rank=self.rank, first=self.ranks.first,
             )  # fmt: skip
             self._open_run()
-            refused.callback(unlock, resume.checkpoints(self))
+            refused.callback(self.saver.close)
             self._set_hooks()
             self._build(optimizer)
             refused.pop_all()
@@ -99,16 +99,16 @@ class Trainer:
         run_dir = "" if self.rank else str(make_run_dir(self.plan, self.name))
         self.run_dir = Path(self.ranks.first(run_dir))
         start_log(self.run_dir, self.rank)
-        if self.rank == 0:
-            lock(resume.checkpoints(self))
-        self.accumulate = self.plan.accumulate
+        self.heartbeat = Heartbeat(os.environ.get("ECHELON_HEARTBEAT", ""))
+        self.saver = Saver(self)
+        self.quarantine = Quarantine(self)
         self.step, self.samples, self.seconds = 0, 0, 0.0  # done so far; all that data loading needs is `samples`
-        self.lag = 0  # steps by which the weights are behind `step`, while a callback defers
-        self.metrics = self.last_metrics = NOTHING  # numbers of this step, if it is one to log; of the last that was
+        self.lag, self.validated_step = 0, -1  # lag: steps by which the weights are behind, while a callback defers
+        self.metrics: dict[str, float] = {}  # numbers of this step, if it is one to log
+        self.last_metrics = self.metrics  # of the last that was
         self.validation: dict[str, float] = {}  # of the last validation, which was at `validated_step`
         self.best: dict[str, Any] = {}
-        self.checkpoint, self.stop_reason = self.plan.resumed, ""
-        self.validated_step = self.saved_step = -1
+        self.accumulate, self.checkpoint, self.stop_reason = self.plan.accumulate, self.plan.resumed, ""
 
     def _set_hooks(self) -> None:
         self.callbacks = self.plan.callbacks
@@ -155,7 +155,7 @@ class Trainer:
                 self._finish()
         finally:
             with ExitStack() as every:  # also if one of them raises
-                every.callback(unlock, resume.checkpoints(self))
+                every.callback(self.saver.close)
                 every.callback(self.loader.close)
                 for end in reversed(self._hooks["on_fit_end"]):
                     every.callback(end, self)
@@ -184,19 +184,20 @@ class Trainer:
         now = time.monotonic()
         self.started, self.saved_at, self.validated_at = now - self.seconds, now, now
         self._check_limit()
+        self.heartbeat.beat(self.step)
         self.emit("on_fit_start")
         self.begins()
-        if plan.resumed:
-            resume.set_newer_aside(self)
+        resume.leave_newer(self)
 
     def _train_step(self, data: Step) -> None:
         for generator in self.generators:
             generator.manual_seed(self.seed_base + self.step * GOLDEN & MASK >> 1)
-        agreed = self.ranks.agree((*self._wishes(), sum(data.weights)))  # a collective beside the forward pass
+        agreed = self.ranks.agree((len(data.bad), *self._wishes(), sum(data.weights)))  # beside the forward pass
         factor = self.plan.rate(self.step)
         for group, peak in zip(self.optimizer.param_groups, self.peak_lr):
             group["lr"] = peak * factor
-        self.data, self.losses, self.logged = data, [], self._is_logged(self.step + 1)
+        self.data, self.losses, done = data, [], self.step + 1
+        self.logged = done % self.options.log_every_steps == 0 or done == self.plan.max_steps
         for i, (batch, weight) in enumerate(zip(data.batches, data.weights), start=1):
             if self.accumulate > 1:
                 self.model.require_backward_grad_sync = i == self.accumulate  # DDP reduces on the last micro-batch only
@@ -204,7 +205,7 @@ class Trainer:
             if not weight:
                 loss = no_loss(self.parameters, self.options.ddp.find_unused_parameters)
             if i == 1:
-                *self.wishes, self.weight = agreed()
+                self.bad, *self.wishes, self.weight = agreed()
             self.losses.append(loss)  # with its graph: the next one reuses its leaves
             self.scaler.scale(share(loss, weight * self.world, self.weight)).backward()
         self.scaler.unscale_(self.optimizer)  # a no-op unless fp16
@@ -213,7 +214,7 @@ class Trainer:
             self.grad_norm = clip_grad_norm_(self.parameters, self.options.clip_norm)
         elif self.logged and not self.defers:
             norms = [vector_norm(p.grad) for p in self.parameters if p.grad is not None]
-            self.grad_norm = vector_norm(torch.stack(norms))
+            self.grad_norm = vector_norm(torch.stack(norms or [torch.zeros(())]))
         self.scaler.step(self.optimizer)
         self.scaler.update()
         for p in self.parameters:
@@ -229,9 +230,11 @@ class Trainer:
         return bool(self.signals.name), now - self.saved_at >= plan.save_s, now - self.validated_at >= plan.validate_s
 
     def _after_step(self) -> None:
-        self.metrics = self._measure() if self.logged else NOTHING
+        self.metrics = self._measure() if self.logged else {}
         self.emit("on_step_end")
         self.last_metrics = self.metrics or self.last_metrics
+        if self.bad:
+            self.quarantine.take(self)
         stop, save, validate = self.wishes
         if stop or (self.world == 1 and self.signals.name):
             self.stop("signal")
@@ -239,14 +242,13 @@ class Trainer:
         if validate or self.plan.validates_at(self.step):
             save |= self.validate()
         if (save or self.plan.saves_at(self.step)) and not self.stop_reason:  # the last one is `_finish`'s
-            resume.save(self)
+            self.saver.save()
+        self.saver.check()
+        self.heartbeat.beat(self.step)
 
     def _check_limit(self) -> None:
         if self.plan.max_steps is not None and self.step >= self.plan.max_steps:
             self.stop("max_steps")
-
-    def _is_logged(self, step: int) -> bool:
-        return step % self.options.log_every_steps == 0 or step == self.plan.max_steps
 
     def _measure(self) -> dict[str, float]:
         """The numbers of this step. Waits for the device, and is a collective."""
@@ -255,10 +257,7 @@ class Trainer:
         loss = sum(self.ranks.gather(ours)) / self.weight if self.weight else math.nan
         if self.weight and not math.isfinite(loss) and math.isfinite(self.last_metrics.get("train/loss", 0.0)):
             log.warning("step %d: the loss is %s; training goes on, but to nowhere", self.step, loss)
-        metrics = {
-            "train/loss": loss,
-            "train/lr": self.optimizer.param_groups[0]["lr"],
-        }
+        metrics = {"train/loss": loss, "train/lr": self.optimizer.param_groups[0]["lr"]}
         if not self.defers:
             metrics["train/grad_norm"] = self.grad_norm.item()
         if self.scaler.is_enabled():
@@ -284,7 +283,7 @@ class Trainer:
     def _finish(self) -> None:
         with ExitStack() as every:  # last first, also if one of them raises
             every.callback(report, self)
-            every.callback(resume.save, self, last=True)
+            every.callback(self.saver.save, last=True)
             self.emit("on_flush")
             self.seconds = time.monotonic() - self.started
             if self.stop_reason != "signal" and self.validated_step != self.step:

@@ -9,6 +9,7 @@ from torch import Tensor
 from trainer.checkpoint.commit import parse_best
 from trainer.data.source import Samples
 from trainer.errors import ConfigError, DataError, nearest
+from trainer.run import log
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -24,6 +25,7 @@ def evaluate(trainer: "Trainer", source: Samples | Iterable[Any]) -> dict[str, f
     """
     totals: dict[str, list[Any]] = {}
     for metrics in each_batch(trainer, source):
+        trainer.heartbeat.beat()
         for name, (total, count) in metrics.items():
             if count:  # else the sum may be 0 / 0
                 sums = totals.setdefault(name, [0.0, 0])
@@ -69,7 +71,11 @@ def each_batch(trainer: "Trainer", source: Samples | Iterable[Any]) -> Iterator[
     training = [module for module in trainer.eval_model.modules() if module.training]  # a recipe may freeze some
     trainer.eval_model.eval()
     try:
-        for batch, weight, _ in trainer.loader.validate(source):
+        for batch, weight, _, bad in trainer.loader.validate(source):
+            for each in bad:
+                log.warning("validation: left out: %s", each.why)
+            if batch is None:
+                continue
             yield trainer.precision.cast(batch_metrics)(trainer, batch, weight)
     finally:
         for module in training:

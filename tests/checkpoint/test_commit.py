@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from written import hidden, holds, put, steps
 
-from trainer.checkpoint.commit import checkpoints, commit, newest, resolve, retain, set_aside
+from trainer.checkpoint.commit import checkpoints, newest, resolve, retain, set_aside
 from trainer.checkpoint.manifest import Damaged
 from trainer.errors import ConfigError
 
@@ -120,10 +121,10 @@ def test_retention_keeps_the_newest_valid_and_the_best(run: Path) -> None:
     base = run.with_name("base")
     shutil.copytree(run, base)
 
-    def left(keep: int, best: str | None) -> list[int]:
+    def left(keep: int, best: str | None, every: int | None = None) -> list[int]:
         shutil.rmtree(run)
         shutil.copytree(base, run)
-        retain(run, keep, best)
+        retain(run, keep, best, every)
         assert hidden(run) == []
         return steps(run)
 
@@ -132,6 +133,7 @@ def test_retention_keeps_the_newest_valid_and_the_best(run: Path) -> None:
     assert left(2, "max val/accuracy") == [2, 5, 6, 7, 99]
     assert left(1, "max val/loss") == [1, 6, 7, 99]
     assert left(3, "val/unknown") == [4, 5, 6, 7, 99]
+    assert left(1, None, every=2) == [2, 4, 6, 7, 99]
     assert left(9, "val/loss") == [1, 2, 3, 4, 5, 6, 7, 99]
 
 
@@ -162,25 +164,30 @@ def test_a_commit_sweeps_and_puts_back(run: Path) -> None:
     assert [holds(path) for path in checkpoints(run)] == [(1, 1), (2, 2), (3, 3)] and hidden(run) == []
 
 
-def test_a_writer_taken_for_dead_cannot_commit(run: Path) -> None:
-    def slow(folder: Path) -> None:
-        (folder / "a").write_bytes(b"x")
-        put(run, 5)  # its successor
+def test_a_writer_taken_for_dead_cannot_commit(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.mkdir(parents=True)
+    fsync, successor = os.fsync, iter([5])
 
+    def slow(descriptor: int) -> None:
+        fsync(descriptor)
+        for step in successor:
+            put(run, step)
+
+    monkeypatch.setattr(os, "fsync", slow)
     with pytest.raises(FileNotFoundError):
-        commit(run, 4, slow, {})
+        put(run, 4)
     assert steps(run) == [5] and hidden(run) == []
 
 
 def test_an_error_leaves_nothing_of_the_try(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(run, 1)
-
-    def fail(folder: Path) -> None:
-        (folder / "half").write_bytes(b"x")
-        raise OSError(errno.ENOSPC, "disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        commit(run, 2, fail, {})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            put(run, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     with pytest.raises(ValueError, match="JSON"):
         put(run, 2, metrics={"val/loss": float("nan")})
     assert steps(run) == [1] and hidden(run) == []
@@ -199,9 +206,8 @@ def test_an_error_leaves_nothing_of_the_try(run: Path, monkeypatch: pytest.Monke
 
 def test_a_full_disk_is_seen_before_writing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(run, 1)
-    size = sum(path.stat().st_size for path in (run / "step-00000001").iterdir())
     real = os.statvfs(run)
-    for free, fits in ((int(1.1 * size) + 1, True), (int(1.1 * size) - 1, False)):
+    for free, fits in ((11_001, True), (10_999, False)):  # 1.1 times what is to be written
         fields = list(real)
         fields[1], fields[4] = 1, free  # f_frsize, f_bavail
         monkeypatch.setattr(os, "statvfs", lambda path, fields=fields: os.statvfs_result(fields))
@@ -210,5 +216,5 @@ def test_a_full_disk_is_seen_before_writing(run: Path, monkeypatch: pytest.Monke
             shutil.rmtree(run / "step-00000002")
         else:
             with pytest.raises(OSError, match="MiB are free") as error:
-                commit(run, 2, lambda folder: pytest.fail("written"), {})
-            assert error.value.errno == errno.ENOSPC
+                put(run, 2)
+            assert error.value.errno == errno.ENOSPC and steps(run) == [1]

@@ -17,10 +17,8 @@ from trainer.errors import ConfigError
 
 
 def test_every_flipped_bit_is_seen(run: Path) -> None:
-    def write(folder: Path) -> None:
-        (folder / "a.bin").write_bytes(bytes(range(40)))
-
-    checkpoint = commit(run, 1, write, {"metrics": {"val/loss": 1.25}, "note": "\u00e9 and \n"})
+    files = {"a.bin": memoryview(bytes(range(40)))}
+    checkpoint = commit(run, 1, files, {"metrics": {"val/loss": 1.25}, "note": "\u00e9 and \n"})
     assert verify(checkpoint)["metrics"] == {"val/loss": 1.25}
     for path in sorted(checkpoint.iterdir()):
         content = path.read_bytes()

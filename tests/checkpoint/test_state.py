@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import resource
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from enum import IntEnum
@@ -19,13 +18,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from trainer.checkpoint.image import DTYPES
 from trainer.checkpoint.manifest import Damaged
 from trainer.checkpoint.state import (
-    DTYPES,
+    Snapshot,
     load_optimizer_state,
     load_state,
     optimizer_state,
-    save_state,
 )
 from trainer.errors import ConfigError
 
@@ -51,6 +50,11 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, float) and isinstance(b, float):
         return (math.isnan(a) and math.isnan(b)) or (a, math.copysign(1, a)) == (b, math.copysign(1, b))
     return type(a) is type(b) and a == b
+
+
+def save_state(folder: Path, state: dict[str, Any]) -> None:
+    for name, content in Snapshot().take(state).items():
+        (folder / name).write_bytes(content)
 
 
 def through(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +135,6 @@ def test_a_model_file_is_readable_by_others(tmp_path: Path) -> None:
     fresh = Tied()
     fresh.load_state_dict(loaded["model"])
     assert same(dict(state), dict(fresh.state_dict()))
-    assert (folder / "model.safetensors").stat().st_mode == (folder / "state.json").stat().st_mode
 
 
 def test_names_that_collide(tmp_path: Path) -> None:
@@ -246,15 +249,28 @@ def test_damaged_tensor_files_and_huge_states(tmp_path: Path) -> None:
         load_state(tmp_path)
 
 
-def test_a_full_disk_is_an_oserror(tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-    try:
-        with pytest.raises(OSError, match="too large") as error:
-            save_state(tmp_path, {"s": {"t": torch.ones(50_000)}})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert error.value.errno == 27 and error.value.filename == str(tmp_path / "s.safetensors")  # EFBIG
+def test_a_snapshot_is_a_copy_and_uses_its_memory_again(tmp_path: Path) -> None:
+    snapshot, weight, count = Snapshot(), torch.arange(6.0).view(2, 3).t(), [1]
+    state = {"model": {"w": weight, "flag": torch.tensor(True)}, "count": count}
+    files = snapshot.take(state)
+    image = snapshot.images["model"]
+    expected = weight.clone()
+    weight.zero_()
+    count[0] = 2
+
+    def stored() -> dict[str, Any]:
+        for name, content in files.items():
+            (tmp_path / name).write_bytes(content)
+        return load_state(tmp_path)
+
+    assert same(stored(), {"model": {"w": expected, "flag": torch.tensor(True)}, "count": [1]})
+    files = snapshot.take(state)
+    assert snapshot.images["model"] is image
+    assert same(stored(), {"model": {"w": torch.zeros(3, 2), "flag": torch.tensor(True)}, "count": [2]})
+    for other in (torch.ones(2, 3), torch.ones(3, 2, dtype=torch.int32)):
+        files = snapshot.take({"model": {"w": other, "flag": torch.tensor(False)}, "count": count})
+        assert snapshot.images["model"] is not image
+        assert same(stored()["model"], {"w": other, "flag": torch.tensor(False)})
 
 
 # Optimizers: training with a save and a restart in the middle against training without.

@@ -54,7 +54,7 @@ def test_batches_arrive_whole_and_in_order_while_the_device_computes():
     batches = [{"x": torch.full((1 << 20,), float(i)).pin_memory()} for i in range(8)]
     busy = torch.randn(2048, 2048, device="cuda")
     device = torch.device("cuda", torch.cuda.current_device())
-    for i, micro in enumerate(upload(iter([Micro(b, 1, []) for b in batches]), device)):
+    for i, micro in enumerate(upload(iter([Micro(b, 1, [], []) for b in batches]), device)):
         busy = busy @ busy * 1e-3
         assert micro.batch["x"].is_cuda
         assert bool((micro.batch["x"] == i).all())

@@ -1,6 +1,8 @@
 """A callback for tests of processes: notes what it sees of its own, and makes trouble at a step of a rank."""
 
+import ctypes
 import json
+import multiprocessing
 import os
 import signal
 import time
@@ -13,32 +15,56 @@ from trainer.callback import Callback, Role
 
 
 class Probe(Callback):
-    """Before the first step it writes facts-<rank>.json into the run's folder.
+    """After its first step it writes facts-<rank>.json into the run's folder.
 
     Args:
-        trouble: `raise`, `exit`, or signals to this process or, after "parent ", to the one that started it.
+        trouble: `raise`, `exit CODE`, `hang`, `hold` (the interpreter's lock), `worker` (SIGKILL to one of its data
+            workers), or signals to this process or, after "parent ", to the one that started it; after "start: " it
+            makes it as it starts, not at a step.
+        rank: That makes it; -1 for all.
         step_s: Seconds that each step takes longer.
+        attempts: In the first so many starts of the run only.
     """
 
-    def __init__(self, trouble: str = "", rank: int = 0, step: int = 3, step_s: float = 0.0) -> None:
+    def __init__(
+        self, trouble: str = "", rank: int = 0, step: int = 3, step_s: float = 0.0, attempts: int = 9999
+    ) -> None:
         self.trouble, self.rank, self.step, self.step_s = trouble, rank, step, step_s
+        self.told = False
+        if int(os.environ.get("ECHELON_ATTEMPT", "0")) >= attempts:
+            self.trouble = ""
+        at_start, _, what = self.trouble.partition("start: ")
+        if what and not at_start:
+            self.trouble = ""
+            if os.environ.get("RANK") == str(rank):
+                self.make_trouble(what, 0)
 
     def on_step_end(self, trainer) -> None:
-        if trainer.step == 1:
+        if not self.told:
+            self.told = True
             path = trainer.run_dir / f"facts-{trainer.rank}.json"
             path.with_suffix(".tmp").write_text(json.dumps(facts(trainer)))
             path.with_suffix(".tmp").rename(path)
-        if trainer.step == self.step and trainer.rank == self.rank and self.trouble:
+        if trainer.step == self.step and self.rank in (-1, trainer.rank) and self.trouble:
             print("about to make trouble", flush=True)
-            self.make_trouble(trainer.step)
+            if trainer.saver.writing is not None:
+                trainer.saver.writing.result()  # else what it goes on from would depend on the disk
+            self.make_trouble(self.trouble, trainer.step)
         time.sleep(self.step_s)
 
-    def make_trouble(self, step: int) -> None:
-        if self.trouble == "raise":
+    def make_trouble(self, what: str, step: int) -> None:
+        if what == "raise":
             raise RuntimeError(f"trouble at step {step}")
-        if self.trouble == "exit":
-            os._exit(7)
-        _, parent, names = self.trouble.rpartition("parent ")
+        if what.startswith("exit "):
+            os._exit(int(what.removeprefix("exit ")))
+        if what == "hang":
+            time.sleep(3600)
+        if what == "hold":
+            ctypes.PyDLL(None).sleep(3600)
+        if what == "worker":
+            os.kill(min(child.pid or 0 for child in multiprocessing.active_children()), signal.SIGKILL)
+            return
+        _, parent, names = what.rpartition("parent ")
         for name in names.split():
             os.kill(os.getppid() if parent else os.getpid(), getattr(signal, name))
             time.sleep(0.2)  # the same signal twice at once would be one

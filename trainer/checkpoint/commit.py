@@ -14,7 +14,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ log = logging.getLogger("echelon")
 LAST = "last.pt"
 
 
-def commit(run_dir: Path, step: int, write: Callable[[Path], None], manifest: Mapping[str, Any]) -> Path:
-    """Makes the files that `write` puts into a folder the run's checkpoint at `step`, replacing one that is there.
+def commit(run_dir: Path, step: int, files: Mapping[str, memoryview], manifest: Mapping[str, Any]) -> Path:
+    """Makes `files`, by name, the run's checkpoint at `step`, replacing one that is there.
 
     `manifest` is JSON without NaN. An error leaves the older checkpoints as they were, and nothing of this one.
 
@@ -37,13 +37,12 @@ def commit(run_dir: Path, step: int, write: Callable[[Path], None], manifest: Ma
     """
     make(run_dir)
     _sweep(run_dir)
-    _preflight(run_dir)
+    _preflight(run_dir, sum(content.nbytes for content in files.values()))
     final, attempt = folder(run_dir, step), os.urandom(8).hex()
     staging = run_dir / f".tmp-{step:08d}-{attempt}"
     try:
         staging.mkdir()
-        write(staging)
-        seal(staging, step, manifest)
+        seal(staging, step, files, manifest)
         if os.path.lexists(final):
             _hide(final, "old")
         os.rename(staging, final)  # from here on it exists
@@ -119,8 +118,9 @@ def resolve(resume: str, root: Path, run_dir: Path | None) -> Path | None:
     raise ConfigError(f"{key}: {why}; give DIR/{LAST}, a folder step-*, a run's folder, or auto")
 
 
-def retain(run_dir: Path, keep: int, best: str | None) -> None:
-    """Deletes all valid checkpoints but the newest `keep` and the best one; one that is not valid doesn't count.
+def retain(run_dir: Path, keep: int, best: str | None, every: int | None) -> None:
+    """Deletes all valid checkpoints but the newest `keep`, the best one, and those of steps that `every` divides; one
+    that is not valid doesn't count.
 
     `best` is `trainer.checkpoint.keep_best`, of the manifests' "metrics". The older of equals is the better one, and
     one without the metric is no candidate. Validity here is the manifest and the sizes.
@@ -134,7 +134,7 @@ def retain(run_dir: Path, keep: int, best: str | None) -> None:
     scores = {path: sign * values[name] for path, values in metrics.items() if name in values}
     leader = min(scores, key=lambda path: scores[path], default=None)
     for checkpoint in list(metrics)[:-keep]:
-        if checkpoint != leader:
+        if checkpoint != leader and not (every and _step(checkpoint) % every == 0):
             shutil.rmtree(_hide(checkpoint, "trash"), ignore_errors=True)
 
 
@@ -208,13 +208,11 @@ def _sweep(run_dir: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _preflight(run_dir: Path) -> None:
-    for latest in checkpoints(run_dir)[-1:]:
-        need = 1.1 * sum(path.lstat().st_size for path in latest.iterdir())
-        disk = os.statvfs(run_dir)
-        if (free := disk.f_bavail * disk.f_frsize) < need:
-            text = f"a checkpoint needs about {need / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free"
-            raise OSError(errno.ENOSPC, text, str(run_dir))
+def _preflight(run_dir: Path, size: int) -> None:
+    disk = os.statvfs(run_dir)
+    if (free := disk.f_bavail * disk.f_frsize) < (need := 1.1 * size):
+        text = f"a checkpoint needs about {need / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free"
+        raise OSError(errno.ENOSPC, text, str(run_dir))
 
 
 def _link(checkpoint: Path) -> None:

@@ -16,6 +16,7 @@ from trainer.errors import ConfigError
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
 MANIFEST_BYTES = 64 << 20  # more is refused
+CHUNK = 4 << 20  # bytes that are hashed, then written
 STEP = re.compile(r"step-([0-9]{8,})")
 FILE = re.compile(r"[A-Za-z0-9._-]+")
 # What the system says of damage; any other OSError (permissions, too many open files) is not the checkpoint's.
@@ -33,21 +34,16 @@ class Damaged(ConfigError):
     """A checkpoint that is not what its writer wrote; the message names the file and what differs."""
 
 
-def seal(folder: Path, step: int, manifest: Mapping[str, Any]) -> None:
-    """Hashes the files in `folder`, writes their manifest last, and returns when all of it is on the disk."""
+def seal(folder: Path, step: int, files: Mapping[str, memoryview], manifest: Mapping[str, Any]) -> None:
+    """Writes `files` and then their manifest, and returns when all of it is on the disk."""
     assert not manifest.keys() & {"format", "step", "files", "sha256"}, manifest.keys()
-    files: dict[str, list[int | str]] = {}
+    entries: dict[str, list[int | str]] = {}
     with _opened(folder) as descriptor:
-        for name in sorted(os.listdir(descriptor)):
+        for name in sorted(files):
             assert FILE.fullmatch(name), name
-            with _open(descriptor, name) as file:
-                files[name] = [os.fstat(file.fileno()).st_size, _sha256(file)]
-                os.fsync(file.fileno())
-        content = _render({"format": FORMAT, "step": step, **manifest, "files": files})
-        with open(folder / MANIFEST, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+            entries[name] = [files[name].nbytes, _write(descriptor, name, files[name])]
+        content = _render({"format": FORMAT, "step": step, **manifest, "files": entries})
+        _write(descriptor, MANIFEST, memoryview(content))
         os.fsync(descriptor)
 
 
@@ -81,6 +77,33 @@ def sync(folder: Path) -> None:
     """Makes the names in `folder` durable."""
     with _opened(folder) as descriptor:
         os.fsync(descriptor)
+
+
+def _write(folder: int, name: str, content: memoryview) -> str:
+    """A new file, its place on the disk claimed first. Returns its sha256. While it is hashed and written, other
+    threads have the interpreter."""
+    digest = hashlib.sha256()
+    file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder)
+    try:
+        if content.nbytes:
+            _claim(file, content.nbytes)
+        for start in range(0, content.nbytes, CHUNK):
+            chunk = content[start : start + CHUNK]
+            digest.update(chunk)
+            while chunk:
+                chunk = chunk[os.write(file, chunk) :]
+        os.fsync(file)
+    finally:
+        os.close(file)
+    return digest.hexdigest()
+
+
+def _claim(file: int, size: int) -> None:
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise  # else a file system that can't; writing tells the rest
 
 
 def _render(manifest: dict[str, Any]) -> bytes:
@@ -131,6 +154,6 @@ def _open(folder: int, name: str) -> Iterator[BinaryIO]:
 
 def _sha256(file: BinaryIO) -> str:
     digest = hashlib.sha256()
-    while chunk := file.read(1 << 20):
+    while chunk := file.read(CHUNK):
         digest.update(chunk)
     return digest.hexdigest()

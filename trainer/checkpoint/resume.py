@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,51 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.checkpoint import commit
-from trainer.checkpoint.state import load_optimizer_state, load_state, optimizer_state, pack, save_state, unpack
+from trainer.checkpoint.state import load_optimizer_state, load_state, optimizer_state, pack, unpack
 from trainer.errors import ConfigError
 from trainer.plan import refuse_differences, weights_file
 from trainer.run import log, versions
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
-
-
-def save(trainer: "Trainer", last: bool = False) -> None:
-    """Write a checkpoint of this step, unless there is one; rank 0 writes, its buffers too where ranks' differ.
-
-    A failed write is logged and training goes on: the older checkpoints are still there.
-
-    Raises:
-        ConfigError: the last one can't be written.
-    """
-    trainer.emit("on_flush")
-    options, folder = trainer.options.checkpoint, checkpoints(trainer)
-    trainer.saved_at = time.monotonic()
-    trainer.seconds = trainer.saved_at - trainer.started
-    if trainer.saved_step == trainer.step:
-        return
-    trainer.saved_step = trainer.step
-    ranks = rank_states(trainer)
-    if trainer.rank:
-        return
-    state = state_dict(trainer) | ranks
-    try:
-        trainer.checkpoint = commit.commit(
-            folder, trainer.step, lambda staging: save_state(staging, state), manifest(trainer)
-        )
-    except OSError as error:
-        trainer.saved_step = -1
-        if last:
-            raise ConfigError(
-                f"trainer.checkpoint.dir={options.dir}: the checkpoint of the last step, {trainer.step}, failed: "
-                f"{error}; mend that and go on from the one before by trainer.resume={folder}"
-            ) from error
-        log.error("checkpoint of step %d failed, training goes on: %s", trainer.step, error)
-        return
-    try:
-        commit.retain(folder, options.keep, options.keep_best)
-    except OSError as error:
-        log.warning("checkpoint of step %d is written, but older ones can't be removed: %s", trainer.step, error)
 
 
 def checkpoints(trainer: "Trainer") -> Path:
@@ -77,6 +38,7 @@ def state_dict(trainer: "Trainer") -> dict[str, Any]:
         "best": trainer.best,
         "validation": trainer.validation,
         "validated_step": trainer.validated_step,
+        "quarantine": trainer.quarantine.state_dict(),
     }
 
 
@@ -152,6 +114,7 @@ def load(trainer: "Trainer", path: Path) -> None:
         trainer.scaler.load_state_dict(state["scaler"])
     for name in ("step", "samples", "seconds", "best", "validation", "validated_step"):
         setattr(trainer, name, state[name])
+    trainer.quarantine.load_state_dict(state["quarantine"])
     for name, callback in trainer.callbacks.items():
         if name in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][name])
@@ -173,9 +136,12 @@ def load(trainer: "Trainer", path: Path) -> None:
         log.info("resume: this recipe's data is an iterable of batches; the %d steps before are replayed", trainer.step)
 
 
-def set_newer_aside(trainer: "Trainer") -> None:
-    """What was saved above the step from which this run goes on. Not before the run is sure to begin."""
-    if trainer.rank == 0 and (aside := commit.set_aside(checkpoints(trainer), trainer.step)):
+def leave_newer(trainer: "Trainer") -> None:
+    """What was written after the step from which this run goes on counts no more. Not before it is sure to begin."""
+    if trainer.rank:
+        return
+    trainer.quarantine.begin()
+    if trainer.plan.resumed and (aside := commit.set_aside(checkpoints(trainer), trainer.step)):
         log.warning("resume: another history begins at step %d; set aside: %s", trainer.step, ", ".join(aside))
 
 

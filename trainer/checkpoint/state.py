@@ -1,6 +1,5 @@
 """A state, nested dicts of tensors and plain values, as safetensors and strict JSON: bit for bit, without pickle."""
 
-import errno
 import json
 import math
 import re
@@ -10,49 +9,65 @@ from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file, save, save_file
+from safetensors.torch import load, load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.checkpoint.image import DTYPES, Image, kinds
 from trainer.checkpoint.manifest import Damaged
 from trainer.errors import ConfigError
 
 STATE = "state.json"
 STATE_BYTES = 256 << 20  # more is refused
 SECTION = re.compile(r"[A-Za-z0-9_-]+")  # becomes a file name
-DTYPES = {
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
-    *(torch.complex64, torch.bool),
-}
 
 
-def save_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Writes the tensors of each section of `state` to SECTION.safetensors, and all else to state.json.
+class Snapshot:
+    """Copies of a state on the host, as the files that they become. Each uses the memory of the one before."""
 
-    A tensor's name there is its path in the section, joined with "/", so a module's state_dict keeps its own names.
-    Tensors that are the same memory are stored once, under the first name. Layout in memory is not kept.
+    def __init__(self) -> None:
+        self.images: dict[str, Image] = {}
+        self.copied: torch.Event | None = None
 
-    Raises:
-        TypeError: naming the path of a value that is no tensor, str, bool, int, float, None, dict, list or tuple.
-        OSError: from the disk.
-    """
-    content: dict[str, Any] = {}
-    for section, value in state.items():
-        assert SECTION.fullmatch(section), section
-        pack = _Pack()
-        content[section] = pack.encode(value, (section,))
-        if pack.tensors:
-            _write_tensors(folder / f"{section}.safetensors", pack.tensors)
-    (folder / STATE).write_text(json.dumps(content, allow_nan=False, indent=1), encoding="ascii")
+    def take(self, state: Mapping[str, Any]) -> dict[str, memoryview]:
+        """Name -> content of a file: SECTION.safetensors for the tensors of each section of `state`, state.json for all
+        else. Valid from `wait` until the next call.
+
+        A tensor's name there is its path in the section, joined with "/", so a module's state_dict keeps its own names.
+        Tensors that are the same memory are stored once, under the first name. Layout in memory is not kept.
+
+        Raises:
+            TypeError: naming the path of a value that is no tensor, str, bool, int, float, None, dict, list or tuple.
+        """
+        content: dict[str, Any] = {}
+        images: dict[str, Image] = {}
+        for section, value in state.items():
+            assert SECTION.fullmatch(section), section
+            packing = _Pack()
+            content[section] = packing.encode(value, (section,))
+            if packing.tensors:
+                image = self.images.get(section)
+                if image is None or image.kinds != kinds(packing.tensors):
+                    image = Image(packing.tensors)
+                image.copy(packing.tensors)
+                images[section] = image
+        self.images = images
+        self.copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+        files = {f"{section}.safetensors": image.buffer for section, image in images.items()}
+        return {**files, STATE: memoryview(json.dumps(content, allow_nan=False, indent=1).encode("ascii"))}
+
+    def wait(self) -> None:
+        """For the copies of what is on a GPU, where they are only enqueued."""
+        if self.copied is not None:
+            self.copied.synchronize()
 
 
 def load_state(folder: Path, wanted: Callable[[str], bool] = lambda section: True) -> dict[str, Any]:
-    """What `save_state` wrote of the sections that are `wanted`, on the CPU. Tensors stored once come back as one
+    """What a `Snapshot` had of the sections that are `wanted`, on the CPU. Tensors stored once come back as one
     tensor, any kind of dict as a dict.
 
     Raises:
-        Damaged: a file that `save_state` can't have written.
+        Damaged: a file that none can have been.
     """
     path = folder / STATE
     try:
@@ -72,8 +87,12 @@ def pack(state: Mapping[str, Any]) -> Tensor:
     """`state` as bytes (n,), for the way from rank to rank."""
     packing = _Pack()
     content = json.dumps(packing.encode(dict(state), ("state",)), allow_nan=False).encode("ascii")
-    data = len(content).to_bytes(8, "big") + content + save(packing.tensors)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    head = bytearray(len(content).to_bytes(8, "big") + content)
+    image = Image(packing.tensors)
+    image.copy(packing.tensors)
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return torch.cat([torch.frombuffer(head, dtype=torch.uint8), image.bytes])
 
 
 def unpack(data: Tensor) -> dict[str, Any]:
@@ -110,7 +129,6 @@ class _Pack:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.names: dict[tuple[Any, ...], str] = {}  # by the memory they are
-        self.storages: set[int] = set()
 
     def encode(self, value: Any, path: tuple[str, ...]) -> Any:
         """`value` as JSON; an object with one key that begins with $ stands for what JSON doesn't have."""
@@ -145,21 +163,9 @@ class _Pack:
             name = "/".join(path[1:]) or path[0]
             while name in self.tensors or name == "__metadata__":  # a key with "/" in it, or safetensors' own
                 name += "_"
-            data = data.cpu().contiguous()
-            storage = data.untyped_storage().data_ptr()
-            self.tensors[name] = data.clone() if storage in self.storages else data  # safetensors takes no views
-            self.storages.add(storage)
+            self.tensors[name] = data
             self.names[key] = name
         return self.names[key]
-
-
-def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    try:
-        save_file(tensors, path)
-    except SafetensorError as error:
-        match = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(match[1]) if match else errno.EIO, str(error), str(path)) from error
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes files that nobody else may read
 
 
 def _read_tensors(folder: Path, section: str) -> dict[str, Tensor]:

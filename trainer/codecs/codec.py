@@ -38,6 +38,14 @@ class Codec:
         """Among how many payloads are averaged, which this one's is, and what random numbers are made from."""
         self.ranks, self.rank, self.seed = ranks, rank, seed
 
+    def forget(self) -> None:
+        """What is kept from step to step is as at the beginning."""
+        for kept in self.kept.values():
+            for flat in kept.flats.values():
+                flat.zero_()
+        for values in self.shared.values():
+            values.clear()
+
     def encode(self, flat: Tensor, bucket: Bucket) -> Tensor:
         """The payload, of a size that is the same on all ranks."""
         raise NotImplementedError

@@ -9,6 +9,7 @@ import stat
 import tarfile
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,11 +47,14 @@ class Index:
         self.fingerprint = hashlib.sha256(os.fsencode("".join(rows))).hexdigest()
 
     @classmethod
-    def open(cls, paths: Sequence[Path], progress: Callable[[str, int, int], None] | None = None) -> "Index":
+    def open(
+        cls, paths: Sequence[Path], progress: Callable[[str, int, int], None] = lambda *_: None, workers: int = 4
+    ) -> "Index":
         """Reads the stored index of each shard; makes it where there is none or the shard has changed since.
 
         Args:
             progress: Called with (shard, bytes done, bytes to do) after each shard that had to be indexed.
+            workers: Threads that index: they read and hash side by side, members of a few kB by turns.
 
         Raises:
             DataError: for a shard that is missing, given twice, cut or damaged, and if there is no sample at all.
@@ -62,15 +66,19 @@ class Index:
             if (real := os.path.realpath(path)) in seen:
                 raise DataError(f"{path}: the shard is given twice; give each shard once")
             seen.add(real)
-        shards = [_find_stored(path) for path in paths]
-        done, total = 0, sum(_stat(path).st_size for path, shard in zip(paths, shards) if shard is None)
-        for i, path in enumerate(paths):
-            if shards[i] is None:
-                shards[i] = built = _build(path)
-                done += built.bytes
-                if progress:
-                    progress(path.name, done, total)
-        index = cls([shard for shard in shards if shard])
+        shards = {path: _find_stored(path) for path in paths}
+        missing = [path for path, shard in shards.items() if shard is None]
+        done, total = 0, sum(_stat(path).st_size for path in missing)
+        with ThreadPoolExecutor(workers) as pool:
+            try:
+                for built in pool.map(_build, missing):
+                    shards[built.path] = built
+                    done += built.bytes
+                    progress(built.path.name, done, total)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        index = cls([shard for shard in shards.values() if shard])
         if not sum(index.counts):
             raise DataError(f"{paths[0]}: no samples in {len(paths)} shards; members must be named KEY.EXTENSION")
         return index
@@ -128,6 +136,12 @@ def _places(path: Path) -> tuple[Path, Path]:
     return Path(f"{path}.idx"), Path("~/.cache/echelon/index").expanduser() / f"{name}.idx"
 
 
+def stored(path: Path) -> Shard | None:
+    """What was indexed, whatever the shard is by now; None where nothing was."""
+    found = (_load(path, place) for place in _places(path))
+    return next((loaded[0] for loaded in found if loaded), None)
+
+
 def _find_stored(path: Path) -> Shard | None:
     """The shard by its stored index, where that is usable; a line in the log where there is one that isn't."""
     now = _stat(path)
@@ -159,11 +173,7 @@ def _load(path: Path, stored: Path) -> tuple[Shard, Any] | None:
 def _build(path: Path) -> Shard:
     """Indexes a shard in one pass and stores the result."""
     now = _stat(path)  # before the pass: a change during it makes the index stale
-    try:
-        with path.open("rb", buffering=0) as file:
-            samples, sha256 = _scan(path, file.fileno())
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; restore the shard or leave it out") from None
+    samples, sha256 = scan(path)
     count = len(samples)
     about = {"version": VERSION, "bytes": now.st_size, "mtime_ns": now.st_mtime_ns, "sha256": sha256, "samples": count}
     content = save({"samples": samples}, {key: str(value) for key, value in about.items()})
@@ -177,8 +187,21 @@ def _build(path: Path) -> Shard:
     raise DataError(f"{path}: no place for its index ({'; '.join(errors)}); make one of these folders writable")
 
 
+def scan(path: Path) -> tuple[NDArray[np.int64], str]:
+    """Rows [offset, length, crc32] of a shard's samples, and its sha256. One pass.
+
+    Raises:
+        DataError: it can't be read, or is cut or damaged.
+    """
+    try:
+        with path.open("rb", buffering=0) as file:
+            return _scan(path, file.fileno())
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; restore the shard or leave it out") from None
+
+
 def _scan(path: Path, fd: int) -> tuple[NDArray[np.int64], str]:
-    """Rows and sha256. Groups neighbours of one key, as WebDataset does; checks that nothing is missing at the end."""
+    """Groups neighbours of one key, as WebDataset does; checks that nothing is missing at the end."""
     size = os.fstat(fd).st_size
 
     def fetch(offset: int, count: int) -> bytes:

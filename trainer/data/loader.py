@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from trainer.data.order import GOLDEN, MASK, Ref, mix, walk
+from trainer.data.quarantine import Bad, stand_in
 from trainer.data.source import Samples, seed_all
 from trainer.errors import DataError
 from trainer.launch import die_with_parent
@@ -30,12 +31,14 @@ class Step(NamedTuple):
     batches: list[Any]
     weights: list[int]  # items that each micro-batch's loss averages over
     refs: list[Ref]  # the samples, in order; empty for an iterable of batches
+    bad: list[Bad]  # those of them that are not in the batches
 
 
 class Micro(NamedTuple):
     batch: Any
     weight: int
     refs: list[Ref]
+    bad: list[Bad]
 
 
 class Loader:
@@ -48,7 +51,7 @@ class Loader:
     def train(self, source: Samples | Iterable[Any], start: int) -> Iterator[Step]:
         """Steps for ever, from position `start` of the stream of samples on."""
         if isinstance(source, Samples):
-            micros = self._run(self._load(source, self._plan(start)))
+            micros = self._run(stand_in(self._load(source, self._plan(start))))
         else:
             if self.world > 1:
                 log.info("data is an iterable: each of %d ranks walks its own; see trainer/recipe.py", self.world)
@@ -58,12 +61,9 @@ class Loader:
             micros = itertools.chain([first], micros)
             micros = itertools.islice(micros, start // self.plan.batch * self.plan.accumulate, None)
         micros = upload(micros, self.device)
-        if self.plan.accumulate == 1:
-            for batch, weight, refs in micros:
-                yield Step([batch], [weight], refs)
-            return
         while group := list(itertools.islice(micros, self.plan.accumulate)):
-            yield Step([m.batch for m in group], [m.weight for m in group], [ref for m in group for ref in m.refs])
+            refs, bad = [ref for m in group for ref in m.refs], [each for m in group for each in m.bad]
+            yield Step([m.batch for m in group], [m.weight for m in group], refs, bad)
 
     def validate(self, source: Samples | Iterable[Any]) -> Iterator[Micro]:
         """Every sample once, over all ranks, as stored; the last micro-batch may be smaller, or a rank have none."""
@@ -101,7 +101,7 @@ class Loader:
         while True:
             batch = None
             for batch in source:
-                yield Micro(batch, weight(batch), [])
+                yield Micro(batch, weight(batch), [], [])
                 key = key + GOLDEN & MASK
                 torch.default_generator.manual_seed(key)
             if not endless:
@@ -142,8 +142,8 @@ class Loader:
             for fetched, refs in zip(loader, to_name, strict=False):
                 if isinstance(fetched, DataError):
                     raise fetched
-                batch, weight = fetched
-                yield Micro(batch, weight, refs)
+                batch, weight, bad = fetched
+                yield Micro(batch, weight, refs, bad)
         except RuntimeError as error:
             if "DataLoader timed out" not in str(error):
                 raise
@@ -154,7 +154,8 @@ class Loader:
 
 
 class Fetch:
-    """In a worker: a batch and its weight, while it is on the CPU.
+    """In a worker: a batch and its weight, while it is on the CPU, and the samples that could not be read; no batch
+    where that is all of them.
 
     A DataError is returned, for raised in a worker it would come with the worker's traceback in its message.
     """
@@ -162,10 +163,11 @@ class Fetch:
     def __init__(self, source: Samples, recipe: Any) -> None:
         self.source, self.collate, self.weight = source, getattr(recipe, "collate", default_collate), weight_of(recipe)
 
-    def __getitem__(self, refs: list[Ref]) -> tuple[Any, int] | DataError:
+    def __getitem__(self, refs: list[Ref]) -> tuple[Any, int, list[Bad]] | DataError:
         try:
-            batch = self.collate(self.source.batch(refs))
-            return batch, self.weight(batch)
+            good, bad = self.source.batch(refs)
+            batch = self.collate(good) if good else None
+            return batch, self.weight(batch) if good else 0, bad
         except DataError as error:
             return DataError(str(error))  # of no class that only the recipe knows
 

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from trainer.data.index import Index, find_shards
 from trainer.data.order import Ref, mix
+from trainer.data.quarantine import Bad
 from trainer.data.read import ShardReader
 from trainer.errors import DataError
 from trainer.run import log
@@ -46,9 +47,17 @@ class Samples:
         value = self.reader.read(ref)
         return value if self.transform is None else self.transform(value, Generator(Philox(key)))
 
-    def batch(self, refs: list[Ref]) -> list[Any]:
+    def batch(self, refs: list[Ref]) -> tuple[list[Any], list[Bad]]:
+        """The samples, without those that can't be read, and these."""
         self.reader.prefetch(refs)
-        return [self[ref] for ref in refs]
+        good: list[Any] = []
+        bad: list[Bad] = []
+        for ref in refs:
+            try:
+                good.append(self[ref])
+            except DataError as error:
+                bad.append(Bad(ref, str(error)))
+        return good, bad
 
 
 class MapReader:

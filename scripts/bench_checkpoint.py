@@ -1,0 +1,279 @@
+"""Measures what a checkpoint costs training: the stall of the loop, the steps beside the writer, the time to durable.
+
+    python scripts/bench_checkpoint.py [--quick] [--size 100MB] [--threads 1] [--rounds 5] [--json FILE]
+
+One run of a Trainer; at the end of a step one of the ways to save saves its model and optimizer, all of them by turns
+in every round, and the turn ends two steps after what it wrote is on the disk. Peers' files are synced for them: they
+don't. A stall is told as a ratio to copying the same tensors into memory that is there, of the same round.
+"""
+
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from bench_report import Goal, Row, at_most, machine, parser, report
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from trainer.callback import Callback
+from trainer.checkpoint.resume import state_dict
+from trainer.launch import Place
+from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.trainer import Trainer
+
+WIDTH = 2048
+LAYERS = {"100MB": 2, "2GB": 40}  # of WIDTH x WIDTH float32, with two moments each
+BEFORE, AFTER = 5, 2  # steps of a turn before the save, and after it is durable
+LIMIT = 400  # steps of a turn
+Done = Callable[[], bool]
+
+
+class Wide:
+    """A stack of square layers; random numbers, synthetic."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(self.layers)))
+
+    def data(self, split: str) -> Any:
+        return [{"x": torch.randn(4, WIDTH)} for _ in range(64)] if split == "train" else None
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["x"]).square().mean()
+
+
+class Way:
+    """To save. `begin` returns when training may go on; `done` when there is nothing left to do."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.thread = folder, ThreadPoolExecutor(1)
+
+    def begin(self, trainer: Trainer) -> Done:
+        raise NotImplementedError
+
+    def synced(self, written: Future[Any] | None) -> Done:
+        """Done when what is written has been brought to the disk, by a thread of ours."""
+
+        def bring() -> None:
+            if written is not None:
+                written.result()
+            for path in [*sorted(self.folder.rglob("*")), self.folder]:
+                descriptor = os.open(path, os.O_RDONLY)
+                os.fsync(descriptor)
+                os.close(descriptor)
+
+        return self.thread.submit(bring).done
+
+    def states(self, trainer: Trainer) -> dict[str, Any]:
+        return {"model": trainer.module.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+
+    def clean(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+
+
+class Copy(Way):
+    """What any copy of the state costs."""
+
+    buffers: list[Tensor] | None = None
+
+    def begin(self, trainer: Trainer) -> Done:
+        tensors = [t.detach() for section in state_dict(trainer).values() for t in leaves(section)]
+        if self.buffers is None:
+            self.buffers = [torch.zeros_like(t) for t in tensors]
+        began = time.perf_counter()
+        torch._foreach_copy_(self.buffers, tensors)
+        self.seconds = time.perf_counter() - began
+        return lambda: True
+
+
+class Echelon(Way):
+    def begin(self, trainer: Trainer) -> Done:
+        trainer.saver.save()
+        assert trainer.saver.writing is not None
+        return trainer.saver.writing.done
+
+    def clean(self) -> None:
+        pass
+
+
+class TorchSave(Way):
+    def begin(self, trainer: Trainer) -> Done:
+        torch.save(self.states(trainer), self.folder / "state.pt")
+        return self.synced(None)
+
+
+class DCP(Way):
+    def begin(self, trainer: Trainer) -> Done:
+        dcp.save(self.states(trainer), checkpoint_id=self.folder, no_dist=True)
+        return self.synced(None)
+
+
+class AsyncDCP(Way):
+    kind = AsyncCheckpointerType.THREAD
+
+    def begin(self, trainer: Trainer) -> Done:
+        written = dcp.async_save(self.states(trainer), checkpoint_id=self.folder, async_checkpointer_type=self.kind)
+        assert isinstance(written, Future)
+        return self.synced(written)
+
+
+class ProcessDCP(AsyncDCP):
+    kind = AsyncCheckpointerType.PROCESS
+
+
+WAYS: dict[str, type[Way]] = {
+    "copy": Copy,
+    "Echelon": Echelon,
+    "torch.save": TorchSave,
+    "DCP": DCP,
+    "DCP async, thread": AsyncDCP,
+    "DCP async, process": ProcessDCP,
+}
+
+
+def leaves(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for item in value.values() for t in leaves(item)] if isinstance(value, dict) else []
+
+
+class Turns(Callback):
+    """Times each step, and saves in one way after the other. `turns`: name -> what each of its turns showed."""
+
+    def __init__(self, folder: Path, rounds: int) -> None:
+        self.ways = {name: way(folder / str(i)) for i, (name, way) in enumerate(WAYS.items())}
+        self.turns: dict[str, list[Row]] = {name: [] for name in WAYS}
+        order = [list(WAYS)[:: -1 if n % 2 else 1] for n in range(rounds + 1)]  # the first is to make buffers
+        self.queue = [name for names in order for name in names]
+        self.before: list[float] = []
+        self.beside: list[float] = []
+        self.done: Done | None = None
+        self.ended = time.perf_counter()
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        now = time.perf_counter()
+        seconds = now - self.ended
+        if self.done is None:
+            self.before.append(seconds)
+            if len(self.before) > BEFORE:
+                self.begin(trainer)
+        else:
+            if self.durable_s is None:
+                self.beside.append(seconds)
+                if self.done():
+                    self.durable_s = now - self.began
+            else:
+                self.left -= 1
+            if self.durable_s is not None and self.left <= 0:
+                self.end(trainer)
+        self.ended = time.perf_counter()
+
+    def begin(self, trainer: Trainer) -> None:
+        way = self.ways[self.queue[0]]
+        way.clean()
+        self.began = time.perf_counter()
+        self.done = way.begin(trainer)
+        self.stall_s = getattr(way, "seconds", time.perf_counter() - self.began)
+        self.durable_s: float | None = None
+        self.beside, self.left = [], AFTER
+
+    def end(self, trainer: Trainer) -> None:
+        median_s = statistics.median(self.before[1:])
+        turn = {
+            "stall_s": self.stall_s,
+            "durable_s": self.durable_s,
+            "steps": len(self.beside),
+            "median": statistics.median(self.beside) / median_s,
+            "worst": max(self.beside) / median_s,
+            "step_s": median_s,
+        }
+        name = self.queue.pop(0)
+        self.turns[name].append(turn)
+        self.before, self.done = [], None
+        print(name, {key: round(value, 4) for key, value in turn.items()}, flush=True)
+        if not self.queue:
+            trainer.stop("max_steps")
+
+
+def measure(size: str, threads: int, rounds: int) -> tuple[list[Row], list[Goal]]:
+    torch.set_num_threads(threads)
+    here = Path.cwd()
+    with tempfile.TemporaryDirectory(dir=here) as folder:
+        os.chdir(folder)
+        try:
+            turns = Turns(Path(folder), rounds)
+            checkpoint = CheckpointOptions(every_steps=None, every_minutes=None, keep=1)
+            options = Options(devices=1, max_steps=10**6, run_dir="run", checkpoint=checkpoint, log_every_steps=10**6)
+            Trainer(
+                Wide(LAYERS[size]),
+                {"turns": turns},
+                batch=4,
+                options=options,
+                data=DataOptions(workers=0),
+                place=Place(),
+            ).fit()
+        finally:
+            os.chdir(here)
+    return table(turns.turns, size, threads, rounds)
+
+
+def table(turns: dict[str, list[Row]], size: str, threads: int, rounds: int) -> tuple[list[Row], list[Goal]]:
+    counted = {name: seen[1:] for name, seen in turns.items()}
+    copies = [turn["stall_s"] for turn in counted["copy"]]
+
+    def median(name: str, key: str) -> float:
+        return statistics.median(turn[key] for turn in counted[name])
+
+    part = f"{size} of state, {threads} thread(s), steps of {median('copy', 'step_s'):.3f} s; {rounds} rounds; "
+    part += f"a copy takes {statistics.median(copies):.4f} s"
+    rows: list[Row] = []
+    for name in counted:
+        ratios = [turn["stall_s"] / copy for turn, copy in zip(counted[name], copies, strict=True)]
+        beside = name in ("copy", "torch.save", "DCP")
+        rows.append({
+            "part": part,
+            "way": name,
+            "stall / copy": statistics.median(ratios),
+            "first stall / copy": turns[name][0]["stall_s"] / statistics.median(copies),
+            "stall s": median(name, "stall_s"),
+            "durable after s": "-" if name == "copy" else median(name, "durable_s"),
+            "step beside it": "-" if beside else median(name, "median"),
+            "worst step": "-" if beside else median(name, "worst"),
+        })  # fmt: skip
+    ours = {row["way"]: row for row in rows}["Echelon"]
+    return rows, [
+        at_most(f"{size}: stall, times a copy", 1.3, ours["stall / copy"]),
+        at_most(f"{size}: worst step beside the writer, times the median before", 1.1, ours["worst step"]),
+    ]
+
+
+def main() -> None:
+    made = parser(__doc__ or "")
+    made.add_argument("--size", choices=LAYERS)
+    made.add_argument("--threads", type=int, default=1, help="of torch's, for a step")
+    made.add_argument("--rounds", type=int)
+    args = made.parse_args()
+    about = machine(["torch", "numpy"])
+    print(*(f"{key} {value}" for key, value in about.items()), sep=", ", end="\n\n")
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # DCP's async_save wants one
+    sizes = [args.size] if args.size else ["100MB"] if args.quick else list(LAYERS)
+    measured = [measure(size, args.threads, args.rounds or (2 if args.quick else 5)) for size in sizes]
+    report([rows for rows, _ in measured], [goal for _, goals in measured for goal in goals], about, args.json)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Samples that can't be read: left out while nothing else moves, written down, and too many of them end the run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+from torch.utils.data import Dataset
+from toy_recipe import Points, Toy
+
+from trainer.callback import Callback
+from trainer.errors import DataError
+from trainer.launch import Place
+from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.trainer import Trainer
+
+BAD = (17, 40, 41)
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+class Holes(Points):
+    def __init__(self, bad: tuple[int, ...], size: int = 96) -> None:
+        super().__init__(size, torch.float64)
+        self.bad = bad
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        if i in self.bad:
+            raise DataError(f"{i}.png: is no image")
+        return super().__getitem__(i)
+
+
+class Holed(Toy):
+    def __init__(self, bad: tuple[int, ...], where: str = "train") -> None:
+        super().__init__(dtype="float64")
+        self.bad, self.where = bad, where
+
+    def data(self, split: str) -> Dataset:
+        return Holes(self.bad if split == self.where else (), 96 if split == "train" else 13)
+
+
+class Watch(Callback):
+    """Samples, and the reduced gradient, of each step."""
+
+    def __init__(self) -> None:
+        self.refs: dict[int, list[tuple[int, ...]]] = {}
+        self.gradients: dict[int, Tensor] = {}
+
+    def on_before_optimizer_step(self, trainer: Trainer) -> None:
+        self.refs[trainer.step] = [tuple(ref) for ref in trainer.data.refs]
+        self.gradients[trainer.step] = torch.cat([p.grad.view(-1) for p in trainer.parameters]).clone()  # pyright: ignore
+
+
+def train(
+    place: Place, bad: tuple[int, ...] = BAD, max_steps: int = 8, max_bad: float = 1e-4, resume: str | None = None,
+    where: str = "train", micro: int | None = None, name: str = "r",
+) -> Any:  # fmt: skip
+    watch = Watch()
+    trainer = Trainer(
+        Holed(bad, where), {"watch": watch}, lambda groups: torch.optim.SGD(groups, lr=0.0), batch=12, place=place,
+        micro_batch=micro, data=DataOptions(workers=0, lanes=5, block=4, max_bad=max_bad),
+        options=Options(
+            max_steps=max_steps, run_dir=f"runs/{name}", resume=resume, log_every_steps=1,
+            checkpoint=CheckpointOptions(every_steps=2, keep=9),
+        ),
+    )  # fmt: skip
+    trainer.fit()
+    return watch.refs, watch.gradients, trainer.quarantine.count
+
+
+def lines(name: str = "r") -> list[dict[str, Any]]:
+    path = Path(f"runs/{name}/quarantine.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_they_are_left_out_and_nothing_else_moves(world, tmp_path, monkeypatch):
+    """8 steps of 12 are one epoch of 96. Weights stay as they are, so the gradient is the rest's mean, by hand."""
+    ranks = run_ranks(world, train)
+    noted = lines()
+    assert sorted(line["shard"] for line in noted) == list(BAD)
+    assert all(line["error"] == f"{line['shard']}.png: is no image" and line["epoch"] == 0 for line in noted)
+    (tmp_path / "whole").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    whole = run_ranks(world, train, ())
+    assert [rank[0] for rank in ranks] == [rank[0] for rank in whole]
+    assert [rank[2] for rank in ranks] == [3] * world
+    torch.manual_seed(0)
+    recipe = Toy(dtype="float64")
+    model, points = recipe.model(), Points(96, torch.float64)
+    for step in range(8):
+        refs = [ref for rank in ranks for ref in rank[0][step]]
+        kept = [points[shard] for _, shard, _ in refs if shard not in BAD]
+        batch = {key: torch.stack([sample[key] for sample in kept]) for key in kept[0]}
+        for p in model.parameters():
+            p.grad = None
+        recipe.loss(model, batch).backward()
+        expected = torch.cat([p.grad.view(-1) for p in model.parameters()])  # pyright: ignore
+        torch.testing.assert_close(ranks[0][1][step], expected, rtol=1e-12, atol=1e-14)
+        steps = {line["step"] for line in noted if any(ref[1] == line["shard"] for ref in refs)}
+        assert steps <= {step + 1}
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_micro_batch_of_nothing_but_bad_ones(first):
+    """One sample in a micro-batch: what takes its place has weight 0, also where it is the first of all."""
+    refs = run_ranks(3, train, (), 1)[1][0][0]  # of rank 1 in step 0
+    bad = (refs[0][1], refs[1][1], BAD[0]) if first else BAD
+    ranks = run_ranks(3, train, bad, 8, 1e-4, None, "train", 1, "s")
+    assert ranks[0][2] == 3 and len(lines("s")) == 3
+    assert all(torch.isfinite(gradient).all() for rank in ranks for gradient in rank[1].values())
+
+
+def test_a_resume_neither_repeats_nor_loses_a_line():
+    train(Place(), max_steps=8)
+    once = lines()
+    first = min(line["step"] for line in once)
+    before = max(step for step in range(0, 9, 2) if step < first) or None
+    train(Place(), resume=f"ckpt/r/step-{before:08d}" if before else "ckpt/r/step-00000002")
+    assert lines() == once
+    train(Place(), max_steps=16, resume="auto")
+    again = lines()
+    assert again[:3] == once and [line["epoch"] for line in again[3:]] == [1, 1, 1]
+
+
+def test_too_many_end_the_run_on_all_ranks():
+    many = tuple(range(40, 60))
+    with pytest.raises(
+        AssertionError, match=r"data\.max_bad: 1\d samples of epoch 0 could not be read, and 10 may be; "
+    ):
+        run_ranks(3, train, many)
+
+
+def test_a_share_of_each_epoch():
+    """4 epochs of 3 bad ones are no more than one epoch's."""
+    train(Place(), max_steps=32)
+    assert len(lines()) == 12
+
+
+def test_none_is_tolerated_where_so_told():
+    with pytest.raises(DataError, match=r"data\.max_bad: 1 samples .* and 0 may be; the last: \d+\.png: is no"):
+        train(Place(), BAD[:1], max_bad=0)
+
+
+@pytest.mark.parametrize("bad", [(3,), (0, 1), tuple(range(12))])
+def test_validation_goes_on_without_them(capsys, bad):
+    train(Place(), bad, where="val", micro=2)
+    assert f"validation: left out: {bad[-1]}.png: is no image" in capsys.readouterr().out and lines() == []
+    kept = [Points(13, torch.float64)[i] for i in range(13) if i not in bad]
+    batch = {key: torch.stack([sample[key] for sample in kept]) for key in kept[0]}
+    torch.manual_seed(0)
+    recipe = Toy(dtype="float64")
+    found = json.loads(Path("runs/r/summary.json").read_text())["val/loss"]
+    assert found == pytest.approx(recipe.loss(recipe.model(), batch).item(), rel=1e-12)

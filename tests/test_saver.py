@@ -1,0 +1,176 @@
+"""Checkpoints are written beside training: what is in them, what a slow disk or one that fails does, how it ends."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from toy_recipe import Toy
+
+from trainer.callback import Callback
+from trainer.checkpoint import commit
+from trainer.errors import ConfigError
+from trainer.launch import Place
+from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.trainer import Trainer
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+class AtStep(Callback):
+    """Calls at the ends of steps, and keeps the weights of each."""
+
+    def __init__(self, call: Callable[[int], Any] = lambda step: None) -> None:
+        self.call, self.weights = call, dict[int, dict[str, torch.Tensor]]()
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self.weights[trainer.step] = {name: p.detach().clone() for name, p in trainer.module.named_parameters()}
+        self.call(trainer.step)
+
+
+def make(callback: AtStep, max_steps: int = 6, **checkpoint: Any) -> Trainer:
+    options = CheckpointOptions(every_steps=2, keep=9, **checkpoint)
+    return Trainer(
+        Toy(), {"at": callback}, batch=12, place=Place(), data=DataOptions(workers=0, lanes=5, block=4),
+        options=Options(max_steps=max_steps, run_dir="runs/r", checkpoint=options),
+    )  # fmt: skip
+
+
+def steps() -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in commit.checkpoints(Path("ckpt/r"))]
+
+
+class Held:
+    """A disk on which the commit of one step takes until `let_go`; it fails where there is an error for its step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: int = -1, errors: dict[int, Exception] | None = None):
+        self.step, self.errors, self.gate, self.real = step, errors or {}, threading.Event(), commit.commit
+        monkeypatch.setattr(commit, "commit", self.commit)
+
+    def commit(self, run_dir: Path, step: int, *args: Any) -> Path:
+        if step == self.step:
+            assert self.gate.wait(60)
+        if step in self.errors:
+            raise self.errors[step]
+        return self.real(run_dir, step, *args)
+
+    def let_go(self) -> None:
+        self.gate.set()
+
+
+def test_training_goes_on_and_the_checkpoint_is_of_its_own_step(monkeypatch):
+    held = Held(monkeypatch, step=2)
+    seen: dict[int, list[int]] = {}
+
+    def at(step: int) -> None:
+        seen[step] = steps()
+        if step == 4:
+            held.let_go()
+
+    callback = AtStep(at)
+    make(callback).fit()
+    assert seen[3] == seen[4] == [] and steps() == [2, 4, 6]
+    for step in steps():
+        stored = load_file(f"ckpt/r/step-{step:08d}/model.safetensors")
+        assert all(torch.equal(stored[name], weight) for name, weight in callback.weights[step].items())
+    before, after = callback.weights[2], callback.weights[3]
+    assert not any(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_what_is_due_while_the_disk_is_busy_is_left_out_only_if_so_told(monkeypatch, capsys, best):
+    held = Held(monkeypatch, step=2)
+
+    def at(step: int) -> None:
+        if step == 3:
+            threading.Timer(1.5, held.let_go).start()
+        if step == 5:
+            held.gate.wait(60)
+            trainer.saver.writing and trainer.saver.writing.result()
+
+    validate = {"keep_best": "val/loss"} if best else {}
+    trainer = make(AtStep(at), when_busy="skip", **validate)
+    if best:
+        trainer.plan.validates_at = lambda step: step == 4
+    trainer.fit()
+    out = capsys.readouterr().out
+    told = "checkpoint of step 4 left out: that of step 2 is still being written"
+    if best:  # a validated step is waited for
+        assert told not in out and "waited 1." in out and steps() == [2, 4, 6]
+    else:
+        assert told in out and steps() == [2, 6]
+
+
+def test_a_failure_is_told_while_training_goes_on(monkeypatch, capsys):
+    told = []
+
+    def at(step: int) -> None:
+        if step == 3:
+            held.let_go()
+            trainer.saver.writing.result()
+            told.append(capsys.readouterr().out)
+
+    held = Held(monkeypatch, 2, errors={2: OSError(28, "No space left on device"), 4: OSError(5, "Input/output error")})
+    trainer = make(AtStep(at))
+    trainer.fit()
+    assert "checkpoint of step 2 failed, training goes on: [Errno 28] No space left on device" in told[0]
+    assert steps() == [6] and trainer.step == 6
+
+
+def test_so_many_failures_in_a_row_end_the_run(monkeypatch):
+    full = OSError(28, "No space left on device")
+    Held(monkeypatch, errors=dict.fromkeys((2, 6, 8, 10, 12), full))
+
+    def at(step: int) -> None:
+        if trainer.saver.writing:
+            trainer.saver.writing.result()
+
+    trainer = make(AtStep(at), 20, max_failures=2)
+    with pytest.raises(ConfigError) as error:
+        trainer.fit()
+    assert str(error.value) == (
+        "trainer.checkpoint.dir=ckpt: 2 checkpoints in a row failed: [Errno 28] No space left on device; mend that and "
+        "go on from the one before by trainer.resume=ckpt/r"
+    )
+    assert trainer.step in (8, 9) and steps() == [4]  # by when the disk has answered
+
+
+def test_a_run_that_fails_leaves_what_it_was_writing_whole(monkeypatch):
+    held = Held(monkeypatch, step=2)
+
+    def at(step: int) -> None:
+        if step == 3:
+            threading.Timer(0.2, held.let_go).start()
+            raise RuntimeError("user's mistake")
+
+    with pytest.raises(RuntimeError, match="user's mistake"):
+        make(AtStep(at)).fit()
+    assert steps() == [2]
+
+
+def test_a_stop_waits_for_what_is_written_and_adds_the_last(monkeypatch):
+    held = Held(monkeypatch, step=2)
+
+    def at(step: int) -> None:
+        if step == 3:
+            threading.Timer(0.2, held.let_go).start()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = make(AtStep(at), 1000)
+    trainer.fit()
+    assert trainer.stop_reason == "signal" and steps()[0] == 2 and steps()[-1] == trainer.step
+
+
+def test_our_own_mistake_is_not_taken_for_a_bad_disk(monkeypatch):
+    Held(monkeypatch, errors={2: ZeroDivisionError("ours")})
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        make(AtStep(), 1000).fit()
+    assert steps() == []

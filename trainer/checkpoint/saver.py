@@ -1,0 +1,134 @@
+"""Writes checkpoints beside training: a copy of the state at a step's end, which a thread hashes and commits."""
+
+import logging
+import os
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from trainer.checkpoint import commit, resume
+from trainer.checkpoint.lock import lock, unlock
+from trainer.checkpoint.state import Snapshot
+from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+log = logging.getLogger("echelon")
+
+PATIENCE_S = 86400.0  # a disk may take as long as it takes
+
+
+class Saver:
+    """One checkpoint at a time is being written, by rank 0; the other ranks hand over what is theirs.
+
+    A failed write is logged and training goes on, the older checkpoints are still there, until `max_failures` in a row.
+    A process that ends by itself waits for the thread: the interpreter joins those of an executor.
+    """
+
+    def __init__(self, trainer: "Trainer") -> None:
+        """Raises:
+        ConfigError: another process writes this run.
+        """
+        self.trainer, self.options = trainer, trainer.options.checkpoint
+        self.folder = resume.checkpoints(trainer)
+        if trainer.rank == 0:
+            lock(self.folder)
+        self.snapshot = Snapshot()
+        self.thread = ThreadPoolExecutor(1, "checkpoint", _give_way)
+        self.writing: Future[None] | None = None
+        self.asked = self.step = -1  # when one was asked for, and of what is or was written last
+        self.error: OSError | None = None  # its own
+        self.failures = 0  # in a row
+
+    def save(self, last: bool = False) -> None:
+        """Write a checkpoint of this step, unless there is one; the last is waited for. A collective.
+
+        Raises:
+            ConfigError: the last one can't be written.
+        """
+        trainer = self.trainer
+        trainer.emit("on_flush")
+        trainer.saved_at = time.monotonic()
+        trainer.seconds = trainer.saved_at - trainer.started
+        if self.asked != trainer.step:
+            self.asked = trainer.step
+            ranks = resume.rank_states(trainer)
+            if free := trainer.rank == 0 and (last or self._is_free()):
+                self._wait()
+            trainer.ranks.first(None)  # nobody goes on, and waits within a limit, for rank 0
+            if free:
+                self._begin(resume.state_dict(trainer) | ranks)
+        if last:
+            trainer.heartbeat.beat(patience_s=PATIENCE_S)  # for an export, too
+            self._wait()
+            if self.error:
+                raise self._refusal(f"the checkpoint of the last step, {self.step}, failed")
+
+    def check(self) -> None:
+        """At a step's end.
+
+        Raises:
+            ConfigError: too many checkpoints in a row have failed.
+        """
+        if self.writing is not None and self.writing.done():
+            self._wait()
+        if self.failures >= self.options.max_failures:
+            raise self._refusal(f"{self.failures} checkpoints in a row failed")
+
+    def close(self) -> None:
+        """Waits for what is being written, and lets others write the run."""
+        self.trainer.heartbeat.beat(busy=self.writing is not None)
+        self.thread.shutdown()
+        self.trainer.heartbeat.beat()
+        unlock(self.folder)
+
+    def _is_free(self) -> bool:
+        """Whether a checkpoint can be begun, or is worth waiting for. A validated step's, maybe the best, always is."""
+        step, writing = self.trainer.step, self.writing is not None and not self.writing.done()
+        if writing and self.options.when_busy == "skip" and self.trainer.validated_step != step:
+            log.warning("checkpoint of step %d left out: that of step %d is still being written", step, self.step)
+            return False
+        return True
+
+    def _wait(self) -> None:
+        began = time.monotonic()
+        if self.writing is not None:
+            self.trainer.heartbeat.beat(patience_s=PATIENCE_S)
+            self.writing.result()  # raises what is our own mistake
+            self.writing = None
+        if (waited := time.monotonic() - began) > 1.0 and not self.trainer.stop_reason:
+            log.warning("waited %.1f s for the checkpoint of step %d to be written", waited, self.step)
+
+    def _begin(self, state: dict[str, Any]) -> None:
+        files = self.snapshot.take(state)
+        self.step = self.trainer.step
+        self.writing = self.thread.submit(self._write, self.step, files, resume.manifest(self.trainer))
+
+    def _write(self, step: int, files: dict[str, memoryview], manifest: dict[str, Any]) -> None:
+        self.snapshot.wait()
+        try:
+            self.trainer.checkpoint = commit.commit(self.folder, step, files, manifest)
+        except OSError as error:
+            self.failures, self.error = self.failures + 1, error
+            log.error("checkpoint of step %d failed, training goes on: %s", step, error)
+            return
+        self.failures, self.error = 0, None
+        try:
+            commit.retain(self.folder, self.options.keep, self.options.keep_best, self.options.keep_every)
+        except OSError as error:
+            log.warning("checkpoint of step %d is written, but older ones can't be removed: %s", step, error)
+
+    def _refusal(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"trainer.checkpoint.dir={self.options.dir}: {what}: {self.error}; mend that and go on from the one before "
+            f"by trainer.resume={self.folder}"
+        )
+
+
+def _give_way() -> None:
+    """This thread gets what others leave of the processor, and a tenth where they would leave nothing."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

@@ -1,0 +1,42 @@
+"""Shows to who started this rank how far it has come, and that it still moves. Standard library only."""
+
+import os
+import struct
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+FORMAT = struct.Struct("<qqq")
+
+
+class Beat(NamedTuple):
+    began: int  # the step at which the rank began
+    step: int  # the one that it has done
+    busy: int  # whether it completes a checkpoint before it ends
+
+
+class Heartbeat:
+    """A file of a `Beat`, whose time is that of the last. Without a path nobody looks, and nothing is written."""
+
+    def __init__(self, path: str) -> None:
+        self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600) if path else None
+        self.began = self.step = -1
+
+    def beat(self, step: int | None = None, patience_s: float = 0.0, busy: bool = False) -> None:
+        """`step`: the one that is done, where another is. `patience_s`: what comes now may take so much longer."""
+        if self.file is None or (step is None and self.began < 0):
+            return
+        if step is not None:
+            self.began, self.step = step if self.began < 0 else self.began, step
+        os.pwrite(self.file, FORMAT.pack(self.began, self.step, busy), 0)
+        if patience_s:
+            until = time.time() + patience_s
+            os.utime(self.file, (until, until))
+
+
+def read(path: Path) -> Beat | None:
+    """None before the first."""
+    try:
+        return Beat(*FORMAT.unpack(path.read_bytes()))
+    except (OSError, struct.error):
+        return None

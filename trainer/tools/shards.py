@@ -1,0 +1,159 @@
+"""python -m trainer.tools.shards index|verify|stat|pack: what can be done with tar shards before a run."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from trainer.data.index import Index, Shard, find_shards, scan, stored
+from trainer.data.tar import split_name
+from trainer.data.write import write_shards
+from trainer.errors import ConfigError, DataError, exit_code, require
+
+
+def index(shards: list[str], workers: int) -> None:
+    """Stores the index of each shard that has none, or has changed, beside it."""
+    require("--workers", workers, at_least=1)
+    made = Index.open(find_shards(shards), progress, workers)
+    print(f"{len(made.shards)} shards, {sum(made.counts)} samples, fingerprint {made.fingerprint[:16]}")
+
+
+def progress(shard: str, done: int, total: int) -> None:
+    print(f"indexed {shard}: {done >> 20} of {total >> 20} MB", flush=True)
+
+
+def verify(shards: list[str], workers: int) -> None:
+    """Reads every byte, and compares it with the index.
+
+    Raises:
+        DataError: naming each shard that is not what was indexed.
+    """
+    require("--workers", workers, at_least=1)
+    paths = find_shards(shards)
+    wrong: list[str] = []
+    with ThreadPoolExecutor(workers) as pool:
+        for path, found in zip(paths, pool.map(compare, paths), strict=True):
+            print(f"{path}: {found or 'as indexed'}", flush=True)
+            wrong += [str(path)] if found else []
+    if wrong:
+        raise DataError(f"{', '.join(wrong)}: not what was indexed; restore what was, or index again")
+
+
+def compare(path: Path) -> str:
+    """How it differs from its index; empty where it doesn't."""
+    if (known := stored(path)) is None:
+        return "has no index"
+    try:
+        return "" if scan(path)[1] == known.sha256 else "NOT what was indexed"
+    except DataError as error:
+        return str(error)
+
+
+def stat(shards: list[str], workers: int) -> None:
+    """What there is, a line a shard, and in all."""
+    require("--workers", workers, at_least=1)
+    made = Index.open(find_shards(shards), progress, workers)
+    for shard in made.shards:
+        print(line(str(shard.path), [shard]))
+    print(line("all", made.shards), f"fingerprint {made.fingerprint[:16]}", sep=", ")
+
+
+def line(name: str, shards: list[Shard]) -> str:
+    samples, size = sum(shard.samples for shard in shards), sum(shard.bytes for shard in shards)
+    return f"{name}: {samples} samples, {size / 1e6:.3f} MB, {size / max(1, samples) / 1e3:.3f} kB a sample"
+
+
+def pack(source: Path, folder: Path, prefix: str, per_shard: int) -> None:
+    """From the files of a folder, or the lines of a .jsonl, or the rows of a .parquet; always in the same order.
+
+    Raises:
+        DataError: where there is nothing, or no way to read it.
+    """
+    require("--per-shard", per_shard, at_least=1)
+    paths = write_shards(samples(source), folder, prefix, per_shard)
+    if not paths:
+        raise DataError(f"{source}: has no sample; give files KEY.EXTENSION, lines or rows")
+    print(f"{len(paths)} shards: {paths[0]} to {paths[-1]}")
+
+
+def samples(source: Path) -> Iterator[dict[str, Any]]:
+    if source.is_dir():
+        return of_folder(source)
+    if source.suffix == ".jsonl":
+        return of_lines(source)
+    if source.suffix == ".parquet":
+        return of_rows(source)
+    raise DataError(f"{source}: is no folder, .jsonl or .parquet" if source.exists() else f"{source}: does not exist")
+
+
+def of_folder(source: Path) -> Iterator[dict[str, Any]]:
+    """Files of one key are one sample: `a/7.jpg` and `a/7.json`. By name; what has no extension is left out."""
+    names = sorted(str(path.relative_to(source)) for path in source.rglob("*") if path.is_file())
+    parts = [(split_name(name), name) for name in names]
+    grouped: dict[str, dict[str, Path]] = {}
+    for (key, extension), name in parts:
+        if key is None:
+            print(f"left out: {source / name}", file=sys.stderr)
+        elif extension in grouped.setdefault(key, {}):
+            raise DataError(f"{source / name}: two files {extension!r} of {key!r}; rename one")
+        else:
+            grouped[key][extension] = source / name
+    for key, files in grouped.items():
+        yield {"__key__": key, **{extension: path.read_bytes() for extension, path in files.items()}}
+
+
+def of_lines(source: Path) -> Iterator[dict[str, Any]]:
+    with source.open("rb") as file:
+        for number, text in enumerate(file):
+            if not text.strip():
+                continue
+            try:
+                json.loads(text)
+            except ValueError as error:
+                raise DataError(f"{source}: line {number + 1} is no JSON ({error}); mend it") from None
+            yield {"__key__": f"{number:012d}", "json": text.strip()}
+
+
+def of_rows(source: Path) -> Iterator[dict[str, Any]]:
+    try:
+        from pyarrow import parquet  # pyright: ignore[reportMissingImports] who has no .parquet needs none
+    except ImportError:
+        raise DataError(f"{source}: needs pyarrow; pip install pyarrow, or give a .jsonl") from None
+    number = 0
+    for batch in parquet.ParquetFile(source).iter_batches():
+        for row in batch.to_pylist():
+            yield {"__key__": f"{number:012d}", "json": row}
+            number += 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m trainer.tools.shards", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for command in (index, verify, stat):
+        made = commands.add_parser(command.__name__, help=(command.__doc__ or "").partition(".")[0])
+        made.add_argument("shards", nargs="+", help="paths, or patterns as 'train-{000..099}.tar'")
+        made.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes that index")
+        made.set_defaults(call=command)
+    made = commands.add_parser("pack", help=(pack.__doc__ or "").partition(";")[0])
+    made.add_argument("source", type=Path, help="a folder, a .jsonl or a .parquet")
+    made.add_argument("folder", type=Path, help="where PREFIX-000000.tar and so on are written")
+    made.add_argument("--prefix", default="train")
+    made.add_argument("--per-shard", type=int, default=10_000, help="samples")
+    made.set_defaults(call=pack)
+    arguments = vars(parser.parse_args())
+    call = arguments.pop("call")
+    del arguments["command"]
+    try:
+        call(**arguments)
+    except (ConfigError, DataError) as error:
+        print(f"echelon: {error}", file=sys.stderr)
+        return exit_code(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
