@@ -33,7 +33,6 @@ from trainer.trainer import Trainer
 WIDTH = 2048
 LAYERS = {"100MB": 2, "2GB": 40}  # of WIDTH x WIDTH float32, with two moments each
 BEFORE, AFTER = 5, 2  # steps of a turn before the save, and after it is durable
-LIMIT = 400  # steps of a turn
 Done = Callable[[], bool]
 
 

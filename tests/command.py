@@ -33,7 +33,7 @@ def popen(arguments: list[str], cwd: Path, command: list[str] | None = None, **e
 
 
 def run(arguments: list[str], cwd: Path, command: list[str] | None = None, timeout_s: float = 60, **env: str) -> Result:
-    """To its end, which must come within a minute."""
+    """To its end, which must come in time."""
     with popen(arguments, cwd, command, **env) as process:
         try:
             out, err = process.communicate(timeout=timeout_s)

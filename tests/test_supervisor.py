@@ -36,7 +36,7 @@ def test_what_never_came_to_a_step_is_no_loop():
     said = [restarts.decide(KILLED, None) for _ in range(4)]
     assert [code for code, _ in said] == [0, 0, 0, 137]
     assert said[0][1] == "echelon: failed before its first step; restart 1 of 3"
-    assert said[3][1] == "echelon: 3 restarts came no further than step -1: given up"
+    assert said[3][1] == "echelon: 3 restarts came no further than step 0: given up"
 
 
 def test_pauses_grow():

@@ -18,9 +18,12 @@ class NumericsError(ArithmeticError):
     """Numbers that training can't go on from: the message names the step and the way out. Exit code 70."""
 
 
+EXIT_CODES = {NumericsError: 70, DataError: 71, ConfigError: 78}  # another try would meet the same
+
+
 def told(error: BaseException) -> str:
     """What the user reads of it: one line where it is theirs to mend, else the traceback."""
-    if isinstance(error, ConfigError | DataError | NumericsError):
+    if isinstance(error, tuple(EXIT_CODES)):
         return f"echelon: {error}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = error.filename or "a file of the run"
@@ -31,8 +34,7 @@ def told(error: BaseException) -> str:
 
 
 def exit_code(error: BaseException) -> int:
-    codes = {ConfigError: 78, DataError: 71, NumericsError: 70}
-    return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)
+    return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

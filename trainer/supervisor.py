@@ -16,13 +16,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from trainer.errors import EXIT_CODES
 from trainer.heartbeat import Beat, read
 from trainer.launch import STOPPED, cores
 from trainer.signals import heeded, show_cursor
 
 GAVE_UP = 70  # exit code: the same failure at the same step, again and again (sysexits' EX_SOFTWARE)
 HANGS = 124  # exit code: no rank has moved for too long (as of `timeout`)
-FINAL = (GAVE_UP, 71, 78)  # exit codes of what another attempt would meet again
 SAME = 3  # failures alike in a row of attempts, until the run is given up
 LONGEST_PAUSE_S = 30.0
 
@@ -49,7 +49,7 @@ class Restarts:
         None where it came to no step."""
         began, step, _ = beat or (0, 0, 0)
         mistake = failure.reported and step == began and self.furthest < 0  # there from the beginning
-        if failure.code in FINAL or mistake or not self.limit:
+        if failure.code in EXIT_CODES.values() or mistake or not self.limit:
             return failure.code, ""
         if beat and step > self.furthest:
             self.furthest, self.used = step, 0
@@ -58,7 +58,10 @@ class Restarts:
         if self.alike[kind] == SAME:
             return GAVE_UP, f"echelon: the same {SAME} times after step {step}: given up"
         if self.used == self.limit:
-            return failure.code, f"echelon: {self.limit} restarts came no further than step {self.furthest}: given up"
+            return (
+                failure.code,
+                f"echelon: {self.limit} restarts came no further than step {max(0, self.furthest)}: given up",
+            )
         self.used += 1
         where = f"after step {step}" if beat else "before its first step"
         return 0, f"echelon: failed {where}; restart {self.used} of {self.limit}"
@@ -122,8 +125,9 @@ class Supervisor:
         with tempfile.TemporaryDirectory(prefix="echelon-") as folder:
             private = Path(folder)
             try:
+                arguments = self.arguments(self.moved)
                 for rank in range(self.devices):
-                    self.ranks.append(self._start(rank, attempt, private))
+                    self.ranks.append(self._start(arguments, rank, attempt, private))
                 if self.passed:  # meanwhile: it may have reached nobody
                     self._send(signal.SIGTERM)
                 codes = self._wait(private)
@@ -144,7 +148,7 @@ class Supervisor:
         print(*filter(None, (text, decision)), sep="\n", file=sys.stderr, flush=True)
         return code or None
 
-    def _start(self, rank: int, attempt: int, private: Path) -> "subprocess.Popen[bytes]":
+    def _start(self, arguments: list[str], rank: int, attempt: int, private: Path) -> "subprocess.Popen[bytes]":
         env = os.environ | {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -158,7 +162,7 @@ class Supervisor:
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // self.devices))),
         }
-        command = [sys.executable, "-m", "trainer.main", *self.arguments(self.moved)]
+        command = [sys.executable, "-m", "trainer.main", *arguments]
         if rank == 0:
             return subprocess.Popen(command, env=env, start_new_session=True)
         with open(self.logs / f"rank{rank}.log", "ab") as log:
@@ -181,11 +185,10 @@ class Supervisor:
         while len(codes) < self.devices and time.monotonic() < deadline:
             time.sleep(0.05)
             codes = {i: rank.returncode for i, rank in enumerate(self.ranks) if rank.poll() is not None}
-            writing = 0 not in codes and (beat := read(private / "heartbeat-0")) is not None and beat.busy
             if set(codes.values()) <= {0, STOPPED}:
                 if not codes and self._is_still(private):
                     return {}
-            elif deadline == float("inf") or writing:
+            elif deadline == float("inf") or (0 not in codes and (beat := read(private / "heartbeat-0")) and beat.busy):
                 deadline = time.monotonic() + 5
         return codes
 

@@ -29,7 +29,8 @@ def state(trainer: "Trainer") -> Iterator[Tensor]:
         yield from tensors(values)
 
 
-def copy(values: list[Tensor], to: list[Tensor]) -> None:
+def put(values: list[Tensor], to: list[Tensor]) -> None:
+    """A copy, in place; also of nothing, which torch takes for a mistake."""
     if values:
         torch._foreach_copy_(to, values)
 

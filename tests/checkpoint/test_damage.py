@@ -88,13 +88,13 @@ def test_forged_manifests(run: Path) -> None:
     bad += [
         {"files": {"state.json": wrong}} for wrong in ([5000], [True, entry[1]], ["5000", entry[1]], {}, None, "ab")
     ]
-    bad += [{"files": []}, {"files": None}, {"format": 2}, {"format": None}, {"step": 2}, {"step": "1"}, {"step": True}]
+    bad += [{"files": []}, {"files": None}, {"format": 1}, {"format": None}, {"step": 2}, {"step": "1"}, {"step": True}]
     bad += [{"x": float("nan")}, {"x": float("inf")}]
     for changes in bad:
         forge(checkpoint, **changes)
         with pytest.raises(Damaged):
             verify(checkpoint)
-        forge(checkpoint, files={"state.json": entry}, format=1, step=1, x=0)
+        forge(checkpoint, files={"state.json": entry}, format=2, step=1, x=0)
         verify(checkpoint)
 
 

@@ -10,7 +10,7 @@ from torch.linalg import vector_norm
 from trainer.callback import Callback, Role
 from trainer.errors import NumericsError, require, require_one_of
 from trainer.run import log
-from trainer.undo import buffers, copy, forget, state
+from trainer.undo import buffers, forget, put, state
 
 UNIT, NORM_UNIT = 2.0**-16, 2.0**-36  # are summed over ranks as whole numbers of these: in any order the same
 LARGEST = 2**52
@@ -63,13 +63,14 @@ class NanGuard(Callback):
         told = f"callbacks.nan_guard: step {step}: {why}"
         if self.action == "raise" or self.in_a_row > self.most:
             row = f", {self.in_a_row} in a row" if self.action != "raise" else ""
-            raise NumericsError(f"{told}{row}; try a smaller learning rate, trainer.clip_norm, or action=rollback")
+            way_out = "a smaller learning rate, trainer.clip_norm, or callbacks.nan_guard.action=rollback"
+            raise NumericsError(f"{told}{row}; try {way_out}")
         first, now = step, list(state(trainer))
         if len(now) == len(self.copies):
             first = self.copied_at + 1
-            copy(self.copies, now)
+            put(self.copies, now)
         else:
-            copy(self.buffers, buffers(trainer))
+            put(self.buffers, buffers(trainer))
             forget(trainer)
         for p in trainer.parameters:
             p.grad = None
@@ -80,7 +81,7 @@ class NanGuard(Callback):
         self.buffers = [buffer.clone() for buffer in buffers(trainer)]
 
     def on_step_end(self, trainer) -> None:
-        copy(buffers(trainer), self.buffers)
+        put(buffers(trainer), self.buffers)
         if trainer.metrics:
             trainer.metrics["train/left_out"] = sum(last - first + 1 for first, last, _ in self.left_out)
         if self.action == "rollback" and (not self.copies or trainer.step % self.every == 0):
@@ -88,7 +89,7 @@ class NanGuard(Callback):
             if len(now) != len(self.copies):
                 pin = trainer.device.type == "cuda"
                 self.copies = [torch.empty_like(t, device="cpu", pin_memory=pin) for t in now]
-            copy(now, self.copies)
+            put(now, self.copies)
             self.copied_at = trainer.step
 
     def _agreed(self, trainer) -> tuple[int, float, float]:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from trainer.errors import ConfigError
 
 MANIFEST = "MANIFEST.json"
-FORMAT = 1
+FORMAT = 2
 MANIFEST_BYTES = 64 << 20  # more is refused
 CHUNK = 4 << 20  # bytes that are hashed, then written
 STEP = re.compile(r"step-([0-9]{8,})")

@@ -15,7 +15,8 @@ from trainer.checkpoint.resume import put_weights
 from trainer.checkpoint.state import load_state
 from trainer.config import check
 from trainer.data.source import Samples, open_source
-from trainer.errors import ConfigError, DataError, exit_code
+from trainer.errors import ConfigError
+from trainer.main import guarded
 from trainer.plan import short
 from trainer.run import make_writable
 from trainer.session import objects
@@ -70,12 +71,7 @@ def main() -> int:
     parser.add_argument("checkpoint", help="ckpt/last.pt, or a folder step-*")
     parser.add_argument("folder", type=Path, help="where the recipe puts what it exports")
     arguments = parser.parse_args()
-    try:
-        export(arguments.checkpoint, arguments.folder)
-    except (ConfigError, DataError) as error:
-        print(f"echelon: {error}", file=sys.stderr)
-        return exit_code(error)
-    return 0
+    return guarded(lambda: export(arguments.checkpoint, arguments.folder) or 0)
 
 
 if __name__ == "__main__":

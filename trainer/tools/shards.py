@@ -12,7 +12,8 @@ from typing import Any
 from trainer.data.index import Index, Shard, find_shards, scan, stored
 from trainer.data.tar import split_name
 from trainer.data.write import write_shards
-from trainer.errors import ConfigError, DataError, exit_code, require
+from trainer.errors import DataError, require
+from trainer.main import guarded
 
 
 def index(shards: list[str], workers: int) -> None:
@@ -147,12 +148,7 @@ def main() -> int:
     arguments = vars(parser.parse_args())
     call = arguments.pop("call")
     del arguments["command"]
-    try:
-        call(**arguments)
-    except (ConfigError, DataError) as error:
-        print(f"echelon: {error}", file=sys.stderr)
-        return exit_code(error)
-    return 0
+    return guarded(lambda: call(**arguments) or 0)
 
 
 if __name__ == "__main__":
