@@ -22,6 +22,7 @@ class Record:
         self.ready_s: dict[Tensor, float] = {}
         self.passes = [(self.called_s, self.ready_s)]
         self.send_s: dict[int, float] = {}  # by the number of elements
+        self.layout: list[list[Tensor]] = []  # the parameters in each of DDP's buckets, of the last pass
         self.hooks: list[Any] = [
             *(child.register_forward_pre_hook(lambda child, _: self._note_call(child)) for child in module.modules()),
             *(p.register_post_accumulate_grad_hook(self._note_gradient) for p in params),
@@ -29,7 +30,7 @@ class Record:
 
     def _note_call(self, module: nn.Module) -> None:
         if module is self.module and self.ready_s:
-            self.called_s, self.ready_s = {}, {}
+            self.called_s, self.ready_s, self.layout = {}, {}, []
             self.passes.append((self.called_s, self.ready_s))
         self.called_s.setdefault(module, time.monotonic())  # later calls may recompute, in backward
 
@@ -38,6 +39,7 @@ class Record:
 
     def timed(self, reduce: Reduce) -> Reduce:
         def timed(flat: Tensor, bucket: Bucket) -> Tensor:
+            self.layout.append([piece.param for piece in bucket.pieces])
             began = now(flat.device)
             mean = reduce(flat, bucket)
             took = now(flat.device) - began
@@ -56,16 +58,17 @@ class Record:
         self.needs = needed_by(self.module, self.module, set(self.called_s))
         return self.needs
 
-    def order(self, buckets: list[list[Tensor]]) -> list[int]:
-        """In which to send `buckets`."""
+    def order(self) -> list[int]:
+        """In which to send the buckets of `layout`."""
+        last_s = max(self.ready_s.values())  # for what the pass has not used
         need_s: dict[Tensor, float] = {}
         for module, params in self.needs.items():
             need_s |= {p: min(self.called_s[module], need_s.get(p, math.inf)) for p in params}
         rate = sum(self.send_s.values()) / sum(self.send_s)
         return send_order(
-            ready_s=[max(self.ready_s[p] for p in bucket) for bucket in buckets],
-            need_s=[min(need_s.get(p, math.inf) for p in bucket) for bucket in buckets],
-            send_s=[rate * sum(p.numel() for p in bucket) for bucket in buckets],
+            ready_s=[max(self.ready_s.get(p, last_s) for p in bucket) for bucket in self.layout],
+            need_s=[min(need_s.get(p, math.inf) for p in bucket) for bucket in self.layout],
+            send_s=[rate * sum(p.numel() for p in bucket) for bucket in self.layout],
         )
 
 

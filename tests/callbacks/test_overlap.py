@@ -86,6 +86,19 @@ class Misled(Skipping):
     late = False
 
 
+class Branching(nn.Module):
+    """Data decides which layers a micro-batch uses: `often` by some ranks in most steps, `seldom` by none in some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.often, self.seldom, self.last = (nn.Linear(8, n) for n in (8, 8, 8, 4))
+        self.never = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.often(self.first(x)) if x[0, 0] > 0.5 else self.first(x)
+        return self.last(x + self.seldom(x) if x[0, 1] > 0.8 else x)
+
+
 class Normed(nn.Sequential):
     """Has running statistics: rank 0's count, as with DDP."""
 
@@ -144,6 +157,10 @@ CASES: dict[str, dict[str, Any]] = {
     "attention": {"net": Attention, "mib": 0.0005},
     "frozen": {"net": Frozen},
     "skipping": {"net": Skipping, "mib": 0.0005},
+    "unused": {
+        "net": Branching, "mib": 0.0002, "accumulate": 2, "unused": True,
+        "optimizer": lambda groups: adamw(groups, weight_decay=0.3),
+    },
     "warm-up": {"schedule": Linear(warmup=3)},
     "accumulate": {"accumulate": 2, "net": Tied},
     "buffers": {"accumulate": 2, "net": Normed},
@@ -151,7 +168,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": lambda groups: sgd(groups, nesterov=True, weight_decay=0.1)},
     "lamb": {"optimizer": lambda groups: lamb(groups, weight_decay=0.1), "schedule": Linear(warmup=3)},
     "bf16": {"precision": "bf16"},
-}
+}  # fmt: skip
 
 
 def train(place: Place, case: str, overlapped: bool) -> tuple[list[bytes], list[int], dict[str, float]]:
@@ -166,7 +183,7 @@ def train(place: Place, case: str, overlapped: bool) -> tuple[list[bytes], list[
         options=Options(
             max_steps=STEPS, validate_every=2, precision=setting.get("precision", "fp32"), log_every_steps=1,
             run_dir=f"runs/{run}", checkpoint=CheckpointOptions(every_steps=3),
-            ddp=DDPOptions(setting.get("mib", 0.002)),
+            ddp=DDPOptions(setting.get("mib", 0.002), find_unused_parameters=setting.get("unused", False)),
         ),
         data=DataOptions(workers=0),
         place=place,
@@ -176,6 +193,7 @@ def train(place: Place, case: str, overlapped: bool) -> tuple[list[bytes], list[
     return track.validated, track.lags, numbers
 
 
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True:UserWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_bits_are_those_without_it(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -297,7 +315,7 @@ def test_a_weight_used_before_its_step_is_an_error(tmp_path, monkeypatch):
         assert "modified by an inplace operation" in text
 
 
-@pytest.mark.parametrize("feature", ["clip", "fp16", "find_unused_parameters", "static_graph"])
+@pytest.mark.parametrize("feature", ["clip", "fp16", "static_graph"])
 def test_what_needs_all_gradients_at_once_is_refused_by_name(feature):
     settings = {"clip": {"clip_norm": 1.0}, "fp16": {"precision": "fp16"}}
     options = Options(**settings.get(feature) or {"ddp": DDPOptions(**{feature: True})})

@@ -39,15 +39,13 @@ class Overlap(Callback):
     conflicts = {
         "clip": "the global norm is known only after all buckets; set trainer.clip_norm=null or leave overlap out",
         "fp16": "loss scaling must see all gradients first; use trainer.precision=bf16 or leave overlap out",
-        **{
-            key: f"what is used twice, or by no rank, DDP alone knows; set trainer.ddp.{key}=false or leave overlap out"
-            for key in ("find_unused_parameters", "static_graph")
-        },
+        "static_graph": "what is used twice DDP alone knows; set trainer.ddp.static_graph=false or leave overlap out",
     }
 
     def __init__(self) -> None:
         self.pending: dict[Pending, None] = {}  # sent, and not stepped yet
         self.sent, self.fresh = 0, True  # buckets of this step; no forward pass of this step yet
+        self.unused: set[Tensor] = set()  # by this rank, in the step whose buckets are pending
 
     def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
         trainer.ddp["bucket_cap_mb"] = trainer.ddp["bucket_cap_mb"] or 1.0  # MiB: what is on its way is not stopped
@@ -67,9 +65,9 @@ class Overlap(Callback):
     def on_fit_start(self, trainer) -> None:
         log.info("overlap: train/grad_norm is not reported, for no moment has all reduced gradients")
         needs = self.record.end()
-        self.buckets = [Pending([trainer.parameters[i] for i in bucket]) for bucket in trainer.buckets]
+        self.buckets = [Pending(params) for params in self.record.layout]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        self.order: list[int] = trainer.ranks.first(self.record.order([bucket.params for bucket in self.buckets]))
+        self.order: list[int] = trainer.ranks.first(self.record.order())
         trainer.model = trainer.module  # without DDP around it
         trainer.model.require_backward_grad_sync = True
         trainer.module.register_forward_pre_hook(lambda module, _: self._share_buffers(module))
@@ -94,11 +92,17 @@ class Overlap(Callback):
         """Backward has the gradient of `p`: send what is next in the order, as far as it is there."""
         bucket = self.bucket_of[p]
         bucket.missing -= {p} if self.trainer.model.require_backward_grad_sync else set()  # the step's last micro-batch
-        if bucket.missing:
-            return
-        torch._foreach_copy_(bucket.bucket.gradients(bucket.flat), [p.grad for p in bucket.params])  # pyright: ignore[reportArgumentType] all are there
+        if not bucket.missing:
+            self._fill(bucket)
+            self._send()
+
+    def _fill(self, bucket: Pending) -> None:
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket.params]
+        torch._foreach_copy_(bucket.bucket.gradients(bucket.flat), gradients)
         for p in bucket.params:
             p.grad = None
+
+    def _send(self) -> None:
         while self.sent < len(self.order) and not self.buckets[self.order[self.sent]].missing:
             sending = self.buckets[self.order[self.sent]]
             sending.bucket = Bucket.of(sending.params, self.trainer.step)
@@ -108,18 +112,30 @@ class Overlap(Callback):
     def defer(self) -> None:
         """Note that every bucket is to be stepped, at this step's learning rates."""
         self._finish(self.pending)  # none, unless the recipe's forward pass went around the model's
-        if self.sent < len(self.order):
+        if self.trainer.options.ddp.find_unused_parameters:
+            self._send_unused()
+        elif self.sent < len(self.order):
             names = {p: name for name, p in self.trainer.module.named_parameters()}
             missing = [names[p] for bucket in self.buckets for p in bucket.params if p in bucket.missing]
             raise RuntimeError(
                 f"overlap: no gradient for {', '.join(missing)} in the last micro-batch of a step; use every parameter "
-                "in every loss, or leave overlap out"
+                "in every loss, or set trainer.ddp.find_unused_parameters=true, or leave overlap out"
             )
         self.settings = [{**group, "params": []} for group in self.optimizer.param_groups]
         for bucket in self.buckets:
             bucket.missing = set(bucket.params)
         self.pending = dict.fromkeys(self.buckets)
         self.sent, self.fresh, self.trainer.lag = 0, True, 1
+
+    def _send_unused(self) -> None:
+        """What has waited for gradients that this step does not have. What no rank has used is not stepped."""
+        late = [bucket for bucket in self.buckets if bucket.missing]
+        self.unused = {p for bucket in late for p in bucket.missing if p.grad is None}
+        self.unused_by = self.trainer.ranks.agree(tuple(int(p in self.unused) for p in self.trainer.parameters))
+        for bucket in late:
+            self._fill(bucket)
+            bucket.missing.clear()
+        self._send()
 
     @torch.no_grad()
     def _finish(self, buckets: Mapping[Pending, None]) -> None:
@@ -130,14 +146,21 @@ class Overlap(Callback):
             on_cpu = self.trainer.device.type == "cpu"  # on a GPU a future is done when the work is on its stream
             self._step([bucket for bucket in self.pending if bucket in needed or (on_cpu and bucket.mean.done())])
 
+    def _by_no_rank(self) -> set[Tensor]:
+        """What none has used in the step whose buckets are pending."""
+        counts = zip(self.trainer.parameters, self.unused_by(), strict=True)
+        return {p for p, count in counts if count == self.trainer.world}
+
     def _step(self, buckets: list[Pending]) -> None:
         """At the settings that the groups had when these were sent."""
         groups = [{**group, "params": []} for group in self.settings]
+        unused = self._by_no_rank() if any(self.unused.intersection(bucket.params) for bucket in buckets) else ()
         for bucket in buckets:
             del self.pending[bucket]
             for p, gradient in zip(bucket.params, bucket.bucket.gradients(bucket.mean.wait()), strict=True):
-                p.grad = gradient
-                groups[self.group_of[p]]["params"].append(p)
+                if p not in unused:
+                    p.grad = gradient
+                    groups[self.group_of[p]]["params"].append(p)
         everything = self.optimizer.param_groups
         self.optimizer.param_groups = [group for group in groups if group["params"]]
         self.optimizer.step()
