@@ -10,9 +10,11 @@ import itertools
 import re
 from pathlib import Path
 
-from table import CHANGES, CODECS, OBSERVERS, name_of
+from table import CHANGES, CODECS, OBSERVERS, Table, name_of
 
 from trainer.callback import arrange
+from trainer.callbacks.bucket import Bucket
+from trainer.callbacks.grad_compress import GradCompress
 from trainer.errors import ConfigError
 
 PAGE = Path(__file__).parents[1] / "docs" / "composition.md"
@@ -23,7 +25,15 @@ SETTINGS = {
     "static_graph": "trainer.ddp.static_graph",
     "gradient_as_bucket_view": "trainer.ddp.gradient_as_bucket_view",
 }
-ALL = {**CHANGES, **CODECS, **OBSERVERS}
+# Knobs with which a callback refuses more than without them.
+KNOBS: Table = {
+    "bucket.first_mib": lambda: Bucket(first_mib=1.0),
+    "bucket.mibs": lambda: Bucket(mibs=[1.0, 25.0]),
+    "bucket.late": lambda: Bucket(late=["*bias"]),
+    "grad_compress.clip_norm": lambda: GradCompress("dgc", clip_norm=1.0),
+    "grad_compress.momentum": lambda: GradCompress("dgc", momentum=0.9),
+}
+ALL = {**CHANGES, **CODECS, **OBSERVERS, **KNOBS}
 HEAD = f"""# What composes
 
 Made by `tests/composition.py` from the callbacks' roles and conflicts; a test fails where it is out of date. `+` is
@@ -51,6 +61,16 @@ def refusal(one: str, other: str) -> str:
     return ""
 
 
+def more_refused() -> list[str]:
+    """Of each of `KNOBS`: what is refused with it alone."""
+    lines = []
+    for row in KNOBS:
+        plain = name_of(row) if name_of(row) in CHANGES else "dgc"
+        reasons = {refusal(row, other): None for other in (*CHANGES, *SETTINGS) if not refusal(plain, other)}
+        lines += [f"- `{row}`: {reason}" for reason in reasons if reason]
+    return lines
+
+
 def page() -> str:
     for one, other in itertools.product(OBSERVERS, [*ALL, *SETTINGS]):
         assert one == other or not refusal(one, other), (one, other)
@@ -67,7 +87,8 @@ def page() -> str:
         lines.append(f"| {row} | {' | '.join(cells)} |")
     settings = [f"`{name}` is `{key}`." for name, key in SETTINGS.items() if name not in key.split(".")[-1:]]
     numbered = [f"{number}. {reason}" for number, reason in enumerate(reasons, start=1)]
-    return "\n".join([HEAD, *lines, "", " ".join(settings), "", *numbered, ""])
+    knobs = ["", "Some knobs refuse more:", "", *more_refused()]
+    return "\n".join([HEAD, *lines, "", " ".join(settings), "", *numbered, *knobs, ""])
 
 
 if __name__ == "__main__":

@@ -53,4 +53,4 @@ CODECS: Table = {
 
 def name_of(row: str) -> str:
     """The callback's, as the config has it."""
-    return "grad_compress" if row in CODECS else row
+    return "grad_compress" if row in CODECS else row.split(".")[0]

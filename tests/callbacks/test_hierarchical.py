@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from net import Cluster, needs_cluster
 from ranks import run_ranks
 from toy_recipe import Toy
 
-from trainer.callback import Callback, arrange
+from trainer.callback import Callback, Role, arrange
+from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.callbacks.bucket import Bucket
+from trainer.callbacks.ema import EMA
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.hierarchical import Hierarchical
 from trainer.callbacks.local_sgd import LocalSGD
@@ -27,31 +30,51 @@ from trainer.trainer import Trainer
 STEPS = 5
 
 
+class Even(Toy):
+    """Every rank's share of a step counts as much, so that the mean over ranks is the mean of what they give."""
+
+    def weight(self, batch: dict[str, torch.Tensor]) -> int:
+        return len(batch["x"])
+
+
 CLASSES: dict[str, type[Callback]] = {
     "bucket": Bucket, "hierarchical": Hierarchical, "grad_compress": GradCompress, "local_sgd": LocalSGD,
-    "overlap": Overlap,
+    "overlap": Overlap, "ema": EMA, "activation_checkpoint": ActivationCheckpoint,
 }  # fmt: skip
 TWO = {"hierarchical": {"ranks_per_node": 2}}
 TOPK = {"grad_compress": {"codec": "topk", "density": 0.3, "level": "inter"}}
 
 
-def train(place: Place, name: str, settings: dict[str, dict[str, Any]], resume: str | None = None) -> np.ndarray:
-    """`settings`: callback -> its arguments."""
+def train(
+    place: Place,
+    name: str,
+    settings: dict[str, dict[str, Any]],
+    resume: str | None = None,
+    options: Any = None,
+    dtype: str = "float64",
+) -> np.ndarray:
+    """`settings`: callback -> its arguments. The weights of the model that is validated."""
     trainer = Trainer(
-        Toy(width=37, dtype="float64"), {row: CLASSES[row](**knobs) for row, knobs in settings.items()}, sgd, batch=12,
+        Toy(width=37, dtype=dtype), {row: CLASSES[row](**knobs) for row, knobs in settings.items()}, sgd, batch=12,
         options=Options(
             max_steps=STEPS, ddp=DDPOptions(0.005), run_dir=f"runs/{name}", resume=resume,
-            checkpoint=CheckpointOptions(every_steps=3, keep=5),
+            checkpoint=CheckpointOptions(every_steps=3, keep=5), **options or {},
         ),
         data=DataOptions(workers=0), place=place,
     )  # fmt: skip
     trainer.fit()
-    return np.concatenate([p.detach().numpy().ravel() for p in trainer.module.parameters()])
+    return np.concatenate([p.detach().numpy().ravel() for p in trainer.eval_model.parameters()])
 
 
 @pytest.mark.parametrize(
     "others",
-    [{}, {"overlap": {}}, {"local_sgd": {"every": 2}}, {"bucket": {"mib": 0.005, "late": ["*bias"]}}],
+    [
+        {},
+        {"overlap": {}},
+        {"local_sgd": {"every": 2}},
+        {"bucket": {"mib": 0.005, "late": ["*bias"]}},
+        {"ema": {"decay": 0.5}, "activation_checkpoint": {}},
+    ],
     ids="+".join,
 )
 def test_the_mean_over_two_levels_is_the_mean(tmp_path, monkeypatch, others):
@@ -63,6 +86,22 @@ def test_the_mean_over_two_levels_is_the_mean(tmp_path, monkeypatch, others):
             4, train, f"{per_node} per node", others | {"hierarchical": {"ranks_per_node": per_node}}
         ):
             np.testing.assert_allclose(weights, plain, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "bound"),
+    [({"clip_norm": 0.05}, "float64", 1e-12), ({"precision": "fp16"}, "float32", 1e-2)],
+    ids=["clip", "fp16"],
+)
+def test_settings_with_two_levels(tmp_path, monkeypatch, options, dtype, bound):
+    """What clips and scales sees the mean, of whichever levels."""
+    monkeypatch.chdir(tmp_path)
+    (start, *_) = run_ranks(1, start_of_all)
+    (unset, *_) = run_ranks(4, train, "unset", TWO, None, {}, dtype)
+    (plain, *_) = run_ranks(4, train, "plain", {}, None, options, dtype)
+    for weights in run_ranks(4, train, "two levels", TWO, None, options, dtype):
+        assert np.linalg.norm(weights - plain) <= bound * np.linalg.norm(plain - start)
+        assert np.linalg.norm(weights - unset) > 1e-5 * np.linalg.norm(plain - start)  # the setting did something
 
 
 @pytest.mark.parametrize(
@@ -124,6 +163,102 @@ def test_what_was_kept_back_for_other_levels_is_refused_before_anything_changes(
     messages = run_ranks(4, resumed_as_nodes_of, 1)
     assert len(set(messages)) == 1 and "set callbacks.hierarchical and the size of buckets as they were" in messages[0]
     assert [path for path in sorted(Path("ckpt").rglob("*")) if "refused" not in path.parts] == saved
+
+
+class Ledger(Callback):
+    """Around both levels: what this rank gives, what comes back, and of what it keeps the part that it has."""
+
+    role = Role.SYNC
+
+    def __init__(self, compress: GradCompress) -> None:
+        self.compress = compress
+        self.books: dict[str, dict[Any, np.ndarray]] = {"given": {}, "back": {}, "before": {}, "after": {}}
+
+    def wrap_reduce(self, trainer, reduce):
+        names, two_level = {p: name for name, p in trainer.module.named_parameters()}, reduce
+
+        def noted(flat, bucket):
+            if trainer.rehearsing or not self.compress.own:
+                return reduce(flat, bucket)
+            shard = self.compress.own(bucket)
+            residual = self.compress.codec.kept["residual"].of(shard, flat[: sum(b - a for _, a, b in shard.pieces)])
+            given, kept = flat.double().numpy().copy(), np.full(flat.numel(), np.nan)
+            first = two_level.local_rank * -(-flat.numel() // two_level.per_node)
+            own = kept[first : first + residual.numel()]
+            own[:] = residual
+            self.note(names, bucket, "before", kept, first_only=True)
+            back = reduce(flat, bucket)
+            own[:] = residual
+            self.note(names, bucket, "after", kept, anew=True)
+            self.note(names, bucket, "given", given)
+            self.note(names, bucket, "back", back.double().numpy())
+            return back
+
+        return noted
+
+    def note(
+        self, names: Any, bucket: Any, book: str, values: np.ndarray, first_only: bool = False, anew: bool = False
+    ) -> None:
+        entries = self.books[book]
+        for view, (p, _, _) in zip(bucket.split(torch.from_numpy(values)), bucket.pieces, strict=True):
+            name, part = names[p], view.numpy().ravel().copy()
+            if anew or name not in entries:
+                entries[name] = part
+            elif not first_only:
+                entries[name] += part
+
+    def totals(self) -> dict[str, np.ndarray]:
+        return {key: np.concatenate([book[name] for name in sorted(book)]) for key, book in self.books.items()}
+
+
+def books(place: Place, name: str, steps: int, per_node: int, resume: str | None = None) -> dict[str, np.ndarray]:
+    compress = GradCompress(**TOPK["grad_compress"])
+    ledger = Ledger(compress)
+    trainer = Trainer(
+        Even(width=37, dtype="float64"),
+        {"hierarchical": Hierarchical(per_node), "grad_compress": compress, "ledger": ledger}, sgd, batch=12,
+        options=Options(
+            max_steps=steps, ddp=DDPOptions(0.005), run_dir=f"runs/{name}", resume=resume,
+            checkpoint=CheckpointOptions(every_steps=3, keep=5),
+        ),
+        data=DataOptions(workers=0), place=place,
+    )  # fmt: skip
+    trainer.fit()
+    return ledger.totals() if compress.own else {}
+
+
+@pytest.mark.parametrize(("world", "per_node"), [(2, 1), (3, 1), (6, 2)], ids=["fewer", "one level", "more"])
+def test_what_nodes_keep_back_is_sent_by_other_nodes(world, per_node, tmp_path, monkeypatch):
+    """Of each element, the mean over the ranks that have it: what is sent, and that, is what was given, across a change
+    of nodes, too."""
+    monkeypatch.chdir(tmp_path)
+    means = []
+    for ranks in (
+        run_ranks(4, books, "run", 3, 2),
+        run_ranks(world, books, "on", 6, per_node, "ckpt/run/step-00000003"),
+    ):
+        mean = {key: np.nanmean([rank[key] for rank in ranks], axis=0) for key in ranks[0]}
+        scale = np.abs(mean["given"]).max()
+        np.testing.assert_allclose(
+            mean["back"] + mean["after"], mean["given"] + mean["before"], atol=1e-7 * scale
+        )  # sent as float32
+        means.append(mean)
+    before, on = means
+    assert not before["before"].any() and np.abs(before["after"]).max() > 0
+    np.testing.assert_allclose(on["before"], before["after"], rtol=1e-12)
+
+
+def test_one_node_has_nothing_to_send_what_was_kept_back(tmp_path, monkeypatch):
+    """It says so, keeps it, and more nodes find it again."""
+    monkeypatch.chdir(tmp_path)
+    kept = [rank["after"] for rank in run_ranks(4, books, "run", 3, 2)]
+    run_ranks(2, books, "one", 6, 2, "ckpt/run/step-00000003")
+    assert (
+        "grad_compress.level=inter has nothing to do on one node; what it had kept waits"
+        in Path("runs/one/logs/rank0.log").read_text()
+    )
+    found = [rank["before"] for rank in run_ranks(4, books, "again", 9, 2, "ckpt/one/step-00000006")]
+    np.testing.assert_allclose(np.nanmean(found, axis=0), np.nanmean(kept, axis=0), rtol=1e-12)
 
 
 def start_of_all(place: Place) -> np.ndarray:

@@ -27,7 +27,7 @@ from trainer.errors import ConfigError
 from trainer.launch import Place
 from trainer.onebit import OneBit, SignedMean
 from trainer.optim import adamw, sgd
-from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.reduce import AllReduce, Bucket
 from trainer.schedule import Linear
 from trainer.trainer import Trainer
@@ -83,7 +83,7 @@ def flat(tensors: Any) -> np.ndarray:
 
 def run(
     place: Place, warmup: int | None = WARMUP, name: str = "run", steps: int = STEPS, resume: str | None = None,
-    clip: float | None = None, every: int = 5,
+    clip: float | None = None, every: int = 5, view: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     data, errors, onebit = Data(), Errors(), OneBitAdam(warmup or 1)
     callbacks = {"onebit_adam": onebit, "errors": errors} if warmup else {}
@@ -92,7 +92,7 @@ def run(
         Linear(warmup=10, floor=0.1), batch=24, accumulate=2 if place.world == WORLD else None,
         options=Options(
             max_steps=steps, run_dir=f"runs/{name}", resume=resume, clip_norm=clip, validate_every=every,
-            checkpoint=CheckpointOptions(every_steps=every, keep=99),
+            checkpoint=CheckpointOptions(every_steps=every, keep=99), ddp=DDPOptions(gradient_as_bucket_view=view),
         ),
         data=DataOptions(workers=0), place=place,
     )  # fmt: skip
@@ -210,6 +210,13 @@ def test_a_resume_has_the_same_bits(straight, step):
         assert a["buffers"].tobytes() == b["buffers"].tobytes() == straight[0]["buffers"].tobytes()
         assert a["average"].tobytes() == b["average"].tobytes()
         assert a["validation"] == b["validation"]
+
+
+def test_gradients_that_are_views_of_buckets_have_the_same_bits(straight):
+    """DDP's buckets are not read any more, nor written, once it is out of the way."""
+    views = run_ranks(WORLD, run, WARMUP, "views", 30, None, None, 5, True)
+    for plain, other in zip(straight, views, strict=True):
+        assert [w.tobytes() for w in plain["weights"]] == [w.tobytes() for w in other["weights"]]
 
 
 def test_at_another_number_of_ranks_nothing_that_was_kept_back_is_lost(straight):

@@ -13,6 +13,7 @@ from trainer.codecs.catalog import conflicts, make, refuse
 from trainer.codecs.codec import Codec, ErrorFeedback, merge
 from trainer.errors import ConfigError, require, require_one_of
 from trainer.reduce import AllReduce, Bucket, Reduce
+from trainer.run import log
 
 
 class GradCompress(Callback):
@@ -95,6 +96,8 @@ class GradCompress(Callback):
     def on_fit_start(self, trainer) -> None:
         """What was restored for DDP's buckets is laid out as is needed now, or refused before anything has changed."""
         if self.own is None:
+            if any(kept.restored for kept in self.codec.kept.values()):
+                log.warning("resume: grad_compress.level=inter has nothing to do on one node; what it had kept waits")
             return
         told = ""
         try:
