@@ -21,6 +21,8 @@ from comm_rows import ROWS, Row
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -133,6 +135,14 @@ def ddp(row: Row, recipe: Synthetic, place: Place, clock: Clock) -> None:
     train(model, optimizer, recipe, clock)
 
 
+def averaged(row: Row, recipe: Synthetic, place: Place, clock: Clock) -> None:
+    """torch's own local SGD: the weights meet at the end of every so many steps."""
+    join(place)
+    module, optimizer = build(recipe)
+    averager = PeriodicModelAverager(period=row.every, warmup_steps=row.every - 1)
+    train(module, PostLocalSGDOptimizer(optimizer, averager), recipe, clock)
+
+
 def join(place: Place) -> None:
     store = dist.FileStore(place.store, place.world)
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world)
@@ -188,7 +198,7 @@ def echelon(row: Row, recipe: Synthetic, place: Place, clock: Clock) -> None:
         trainer.close()
 
 
-RUNS = {run.__name__: run for run in (alone, wire, ddp, echelon)}
+RUNS = {run.__name__: run for run in (alone, wire, ddp, averaged, echelon)}
 
 
 def turn(order: dict[str, Any], ask: Callable[[dict[str, Any]], None]) -> None:

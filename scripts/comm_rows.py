@@ -154,6 +154,7 @@ ROWS: dict[str, Row] = {
     "torch-fp16": Row("ddp", summed(2), hook="fp16"),
     "torch-bf16": Row("ddp", summed(2), hook="bf16"),
     "torch-powersgd-1": Row("ddp", powersgd(1, 2.0), ONE, "powersgd"),  # with several buckets it crashes on gloo
+    "torch-local_sgd-16": Row("averaged", seldom(summed(4), 16), every=16),
     "plain": PLAIN,
     "nothing-reduced": Row("echelon", callbacks={"local_sgd": {"every": 1_000_000}}),  # the trainer's own words
     **CODEC_ROWS,
@@ -178,4 +179,4 @@ DDP = ("ddp-25", "ddp-5", "ddp-one")
 QUICK = (
     "torch-bf16", "bf16", "torch-powersgd-1", "powersgd-1", "topk", "overlap", "overlap+powersgd-1", "local_sgd-16+int8"
 )  # fmt: skip
-TORCHS = {"fp16": "torch-fp16", "bf16": "torch-bf16", "powersgd-1": "torch-powersgd-1"}
+TORCHS = {name: f"torch-{name}" for name in ("fp16", "bf16", "powersgd-1", "local_sgd-16")}

@@ -28,6 +28,7 @@ BYTES = {
     "sign": 3 * (14.5 + 16),
     "powersgd-1": 1.5 * 4 * (28 + 12),
     "torch-powersgd-1": 1.5 * 4 * (28 + 12),
+    "torch-local_sgd-16": 1.5 * 464 / 16,
     "powersgd-4": 1.5 * 4 * (72 + 8 + 24 + 4),
     "blocksparse": 3 * 116 / 2048 + 1.5 * 464,
     "onebit_adam": 1.5 * (14.5 + 16),
