@@ -9,7 +9,6 @@ from typing import Any
 from trainer.batch import split_batch
 from trainer.callback import Callback, Role, arrange, overrides
 from trainer.checkpoint import commit
-from trainer.data.order import Order
 from trainer.data.source import Samples, open_source
 from trainer.duration import Duration
 from trainer.errors import ConfigError
@@ -79,7 +78,7 @@ class Plan:
             raise ConfigError("recipe.data('train') is None: there is nothing to train on")
         self.source, self.order = source, None
         if isinstance(source, Samples):
-            self.order = Order(source.counts, seed, self.data.lanes, self.data.block)
+            self.order = source.order(self.data.lanes, self.data.block)
         if self.validation is None and self.options.validate_every is not None:
             raise ConfigError(
                 f"trainer.validate_every={self.options.validate_every}: recipe.data('val') is None; "

@@ -8,7 +8,7 @@ from numpy.random import Generator
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-Data = str | Path | list[str] | list[Path] | Dataset[Any] | Iterable[Any]
+Data = str | Path | list[str] | list[Path] | dict[str, float] | Dataset[Any] | Iterable[Any]
 
 
 class Recipe(Protocol):
@@ -21,7 +21,9 @@ class Recipe(Protocol):
     def data(self, split: str) -> Data:
         """The data of `split` ("train" or "val"), the same on every rank. One of three kinds:
 
-        - tar shards in WebDataset format: a path, a glob pattern, or a list of paths. A sample is a dict of members.
+        - tar shards in WebDataset format: a path, a glob pattern, or a list of paths. A sample is a dict of members. A
+          mixture of several data sets is a dict of such patterns and their weights; an epoch has as many samples as
+          there are in all, and validation walks each sample once, whatever its weight.
         - a map-style torch `Dataset`. A checkpoint refuses other data by the class's name and the length; an attribute
           `fingerprint: str` of the dataset takes the place of the name, and should change with the content.
         - any iterable of batches, of this rank, walked again when it ends: a generator for "train" must never end, and

@@ -89,15 +89,20 @@ class Order:
 
         Positions are sorted by lane before they are cut: a rank keeps its lanes, and so its shards, for an epoch.
         """
+        epochs, lanes, rows = self.places(start, stop)
+        first, last = near_equal(stop - start, rank, world)
+        mine = np.argsort(lanes, kind="stable")[first:last]
+        return [self.ref(*place) for place in zip(epochs[mine].tolist(), lanes[mine].tolist(), rows[mine].tolist())]
+
+    def places(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Of positions [start, stop): the epoch, the lane, and the row in it."""
         epochs, within = np.divmod(np.arange(start, stop), self.samples)
         rows, lanes = np.divmod(within, self.lanes)
         tail = rows == self.rows
         lanes[tail] = self.longer[lanes[tail]]
-        first, last = near_equal(stop - start, rank, world)
-        mine = np.argsort(lanes, kind="stable")[first:last]
-        return [self._ref(*place) for place in zip(epochs[mine].tolist(), lanes[mine].tolist(), rows[mine].tolist())]
+        return epochs, lanes, rows
 
-    def _ref(self, epoch: int, lane: int, row: int) -> Ref:
+    def ref(self, epoch: int, lane: int, row: int) -> Ref:
         number, place = divmod(row, self.block)
         item = self.bounds[lane] + number * self.block + self._block(epoch, lane, number)[place]
         shards, starts = self._epoch(epoch)

@@ -41,13 +41,13 @@ class Quarantine:
         Raises:
             DataError: on all ranks, for more than may be bad.
         """
-        step = trainer.step
+        step, epoch_samples = trainer.step, trainer.plan.epoch_samples
         own = [{"step": step, **bad.ref._asdict(), "error": bad.why} for bad in trainer.data.bad]
         found = [each for rank in trainer.ranks.gather(own) for each in rank]
-        for each in found:
-            if each["epoch"] > self.epoch:
-                self.epoch, self.count = each["epoch"], 0
-            self.count += 1
+        assert epoch_samples
+        epoch = (trainer.samples - 1) // epoch_samples
+        self.count = len(found) + (self.count if epoch == self.epoch else 0)
+        self.epoch = epoch
         if trainer.rank == 0:
             with self.path.open("a") as file:
                 file.writelines(json.dumps(each) + "\n" for each in found)

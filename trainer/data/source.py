@@ -1,9 +1,10 @@
 """What a recipe's `data` may be, made one thing: samples by reference, or batches as they come."""
 
 import hashlib
+import itertools
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from numpy.random import Generator, Philox
 from torch.utils.data import Dataset, IterableDataset
 
 from trainer.data.index import Index, find_shards
-from trainer.data.order import Ref, mix
+from trainer.data.mixture import Mixture
+from trainer.data.order import Order, Ref, mix
 from trainer.data.quarantine import Bad
 from trainer.data.read import ShardReader
 from trainer.errors import DataError
@@ -27,6 +29,9 @@ class Samples:
 
     Before each sample, `random`, NumPy and torch are seeded from (seed, epoch, sample): neither the number of workers
     nor that of ranks changes an augmentation.
+
+    Args:
+        mixed: Where these are several data sets: of each, the number of its shards, and its weight.
     """
 
     def __init__(
@@ -36,10 +41,19 @@ class Samples:
         fingerprint: str,
         transform: Callable[[Any, Generator], Any] | None,
         seed: int,
+        mixed: Sequence[tuple[int, float]] = (),
     ) -> None:
         self.reader, self.counts, self.fingerprint = reader, counts, fingerprint
-        self.transform, self.seed = transform, seed
+        self.transform, self.seed, self.mixed = transform, seed, mixed
         self.bases = np.concatenate([[0], np.cumsum(counts)]).tolist()
+
+    def order(self, lanes: int, block: int) -> Order | Mixture:
+        """In which they are trained on."""
+        if not self.mixed:
+            return Order(self.counts, self.seed, lanes, block)
+        rest = iter(self.counts)
+        counts = [list(itertools.islice(rest, shards)) for shards, _ in self.mixed]
+        return Mixture(counts, [weight for _, weight in self.mixed], self.seed, lanes, block)
 
     def __getitem__(self, ref: Ref) -> Any:
         key = mix(self.seed, 3, ref.epoch, self.bases[ref.shard] + ref.offset)
@@ -97,6 +111,8 @@ def open_source(recipe: Any, split: str, seed: int) -> Samples | Iterable[Any] |
     if _names_shards(data):
         index = Index.open(find_shards(data), Progress())
         return Samples(ShardReader(index), index.counts, index.fingerprint, transform, seed)
+    if isinstance(data, Mapping):
+        return mixture(data, split, transform, seed)
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         size = len(data)  # pyright: ignore[reportArgumentType] a map-style Dataset has a length
         if size == 0:
@@ -112,6 +128,19 @@ def open_source(recipe: Any, split: str, seed: int) -> Samples | Iterable[Any] |
             "return a list of batches, or an object whose __iter__ starts anew"
         )
     return data
+
+
+def mixture(data: Mapping[Any, Any], split: str, transform: Any, seed: int) -> Samples:
+    """Shards -> weight. One index has the shards of all, one data set after the other."""
+    for shards, weight in data.items():
+        if not isinstance(shards, str | Path) or not isinstance(weight, int | float) or isinstance(weight, bool):
+            raise DataError(f"recipe.data({split!r}): {shards}: {weight}: a mixture is of shards and their weights; "
+                            "give a dict as {'wiki-*.tar': 3, 'books-*.tar': 1}")
+    indices = [Index.open(find_shards(shards), Progress()) for shards in data]
+    index = Index([shard for each in indices for shard in each.shards])
+    mixed = [(len(each.shards), float(weight)) for each, weight in zip(indices, data.values(), strict=True)]
+    fingerprint = hashlib.sha256(f"{index.fingerprint} {mixed}".encode()).hexdigest()
+    return Samples(ShardReader(index), index.counts, fingerprint, transform, seed, mixed)
 
 
 class Progress:
