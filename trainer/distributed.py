@@ -1,8 +1,10 @@
 """Ranks: process groups, and small agreements between them."""
 
 import json
+import os
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ from torch import Tensor, nn
 
 from trainer.errors import ConfigError, DataError
 from trainer.launch import Place
+
+COLLECTIVES = 2000  # the last so many are kept, for `Ranks.write_collectives`
 
 
 class Ranks:
@@ -26,6 +30,7 @@ class Ranks:
         if self.world == 1:
             return
         self.timeout = timedelta(seconds=timeout_s)
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(COLLECTIVES))
         store = dist.FileStore(place.store, self.world) if place.store else None
         dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world, timeout=self.timeout)
         self.host = self.new_group("gloo")
@@ -109,6 +114,13 @@ class Ranks:
         if self.world > 1 and buffers:
             assert dist.group.WORLD is not None
             dist._broadcast_coalesced(dist.group.WORLD, buffers, 250 << 20, 0)
+
+    def write_collectives(self, folder: Path) -> None:
+        """The last ones of this rank, by torch's flight recorder, for `python -m torch.distributed.flight_recorder`'s
+        reader or for reading: where ranks have gone apart, the last line of one is not that of the others."""
+        if self.world > 1:
+            recorded = torch._C._distributed_c10d._dump_fr_trace_json()
+            (folder / f"collectives-rank{self.rank}.json").write_bytes(recorded)
 
     def close(self) -> None:
         if self.world > 1 and dist.is_initialized():

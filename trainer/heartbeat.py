@@ -1,10 +1,11 @@
 """Shows to who started this rank how far it has come, and that it still moves. Standard library only."""
 
+import faulthandler
 import os
 import struct
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 FORMAT = struct.Struct("<qqq")
 
@@ -16,14 +17,37 @@ class Beat(NamedTuple):
 
 
 class Heartbeat:
-    """A file of a `Beat`, whose time is that of the last. Without a path nobody looks, and nothing is written."""
+    """A file of a `Beat`, whose time is that of the last, for a supervisor. Without a path nobody looks."""
 
     def __init__(self, path: str) -> None:
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600) if path else None
         self.began = self.step = -1
+        self.log: IO[str] | None = None
+
+    def watch(self, still_s: float, log: Path) -> None:
+        """Where there is no supervisor: after `still_s` seconds without a beat write the stacks of all threads to `log`
+        and end the process with code 1, by a thread of C's, which needs no lock of the interpreter's."""
+        if self.file is None:
+            self.still_s, self.log, self.rearm_at = still_s, log.open("a"), 0.0
+
+    def close(self) -> None:
+        """No longer watches."""
+        if self.log:
+            faulthandler.cancel_dump_traceback_later()
+            self.log.close()
+            self.log = None
+
+    def _rearm(self, patience_s: float) -> None:
+        now = time.monotonic()
+        if now > self.rearm_at or patience_s:  # not in every step: it starts a thread
+            assert self.log
+            faulthandler.dump_traceback_later(self.still_s + patience_s, exit=True, file=self.log)
+            self.rearm_at = now + self.still_s / 10
 
     def beat(self, step: int | None = None, patience_s: float = 0.0, busy: bool = False) -> None:
         """`step`: the one that is done, where another is. `patience_s`: what comes now may take so much longer."""
+        if self.log:
+            self._rearm(patience_s)
         if self.file is None or (step is None and self.began < 0):
             return
         if step is not None:

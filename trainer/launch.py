@@ -5,11 +5,12 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from trainer.errors import ConfigError
 
+FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torch's: ranks meet in a new store each time
 STOPPED = 75  # exit code: stopped by a signal with a checkpoint; start again to go on (sysexits' EX_TEMPFAIL)
 
 
@@ -25,7 +26,7 @@ class Place:
     launcher: str = ""  # torchrun, mpirun, srun or echelon; empty: nobody, one process
 
 
-def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: int = 1) -> Place:
+def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: int | str = 1) -> Place:
     """This process's place, from its launcher's variables. SLURM's own are translated into MASTER_ADDR and MASTER_PORT.
 
     Raises:
@@ -53,12 +54,44 @@ def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: in
             f"trainer.devices={devices}: {place.launcher} started {per_node} rank(s) on this node; "
             f"use trainer.devices={per_node} or leave it out"
         )
-    if nodes not in (1, place.world // per_node):
+    least, most = node_range(nodes)
+    if nodes != 1 and not least <= place.world // per_node <= most:
         raise ConfigError(
             f"trainer.nodes={nodes}: {place.launcher} started {place.world} ranks on "
             f"{place.world // per_node} node(s); leave trainer.nodes out"
         )
     return place
+
+
+def node_range(nodes: int | str) -> tuple[int, int]:
+    """The least and the most that `trainer.nodes` takes.
+
+    Raises:
+        ConfigError: it means nothing.
+    """
+    least, colon, most = str(nodes).partition(":")
+    most = most if colon else least
+    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+        raise ConfigError(f"trainer.nodes={nodes}: must be a number of nodes, or the least and the most, as 2:8")
+    return int(least), int(most)
+
+
+def refuse_to_begin_anew(env: Mapping[str, str], nodes: int | str, resume: str | None, run_dir: str | None) -> None:
+    """torchrun starts all ranks again where one fails (`--max-restarts`) or a node comes or goes: they shall go on.
+
+    Raises:
+        ConfigError: they would begin anew, or meet in what the ranks before them have left (pytorch#135712).
+    """
+    if env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" and isinstance(nodes, int):
+        return
+    needed = {
+        "trainer.resume=auto": resume == "auto",
+        "trainer.run_dir=runs/NAME": run_dir is not None,
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment": env.get(FRESH_STORE) == "1",
+    }
+    if missing := [name for name, there in needed.items() if not there]:
+        given = f"trainer.nodes={nodes}" if isinstance(nodes, str) else "torchrun --max-restarts"
+        raise ConfigError(f"{given}: ranks that are started again could not go on; add {', '.join(missing)}")
 
 
 def _open_mpi(env: MutableMapping[str, str]) -> Place:

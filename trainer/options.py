@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from trainer.duration import Duration
 from trainer.errors import ConfigError, nearest, require
+from trainer.launch import node_range
 
 ACCEPTABLE = ("seed", "batch", "data", "callbacks", "lanes", "block", "optimizer")  # what a resume compares
 
@@ -67,7 +68,7 @@ class Options:
     """Everything under `trainer`."""
 
     devices: int | Literal["auto"] = "auto"  # ranks on this node; auto: every GPU, or one CPU process
-    nodes: int = 1
+    nodes: int | str = 1  # or MIN:MAX under torchrun, whose nodes may come and go
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
@@ -90,8 +91,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.devices != "auto":
             require("trainer.devices", self.devices, at_least=1)
-        for key in ("nodes", "log_every_steps"):
-            require(f"trainer.{key}", getattr(self, key), at_least=1)
+        node_range(self.nodes)
+        require("trainer.log_every_steps", self.log_every_steps, at_least=1)
         for key in ("max_steps", "max_epochs", "seed", "restarts"):
             require(f"trainer.{key}", getattr(self, key), at_least=0)
         for key in self.accept:

@@ -12,6 +12,7 @@ from trainer.checkpoint import commit
 from trainer.data.source import Samples, open_source
 from trainer.duration import Duration
 from trainer.errors import ConfigError
+from trainer.launch import node_range
 from trainer.options import DataOptions, Options
 from trainer.run import log
 from trainer.schedule import Schedule
@@ -43,7 +44,7 @@ class Plan:
         rank: int,
         first: Callable[[Any], Any],
     ) -> None:
-        if world == 1 and (options.devices not in ("auto", 1) or options.nodes > 1):
+        if world == 1 and (options.devices not in ("auto", 1) or node_range(options.nodes)[0] > 1):
             raise ConfigError(
                 f"trainer.devices={options.devices}, trainer.nodes={options.nodes}: this is one process, and nobody "
                 "starts more; run it by python -m trainer.main or torchrun, or leave them out"

@@ -100,6 +100,8 @@ class Trainer:
         self.run_dir = Path(self.ranks.first(run_dir))
         start_log(self.run_dir, self.rank)
         self.heartbeat = Heartbeat(os.environ.get("ECHELON_HEARTBEAT", ""))
+        if self.world > 1:
+            self.heartbeat.watch(2 * self.options.timeout_s, self.run_dir / "logs" / f"rank{self.rank}.log")
         self.saver = Saver(self)
         self.quarantine = Quarantine(self)
         self.step, self.samples, self.seconds = 0, 0, 0.0  # done so far; all that data loading needs is `samples`
@@ -153,8 +155,12 @@ class Trainer:
                     self._train_step(next(self.stream))
                     self._after_step()
                 self._finish()
+        except RuntimeError:  # maybe a collective's
+            self.ranks.write_collectives(self.run_dir / "logs")
+            raise
         finally:
             with ExitStack() as every:  # also if one of them raises
+                every.callback(self.heartbeat.close)
                 every.callback(self.saver.close)
                 every.callback(self.loader.close)
                 for end in reversed(self._hooks["on_fit_end"]):

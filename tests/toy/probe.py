@@ -24,14 +24,21 @@ class Probe(Callback):
         rank: That makes it; -1 for all.
         step_s: Seconds that each step takes longer.
         attempts: In the first so many starts of the run only.
+        audit: Append the samples of each step to audit.jsonl in the run's folder.
     """
 
     def __init__(
-        self, trouble: str = "", rank: int = 0, step: int = 3, step_s: float = 0.0, attempts: int = 9999
+        self,
+        trouble: str = "",
+        rank: int = 0,
+        step: int = 3,
+        step_s: float = 0.0,
+        attempts: int = 9999,
+        audit: bool = False,
     ) -> None:
-        self.trouble, self.rank, self.step, self.step_s = trouble, rank, step, step_s
+        self.trouble, self.rank, self.step, self.step_s, self.audit = trouble, rank, step, step_s, audit
         self.told = False
-        if int(os.environ.get("ECHELON_ATTEMPT", "0")) >= attempts:
+        if int(os.environ.get("ECHELON_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) >= attempts:
             self.trouble = ""
         at_start, _, what = self.trouble.partition("start: ")
         if what and not at_start:
@@ -45,6 +52,11 @@ class Probe(Callback):
             path = trainer.run_dir / f"facts-{trainer.rank}.json"
             path.with_suffix(".tmp").write_text(json.dumps(facts(trainer)))
             path.with_suffix(".tmp").rename(path)
+        if self.audit:
+            start = f"{os.environ.get('MASTER_PORT')} {trainer.world}"  # of the ranks: a port of its own
+            line = {"start": start, "world": trainer.world, "step": trainer.step, "refs": trainer.data.refs}
+            with (trainer.run_dir / "audit.jsonl").open("ab", buffering=0) as file:
+                file.write(json.dumps(line).encode() + b"\n")
         if trainer.step == self.step and self.rank in (-1, trainer.rank) and self.trouble:
             print("about to make trouble", flush=True)
             if trainer.saver.writing is not None:

@@ -39,6 +39,7 @@ class Saver:
         self.snapshot = Snapshot()
         self.thread = ThreadPoolExecutor(1, "checkpoint", _give_way)
         self.writing: Future[None] | None = None
+        self.room: Future[None] | None = None  # when there is memory for the first copy
         self.asked = self.step = -1  # when one was asked for, and of what is or was written last
         self.error: OSError | None = None  # its own
         self.failures = 0  # in a row
@@ -73,6 +74,8 @@ class Saver:
         Raises:
             ConfigError: too many checkpoints in a row have failed.
         """
+        if self.room is None and self.asked < 0 and self.trainer.rank == 0:  # the optimizer has a state now
+            self.room = self.thread.submit(self.snapshot.reserve, resume.state_dict(self.trainer))
         if self.writing is not None and self.writing.done():
             self._wait()
         if self.failures >= self.options.max_failures:
@@ -103,6 +106,8 @@ class Saver:
             log.warning("waited %.1f s for the checkpoint of step %d to be written", waited, self.step)
 
     def _begin(self, state: dict[str, Any]) -> None:
+        if self.room is not None:
+            self.room.result()
         files = self.snapshot.take(state)
         self.step = self.trainer.step
         self.writing = self.thread.submit(self._write, self.step, files, resume.manifest(self.trainer))

@@ -1,0 +1,141 @@
+"""Faults under torchrun: its ranks go on where they were, also on fewer nodes and on more, or are told why they can't."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import environment, popen, run
+from net import Cluster, needs_cluster
+from test_ranks import RUN, whole
+from test_ranks import golden as golden  # a fixture
+
+from trainer.data.order import Order
+from trainer.launch import FRESH_STORE, refuse_to_begin_anew
+
+RANKS = [*(word for word in RUN if not word.startswith("trainer.devices")), "trainer.resume=auto"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "--max-restarts=2"]
+TORCHRUN += ["--log-dir=torchrun", "-m", "trainer.main"]
+
+
+def trouble(what: str, rank: int) -> list[str]:
+    values = {"trouble": f"'{what}'", "rank": rank, "step": 7, "attempts": 1}
+    return [f"callbacks.probe.{key}={value}" for key, value in values.items()]
+
+
+def test_a_rank_is_killed(golden, tmp_path):
+    result = run([*RANKS, *trouble("SIGKILL", 1)], tmp_path, TORCHRUN, timeout_s=110, **{FRESH_STORE: "1"})
+    assert result.code == 0, result.err
+    assert result.out.count("resumed from ckpt/r/step-00000004") == 1
+    whole(tmp_path, golden)
+
+
+@pytest.mark.faults
+def test_no_rank_moves(golden, tmp_path):
+    """There is no supervisor of ours that would notice: each rank watches itself."""
+    hang = [*RANKS, *trouble("hang", -1), "trainer.timeout_s=6"]
+    result = run(hang, tmp_path, TORCHRUN, timeout_s=110, **{FRESH_STORE: "1"})
+    assert result.code == 0, result.err
+    whole(tmp_path, golden)
+    for rank in range(3):
+        log = (tmp_path / "runs" / "r" / "logs" / f"rank{rank}.log").read_text()
+        assert "Timeout (0:00:12)!" in log and "in make_trouble" in log
+
+
+def test_the_agent_is_killed(tmp_path):
+    """No rank outlives it."""
+    process = popen([*RANKS, "trainer.max_steps=100000"], tmp_path, TORCHRUN, **{FRESH_STORE: "1"})
+    try:
+        deadline = time.monotonic() + 60
+        while len(facts := list((tmp_path / "runs" / "r").glob("facts-*.json"))) < 3:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.communicate()
+    pids = [json.loads(path.read_text())["pid"] for path in facts]
+    deadline = time.monotonic() + 20
+    while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("env", "given", "told"),
+    [
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, (1, None, None), "^torchrun --max-restarts: .* add trainer.resume=auto, tr"),
+        ({}, ("1:2", "auto", "runs/r"), f"^trainer.nodes=1:2: .* could not go on; add {FRESH_STORE}=1 in torchrun's env"),
+        ({FRESH_STORE: "1"}, ("1:2", "auto", None), "; add trainer.run_dir=runs/NAME$"),
+    ],
+)
+def test_a_restart_that_would_begin_anew_is_refused(env, given, told):
+    with pytest.raises(Exception, match=told):
+        refuse_to_begin_anew(env, *given)
+    refuse_to_begin_anew({"TORCHELASTIC_MAX_RESTARTS": "0"}, 2, None, None)
+    refuse_to_begin_anew(env | {FRESH_STORE: "1"}, "1:2", "auto", "runs/r")
+
+
+def test_the_refusal_comes_before_anything(tmp_path):
+    result = run(RANKS, tmp_path, TORCHRUN)
+    assert result.code == 1 and FRESH_STORE in result.err
+    assert not (tmp_path / "runs").exists()
+
+
+STEPS, BATCH, SAMPLES = 240, 12, 96  # as tests/toy/conf has the samples, and RUN the batch
+AGENT = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=9"]
+AGENT += ["--rdzv-backend=c10d", "--rdzv-id=r", "--rdzv-conf=last_call_timeout=2"]
+
+
+def start(cluster: Cluster, host: int, cwd: Path) -> subprocess.Popen[bytes]:
+    here = [f"--rdzv-endpoint={cluster.address(0)}:29471", f"--local-addr={cluster.address(host)}"]
+    probe = ["callbacks.probe.step_s=0.1", "callbacks.probe.audit=true", "trainer.nodes='1:2'", "trainer.timeout_s=20"]
+    words = [*AGENT, *here, "-m", "trainer.main", *RANKS, *probe, f"trainer.max_steps={STEPS}"]
+    with (cwd / f"agent-{host}.log").open("ab") as log:
+        return cluster.popen(
+            host, words, environment(**{FRESH_STORE: "1"}), cwd=cwd, stdout=log, stderr=log
+        )
+
+
+def audit(cwd: Path) -> list[dict[str, Any]]:
+    path = cwd / "runs" / "r" / "audit.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for(cwd: Path, agent: subprocess.Popen[bytes], world: int, more: int) -> None:
+    """Until `world` ranks have taken `more` further steps."""
+    known, deadline = len(audit(cwd)), time.monotonic() + 120
+    while sum(line["world"] == world for line in audit(cwd)[known:]) < more * world:
+        assert time.monotonic() < deadline, f"no {more} steps on {world} ranks"
+        assert agent.poll() is None, (cwd / "agent-0.log").read_text()[-3000:]
+        time.sleep(0.1)
+
+
+@needs_cluster
+@pytest.mark.faults
+@pytest.mark.timeout(420)
+def test_38_a_node_is_lost_and_comes_back(tmp_path):
+    """2 nodes of 2 ranks; the second dies with all that runs there, the first goes on, and the second comes back."""
+    with Cluster(hosts=2) as cluster:
+        agents = [start(cluster, host, tmp_path) for host in range(2)]
+        wait_for(tmp_path, agents[0], world=4, more=20)
+        os.killpg(agents[1].pid, signal.SIGKILL)
+        agents[1].wait()
+        wait_for(tmp_path, agents[0], world=2, more=20)
+        agents[1] = start(cluster, 1, tmp_path)
+        wait_for(tmp_path, agents[0], world=4, more=20)
+        assert [agent.wait(timeout=200) for agent in agents] == [0, 0]
+    taken: dict[int, dict[str, list[Any]]] = {}
+    for line in audit(tmp_path):
+        taken.setdefault(line["step"], {}).setdefault(line["start"], []).append(line)
+    order = Order([1] * SAMPLES, 0, 12, 4)
+    for step in range(1, STEPS + 1):
+        last = list(taken[step].values())[-1]  # what was taken before it, and then lost, was taken anew
+        assert len(last) == last[0]["world"]
+        planned = order.local((step - 1) * BATCH, step * BATCH, 0, 1)
+        assert sorted(tuple(ref) for line in last for ref in line["refs"]) == sorted(map(tuple, planned))
+    assert len({line["start"] for line in audit(tmp_path)}) >= 3
