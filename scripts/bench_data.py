@@ -270,7 +270,9 @@ def main() -> None:
                     for n in range(rounds):
                         for name in names[:: -1 if n % 2 else 1]:
                             turns[name].append(turn(name, data, workers, cold))
-                            print(kind, "cold" if cold else "warm", workers, name, round(turns[name][-1], 1), flush=True)
+                            print(
+                                kind, "cold" if cold else "warm", workers, name, round(turns[name][-1], 1), flush=True
+                            )
                     rows, missed_or_met = table(data, workers, cold, turns)
                     tables.append(rows)
                     goals += missed_or_met

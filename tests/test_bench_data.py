@@ -1,6 +1,5 @@
-"""scripts/bench_data.py: each loader gives every sample of the same shards, and its table has what the goals are about."""
+"""scripts/bench_data.py: each loader gives every sample of the shards, and its table has what the goals are about."""
 
-import sys
 from pathlib import Path
 from typing import Any
 

@@ -119,7 +119,7 @@ class Ranks:
         """The last ones of this rank, by torch's flight recorder, for `python -m torch.distributed.flight_recorder`'s
         reader or for reading: where ranks have gone apart, the last line of one is not that of the others."""
         if self.world > 1:
-            recorded = torch._C._distributed_c10d._dump_fr_trace_json()
+            recorded = torch._C._distributed_c10d._dump_fr_trace_json()  # pyright: ignore[reportAttributeAccessIssue]
             (folder / f"collectives-rank{self.rank}.json").write_bytes(recorded)
 
     def close(self) -> None:

@@ -58,7 +58,10 @@ def test_the_stream_is_the_specification(stream):
 
 
 def test_the_stream_is_frozen(stream):
-    assert hashlib.sha256(repr([tuple(ref) for ref in stream[:1000]]).encode()).hexdigest() == "FROZEN"
+    assert (
+        hashlib.sha256(repr([tuple(ref) for ref in stream[:1000]]).encode()).hexdigest()
+        == "1e6597380d3d944f760ac36188764b4f963c0df647b07c570099e3489da2ef8e"
+    )
 
 
 def test_each_data_set_has_its_share_and_all_its_samples_in_every_epoch(stream):
@@ -91,7 +94,7 @@ def test_each_rank_has_its_part_of_each_data_set():
         for rank, counter in enumerate(seen):
             counter.update(ref.shard >= FIRST[1] for ref in made.local(start, start + 48, rank, 3))
     for counter in seen:
-        assert 0.25 < counter[True] / counter.total() < 0.55
+        assert 0.37 < counter[True] / counter.total() < 0.43
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -147,7 +150,7 @@ def test_shards_with_weights(shards):
     assert sum(ref.shard >= 5 for ref in refs) == pytest.approx(200, abs=40)
     assert {source.reader.read(ref)["cls"] for ref in refs} == {*range(30), *range(100, 110)}
     patterns = list(shards)
-    others = [{pattern: 2.0 for pattern in patterns[:1]} | {patterns[1]: 1.0}, patterns]
+    others = [dict.fromkeys(patterns[:1], 2.0) | {patterns[1]: 1.0}, patterns]
     prints = [source.fingerprint, *(open_source(Of(each), "train", 0).fingerprint for each in others)]
     assert len(set(prints)) == 3, "a resume with other weights would not be refused"
 

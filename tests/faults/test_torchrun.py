@@ -1,4 +1,4 @@
-"""Faults under torchrun: its ranks go on where they were, also on fewer nodes and on more, or are told why they can't."""
+"""Faults under torchrun: ranks go on where they were, also on fewer nodes and on more, or it is refused."""
 
 import json
 import os
@@ -68,8 +68,16 @@ def test_the_agent_is_killed(tmp_path):
 @pytest.mark.parametrize(
     ("env", "given", "told"),
     [
-        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, (1, None, None), "^torchrun --max-restarts: .* add trainer.resume=auto, tr"),
-        ({}, ("1:2", "auto", "runs/r"), f"^trainer.nodes=1:2: .* could not go on; add {FRESH_STORE}=1 in torchrun's env"),
+        (
+            {"TORCHELASTIC_MAX_RESTARTS": "3"},
+            (1, None, None),
+            "^torchrun --max-restarts: .* add trainer.resume=auto, tr",
+        ),
+        (
+            {},
+            ("1:2", "auto", "runs/r"),
+            f"^trainer.nodes=1:2: .* could not go on; add {FRESH_STORE}=1 in torchrun's env",
+        ),
         ({FRESH_STORE: "1"}, ("1:2", "auto", None), "; add trainer.run_dir=runs/NAME$"),
     ],
 )
@@ -96,9 +104,7 @@ def start(cluster: Cluster, host: int, cwd: Path) -> subprocess.Popen[bytes]:
     probe = ["callbacks.probe.step_s=0.1", "callbacks.probe.audit=true", "trainer.nodes='1:2'", "trainer.timeout_s=20"]
     words = [*AGENT, *here, "-m", "trainer.main", *RANKS, *probe, f"trainer.max_steps={STEPS}"]
     with (cwd / f"agent-{host}.log").open("ab") as log:
-        return cluster.popen(
-            host, words, environment(**{FRESH_STORE: "1"}), cwd=cwd, stdout=log, stderr=log
-        )
+        return cluster.popen(host, words, environment(**{FRESH_STORE: "1"}), cwd=cwd, stdout=log, stderr=log)
 
 
 def audit(cwd: Path) -> list[dict[str, Any]]:

@@ -36,7 +36,9 @@ class Mixture:
         total = sum(weights)
         if not all(weight >= LEAST * total > 0 for weight in weights):
             told = f"must each be at least {LEAST:g} of their sum"
-            raise DataError(f"recipe.data('train'): weights {list(weights)}: {told}; leave that data out, or weigh it more")
+            raise DataError(
+                f"recipe.data('train'): weights {list(weights)}: {told}; leave that data out, or weigh it more"
+            )
         shares = [weight / total for weight in weights]
         self.ends = list(accumulate(shares))  # the last one is 1, and taken for it
         self.orders = [
@@ -48,15 +50,16 @@ class Mixture:
         self._drawn: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def local(self, start: int, stop: int, rank: int, world: int) -> list[Ref]:
-        """The samples of `rank` at positions [start, stop) of the stream, of which it keeps its lanes of each data set."""
+        """The samples of `rank` at positions [start, stop): its part of each data set's lanes, as near as can be."""
         sources, positions = self._draw(start, stop)
         places: list[tuple[float, int, int, int, int]] = []
         for source, order in enumerate(self.orders):
             mine = positions[sources == source]
             if len(mine):
                 epochs, lanes, rows = order.places(int(mine[0]), int(mine[-1]) + 1)
-                ranked = ((lanes + 0.5) / order.lanes).tolist()
-                places += zip(ranked, [source] * len(mine), epochs.tolist(), lanes.tolist(), rows.tolist(), strict=True)
+                for i, place in enumerate(np.argsort(lanes, kind="stable").tolist()):
+                    where = (int(epochs[place]), int(lanes[place]), int(rows[place]))
+                    places.append(((i + 0.5) / len(mine), source, *where))
         places.sort(key=lambda place: place[0])
         first, last = near_equal(stop - start, rank, world)
         return [self._ref(*place[1:]) for place in places[first:last]]

@@ -134,8 +134,10 @@ def mixture(data: Mapping[Any, Any], split: str, transform: Any, seed: int) -> S
     """Shards -> weight. One index has the shards of all, one data set after the other."""
     for shards, weight in data.items():
         if not isinstance(shards, str | Path) or not isinstance(weight, int | float) or isinstance(weight, bool):
-            raise DataError(f"recipe.data({split!r}): {shards}: {weight}: a mixture is of shards and their weights; "
-                            "give a dict as {'wiki-*.tar': 3, 'books-*.tar': 1}")
+            raise DataError(
+                f"recipe.data({split!r}): {shards}: {weight}: a mixture is of shards and their weights; "
+                "give a dict as {'wiki-*.tar': 3, 'books-*.tar': 1}"
+            )
     indices = [Index.open(find_shards(shards), Progress()) for shards in data]
     index = Index([shard for each in indices for shard in each.shards])
     mixed = [(len(each.shards), float(weight)) for each, weight in zip(indices, data.values(), strict=True)]
