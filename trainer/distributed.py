@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainer.errors import ConfigError, DataError
 from trainer.launch import Place
 
-COLLECTIVES = 2000  # the last so many are kept, for `Ranks.write_collectives`
+COLLECTIVES = 2000  # the last so many are kept, for `Ranks.note_failure`
 
 
 class Ranks:
@@ -115,12 +115,12 @@ class Ranks:
             assert dist.group.WORLD is not None
             dist._broadcast_coalesced(dist.group.WORLD, buffers, 250 << 20, 0)
 
-    def write_collectives(self, folder: Path) -> None:
-        """The last ones of this rank, by torch's flight recorder, for `python -m torch.distributed.flight_recorder`'s
-        reader or for reading: where ranks have gone apart, the last line of one is not that of the others."""
-        if self.world > 1:
+    def note_failure(self, kind: type[BaseException] | None, logs: Path) -> None:
+        """Where a collective may have failed, the last ones of this rank go into the folder `logs`, by torch's flight
+        recorder: where ranks have gone apart, the last of one is not that of the others."""
+        if self.world > 1 and kind and issubclass(kind, RuntimeError):
             recorded = torch._C._distributed_c10d._dump_fr_trace_json()  # pyright: ignore[reportAttributeAccessIssue]
-            (folder / f"collectives-rank{self.rank}.json").write_bytes(recorded)
+            (logs / f"collectives-rank{self.rank}.json").write_bytes(recorded)
 
     def close(self) -> None:
         if self.world > 1 and dist.is_initialized():

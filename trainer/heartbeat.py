@@ -5,7 +5,10 @@ import os
 import struct
 import time
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 FORMAT = struct.Struct("<qqq")
 
@@ -23,6 +26,14 @@ class Heartbeat:
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600) if path else None
         self.began = self.step = -1
         self.log: IO[str] | None = None
+
+    @classmethod
+    def of(cls, trainer: "Trainer") -> "Heartbeat":
+        """For who has started this rank, or else watched by itself, if it has peers."""
+        heartbeat = cls(os.environ.get("ECHELON_HEARTBEAT", ""))
+        if trainer.world > 1:
+            heartbeat.watch(2 * trainer.options.timeout_s, trainer.run_dir / "logs" / f"rank{trainer.rank}.log")
+        return heartbeat
 
     def watch(self, still_s: float, log: Path) -> None:
         """Where there is no supervisor: after `still_s` seconds without a beat write the stacks of all threads to `log`

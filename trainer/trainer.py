@@ -99,9 +99,7 @@ class Trainer:
         run_dir = "" if self.rank else str(make_run_dir(self.plan, self.name))
         self.run_dir = Path(self.ranks.first(run_dir))
         start_log(self.run_dir, self.rank)
-        self.heartbeat = Heartbeat(os.environ.get("ECHELON_HEARTBEAT", ""))
-        if self.world > 1:
-            self.heartbeat.watch(2 * self.options.timeout_s, self.run_dir / "logs" / f"rank{self.rank}.log")
+        self.heartbeat = Heartbeat.of(self)
         self.saver = Saver(self)
         self.quarantine = Quarantine(self)
         self.step, self.samples, self.seconds = 0, 0, 0.0  # done so far; all that data loading needs is `samples`
@@ -148,23 +146,19 @@ class Trainer:
 
     def fit(self) -> None:
         """Train to the end, or until stopped. Weights, optimizer and callbacks are left as the last step made them."""
-        try:
+        with ExitStack() as every:  # last first, also if one of them raises
+            every.push(lambda kind, *_: self.ranks.note_failure(kind, self.run_dir / "logs"))
+            every.callback(self.heartbeat.close)
+            every.callback(self.saver.close)
+            every.callback(self.loader.close)
+            for end in reversed(self._hooks["on_fit_end"]):
+                every.callback(end, self)
             with Signals() as self.signals:
                 self._start()
                 while not self.stop_reason:
                     self._train_step(next(self.stream))
                     self._after_step()
                 self._finish()
-        except RuntimeError:  # maybe a collective's
-            self.ranks.write_collectives(self.run_dir / "logs")
-            raise
-        finally:
-            with ExitStack() as every:  # also if one of them raises
-                every.callback(self.heartbeat.close)
-                every.callback(self.saver.close)
-                every.callback(self.loader.close)
-                for end in reversed(self._hooks["on_fit_end"]):
-                    every.callback(end, self)
         self.close()
 
     def close(self) -> None:

@@ -305,6 +305,8 @@ def test_a_failed_reduction_is_that_error_in_the_main_thread(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     results = run_ranks(3, broken_by_a_peer)
     assert results == [("ConnectionResetError", f"rank {rank} lost its peer", 2) for rank in range(3)]
+    # no file: it is not one of torch's errors, of which the flight recorder's collectives would tell more
+    assert not list(Path("runs").glob("*/logs/collectives-*"))
 
 
 def test_a_weight_used_before_its_step_is_an_error(tmp_path, monkeypatch):
@@ -313,6 +315,8 @@ def test_a_weight_used_before_its_step_is_an_error(tmp_path, monkeypatch):
     for kind, text, step in run_ranks(3, misled):
         assert (kind, step) == ("RuntimeError", 1)
         assert "modified by an inplace operation" in text
+    noted = list(Path("runs").glob("*/logs/collectives-rank*.json"))
+    assert len(noted) == 3 and all("gloo:all_reduce" in path.read_text() for path in noted)
 
 
 @pytest.mark.parametrize("feature", ["clip", "fp16", "static_graph"])

@@ -5,23 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.futures import Future
 from torch.optim import Optimizer
 
 from trainer.callback import Callback, Role
 from trainer.needs import PASSES, Record
 from trainer.optim import Stepped
+from trainer.pending import Pending, Steps
 from trainer.reduce import Background, Bucket, Reduce
 from trainer.run import log
-
-
-class Pending:
-    """One of DDP's buckets: the flat tensor of its gradients, and their mean to come."""
-
-    def __init__(self, params: list[Tensor]) -> None:
-        self.params, self.bucket, self.missing = params, Bucket.of(params, 0), set(params)
-        self.flat = params[0].new_empty(sum(p.numel() for p in params))
-        self.mean: Future[Tensor] = Future()
 
 
 class Overlap(Callback):
@@ -58,8 +49,7 @@ class Overlap(Callback):
         return self.record.timed(reduce)
 
     def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Any:
-        self.trainer, self.optimizer = trainer, optimizer
-        self.group_of = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self.trainer, self.steps = trainer, Steps(optimizer)
         return Stepped(optimizer, self.defer)
 
     def on_fit_start(self, trainer) -> None:
@@ -93,14 +83,8 @@ class Overlap(Callback):
         bucket = self.bucket_of[p]
         bucket.missing -= {p} if self.trainer.model.require_backward_grad_sync else set()  # the step's last micro-batch
         if not bucket.missing:
-            self._fill(bucket)
+            bucket.fill()
             self._send()
-
-    def _fill(self, bucket: Pending) -> None:
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket.params]
-        torch._foreach_copy_(bucket.bucket.gradients(bucket.flat), gradients)
-        for p in bucket.params:
-            p.grad = None
 
     def _send(self) -> None:
         while self.sent < len(self.order) and not self.buckets[self.order[self.sent]].missing:
@@ -121,7 +105,7 @@ class Overlap(Callback):
                 f"overlap: no gradient for {', '.join(missing)} in the last micro-batch of a step; use every parameter "
                 "in every loss, or set trainer.ddp.find_unused_parameters=true, or leave overlap out"
             )
-        self.settings = [{**group, "params": []} for group in self.optimizer.param_groups]
+        self.steps.note()
         for bucket in self.buckets:
             bucket.missing = set(bucket.params)
         self.pending = dict.fromkeys(self.buckets)
@@ -133,7 +117,7 @@ class Overlap(Callback):
         self.unused = {p for bucket in late for p in bucket.missing if p.grad is None}
         self.unused_by = self.trainer.ranks.agree(tuple(int(p in self.unused) for p in self.trainer.parameters))
         for bucket in late:
-            self._fill(bucket)
+            bucket.fill()
             bucket.missing.clear()
         self._send()
 
@@ -144,30 +128,14 @@ class Overlap(Callback):
             for bucket in needed:
                 bucket.mean.wait()
             on_cpu = self.trainer.device.type == "cpu"  # on a GPU a future is done when the work is on its stream
-            self._step([bucket for bucket in self.pending if bucket in needed or (on_cpu and bucket.mean.done())])
+            there = [bucket for bucket in self.pending if bucket in needed or (on_cpu and bucket.mean.done())]
+            unused = self._by_no_rank() if any(self.unused.intersection(bucket.params) for bucket in there) else ()
+            self.steps.step(there, unused)
+            for bucket in there:
+                del self.pending[bucket]
+            self.trainer.lag = 1 if self.pending else 0
 
     def _by_no_rank(self) -> set[Tensor]:
         """What none has used in the step whose buckets are pending."""
         counts = zip(self.trainer.parameters, self.unused_by(), strict=True)
         return {p for p, count in counts if count == self.trainer.world}
-
-    def _step(self, buckets: list[Pending]) -> None:
-        """At the settings that the groups had when these were sent."""
-        groups = [{**group, "params": []} for group in self.settings]
-        unused = self._by_no_rank() if any(self.unused.intersection(bucket.params) for bucket in buckets) else ()
-        for bucket in buckets:
-            del self.pending[bucket]
-            for p, gradient in zip(bucket.params, bucket.bucket.gradients(bucket.mean.wait()), strict=True):
-                if p not in unused:
-                    p.grad = gradient
-                    groups[self.group_of[p]]["params"].append(p)
-        everything = self.optimizer.param_groups
-        self.optimizer.param_groups = [group for group in groups if group["params"]]
-        self.optimizer.step()
-        self.optimizer.param_groups = everything
-        params = [p for bucket in buckets for p in bucket.params]
-        torch.autograd.graph.increment_version(params)  # fused steps don't: a weight used too soon is an error
-        torch.clear_autocast_cache()
-        for p in params:
-            p.grad = None
-        self.trainer.lag = 1 if self.pending else 0
