@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 from command import ROOT, popen
@@ -36,6 +37,7 @@ def test_16_a_signal_to_a_rank_that_waits_for_another(tmp_path):
     try:
         while "about to make trouble" not in process.stdout.readline():
             assert process.poll() is None
+        time.sleep(1.5)  # until rank 1 waits
         os.kill(pids(tmp_path)[1], signal.SIGTERM)
         out, err = process.communicate(timeout=60)
     finally:
