@@ -124,7 +124,7 @@ def echelon(data: Data, workers: int) -> Iterator[int]:
     recipe = Recipe(data)
     plan = Plan(
         recipe, {}, Constant(), batch=data.batch, micro_batch=None, accumulate=None, options=Options(),
-        data=DataOptions(workers=workers), world=1, rank=0, first=lambda value: value,
+        data=DataOptions(workers=workers), world=1, rank=0, each=lambda value: [value],
     )  # fmt: skip
     loader = Loader(recipe, plan, 0, 1, torch.device("cpu"))
     for step in loader.train(plan.source, 0):

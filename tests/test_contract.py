@@ -112,7 +112,7 @@ def train(place: Place, names: tuple[str, ...], run: str, resume: str | None, ba
         accumulate=2,
         options=Options(
             max_steps=STEPS, log_every_steps=1, validate_every=3, run_dir=f"runs/{run}", resume=resume,
-            checkpoint=CheckpointOptions(every_steps=3, keep=3),
+            checkpoint=CheckpointOptions(every_steps=3, keep=3), check_replicas_every=1,
         ),
         data=DataOptions(workers=0, lanes=5, block=4),
         place=replace(place, store=f"{place.store}-{run}"),

@@ -153,14 +153,10 @@ def disagree(place: Place, key: str) -> str:
         make(recipe, options=replace(SHORT, **values), place=place)
     except ConfigError as error:
         return str(error)
-    except RuntimeError:  # from gloo: another rank has left
-        pass
     return ""
 
 
 @pytest.mark.parametrize("key", ["trainer.max_steps", "data"])
 def test_ranks_that_were_started_differently_are_told_so(key):
-    first, *others = run_ranks(3, disagree, key)
-    assert not first
-    for rank, told in enumerate(others, start=1):
-        assert told.startswith(f"{key} is ") and f"on rank {rank}; start all ranks with the same" in told
+    for told in run_ranks(3, disagree, key):
+        assert told.startswith(f"{key} is ") and "on rank 1; start all ranks with the same" in told

@@ -104,9 +104,13 @@ class Ranks:
         self.first(None)  # nobody goes on, and waits within a limit, for one that still sends
         return brought
 
+    def each(self, value: Any) -> list[Any]:
+        """As `gather`, however long it takes: rank 0 may have a corpus to prepare."""
+        return self.gather(value, self.patient if self.world > 1 else None)
+
     def first(self, value: Any) -> Any:
-        """Rank 0's JSON value, on all ranks, however long it takes: it may have a corpus to prepare."""
-        return self.gather(value if self.rank == 0 else None, self.patient if self.world > 1 else None)[0]
+        """Rank 0's JSON value, on all ranks, however long it takes."""
+        return self.each(value if self.rank == 0 else None)[0]
 
     def share_buffers(self, module: nn.Module) -> None:
         """Rank 0's on all ranks, as DDP does before a forward pass in training."""

@@ -25,6 +25,11 @@ def told(error: BaseException) -> str:
     """What the user reads of it: one line where it is theirs to mend, else the traceback."""
     if isinstance(error, tuple(EXIT_CODES)):
         return f"echelon: {error}"
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
+        advice = (
+            "a smaller micro_batch (the batch stays), '+callbacks=[activation_checkpoint]' or trainer.precision=bf16"
+        )
+        return f"{''.join(traceback.format_exception(error))}echelon: out of memory; try {advice}\n"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = error.filename or "a file of the run"
         return (

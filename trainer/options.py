@@ -84,6 +84,7 @@ class Options:
     run_dir: str | None = None  # null: runs/<recipe>-<time>
     timeout_s: float = 600.0  # of a collective, and of a wait for a data worker
     restarts: int = 3  # after failures, without a step further than before; of ranks that Echelon starts itself
+    check_replicas_every: int | None = 1000  # steps; whether all ranks have the same weights
     allow_targets: list[str] = field(default_factory=list)  # packages beside Echelon's that _target_ may name
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     ddp: DDPOptions = field(default_factory=DDPOptions)
@@ -92,7 +93,8 @@ class Options:
         if self.devices != "auto":
             require("trainer.devices", self.devices, at_least=1)
         node_range(self.nodes)
-        require("trainer.log_every_steps", self.log_every_steps, at_least=1)
+        for key in ("log_every_steps", "check_replicas_every"):
+            require(f"trainer.{key}", getattr(self, key), at_least=1)
         for key in ("max_steps", "max_epochs", "seed", "restarts"):
             require(f"trainer.{key}", getattr(self, key), at_least=0)
         for key in self.accept:

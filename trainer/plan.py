@@ -23,7 +23,7 @@ class Plan:
 
     Args:
         options: `precision` as resolved for the device, where that is known.
-        first: Gives every rank what rank 0 passes. Rank 0 opens the data before the others do.
+        each: Gives every rank what each of them passes. Rank 0 opens the data before the others do.
 
     Raises:
         ConfigError, DataError: for anything that can't work.
@@ -42,7 +42,7 @@ class Plan:
         data: DataOptions,
         world: int,
         rank: int,
-        first: Callable[[Any], Any],
+        each: Callable[[Any], list[Any]],
     ) -> None:
         if world == 1 and (options.devices not in ("auto", 1) or node_range(options.nodes)[0] > 1):
             raise ConfigError(
@@ -50,15 +50,15 @@ class Plan:
                 "starts more; run it by python -m trainer.main or torchrun, or leave them out"
             )
         rank_0_decides = replace(options, run_dir=None, checkpoint=replace(options.checkpoint, dir=""))
-        refuse_other_ranks({f"trainer.{key}": value for key, value in asdict(rank_0_decides).items()}, rank, first)
+        refuse_other_ranks({f"trainer.{key}": value for key, value in asdict(rank_0_decides).items()}, each)
         self.options, self.data, self.batch = options, data, batch
         self.micro, self.accumulate = split_batch(batch, world, micro_batch, accumulate)
         refuse_incomplete(recipe, callbacks)
         self.callbacks = arrange(callbacks, self.features())
-        self.resumed, self.manifest = self._find_checkpoint(rank, first)
+        self.resumed, self.manifest = self._find_checkpoint(rank, each)
         if options.init_from and not self.resumed:
             weights_file(options.init_from)
-        self._open_data(recipe, rank, first)
+        self._open_data(recipe, rank, each)
         self.max_steps = self._max_steps()
         self.rate = schedule.resolve(self.max_steps, batch, self.epoch_samples)
         self.validate_every = every = self._every("trainer.validate_every", options.validate_every)
@@ -66,15 +66,15 @@ class Plan:
         self.save_s = (options.checkpoint.every_minutes or math.inf) * 60
         if self.resumed:
             refuse_differences(self.manifest["identity"], self.identity(), options.accept)
-        refuse_other_ranks(self.identity() | {"max_steps": self.max_steps}, rank, first)
+        refuse_other_ranks(self.identity() | {"max_steps": self.max_steps}, each)
 
-    def _open_data(self, recipe: Any, rank: int, first: Callable[[Any], Any]) -> None:
+    def _open_data(self, recipe: Any, rank: int, each: Callable[[Any], list[Any]]) -> None:
         seed = self.options.seed
         if rank:
-            first(None)
+            each(None)
         source, self.validation = open_source(recipe, "train", seed), open_source(recipe, "val", seed)
         if not rank:
-            first(None)
+            each(None)
         if source is None:
             raise ConfigError("recipe.data('train') is None: there is nothing to train on")
         self.source, self.order = source, None
@@ -98,8 +98,8 @@ class Plan:
         }
         return {name for name, active in on.items() if active}
 
-    def _find_checkpoint(self, rank: int, first: Callable[[Any], Any]) -> tuple[Path | None, dict[str, Any]]:
-        """Rank 0 decides, and all verify that they read the same manifest."""
+    def _find_checkpoint(self, rank: int, each: Callable[[Any], list[Any]]) -> tuple[Path | None, dict[str, Any]]:
+        """Rank 0 decides, and all go on from what it has found, or none."""
         options, path = self.options, None
         if options.resume is None:
             return None, {}
@@ -107,15 +107,22 @@ class Plan:
         if rank == 0:
             found = commit.resolve(options.resume, root, root / Path(options.run_dir).name if options.run_dir else None)
             path = None if found is None else str(found)
-        path = first(path)
+        path = each(path)[0]
         if path is None:
             log.info("resume: there is no checkpoint in %s yet; a new run begins", root)
             return None, {}
-        manifest = commit.verify(Path(path), hashes=False)  # which rank 0 has compared to choose it
-        if first(manifest) != manifest:
-            raise ConfigError(
-                f"trainer.resume={options.resume}: rank {rank} sees another {path} than rank 0; use a shared folder"
-            )
+        manifest, why = {}, ""
+        try:
+            manifest = commit.verify(Path(path), hashes=False)  # which rank 0 has compared to choose it
+        except (commit.Damaged, OSError) as error:
+            why = str(error)
+        seen = each([manifest.get("sha256"), why])
+        for number, (digest, why) in enumerate(seen):
+            if why or digest != seen[0][0]:
+                raise ConfigError(
+                    f"trainer.resume={options.resume}: rank {number} does not see rank 0's checkpoint ({why or path}); "
+                    "give all ranks the same trainer.checkpoint.dir, on a shared disk"
+                )
         return Path(path), manifest
 
     def _max_steps(self) -> int | None:
@@ -169,14 +176,16 @@ def refuse_incomplete(recipe: Any, callbacks: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_other_ranks(own: Mapping[str, Any], rank: int, first: Callable[[Any], Any]) -> None:
+def refuse_other_ranks(own: Mapping[str, Any], each: Callable[[Any], list[Any]]) -> None:
     """Ranks that a launcher starts with other arguments, or other data, would wait for each other for ever."""
-    for key, value in first(own).items():
-        if own[key] != value:
-            raise ConfigError(
-                f"{key} is {short(value)} on rank 0 and {short(own[key])} on rank {rank}; "
-                "start all ranks with the same arguments, on the same data"
-            )
+    first, *others = each(own)
+    for rank, other in enumerate(others, start=1):
+        for key, value in first.items():
+            if other[key] != value:
+                raise ConfigError(
+                    f"{key} is {short(value)} on rank 0 and {short(other[key])} on rank {rank}; "
+                    "start all ranks with the same arguments, on the same data"
+                )
 
 
 def weights_file(source: str) -> Path:

@@ -57,7 +57,7 @@ def start_ranks(config: dict[str, Any], name: str, typed: list[str], devices: in
     show_log(0)
     made = objects(config)
     del made["optimizer"]
-    plan, options = Plan(**made, world=devices, rank=0, first=lambda value: value), made["options"]
+    plan, options = Plan(**made, world=devices, rank=0, each=lambda value: [value]), made["options"]
     run_dir = make_run_dir(plan, name)
     found = {"run_dir": str(run_dir), "devices": devices} | ({"resume": str(plan.resumed)} if plan.resumed else {})
     del made, plan  # the ranks open the data themselves

@@ -11,7 +11,7 @@ import threading
 
 log = logging.getLogger("echelon")
 
-STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # the last is SLURM's, as scripts/slurm.sh asks
 SHOW_CURSOR = b"\x1b[?25h"
 
 

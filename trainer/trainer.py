@@ -16,6 +16,7 @@ from torch.linalg import vector_norm
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
+from trainer import drift
 from trainer.callback import HOOKS, Callback, overrides
 from trainer.checkpoint import resume
 from trainer.checkpoint.saver import Saver
@@ -87,7 +88,7 @@ class Trainer:
                 recipe, callbacks or {}, schedule or Constant(),
                 batch=batch, micro_batch=micro_batch, accumulate=accumulate, data=data or DataOptions(),
                 options=replace(options, precision=self.precision.name),
-                world=self.world, rank=self.rank, first=self.ranks.first,
+                world=self.world, rank=self.rank, each=self.ranks.each,
             )  # fmt: skip
             self._open_run()
             refused.callback(self.saver.close)
@@ -112,8 +113,7 @@ class Trainer:
 
     def _set_hooks(self) -> None:
         self.callbacks = self.plan.callbacks
-        idle = [n for n, c in self.callbacks.items() if c.communicates and self.world == 1]
-        if idle:
+        if idle := [n for n, c in self.callbacks.items() if c.communicates and self.world == 1]:
             log.info("one rank, nothing to communicate: %s will do nothing", ", ".join(idle))
         active = [callback for name, callback in self.callbacks.items() if name not in idle]
         self.defers = any(callback.defers for callback in active)
@@ -232,6 +232,7 @@ class Trainer:
     def _after_step(self) -> None:
         self.metrics = self._measure() if self.logged else {}
         self.emit("on_step_end")
+        drift.check(self)
         self.last_metrics = self.metrics or self.last_metrics
         if self.bad:
             self.quarantine.take(self)

@@ -5,6 +5,8 @@ import logging
 import os
 import resource
 import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -218,3 +220,34 @@ def test_a_full_disk_is_seen_before_writing(run: Path, monkeypatch: pytest.Monke
             with pytest.raises(OSError, match="MiB are free") as error:
                 put(run, 2)
             assert error.value.errno == errno.ENOSPC and steps(run) == [1]
+
+
+@pytest.fixture
+def few_inodes(run: Path) -> Iterator[None]:
+    run.parent.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m,nr_inodes=40", "none", str(run.parent)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("not root, or one that may not mount: inodes can't be used up")
+    yield
+    subprocess.run(["umount", str(run.parent)], check=True)
+
+
+@pytest.mark.usefixtures("few_inodes")
+def test_a_disk_that_has_room_but_no_inodes(run: Path) -> None:
+    """They are used up at any moment of a commit."""
+    put(run, 1)
+    fillers = [run.parent / f"filler-{n}" for n in range(os.statvfs(run).f_favail)]
+    for filler in fillers:
+        filler.touch()
+    failures = 0
+    while True:
+        try:
+            put(run, 2)
+            break
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+        found = resolve("auto", run.parent, run)
+        assert found is not None and holds(found) in {(1, 1), (2, 2)} and hidden(run) == []
+        fillers.pop().unlink()
+        failures += 1
+    assert failures >= 4 and steps(run) == [1, 2] and hidden(run) == []

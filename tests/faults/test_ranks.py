@@ -6,48 +6,12 @@ import random
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from command import QUICK, TOY, Result, lines, popen, run
+from command import lines, popen, run
+from troubled import IMPATIENT, RUN, events, trouble, wait_for, whole
 
 from trainer.supervisor import GAVE_UP
-
-RUN = [*TOY, *QUICK, "+callbacks=[probe]", "trainer.devices=3", "batch=12", "data.workers=1", "trainer.max_steps=12"]
-RUN += ["trainer.run_dir=runs/r", "trainer.checkpoint.every_steps=4", "trainer.checkpoint.keep=9"]
-RUN += ["trainer.log_every_steps=1", "trainer.validate_every=6"]
-IMPATIENT = "trainer.timeout_s=8"  # of a collective; ranks start within less of each other
-
-
-@pytest.fixture(scope="module")
-def golden(tmp_path_factory) -> Path:
-    """A run in which nothing fails."""
-    folder = tmp_path_factory.mktemp("golden")
-    assert run(RUN, folder).code == 0
-    return folder
-
-
-def trouble(what: str, cwd: Path, *more: str, attempts: int = 1, rank: int = 1, step: int = 7) -> Result:
-    probe = {"trouble": f"'{what}'", "rank": rank, "step": step, "attempts": attempts}
-    typed = [f"callbacks.probe.{key}={value}" for key, value in probe.items()]
-    return run([*RUN, *typed, *more], cwd, timeout_s=110)
-
-
-def whole(cwd: Path, golden: Path) -> None:
-    """Nothing was lost or repeated, and nothing is left."""
-    for name in ("model", "optimizer"):
-        file = f"ckpt/r/step-00000012/{name}.safetensors"
-        assert (cwd / file).read_bytes() == (golden / file).read_bytes()
-    assert lines(cwd / "runs" / "r") == lines(golden / "runs" / "r")
-    hidden = [path.name for path in (cwd / "ckpt" / "r").iterdir() if path.name.startswith(".")]
-    assert hidden == [".lock"]
-    ranks = [json.loads(path.read_text())["pid"] for path in (cwd / "runs" / "r").glob("facts-*.json")]
-    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
-
-
-def events(cwd: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (cwd / "runs" / "r" / "logs" / "events.jsonl").read_text().splitlines()]
-
 
 FAULTS = {
     "1 kill -9 of a rank": ("SIGKILL", 1, "echelon: rank 1 was killed by SIGKILL; its log: runs/r/logs/rank1.log"),
@@ -60,6 +24,7 @@ FAULTS = {
     "12 SIGSTOP": ("SIGSTOP", 1, "failed first"),
     "13 a rank that holds the interpreter": ("hold", 1, "failed first"),
     "40 a data worker is killed": ("worker", 1, "failed first"),
+    "40 out of memory": ("memory", 2, "echelon: out of memory; try a smaller micro_batch"),
 }
 FAST = ("1 ", "2 ", "10 ", "40 ")
 
@@ -90,11 +55,15 @@ def test_before_the_first_checkpoint_it_starts_from_the_beginning(golden, tmp_pa
     whole(tmp_path, golden)
 
 
-def test_11_the_same_again_and_again_is_given_up(tmp_path):
-    result = trouble("raise", tmp_path, attempts=9999)
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("raise", "RuntimeError: trouble at step 7"), ("memory", "or trainer.precision=bf16")],
+    ids=["11 an exception", "40 out of memory"],
+)
+def test_the_same_again_and_again_is_given_up(what, said, tmp_path):
+    result = trouble(what, tmp_path, attempts=9999)
     assert result.code == GAVE_UP
-    last = "RuntimeError: trouble at step 7\nechelon: the same 3 times after step 6: given up"
-    assert result.err.rstrip().endswith(last)
+    assert result.err.rstrip().endswith(f"{said}\nechelon: the same 3 times after step 6: given up")
     assert [event["code"] for event in events(tmp_path)] == [0, 0, GAVE_UP]
     assert (tmp_path / "ckpt" / "r" / "step-00000004" / "MANIFEST.json").exists()
 
@@ -120,7 +89,7 @@ def test_14_a_stop_is_no_failure(tmp_path):
 @pytest.mark.faults
 def test_where_no_rank_moves_all_are_killed_with_their_stacks_in_the_logs(golden, tmp_path):
     """Nothing else would notice: none of them waits for another."""
-    result = trouble("hang", tmp_path, IMPATIENT, rank=-1)
+    result = trouble("sleep 3600", tmp_path, IMPATIENT, rank=-1)
     assert result.code == 0
     assert "echelon: no rank has moved for too long; the stacks of all are in runs/r/logs" in result.err
     whole(tmp_path, golden)
@@ -160,10 +129,3 @@ def test_6_ten_kills_at_random(golden, tmp_path):
         file = f"ckpt/r/step-00000060/{name}.safetensors"
         assert (tmp_path / file).read_bytes() == (straight / file).read_bytes()
     assert lines(tmp_path / "runs" / "r") == lines(straight / "runs" / "r")
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, path
-        time.sleep(0.02)

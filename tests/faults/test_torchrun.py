@@ -32,7 +32,7 @@ def test_a_rank_is_killed(golden, tmp_path):
 @pytest.mark.faults
 def test_no_rank_moves(golden, tmp_path):
     """There is no supervisor of ours that would notice: each rank watches itself."""
-    hang = [*RANKS, *troubling("hang", rank=-1), "trainer.timeout_s=6"]
+    hang = [*RANKS, *troubling("sleep 3600", rank=-1), "trainer.timeout_s=6"]
     result = run(hang, tmp_path, TORCHRUN, timeout_s=110, **{FRESH_STORE: "1"})
     assert result.code == 0, result.err
     whole(tmp_path, golden)

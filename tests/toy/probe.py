@@ -9,18 +9,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from trainer.callback import Callback, Role
+from trainer.run import log
 
 
 class Probe(Callback):
     """After its first step it writes facts-<rank>.json into the run's folder.
 
     Args:
-        trouble: `raise`, `exit CODE`, `hang`, `hold` (the interpreter's lock), `worker` (SIGKILL to one of its data
-            workers), or signals to this process or, after "parent ", to the one that started it; after "start: " it
-            makes it as it starts, not at a step.
+        trouble: `raise`, `memory` (there is none left), `exit CODE`, `sleep S`, `hold` (the interpreter's lock),
+            `reduce N` (a collective of N numbers that the others don't make; `begin N` doesn't wait for it), `worker`
+            (SIGKILL to one of its data workers), or signals to this process or, after "parent ", to the one that
+            started it; after "start: " it makes it as it starts, not at a step.
         rank: That makes it; -1 for all.
         step_s: Seconds that each step takes longer.
         attempts: In the first so many starts of the run only.
@@ -69,8 +72,16 @@ class Probe(Callback):
             raise RuntimeError(f"trouble at step {step}")
         if what.startswith("exit "):
             os._exit(int(what.removeprefix("exit ")))
-        if what == "hang":
-            time.sleep(3600)
+        if what == "memory":
+            raise torch.OutOfMemoryError("Tried to allocate 20.00 MiB")
+        name, _, number = what.partition(" ")
+        if name == "sleep":
+            time.sleep(float(number))
+            log.info("trouble is over")
+            return
+        if name in ("reduce", "begin"):
+            self.begun = dist.all_reduce(torch.zeros(int(number)), async_op=name == "begin")
+            return
         if what == "hold":
             ctypes.PyDLL(None).sleep(3600)
         if what == "worker":

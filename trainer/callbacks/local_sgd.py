@@ -83,6 +83,8 @@ class LocalSGD(Callback):
 
     def _part(self, trainer) -> None:
         """From here on, the model is called without DDP around it, so backward reduces nothing."""
+        if trainer.options.check_replicas_every:
+            log.info("local_sgd: ranks differ from here on, so trainer.check_replicas_every does nothing")
         trainer.global_model = trainer.eval_model = deepcopy(trainer.module).requires_grad_(False)
         if self.own:
             load_own(trainer, self.own)

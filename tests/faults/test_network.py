@@ -1,0 +1,64 @@
+"""Hosts whose network goes away, or nearly: all ranks end, and the same command goes on once it is back."""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import MAIN, PYTHONPATH, run
+from net import Cluster, needs_cluster
+from troubled import IMPATIENT, RUN, free_port, wait_for, whole
+
+pytestmark = [needs_cluster, pytest.mark.faults, pytest.mark.timeout(240)]
+SLOWLY = "callbacks.probe.step_s=0.5"  # so that a fault hits a step, not a checkpoint
+WIDE = "recipe.width=512"  # 2 MB of gradients
+
+
+def start(cluster: Cluster, cwd: Path, *more: str) -> list[Any]:
+    """A rank on each host, as a launcher does that Echelon doesn't know."""
+    words = [*MAIN, *RUN, "trainer.devices=auto", "trainer.resume=auto", IMPATIENT, *more]
+    env = {"WORLD_SIZE": "3", "MASTER_ADDR": cluster.address(0), "MASTER_PORT": str(free_port())}
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": cwd}
+    each = [{**env, "RANK": str(rank), "PYTHONPATH": PYTHONPATH} for rank in range(3)]
+    return [cluster.popen(rank, words, env=each[rank], **pipe) for rank in range(3)]
+
+
+def end(ranks: list[Any]) -> list[tuple[int, str]]:
+    """Exit code of each, and what it told."""
+    told = [rank.communicate(timeout=90)[1] for rank in ranks]
+    return [(rank.returncode, text) for rank, text in zip(ranks, told, strict=True)]
+
+
+def all_failed(ranks: list[Any]) -> None:
+    for code, told in end(ranks):
+        assert code not in (0, 75)
+        assert re.search(
+            "Timed out waiting 8000ms|timeout|closed by peer|reset by peer", told.rstrip().splitlines()[-1]
+        ), told
+
+
+def test_31_a_link_that_goes_down(golden, tmp_path):
+    with Cluster(hosts=3) as cluster:
+        link = ["ip", "-n", cluster.switch, "link", "set", "p2"]
+        ranks = start(cluster, tmp_path, SLOWLY)
+        wait_for(tmp_path / "ckpt" / "r" / "step-00000004")
+        subprocess.run([*link, "down"], check=True)
+        all_failed(ranks)
+        subprocess.run([*link, "up"], check=True)
+        assert [code for code, _ in end(start(cluster, tmp_path))] == [0, 0, 0]
+    whole(tmp_path, golden)
+
+
+def test_32_a_link_that_is_too_slow(tmp_path):
+    straight = tmp_path / "straight"
+    straight.mkdir()
+    assert run([*RUN, WIDE], straight).code == 0
+    with Cluster(hosts=3) as cluster:
+        ranks = start(cluster, tmp_path, SLOWLY, WIDE)
+        wait_for(tmp_path / "ckpt" / "r" / "step-00000004")
+        cluster.shape("64kbit")
+        all_failed(ranks)
+        cluster.shape(None)
+        assert [code for code, _ in end(start(cluster, tmp_path, WIDE))] == [0, 0, 0]
+    whole(tmp_path, straight)
