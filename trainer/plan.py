@@ -9,6 +9,8 @@ from typing import Any
 from trainer.batch import split_batch
 from trainer.callback import Callback, Role, arrange, overrides
 from trainer.checkpoint import commit
+from trainer.checkpoint.weights import weights_files
+from trainer.config import fits
 from trainer.data.order import Order
 from trainer.data.source import Samples, open_source
 from trainer.duration import Duration
@@ -16,6 +18,8 @@ from trainer.errors import ConfigError
 from trainer.options import DataOptions, Options
 from trainer.run import log
 from trainer.schedule import Schedule
+
+MOST_RANKS = 1 << 20  # of a run that a checkpoint may be of
 
 
 class Plan:
@@ -57,7 +61,7 @@ class Plan:
         self.callbacks = arrange(callbacks, self.features())
         self.resumed, self.manifest = self._find_checkpoint(rank, first)
         if options.init_from and not self.resumed:
-            weights_file(options.init_from)
+            weights_files(options.init_from)
         self._open_data(recipe, rank, first)
         self.max_steps = self._max_steps()
         self.rate = schedule.resolve(self.max_steps, batch, self.epoch_samples)
@@ -112,6 +116,7 @@ class Plan:
             log.info("resume: there is no checkpoint in %s yet; a new run begins", root)
             return None, {}
         manifest = commit.verify(Path(path), hashes=False)  # which rank 0 has compared to choose it
+        refuse_other_manifests(manifest, f"trainer.resume={path}")
         if first(manifest) != manifest:
             raise ConfigError(
                 f"trainer.resume={options.resume}: rank {rank} sees another {path} than rank 0; use a shared folder"
@@ -179,17 +184,16 @@ def refuse_other_ranks(own: Mapping[str, Any], rank: int, first: Callable[[Any],
             )
 
 
-def weights_file(source: str) -> Path:
-    """What `trainer.init_from` means.
-
-    Raises:
-        ConfigError: neither a checkpoint nor a file.
-    """
-    path = Path(source)
-    file = path / "model.safetensors" if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigError(f"trainer.init_from={source}: no such checkpoint or .safetensors file; give one of the two")
-    return file
+def refuse_other_manifests(manifest: Mapping[str, Any], key: str) -> None:
+    """Whole, and its sha256 right, it may still be of something else, or of someone who means harm."""
+    kinds = {"run_dir": str, "samples": int, "world": int, "identity": dict, "buckets": list, "ddp": dict}
+    wrong = [name for name, kind in kinds.items() if not fits(manifest.get(name), kind)]
+    wrong += [name for name in ("model", "optimizer", "data") if name not in (manifest.get("identity") or ())]
+    if wrong or manifest["samples"] < 0 or not 0 < manifest["world"] <= MOST_RANKS:
+        raise ConfigError(
+            f"{key}: its manifest is none of a run ({', '.join(wrong) or 'samples or world'}); "
+            "give a checkpoint that Echelon has written"
+        )
 
 
 def refuse_differences(saved: Mapping[str, Any], own: Mapping[str, Any], accept: list[str]) -> None:
