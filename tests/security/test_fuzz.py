@@ -270,6 +270,19 @@ def test_a_row_that_asks_for_all_memory(shard: Path) -> None:
     Path(f"{shard}.idx").write_bytes(good)
 
 
+def test_a_row_of_another_sample_is_seen(shard: Path) -> None:
+    """A place that has a sample, and not the one whose checksum is in the row."""
+    Path(f"{shard}.idx").unlink(missing_ok=True)
+    Index.open([shard])
+    good = Path(f"{shard}.idx").read_bytes()
+    Path(f"{shard}.idx").write_bytes(good[:-144] + good[-120:-104] + good[-128:])
+    with pytest.raises(DataError, match=r"sample 0 .*: the checksum of"):
+        ShardReader(Index.open([shard])).read(Ref(0, 0, 0))
+    more = good.replace(b'"samples":"6"', b'"samples":"9"')
+    assert more != good
+    refuse_or_right(shard, more)
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.just("x" * 300),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
@@ -300,7 +313,7 @@ def test_any_manifest_whose_sha256_fits(tmp_path: Path, fields: dict[str, Any], 
     """What verify lets through has files that are there; what a resume then needs of it is checked by its kind."""
     path = tmp_path / "step-00000001" / MANIFEST
     path.parent.mkdir(exist_ok=True)
-    files = {"a" * 300: [1, ""], "state.json": entry} if "note" in fields else {"MANIFEST.json": [1, "x"]}
+    files = {"a" * 300: [1, ""]} if "note" in fields else {"MANIFEST.json": entry}
     manifest = {"format": 2, "step": 1, "files": files, **fields}
     digest = hashlib.sha256(json.dumps(manifest, indent=1).encode()).hexdigest()
     for content in (json.dumps({**manifest, "sha256": digest}, indent=1).encode(), raw):
