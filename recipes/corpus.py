@@ -84,7 +84,7 @@ def prepare(text: str | list[str] | None, cache: str | None, settings: Settings)
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    with path.open("a") as file:  # which empties nothing, should it be a link
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

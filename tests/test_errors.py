@@ -86,11 +86,19 @@ optimizer.betas=[0.9]
 optimizer._target_=os.system
     optimizer._target_=os.system: os is not a package that configs may name;
     if you trust it, 'trainer.allow_targets=[os]'
-optimizer._target_=trainer.run.os.system
-    optimizer._target_=trainer.run.os.system: No module named 'trainer.run.os'
+schedule._target_=trainer.schedule.math.floor
+    schedule._target_=trainer.schedule.math.floor: No module named 'trainer.schedule.math'
     name an importable class or function
-optimizer._target_=trainer.run.os
-    optimizer._target_=trainer.run.os: builtins is not a package that configs may name
+schedule._target_=trainer.schedule.math
+    schedule._target_=trainer.schedule.math: builtins is not a package that configs may name
+schedule._target_=trainer.schedule.require
+    schedule._target_=trainer.schedule.require: trainer is not a package that configs may name
+schedule._target_=trainer.config.build
+    schedule._target_=trainer.config.build: trainer is not a package that configs may name
+'+recipe.dtype={_target_: os.system, command: ls}'
+    recipe.dtype._target_=os.system: is inside of arguments; give a plain value
++recipe.hub_token=abc
+    recipe.hub_token=***: no such key
 
 batch=0
     batch=0: must be at least 1
@@ -158,12 +166,14 @@ trainer.resume=BASE/ckpt/last.pt trainer.seed=7 batch=24
     set it back, or accept it by 'trainer.accept=[seed,batch]'
 trainer.resume=BASE/ckpt/last.pt recipe.width=8 trainer.run_dir=runs/new
     is a checkpoint of another model (names, shapes or types of weights differ); set recipe.* back
+trainer.run_dir=runs/..
+    trainer.run_dir=runs/..: has no name, which the folder of its checkpoints takes; give runs/NAME
 trainer.run_dir=BASE/runs/r
     /runs/r: holds a run already; go on by trainer.resume=auto, or give another
 trainer.run_dir=runs/r trainer.checkpoint.dir=BASE/ckpt
     /ckpt/r holds checkpoints of a run of this name; go on by trainer.resume=auto, or give another trainer.run_dir
 trainer.init_from=nowhere
-    trainer.init_from=nowhere: no such checkpoint or .safetensors file; give one of the two
+    trainer.init_from=nowhere: no such checkpoint, .safetensors, .pt, .pth or .bin file, or Hugging Face folder; give
 recipe=bert_tiny recipe.text=empty recipe.cache=cache
     recipe.text=empty: empty text folder, there is no text in it; give UTF-8 text, .jsonl or .parquet files
 recipe=bert_tiny recipe.text=file recipe.cache=cache

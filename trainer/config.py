@@ -3,20 +3,20 @@
 import ast
 import dataclasses
 import functools
-import importlib
 import importlib.util
 import inspect
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from trainer.errors import ConfigError, nearest, require
 from trainer.nccl import NCCLOptions
 from trainer.options import DataOptions, Options
+from trainer.secret import HIDDEN, is_secret
+from trainer.targets import ALLOWED, locate, refuse_nested, refuse_target
 
-ALLOWED = ("trainer", "recipes", "torch.nn", "torch.optim", "transformers")
 TOP = ("recipe", "callbacks", "optimizer", "schedule", "batch", "micro_batch", "accumulate", "trainer", "data", "nccl")
 NO_DEFAULT = inspect.Parameter.empty
 ANY_NAME = "**"  # among the knobs of what takes any keyword
@@ -39,7 +39,7 @@ def check(config: Mapping[str, Any]) -> None:
     """
     for key in config:
         if key not in TOP:
-            raise ConfigError(f"{key}={shown(config[key])}: no such key; {nearest(key, TOP)}")
+            raise ConfigError(f"{key}={shown(key, config[key])}: no such key; {nearest(key, TOP)}")
     for key in TOP:
         if key not in config:
             raise ConfigError(f"{key}: is missing; a run can't be without it")
@@ -80,26 +80,18 @@ def check_node(key: str, node: Any, allow: tuple[str, ...]) -> None:
         raise ConfigError(f"{key}._target_={target}: not a full name; write package.module.Name")
     refuse_target(key, target, target, allow)
     known = knobs(key, target, allow)
+    refuse_nested(key, arguments(node))
     check_values(key, arguments(node), known)
     for name, knob in known.items():
         if knob.default is NO_DEFAULT and name not in node and name != ANY_NAME and not node.get("_partial_"):
             raise ConfigError(f"{key}.{name}: is missing; give {key}.{name}=VALUE")
 
 
-def refuse_target(key: str, target: str, module: str, allow: tuple[str, ...]) -> None:
-    if not any(f"{module}.".startswith(f"{package}.") for package in allow):
-        package = module.split(".")[0]
-        raise ConfigError(
-            f"{key}._target_={target}: {package} is not a package that configs may name; "
-            f"if you trust it, 'trainer.allow_targets=[{package}]'"
-        )
-
-
 def check_values(key: str, values: Any, known: Mapping[str, Knob]) -> None:
     check_type(key, values, dict)
     for name, value in values.items():
         if name not in known and ANY_NAME not in known:
-            raise ConfigError(f"{key}.{name}={shown(value)}: no such key; {nearest(name, known)}")
+            raise ConfigError(f"{key}.{name}={shown(name, value)}: no such key; {nearest(name, known)}")
         kind = known[name].annotation if name in known else Any
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
             check_values(f"{key}.{name}", value, options_knobs(kind))
@@ -111,12 +103,12 @@ def check_type(key: str, value: Any, kind: Any) -> None:
     if not fits(value, kind):
         typed = not isinstance(value, list) and not (isinstance(value, str) and "Literal" in str(kind))
         but = f", not {describe(type(value))}" if typed else ""  # else its type is not what is wrong
-        raise ConfigError(f"{key}={shown(value)}: must be {describe(kind)}{but}")
+        raise ConfigError(f"{key}={shown(key, value)}: must be {describe(kind)}{but}")
 
 
-def shown(value: Any) -> str:
+def shown(key: str, value: Any) -> str:
     """As YAML has it."""
-    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+    return HIDDEN if is_secret(key) else {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -213,17 +205,6 @@ def _annotation(node: ast.expr | None) -> Any:
         return eval(ast.unparse(node), {"__builtins__": {}}, PLAIN) if node else Any
     except (NameError, TypeError, AttributeError, SyntaxError):
         return Any
-
-
-def locate(key: str, target: str, allow: tuple[str, ...]) -> Callable[..., Any]:
-    """The allowed packages are checked on the object too: a name may lead elsewhere by a module's imports."""
-    module, _, name = target.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{key}._target_={target}: {error}; name an importable class or function") from None
-    refuse_target(key, target, getattr(found, "__module__", None) or "builtins", allow)
-    return found
 
 
 def arguments(node: Mapping[str, Any]) -> dict[str, Any]:

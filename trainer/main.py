@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from trainer import __version__
 from trainer.errors import ConfigError, exit_code, nearest, told
 from trainer.launch import STOPPED, detect, die_with_parent, let_first_tell, refuse_crowd, refuse_to_begin_anew
+from trainer.secret import remove_with_secrets, word_without_secrets
 from trainer.signals import outlive_readers
 
 HERE = Path(__file__).parent
@@ -41,7 +42,7 @@ USAGE = """Echelon trains PyTorch models; every distributed-training optimisatio
 class Job(NamedTuple):
     config: Any
     recipe: str
-    typed: list[str]  # the arguments that lead to this config
+    typed: list[str]  # the arguments that lead to this config, to be shown
 
 
 def main() -> None:
@@ -128,12 +129,14 @@ def compose(arguments: list[str], folders: list[Path]) -> list[Job]:
     from omegaconf import DictConfig, OmegaConf
 
     jobs: list[Job] = []
+    swept: set[Path] = set()  # what Hydra writes of a multirun
     flags = [word for folder in folders[1:] for word in ("--config-dir", str(folder))]
 
     def collect(config: DictConfig) -> None:
         chosen = HydraConfig.get()
         overrides: Any = OmegaConf.to_container(chosen.overrides.task)  # as they are: they may hold ${...}
-        typed = [as_typed(override) for override in overrides]
+        typed = [word_without_secrets(as_typed(override)) for override in overrides]
+        swept.add(Path(chosen.sweep.dir, "multirun.yaml"))
         recipe = dict(chosen.runtime.choices).get("recipe", "")
         jobs.append(Job(OmegaConf.to_container(config, resolve=True), recipe, [*flags, *typed]))
 
@@ -151,6 +154,8 @@ def compose(arguments: list[str], folders: list[Path]) -> list[Job]:
     except Exception as error:
         raise ConfigError(explain(error, folders)) from None
     sys.stderr.write(said.getvalue())
+    for file in filter(Path.exists, swept):
+        remove_with_secrets(file)
     return jobs
 
 
@@ -170,7 +175,7 @@ def explain(error: Exception, folders: list[Path]) -> str:
         known = choices(group, folders)
         return f"{group}={name}: there is no such {group.removesuffix('s')}; {nearest(name, known)}"
     if isinstance(error, OverrideParseException):
-        word = error.override.removeprefix("++")
+        word = word_without_secrets(error.override.removeprefix("++"))
         shell, text = "'+callbacks=[a,b]'", "'recipe.text=\"a(b).txt\"'"
         return (
             f"{word}: can't be read as KEY=VALUE; quote it for the shell, as in {shell}, and text twice, as in {text}"

@@ -80,7 +80,7 @@ class Options:
     seed: int = 0
     resume: str | None = None  # ckpt/last.pt, a checkpoint, a run, or auto
     accept: list[str] = field(default_factory=list)  # differences from the checkpoint that a resume may take
-    init_from: str | None = None  # weights only: a checkpoint or a .safetensors file
+    init_from: str | None = None  # weights only: a checkpoint, a file, a Hugging Face folder
     run_dir: str | None = None  # null: runs/<recipe>-<time>
     timeout_s: float = 600.0  # of a collective, and of a wait for a data worker
     restarts: int = 3  # after failures, without a step further than before; of ranks that Echelon starts itself

@@ -9,6 +9,8 @@ from typing import Any
 from trainer.batch import split_batch
 from trainer.callback import Callback, Role, arrange, overrides
 from trainer.checkpoint import commit
+from trainer.checkpoint.weights import weights_files
+from trainer.config import fits
 from trainer.data.source import Samples, open_source
 from trainer.duration import Duration
 from trainer.errors import ConfigError
@@ -16,6 +18,8 @@ from trainer.launch import node_range
 from trainer.options import DataOptions, Options
 from trainer.run import log
 from trainer.schedule import Schedule
+
+MOST_RANKS = 1 << 20  # of a run that a checkpoint may be of
 
 
 class Plan:
@@ -57,7 +61,7 @@ class Plan:
         self.callbacks = arrange(callbacks, self.features())
         self.resumed, self.manifest = self._find_checkpoint(rank, each)
         if options.init_from and not self.resumed:
-            weights_file(options.init_from)
+            weights_files(options.init_from)
         self._open_data(recipe, rank, each)
         self.max_steps = self._max_steps()
         self.rate = schedule.resolve(self.max_steps, batch, self.epoch_samples)
@@ -114,6 +118,7 @@ class Plan:
         manifest, why = {}, ""
         try:
             manifest = commit.verify(Path(path), hashes=False)  # which rank 0 has compared to choose it
+            refuse_other_manifests(manifest, f"trainer.resume={path}")
         except (commit.Damaged, OSError) as error:
             why = str(error)
         seen = each([manifest.get("sha256"), why])
@@ -188,17 +193,16 @@ def refuse_other_ranks(own: Mapping[str, Any], each: Callable[[Any], list[Any]])
                 )
 
 
-def weights_file(source: str) -> Path:
-    """What `trainer.init_from` means.
-
-    Raises:
-        ConfigError: neither a checkpoint nor a file.
-    """
-    path = Path(source)
-    file = path / "model.safetensors" if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigError(f"trainer.init_from={source}: no such checkpoint or .safetensors file; give one of the two")
-    return file
+def refuse_other_manifests(manifest: Mapping[str, Any], key: str) -> None:
+    """Whole, and its sha256 right, it may still be of something else, or of someone who means harm."""
+    kinds = {"run_dir": str, "samples": int, "world": int, "identity": dict, "buckets": list, "ddp": dict}
+    wrong = [name for name, kind in kinds.items() if not fits(manifest.get(name), kind)]
+    wrong += [name for name in ("model", "optimizer", "data") if name not in (manifest.get("identity") or ())]
+    if wrong or manifest["samples"] < 0 or not 0 < manifest["world"] <= MOST_RANKS:
+        raise ConfigError(
+            f"{key}: its manifest is none of a run ({', '.join(wrong) or 'samples or world'}); "
+            "give a checkpoint that Echelon has written"
+        )
 
 
 def refuse_differences(saved: Mapping[str, Any], own: Mapping[str, Any], accept: list[str]) -> None:

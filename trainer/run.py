@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -33,8 +34,10 @@ def make_run_dir(plan: "Plan", name: str) -> Path:
     make_writable("trainer.checkpoint.dir", root)
     given = options.run_dir or plan.manifest.get("run_dir")
     if given is None:
+        name = re.sub("[^A-Za-z0-9._-]+", "-", name).lstrip(".-")
         return make_new(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", root)
     folder = Path(given)
+    refuse_astray(folder, options.run_dir)
     saved = root / folder.name
     if (folder / "summary.json").exists() and options.resume == "auto" and resumed is None:
         raise ConfigError(
@@ -54,6 +57,18 @@ def make_run_dir(plan: "Plan", name: str) -> Path:
         )
     make_writable("trainer.run_dir", folder)
     return folder
+
+
+def refuse_astray(folder: Path, chosen: str | None) -> None:
+    """Nothing is written through links in a run's folder, nor where only a checkpoint says that the folder is."""
+    key = f"trainer.run_dir={folder}"
+    if folder.name in ("", ".."):
+        raise ConfigError(f"{key}: has no name, which the folder of its checkpoints takes; give runs/NAME")
+    if not chosen and (folder.is_absolute() or ".." in folder.parts) and not (folder / "logs").is_dir():
+        raise ConfigError(f"{key}: the checkpoint says so, and there is no run; give a trainer.run_dir of your own")
+    for path in (*folder.glob("*"), *folder.glob("logs/*")):
+        if path.is_symlink():
+            raise ConfigError(f"{key}: {path} is a link, and would be written through; give another trainer.run_dir")
 
 
 def make_new(stem: Path, root: Path) -> Path:

@@ -27,6 +27,7 @@ from trainer.options import DataOptions, Options
 from trainer.plan import Plan
 from trainer.precision import Precision
 from trainer.run import log, make_run_dir, show_log
+from trainer.secret import without_secrets
 from trainer.summary import go_on
 from trainer.supervisor import Supervisor
 from trainer.trainer import Trainer
@@ -93,7 +94,7 @@ def train(config: dict[str, Any], name: str, typed: list[str], place: Place | No
     trainer = Trainer(**objects(config), place=place, name=name)
     trainer.typed = typed
     if trainer.rank == 0:
-        trainer.begins = lambda: save_config(config, trainer.run_dir)
+        trainer.begins = lambda: save_config(without_secrets(config), trainer.run_dir)
     describe(trainer, settings(NCCLOptions, config["nccl"]))
     trainer.fit()
     return STOPPED if trainer.stop_reason == "signal" else 0

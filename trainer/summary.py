@@ -44,7 +44,7 @@ def report(trainer: "Trainer") -> None:
     elif trainer.checkpoint is not None:
         log.info("go on with  %s", go_on(trainer.typed, trainer.checkpoint.parent))
         if exports:
-            log.info("export with %s", export_from(trainer.checkpoint, export))
+            log.info("export with %s", export_from(trainer.checkpoint, export, trainer.options.allow_targets))
 
 
 def go_on(typed: Sequence[str] | None, saved: Path) -> str:
@@ -61,9 +61,10 @@ def go_on(typed: Sequence[str] | None, saved: Path) -> str:
     return shlex.join([this_python(), *words]) if ours else f"the same {launcher} ... {shlex.join(words)}"
 
 
-def export_from(checkpoint: Path, folder: Path) -> str:
+def export_from(checkpoint: Path, folder: Path, allow: list[str]) -> str:
     """The command that exports a checkpoint."""
-    return shlex.join([this_python(), "-m", "trainer.tools.export", str(checkpoint), str(folder)])
+    trusted = [f"trainer.allow_targets=[{','.join(allow)}]"] if allow else []
+    return shlex.join([this_python(), "-m", "trainer.tools.export", str(checkpoint), str(folder), *trusted])
 
 
 def this_python() -> str:

@@ -20,6 +20,7 @@ from trainer import drift
 from trainer.callback import HOOKS, Callback, overrides
 from trainer.checkpoint import resume
 from trainer.checkpoint.saver import Saver
+from trainer.checkpoint.weights import load_weights
 from trainer.data.loader import Loader, Step
 from trainer.data.order import GOLDEN, MASK, mix
 from trainer.data.quarantine import Quarantine
@@ -180,7 +181,7 @@ class Trainer:
         if plan.resumed:
             resume.load(self, plan.resumed)
         elif self.options.init_from:
-            resume.load_weights(self.module, self.options.init_from)
+            load_weights(self.module, self.options.init_from)
         now = time.monotonic()
         self.started, self.saved_at, self.validated_at = now - self.seconds, now, now
         self._check_limit()

@@ -174,7 +174,7 @@ def test_headers_that_lead_astray_are_refused(tmp_path: Path) -> None:
         info = tarfile.TarInfo("a.bin")
         info.size, info.type = 2**80, kind
         (tmp_path / "a.tar").write_bytes(info.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
-        with pytest.raises(DataError, match=r"bad extended header \(cut\)|no end of archive"):
+        with pytest.raises(DataError, match=r"bad extended header \(\d+ bytes\)|no end of archive"):
             Index.open([tmp_path / "a.tar"])
     header = bytearray(tarfile.TarInfo("a.bin").tobuf(tarfile.GNU_FORMAT))
     header[124:136] = (-512).to_bytes(12, "big", signed=True)

@@ -25,10 +25,10 @@ def lock(run_dir: Path) -> None:
         ConfigError: another process has it.
     """
     make(run_dir)
-    path = (run_dir / ".lock").resolve()
+    path = run_dir.resolve() / ".lock"
     try:
         if path not in _held:
-            _held[path] = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            _held[path] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         fcntl.lockf(_held[path], fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(_held[path], 0)
         os.pwrite(_held[path], f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
@@ -42,6 +42,6 @@ def lock(run_dir: Path) -> None:
 
 
 def unlock(run_dir: Path) -> None:
-    descriptor = _held.pop((run_dir / ".lock").resolve(), None)
+    descriptor = _held.pop(run_dir.resolve() / ".lock", None)
     if descriptor is not None:
         os.close(descriptor)

@@ -26,6 +26,7 @@ DAMAGE = {
     errno.ELOOP: "is a symbolic link",
     errno.EISDIR: "is not a plain file",
     errno.ENXIO: "is not a plain file",
+    errno.ENAMETOOLONG: "has no name that a file can have",
     errno.EIO: "can't be read (input/output error)",
 }
 

@@ -2,19 +2,16 @@
 
 import hashlib
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.checkpoint import commit
 from trainer.checkpoint.state import load_optimizer_state, load_state, optimizer_state, pack, unpack
 from trainer.errors import ConfigError
-from trainer.plan import refuse_differences, weights_file
+from trainer.plan import refuse_differences
 from trainer.run import log, versions
 
 if TYPE_CHECKING:
@@ -143,43 +140,6 @@ def leave_newer(trainer: "Trainer") -> None:
     trainer.quarantine.begin()
     if trainer.plan.resumed and (aside := commit.set_aside(checkpoints(trainer), trainer.step)):
         log.warning("resume: another history begins at step %d; set aside: %s", trainer.step, ", ".join(aside))
-
-
-def load_weights(module: nn.Module, source: str) -> None:
-    """The weights of a checkpoint, or of a .safetensors file with the same names (`trainer.init_from`)."""
-    key, file = f"trainer.init_from={source}", weights_file(source)
-    try:
-        if file != Path(source):
-            commit.verify(file.parent)
-        weights = load_file(file)
-    except (commit.Damaged, SafetensorError) as error:
-        raise ConfigError(f"{key}: {error}; give a whole checkpoint or .safetensors file") from None
-    put_weights(module, weights, key)
-    log.info("weights from %s", file)
-
-
-def put_weights(module: nn.Module, weights: Mapping[str, Tensor], key: str) -> None:
-    """Raises:
-    ConfigError: they are not this model's; `key` is what named them.
-    """
-    try:
-        missing, unexpected = module.load_state_dict(weights, strict=False)
-    except RuntimeError as error:
-        raise ConfigError(f"{key}: {' '.join(str(error).split())}; give weights of this model") from None
-    aliases = tied_names(module)
-    missing = [name for name in missing if name not in aliases]
-    if missing or unexpected:
-        raise ConfigError(
-            f"{key}: {len(missing)} weights are missing and {len(unexpected)} unknown "
-            f"({', '.join((missing + unexpected)[:3])}, ...); give weights of this model"
-        )
-
-
-def tied_names(module: nn.Module) -> set[str]:
-    """Names of parameters that are another's too: stored once."""
-    return {name for name, _ in module.named_parameters(remove_duplicate=False)} - {
-        name for name, _ in module.named_parameters()
-    }
 
 
 def note_best(trainer: "Trainer") -> bool:

@@ -19,7 +19,7 @@ from trainer.errors import ConfigError
 
 STATE = "state.json"
 STATE_BYTES = 256 << 20  # more is refused
-SECTION = re.compile(r"[A-Za-z0-9_-]+")  # becomes a file name
+SECTION = re.compile(r"[A-Za-z0-9_-]{1,99}")  # becomes a file name
 
 
 class Snapshot:
@@ -80,9 +80,9 @@ def load_state(folder: Path, wanted: Callable[[str], bool] = lambda section: Tru
     """
     path = folder / STATE
     try:
-        if path.stat().st_size > STATE_BYTES:
-            raise ValueError(f"larger than {STATE_BYTES} bytes")
-        content = json.loads(path.read_bytes(), parse_constant=_refuse)
+        if path.is_symlink():
+            raise ValueError("a symbolic link")
+        content = strict_json(path, STATE_BYTES)
         return {
             section: _decode(value, _read_tensors(folder, section))
             for section, value in content.items()
@@ -181,6 +181,8 @@ def _read_tensors(folder: Path, section: str) -> dict[str, Tensor]:
     path = folder / f"{section}.safetensors"
     if not SECTION.fullmatch(section):
         raise ValueError(f"section {section!r}")
+    if path.is_symlink():
+        raise ValueError(f"{path.name} is a symbolic link")
     if not path.exists():
         return {}
     # Copied, because safetensors maps the file, which may be deleted or replaced.
@@ -206,8 +208,26 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return {key: _decode(item, tensors) for key, item in value.items()}
 
 
+def strict_json(path: Path, most: int) -> Any:
+    """Raises:
+    ValueError: more than `most` bytes, NaN, a key twice, or no JSON.
+    """
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"larger than {most} bytes")
+    return json.loads(content, parse_constant=_refuse, object_pairs_hook=_unique)
+
+
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is there twice")
+    return found
 
 
 def _trained(optimizer: Optimizer, module: nn.Module) -> dict[str, tuple[nn.Parameter, dict[str, Any]]]:

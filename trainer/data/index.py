@@ -159,13 +159,15 @@ def _find_stored(path: Path) -> Shard | None:
 
 def _load(path: Path, stored: Path) -> tuple[Shard, Any] | None:
     """The shard and its rows; None for a file that is gone, damaged, or of another version."""
+    if not stored.is_file():  # of a pipe, reading would wait
+        return None
     try:
         with safe_open(stored, framework="numpy") as file:
-            about = file.metadata()
-            if about["version"] != VERSION:
-                return None
+            about, rows = file.metadata(), file.get_slice("samples")
             size, mtime_ns, samples = (int(about[name]) for name in ("bytes", "mtime_ns", "samples"))
-            return Shard(path, stored, size, mtime_ns, about["sha256"], samples), file.get_slice("samples")
+            if about["version"] != VERSION or rows.get_dtype() != "I64" or rows.get_shape() != [samples, 3]:
+                return None
+            return Shard(path, stored, size, mtime_ns, about["sha256"], samples), rows
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None
 

@@ -70,6 +70,9 @@ class ShardReader:
             try:
                 file, rows = self._shard(ref.shard)
                 offset, length, crc32 = rows[ref.offset].tolist()
+                shard = self.index.shards[ref.shard]
+                if not 0 <= offset <= offset + length <= shard.bytes:
+                    raise DataError(f"{shard.stored}: {length} bytes at byte {offset}: damaged; remove it")
                 content = read_at(file.fileno(), offset, length)
                 if zlib.crc32(content) == crc32:
                     return content

@@ -13,6 +13,8 @@ BLOCK = tarfile.BLOCKSIZE
 ZEROS = bytes(BLOCK)
 GNU_NAME, GNU_LINK, PAX, PAX_SOLARIS, PAX_GLOBAL = EXTENDED = (b"L", b"K", b"x", b"X", b"g")
 NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)$")  # key, and all that follows the first dot of the file's own name
+LONGEST_NAME, LONGEST_FIELDS = 4096, 1 << 20  # more is refused: it would take all memory, or all time
+SIZE = re.compile("[0-9]{1,20}")
 META = re.compile(r"__[^/]*__($|/)")
 
 
@@ -41,6 +43,8 @@ def members(fetch: Callable[[int, int], bytes], where: Path) -> Iterator[Member]
         fields: dict[str, str] = {}
         while (header := _header(block, where, offset)).type in EXTENDED:
             try:
+                if header.size > LONGEST_FIELDS:
+                    raise ValueError(f"{header.size} bytes")
                 fields = _fields(header, fetch(offset + BLOCK, header.size)) | fields  # the first of several counts
             except ValueError as error:
                 raise damaged(where, offset, f"bad extended header ({error})") from None
@@ -53,7 +57,10 @@ def members(fetch: Callable[[int, int], bytes], where: Path) -> Iterator[Member]
             size = 0  # folders, links and devices have no content, whatever their header says
         content = offset + BLOCK
         offset = content + _padded(size)
-        key, extension = split_name(fields.get("path", header.name)) if header.isreg() else (None, "")
+        name = fields.get("path", header.name)
+        if len(name) > LONGEST_NAME:
+            raise damaged(where, start, f"a name of {len(name)} characters")
+        key, extension = split_name(name) if header.isreg() else (None, "")
         yield Member(key, extension, start, content, size, offset)
 
 
@@ -80,15 +87,16 @@ def _fields(header: tarfile.TarInfo, payload: bytes) -> dict[str, str]:
     if header.type in (GNU_NAME, GNU_LINK):
         path = payload.partition(b"\0")[0].decode(errors="surrogateescape")
         return {"path": path} if header.type == GNU_NAME else {}
-    fields = {}
-    payload = payload.rstrip(b"\0")
-    while payload:
-        digits = payload.partition(b" ")[0]
-        record, payload = payload[len(digits) + 1 : int(digits)], payload[int(digits) :]
+    fields, at, payload = {}, 0, payload.rstrip(b"\0")
+    while at < len(payload):
+        digits = payload[at : payload.index(b" ", at)]
+        end = at + int(digits)
+        record = payload[at + len(digits) + 1 : end]
         name, equals, value = record[:-1].decode(errors="surrogateescape").partition("=")
-        if not equals or record[-1:] != b"\n" or (name == "size" and not value.isdecimal()):
+        whole = at < end <= len(payload) and equals and record[-1:] == b"\n"
+        if not whole or (name == "size" and not SIZE.fullmatch(value)):
             raise ValueError("no PAX record")
-        fields[name] = value.rstrip("/") if name == "path" else value
+        fields[name], at = value.rstrip("/") if name == "path" else value, end
     if header.type == PAX_GLOBAL and not fields.keys().isdisjoint(("path", "size")):
         raise ValueError("a path or size for all members")
     return fields

@@ -22,7 +22,11 @@ def write_shards(samples: Iterable[Mapping[str, Any]], folder: Path, prefix: str
     """
     assert per_shard > 0
     # Here, for it takes a second and reading needs none of it.
+    from webdataset import utils
     from webdataset.writer import TarWriter, default_handlers, make_encoder
+
+    # For whatever else in this process calls it: no pickle, no pipe:, no rewritten URL.
+    utils.enforce_security = True  # pyright: ignore[reportAttributeAccessIssue] it is there
 
     encoder = make_encoder({**default_handlers, "int": default_handlers["cls"], "safetensors": save})
     folder.mkdir(parents=True, exist_ok=True)

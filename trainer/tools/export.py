@@ -1,4 +1,4 @@
-"""python -m trainer.tools.export CHECKPOINT FOLDER: what the recipe exports at a run's end, from any checkpoint."""
+"""python -m trainer.tools.export CHECKPOINT FOLDER [KEY=VALUE...]: what the recipe exports at a run's end, of any."""
 
 import argparse
 import os
@@ -11,19 +11,21 @@ from omegaconf import OmegaConf
 
 from trainer.callback import Role
 from trainer.checkpoint.manifest import Damaged, verify
-from trainer.checkpoint.resume import put_weights
 from trainer.checkpoint.state import load_state
+from trainer.checkpoint.weights import put_weights
 from trainer.config import check
 from trainer.data.source import Samples, open_source
 from trainer.errors import ConfigError
 from trainer.main import guarded
-from trainer.plan import short
+from trainer.plan import refuse_other_manifests, short
 from trainer.run import make_writable
+from trainer.secret import secrets
 from trainer.session import objects
 
 
-def export(checkpoint: str, folder: Path) -> None:
-    """Builds the recipe from the config in the run's folder; takes the average's weights if the run kept one.
+def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
+    """Builds the recipe from the config in the run's folder, with `changes` as KEY=VALUE; takes the average's weights
+    if the run kept one. What that config allows for `_target_` doesn't count: it may be a stranger's.
 
     Raises:
         ConfigError: where the checkpoint or its run's config is missing or damaged, the recipe exports nothing or has
@@ -35,10 +37,11 @@ def export(checkpoint: str, folder: Path) -> None:
         manifest = verify(path)
     except Damaged as error:
         raise ConfigError(f"{key}: {error}; give ckpt/last.pt or a folder step-* that is whole") from None
+    refuse_other_manifests(manifest, key)
     config = Path(manifest["run_dir"]) / "config.yaml"
     if not config.exists():
         raise ConfigError(f"{key}: its run's {config} is not here; call this where the run was started")
-    settings: Any = OmegaConf.to_container(OmegaConf.load(config))
+    settings = read_config(config, changes, key)
     check(settings)
     made = objects(settings)
     recipe, seed = made["recipe"], settings["trainer"]["seed"]
@@ -53,6 +56,20 @@ def export(checkpoint: str, folder: Path) -> None:
     make_writable("FOLDER", folder)
     recipe.export(model.eval(), folder)
     print(f"{path} -> {folder}")
+
+
+def read_config(file: Path, changes: list[str], key: str) -> dict[str, Any]:
+    try:
+        found = OmegaConf.load(file)
+        own: Any = {"trainer": {"allow_targets": []}}
+        settings: Any = OmegaConf.to_container(OmegaConf.merge(found, own, OmegaConf.from_dotlist(changes)))
+        hidden = secrets(settings)
+    except Exception as error:  # YAML's or OmegaConf's
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"{key}: {file} can't be read ({reason}); give the one that the run has written") from None
+    if hidden:
+        raise ConfigError(f"{key}: {file} has no {', '.join(hidden)}, as a secret; add {hidden[0]}=VALUE")
+    return settings
 
 
 def refuse_other_data(recipe: Any, seed: int, saved: str, key: str) -> None:
@@ -70,8 +87,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.tools.export", description=__doc__)
     parser.add_argument("checkpoint", help="ckpt/last.pt, or a folder step-*")
     parser.add_argument("folder", type=Path, help="where the recipe puts what it exports")
+    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="in place of what the run's config.yaml says")
     arguments = parser.parse_args()
-    return guarded(lambda: export(arguments.checkpoint, arguments.folder) or 0)
+    return guarded(lambda: export(arguments.checkpoint, arguments.folder, arguments.changes) or 0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,187 @@
+"""Initial weights from elsewhere: what torch.save and Hugging Face write, as usually wrapped; refusals in a line."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from trainer.checkpoint.weights import INDEX, load_weights, weights_files
+from trainer.errors import ConfigError
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def model(seed: int) -> Tied:
+    torch.manual_seed(seed)
+    made = Tied()
+    for buffer in (made.norm.running_mean, made.norm.running_var):
+        assert buffer is not None
+        buffer.uniform_()
+    return made
+
+
+@pytest.fixture
+def state() -> dict[str, Tensor]:
+    return model(1).state_dict()
+
+
+def taken(path: Path) -> dict[str, Tensor]:
+    other = model(2)
+    load_weights(other, str(path))
+    assert other.head.weight is other.embed.weight
+    return other.state_dict()
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def prefixed(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {f"{prefix}{name}": value for name, value in state.items()}
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.pth", "a.bin", "a.ckpt"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda state: state,
+        lambda state: {"model": state, "optimizer": {"lr": 0.1, "betas": (0.9, 0.99)}, "epoch": 3},
+        lambda state: {"state_dict": prefixed(state, "model."), "hyper_parameters": {"width": 3}},
+        lambda state: prefixed(state, "module."),
+        lambda state: {"model_state_dict": prefixed(state, "module._orig_mod.")},
+        lambda state: {name: value for name, value in state.items() if name != "embed.weight"},
+        lambda state: {name: nn.Parameter(v) if v.is_floating_point() else v for name, v in state.items()},
+    ],
+    ids=["bare", "model", "lightning", "ddp", "compiled", "tied once", "parameters"],
+)
+def test_files_of_torch(tmp_path: Path, state: dict[str, Tensor], name: str, wrap: Any) -> None:
+    torch.save(wrap(state), tmp_path / name)
+    assert same(taken(tmp_path / name), state)
+
+
+def test_the_older_format_of_torch(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    assert same(taken(tmp_path / "a.pt"), state)
+
+
+def test_a_model_that_has_a_module_keeps_its_names(tmp_path: Path) -> None:
+    module = nn.ModuleDict({"module": nn.Linear(2, 2)})
+    torch.save(module.state_dict(), tmp_path / "a.pt")
+    load_weights(module, str(tmp_path / "a.pt"))
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin", INDEX])
+def test_folders_of_hugging_face(tmp_path: Path, state: dict[str, Tensor], file: str) -> None:
+    """One of two tied weights is there, as `save_pretrained` leaves it."""
+    (tmp_path / "config.json").write_text("{}")
+    once = {name: value for name, value in state.items() if name != "head.weight"}
+    if file == INDEX:
+        parts = {"model-00001-of-00002.safetensors": ["embed.weight"]}
+        parts["model-00002-of-00002.safetensors"] = [name for name in once if name != "embed.weight"]
+        for part, names in parts.items():
+            save_file({name: once[name] for name in names}, tmp_path / part)
+        found = {name: part for part, names in parts.items() for name in names}
+        (tmp_path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": found}))
+    elif file.endswith(".bin"):
+        torch.save(once, tmp_path / file)
+    else:
+        save_file(once, tmp_path / file)
+    assert same(taken(tmp_path), state)
+
+
+@pytest.mark.parametrize("size", ["5GB", "20KB"])
+def test_what_transformers_saves(tmp_path: Path, size: str) -> None:
+    """In one file, and in several with an index."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    )
+    torch.manual_seed(0)
+    saved, other = transformers.BertForMaskedLM(config), transformers.BertForMaskedLM(config)
+    saved.save_pretrained(tmp_path, max_shard_size=size)
+    assert (tmp_path / INDEX).exists() is (size == "20KB")
+    load_weights(other, str(tmp_path))
+    assert same(other.state_dict(), saved.state_dict())
+
+
+def test_what_differs_is_told_and_nothing_is_taken(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    odd = {name: value for name, value in state.items() if not name.startswith("norm.running")}
+    torch.save({**odd, "norm.weight": torch.zeros(4), "extra": torch.zeros(1)}, tmp_path / "a.pt")
+    other, before = model(2), model(2).state_dict()
+    with pytest.raises(ConfigError) as error:
+        load_weights(other, str(tmp_path / "a.pt"))
+    assert str(error.value) == (
+        f"trainer.init_from={tmp_path}/a.pt: 2 weights are missing, 1 unknown and 1 of another shape "
+        "(norm.running_mean, norm.running_var, extra, norm.weight (4,) instead of (3,), ...); "
+        "give weights of this model"
+    )
+    assert same(other.state_dict(), before)
+
+
+def write(path: Path, content: Any) -> None:
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.pt", nn.Linear(2, 2), "asks for torch.nn.modules.linear.Linear, which is no weight"),
+        ("a.pt", {"weight": torch.zeros(1), "lr": 0.1}, "holds more than tensors by name"),
+        ("a.pt", [torch.zeros(1)], "holds more than tensors by name"),
+        ("a.pt", b"", ""),
+        ("a.pt", b"garbage", ""),
+        ("a.pt", b"PK\x03\x04 cut", ""),
+        ("a.safetensors", b"garbage", ""),
+    ],
+)
+def test_what_can_not_be_read(tmp_path: Path, name: str, content: Any, said: str) -> None:
+    write(tmp_path / name, content)
+    path = re.escape(str(tmp_path / name))
+    with pytest.raises(
+        ConfigError, match=rf"^trainer\.init_from={path}: {path}: {said}.*; give a whole checkpoint, or a file"
+    ) as error:
+        load_weights(nn.Linear(1, 1), str(tmp_path / name))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ('{"weight_map": {"a": "../a.safetensors"}}', "'../a.safetensors' is no name of a file beside it"),
+        ('{"weight_map": {"a": "/a.safetensors"}}', "'/a.safetensors' is no name of a file beside it"),
+        ('{"weight_map": {"a": "b.safetensors"}}', "b.safetensors is missing, which"),
+        ('{"weight_map": {"a": "a.bin", "a": "b.bin"}}', "a key is there twice"),
+        ('{"weight_map": {"a": 1}}', "not an index"),
+        ('{"weight_map": NaN}', "NaN is not JSON"),
+        ("[" * 100_000, "not an index"),
+        ("{}", "not an index"),
+        ("", "not an index"),
+    ],
+)
+def test_an_index_that_is_none(tmp_path: Path, index: str, said: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors")
+    (folder / INDEX).write_text(index)
+    with pytest.raises(ConfigError, match=f"^trainer.init_from=.*{said}.*; get it again") as error:
+        weights_files(str(folder))
+    assert "\n" not in str(error.value)
+
+
+def test_a_torn_checkpoint_is_no_folder_of_hugging_face(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    save_file({name: value for name, value in state.items() if name != "head.weight"}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"MANIFEST\.json: is missing; give a whole checkpoint"):
+        taken(tmp_path)

@@ -1,0 +1,109 @@
+"""Values of keys that are named like secrets: the recipe gets them, no file and no line of a run has them."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import PYTHONPATH, TOY, Result, run
+from omegaconf import OmegaConf
+
+from trainer.config import check_type
+from trainer.errors import ConfigError
+from trainer.secret import is_secret, secrets, without_secrets, word_without_secrets
+
+RECIPE = """
+from pathlib import Path
+from safetensors.torch import save_file
+from toy_recipe import Toy
+
+class Private(Toy):
+    def __init__(self, hub_token: str, store: dict, **rest):
+        super().__init__(**rest)
+        assert (hub_token, store["password"], store["user"]) == ("s3cr3t-one", "s3cr3t-two", "me"), hub_token
+
+    def export(self, model, folder):
+        save_file(model.state_dict(), folder / "weights.safetensors")
+"""
+WORDS = [
+    *TOY, "trainer.allow_targets=[toy_recipe,private]", "recipe._target_=private.Private", "trainer.run_dir=runs/r",
+    "recipe.hub_token=s3cr3t-one", "recipe.store={user: me, password: s3cr3t-two}", "trainer.devices=2",
+]  # fmt: skip
+TRUSTED = "trainer.allow_targets=[toy_recipe,private]"
+
+
+SECRET = (
+    "token hf_token recipe.hub_token api_key apiKey OPENAI_API_KEY secret aws_secret_access_key access_key_id password"
+)
+PLAIN = "tokenizer tokens_per_sample max_tokens key keep_every vocab secretary"
+
+
+@pytest.mark.parametrize("name", [*SECRET.split(), "db_password", "client_secret", "passphrase"])
+def test_names_of_secrets(name: str) -> None:
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize("name", PLAIN.split())
+def test_other_names(name: str) -> None:
+    assert not is_secret(name)
+
+
+def test_configs_and_words() -> None:
+    config: dict[str, Any] = {
+        "a": {"password": 7, "token": None, "b": [{"api_key": "x", "c": "y"}]},
+        "secret": {"d": 1},
+    }
+    stored = without_secrets(config)
+    assert stored == {"a": {"password": "***", "token": None, "b": [{"api_key": "***", "c": "y"}]}, "secret": "***"}
+    assert secrets(stored) == ["a.password", "a.b.0.api_key", "secret"] and config["a"]["password"] == 7
+    for word, shown in (
+        ("recipe.hub_token=a,b", "recipe.hub_token=***"),
+        ("recipe.store={user: me, password: x y}", "recipe.store={user: me, password: ***}"),
+        ("+a={b: [{token: 'x,y'}], c: 1}", "+a={b: [{token: ***}], c: 1}"),
+        ("optimizer.lr=1e-3", "optimizer.lr=1e-3"),
+        ("~callbacks.progress", "~callbacks.progress"),
+    ):
+        assert word_without_secrets(word) == shown
+    with pytest.raises(ConfigError, match=r"recipe\.api_key=\*\*\*: must be int, not str"):
+        check_type("recipe.api_key", "s3cr3t", int)
+
+
+def private(words: list[str], cwd: Path, command: list[str] | None = None) -> Result:
+    return run(words, cwd, command, PYTHONPATH=f"{cwd}{os.pathsep}{PYTHONPATH}", TMPDIR=str(cwd / "tmp"))
+
+
+def test_a_run_keeps_its_secrets_to_itself(tmp_path: Path) -> None:
+    """In no file that stays, no line, and no argument of a rank; a resume and an export go on as always."""
+    (tmp_path / "private.py").write_text(RECIPE)
+    (tmp_path / "tmp").mkdir()
+    for steps in (2, 4):
+        result = private([*WORDS, f"trainer.max_steps={steps}", "trainer.resume=auto"], tmp_path)
+        assert result.code == 0, result.err
+        assert "s3cr3t" not in result.out + result.err and "recipe.hub_token=***" in result.out
+    assert "ckpt/r/step-00000002 at step 2" in result.out
+    files = [path for folder in ("runs", "ckpt", "tmp") for path in (tmp_path / folder).rglob("*") if path.is_file()]
+    assert len(files) > 10 and not [path for path in files if b"s3cr3t" in path.read_bytes()]
+    config = OmegaConf.load(tmp_path / "runs" / "r" / "config.yaml")
+    assert (config.recipe.hub_token, config.recipe.store) == ("***", {"user": "me", "password": "***"})
+
+    export = [sys.executable, "-m", "trainer.tools.export", "ckpt/last.pt", "out", TRUSTED]
+    refused = private([], tmp_path, export)
+    assert (refused.code, refused.err) == (
+        78,
+        "echelon: CHECKPOINT=ckpt/last.pt: runs/r/config.yaml has no recipe.hub_token, recipe.store.password, "
+        "as a secret; add recipe.hub_token=VALUE\n",
+    )
+    given = ["recipe.hub_token=s3cr3t-one", "recipe.store.password=s3cr3t-two"]
+    assert private(given, tmp_path, export).code == 0
+    assert (tmp_path / "out" / "weights.safetensors").exists()
+
+
+def test_what_hydra_would_write_of_a_multirun_goes(tmp_path: Path) -> None:
+    words = ["-m", "batch=12,24", "recipe.hub_token=s3cr3t-one", "+recipe.store={password: s3cr3t-two}"]
+    result = private([*TOY, *words], tmp_path)
+    assert (result.code, result.err) == (
+        78,
+        "echelon: recipe.hub_token=***: no such key; there are depth, dropout, dtype, samples, width\n",
+    )
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -1,0 +1,126 @@
+"""S5: what a config may not build, by whatever name; nothing of it runs, and one line says so."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import ROOT, run, toy
+from omegaconf import OmegaConf
+from strangers import one_line
+
+from trainer.checkpoint.commit import commit
+from trainer.config import build, check_node
+from trainer.errors import ConfigError
+from trainer.targets import ALLOWED, locate
+
+OTHERS = """
+import functools, os
+from os import mkdir
+alias = os.mkdir
+bound = functools.partial(os.mkdir, "mark")
+class Kept:
+    run = staticmethod(os.mkdir)
+"""
+BUILDS = {"key": "x", "node": {"_target_": "os.mkdir", "path": "mark"}, "allow": ["os"]}
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments"),
+    [
+        ("os.mkdir", {"path": "mark"}),
+        ("posix.mkdir", {"path": "mark"}),
+        ("builtins.eval", {"source": "open('mark', 'w')"}),
+        ("logging.os.system", {"command": "mkdir mark"}),
+        ("trainer.main.os.system", {"command": "mkdir mark"}),
+        ("trainer.config.build", BUILDS),  # which would build what its arguments allow
+        ("trainer.schedule.math.floor", {"x": 1}),
+        ("torch.nn.modules.module.functools.partial", {"func": "os.mkdir"}),
+        ("torch.nn.modules.module.os", {}),
+        ("torch.optim.optimizer.functools", {}),
+        ("torch.optim.optimizer.deepcopy", {"x": 1}),
+        ("torch.load", {"f": "mark"}),
+        ("torch.nn.functional.boolean_dispatch", {}),
+        (
+            "transformers.dynamic_module_utils.get_class_from_dynamic_module",
+            {"class_reference": "x.X", "pretrained_model_name_or_path": "."},
+        ),
+        ("transformers.dynamic_module_utils.subprocess", {}),
+        ("aliases.mkdir", {"path": "mark"}),
+        ("aliases.alias", {"path": "mark"}),
+        ("aliases.bound", {}),
+        ("aliases.os.mkdir", {"path": "mark"}),
+        ("aliases.Kept.run", {"path": "mark"}),
+        ("trainer", {}),
+        ("..os.mkdir", {"path": "mark"}),
+    ],
+)
+def test_nothing_but_what_an_allowed_package_defines(tmp_path, monkeypatch, target: str, arguments: Any) -> None:
+    (tmp_path / "aliases.py").write_text(OTHERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "aliases", raising=False)
+    node, allow = {"_target_": target, **arguments}, (*ALLOWED, "aliases")
+    for attempt in (check_node, build):
+        with pytest.raises(ConfigError, match=rf"^recipe\._target_={re.escape(target)}: ") as error:
+            attempt("recipe", node, allow)
+            build("recipe", node, allow)
+        assert "\n" not in str(error.value)
+    assert not Path("mark").exists()
+
+
+def test_what_the_conf_folder_names_is_allowed() -> None:
+    nodes = [OmegaConf.load(path) for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name != "nccl"]
+    targets = re.findall(r"_target_: (\S+)", "\n".join(OmegaConf.to_yaml(node) for node in nodes))
+    assert len(targets) == len(nodes)
+    for target in [*targets, "torch.optim.SGD", "torch.nn.Linear"]:
+        assert callable(locate("key", target, ALLOWED))
+
+
+@pytest.mark.parametrize("nested", [{"_target_": "os.mkdir"}, [{"a": {"_target_": "torch.nn.Linear"}}]])
+def test_a_target_inside_of_arguments_is_refused(nested: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^optimizer\.betas.*\._target_=\S+: is inside of arguments; give a plain"):
+        check_node("optimizer", {"_target_": "trainer.optim.adamw", "betas": nested}, ALLOWED)
+
+
+@pytest.mark.parametrize("target", ["os.system", "logging.os.system", "trainer.main.os.system"])
+def test_the_command_runs_none(tmp_path: Path, target: str) -> None:
+    result = toy([f"recipe._target_={target}", "recipe.command='mkdir mark'"], tmp_path)
+    assert one_line(result, 78).startswith(f"echelon: recipe._target_={target}: ")
+    assert not (tmp_path / "mark").exists()
+
+
+STRANGER = """
+from pathlib import Path
+Path("mark").mkdir()
+class Recipe:
+    pass
+"""
+CONFIG = """
+recipe: {_target_: stranger.Recipe}
+trainer: {allow_targets: [stranger], seed: 0}
+"""
+
+
+def test_the_config_beside_a_checkpoint_allows_nothing(tmp_path: Path) -> None:
+    """Of a whole download: code, a run's folder, a checkpoint that points to it. `export` would build its recipe."""
+    full = run(["--config-dir", str(ROOT / "tests/toy/conf"), "recipe=toy", "--cfg", "job"], tmp_path)
+    (tmp_path / "stranger.py").write_text(STRANGER)
+    (tmp_path / "run").mkdir()
+    config = OmegaConf.merge(OmegaConf.create(full.out), OmegaConf.create(CONFIG))
+    del config.recipe.samples, config.recipe.width, config.recipe.depth, config.recipe.dropout, config.recipe.dtype
+    OmegaConf.save(config, tmp_path / "run" / "config.yaml")
+    manifest = {"run_dir": "run", "samples": 0, "world": 1, "buckets": [], "ddp": {}}
+    identity = {"model": "", "optimizer": "", "data": ""}
+    commit(tmp_path / "ckpt" / "run", 1, {"state.json": memoryview(b"{}")}, {**manifest, "identity": identity})
+    export = [sys.executable, "-m", "trainer.tools.export", "ckpt/last.pt", "out"]
+    result = run([], tmp_path, export, PYTHONPATH=f"{ROOT}:{tmp_path}")
+    assert (result.code, result.err) == (
+        78,
+        "echelon: recipe._target_=stranger.Recipe: stranger is not a package that configs may name; "
+        "if you trust it, 'trainer.allow_targets=[stranger]'\n",
+    )
+    assert not (tmp_path / "mark").exists()
+    run([], tmp_path, [*export, "trainer.allow_targets=[stranger]"], PYTHONPATH=f"{ROOT}:{tmp_path}")
+    assert (tmp_path / "mark").exists()

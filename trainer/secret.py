@@ -1,0 +1,48 @@
+"""Keeps secrets out of what is printed and stored: the value of each key whose name says that it is one."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+HIDDEN = "***"
+SECRET = re.compile(
+    r"(?i)token$|(^|_)(secret|password|passwd|passphrase|credentials?)(_|$)|(api|access|private|auth|secret)_?key(_id)?$"
+)
+PAIR = re.compile(r"""(\w+)(\s*[:=]\s*)("[^"]*"|'[^']*'|[^,{}[\]]+)""")  # in a value such as {a: 1, b: [c]}
+
+
+def is_secret(key: str) -> bool:
+    return SECRET.search(key.rpartition(".")[2]) is not None
+
+
+def without_secrets(config: Any) -> Any:
+    """A copy of a config, with stars for each secret that is given."""
+    if isinstance(config, Mapping):
+        return {
+            key: HIDDEN if is_secret(str(key)) and value not in (None, "") else without_secrets(value)
+            for key, value in config.items()
+        }
+    return [without_secrets(item) for item in config] if isinstance(config, list) else config
+
+
+def secrets(config: Any, key: str = "") -> list[str]:
+    """Keys for which a stored config has stars."""
+    items = config.items() if isinstance(config, Mapping) else enumerate(config) if isinstance(config, list) else ()
+    found = [name for part, value in items for name in secrets(value, f"{key}.{part}".lstrip("."))]
+    return [key] if config == HIDDEN else found
+
+
+def word_without_secrets(word: str) -> str:
+    """An argument as it was typed."""
+    key, equals, _ = word.partition("=")
+    if equals and is_secret(key):
+        return f"{key}={HIDDEN}"
+    return PAIR.sub(lambda found: f"{found[1]}{found[2]}{HIDDEN}" if is_secret(found[1]) else found[0], word)
+
+
+def remove_with_secrets(file: Path) -> None:
+    """A record of Hydra's, where one of its lines has a secret."""
+    lines = file.read_text().splitlines()
+    if lines != list(map(word_without_secrets, lines)):
+        file.unlink()
