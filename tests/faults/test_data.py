@@ -37,7 +37,7 @@ def well(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(well: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(well, tmp_path, dirs_exist_ok=True)
+    return shutil.copytree(well, tmp_path, symlinks=True, dirs_exist_ok=True)
 
 
 def test_34_a_shard_that_changed_since_it_was_indexed(folder: Path) -> None:

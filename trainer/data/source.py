@@ -135,9 +135,7 @@ def open_source(
     return data
 
 
-def mixture(
-    data: Mapping[Any, Any], split: str, transform: Any, seed: int, options: DataOptions | None
-) -> Samples:
+def mixture(data: Mapping[Any, Any], split: str, transform: Any, seed: int, options: DataOptions | None) -> Samples:
     """Shards -> weight. One index has the shards of all, one data set after the other."""
     for shards, weight in data.items():
         if not isinstance(shards, str | Path) or not isinstance(weight, int | float) or isinstance(weight, bool):
