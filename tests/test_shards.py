@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from command import environment
 
-from trainer.data.index import Index, find_shards
+from trainer.data.find import find_shards
+from trainer.data.index import Index
 
 
 def shards(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:

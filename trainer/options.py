@@ -55,12 +55,15 @@ class DataOptions:
     lanes: int = 64  # shards mixed in every batch; part of the run's identity
     block: int = 512  # samples shuffled together inside a lane; part of the run's identity
     max_bad: float = 1e-4  # share of an epoch's samples that may be unreadable, 10 at least; 0: none
+    cache_dir: str = "~/.cache/echelon/shards"  # where shards at URLs are kept, whole; one folder a node
+    cache_gb: float = 50.0  # it may hold; the least recently used shards go, those in use stay
 
     def __post_init__(self) -> None:
         require("data.workers", self.workers, at_least=0)
         for key in ("prefetch", "lanes", "block"):
             require(f"data.{key}", getattr(self, key), at_least=1)
         require("data.max_bad", self.max_bad, at_least=0)
+        require("data.cache_gb", self.cache_gb, above=0)
 
 
 @dataclass(frozen=True)

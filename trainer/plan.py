@@ -76,7 +76,7 @@ class Plan:
         seed = self.options.seed
         if rank:
             each(None)
-        source, self.validation = open_source(recipe, "train", seed), open_source(recipe, "val", seed)
+        source, self.validation = (open_source(recipe, split, seed, self.data) for split in ("train", "val"))
         if not rank:
             each(None)
         if source is None:

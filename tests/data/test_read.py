@@ -259,9 +259,9 @@ def test_what_passes_is_read_again(three: ShardReader, monkeypatch: pytest.Monke
 
 def test_a_shard_that_stays_away_is_named(three: ShardReader, sleeps: list[float]) -> None:
     three.index.shards[0].path.unlink()
-    with pytest.raises(DataError, match=r"a\.tar: sample 1 \(None\): No such file or directory, read 3 times"):
+    with pytest.raises(DataError, match=r"a\.tar: sample 1 \(None\): No such file or directory, read 5 times"):
         three.read(Ref(0, 0, 1))
-    assert sleeps == sorted(sleeps) and len(sleeps) == 2
+    assert sleeps == sorted(sleeps) and len(sleeps) == 4 and 3 < sum(sleeps) < 5
 
 
 def test_a_read_that_stops_short_goes_on(

@@ -7,19 +7,21 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from safetensors.numpy import load
 
-from trainer.data.index import Index
+from trainer.data.index import Index, opened
 from trainer.data.order import Ref
+from trainer.data.remote import Remote
 from trainer.data.tar import members, read_at
 from trainer.errors import DataError
 
 READS = 3  # of a sample, before it counts as damaged
+TRIES = 5  # to read it at all, within 4 s: a network drive may be away for a moment
 OPEN_SHARDS = 256  # per process; a batch reads `lanes` of them by turns, and 1024 files is the usual limit
+IDLE_S = 10.0  # until a shard that nothing was read from may be closed: while it's open, it can't leave the cache
 
 
 class ShardReader:
@@ -27,7 +29,8 @@ class ShardReader:
 
     def __init__(self, index: Index) -> None:
         self.index = index
-        self._open: dict[int, tuple[BinaryIO, Any]] = {}  # the file and its rows of the index, in order of last use
+        # The file, its rows of the index, and when it was used; in the order of that.
+        self._open: dict[int, tuple[BinaryIO, Any, float]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"index": self.index, "_open": {}}
@@ -63,10 +66,12 @@ class ShardReader:
 
     def _fetch(self, ref: Ref) -> bytes:
         content, reason = b"", ""
-        for attempt in range(READS):
-            if attempt:
+        path, tries, reads = self.index.shards[ref.shard].path, 0, 0
+        while tries < TRIES and reads < READS:
+            if tries:
                 self._close(ref.shard)  # a network drive may have given a stale handle
-                time.sleep(0.1 * attempt)
+                time.sleep(0.1 * 3 ** (tries - 1))
+            tries += 1
             try:
                 file, rows = self._shard(ref.shard)
                 offset, length, crc32 = rows[ref.offset].tolist()
@@ -76,21 +81,26 @@ class ShardReader:
                 content = read_at(file.fileno(), offset, length)
                 if zlib.crc32(content) == crc32:
                     return content
-                reason = f"the checksum of {length} bytes at byte {offset} differs"
+                reads, reason = reads + 1, f"the checksum of {length} bytes at byte {offset} differs"
+                if isinstance(path, Remote):
+                    path.drop()  # damaged here, maybe, and not there
             except OSError as error:
                 reason = str(error.strerror)
-        name = f"{self.index.shards[ref.shard].path}: sample {ref.offset} ({_first_key(content)!r})"
-        raise DataError(f"{name}: {reason}, read {READS} times; restore the shard")
+        name = f"{path}: sample {ref.offset} ({_first_key(content)!r})"
+        raise DataError(f"{name}: {reason}, read {tries} times; restore the shard")
 
     def _shard(self, number: int) -> tuple[BinaryIO, Any]:
-        shard = self._open.pop(number, None)
-        if shard is None:
-            if len(self._open) >= OPEN_SHARDS:
-                self._close(next(iter(self._open)))
+        if number in self._open:
+            file, rows, _ = self._open.pop(number)
+        else:
+            for other, (_, _, used) in list(self._open.items()):
+                if len(self._open) < OPEN_SHARDS and time.monotonic() - used < IDLE_S:
+                    break
+                self._close(other)
             rows = self.index.samples(number)
-            shard = self.index.shards[number].path.open("rb", buffering=0), rows
-        self._open[number] = shard
-        return shard
+            file = opened(self.index.shards[number].path)
+        self._open[number] = file, rows, time.monotonic()
+        return file, rows
 
     def close(self) -> None:
         """The files; `read` would open them again."""
@@ -135,6 +145,6 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
 def _first_key(content: bytes) -> str | None:
     """Of bytes that may be damaged."""
     try:
-        return next(members(lambda offset, size: content[offset : offset + size], Path())).key
+        return next(members(lambda offset, size: content[offset : offset + size], "")).key
     except (DataError, StopIteration):
         return None

@@ -13,12 +13,14 @@ import torch
 from numpy.random import Generator, Philox
 from torch.utils.data import Dataset, IterableDataset
 
-from trainer.data.index import Index, find_shards
+from trainer.data.find import find_shards
+from trainer.data.index import Index
 from trainer.data.mixture import Mixture
 from trainer.data.order import Order, Ref, mix
 from trainer.data.quarantine import Bad
 from trainer.data.read import ShardReader
 from trainer.errors import DataError
+from trainer.options import DataOptions
 from trainer.run import log
 
 VIRTUAL_SHARDS = 65536  # a map-style dataset is cut into at most so many, so that shuffling moves single samples
@@ -97,11 +99,14 @@ def seed_all(key: int) -> None:
     torch.default_generator.manual_seed(key)
 
 
-def open_source(recipe: Any, split: str, seed: int) -> Samples | Iterable[Any] | None:
+def open_source(
+    recipe: Any, split: str, seed: int, options: DataOptions | None = None
+) -> Samples | Iterable[Any] | None:
     """The recipe's data of `split`; None where it has none (validation only).
 
     Raises:
-        DataError: for shards as `find_shards` and `Index.open` do, and for data that is empty or can't be used again.
+        DataError, ConfigError: for shards as `find_shards` and `Index.open` do.
+        DataError: for data that is empty or can't be used again.
     """
     seed_all(mix(seed, 4))  # the same for both splits: a `random_split` in `data` cuts both times at the same places
     data = recipe.data(split)
@@ -109,10 +114,10 @@ def open_source(recipe: Any, split: str, seed: int) -> Samples | Iterable[Any] |
     if data is None:
         return None
     if _names_shards(data):
-        index = Index.open(find_shards(data), Progress())
+        index = Index.open(find_shards(data, options), Progress())
         return Samples(ShardReader(index), index.counts, index.fingerprint, transform, seed)
     if isinstance(data, Mapping):
-        return mixture(data, split, transform, seed)
+        return mixture(data, split, transform, seed, options)
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         size = len(data)  # pyright: ignore[reportArgumentType] a map-style Dataset has a length
         if size == 0:
@@ -130,7 +135,7 @@ def open_source(recipe: Any, split: str, seed: int) -> Samples | Iterable[Any] |
     return data
 
 
-def mixture(data: Mapping[Any, Any], split: str, transform: Any, seed: int) -> Samples:
+def mixture(data: Mapping[Any, Any], split: str, transform: Any, seed: int, options: DataOptions | None) -> Samples:
     """Shards -> weight. One index has the shards of all, one data set after the other."""
     for shards, weight in data.items():
         if not isinstance(shards, str | Path) or not isinstance(weight, int | float) or isinstance(weight, bool):
@@ -138,7 +143,7 @@ def mixture(data: Mapping[Any, Any], split: str, transform: Any, seed: int) -> S
                 f"recipe.data({split!r}): {shards}: {weight}: a mixture is of shards and their weights; "
                 "give a dict as {'wiki-*.tar': 3, 'books-*.tar': 1}"
             )
-    indices = [Index.open(find_shards(shards), Progress()) for shards in data]
+    indices = [Index.open(find_shards(shards, options), Progress()) for shards in data]
     index = Index([shard for each in indices for shard in each.shards])
     mixed = [(len(each.shards), float(weight)) for each, weight in zip(indices, data.values(), strict=True)]
     fingerprint = hashlib.sha256(f"{index.fingerprint} {mixed}".encode()).hexdigest()
@@ -154,7 +159,7 @@ class Progress:
     def __call__(self, shard: str, done: int, total: int) -> None:
         if time.monotonic() - self.told > 5:
             self.told = time.monotonic()
-            log.info("indexing %s: %d of %d MB", shard, done >> 20, total >> 20)
+            log.info("indexed %s: %d of %d shards", shard, done, total)
 
 
 def _names_shards(data: Any) -> bool:

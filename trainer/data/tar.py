@@ -1,16 +1,21 @@
-"""The members of a tar, one after the other; a damaged one is an error, never the end."""
+"""The members of a tar, one after the other, and its samples; damage is an error, never the end."""
 
+import hashlib
 import os
 import re
 import tarfile
+import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from trainer.errors import DataError
 
 BLOCK = tarfile.BLOCKSIZE
 ZEROS = bytes(BLOCK)
+LONGEST_END = 2 * BLOCK + tarfile.RECORDSIZE  # two zero blocks, and zeros up to a full record
 GNU_NAME, GNU_LINK, PAX, PAX_SOLARIS, PAX_GLOBAL = EXTENDED = (b"L", b"K", b"x", b"X", b"g")
 NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)$")  # key, and all that follows the first dot of the file's own name
 LONGEST_NAME, LONGEST_FIELDS = 4096, 1 << 20  # more is refused: it would take all memory, or all time
@@ -29,7 +34,7 @@ class Member(NamedTuple):
     end: int
 
 
-def members(fetch: Callable[[int, int], bytes], where: Path) -> Iterator[Member]:
+def members(fetch: Callable[[int, int], bytes], where: object) -> Iterator[Member]:
     """Walks a tar to its end or its first zero block; `fetch(offset, size)` gives fewer bytes at the end only.
 
     `tarfile.open` would take a damaged header for the end of the archive.
@@ -70,7 +75,45 @@ def split_name(name: str) -> tuple[str | None, str]:
     return (match[1], match[2].lower()) if match else (None, "")
 
 
-def _header(block: bytes, where: Path, offset: int) -> tarfile.TarInfo:
+def scan(fd: int, where: object) -> tuple[NDArray[np.int64], str]:
+    """Rows [offset, length, crc32] of the samples in a tar, and its sha256. One pass.
+
+    Groups neighbours of one key, as WebDataset does; checks that nothing is missing at the end.
+
+    Raises:
+        DataError: it is cut or damaged.
+    """
+    size = os.fstat(fd).st_size
+
+    def fetch(offset: int, count: int) -> bytes:
+        start, stop = min(offset, size), min(offset + count, size)  # a header may ask for more than there is
+        return read_at(fd, start, stop - start)
+
+    sha256 = hashlib.sha256()
+    rows: list[list[int]] = []
+    key, extensions, crc32, end = None, set(), 0, 0
+    for member in members(fetch, where):
+        content = fetch(member.start, member.end - member.start)
+        sha256.update(content)
+        end = member.end
+        if member.key not in (None, key):
+            key, extensions, crc32 = member.key, {"__key__"}, 0
+            rows.append([member.start, 0, 0])
+        crc32 = zlib.crc32(content, crc32)
+        if member.key is None:
+            continue
+        if member.extension in extensions:
+            raise DataError(f"{where}: two members {member.extension!r} of {key!r}, at byte {member.start}; rename one")
+        extensions.add(member.extension)
+        rows[-1][1:] = end - rows[-1][0], crc32
+    last = fetch(end, LONGEST_END + 1)
+    if any(last) or not 2 * BLOCK <= len(last) <= LONGEST_END:
+        raise damaged(where, end, "no end of archive")
+    sha256.update(last)
+    return np.array(rows, np.int64).reshape(-1, 3), sha256.hexdigest()
+
+
+def _header(block: bytes, where: object, offset: int) -> tarfile.TarInfo:
     try:
         header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
     except tarfile.HeaderError as error:
@@ -106,7 +149,7 @@ def _padded(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
 
 
-def damaged(where: Path, offset: int, reason: str) -> DataError:
+def damaged(where: object, offset: int, reason: str) -> DataError:
     return DataError(
         f"{where}: {reason} at byte {offset}: cut, damaged or not a plain tar; restore it or write it again"
     )

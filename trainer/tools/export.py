@@ -17,6 +17,7 @@ from trainer.config import check
 from trainer.data.source import Samples, open_source
 from trainer.errors import ConfigError
 from trainer.main import guarded
+from trainer.options import DataOptions
 from trainer.plan import refuse_other_manifests, short
 from trainer.run import make_writable
 from trainer.secret import secrets
@@ -47,7 +48,8 @@ def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
     recipe, seed = made["recipe"], settings["trainer"]["seed"]
     if not hasattr(recipe, "export"):
         raise ConfigError(f"{key}: {type(recipe).__name__} has no `export`; give the recipe one")
-    refuse_other_data(recipe, seed, manifest["identity"]["data"], key)
+    source = open_source(recipe, "train", seed, DataOptions(**settings["data"]))
+    refuse_other_data(source, manifest["identity"]["data"], key)
     torch.manual_seed(seed)
     model = recipe.model()
     state = load_state(path)
@@ -72,9 +74,8 @@ def read_config(file: Path, changes: list[str], key: str) -> dict[str, Any]:
     return settings
 
 
-def refuse_other_data(recipe: Any, seed: int, saved: str, key: str) -> None:
+def refuse_other_data(source: Any, saved: str, key: str) -> None:
     """A recipe may export what it made of its data, as a tokenizer."""
-    source = open_source(recipe, "train", seed)
     own = source.fingerprint if isinstance(source, Samples) else "iterable"
     if own != saved:
         raise ConfigError(

@@ -9,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from trainer.data.index import Index, Shard, find_shards, scan, stored
+from trainer.data.find import find_shards
+from trainer.data.index import Index, Shard, scan_shard, stored
+from trainer.data.remote import Remote
 from trainer.data.tar import split_name
 from trainer.data.write import write_shards
 from trainer.errors import DataError, require
@@ -19,12 +21,12 @@ from trainer.main import guarded
 def index(shards: list[str], workers: int) -> None:
     """Stores the index of each shard that has none, or has changed, beside it."""
     require("--workers", workers, at_least=1)
-    made = Index.open(find_shards(shards), progress, workers)
+    made = Index.open(find_shards(shards), progress, workers, anew=True)
     print(f"{len(made.shards)} shards, {sum(made.counts)} samples, fingerprint {made.fingerprint[:16]}")
 
 
 def progress(shard: str, done: int, total: int) -> None:
-    print(f"indexed {shard}: {done >> 20} of {total >> 20} MB", flush=True)
+    print(f"indexed {shard}: {done} of {total} shards", flush=True)
 
 
 def verify(shards: list[str], workers: int) -> None:
@@ -44,14 +46,18 @@ def verify(shards: list[str], workers: int) -> None:
         raise DataError(f"{', '.join(wrong)}: not what was indexed; restore what was, or index again")
 
 
-def compare(path: Path) -> str:
+def compare(path: Path | Remote) -> str:
     """How it differs from its index; empty where it doesn't."""
     if (known := stored(path)) is None:
         return "has no index"
     try:
-        return "" if scan(path)[1] == known.sha256 else "NOT what was indexed"
+        if scan_shard(path)[1] == known.sha256:
+            return ""
     except DataError as error:
         return str(error)
+    if isinstance(path, Remote):
+        path.drop()
+    return "NOT what was indexed"
 
 
 def stat(shards: list[str], workers: int) -> None:
@@ -136,7 +142,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for command in (index, verify, stat):
         made = commands.add_parser(command.__name__, help=(command.__doc__ or "").partition(".")[0])
-        made.add_argument("shards", nargs="+", help="paths, or patterns as 'train-{000..099}.tar'")
+        made.add_argument("shards", nargs="+", help="paths, patterns as 'train-{000..099}.tar', URLs")
         made.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes that index")
         made.set_defaults(call=command)
     made = commands.add_parser("pack", help=(pack.__doc__ or "").partition(";")[0])

@@ -1,0 +1,397 @@
+"""Shards at URLs: from a real nginx through a network with faults, and from a real S3 server; all, or an error."""
+
+import hashlib
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import environment
+from served import MISSING, NGINX, Proxy, served
+
+import trainer.data.read as read_module
+import trainer.data.remote as remote_module
+from trainer.data.find import find_shards
+from trainer.data.index import Index
+from trainer.data.order import walk
+from trainer.data.read import ShardReader
+from trainer.data.write import write_shards
+from trainer.errors import DataError
+from trainer.options import DataOptions
+
+SHARDS, EACH = 4, 6
+needs_nginx = pytest.mark.skipif(NGINX is None, reason=MISSING)
+
+
+@pytest.fixture(scope="module")
+def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    folder = tmp_path_factory.mktemp("web")
+    with served(folder) as proxy:
+        write(folder / "www")
+        yield proxy
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(remote_module, "PAUSES_S", (0.01, 0.02, 0.03))
+
+
+@pytest.fixture
+def proxy(web: Proxy) -> Proxy:
+    web.well()
+    return web
+
+
+def write(folder: Path) -> list[Path]:
+    rng = random.Random(0)
+    samples = ({"__key__": f"{i:03d}", "bin": rng.randbytes(40_000), "cls": i} for i in range(SHARDS * EACH))
+    return write_shards(samples, folder, "s", per_shard=EACH)
+
+
+def shard(proxy: Proxy, number: int = 0) -> Path:
+    """Where nginx has it."""
+    return Path(proxy.backend).parent / "www" / f"s-{number:06d}.tar"
+
+
+def options(tmp_path: Path, **more: Any) -> DataOptions:
+    return DataOptions(cache_dir=str(tmp_path / "cache"), **more)
+
+
+def remote(tmp_path: Path, url: str, **more: Any) -> list[Any]:
+    return find_shards(url, options(tmp_path, **more))
+
+
+def all_of(proxy: Proxy) -> str:
+    return f"{proxy.url}/s-{{000000..{SHARDS - 1:06d}}}.tar"
+
+
+def samples(index: Index) -> list[dict[str, Any]]:
+    reader = ShardReader(index)
+    found = [reader.read(ref) for ref in walk(index.counts, 0, 1)]
+    reader.close()
+    return found
+
+
+def kept(tmp_path: Path, *hidden: str) -> list[Path]:
+    """Whole shards in the cache; with `hidden`, of the files that begin so."""
+    every = [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".idx"]
+    return [path for path in every if path.name.startswith(hidden or tuple("0123456789abcdef"))]
+
+
+@needs_nginx
+def test_samples_are_those_of_the_local_files(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOPEN_REWRITE", f"{proxy.url}=/nowhere")
+    local = Index.open(find_shards(str(shard(proxy).parent / "s-*.tar")))
+    told: list[tuple[str, int, int]] = []
+    index = Index.open(remote(tmp_path, all_of(proxy)), lambda *call: told.append(call))
+    assert index.fingerprint == local.fingerprint and samples(index) == samples(local)
+    assert told == [(f"s-{i:06d}.tar", i + 1, SHARDS) for i in range(SHARDS)]
+    names = [hashlib.sha256(f"{proxy.url}/s-{i:06d}.tar".encode()).hexdigest() for i in range(SHARDS)]
+    found = sorted(path.name for path in (tmp_path / "cache").iterdir())
+    assert found == sorted([".lock", *names, *(f"{name}.idx" for name in names)])
+    assert sorted(proxy.paths()) == [f"/s-{i:06d}.tar" for i in range(SHARDS)]
+    proxy.well()
+    assert samples(Index.open(remote(tmp_path, all_of(proxy)))) == samples(local)
+    assert not proxy.requests
+
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "cut": {"cut": 100_000, "faults": 5},
+    "cut in the header": {"cut": 50, "faults": 3},
+    "503": {"answer": "503 Service Unavailable", "faults": 3},
+    "429": {"answer": "429 Too Many Requests", "faults": 2},
+    "stall": {"stall": 100_000, "faults": 2},
+    "slow": {"bytes_per_s": 300_000},
+}
+
+
+@needs_nginx
+@pytest.mark.parametrize(
+    ("fault", "where"), [*((fault, "") for fault in FAULTS), ("cut", "rangeless/"), ("cut", "moved/")]
+)
+def test_what_passes_is_tried_again(
+    proxy: Proxy, tmp_path: Path, fault: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_module, "TIMEOUT_S", 0.3)
+    if where == "rangeless/":
+        monkeypatch.setattr(remote_module, "PAUSES_S", (0.01,) * 6)
+    for key, value in FAULTS[fault].items():
+        setattr(proxy, key, value)
+    [path] = remote(tmp_path, f"{proxy.url}/{where}s-000000.tar")
+    Index.open([path])
+    assert path.file.read_bytes() == shard(proxy).read_bytes() and kept(tmp_path) == [path.file]
+    ranges = [asked for _, asked in proxy.requests]
+    if where == "" and fault in ("cut", "stall"):
+        assert all(ranges[1:]) and proxy.sent < 1.2 * shard(proxy).stat().st_size + 100_000 * len(ranges)
+        starts = [int(asked.removeprefix("bytes=").removesuffix("-")) for asked in ranges[1:]]
+        assert starts == sorted(starts) and starts[0] > 50_000
+
+
+@needs_nginx
+def test_bytes_of_two_contents_are_never_mixed(proxy: Proxy, tmp_path: Path) -> None:
+    """Replaced while it is downloaded: it is begun anew."""
+    (good := shard(proxy).with_name("new.tar")).write_bytes(shard(proxy, 0).read_bytes())
+    (other := shard(proxy).with_name("other.tar")).write_bytes(shard(proxy, 1).read_bytes()[:-512])
+    proxy.cut, proxy.faults = 100_000, 1
+    [path] = remote(tmp_path, f"{proxy.url}/new.tar")
+    content = b""
+    for start, part in remote_module.download(path.url):
+        content = content[:start] + part
+        if other.exists():
+            other.rename(good)
+    assert content == good.read_bytes() and [bool(asked) for _, asked in proxy.requests] == [False, True]
+    good.unlink()
+
+
+@needs_nginx
+@pytest.mark.parametrize(
+    ("where", "text", "tries"),
+    [
+        ("none.tar", "HTTP Error 404: Not Found; ", 1),
+        ("private/a.tar", "HTTP Error 403: Forbidden; ", 1),
+        ("s-000000.tar?503", "HTTP Error 503: .*, tried 4 times; ", 4),
+        ("s-000000.tar?200", "an answer without its length, tried 4 times; ", 4),
+        ("away/s-000000.tar", "ftp", 4),
+    ],
+)
+def test_what_can_not_be_had_is_one_line(proxy: Proxy, tmp_path: Path, where: str, text: str, tries: int) -> None:
+    proxy.answer, proxy.faults = {"200": "200 OK", "503": "503 Service Unavailable"}.get(where[-3:], ""), 99
+    [path] = remote(tmp_path, f"{proxy.url}/{where}")
+    with pytest.raises(DataError, match=rf"^{proxy.url}/{where.partition('?')[0]}: .*{text}") as caught:
+        Index.open([path])
+    assert "\n" not in str(caught.value) and len(proxy.requests) == tries
+    assert [entry.name for entry in (tmp_path / "cache").iterdir()] == []
+
+
+def test_a_server_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:  # and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://user:secret@127.0.0.1:{taken.getsockname()[1]}/a.tar"
+        with pytest.raises(DataError, match=r"^http://127.0.0.1:\d+/a.tar: .*, tried 4 times; see to the") as caught:
+            Index.open(remote(tmp_path, url.replace("user:secret@", "")))
+    assert "\n" not in str(caught.value)
+    assert "secret" not in str(remote(tmp_path, url + "?signature=secret")[0])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pipe:cat a.tar", "ftp://127.0.0.1/a.tar", "gopen:a.tar", "HTTP://127.0.0.1/a.tar", "data:;base64,AAAA"],
+)
+def test_schemes_beside_the_five_are_refused(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"no such file, and no URL of file, http, https, s3, gs, which alone are"):
+        find_shards(name)
+    (tmp_path / "pipe:cat a.tar").touch()
+    assert find_shards("pipe:cat a.tar") == [Path("pipe:cat a.tar")]  # a file is a file, and is not run
+
+
+def test_urls_expand_braces_alone(tmp_path: Path) -> None:
+    found = remote(tmp_path, "s3://bucket/a-{01..03}.tar")
+    assert [path.url for path in found] == [f"s3://bucket/a-0{i}.tar" for i in (1, 2, 3)]
+    assert [path.name for path in found] == [f"a-0{i}.tar" for i in (1, 2, 3)]
+    with pytest.raises(DataError, match=r"a-\*\.tar: can't be listed; write braces"):
+        remote(tmp_path, "https://127.0.0.1/a-*.tar")
+    (tmp_path / "a.tar").touch()
+    assert find_shards(f"file://{tmp_path}/*.tar") == [tmp_path / "a.tar"]
+
+
+def start(proxy: Proxy, home: Path, command: str = "stat") -> "subprocess.Popen[str]":
+    """The tool in a process of its own."""
+    words = [sys.executable, "-m", "trainer.tools.shards", command, all_of(proxy)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words, env=environment(HOME=str(home)), stdout=pipe, stderr=pipe, text=True)
+
+
+@needs_nginx
+def test_of_three_processes_one_downloads_each_shard(proxy: Proxy, tmp_path: Path) -> None:
+    proxy.bytes_per_s = 400_000
+    processes = [start(proxy, tmp_path) for _ in range(3)]
+    out = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], out
+    assert sorted(proxy.paths()) == [f"/s-{i:06d}.tar" for i in range(SHARDS)]
+    assert all(f"all: {SHARDS * EACH} samples" in stdout for stdout, _ in out)
+
+
+@needs_nginx
+def test_a_kill_during_the_download_leaves_no_shard_and_the_next_start_has_all(proxy: Proxy, tmp_path: Path) -> None:
+    proxy.bytes_per_s = 100_000
+    cache = tmp_path / ".cache/echelon/shards"
+    process = start(proxy, tmp_path)
+    deadline = time.monotonic() + 30
+    while not any(part.stat().st_size > 30_000 for part in cache.glob(".part-*")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=10)
+    assert list(cache.glob(".part-*")) and not [path for path in cache.iterdir() if len(path.name) == 64]
+    proxy.well()
+    process = start(proxy, tmp_path)
+    assert f"all: {SHARDS * EACH} samples" in process.communicate(timeout=60)[0]
+    assert not list(cache.glob(".part-*"))
+    for number in range(SHARDS):
+        name = hashlib.sha256(f"{proxy.url}/s-{number:06d}.tar".encode()).hexdigest()
+        assert (cache / name).read_bytes() == shard(proxy, number).read_bytes()
+
+
+@needs_nginx
+def test_the_cache_is_bounded_and_what_was_used_least_recently_goes(proxy: Proxy, tmp_path: Path) -> None:
+    size = shard(proxy).stat().st_size
+    paths = remote(tmp_path, all_of(proxy), cache_gb=2.5 * size / 1e9)
+    local = Index.open(find_shards(str(shard(proxy).parent / "s-*.tar")))
+    index = Index.open(paths, workers=1)
+    assert sorted(kept(tmp_path)) == sorted(path.file for path in paths[2:])
+    index.shards[2].path.open().close()
+    proxy.well()
+    index.shards[0].path.open().close()
+    assert sorted(kept(tmp_path)) == sorted([paths[0].file, paths[2].file]) and proxy.paths() == ["/s-000000.tar"]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read_module, "IDLE_S", 0.0)
+        reader, most = ShardReader(index), 0
+        found = []
+        for ref in walk(index.counts, 0, 1) * 2:
+            found.append(reader.read(ref))
+            most = max(most, sum(path.stat().st_size for path in kept(tmp_path)))
+        reader.close()
+    assert found == samples(local) * 2 and size < most <= 2.5 * size
+
+
+@needs_nginx
+def test_a_shard_in_use_stays(proxy: Proxy, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By another process as well, until that ends, however it does."""
+    size = shard(proxy).stat().st_size
+    paths = remote(tmp_path, all_of(proxy), cache_gb=1.5 * size / 1e9)
+    paths[0].open().close()
+    code = "import sys, time; from pathlib import Path; from trainer.data.remote import Remote\n"
+    code += "file = Remote(sys.argv[1], Path(sys.argv[2]), 1).open(); print('open', flush=True); time.sleep(60)"
+    words = [sys.executable, "-c", code, paths[0].url, str(paths[0].file)]
+    with subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout and other.stdout.readline() == b"open\n"
+            paths[1].open().close()
+            assert sorted(kept(tmp_path)) == sorted([paths[0].file, paths[1].file])
+            assert "all in use; give it more" in caplog.text
+        finally:
+            other.kill()
+    paths[2].open().close()
+    assert kept(tmp_path) == [paths[2].file]
+
+
+@needs_nginx
+def test_what_was_indexed_and_is_another_now_is_refused(proxy: Proxy, tmp_path: Path) -> None:
+    changed = shard(proxy).with_name("changed.tar")
+    changed.write_bytes(shard(proxy, 1).read_bytes())
+    [path] = remote(tmp_path, f"{proxy.url}/changed.tar")
+    first = Index.open([path])
+    changed.write_bytes(shard(proxy, 2).read_bytes())
+    assert samples(first) == samples(Index.open([path]))  # what is kept is what was indexed
+    path.drop()
+    with pytest.raises(DataError, match=r"changed\.tar: changed since it was indexed; .* index http.*changed\.tar$"):
+        samples(Index.open([path]))
+    assert not kept(tmp_path) and not kept(tmp_path, ".part-")
+    again = Index.open([path], anew=True)
+    assert again.fingerprint != first.fingerprint
+    assert samples(again) == samples(Index.open([path]))
+
+
+@needs_nginx
+def test_damage_in_the_cache_heals_and_at_the_server_is_told(proxy: Proxy, tmp_path: Path) -> None:
+    [path] = remote(tmp_path, f"{proxy.url}/s-000000.tar")
+    index = Index.open([path])
+    expected = samples(index)
+    content = bytearray(path.file.read_bytes())
+    content[50_000] ^= 1
+    path.file.write_bytes(content)
+    assert samples(index) == expected and len(proxy.requests) == 2
+
+    cut = shard(proxy).with_name("cut.tar")
+    cut.write_bytes(content[:-10240])
+    [path] = remote(tmp_path, f"{proxy.url}/cut.tar")
+    with pytest.raises(DataError, match=rf"^{proxy.url}/cut\.tar: .* at byte \d+: cut, damaged"):
+        Index.open([path])
+    cut.write_bytes(shard(proxy).read_bytes())
+    assert samples(Index.open([path])) == expected
+    cut.unlink()
+
+
+@needs_nginx
+def test_the_tool_takes_urls(proxy: Proxy, tmp_path: Path) -> None:
+    done = {}
+    for command in ("index", "verify", "stat"):
+        process = start(proxy, tmp_path, command)
+        done[command] = process.communicate(timeout=60)[0]
+        assert process.returncode == 0
+    assert done["index"].count("indexed s-00000") == SHARDS
+    assert done["verify"].count(".tar: as indexed") == SHARDS and f"{proxy.url}/s-000003.tar: {EACH}" in done["stat"]
+    assert len(proxy.requests) == SHARDS
+
+
+def test_a_folder_that_takes_nothing_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "cache").touch()
+    with pytest.raises(DataError, match=r"a\.tar: can't be kept in .*cache \(.*\); .* another data\.cache_dir$"):
+        Index.open(remote(tmp_path, "http://127.0.0.1/a.tar"))
+
+
+S3 = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A file system of fsspec's on a server of its own, with a bucket."""
+    s3fs, _ = pytest.importorskip("s3fs"), pytest.importorskip("moto")
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", S3], stdin=pipe, stdout=pipe, text=True, env=environment()) as server:
+        try:
+            assert server.stdout
+            monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{int(server.stdout.readline())}")
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+            monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+            files = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
+            files.mkdir("bucket")
+            yield files
+        finally:
+            server.kill()
+
+
+def test_samples_from_s3(bucket: Any, tmp_path: Path) -> None:
+    paths = write(tmp_path / "local")
+    for path in paths:
+        bucket.put_file(str(path), f"bucket/folder/{path.name}")
+    local = Index.open(paths)
+    index = Index.open(remote(tmp_path, f"s3://bucket/folder/s-{{000000..{SHARDS - 1:06d}}}.tar"))
+    assert index.fingerprint == local.fingerprint and samples(index) == samples(local)
+    for url, text in (("s3://bucket/none.tar", "none.tar"), ("s3://nobodys/a.tar", "")):
+        with pytest.raises(DataError, match=rf"^{url}: .*{text}.*; give what is there") as caught:
+            Index.open(remote(tmp_path, url))
+        assert "\n" not in str(caught.value)
+    bucket.put_file(str(paths[1]), f"bucket/folder/{paths[0].name}")
+    index.shards[0].path.drop()
+    with pytest.raises(DataError, match="changed since it was indexed"):
+        samples(index)
+
+
+@pytest.mark.parametrize(("scheme", "package"), [("s3", "s3fs"), ("gs", "gcsfs")])
+def test_without_its_package_a_scheme_is_one_line(
+    tmp_path: Path, scheme: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(import_module("fsspec.registry")._registry, scheme, raising=False)
+    with pytest.raises(DataError, match=rf"//b/a\.tar: needs {package}; pip install 'echelon-trainer\[{scheme}\]'$"):
+        Index.open(remote(tmp_path, f"{scheme}://b/a.tar"))
