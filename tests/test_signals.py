@@ -66,9 +66,9 @@ def test_the_second_ends_it_at_once(tmp_path):
 
 
 def test_signals_to_the_launcher_stop_all_ranks_at_the_same_step(tmp_path):
-    result = stopped("'parent SIGHUP SIGTERM'", 1, tmp_path, "trainer.devices=2", "callbacks.probe.step_s=0.05")
+    result = stopped("'parent SIGUSR1 SIGHUP SIGTERM'", 1, tmp_path, "trainer.devices=2", "callbacks.probe.step_s=0.05")
     assert (result.code, result.err) == (75, "")
-    assert result.out.count("SIGHUP: stopping after this step with a checkpoint\n") == 1
+    assert result.out.count("SIGUSR1: stopping after this step with a checkpoint\n") == 1
     assert 7 <= steps(tmp_path) < 20
 
 

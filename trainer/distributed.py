@@ -111,7 +111,9 @@ class Ranks:
             dist._broadcast_coalesced(dist.group.WORLD, buffers, 250 << 20, 0)
 
     def close(self) -> None:
+        """A collective: rank 0 may still write, and a launcher may end all ranks with the first that ends."""
         if self.world > 1 and dist.is_initialized():
+            self.first(None)
             dist.destroy_process_group()
 
 

@@ -11,7 +11,7 @@ import threading
 
 log = logging.getLogger("echelon")
 
-STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # the last by SLURM, before a job's time ends
 SHOW_CURSOR = b"\x1b[?25h"
 
 
@@ -30,6 +30,7 @@ class Signals:
     """
 
     name = ""
+    heard = ""  # the last of any in this process
 
     def __enter__(self) -> "Signals":
         self._main = threading.current_thread() is threading.main_thread()
@@ -56,7 +57,7 @@ class Signals:
                 show_cursor()
                 os._exit(128 + signal.SIGINT)
             if number[0] in STOP and not self.name:
-                self.name = signal.Signals(number[0]).name
+                self.name = Signals.heard = signal.Signals(number[0]).name
                 again = "; again stops now" if number[0] == signal.SIGINT else ""
                 with contextlib.suppress(OSError):
                     log.info("%s: stopping after this step with a checkpoint%s", self.name, again)

@@ -159,7 +159,8 @@ class Trainer:
                 every.callback(self.loader.close)
                 for end in reversed(self._hooks["on_fit_end"]):
                     every.callback(end, self)
-        self.close()
+        with Signals():  # a launcher may send one to all as the first of them ends
+            self.close()
 
     def close(self) -> None:
         """End the process groups. The weights stay in `module`."""
