@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from trainer.launch import die_with_parent
+
 NODES = 3  # called 127.0.0.1 and so on, which every machine can resolve and reach
 CONFIG = """
 ClusterName=echelon
@@ -81,8 +83,11 @@ class Slurm:
 
     def _daemon(self, *command: str) -> None:
         with (self.folder / f"{command[0]}.out").open("ab") as out:
-            env, null = os.environ | self.env, subprocess.DEVNULL
-            self.daemons.append(subprocess.Popen(command, env=env, stdin=null, stdout=out, stderr=out))
+            daemon = subprocess.Popen(
+                command, env=os.environ | self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                preexec_fn=die_with_parent,  # noqa: PLW1509 two system calls
+            )  # fmt: skip
+        self.daemons.append(daemon)
 
     def call(self, *command: str) -> str:
         """What a command of SLURM prints, in one line; empty where it fails."""

@@ -98,6 +98,12 @@ def test_sigterm_to_one_rank_stops_all_at_the_same_step(tmp_path):
     assert steps(tmp_path) in (8, 9)  # rank 0 hears of it in the next step
 
 
+def test_usr1_waits_until_a_rank_has_started(tmp_path):
+    result = stopped("'start: SIGUSR1'", 1, tmp_path, "trainer.devices=2")
+    assert (result.code, result.err) == (75, "")
+    assert steps(tmp_path) in (1, 2)
+
+
 Reaction = tuple[str, Callable[[int, int], None]]
 
 

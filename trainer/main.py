@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from trainer import __version__
 from trainer.errors import ConfigError, exit_code, nearest, told
 from trainer.launch import STOPPED, detect, die_with_parent, let_first_tell, refuse_crowd
-from trainer.signals import outlive_readers
+from trainer.signals import hold_usr1, outlive_readers
 
 HERE = Path(__file__).parent
 CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # in a wheel, in a checkout
@@ -46,6 +46,7 @@ class Job(NamedTuple):
 
 def main() -> None:
     outlive_readers()
+    hold_usr1(True)
     sys.exit(guarded(lambda: command(sys.argv[1:])))
 
 

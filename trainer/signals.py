@@ -20,6 +20,11 @@ def heeded() -> list[signal.Signals]:
     return [n for n in STOP if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
+def hold_usr1(held: bool) -> None:
+    """SIGUSR1 waits while a run starts, which it would end: SLURM sends it to all processes of a job, at any time."""
+    signal.pthread_sigmask(signal.SIG_BLOCK if held else signal.SIG_UNBLOCK, {signal.SIGUSR1})
+
+
 class Signals:
     """While entered, the first signal to stop sets `name`; a SIGINT after that ends the process.
 
@@ -40,6 +45,7 @@ class Signals:
             self._fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
             self._handlers = {number: signal.signal(number, lambda *_: None) for number in heeded()}
             threading.Thread(target=self._watch, name="signals", daemon=True).start()
+            hold_usr1(False)
         return self
 
     def __exit__(self, *_: object) -> None:
