@@ -3,6 +3,7 @@
 import re
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,6 +62,20 @@ def slow_to_receive(place: Place) -> list[int]:
 
 def test_what_rank_0_is_brought_may_take_longer_than_the_timeout():
     assert run_ranks(4, slow_to_receive) == [[4, 0, 1, 2, 3], [4], [4], [4]]
+
+
+def late(place: Place) -> bool:
+    ranks, written = Ranks(place, "cpu", "auto", 60.0), Path(f"{place.store}-written")
+    if place.rank == 0:
+        time.sleep(0.5)
+        written.touch()
+    ranks.close()
+    return written.exists()
+
+
+def test_no_rank_ends_before_rank_0():
+    """srun -K, mpirun and torchrun end all with the first that ends, and rank 0 may write a last checkpoint."""
+    assert all(run_ranks(3, late))
 
 
 def test_one_rank_starts_nothing():

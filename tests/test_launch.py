@@ -25,8 +25,8 @@ ELASTIC = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE"
 SLURM = {
     "SLURM_JOB_ID": "4242",
     "SLURM_STEP_ID": "1",
-    "SLURM_NTASKS": "8",
-    "SLURM_NNODES": "2",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_NUM_NODES": "2",
     "SLURM_PROCID": "5",
     "SLURM_LOCALID": "1",
     "SLURM_STEP_NODELIST": "gpu[03-04]",
@@ -40,9 +40,13 @@ def mpi(rank: int, world: int, local_rank: int, local_world: int) -> dict[str, s
 
 
 def test_nobody_started_us():
-    assert detect({}) == detect({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) == Place()  # sbatch
+    job = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
+    assert detect({}) == detect(job) == Place()  # sbatch
+    assert detect(job | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}) == Place()  # salloc's shell
     assert detect({}, devices=4, nodes=2) == Place()
-    assert detect(SLURM | {"SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_PROCID": "0"}) == Place()  # srun --pty
+    assert (
+        detect(SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "0"}) == Place()
+    )  # srun --pty
 
 
 def test_torchrun():
@@ -67,9 +71,9 @@ def test_slurm():
     env = dict(SLURM)
     assert detect(env, devices=4, nodes=2) == Place(5, 8, 1, 4, "", "srun")
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("gpu03", str(20000 + 4243))
-    one_task_a_node = {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
+    one_task_a_node = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
     assert detect(SLURM | one_task_a_node) == Place(1, 2, 0, 1, "", "srun")
-    one_node = {"SLURM_NNODES": "1", "SLURM_LOCALID": "5", "SLURM_STEP_TASKS_PER_NODE": "8"}
+    one_node = {"SLURM_STEP_NUM_NODES": "1", "SLURM_LOCALID": "5", "SLURM_STEP_TASKS_PER_NODE": "8"}
     assert detect(SLURM | one_node) == Place(5, 8, 5, 8, "", "srun")
     given = SLURM | {"MASTER_ADDR": "other", "MASTER_PORT": "1"}
     detect(given)
@@ -78,7 +82,7 @@ def test_slurm():
     for step in steps:
         detect(step)
     assert steps[0]["MASTER_PORT"] != steps[1]["MASTER_PORT"]  # two at a time in one job
-    for uneven in ({"SLURM_NTASKS": "7"}, {"SLURM_STEP_TASKS_PER_NODE": "5,3"}):
+    for uneven in ({"SLURM_STEP_NUM_TASKS": "7"}, {"SLURM_STEP_TASKS_PER_NODE": "5,3"}):
         with pytest.raises(
             ConfigError, match=r"srun: \d tasks on 2 nodes are not the same number on each; use --ntasks"
         ):
@@ -176,7 +180,7 @@ def test_mpirun_gives_the_same_numbers(two, tmp_path):
 
 
 def test_slurm_gives_the_same_numbers(two, tmp_path):
-    """Two processes with what srun sets: slurmd itself isn't here."""
+    """Two processes with what srun sets; test_slurm.py has srun itself."""
     with socket.socket() as probe:
         while True:
             port = 20000 + time.monotonic_ns() % 10000
@@ -185,7 +189,12 @@ def test_slurm_gives_the_same_numbers(two, tmp_path):
                 break
             except OSError:
                 continue
-    step = {"SLURM_JOB_ID": str(port - 20000), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
+    step = {
+        "SLURM_JOB_ID": str(port - 20000),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+    }
     step |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2"}
     ranks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in (0, 1)]
     tasks = [popen([*SHORT, "trainer.run_dir=runs/r"], tmp_path, **step, **rank) for rank in ranks]

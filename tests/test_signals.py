@@ -66,9 +66,9 @@ def test_the_second_ends_it_at_once(tmp_path):
 
 
 def test_signals_to_the_launcher_stop_all_ranks_at_the_same_step(tmp_path):
-    result = stopped("'parent SIGHUP SIGTERM'", 1, tmp_path, "trainer.devices=2", "callbacks.probe.step_s=0.05")
+    result = stopped("'parent SIGUSR1 SIGHUP SIGTERM'", 1, tmp_path, "trainer.devices=2", "callbacks.probe.step_s=0.05")
     assert (result.code, result.err) == (75, "")
-    assert result.out.count("SIGHUP: stopping after this step with a checkpoint\n") == 1
+    assert result.out.count("SIGUSR1: stopping after this step with a checkpoint\n") == 1
     assert 7 <= steps(tmp_path) < 20
 
 
@@ -96,6 +96,12 @@ def test_sigterm_to_one_rank_stops_all_at_the_same_step(tmp_path):
     result = stopped("SIGTERM SIGTERM", 1, tmp_path, "trainer.devices=2")
     assert (result.code, result.err) == (75, "")
     assert steps(tmp_path) in (8, 9)  # rank 0 hears of it in the next step
+
+
+def test_usr1_waits_until_a_rank_has_started(tmp_path):
+    result = stopped("'start: SIGUSR1'", 1, tmp_path, "trainer.devices=2")
+    assert (result.code, result.err) == (75, "")
+    assert steps(tmp_path) in (1, 2)
 
 
 Reaction = tuple[str, Callable[[int, int], None]]

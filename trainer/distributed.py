@@ -127,7 +127,9 @@ class Ranks:
             (logs / f"collectives-rank{self.rank}.json").write_bytes(recorded)
 
     def close(self) -> None:
+        """A collective: rank 0 may still write, and a launcher may end all ranks with the first that ends."""
         if self.world > 1 and dist.is_initialized():
+            self.first(None)
             dist.destroy_process_group()
 
 

@@ -44,7 +44,7 @@ def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: in
         )
     elif "OMPI_COMM_WORLD_RANK" in env:
         place = _open_mpi(env)
-    elif int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
+    elif int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # not SLURM_NTASKS: in salloc's shell that is the job's
         place = _slurm(env)
     else:
         return Place()
@@ -112,7 +112,7 @@ def _open_mpi(env: MutableMapping[str, str]) -> Place:
 
 
 def _slurm(env: MutableMapping[str, str]) -> Place:
-    world, nodes = int(env["SLURM_NTASKS"]), int(env.get("SLURM_NNODES", "1"))
+    world, nodes = int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_STEP_NUM_NODES"])
     if world % nodes or "," in env.get("SLURM_STEP_TASKS_PER_NODE", ""):
         raise ConfigError(
             f"srun: {world} tasks on {nodes} nodes are not the same number on each; use --ntasks-per-node"

@@ -15,7 +15,7 @@ from trainer import __version__
 from trainer.errors import ConfigError, exit_code, nearest, told
 from trainer.launch import STOPPED, detect, die_with_parent, let_first_tell, refuse_crowd, refuse_to_begin_anew
 from trainer.secret import remove_with_secrets, word_without_secrets
-from trainer.signals import outlive_readers
+from trainer.signals import hold_usr1, outlive_readers
 
 HERE = Path(__file__).parent
 CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # in a wheel, in a checkout
@@ -47,6 +47,7 @@ class Job(NamedTuple):
 
 def main() -> None:
     outlive_readers()
+    hold_usr1(True)
     sys.exit(guarded(lambda: command(sys.argv[1:])))
 
 

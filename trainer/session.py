@@ -28,6 +28,7 @@ from trainer.plan import Plan
 from trainer.precision import Precision
 from trainer.run import log, make_run_dir, show_log
 from trainer.secret import without_secrets
+from trainer.signals import Signals
 from trainer.summary import go_on
 from trainer.supervisor import Supervisor
 from trainer.trainer import Trainer
@@ -97,7 +98,10 @@ def train(config: dict[str, Any], name: str, typed: list[str], place: Place | No
         trainer.begins = lambda: save_config(without_secrets(config), trainer.run_dir)
     describe(trainer, settings(NCCLOptions, config["nccl"]))
     trainer.fit()
-    return STOPPED if trainer.stop_reason == "signal" else 0
+    if trainer.stop_reason != "signal":
+        return 0
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # srun -K and mpirun send it as the first rank ends: all end with 75
+    return STOPPED
 
 
 def save_config(config: dict[str, Any], run_dir: Path) -> Path:
@@ -166,4 +170,6 @@ def attempt(config: dict[str, Any], name: str, typed: list[str], place: Place) -
     except Exception as error:
         if isinstance(error, DistError) or "gloo/transport" in str(error):
             time.sleep(5)  # a peer has failed before: the launcher tells of it, and ends this rank meanwhile
+            if Signals.heard:  # or has asked it to end, when that was still obeyed
+                os._exit(128 + signal.Signals[Signals.heard])
         raise

@@ -11,13 +11,18 @@ import threading
 
 log = logging.getLogger("echelon")
 
-STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # the last is SLURM's, as scripts/slurm.sh asks
+STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # the last by SLURM, before a job's time ends
 SHOW_CURSOR = b"\x1b[?25h"
 
 
 def heeded() -> list[signal.Signals]:
     """Those of `STOP` that a run acts on: under nohup SIGHUP is ignored, and stays so."""
     return [n for n in STOP if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+
+
+def hold_usr1(held: bool) -> None:
+    """SIGUSR1 waits while a run starts, which it would end: SLURM sends it to all processes of a job, at any time."""
+    signal.pthread_sigmask(signal.SIG_BLOCK if held else signal.SIG_UNBLOCK, {signal.SIGUSR1})
 
 
 class Signals:
@@ -30,6 +35,7 @@ class Signals:
     """
 
     name = ""
+    heard = ""  # the last of any in this process
 
     def __enter__(self) -> "Signals":
         self._main = threading.current_thread() is threading.main_thread()
@@ -39,6 +45,7 @@ class Signals:
             self._fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
             self._handlers = {number: signal.signal(number, lambda *_: None) for number in heeded()}
             threading.Thread(target=self._watch, name="signals", daemon=True).start()
+            hold_usr1(False)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -56,7 +63,7 @@ class Signals:
                 show_cursor()
                 os._exit(128 + signal.SIGINT)
             if number[0] in STOP and not self.name:
-                self.name = signal.Signals(number[0]).name
+                self.name = Signals.heard = signal.Signals(number[0]).name
                 again = "; again stops now" if number[0] == signal.SIGINT else ""
                 with contextlib.suppress(OSError):
                     log.info("%s: stopping after this step with a checkpoint%s", self.name, again)

@@ -19,7 +19,7 @@ from typing import Any
 from trainer.errors import EXIT_CODES
 from trainer.heartbeat import Beat, read
 from trainer.launch import STOPPED, cores
-from trainer.signals import heeded, show_cursor
+from trainer.signals import heeded, hold_usr1, show_cursor
 
 GAVE_UP = 70  # exit code: the same failure at the same step, again and again (sysexits' EX_SOFTWARE)
 HANGS = 124  # exit code: no rank has moved for too long (as of `timeout`)
@@ -106,6 +106,7 @@ class Supervisor:
     def run(self) -> int:
         """The run's exit code."""
         before = {number: signal.signal(number, self._pass_on) for number in heeded()}
+        hold_usr1(False)
         try:
             for attempt in itertools.count():
                 code = self._attempt(attempt)

@@ -160,7 +160,8 @@ class Trainer:
                     self._train_step(next(self.stream))
                     self._after_step()
                 self._finish()
-        self.close()
+        with Signals():  # a launcher may send one to all as the first of them ends
+            self.close()
 
     def close(self) -> None:
         """End the process groups. The weights stay in `module`."""
