@@ -76,20 +76,25 @@ def node_range(nodes: int | str) -> tuple[int, int]:
     return int(least), int(most)
 
 
-def refuse_to_begin_anew(env: Mapping[str, str], nodes: int | str, resume: str | None, run_dir: str | None) -> None:
+def refuse_nodes(
+    launcher: str, env: Mapping[str, str], nodes: int | str, resume: str | None, run_dir: str | None
+) -> None:
     """torchrun starts all ranks again where one fails (`--max-restarts`) or a node comes or goes: they shall go on.
 
     Raises:
-        ConfigError: they would begin anew, or meet in what the ranks before them have left (pytorch#135712).
+        ConfigError: nobody has started other nodes; or ranks would begin anew, or meet in what the ranks before them
+            have left (pytorch#135712).
     """
-    if env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" and isinstance(nodes, int):
-        return
+    if not launcher and nodes != 1:
+        raise ConfigError(f"trainer.nodes={nodes}: start it on each node, with torchrun --nnodes={nodes} ... or srun")
+    again = env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" or isinstance(nodes, str)
     needed = {
         "trainer.resume=auto": resume == "auto",
         "trainer.run_dir=runs/NAME": run_dir is not None,
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment": env.get(FRESH_STORE) == "1",
+        f"{FRESH_STORE}=1 in torchrun's environment": env.get(FRESH_STORE) == "1",
     }
-    if missing := [name for name, there in needed.items() if not there]:
+    missing = [name for name, there in needed.items() if not there]
+    if launcher == "torchrun" and again and missing:
         given = f"trainer.nodes={nodes}" if isinstance(nodes, str) else "torchrun --max-restarts"
         raise ConfigError(f"{given}: ranks that are started again could not go on; add {', '.join(missing)}")
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from trainer import __version__
 from trainer.errors import ConfigError, exit_code, nearest, told
-from trainer.launch import STOPPED, detect, die_with_parent, let_first_tell, refuse_crowd, refuse_to_begin_anew
+from trainer.launch import STOPPED, detect, die_with_parent, let_first_tell, refuse_crowd, refuse_nodes
 from trainer.secret import remove_with_secrets, word_without_secrets
 from trainer.signals import hold_usr1, outlive_readers
 
@@ -46,6 +46,8 @@ class Job(NamedTuple):
 
 
 def main() -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()  # torchrun's agent, which may be killed
     outlive_readers()
     hold_usr1(True)
     sys.exit(guarded(lambda: command(sys.argv[1:])))
@@ -79,8 +81,6 @@ def command(arguments: list[str]) -> int:
         return 0
     from trainer.config import check
 
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()  # torchrun's agent, which may be killed
     jobs, codes = compose(arguments, folders), [0]
     place = detect(dict(os.environ))
     if len(jobs) > 1 and place.world > 1:
@@ -233,12 +233,7 @@ def run(config: dict[str, Any], recipe: str, typed: list[str]) -> int:
     place = detect(os.environ, options.devices, options.nodes)
     if not place.launcher and options.accelerator != "cuda":
         refuse_crowd(options.devices)
-    if not place.launcher and options.nodes != 1:
-        raise ConfigError(
-            f"trainer.nodes={options.nodes}: start it on each node, with torchrun --nnodes={options.nodes} ... or srun"
-        )
-    if place.launcher == "torchrun":
-        refuse_to_begin_anew(os.environ, options.nodes, options.resume, options.run_dir)
+    refuse_nodes(place.launcher, os.environ, options.nodes, options.resume, options.run_dir)
     world = place.world if place.launcher else options.devices
     if isinstance(world, int):
         split_batch(config["batch"], world, config["micro_batch"], config["accumulate"])

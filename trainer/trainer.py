@@ -149,9 +149,8 @@ class Trainer:
         """Train to the end, or until stopped. Weights, optimizer and callbacks are left as the last step made them."""
         with ExitStack() as every:  # last first, also if one of them raises
             every.push(lambda kind, *_: self.ranks.note_failure(kind, self.run_dir / "logs"))
-            every.callback(self.heartbeat.close)
-            every.callback(self.saver.close)
-            every.callback(self.loader.close)
+            for end in (self.heartbeat.close, self.saver.close, self.loader.close):
+                every.callback(end)
             for end in reversed(self._hooks["on_fit_end"]):
                 every.callback(end, self)
             with Signals() as self.signals:
@@ -221,8 +220,7 @@ class Trainer:
         self.scaler.update()
         for p in self.parameters:
             p.grad = None  # what zero_grad does, at a tenth of its cost
-        self.step += 1
-        self.samples += self.batch
+        self.step, self.samples = done, self.samples + self.batch
 
     def _wishes(self) -> tuple[int, int, int]:
         """What this rank would like the step to end with: stop, save, validate. The clock is rank 0's."""

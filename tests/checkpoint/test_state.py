@@ -20,8 +20,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from trainer.checkpoint.image import DTYPES
 from trainer.checkpoint.manifest import Damaged
+from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.state import (
-    Snapshot,
     load_optimizer_state,
     load_state,
     optimizer_state,

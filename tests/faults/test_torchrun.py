@@ -15,7 +15,7 @@ from net import Cluster, needs_cluster
 from troubled import RUN, pids, troubling, whole
 
 from trainer.data.order import Order
-from trainer.launch import FRESH_STORE, refuse_to_begin_anew
+from trainer.launch import FRESH_STORE, refuse_nodes
 
 RANKS = [*(word for word in RUN if not word.startswith("trainer.devices")), "trainer.resume=auto"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "--max-restarts=2"]
@@ -75,9 +75,9 @@ def test_the_agent_is_killed(tmp_path):
 )
 def test_a_restart_that_would_begin_anew_is_refused(env, given, told):
     with pytest.raises(Exception, match=told):
-        refuse_to_begin_anew(env, *given)
-    refuse_to_begin_anew({"TORCHELASTIC_MAX_RESTARTS": "0"}, 2, None, None)
-    refuse_to_begin_anew(env | {FRESH_STORE: "1"}, "1:2", "auto", "runs/r")
+        refuse_nodes("torchrun", env, *given)
+    refuse_nodes("torchrun", {"TORCHELASTIC_MAX_RESTARTS": "0"}, 2, None, None)
+    refuse_nodes("torchrun", env | {FRESH_STORE: "1"}, "1:2", "auto", "runs/r")
 
 
 def test_the_refusal_comes_before_anything(tmp_path):

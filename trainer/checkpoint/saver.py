@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint import commit, resume
 from trainer.checkpoint.lock import lock, unlock
-from trainer.checkpoint.state import Snapshot
+from trainer.checkpoint.snapshot import Snapshot
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:

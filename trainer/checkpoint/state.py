@@ -13,62 +13,13 @@ from safetensors.torch import load, load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.checkpoint.image import DTYPES, Image, kinds
+from trainer.checkpoint.image import DTYPES, Image
 from trainer.checkpoint.manifest import Damaged
 from trainer.errors import ConfigError
 
 STATE = "state.json"
 STATE_BYTES = 256 << 20  # more is refused
 SECTION = re.compile(r"[A-Za-z0-9_-]{1,99}")  # becomes a file name
-
-
-class Snapshot:
-    """Copies of a state on the host, as the files that they become. Each uses the memory of the one before."""
-
-    def __init__(self) -> None:
-        self.images: dict[str, Image] = {}
-        self.copied: torch.Event | None = None
-
-    def reserve(self, state: Mapping[str, Any]) -> None:
-        """Has memory for such a state ready: what is new to the process costs several times what a copy does."""
-        for section, value in state.items():
-            packing = _Pack()
-            packing.encode(value, (section,))
-            if packing.tensors:
-                self.images[section] = Image(packing.tensors)
-                self.images[section].touch()
-
-    def take(self, state: Mapping[str, Any]) -> dict[str, memoryview]:
-        """Name -> content of a file: SECTION.safetensors for the tensors of each section of `state`, state.json for all
-        else. Valid from `wait` until the next call.
-
-        A tensor's name there is its path in the section, joined with "/", so a module's state_dict keeps its own names.
-        Tensors that are the same memory are stored once, under the first name. Layout in memory is not kept.
-
-        Raises:
-            TypeError: naming the path of a value that is no tensor, str, bool, int, float, None, dict, list or tuple.
-        """
-        content: dict[str, Any] = {}
-        images: dict[str, Image] = {}
-        for section, value in state.items():
-            assert SECTION.fullmatch(section), section
-            packing = _Pack()
-            content[section] = packing.encode(value, (section,))
-            if packing.tensors:
-                image = self.images.get(section)
-                if image is None or image.kinds != kinds(packing.tensors):
-                    image = Image(packing.tensors)
-                image.copy(packing.tensors)
-                images[section] = image
-        self.images = images
-        self.copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
-        files = {f"{section}.safetensors": image.buffer for section, image in images.items()}
-        return {**files, STATE: memoryview(json.dumps(content, allow_nan=False, indent=1).encode("ascii"))}
-
-    def wait(self) -> None:
-        """For the copies of what is on a GPU, where they are only enqueued."""
-        if self.copied is not None:
-            self.copied.synchronize()
 
 
 def load_state(folder: Path, wanted: Callable[[str], bool] = lambda section: True) -> dict[str, Any]:
@@ -94,7 +45,7 @@ def load_state(folder: Path, wanted: Callable[[str], bool] = lambda section: Tru
 
 def pack(state: Mapping[str, Any]) -> Tensor:
     """`state` as bytes (n,), for the way from rank to rank."""
-    packing = _Pack()
+    packing = Pack()
     content = json.dumps(packing.encode(dict(state), ("state",)), allow_nan=False).encode("ascii")
     head = bytearray(len(content).to_bytes(8, "big") + content)
     image = Image(packing.tensors)
@@ -132,7 +83,7 @@ def load_optimizer_state(optimizer: Optimizer, module: nn.Module, state: Mapping
         optimizer.state[parameter] = _place(dict(state[name]), "", parameter, group)
 
 
-class _Pack:
+class Pack:
     """The tensors of one section, by name, as they are met."""
 
     def __init__(self) -> None:
