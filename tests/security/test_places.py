@@ -16,7 +16,8 @@ from trainer.checkpoint.commit import commit
 from trainer.checkpoint.lock import lock, unlock
 from trainer.checkpoint.manifest import Damaged
 from trainer.checkpoint.state import load_state
-from trainer.data.index import Index, find_shards
+from trainer.data.find import find_shards
+from trainer.data.index import Index
 from trainer.data.order import Ref
 from trainer.data.read import ShardReader
 from trainer.data.write import write_shards
