@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from trainer.errors import ConfigError, nearest, require
 from trainer.nccl import NCCLOptions
 from trainer.options import DataOptions, Options
-from trainer.secret import HIDDEN, is_secret
+from trainer.secret import HIDDEN, is_secret, secrets
 from trainer.targets import ALLOWED, locate, refuse_nested, refuse_target
 
 TOP = ("recipe", "callbacks", "optimizer", "schedule", "batch", "micro_batch", "accumulate", "trainer", "data", "nccl")
@@ -37,6 +37,8 @@ def check(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: for the first that is not.
     """
+    if hidden := secrets(config):
+        raise ConfigError(f"{hidden[0]}={HIDDEN}: is a secret that was not printed; give its value")
     for key in config:
         if key not in TOP:
             raise ConfigError(f"{key}={shown(key, config[key])}: no such key; {nearest(key, TOP)}")

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -123,13 +124,20 @@ class Ranks:
         """Where a collective may have failed, the last ones of this rank go into the folder `logs`, by torch's flight
         recorder: where ranks have gone apart, the last of one is not that of the others."""
         if self.world > 1 and kind and issubclass(kind, RuntimeError):
-            recorded = torch._C._distributed_c10d._dump_fr_trace_json()  # pyright: ignore[reportAttributeAccessIssue]
-            (logs / f"collectives-rank{self.rank}.json").write_bytes(recorded)
+            with suppress(OSError):  # it would hide what has failed
+                recorded = torch._C._distributed_c10d._dump_fr_trace_json()  # pyright: ignore[reportAttributeAccessIssue]
+                (logs / f"collectives-rank{self.rank}.json").write_bytes(recorded)
 
-    def close(self) -> None:
-        """A collective: rank 0 may still write, and a launcher may end all ranks with the first that ends."""
+    def leave(self) -> None:
+        """Ends the groups when all do. A collective: rank 0 may still write, and a launcher may end all ranks with the
+        first that ends."""
         if self.world > 1 and dist.is_initialized():
             self.first(None)
+        self.close()
+
+    def close(self) -> None:
+        """At once: peers that wait for this rank hear of it."""
+        if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
 

@@ -53,16 +53,18 @@ class Heartbeat:
         if now > self.rearm_at or patience_s:  # not in every step: it starts a thread
             assert self.log
             faulthandler.dump_traceback_later(self.still_s + patience_s, exit=True, file=self.log)
-            self.rearm_at = now + self.still_s / 10
+            self.rearm_at = now if patience_s else now + self.still_s / 10
 
     def beat(self, step: int | None = None, patience_s: float = 0.0, busy: bool = False) -> None:
         """`step`: the one that is done, where another is. `patience_s`: what comes now may take so much longer."""
-        if self.log:
-            self._rearm(patience_s)
-        if self.file is None or (step is None and self.began < 0):
+        if step is None and self.began < 0:
             return
         if step is not None:
             self.began, self.step = step if self.began < 0 else self.began, step
+        if self.log:
+            self._rearm(patience_s)
+        if self.file is None:
+            return
         os.pwrite(self.file, FORMAT.pack(self.began, self.step, busy), 0)
         if patience_s:
             until = time.time() + patience_s

@@ -1,6 +1,6 @@
 """Gradients on their way: a bucket of them, and an optimizer that steps those that have arrived."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class Steps:
         """The settings of its groups, as a scheduler has them, for the steps to come."""
         self.settings = [{**group, "params": []} for group in self.optimizer.param_groups]
 
-    def step(self, buckets: Iterable[Pending], unused: Container[Tensor]) -> None:
+    def step(self, buckets: Collection[Pending], unused: Container[Tensor]) -> None:
         """All parameters of `buckets` but the `unused` ones, by the mean of their gradients."""
         groups = [{**group, "params": []} for group in self.settings]
         for bucket in buckets:

@@ -119,7 +119,7 @@ class Plan:
         try:
             manifest = commit.verify(Path(path), hashes=False)  # which rank 0 has compared to choose it
             refuse_other_manifests(manifest, f"trainer.resume={path}")
-        except (commit.Damaged, OSError) as error:
+        except (ConfigError, OSError) as error:  # each rank's own, maybe
             why = str(error)
         seen = each([manifest.get("sha256"), why])
         for number, (digest, why) in enumerate(seen):

@@ -7,7 +7,8 @@ from typing import Any
 
 HIDDEN = "***"
 SECRET = re.compile(
-    r"(?i)token$|(^|_)(secret|password|passwd|passphrase|credentials?)(_|$)|(api|access|private|auth|secret)_?key(_id)?$"
+    r"(?i)(?<!mask_)(?<!cls_)(?<!sep_)(?<!pad_)(?<!bos_)(?<!eos_)(?<!unk_)(?<!per_)token$|"
+    r"(^|_)(secret|password|passwd|passphrase|credentials?)(_|$)|(api|access|private|auth|secret)_?key(_id)?$"
 )
 PAIR = re.compile(r"""(\w+)(\s*[:=]\s*)("[^"]*"|'[^']*'|[^,{}[\]]+)""")  # in a value such as {a: 1, b: [c]}
 

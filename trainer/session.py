@@ -100,7 +100,11 @@ def train(config: dict[str, Any], name: str, typed: list[str], place: Place | No
     trainer.fit()
     if trainer.stop_reason != "signal":
         return 0
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # srun -K and mpirun send it as the first rank ends: all end with 75
+    for number in (
+        signal.SIGTERM,
+        signal.SIGUSR1,
+    ):  # srun -K and mpirun send one as the first rank ends: all end with 75
+        signal.signal(number, signal.SIG_IGN)
     return STOPPED
 
 

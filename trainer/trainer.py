@@ -147,18 +147,17 @@ class Trainer:
 
     def fit(self) -> None:
         """Train to the end, or until stopped. Weights, optimizer and callbacks are left as the last step made them."""
-        with ExitStack() as every:  # last first, also if one of them raises
+        with Signals() as self.signals, ExitStack() as every:  # last first, also if one of them raises
             every.push(lambda kind, *_: self.ranks.note_failure(kind, self.run_dir / "logs"))
             for end in (self.heartbeat.close, self.saver.close, self.loader.close):
                 every.callback(end)
             for end in reversed(self._hooks["on_fit_end"]):
                 every.callback(end, self)
-            with Signals() as self.signals:
-                self._start()
-                while not self.stop_reason:
-                    self._train_step(next(self.stream))
-                    self._after_step()
-                self._finish()
+            self._start()
+            while not self.stop_reason:
+                self._train_step(next(self.stream))
+                self._after_step()
+            self._finish()
         with Signals():  # a launcher may send one to all as the first of them ends
             self.close()
 
@@ -167,7 +166,7 @@ class Trainer:
         # DDP goes first: a reducer that holds a group last waits, with the GIL, for a thread that may wait for the GIL.
         self.model = self.module
         gc.collect()
-        self.ranks.close()
+        self.ranks.leave()
         stop_log()
 
     def _start(self) -> None:

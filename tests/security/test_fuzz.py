@@ -21,7 +21,7 @@ from written import put
 
 from trainer.checkpoint.manifest import MANIFEST, Damaged, verify
 from trainer.checkpoint.state import load_state
-from trainer.data.index import Index, scan
+from trainer.data.index import Index, scan_shard
 from trainer.data.order import Ref
 from trainer.data.read import ShardReader
 from trainer.data.tar import BLOCK, LONGEST_FIELDS, META, Member, members
@@ -115,9 +115,9 @@ def test_any_tar_is_grouped_as_webdataset_groups_it(tmp_path: Path, content: byt
         expected = list(group_by_keys(tar_file_expander([{"url": "", "stream": io.BytesIO(content)}])))
     except ValueError:  # two of one name
         with pytest.raises(DataError, match="two members"):
-            scan(path)
+            scan_shard(path)
         return
-    rows = scan(path)[0].tolist()
+    rows = scan_shard(path)[0].tolist()
     assert len(rows) == len(expected)
     for (offset, length, _), sample in zip(rows, expected):
         part = content[offset : offset + length]

@@ -25,8 +25,7 @@ def checkpoints(trainer: "Trainer") -> Path:
 
 def state_dict(trainer: "Trainer") -> dict[str, Any]:
     return {
-        "model": trainer.global_model.state_dict(),
-        "optimizer": optimizer_state(trainer.optimizer, trainer.module),
+        **tensors(trainer),
         "callbacks": {name: callback.state_dict() for name, callback in trainer.callbacks.items()},
         "scaler": trainer.scaler.state_dict(),
         "step": trainer.step,
@@ -37,6 +36,12 @@ def state_dict(trainer: "Trainer") -> dict[str, Any]:
         "validated_step": trainer.validated_step,
         "quarantine": trainer.quarantine.state_dict(),
     }
+
+
+def tensors(trainer: "Trainer") -> dict[str, Any]:
+    """The large part of `state_dict`, live."""
+    optimizer = optimizer_state(trainer.optimizer, trainer.module)
+    return {"model": trainer.global_model.state_dict(), "optimizer": optimizer}
 
 
 def rank_states(trainer: "Trainer") -> dict[str, Any]:

@@ -40,6 +40,7 @@ class Saver:
         self.thread = ThreadPoolExecutor(1, "checkpoint", _give_way)
         self.writing: Future[None] | None = None
         self.room: Future[None] | None = None  # when there is memory for the first copy
+        self.steps = 0  # of this process
         self.asked = self.step = -1  # when one was asked for, and of what is or was written last
         self.error: OSError | None = None  # its own
         self.failures = 0  # in a row
@@ -54,6 +55,7 @@ class Saver:
         trainer.emit("on_flush")
         trainer.saved_at = time.monotonic()
         trainer.seconds = trainer.saved_at - trainer.started
+        trainer.heartbeat.beat(patience_s=PATIENCE_S)  # all wait for rank 0; after the last one for an export, too
         if self.asked != trainer.step:
             self.asked = trainer.step
             ranks = resume.rank_states(trainer)
@@ -63,7 +65,6 @@ class Saver:
             if free:
                 self._begin(resume.state_dict(trainer) | ranks)
         if last:
-            trainer.heartbeat.beat(patience_s=PATIENCE_S)  # for an export, too
             self._wait()
             if self.error:
                 raise self._refusal(f"the checkpoint of the last step, {self.step}, failed")
@@ -74,8 +75,9 @@ class Saver:
         Raises:
             ConfigError: too many checkpoints in a row have failed.
         """
-        if self.room is None and self.asked < 0 and self.trainer.rank == 0:  # the optimizer has a state now
-            self.room = self.thread.submit(self.snapshot.reserve, resume.state_dict(self.trainer))
+        self.steps += 1
+        if self.steps == 2 and self.asked < 0 and self.trainer.rank == 0:  # overlap has made the first one now
+            self.room = self.thread.submit(self.snapshot.reserve, resume.tensors(self.trainer))
         if self.writing is not None and self.writing.done():
             self._wait()
         if self.failures >= self.options.max_failures:
@@ -83,7 +85,7 @@ class Saver:
 
     def close(self) -> None:
         """Waits for what is being written, and lets others write the run."""
-        self.trainer.heartbeat.beat(busy=self.writing is not None)
+        self.trainer.heartbeat.beat(patience_s=PATIENCE_S, busy=self.writing is not None)
         self.thread.shutdown()
         self.trainer.heartbeat.beat()
         unlock(self.folder)

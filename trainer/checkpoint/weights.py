@@ -88,8 +88,9 @@ def unwrapped(found: Any, own: list[str]) -> dict[str, Tensor]:
     Raises:
         ValueError: none, or something beside them.
     """
-    while isinstance(found, Mapping) and (inner := [w for w in WRAPPINGS if isinstance(found.get(w), Mapping)]):
-        found = found[inner[0]]
+    for _ in WRAPPINGS:  # no more: one may hold itself
+        inner = [w for w in WRAPPINGS if isinstance(found, Mapping) and isinstance(found.get(w), Mapping)]
+        found = found[inner[0]] if inner else found
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
         raise ValueError("holds more than tensors by name")
     for prefix in PREFIXES:

@@ -5,10 +5,11 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from braceexpand import braceexpand
 
-from trainer.data.remote import SCHEMES, Remote
+from trainer.data.remote import SCHEMES, Remote, shown
 from trainer.errors import DataError
 from trainer.options import DataOptions
 
@@ -30,8 +31,10 @@ def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | 
         for name in names:
             if name.partition("://")[0] not in SCHEMES:
                 files += _files(name.removeprefix("file://"), "" if name == str(pattern) else f" (of {pattern})")
+            elif urlsplit(name).username:
+                raise DataError(f"{shown(name)}: a URL's user and password are not sent; give one without")
             elif "*" in name:
-                raise DataError(f"{name}: can't be listed; write braces as {{000..009}} or {{a,b}}")
+                raise DataError(f"{shown(name)}: can't be listed; write braces as {{000..009}} or {{a,b}}")
             else:
                 urls.append(name)
     remote = [Remote.kept(url, options.cache_dir, options.cache_gb) for url in sorted(urls, key=Path)]

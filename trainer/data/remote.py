@@ -74,7 +74,8 @@ class Remote(NamedTuple):
         with contextlib.suppress(FileNotFoundError):
             file = self.file.open("rb", buffering=0)
             fcntl.flock(file, fcntl.LOCK_SH)
-            os.utime(file.fileno(), ns=(time.time_ns(), os.fstat(file.fileno()).st_mtime_ns))
+            with contextlib.suppress(PermissionError):  # another user's
+                os.utime(file.fileno(), ns=(time.time_ns(), os.fstat(file.fileno()).st_mtime_ns))
             return file
 
     def _download(self) -> BinaryIO | None:

@@ -143,6 +143,10 @@ def mixture(data: Mapping[Any, Any], split: str, transform: Any, seed: int, opti
                 f"recipe.data({split!r}): {shards}: {weight}: a mixture is of shards and their weights; "
                 "give a dict as {'wiki-*.tar': 3, 'books-*.tar': 1}"
             )
+    if not data:
+        raise DataError(
+            f"recipe.data({split!r}): an empty mixture; give a dict as {{'wiki-*.tar': 3, 'books-*.tar': 1}}"
+        )
     indices = [Index.open(find_shards(shards, options), Progress()) for shards in data]
     index = Index([shard for each in indices for shard in each.shards])
     mixed = [(len(each.shards), float(weight)) for each, weight in zip(indices, data.values(), strict=True)]

@@ -17,7 +17,6 @@ from trainer.config import check
 from trainer.data.source import Samples, open_source
 from trainer.errors import ConfigError
 from trainer.main import guarded
-from trainer.options import DataOptions
 from trainer.plan import refuse_other_manifests, short
 from trainer.run import make_writable
 from trainer.secret import secrets
@@ -48,7 +47,7 @@ def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
     recipe, seed = made["recipe"], settings["trainer"]["seed"]
     if not hasattr(recipe, "export"):
         raise ConfigError(f"{key}: {type(recipe).__name__} has no `export`; give the recipe one")
-    source = open_source(recipe, "train", seed, DataOptions(**settings["data"]))
+    source = open_source(recipe, "train", seed, made["data"])
     refuse_other_data(source, manifest["identity"]["data"], key)
     torch.manual_seed(seed)
     model = recipe.model()
