@@ -1,10 +1,11 @@
 """When a run whose ranks fail is started again, and when not; what a heartbeat tells. Of ranks: tests/faults."""
 
+import signal
 import time
 
 from trainer import heartbeat
 from trainer.heartbeat import Beat
-from trainer.supervisor import GAVE_UP, Failure, Restarts, Supervisor
+from trainer.supervisor import GAVE_UP, Failure, Restarts, Supervisor, find
 
 KILLED = Failure(1, "echelon: rank 1 was killed by SIGKILL; its log: x", 137, False)
 RAISED = Failure(1, "Traceback\nRuntimeError: x", 1, True)
@@ -84,3 +85,10 @@ def test_ranks_that_do_not_move_are_seen_once_all_have_begun(tmp_path):
     assert not supervisor._is_still(tmp_path)
     time.sleep(0.06)
     assert supervisor._is_still(tmp_path)
+
+
+def test_a_rank_that_aborts_after_all_have_left_is_no_failure(tmp_path):
+    """Rank 0 ends with 75 only after every rank has left, with a checkpoint; any other code is a failure."""
+    assert find({0: 75, 1: -signal.SIGABRT, 2: 75}, tmp_path, tmp_path, []) is None
+    for codes in ({0: 0, 1: -signal.SIGABRT}, {0: 75, 1: -signal.SIGKILL}, {0: -signal.SIGABRT, 1: 75}):
+        assert find(codes, tmp_path, tmp_path, []) is not None

@@ -219,7 +219,8 @@ def find(codes: Mapping[int, int], private: Path, logs: Path, passed: list[int])
     if not codes:
         return Failure(0, f"echelon: no rank has moved for too long; the stacks of all are in {logs}", HANGS, False)
     failed = {rank: code for rank, code in codes.items() if code not in (0, STOPPED)}
-    if not failed:
+    left = codes.get(0) == STOPPED and set(failed.values()) == {-signal.SIGABRT}
+    if not failed or left:  # all with a checkpoint; torch has aborted a rank on its way out
         return None
     reports: dict[int, dict[str, Any]] = {}
     for rank in failed:
