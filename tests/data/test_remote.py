@@ -175,11 +175,15 @@ def test_a_server_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 
     with socket.socket() as taken:  # and nobody listens
         taken.bind(("127.0.0.1", 0))
-        url = f"http://user:secret@127.0.0.1:{taken.getsockname()[1]}/a.tar"
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/a.tar"
         with pytest.raises(DataError, match=r"^http://127.0.0.1:\d+/a.tar: .*, tried 4 times; see to the") as caught:
-            Index.open(remote(tmp_path, url.replace("user:secret@", "")))
+            Index.open(remote(tmp_path, url))
     assert "\n" not in str(caught.value)
     assert "secret" not in str(remote(tmp_path, url + "?signature=secret")[0])
+    with pytest.raises(
+        DataError, match=r"^http://host/a.tar: a URL's user and password are not sent; give one without$"
+    ):
+        remote(tmp_path, "http://user:secret@host/a.tar")
 
 
 @pytest.mark.parametrize(
