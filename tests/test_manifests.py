@@ -62,7 +62,7 @@ def under_trainer(node: int, port: int) -> dict[str, str]:
     ("job", "container", "variables"),
     [
         (TRAINJOB["spec"]["trainer"], RUNTIME["spec"]["template"]["spec"]["replicatedJobs"][0], under_trainer),
-        ({}, PYTORCHJOB["spec"]["pytorchReplicaSpecs"]["Worker"], under_operator),
+        pytest.param({}, PYTORCHJOB["spec"]["pytorchReplicaSpecs"]["Worker"], under_operator, marks=pytest.mark.slow),
     ],
     ids=["trainjob", "pytorchjob"],
 )

@@ -100,7 +100,10 @@ def completed(slurm: Slurm, job: str, cwd: Path, timeout_s: float = 60) -> int:
 
 @pytest.mark.parametrize(
     ("options", "typed"),
-    [("--ntasks-per-node=3", []), ("--ntasks-per-node=1", ["trainer.devices=3"])],
+    [
+        ("--ntasks-per-node=3", []),
+        pytest.param("--ntasks-per-node=1", ["trainer.devices=3"], marks=pytest.mark.faults),
+    ],
     ids=["a task a rank", "a task a node"],
 )
 def test_a_job_that_gets_usr1_is_queued_again_and_goes_on(slurm, golden, tmp_path, options, typed):

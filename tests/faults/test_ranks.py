@@ -57,7 +57,10 @@ def test_before_the_first_checkpoint_it_starts_from_the_beginning(golden, tmp_pa
 
 @pytest.mark.parametrize(
     ("what", "said"),
-    [("raise", "RuntimeError: trouble at step 7"), ("memory", "or trainer.precision=bf16")],
+    [
+        ("raise", "RuntimeError: trouble at step 7"),
+        pytest.param("memory", "or trainer.precision=bf16", marks=pytest.mark.faults),
+    ],
     ids=["11 an exception", "40 out of memory"],
 )
 def test_the_same_again_and_again_is_given_up(what, said, tmp_path):
