@@ -213,7 +213,7 @@ def measure(size: str, threads: int, rounds: int) -> tuple[list[Row], list[Goal]
         os.chdir(folder)
         try:
             turns = Turns(Path(folder), rounds)
-            checkpoint = CheckpointOptions(every_steps=None, every_minutes=None, keep=1)
+            checkpoint = CheckpointOptions(every_steps=None, every_minutes=None)
             options = Options(devices=1, max_steps=10**6, run_dir="run", checkpoint=checkpoint, log_every_steps=10**6)
             Trainer(
                 Wide(LAYERS[size]),

@@ -8,9 +8,11 @@ Cold: the kernel has been asked to drop the files from its page cache before the
 first batch, so no loader's start. A loader that is not installed has no row.
 """
 
+import contextlib
 import importlib.util
 import multiprocessing
 import os
+import signal
 import statistics
 import tempfile
 import time
@@ -190,9 +192,13 @@ def turn(name: str, data: Data, workers: int, cold: bool) -> float:
         return receive.recv()
     finally:
         child.join()
+        with contextlib.suppress(ProcessLookupError):
+            assert child.pid
+            os.killpg(child.pid, signal.SIGKILL)  # workers that wait for ever for their parent
 
 
 def count(name: str, data: Data, workers: int, send: Any) -> None:
+    os.setsid()
     torch.set_num_threads(1)
     batches = LOADERS[name](data, workers)
     first = next(batches)

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 MAIN = [sys.executable, "-m", "trainer.main"]
 TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy", "trainer.allow_targets=[toy_recipe,probe]"]
 PYTHONPATH = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "toy")])
+MARK = "ECHELON_TEST_RUN"  # has the folder of a run, in the environment of all its processes
 QUICK = ["~callbacks.tensorboard"]  # whose import takes most of a second
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
 
@@ -29,7 +30,8 @@ def environment(**more: str) -> dict[str, str]:
 def popen(arguments: list[str], cwd: Path, command: list[str] | None = None, **env: str) -> "subprocess.Popen[str]":
     pipe = subprocess.PIPE
     words = [*(command or MAIN), *arguments]
-    return subprocess.Popen(words, cwd=cwd, env=environment(**env), stdout=pipe, stderr=pipe, text=True)
+    env = environment(**{MARK: str(cwd)} | env)
+    return subprocess.Popen(words, cwd=cwd, env=env, stdout=pipe, stderr=pipe, text=True)
 
 
 def run(arguments: list[str], cwd: Path, command: list[str] | None = None, timeout_s: float = 60, **env: str) -> Result:

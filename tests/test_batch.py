@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.batch import split_batch
+from trainer.data.order import near_equal
 from trainer.errors import ConfigError
 
 SIZES = st.integers(1, 40)
@@ -79,6 +80,25 @@ def check_others(offers: dict[str, list[int]], batch: int, world: int, given: di
 def test_messages(arguments, message):
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         split_batch(*arguments)
+
+
+@given(st.integers(1, 200), st.integers(1, 9), MAYBE, MAYBE)
+def test_uneven_parts_take_every_sample_and_none_is_empty(batch, world, micro_batch, accumulate):
+    if batch < world:
+        with pytest.raises(ConfigError, match=f"^batch={batch}: is less than a sample for each of {world} ranks; "):
+            split_batch(batch, world, micro_batch, accumulate, uneven=True)
+        return
+    micro, times = split_batch(batch, world, micro_batch, accumulate, uneven=True)
+    bounds = [near_equal(batch, rank, world) for rank in range(world)]
+    sizes = [
+        last - first
+        for start, stop in bounds
+        for first, last in (near_equal(stop - start, i, times) for i in range(times))
+    ]
+    assert sum(sizes) == batch and min(sizes) > 0 and max(sizes) == micro
+    assert micro_batch is None or micro <= max(micro_batch, 2)  # 2 where a part has a sample and another two
+    if divides(batch, world, micro_batch, accumulate):
+        assert (micro, times) == split_batch(batch, world, micro_batch, accumulate)
 
 
 def test_by_hand():

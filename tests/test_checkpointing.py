@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ def make(
         place=place or Place(),
     )
 
+
+WRITTEN = ("format", "step", "files", "sha256")  # into the manifest, by the commit
 
 DIFFERENT = {
     "seed": {"seed": 7},
@@ -298,7 +301,7 @@ def test_a_refused_resume_changes_nothing():
             trainer.fit()
     after = {str(p): p.read_bytes() for d in ("runs", "ckpt") for p in Path(d).rglob("*") if p.is_file()}
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    assert changed <= {"runs/r/logs/rank0.log", "ckpt/r/.lock"}
+    assert changed <= {"runs/r/logs/rank0.log", "ckpt/r/.lock", "ckpt/r/ATTEMPT"}
     assert Path("ckpt/r/.lock").resolve() not in commit_lock._held  # another process may go on
     assert os.readlink("ckpt/last.pt") == link
 
@@ -342,3 +345,91 @@ def test_data_that_is_refused_at_its_first_batch_changes_nothing():
         resumed.fit()
     assert Path("runs/r/metrics.jsonl").read_bytes() == metrics
     assert commit.checkpoints(Path("ckpt/r")) == saved
+
+
+def late(place: Place) -> tuple[int, int]:
+    """Rank 1 is on another host, on which the checkpoints come into sight later."""
+    if place.rank == 1:
+        os.mkdir("elsewhere")
+        os.chdir("elsewhere")
+        threading.Timer(1.5, os.symlink, ("../ckpt", "ckpt")).start()
+    trainer = make(resume="auto", max_steps=6, place=place)
+    began = trainer.plan.manifest["step"]
+    trainer.fit()
+    return began, trainer.step
+
+
+def test_a_rank_waits_for_a_checkpoint_that_rank_0_sees_already():
+    make(max_steps=4).fit()
+    assert run_ranks(3, late) == [(4, 6)] * 3
+
+
+@pytest.mark.parametrize("key", ["step", "samples"])
+def test_a_state_and_a_manifest_of_different_steps_are_refused(key):
+    """Each is whole, and its sha256 right: of two runs, or of one with a mistake of ours."""
+    make().fit()
+    checkpoint = Path("ckpt/r/step-00000004")
+    manifest = {name: value for name, value in commit.verify(checkpoint).items() if name not in WRITTEN}
+    files = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.name != "MANIFEST.json"}
+    state = json.loads(files["state.json"])
+    files["state.json"] = json.dumps(state | {key: state[key] - 1}).encode()
+    commit.commit(Path("ckpt/r"), 4, {name: memoryview(content) for name, content in files.items()}, manifest)
+    was = state[key]
+    with pytest.raises(
+        ConfigError, match=rf"^trainer\.resume=.*: state\.json is at {key} {was - 1}, its manifest at {was}: not"
+    ):
+        make(resume="auto", max_steps=6).fit()
+
+
+def test_the_best_is_one_that_could_be_written(monkeypatch):
+    """Of step 4's nothing is left but its number: the next that is better than all others is kept, and told."""
+    recipe, losses, real = Scored(), {2: 3.0, 4: 1.0, 6: 2.0, 8: 4.0}, commit.commit
+
+    class Validates(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            recipe.scores = {"loss": losses.get(trainer.step, 0.0)}
+            if trainer.saver.writing is not None:
+                trainer.saver.writing.result()  # else what is known depends on the disk
+
+    def full(run_dir: Path, step: int, *args: Any) -> Path:
+        if step == 4:
+            raise OSError(28, "No space left on device")
+        return real(run_dir, step, *args)
+
+    monkeypatch.setattr(commit, "commit", full)
+    recipe.scores = {"loss": 0.0}
+    keep = {"keep_best": "val/loss", "every_steps": None}
+    trainer = make(recipe, {"validates": Validates()}, max_steps=8, validate_every=2, checkpoint=keep)
+    trainer.fit()
+    best = json.loads(Path("runs/r/summary.json").read_text())["best"]
+    assert best == {"metric": "val/loss", "value": 2.0, "step": 6}
+    kept = [int(path.name.removeprefix("step-")) for path in commit.checkpoints(Path("ckpt/r"))]
+    assert kept == [6, 8]
+    losses[10] = 1.5
+    again = make(recipe, {"validates": Validates()}, max_steps=10, validate_every=2, checkpoint=keep, resume="auto")
+    again.fit()
+    assert again.best["step"] == 10
+
+
+class Own(Callback):
+    """Keeps something of its own on each rank, and does not say what becomes of it on others."""
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        return {"kept": 1}
+
+
+def kept_by_each(place: Place) -> None:
+    make(callbacks={"own": Own()}, place=place).fit()
+
+
+def test_what_ranks_have_kept_and_none_can_merge_is_refused_before_a_model_is_made():
+    run_ranks(3, kept_by_each)
+    told = (
+        r"^callbacks\.own: the checkpoint has what each of 3 rank\(s\) kept of its own, there are 1 now, and "
+        r"Own has no merge_rank_states; resume on 3, give it one, or leave own out$"
+    )
+    recipe = Toy()
+    recipe.model = lambda: pytest.fail("a model is made")
+    with pytest.raises(ConfigError, match=told):
+        make(recipe, {"own": Own()}, resume="auto")
+    make(resume="auto", max_steps=6).fit()

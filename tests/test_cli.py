@@ -1,5 +1,6 @@
 """What is typed and what is seen: help, multirun, names of callbacks, the run's folder, lines, resume."""
 
+import hashlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from command import PYTHONPATH, QUICK, TOY, environment, run, toy
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -142,9 +144,23 @@ def test_lists_of_callbacks_add_up(tmp_path):
 
 
 def test_resume_auto_begins_where_there_is_nothing_and_goes_on_where_there_is(tmp_path):
-    words = [*SHORT, "trainer.run_dir=runs/r", "trainer.resume=auto"]
+    words = [*SHORT, "trainer.run_dir=runs/r", "trainer.resume=auto", "trainer.clip_norm=inf"]
     assert "resumed" not in toy(words, tmp_path).out
-    done = toy([*words, "trainer.max_steps=6"], tmp_path)
+    file = tmp_path / "ckpt/r/step-00000004/MANIFEST.json"
+    content = {key: value for key, value in json.loads(file.read_text()).items() if key != "sha256"}
+    content["versions"]["torch"] = content["settings"]["optimizer._target_"] = "1.0\x1b[2J\n"  # nothing that is obeyed
+    content["sha256"] = hashlib.sha256(json.dumps(content, indent=1).encode()).hexdigest()
+    file.write_text(json.dumps(content, indent=1))
+    changed = ["trainer.precision=bf16", "optimizer.lr=0.002", "data.workers=1"]
+    done = toy([*words, *changed, "trainer.max_steps=6"], tmp_path)
+    told = re.findall(r"^warning: resume: (.* was .* and is .*)$", done.out, re.MULTILINE)
+    assert told == [
+        r"optimizer._target_ was 1.0\u001b[2J\n and is trainer.optim.adamw",
+        "optimizer.lr was 0.001 and is 0.002",
+        "trainer.max_steps was 4 and is 6",
+        "trainer.precision was fp32 and is bf16",
+        rf"torch was 1.0\u001b[2J\n and is {torch.__version__}",
+    ]
     assert "resumed from ckpt/r/step-00000004 at step 4, sample 48" in done.out
     assert json.loads((tmp_path / "runs/r/summary.json").read_text())["steps"] == 6
 

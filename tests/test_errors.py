@@ -62,6 +62,10 @@ trainer.ddp.bucket=2
     trainer.ddp.bucket=2: no such key; did you mean bucket_mib?
 data.worker=1
     data.worker=1: no such key; did you mean workers?
+data.map=probe.crop
+    data.map=probe.crop: must be a list, not str
+'data.decoders=[{_target_: probe.Probe, trouble: "", stop: 3}]'
+    data.decoders.0.stop=3: no such key; did you mean step
 
 batch=???
     batch=???: has no default; give batch=VALUE
@@ -110,8 +114,8 @@ trainer.log_every_steps=0
     trainer.log_every_steps=0: must be at least 1
 trainer.clip_norm=0
     trainer.clip_norm=0: must be more than 0
-trainer.checkpoint.keep=0
-    trainer.checkpoint.keep=0: must be at least 1
+trainer.checkpoint.keep=1
+    trainer.checkpoint.keep=1: must be at least 2
 data.workers=-1
     data.workers=-1: must be at least 0
 trainer.ddp.bucket_mib=-1

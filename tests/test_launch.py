@@ -3,17 +3,19 @@
 import json
 import os
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from command import MAIN, QUICK, TOY, Result, lines, popen, run, weights
+from command import MAIN, QUICK, ROOT, TOY, Result, lines, popen, run, weights
 
 from trainer import session
 from trainer.errors import ConfigError
-from trainer.launch import Place, detect, first_host, refuse_crowd
+from trainer.launch import Place, detect, first_host, refuse_crowd, refuse_nodes
 from trainer.summary import go_on, this_python
 from trainer.supervisor import find
 
@@ -73,6 +75,10 @@ def test_slurm():
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("gpu03", str(20000 + 4243))
     one_task_a_node = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
     assert detect(SLURM | one_task_a_node) == Place(1, 2, 0, 1, "", "srun")
+    assert detect(SLURM | one_task_a_node, devices=4, nodes=2) == Place(4, 8, 0, 4, "", "srun", starts=True)
+    assert detect(ELASTIC | SLURM | one_task_a_node | {"ECHELON_STORE": ""}, 4, 2) == Place(5, 8, 1, 4, "", "srun")
+    with pytest.raises(ConfigError, match=r"^srun with one task a node: .* need trainer\.run_dir=runs/NAME$"):
+        refuse_nodes(Place(0, 8, 0, 4, "", "srun", starts=True), {}, 2, None, None)
     one_node = {"SLURM_STEP_NUM_NODES": "1", "SLURM_LOCALID": "5", "SLURM_STEP_TASKS_PER_NODE": "8"}
     assert detect(SLURM | one_node) == Place(5, 8, 5, 8, "", "srun")
     given = SLURM | {"MASTER_ADDR": "other", "MASTER_PORT": "1"}
@@ -278,21 +284,63 @@ def test_a_rank_that_is_killed_ends_the_run(tmp_path):
 )
 def test_who_is_told_of(codes, reported, passed, said, code, tmp_path):
     for rank, (when, text) in reported.items():
-        report = {"time": when, "text": text, "code": codes[rank]}
+        report = {"time": when, "text": text, "code": codes[rank], "in_collective": text == "reset"}
         (tmp_path / f"error-{rank}.json").write_text(json.dumps(report))
-    failure = find(codes, tmp_path, Path("logs"), passed)
+    failure = find(codes, range(2), tmp_path, Path("logs"), passed)
     assert (failure.text, failure.code) == (said, code) if failure else not said
 
 
 def test_no_rank_outlives_its_launcher(tmp_path):
-    result = trouble("'parent SIGKILL'", 0, tmp_path, TMPDIR=str(tmp_path))  # waits for all that print
+    (private := tmp_path / "tmp").mkdir()
+    result = trouble("'parent SIGKILL'", 0, tmp_path, TMPDIR=str(private))  # waits for all that print
     assert result.code == -9
+    left = [path for path in private.rglob("*") if path.is_file()]
+    assert left and not [path for path in left if b"SIGKILL" in path.read_bytes()]  # nor any other part of the config
     ranks = facts(tmp_path / "runs" / "r")
     assert len(ranks) == 2
     deadline = time.monotonic() + 5
     while alive := [rank["pid"] for rank in ranks if running(rank["pid"])]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.02)
+
+
+def start_under_mpirun(cwd: Path) -> tuple["subprocess.Popen[str]", list[int]]:
+    """It, and the ranks, once they have made a step."""
+    process = popen([*SHORT, "trainer.max_steps=100000", "trainer.run_dir=runs/r"], cwd, MPIRUN)
+    try:
+        deadline = time.monotonic() + 60
+        while len(ranks := facts(cwd / "runs" / "r")) < 2:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+    except BaseException:
+        process.kill()
+        process.communicate()
+        raise
+    return process, [rank["pid"] for rank in ranks]
+
+
+@needs_mpirun
+def test_no_rank_outlives_mpirun(tmp_path):
+    process, ranks = start_under_mpirun(tmp_path)
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 10
+    while (alive := [pid for pid in ranks if running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+    assert not alive
+
+
+@needs_mpirun
+@pytest.mark.faults
+def test_mpirun_passes_sigusr1_on(tmp_path):
+    """But at SIGTERM it takes no more output, and kills its ranks after a second."""
+    process, _ = start_under_mpirun(tmp_path)
+    process.send_signal(signal.SIGUSR1)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert "SIGUSR1: stopping after this step with a checkpoint" in out and "checkpoint  ckpt/r/step-" in out
 
 
 def running(pid: int) -> bool:
@@ -352,3 +400,19 @@ def test_more_devices_than_there_are(monkeypatch):
         ConfigError, match=r"^trainer\.devices=3: this node has 2 CUDA device\(s\); use trainer\.devices=2 or"
     ):
         session.start({"trainer": {"devices": 3}}, "run", [], Place())
+
+
+def test_a_process_is_left_with_all_but_the_interpreters_own_end():
+    """Which would end threads of gloo's, and the process with them."""
+    code = """
+import atexit, sys, threading, time
+from trainer.launch import leave
+class Ended:
+    def __del__(self): print("the interpreter ends")
+ended = Ended()
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (time.sleep(0.2), print("a thread"))).start()
+leave(7)
+"""
+    done = run(["-c", code], ROOT, [sys.executable])
+    assert done == (7, "a thread\nat exit\n", "")

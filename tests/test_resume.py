@@ -104,12 +104,13 @@ def test_a_killed_run_resumes_bitwise(variant, tmp_path, monkeypatch):
 
 
 def test_ranks_come_and_go_and_the_samples_stay(tmp_path, monkeypatch):
-    """3 ranks, killed, then 2, then 1: the samples of the steps that count are the planned ones, once each."""
+    """3 ranks, killed, then 2, 5 (whose parts differ) and 1: the samples of the steps that count are the planned ones,
+    once each."""
     monkeypatch.chdir(tmp_path)
     variant = {"ema": False}
     with pytest.raises(AssertionError, match="died"):
         run_ranks(3, run, "runs/r", STEPS, "auto", KILL + 2, variant)
-    for world, steps in ((2, 14), (1, 20)):
+    for world, steps in ((2, 12), (5, 16), (1, 20)):
         run_ranks(world, run, "runs/r", steps, "auto", 0, variant)
     seen: dict[int, list[tuple[int, ...]]] = {}
     for file in sorted(Path("runs/r").glob("audit-*")):

@@ -14,7 +14,7 @@ from toy_recipe import Toy
 
 from trainer.callback import Callback
 from trainer.checkpoint import commit
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, exit_code
 from trainer.launch import Place
 from trainer.options import CheckpointOptions, DataOptions, Options
 from trainer.trainer import Trainer
@@ -174,3 +174,17 @@ def test_our_own_mistake_is_not_taken_for_a_bad_disk(monkeypatch):
     with pytest.raises(ZeroDivisionError, match="ours"):
         make(AtStep(), 1000).fit()
     assert steps() == []
+
+
+def test_a_run_that_another_process_writes_by_now_ends_for_good():
+    def at(step: int) -> None:
+        if step == 3:
+            trainer.saver.writing.result()
+            commit.begin(Path("ckpt/r"))  # as a process does that takes this one for dead, where no lock keeps it out
+
+    trainer = make(AtStep(at), 1000)
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.checkpoint\.dir=ckpt: attempt 2, .* ends here, nothing is to be"
+    ) as error:
+        trainer.fit()
+    assert exit_code(error.value) == 78 and trainer.step in range(4, 8) and steps() == [2]

@@ -6,13 +6,24 @@ import os
 import subprocess
 import sys
 import tarfile
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from command import environment
+from safetensors.numpy import load
 
 from trainer.data.find import find_shards
-from trainer.data.index import Index
+from trainer.data.index import Index, content_of
+from trainer.data.read import ShardReader
+from trainer.data.rows import of_rows
+from trainer.data.write import write_shards
+from trainer.errors import DataError
+from trainer.tools.shards import compare
 
 
 def shards(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -45,7 +56,8 @@ def test_a_folder_is_packed_in_the_order_of_names(files, tmp_path):
     for name in ("two", "one"):
         done = shards("pack", files, name, "--per-shard", 2, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-    assert done.stdout == "3 shards: one/train-000000.tar to one/train-000002.tar\n"
+    told = [f"packed train-00000{i}.tar: {samples} samples" for i, samples in enumerate((2, 4, 5))]
+    assert done.stdout.splitlines() == [*told, "3 shards: one/train-000000.tar to one/train-000002.tar"]
     assert "left out: " in done.stderr and "README" in done.stderr
     found = read(tmp_path / "one")
     assert list(found["train-000000.tar"]) == ["a/0.cls", "a/0.txt", "a/1.cls", "a/1.txt"]
@@ -61,12 +73,71 @@ def test_lines_are_samples(tmp_path):
     assert [json.loads(content) for content in members.values()] == [{"x": 1}, {"x": [2, "\u00e9"]}]
 
 
+def parquet(path: Path, columns: dict[str, Any]) -> None:
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+
+
+def test_rows_are_samples(tmp_path):
+    """Columns of bytes are members, all others one of JSON."""
+    columns = {
+        "i": [1, -2, 1 << 60], "f": [0.5, None, 1e300], "s": ["\u00e9", "", None], "on": [True, False, None],
+        "l": [[1, 2], [], None], "st": [{"a": [1.5]}, {"a": None}, None], "n": [None] * 3,
+        "JPG": [b"\xff\0", b"", None], "seg.png": pyarrow.array([b"ab", b"cd", b"ef"], pyarrow.binary(2)),
+    }  # fmt: skip
+    parquet(tmp_path / "a.parquet", columns)
+    done = shards("pack", "a.parquet", "out", "--per-shard", 2, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    reader = ShardReader(Index.open(find_shards(str(tmp_path / "out/*.tar"))))
+    raw = [member for tar in read(tmp_path / "out").values() for member in tar.items()]
+    assert [(name, content) for name, content in raw if not name.endswith(".json")] == [
+        ("000000000000.jpg", b"\xff\0"), ("000000000000.seg.png", b"ab"), ("000000000001.jpg", b""),
+        ("000000000001.seg.png", b"cd"), ("000000000002.seg.png", b"ef"),
+    ]  # fmt: skip
+    plain = [name for name in columns if name not in ("JPG", "seg.png")]
+    rows = [dict(zip(plain, row)) for row in zip(*(columns[name] for name in plain))]
+    assert [json.loads(content) for name, content in raw if name.endswith(".json")] == rows
+    assert reader.index.counts == [2, 1]
+    parquet(tmp_path / "b.parquet", {"bin": [b"a", None]})
+    found = list(of_rows(tmp_path / "b.parquet"))
+    assert found == [{"__key__": "000000000000", "bin": b"a"}, {"__key__": "000000000001", "json": {}}]
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "said"),
+    [
+        ("when", [datetime(2020, 1, 1)], "is of timestamp[us], which JSON does not know; make it"),
+        ("price", [Decimal("1.5")], "is of decimal128(2, 1), which JSON does not know; make it"),
+        ("deep", [[{"a": b"x"}]], "is of list<element: struct<a: binary>>, which JSON does not know; make it"),
+        ("json", [b"{}"], ": no extension of a member, or of two; rename it"),
+        ("_id", [b"1"], ": no extension of a member, or of two; rename it"),
+        ("a.gz", [b"1"], ": no extension of a member, or of two; rename it"),
+        ("a/b", [b"1"], ": no extension of a member, or of two; rename it"),
+        ("TXT", [b"1"], ": no extension of a member, or of two; rename it"),
+    ],
+)
+def test_a_column_that_no_sample_can_have_is_named(tmp_path, column, values, said):
+    parquet(tmp_path / "a.parquet", {"txt": [b"x"], column: values})
+    with pytest.raises(DataError) as caught:
+        next(of_rows(tmp_path / "a.parquet"))
+    start = f"{tmp_path}/a.parquet: column {column!r}{'' if said[0] == ':' else ' '}"
+    assert str(caught.value).startswith(start + said) and "\n" not in str(caught.value)
+
+
+def test_without_pyarrow_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(
+        DataError, match=r"a\.parquet: needs pyarrow; pip install 'echelon-trainer\[parquet\]', or give"
+    ):
+        next(of_rows(tmp_path / "a.parquet"))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
         ("a.jsonl", '{"x": 1}\n{', "echelon: a.jsonl: line 2 is no JSON "),
         ("a.csv", "1", "echelon: a.csv: is no folder, .jsonl or .parquet"),
         ("none", None, "echelon: none: does not exist"),
+        ("a.parquet", "PAR1", "echelon: a.parquet: can't be read ("),
         ("empty.jsonl", "", "echelon: empty.jsonl: has no sample; give files KEY.EXTENSION, lines or rows"),
     ],
 )
@@ -98,6 +169,24 @@ def test_index_verify_stat(files, tmp_path):
     done = shards("verify", "out/*.tar", cwd=tmp_path)
     assert done.returncode == 71 and "train-000003.tar: NOT what was indexed" in done.stdout
     assert done.stderr.startswith("echelon: out/train-000003.tar: not what was indexed; restore")
+
+
+def test_verify_reads_the_index_too(tmp_path):
+    """Of which a row has a flipped bit, or says, with a checksum that is right, what is not so."""
+    [path] = write_shards(({"__key__": str(i), "cls": i} for i in range(5)), tmp_path, "p", per_shard=5)
+    known = Index.open([path]).shards[0]
+    good = known.stored.read_bytes()
+    assert compare(path) == ""
+    known.stored.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    assert compare(path) == "has no index that can be read"
+    rows = load(good)["samples"]
+    rows[2, 1] -= 512
+    known.stored.write_bytes(content_of(known, rows))
+    assert Index.open([path]).shards == [known]
+    assert compare(path) == f"its index is wrong: remove {known.stored}"
+    known.stored.unlink()
+    Index.open([path])
+    assert compare(path) == ""
 
 
 def test_many_threads_index_as_one(files, tmp_path):

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import MAIN, QUICK, TOY, Result, environment, lines, run, weights
+from command import MAIN, QUICK, TOY, Result, environment, lines, popen, run, weights
+from troubled import free_port
 
 from trainer.signals import Signals
 
@@ -65,13 +66,6 @@ def test_the_second_ends_it_at_once(tmp_path):
     assert not (tmp_path / "ckpt").exists() or not list((tmp_path / "ckpt").glob("*/step-*"))
 
 
-def test_signals_to_the_launcher_stop_all_ranks_at_the_same_step(tmp_path):
-    result = stopped("'parent SIGUSR1 SIGHUP SIGTERM'", 1, tmp_path, "trainer.devices=2", "callbacks.probe.step_s=0.05")
-    assert (result.code, result.err) == (75, "")
-    assert result.out.count("SIGUSR1: stopping after this step with a checkpoint\n") == 1
-    assert 7 <= steps(tmp_path) < 20
-
-
 def test_sighup_is_heeded_but_under_nohup():
     before = signal.getsignal(signal.SIGHUP)
     try:
@@ -91,17 +85,35 @@ def test_sighup_is_heeded_but_under_nohup():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_sigterm_to_one_rank_stops_all_at_the_same_step(tmp_path):
-    """Even twice: who ends a whole job sends one to the rank, and the launcher passes on its own."""
-    result = stopped("SIGTERM SIGTERM", 1, tmp_path, "trainer.devices=2")
-    assert (result.code, result.err) == (75, "")
-    assert steps(tmp_path) in (8, 9)  # rank 0 hears of it in the next step
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        pytest.param("parent SIGTERM", "SIGTERM", marks=pytest.mark.faults),
+        ("SIGUSR1", "a signal to a rank"),
+    ],
+)
+def test_before_the_first_step_there_is_nothing_to_save(what, told, tmp_path):
+    result = stopped(what, 1, tmp_path, "trainer.devices=2", "callbacks.probe.where=startup")
+    assert (result.code, result.err) == (75, f"echelon: {told}: stopped before the first step\n")
+    assert not list(tmp_path.glob("ckpt/r/step-*")) and not (tmp_path / "runs/r/logs/events.jsonl").exists()
 
 
-def test_usr1_waits_until_a_rank_has_started(tmp_path):
-    result = stopped("'start: SIGUSR1'", 1, tmp_path, "trainer.devices=2")
-    assert (result.code, result.err) == (75, "")
-    assert steps(tmp_path) in (1, 2)
+def test_a_rank_that_waits_for_others_is_stopped_at_once(tmp_path):
+    """They never come; torch would wait for `timeout_s`."""
+    port = free_port()
+    waiting = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    process = popen(RUN, tmp_path, **waiting)
+    try:
+        deadline = time.monotonic() + 60
+        while not re.search(rf":{port:04X} 0+:0000 0A ", "".join(map(Path.read_text, Path("/proc/net").glob("tcp*")))):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.02)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGUSR1)
+        _, err = process.communicate(timeout=10)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (75, "echelon: SIGUSR1: stopped before the first step\n")
 
 
 Reaction = tuple[str, Callable[[int, int], None]]
@@ -137,13 +149,19 @@ def read(terminal: int) -> str:
         return ""
 
 
+def to_workers(pid: int, number: int) -> None:
+    for worker in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        os.kill(int(worker), number)
+
+
 def ctrl_c(pid: int, terminal: int) -> None:
     os.write(terminal, b"\x03")
-    for worker in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        os.kill(int(worker), signal.SIGINT)
+    to_workers(pid, signal.SIGINT)
 
 
 def sigterm(pid: int, terminal: int) -> None:
+    to_workers(pid, signal.SIGTERM)
+    time.sleep(0.2)  # they would have ended, before the run knows that it is to stop
     os.killpg(pid, signal.SIGTERM)
 
 

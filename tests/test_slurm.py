@@ -1,9 +1,11 @@
 """A real SLURM: a task a rank, a task a node, a job whose time ends, tasks that are killed."""
 
+import json
 import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,12 +24,20 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
         yield slurm
 
 
+def without_slurm(devices: int, folder: Path) -> Path:
+    """A run whose ranks one process starts."""
+    assert run([*RUN, f"trainer.devices={devices}"], folder).code == 0
+    return folder
+
+
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory) -> Path:
-    """A run of three ranks from one process, without SLURM."""
-    folder = tmp_path_factory.mktemp("golden")
-    assert run([*RUN, "trainer.devices=3"], folder).code == 0
-    return folder
+    return without_slurm(3, tmp_path_factory.mktemp("golden"))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory) -> Path:
+    return without_slurm(4, tmp_path_factory.mktemp("four"))
 
 
 def srun(slurm: Slurm, cwd: Path, options: str, *typed: str) -> Result:
@@ -39,6 +49,9 @@ def same(cwd: Path, golden: Path) -> None:
         file = f"ckpt/r/step-00000012/{name}.safetensors"
         assert (cwd / file).read_bytes() == (golden / file).read_bytes()
     assert lines(cwd / "runs" / "r") == lines(golden / "runs" / "r")
+
+
+A_TASK_A_NODE = ["trainer.devices=2", "trainer.nodes=2"]
 
 
 @pytest.mark.parametrize(
@@ -55,6 +68,24 @@ def test_srun_gives_the_same_numbers(slurm, golden, tmp_path, options, typed):
     assert (result.code, result.err) == (0, "")
     assert "3 rank(s) on cpu" in result.out
     same(tmp_path, golden)
+
+
+def test_a_task_a_node_on_two_nodes(slurm, four, tmp_path):
+    result = srun(slurm, tmp_path, "-N2 -n2", *A_TASK_A_NODE)
+    assert (result.code, result.err) == (0, "")
+    assert "4 rank(s) on cpu" in result.out
+    same(tmp_path, four)
+
+
+@pytest.mark.faults
+def test_a_rank_of_one_of_two_nodes_is_killed(slurm, tmp_path):
+    """Told by its node; srun ends the other."""
+    trouble = ["callbacks.probe.trouble=SIGKILL", "callbacks.probe.rank=3", "callbacks.probe.step=7"]
+    result = srun(slurm, tmp_path, "-N2 -n2 -K", *A_TASK_A_NODE, *trouble)
+    assert result.code in (128 + 9, 128 + 15), result.err  # srun's, of one of the nodes
+    assert "echelon: rank 3 was killed by SIGKILL; its log: runs/r/logs/rank3.log" in result.err
+    assert "Traceback" not in result.err, result.err
+    assert (tmp_path / "ckpt" / "r" / "step-00000004").exists()
 
 
 def test_tasks_that_do_not_divide(slurm, tmp_path):
@@ -99,14 +130,15 @@ def completed(slurm: Slurm, job: str, cwd: Path, timeout_s: float = 60) -> int:
 
 
 @pytest.mark.parametrize(
-    ("options", "typed"),
+    ("options", "typed", "straight"),
     [
-        ("--ntasks-per-node=3", []),
-        pytest.param("--ntasks-per-node=1", ["trainer.devices=3"], marks=pytest.mark.faults),
+        ("--ntasks-per-node=3", [], "golden"),
+        pytest.param("--ntasks-per-node=1", ["trainer.devices=3"], "golden", marks=pytest.mark.faults),
+        pytest.param("--nodes=2 --ntasks-per-node=1", A_TASK_A_NODE, "four", marks=pytest.mark.faults),
     ],
-    ids=["a task a rank", "a task a node"],
+    ids=["a task a rank", "a task a node", "a task a node on two nodes"],
 )
-def test_a_job_that_gets_usr1_is_queued_again_and_goes_on(slurm, golden, tmp_path, options, typed):
+def test_a_job_that_gets_usr1_is_queued_again_and_goes_on(slurm, request, tmp_path, options, typed, straight):
     job = submit(slurm, tmp_path, options, "callbacks.probe.step_s=0.3", *typed)
     wait_for((tmp_path / "ckpt" / "r" / "step-00000004").exists, "a checkpoint", said=lambda: log(tmp_path))
     slurm.call("scancel", "-s", "USR1", job)
@@ -116,7 +148,46 @@ def test_a_job_that_gets_usr1_is_queued_again_and_goes_on(slurm, golden, tmp_pat
     assert set(re.findall(r"^srun: error: .*: (.*)$", said, re.MULTILINE)) == {"Exited with exit code 75"}, said
     assert "Traceback" not in said
     assert len(re.findall(r"resumed from \S*ckpt/r/step-0", said)) == 1
+    same(tmp_path, request.getfixturevalue(straight))
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("options", "typed"),
+    [("--ntasks-per-node=3", []), ("--ntasks-per-node=1", ["trainer.devices=3"])],
+    ids=["a task a rank", "a task a node"],
+)
+def test_a_job_that_gets_usr1_while_it_starts_is_queued_again_at_once(slurm, golden, tmp_path, options, typed):
+    """Its data would take longer to prepare than the test may."""
+    slow = ["callbacks.probe.trouble='sleep 3600'", "callbacks.probe.where=startup", "callbacks.probe.attempts=1"]
+    job = submit(slurm, tmp_path, options, *slow, *typed)
+    wait_for(lambda: show(slurm, job)["JobState"] == "RUNNING", "the job's start")
+    time.sleep(6)  # its ranks wait for the first
+    slurm.call("scancel", "-s", "USR1", job)
+    assert completed(slurm, job, tmp_path) == 1
+    said = log(tmp_path)
+    assert said.count("echelon: SIGUSR1: stopped before the first step\n") == 1 and "Traceback" not in said, said
     same(tmp_path, golden)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("options", "typed"),
+    [("--ntasks-per-node=3", []), ("--ntasks-per-node=1", ["trainer.devices=3"])],
+    ids=["a task a rank", "a task a node"],
+)
+def test_a_job_that_is_cancelled_has_a_last_checkpoint(slurm, tmp_path, options, typed):
+    """SIGTERM to every process of the job, and none of them has to be asked twice."""
+    never = ["trainer.checkpoint.every_steps=null", "callbacks.probe.step_s=0.5", "data.workers=2"]
+    job = submit(slurm, tmp_path, options, *never, *typed)
+    wait_for((tmp_path / "runs" / "r" / "facts-0.json").exists, "a step", said=lambda: log(tmp_path))
+    slurm.call("scancel", job)
+    wait_for(lambda: show(slurm, job)["JobState"] == "CANCELLED", "the job's end", said=lambda: log(tmp_path))
+    wait_for((tmp_path / "runs" / "r" / "summary.json").exists, "its end", said=lambda: log(tmp_path))
+    summary = json.loads((tmp_path / "runs" / "r" / "summary.json").read_text())
+    assert summary["stopped"] == "signal" and 1 <= summary["steps"] < 12
+    assert (tmp_path / "ckpt" / "r" / f"step-{summary['steps']:08d}").exists()
+    assert "Traceback" not in log(tmp_path)
 
 
 @pytest.mark.faults

@@ -1,11 +1,17 @@
 """When a run whose ranks fail is started again, and when not; what a heartbeat tells. Of ranks: tests/faults."""
 
-import signal
+import json
 import time
+from pathlib import Path
+
+import pytest
 
 from trainer import heartbeat
+from trainer.errors import UnavailableError, exit_code
 from trainer.heartbeat import Beat
-from trainer.supervisor import GAVE_UP, Failure, Restarts, Supervisor, find
+from trainer.launch import Place
+from trainer.restarts import GAVE_UP, Failure, Restarts
+from trainer.supervisor import Supervisor, find
 
 KILLED = Failure(1, "echelon: rank 1 was killed by SIGKILL; its log: x", 137, False)
 RAISED = Failure(1, "Traceback\nRuntimeError: x", 1, True)
@@ -13,7 +19,7 @@ RAISED = Failure(1, "Traceback\nRuntimeError: x", 1, True)
 
 def test_restarts_are_used_up_by_what_gets_no_further_and_come_back_with_a_step():
     restarts = Restarts(2)
-    failures = [Failure(n, f"echelon: rank {n}", 137, False) for n in range(9)]  # no two alike
+    failures = [Failure(0, f"echelon: {letter}", 137, False) for letter in "abcdefghi"]  # no two alike
     assert [restarts.decide(failure, Beat(0, 5, 0))[0] for failure in failures[:3]] == [0, 0, 137]
     restarts = Restarts(2)
     assert [restarts.decide(failure, Beat(0, step, 0))[0] for step, failure in enumerate(failures)] == [0] * 9
@@ -27,8 +33,34 @@ def test_what_another_try_would_meet_again_is_not_tried():
     assert Restarts(3).decide(RAISED, Beat(0, 0, 0)) == (1, "")  # not a step was made
     assert Restarts(3).decide(KILLED, Beat(0, 0, 0))[0] == 0  # but a kill may have come from anywhere
     assert Restarts(3).decide(RAISED, None) == (1, "")
+    away = Failure(0, "echelon: x", exit_code(UnavailableError("x")), True)
+    assert Restarts(3).decide(away, Beat(0, 5, 0))[0] == 0 == Restarts(3).decide(away, Beat(0, 0, 0))[0]
     restarts = Restarts(9)
     assert [restarts.decide(RAISED, Beat(4, 7, 0))[0] for _ in range(3)] == [0, 0, GAVE_UP]
+
+
+def test_what_was_away_may_be_back_after_a_while():
+    """Also before the first step; for as long as any failure, and with time between."""
+    restarts = Restarts(3)
+    for beat in (Beat(0, 0, 0), None, None):
+        assert restarts.decide(Failure(0, "echelon: a.tar: away", 69, True), beat)[0] == 0 and restarts.pause_s == 10
+    assert restarts.decide(Failure(0, "echelon: a.tar: away", 69, True), None)[0] == 69
+
+
+def test_the_same_failure_is_told_by_another_rank_each_time():
+    """What differs between ranks and attempts is no part of it: numbers of ranks and processes, addresses, ports."""
+    for text in (
+        "Traceback {0}\nechelon: out of memory; try a smaller micro_batch\n",
+        "echelon: rank {0} was killed by SIGKILL; its log: runs/r/logs/rank{0}.log",
+        "RuntimeError: <Batch at 0x7f{1}0> of pid 41{0}: Connection closed by peer [127.0.0.1]:2{0}731",
+    ):
+        restarts = Restarts(3)
+        failures = [Failure(rank, text.format(rank, "abc"[rank]), 137, True) for rank in (0, 1, 2)]
+        assert [restarts.decide(failure, Beat(4, 7, 0))[0] for failure in failures] == [0, 0, GAVE_UP]
+    restarts = Restarts(3)
+    others = [Failure(1, "OSError: [Errno 5] x", 1, True), Failure(1, "echelon: rank 1 ended with code 7", 7, False)]
+    others += [Failure(1, "echelon: rank 1 ended with code 8", 8, False)]
+    assert [restarts.decide(failure, Beat(4, 7, 0))[0] for failure in others] == [0, 0, 0]
 
 
 def test_what_never_came_to_a_step_is_no_loop():
@@ -43,7 +75,7 @@ def test_what_never_came_to_a_step_is_no_loop():
 def test_pauses_grow():
     restarts, pauses = Restarts(9), []
     for n in range(8):
-        restarts.decide(Failure(n, "x", 137, False), Beat(0, 5, 0))
+        restarts.decide(Failure(0, "x" * n, 137, False), Beat(0, 5, 0))
         pauses.append(restarts.pause_s)
     assert pauses == [0, 1, 3, 7, 15, 30, 30, 30]
 
@@ -66,9 +98,14 @@ def test_a_heartbeat_tells_the_step_and_that_a_long_one_comes(tmp_path):
     assert heartbeat.read(path) is None
 
 
-def test_ranks_that_do_not_move_are_seen_once_all_have_begun(tmp_path):
-    supervisor = Supervisor(lambda moved: [], 0, tmp_path / "logs", str, 3, still_s=50)
-    assert not supervisor._is_still(tmp_path)  # none has made a step
+def test_ranks_that_do_not_move_are_seen(tmp_path):
+    supervisor = Supervisor(lambda moved: "", [], Place(), tmp_path / "logs", str, 3, still_s=0.05, start_s=0.2)
+    assert not supervisor._is_still(tmp_path)
+    time.sleep(0.1)
+    assert not supervisor._is_still(tmp_path)  # none has made its plan, which may take longer
+    time.sleep(0.15)
+    assert supervisor._is_still(tmp_path)
+    supervisor.still_s = 50
     beats = [heartbeat.Heartbeat(str(tmp_path / f"heartbeat-{rank}")) for rank in range(2)]
     beats[0].beat(1)
     assert not supervisor._is_still(tmp_path)
@@ -87,8 +124,28 @@ def test_ranks_that_do_not_move_are_seen_once_all_have_begun(tmp_path):
     assert supervisor._is_still(tmp_path)
 
 
-def test_a_rank_that_aborts_after_all_have_left_is_no_failure(tmp_path):
-    """Rank 0 ends with 75 only after every rank has left, with a checkpoint; any other code is a failure."""
-    assert find({0: 75, 1: -signal.SIGABRT, 2: 75}, tmp_path, tmp_path, []) is None
-    for codes in ({0: 0, 1: -signal.SIGABRT}, {0: 75, 1: -signal.SIGKILL}, {0: -signal.SIGABRT, 1: 75}):
-        assert find(codes, tmp_path, tmp_path, []) is not None
+LOST = "Connection closed by peer"
+
+
+@pytest.mark.parametrize(
+    ("codes", "own", "rank", "told"),
+    [
+        ({0: 1, 2: 1}, [], 1, "rank(s) 1 did not end and had to be killed: the likely cause; its log: logs/rank1.log"),
+        ({0: 1}, [], 1, "rank(s) 1, 2 did not end and had to be killed: the likely cause; its log: logs/rank1.log"),
+        ({0: 1, 1: 1, 2: 0}, [], 2, "rank(s) 2 ended with code 0 before the others: the likely cause; its log: logs"),
+        ({0: 1, 2: 0}, [], 2, "rank(s) 2 ended with code 0 before the others"),  # and lets rank 1 wait
+        ({0: 1, 1: 1, 2: 1}, [], 0, LOST),
+        ({0: 1, 1: 1, 2: 1}, [2], 2, "its own"),  # told late: it had a thread to wait for
+        ({0: 1, 2: 1}, [2], 2, "its own"),
+        ({0: 1, 1: -9}, [], 1, "rank 1 was killed by SIGKILL; its log: logs/rank1.log"),
+    ],
+)
+def test_who_lets_its_peers_fail_is_told_of(codes, own, rank, told, tmp_path):
+    for r, code in codes.items():
+        text = "its own" if r in own else LOST
+        report = {"time": float(r), "text": text, "code": code, "in_collective": text == LOST}
+        if code == 1:
+            (tmp_path / f"error-{r}.json").write_text(json.dumps(report))
+    failure = find(codes, range(3), tmp_path, Path("logs"), [])
+    assert failure is not None and failure.rank == rank and told in failure.text.splitlines()[-1]
+    assert failure.reported == (failure.text.splitlines()[-1] in (LOST, "its own"))

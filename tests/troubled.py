@@ -2,13 +2,19 @@
 
 import contextlib
 import json
+import os
 import random
+import re
 import socket
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from command import QUICK, TOY, Result, lines, run
+from command import MARK, QUICK, TOY, Result, lines, run
+
+from trainer.checkpoint.manifest import Damaged, verify
 
 RUN = [*TOY, *QUICK, "+callbacks=[probe]", "trainer.devices=3", "batch=12", "data.workers=1", "trainer.max_steps=12"]
 RUN += ["trainer.run_dir=runs/r", "trainer.checkpoint.every_steps=4", "trainer.checkpoint.keep=9"]
@@ -16,25 +22,110 @@ RUN += ["trainer.log_every_steps=1", "trainer.validate_every=6"]
 IMPATIENT = "trainer.timeout_s=8"  # of a collective; ranks start within less of each other
 
 
-def trouble(what: str, cwd: Path, *more: str, attempts: int = 1, rank: int = 1, step: int = 7, **env: str) -> Result:
-    return run([*RUN, *troubling(what, attempts, rank, step), *more], cwd, timeout_s=110, **env)
+RECOVERED: list[tuple[str, float]] = []  # tests, and the seconds from a fault to the first step after it
 
 
-def troubling(what: str, attempts: int = 1, rank: int = 1, step: int = 7) -> list[str]:
+def trouble(
+    what: str, cwd: Path, *more: str, attempts: int = 1, rank: int = 1, step: int = 7, where: str = "after_step"
+) -> Result:
+    with watched(cwd):
+        typed = [*RUN, *troubling(what, attempts, rank, step, where), *more]
+        return run(typed, cwd, timeout_s=240, **private(cwd))
+
+
+def troubling(what: str, attempts: int = 1, rank: int = 1, step: int = 7, where: str = "after_step") -> list[str]:
     """The arguments by which it makes trouble."""
-    knobs = {"trouble": f"'{what}'", "rank": rank, "step": step, "attempts": attempts}
+    knobs = {"trouble": f"'{what}'", "rank": rank, "step": step, "attempts": attempts, "where": f"'{where}'"}
     return [f"callbacks.probe.{key}={value}" for key, value in knobs.items()]
 
 
-def whole(cwd: Path, golden: Path, step: int = 12) -> None:
-    """Nothing was lost or repeated, and nothing is left."""
+def private(cwd: Path) -> dict[str, str]:
+    """Variables: a place of its own for what a run would leave in /tmp."""
+    (cwd / "tmp").mkdir(exist_ok=True)
+    return {"TMPDIR": str(cwd / "tmp")}
+
+
+@contextlib.contextmanager
+def watched(cwd: Path) -> Iterator[None]:
+    """From when the run has a valid checkpoint, it has one at every moment."""
+    over, looks = threading.Event(), list[bool]()
+
+    def look() -> None:
+        while not over.wait(0.03):
+            looks.append(has_valid(cwd / "ckpt" / "r"))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    assert True not in looks or all(looks[looks.index(True) :])
+
+
+def has_valid(run_dir: Path) -> bool:
+    for _ in range(3):  # the one that it finds may be deleted before it is read: then there is another
+        for path in sorted(run_dir.glob("step-*"), reverse=True):
+            with contextlib.suppress(Damaged):
+                return bool(verify(path, hashes=False))
+    return False
+
+
+def whole(cwd: Path, golden: Path, step: int = 12, kept: str = "", launchers: int = 0) -> None:
+    """Nothing was lost or repeated, and nothing is left. `kept`: the damaged checkpoints that are, by their hidden
+    names' beginning; `launchers`: so many were killed, which nobody can clean up after."""
     for name in ("model", "optimizer"):
         file = f"ckpt/r/step-{step:08d}/{name}.safetensors"
         assert (cwd / file).read_bytes() == (golden / file).read_bytes()
     assert lines(cwd / "runs" / "r") == lines(golden / "runs" / "r")
-    hidden = [path.name for path in (cwd / "ckpt" / "r").iterdir() if path.name.startswith(".")]
-    assert hidden == [".lock"]
-    assert not [pid for pid in pids(cwd) if Path(f"/proc/{pid}").exists()]
+    hidden = {path.name for path in (cwd / "ckpt" / "r").iterdir() if path.name.startswith(".")}
+    assert {name for name in hidden if not (kept and name.startswith(kept))} == {".lock"}
+    assert len(list((cwd / "tmp").glob("echelon-*"))) <= 2 * launchers
+    nobody_left(cwd)
+    test = os.environ["PYTEST_CURRENT_TEST"].partition("::")[2].rpartition(" ")[0]
+    RECOVERED.extend((test, seconds) for seconds in recovered(cwd))
+
+
+def nobody_left(cwd: Path, within_s: float = 3.0) -> None:
+    """Whatever its parent is by now, a process of the run has the mark."""
+    deadline = time.monotonic() + within_s
+    while left := processes(cwd):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
+def processes(cwd: Path) -> list[int]:
+    """Of the run in this folder, however they were started; zombies are not among them."""
+    found, mark = list[int](), f"{MARK}={cwd}".encode()
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):
+            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
+
+
+def notes(cwd: Path) -> list[dict[str, Any]]:
+    """The probe's: the first step of each attempt, and each time that it made trouble."""
+    return [json.loads(line) for line in (cwd / "runs" / "r" / "probe.jsonl").read_text().splitlines()]
+
+
+def resumed(said: str) -> list[int]:
+    """The steps that attempts went on from."""
+    return [int(step) for step in re.findall(r"resumed from \S*ckpt/r/step-(\d{8}) ", said)]
+
+
+def recovered(cwd: Path) -> list[float]:
+    """The seconds from each time that the probe has made trouble to the first step of the attempt after it."""
+    firsts = sorted(note["time"] for note in notes(cwd) if "first" in note)
+    faults = [note["time"] for note in notes(cwd) if "trouble" in note]
+    after = {next((first for first in firsts if first > fault), 0.0): fault for fault in faults}
+    return [first - fault for first, fault in after.items() if first]
+
+
+def ended_s(cwd: Path) -> float:
+    """The seconds from the first trouble that the probe has made until its attempt was over."""
+    return events(cwd)[0]["time"] - min(note["time"] for note in notes(cwd) if "trouble" in note)
 
 
 def pids(cwd: Path) -> list[int]:
@@ -44,13 +135,31 @@ def pids(cwd: Path) -> list[int]:
 
 
 def events(cwd: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (cwd / "runs" / "r" / "logs" / "events.jsonl").read_text().splitlines()]
+    """What the supervisor has noted of attempts that failed."""
+    path = cwd / "runs" / "r" / "logs" / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def recorded(cwd: Path, *ranks: int) -> None:
+    """Torch's flight recorder has left the last collectives of each."""
+    for rank in ranks:
+        entries = json.loads((cwd / "runs" / "r" / "logs" / f"collectives-rank{rank}.json").read_text())["entries"]
+        assert len(entries) > 10 and any("all_reduce" in entry["profiling_name"] for entry in entries)
 
 
 def alive(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
+
+
+def below(pid: int) -> set[int]:
+    """The processes that this one has started, and those that they have."""
+    found = set[int]()
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found |= {int(child) for child in file.read_text().split()}
+    return found.union(*map(below, found)) if found else found
 
 
 def free_port() -> int:
@@ -63,7 +172,7 @@ def free_port() -> int:
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 110
     while not path.exists():
         assert time.monotonic() < deadline, path
         time.sleep(0.02)

@@ -3,8 +3,14 @@
 from trainer.errors import ConfigError
 
 
-def split_batch(batch: int, world: int, micro_batch: int | None, accumulate: int | None) -> tuple[int, int]:
-    """(micro-batch in samples per rank, micro-batches per step) of a global `batch` over `world` ranks.
+def split_batch(
+    batch: int, world: int, micro_batch: int | None, accumulate: int | None, uneven: bool = False
+) -> tuple[int, int]:
+    """(samples of the largest micro-batch, micro-batches per step) of a global `batch` over `world` ranks.
+
+    Args:
+        uneven: Where ranks come and go: their parts may differ by a sample, `micro_batch` is the most that a
+            micro-batch has, and `accumulate` follows from it.
 
     Raises:
         ConfigError: where it does not divide, with the nearest batches that do.
@@ -12,6 +18,8 @@ def split_batch(batch: int, world: int, micro_batch: int | None, accumulate: int
     for key, value in (("batch", batch), ("micro_batch", micro_batch), ("accumulate", accumulate)):
         if value is not None and value < 1:
             raise ConfigError(f"{key}={value}: must be at least 1")
+    if uneven:
+        return _split_unevenly(batch, world, micro_batch, accumulate)
     known = {"micro_batch": micro_batch, "accumulate": accumulate}
     unit = world * (micro_batch or 1) * (accumulate or 1)
     wrong = batch != unit if micro_batch and accumulate else batch % unit
@@ -26,6 +34,17 @@ def split_batch(batch: int, world: int, micro_batch: int | None, accumulate: int
         )
     micro = micro_batch or batch // (world * (accumulate or 1))
     return micro, batch // (world * micro)
+
+
+def _split_unevenly(batch: int, world: int, micro_batch: int | None, accumulate: int | None) -> tuple[int, int]:
+    if batch < world:
+        raise ConfigError(
+            f"batch={batch}: is less than a sample for each of {world} ranks; use fewer, or another batch"
+        )
+    part = -(-batch // world)  # the largest
+    micro = micro_batch or -(-part // (accumulate or 1))
+    times = min(-(-part // micro), batch // world)  # of a smaller part none is empty
+    return -(-part // times), times
 
 
 def _other_sizes(batch: int, world: int, known: dict[str, int | None]) -> str:

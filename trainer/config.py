@@ -18,6 +18,7 @@ from trainer.secret import HIDDEN, is_secret, secrets
 from trainer.targets import ALLOWED, locate, refuse_nested, refuse_target
 
 TOP = ("recipe", "callbacks", "optimizer", "schedule", "batch", "micro_batch", "accumulate", "trainer", "data", "nccl")
+STAGES = {"decoders": ("extension", "bytes"), "map": ("sample",)}  # of `data`: functions, and what they are called with
 NO_DEFAULT = inspect.Parameter.empty
 ANY_NAME = "**"  # among the knobs of what takes any keyword
 PLAIN = {t.__name__: t for t in (int, float, bool, str, list, tuple, dict)} | {"Literal": Literal}
@@ -59,6 +60,7 @@ def check(config: Mapping[str, Any]) -> None:
             others = ", ".join(sorted(config["callbacks"].keys() - {name}))
             raise ConfigError(f"callbacks.{name}: not in this run, which has {others}; '+callbacks=[{name}]' adds it")
         check_node(f"callbacks.{name}", node, allow)
+    check_stages(config["data"], allow)
     for key in ("recipe", "optimizer", "schedule"):
         check_node(key, config[key], allow)
     build("schedule", config["schedule"], allow)  # refuses what is out of range, and imports no torch
@@ -87,6 +89,21 @@ def check_node(key: str, node: Any, allow: tuple[str, ...]) -> None:
     for name, knob in known.items():
         if knob.default is NO_DEFAULT and name not in node and name != ANY_NAME and not node.get("_partial_"):
             raise ConfigError(f"{key}.{name}: is missing; give {key}.{name}=VALUE")
+
+
+def check_stages(data: Mapping[str, Any], allow: tuple[str, ...]) -> None:
+    for key in STAGES:
+        for i, item in enumerate(data.get(key, ())):
+            check_node(f"data.{key}.{i}", stage_node(f"data.{key}.{i}", item), allow)
+
+
+def stage_node(key: str, item: Any) -> Mapping[str, Any]:
+    """A name is the function itself, which gets no arguments before it is called."""
+    if isinstance(item, str):
+        return {"_target_": item, "_partial_": True}
+    if not isinstance(item, Mapping) or "_target_" not in item:
+        raise ConfigError(f"{key}={item}: must be the name of a function, or a _target_ with its arguments")
+    return item
 
 
 def check_values(key: str, values: Any, known: Mapping[str, Knob]) -> None:
@@ -140,7 +157,7 @@ def describe(kind: Any) -> str:
     if origin is tuple and Ellipsis not in args:
         return f"[{', '.join(describe(arg) for arg in args)}]"
     if origin in (list, tuple):
-        return f"a list of {describe(args[0])}"
+        return "a list" if args[0] is Any else f"a list of {describe(args[0])}"
     return "null" if kind in (None, type(None)) else getattr(kind, "__name__", str(kind))
 
 

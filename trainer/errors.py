@@ -14,11 +14,17 @@ class DataError(ValueError):
     """Data that is missing, damaged or not what it was: the message names the file and the way out. Exit code 71."""
 
 
+class UnavailableError(Exception):
+    """Data that may be had another time: a server or a disk that gave nothing for too long. The message names it. Exit
+    code 69 (sysexits' EX_UNAVAILABLE)."""
+
+
 class NumericsError(ArithmeticError):
     """Numbers that training can't go on from: the message names the step and the way out. Exit code 70."""
 
 
-EXIT_CODES = {NumericsError: 70, DataError: 71, ConfigError: 78}  # another try would meet the same
+EXIT_CODES = {UnavailableError: 69, NumericsError: 70, DataError: 71, ConfigError: 78}
+FINAL = (70, 71, 78)  # another try would meet the same
 
 
 def told(error: BaseException) -> str:

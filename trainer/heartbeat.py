@@ -42,11 +42,13 @@ class Heartbeat:
             self.still_s, self.log, self.rearm_at = still_s, log.open("a"), 0.0
 
     def close(self) -> None:
-        """No longer watches."""
+        """Nobody watches any longer."""
         if self.log:
             faulthandler.cancel_dump_traceback_later()
             self.log.close()
-            self.log = None
+        if self.file is not None:
+            os.close(self.file)
+        self.log = self.file = None
 
     def _rearm(self, patience_s: float) -> None:
         now = time.monotonic()

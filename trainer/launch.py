@@ -1,12 +1,16 @@
 """Who has started this process, by its variables: torchrun, Open MPI, SLURM, our supervisor, or nobody. No torch."""
 
+import atexit
 import contextlib
 import ctypes
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 from trainer.errors import ConfigError
 
@@ -24,6 +28,7 @@ class Place:
     local_world: int = 1
     store: str = ""  # a file to meet in; empty: by MASTER_ADDR and MASTER_PORT
     launcher: str = ""  # torchrun, mpirun, srun or echelon; empty: nobody, one process
+    starts: bool = False  # it is not a rank yet: it starts those of its node, and `rank` is the first of them
 
 
 def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: int | str = 1) -> Place:
@@ -40,12 +45,12 @@ def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: in
             int(env.get("LOCAL_RANK", "0")),
             int(env.get("LOCAL_WORLD_SIZE", str(world) if "LOCAL_RANK" in env else "1")),
             env.get("ECHELON_STORE", ""),
-            "echelon" if "ECHELON_STORE" in env else "torchrun",
+            "torchrun" if "ECHELON_STORE" not in env else "echelon" if env["ECHELON_STORE"] else "srun",
         )
     elif "OMPI_COMM_WORLD_RANK" in env:
         place = _open_mpi(env)
     elif int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # not SLURM_NTASKS: in salloc's shell that is the job's
-        place = _slurm(env)
+        place = _slurm(env, devices)
     else:
         return Place()
     per_node = place.local_world
@@ -77,16 +82,18 @@ def node_range(nodes: int | str) -> tuple[int, int]:
 
 
 def refuse_nodes(
-    launcher: str, env: Mapping[str, str], nodes: int | str, resume: str | None, run_dir: str | None
+    place: Place, env: Mapping[str, str], nodes: int | str, resume: str | None, run_dir: str | None
 ) -> None:
     """torchrun starts all ranks again where one fails (`--max-restarts`) or a node comes or goes: they shall go on.
 
     Raises:
         ConfigError: nobody has started other nodes; or ranks would begin anew, or meet in what the ranks before them
-            have left (pytorch#135712).
+            have left (pytorch#135712); or what they print before they meet would have no place.
     """
-    if not launcher and nodes != 1:
+    if not place.launcher and nodes != 1:
         raise ConfigError(f"trainer.nodes={nodes}: start it on each node, with torchrun --nnodes={nodes} ... or srun")
+    if place.starts and run_dir is None:
+        raise ConfigError("srun with one task a node: the ranks that it starts need trainer.run_dir=runs/NAME")
     again = env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" or isinstance(nodes, str)
     needed = {
         "trainer.resume=auto": resume == "auto",
@@ -94,7 +101,7 @@ def refuse_nodes(
         f"{FRESH_STORE}=1 in torchrun's environment": env.get(FRESH_STORE) == "1",
     }
     missing = [name for name, there in needed.items() if not there]
-    if launcher == "torchrun" and again and missing:
+    if place.launcher == "torchrun" and again and missing:
         given = f"trainer.nodes={nodes}" if isinstance(nodes, str) else "torchrun --max-restarts"
         raise ConfigError(f"{given}: ranks that are started again could not go on; add {', '.join(missing)}")
 
@@ -116,7 +123,7 @@ def _open_mpi(env: MutableMapping[str, str]) -> Place:
     return Place(rank, world, local_rank, local_world, store, "mpirun")
 
 
-def _slurm(env: MutableMapping[str, str]) -> Place:
+def _slurm(env: MutableMapping[str, str], devices: int | str) -> Place:
     world, nodes = int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_STEP_NUM_NODES"])
     if world % nodes or "," in env.get("SLURM_STEP_TASKS_PER_NODE", ""):
         raise ConfigError(
@@ -124,7 +131,10 @@ def _slurm(env: MutableMapping[str, str]) -> Place:
         )
     env.setdefault("MASTER_ADDR", first_host(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]))
     env.setdefault("MASTER_PORT", str(20000 + (int(env["SLURM_JOB_ID"]) + int(env["SLURM_STEP_ID"])) % 20000))
-    return Place(int(env["SLURM_PROCID"]), world, int(env["SLURM_LOCALID"]), world // nodes, "", "srun")
+    rank = int(env["SLURM_PROCID"])
+    if world == nodes and isinstance(devices, int) and devices > 1:
+        return Place(rank * devices, world * devices, 0, devices, "", "srun", starts=True)
+    return Place(rank, world, int(env["SLURM_LOCALID"]), world // nodes, "", "srun")
 
 
 def first_host(nodes: str) -> str:
@@ -156,11 +166,27 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def is_first() -> bool:
+    """Whether this process tells what all know: rank 0 of a launcher's, or one that nobody has started."""
+    others = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "ECHELON_PARENT")
+    return not any(os.environ.get(name, "0") != "0" for name in others)
+
+
 def let_first_tell() -> None:
     """Call it before an error is printed that other ranks may have too. The first rank of a node tells at once, and as
     it ends, torchrun and mpirun (and srun with -K) end the others: what they say after 5 s is theirs alone."""
     if any(os.environ.get(name, "0") != "0" for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")):
         time.sleep(5)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process as `sys.exit` does, but without the interpreter's own end: it would end a thread of gloo's that
+    lets go of a tensor just then, which aborts the process ("terminate called without an active exception")."""
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] as multiprocessing ends its own
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from trainer import __version__
 from trainer.errors import ConfigError, exit_code, nearest, told
-from trainer.launch import STOPPED, detect, die_with_parent, let_first_tell, refuse_crowd, refuse_nodes
+from trainer.launch import STOPPED, detect, die_with_parent, leave, let_first_tell, refuse_crowd, refuse_nodes
 from trainer.secret import remove_with_secrets, word_without_secrets
-from trainer.signals import hold_usr1, outlive_readers
+from trainer.signals import Start, outlive_readers
 
 HERE = Path(__file__).parent
 CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # in a wheel, in a checkout
@@ -46,11 +46,11 @@ class Job(NamedTuple):
 
 
 def main() -> None:
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()  # torchrun's agent, which may be killed
+    if {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK"} & set(os.environ):
+        die_with_parent()  # torchrun's agent, or mpirun, which may be killed
     outlive_readers()
-    hold_usr1(True)
-    sys.exit(guarded(lambda: command(sys.argv[1:])))
+    Start().__enter__()  # to the end of the process
+    leave(guarded(lambda: command(sys.argv[1:])))
 
 
 def guarded(call: Callable[[], int]) -> int:
@@ -71,7 +71,7 @@ def command(arguments: list[str]) -> int:
         die_with_parent(int(os.environ["ECHELON_PARENT"]))  # before anything that takes time
         from trainer.session import train_as_rank
 
-        return train_as_rank(Path(arguments[1]), arguments[2:])
+        return train_as_rank(int(arguments[1]), arguments[2:])
     folders = [CONF, *own_folders(arguments)]
     if {"-h", "--help"} & set(arguments):
         print(usage(folders))
@@ -231,11 +231,11 @@ def run(config: dict[str, Any], recipe: str, typed: list[str]) -> int:
 
     options = settings(Options, config["trainer"])
     place = detect(os.environ, options.devices, options.nodes)
-    if not place.launcher and options.accelerator != "cuda":
+    if (place.starts or not place.launcher) and options.accelerator != "cuda":
         refuse_crowd(options.devices)
-    refuse_nodes(place.launcher, os.environ, options.nodes, options.resume, options.run_dir)
+    refuse_nodes(place, os.environ, options.nodes, options.resume, options.run_dir)
     world = place.world if place.launcher else options.devices
-    if isinstance(world, int):
+    if isinstance(world, int) and not options.resume and isinstance(options.nodes, int):  # else the plan says
         split_batch(config["batch"], world, config["micro_batch"], config["accumulate"])
     # Read when torch loads: idle OpenMP threads sleep. Spinning, they take the cores that ranks and data workers need.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

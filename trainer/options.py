@@ -17,7 +17,7 @@ class CheckpointOptions:
     dir: str = "ckpt"
     every_steps: int | None = 1000
     every_minutes: float | None = 30.0  # by rank 0's clock
-    keep: int = 2  # newest valid checkpoints kept; at least 1
+    keep: int = 2  # newest valid checkpoints kept; at least 2, for the newest may turn out to be damaged
     keep_best: str | None = None  # a metric, smaller is better: "val/loss"; "max val/accuracy" turns it round
     keep_every: int | None = None  # steps; checkpoints of multiples of it stay for ever
     when_busy: Literal["wait", "skip"] = "wait"  # where the one before is still being written when one is due
@@ -26,8 +26,8 @@ class CheckpointOptions:
     def __post_init__(self) -> None:
         require("trainer.checkpoint.every_steps", self.every_steps, at_least=1)
         require("trainer.checkpoint.every_minutes", self.every_minutes, above=0)
-        for key in ("keep", "keep_every", "max_failures"):
-            require(f"trainer.checkpoint.{key}", getattr(self, key), at_least=1)
+        for key, least in (("keep", 2), ("keep_every", 1), ("max_failures", 1)):
+            require(f"trainer.checkpoint.{key}", getattr(self, key), at_least=least)
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,11 @@ class DataOptions:
     prefetch: int = 2  # micro-batches ahead per worker
     lanes: int = 64  # shards mixed in every batch; part of the run's identity
     block: int = 512  # samples shuffled together inside a lane; part of the run's identity
+    decoders: list[Any] = field(default_factory=list)  # functions (".seg.png", bytes) -> value, or None: the next one's
+    map: list[Any] = field(default_factory=list)  # functions sample -> sample, one after the other, before `transform`
     max_bad: float = 1e-4  # share of an epoch's samples that may be unreadable, 10 at least; 0: none
-    cache_dir: str = "~/.cache/echelon/shards"  # where shards at URLs are kept, whole; one folder a node
+    allow_pipe: bool = False  # whether a shard may be pipe:PROGRAM ARGUMENTS, which is run without a shell
+    cache_dir: str = "~/.cache/echelon/shards"  # where shards at URLs and unpacked ones are kept; one folder a node
     cache_gb: float = 50.0  # it may hold; the least recently used shards go, those in use stay
 
     def __post_init__(self) -> None:

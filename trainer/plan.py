@@ -9,6 +9,7 @@ from typing import Any
 from trainer.batch import split_batch
 from trainer.callback import Callback, Role, arrange, overrides
 from trainer.checkpoint import commit
+from trainer.checkpoint.visible import see
 from trainer.checkpoint.weights import weights_files
 from trainer.config import fits
 from trainer.data.source import Samples, open_source
@@ -48,21 +49,23 @@ class Plan:
         rank: int,
         each: Callable[[Any], list[Any]],
     ) -> None:
-        if world == 1 and (options.devices not in ("auto", 1) or node_range(options.nodes)[0] > 1):
-            raise ConfigError(
-                f"trainer.devices={options.devices}, trainer.nodes={options.nodes}: this is one process, and nobody "
-                "starts more; run it by python -m trainer.main or torchrun, or leave them out"
-            )
+        if world == 1:
+            refuse_more(options)
         rank_0_decides = replace(options, run_dir=None, checkpoint=replace(options.checkpoint, dir=""))
         refuse_other_ranks({f"trainer.{key}": value for key, value in asdict(rank_0_decides).items()}, each)
         self.options, self.data, self.batch = options, data, batch
-        self.micro, self.accumulate = split_batch(batch, world, micro_batch, accumulate)
         refuse_incomplete(recipe, callbacks)
         self.callbacks = arrange(callbacks, self.features())
         self.resumed, self.manifest = self._find_checkpoint(rank, each)
+        uneven = len(set(node_range(options.nodes))) > 1 or self.manifest.get("world", world) != world
+        self.micro, self.accumulate = split_batch(batch, world, micro_batch, accumulate, uneven)
+        if self.resumed and self.manifest["world"] != world:
+            refuse_unmerged(self.callbacks, self.manifest, world)
         if options.init_from and not self.resumed:
             weights_files(options.init_from)
         self._open_data(recipe, rank, each)
+        if self.order is None:  # an iterable's batches are as large as they are
+            split_batch(batch, world, micro_batch, accumulate)
         self.max_steps = self._max_steps()
         self.rate = schedule.resolve(self.max_steps, batch, self.epoch_samples)
         self.validate_every = every = self._every("trainer.validate_every", options.validate_every)
@@ -73,10 +76,10 @@ class Plan:
         refuse_other_ranks(self.identity() | {"max_steps": self.max_steps}, each)
 
     def _open_data(self, recipe: Any, rank: int, each: Callable[[Any], list[Any]]) -> None:
-        seed = self.options.seed
+        seed, timeout_s = self.options.seed, self.options.timeout_s
         if rank:
             each(None)
-        source, self.validation = (open_source(recipe, split, seed, self.data) for split in ("train", "val"))
+        source, self.validation = (open_source(recipe, split, seed, self.data, timeout_s) for split in ("train", "val"))
         if not rank:
             each(None)
         if source is None:
@@ -104,31 +107,27 @@ class Plan:
 
     def _find_checkpoint(self, rank: int, each: Callable[[Any], list[Any]]) -> tuple[Path | None, dict[str, Any]]:
         """Rank 0 decides, and all go on from what it has found, or none."""
-        options, path = self.options, None
+        options, found = self.options, None
         if options.resume is None:
             return None, {}
         root = Path(options.checkpoint.dir)
         if rank == 0:
-            found = commit.resolve(options.resume, root, root / Path(options.run_dir).name if options.run_dir else None)
-            path = None if found is None else str(found)
-        path = each(path)[0]
-        if path is None:
+            path = commit.resolve(options.resume, root, root / Path(options.run_dir).name if options.run_dir else None)
+            found = path and [str(path), commit.verify(path, hashes=False)["sha256"]]
+        found = each(found)[0]
+        if found is None:
             log.info("resume: there is no checkpoint in %s yet; a new run begins", root)
             return None, {}
-        manifest, why = {}, ""
-        try:
-            manifest = commit.verify(Path(path), hashes=False)  # which rank 0 has compared to choose it
-            refuse_other_manifests(manifest, f"trainer.resume={path}")
-        except (ConfigError, OSError) as error:  # each rank's own, maybe
-            why = str(error)
-        seen = each([manifest.get("sha256"), why])
-        for number, (digest, why) in enumerate(seen):
-            if why or digest != seen[0][0]:
+        path, sha256 = Path(found[0]), found[1]
+        manifest, unseen = see(path, sha256)
+        for number, why in enumerate(each(unseen)):
+            if why:
                 raise ConfigError(
-                    f"trainer.resume={options.resume}: rank {number} does not see rank 0's checkpoint ({why or path}); "
+                    f"trainer.resume={options.resume}: rank {number} does not see rank 0's checkpoint ({why}); "
                     "give all ranks the same trainer.checkpoint.dir, on a shared disk"
                 )
-        return Path(path), manifest
+        refuse_other_manifests(manifest, f"trainer.resume={path}")
+        return path, manifest
 
     def _max_steps(self) -> int | None:
         options = self.options
@@ -168,6 +167,14 @@ class Plan:
         return own | {"lanes": self.data.lanes, "block": self.data.block}
 
 
+def refuse_more(options: Options) -> None:
+    if options.devices not in ("auto", 1) or node_range(options.nodes)[0] > 1:
+        raise ConfigError(
+            f"trainer.devices={options.devices}, trainer.nodes={options.nodes}: this is one process, and nobody "
+            "starts more; run it by python -m trainer.main or torchrun, or leave them out"
+        )
+
+
 def refuse_incomplete(recipe: Any, callbacks: Mapping[str, Any]) -> None:
     missing = [name for name in ("model", "data", "loss") if not callable(getattr(recipe, name, None))]
     if missing:
@@ -197,12 +204,27 @@ def refuse_other_manifests(manifest: Mapping[str, Any], key: str) -> None:
     """Whole, and its sha256 right, it may still be of something else, or of someone who means harm."""
     kinds = {"run_dir": str, "samples": int, "world": int, "identity": dict, "buckets": list, "ddp": dict}
     wrong = [name for name, kind in kinds.items() if not fits(manifest.get(name), kind)]
+    may = {"rank_states": list[str], "settings": dict, "versions": dict}
+    wrong += [name for name, kind in may.items() if name in manifest and not fits(manifest[name], kind)]
     wrong += [name for name in ("model", "optimizer", "data") if name not in (manifest.get("identity") or ())]
     if wrong or manifest["samples"] < 0 or not 0 < manifest["world"] <= MOST_RANKS:
         raise ConfigError(
             f"{key}: its manifest is none of a run ({', '.join(wrong) or 'samples or world'}); "
             "give a checkpoint that Echelon has written"
         )
+
+
+def refuse_unmerged(callbacks: Mapping[str, Callback], manifest: Mapping[str, Any], world: int) -> None:
+    """Raises:
+    ConfigError: for a callback of whose ranks the checkpoint has a state each, where none says how to merge them.
+    """
+    for name in sorted(callbacks.keys() & set(manifest.get("rank_states", ()))):
+        if not overrides(callbacks[name], "merge_rank_states"):
+            raise ConfigError(
+                f"callbacks.{name}: the checkpoint has what each of {manifest['world']} rank(s) kept of its own, there "
+                f"are {world} now, and {type(callbacks[name]).__name__} has no merge_rank_states; resume on "
+                f"{manifest['world']}, give it one, or leave {name} out"
+            )
 
 
 def refuse_differences(saved: Mapping[str, Any], own: Mapping[str, Any], accept: list[str]) -> None:
@@ -214,12 +236,8 @@ def refuse_differences(saved: Mapping[str, Any], own: Mapping[str, Any], accept:
     different = [key for key in own if key in saved and saved[key] != own[key]]
     for key in different:
         if key in accept:
-            log.warning(
-                "resume: %s was %s and is %s, accepted; the run is not the one that was interrupted",
-                key,
-                saved[key],
-                own[key],
-            )
+            told = "resume: %s was %s and is %s, accepted; the run is not the one that was interrupted"
+            log.warning(told, key, saved[key], own[key])
     refused = [key for key in different if key not in accept]
     if refused:
         told = "; ".join(f"{key} was {short(saved[key])} in the checkpoint and is {short(own[key])}" for key in refused)

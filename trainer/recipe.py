@@ -21,9 +21,10 @@ class Recipe(Protocol):
     def data(self, split: str) -> Data:
         """The data of `split` ("train" or "val"), the same on every rank. One of three kinds:
 
-        - tar shards in WebDataset format: a path, a glob pattern, a URL (http, https, s3, gs), or a list of these. A
-          sample is a dict of members. A mixture of several data sets is a dict of such patterns and their weights; an
-          epoch has as many samples as there are in all, and validation walks each sample once, whatever its weight.
+        - tar shards in WebDataset format, plain or compressed: a path, a glob pattern, a URL (http, https, s3, gs),
+          `pipe:PROGRAM ARGUMENTS` with data.allow_pipe=true, or a list of these. A sample is a dict of members. A
+          mixture of several data sets is a dict of such patterns and their weights; an epoch has as many samples as
+          there are in all, and validation walks each sample once, whatever its weight.
         - a map-style torch `Dataset`. A checkpoint refuses other data by the class's name and the length; an attribute
           `fingerprint: str` of the dataset takes the place of the name, and should change with the content.
         - any iterable of batches, of this rank, walked again when it ends: a generator for "train" must never end, and
@@ -62,7 +63,8 @@ class Optional(Protocol):
         ...
 
     def transform(self, sample: Any, rng: Generator) -> Any:
-        """One sample, as the model wants it, in a data worker. `rng` is keyed by (seed, epoch, sample)."""
+        """One sample, as the model wants it, in a data worker, after `data.map`. `rng` is keyed by (seed, epoch,
+        sample)."""
         ...
 
     def collate(self, samples: list[Any]) -> Any:

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.appended import Appended
 from trainer.checkpoint import commit
 from trainer.errors import ConfigError
 
@@ -112,7 +113,7 @@ def start_log(run_dir: Path, rank: int) -> None:
         os.close(file)
         handlers: list[logging.Handler] = [logging.StreamHandler()]
     else:
-        handlers = [logging.FileHandler(path), Terminal()]
+        handlers = [LogFile(path), Terminal()]
     for handler in handlers:
         if not isinstance(handler, Terminal):
             handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -126,6 +127,19 @@ def stop_log() -> None:
     for handler in log.handlers:
         handler.close()
     log.handlers = []
+
+
+class LogFile(logging.Handler):
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.file = Appended(path)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.file.write(f"{self.format(record)}\n".encode())
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
 
 
 class Terminal(logging.Handler):

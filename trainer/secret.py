@@ -1,4 +1,4 @@
-"""Keeps secrets out of what is printed and stored: the value of each key whose name says that it is one."""
+"""Keeps secrets out of what is printed and stored: values of keys that are named as such, and signed URLs' queries."""
 
 import re
 from collections.abc import Mapping
@@ -10,6 +10,8 @@ SECRET = re.compile(
     r"(?i)(?<!mask_)(?<!cls_)(?<!sep_)(?<!pad_)(?<!bos_)(?<!eos_)(?<!unk_)(?<!per_)token$|"
     r"(^|_)(secret|password|passwd|passphrase|credentials?)(_|$)|(api|access|private|auth|secret)_?key(_id)?$"
 )
+URL = re.compile(r"""(\w+://[^\s?'"]*)\?([^\s'"]*)""")  # and its query
+SIGNATURE = re.compile(r"(?i)(sig|token|secret|credential|password|auth|key)[^=&]*=")  # in such a query
 PAIR = re.compile(r"""(\w+)(\s*[:=]\s*)("[^"]*"|'[^']*'|[^,{}[\]]+)""")  # in a value such as {a: 1, b: [c]}
 
 
@@ -24,14 +26,27 @@ def without_secrets(config: Any) -> Any:
             key: HIDDEN if is_secret(str(key)) and value not in (None, "") else without_secrets(value)
             for key, value in config.items()
         }
-    return [without_secrets(item) for item in config] if isinstance(config, list) else config
+    if isinstance(config, list):
+        return [without_secrets(item) for item in config]
+    return without_signatures(config) if isinstance(config, str) else config
+
+
+def without_signatures(text: str) -> str:
+    """Without the query of each URL that is signed by it."""
+    return URL.sub(lambda url: f"{url[1]}?{HIDDEN}" if SIGNATURE.search(url[2]) else url[0], text)
 
 
 def secrets(config: Any, key: str = "") -> list[str]:
     """Keys for which a stored config has stars."""
     items = config.items() if isinstance(config, Mapping) else enumerate(config) if isinstance(config, list) else ()
+    if isinstance(config, list) and any(map(is_hidden, config)):
+        return [key]
     found = [name for part, value in items for name in secrets(value, f"{key}.{part}".lstrip("."))]
-    return [key] if config == HIDDEN else found
+    return [key] if is_hidden(config) else found
+
+
+def is_hidden(value: Any) -> bool:
+    return value == HIDDEN or (isinstance(value, str) and f"?{HIDDEN}" in value)
 
 
 def word_without_secrets(word: str) -> str:
@@ -39,7 +54,8 @@ def word_without_secrets(word: str) -> str:
     key, equals, _ = word.partition("=")
     if equals and is_secret(key):
         return f"{key}={HIDDEN}"
-    return PAIR.sub(lambda found: f"{found[1]}{found[2]}{HIDDEN}" if is_secret(found[1]) else found[0], word)
+    word = PAIR.sub(lambda found: f"{found[1]}{found[2]}{HIDDEN}" if is_secret(found[1]) else found[0], word)
+    return without_signatures(word)
 
 
 def remove_with_secrets(file: Path) -> None:

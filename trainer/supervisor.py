@@ -9,200 +9,164 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from trainer.errors import EXIT_CODES
-from trainer.heartbeat import Beat, read
-from trainer.launch import STOPPED, cores
-from trainer.signals import heeded, hold_usr1, show_cursor
+from trainer.appended import Appended
+from trainer.desync import odd_one
+from trainer.heartbeat import read
+from trainer.launch import STOPPED, Place, cores
+from trainer.restarts import Failure, Restarts
+from trainer.signals import EARLY, Heard, show_cursor
 
-GAVE_UP = 70  # exit code: the same failure at the same step, again and again (sysexits' EX_SOFTWARE)
 HANGS = 124  # exit code: no rank has moved for too long (as of `timeout`)
-SAME = 3  # failures alike in a row of attempts, until the run is given up
-LONGEST_PAUSE_S = 30.0
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What ended an attempt: of the rank that failed first."""
-
-    rank: int
-    text: str  # for the user
-    code: int  # of the run
-    reported: bool  # by the rank itself, as an error of Python's
-
-
-class Restarts:
-    """Whether a run is started again: so many times in a row without a step that is further than any before."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.used, self.furthest = limit, 0, -1
-        self.alike: Counter[tuple[int, str, int]] = Counter()
-
-    def decide(self, failure: Failure, beat: Beat | None) -> tuple[int, str]:
-        """The exit code, 0 to start again, and what the user is told of it. `beat`: the last of the rank that failed;
-        None where it came to no step."""
-        began, step, _ = beat or (0, 0, 0)
-        mistake = failure.reported and step == began and self.furthest < 0  # there from the beginning
-        if failure.code in EXIT_CODES.values() or mistake or not self.limit:
-            return failure.code, ""
-        if beat and step > self.furthest:
-            self.furthest, self.used = step, 0
-        kind = (failure.rank, failure.text.rstrip().rpartition("\n")[2], step)
-        self.alike[kind] += beat is not None
-        if self.alike[kind] == SAME:
-            return GAVE_UP, f"echelon: the same {SAME} times after step {step}: given up"
-        if self.used == self.limit:
-            return (
-                failure.code,
-                f"echelon: {self.limit} restarts came no further than step {max(0, self.furthest)}: given up",
-            )
-        self.used += 1
-        where = f"after step {step}" if beat else "before its first step"
-        return 0, f"echelon: failed {where}; restart {self.used} of {self.limit}"
-
-    @property
-    def pause_s(self) -> float:
-        return min(LONGEST_PAUSE_S, 2.0 ** (self.used - 1) - 1)
 
 
 class Supervisor:
-    """Runs `python -m trainer.main ARGUMENTS` once a rank on this node.
+    """Runs `python -m trainer.main --resolved FD TYPED` once a rank on this node.
 
-    Ranks meet in a file of a private folder, anew in each attempt, so no port is opened but gloo's on loopback. Each is
-    in a session of its own and is killed with this process. Signals to stop are passed on; when a rank fails, the
-    others get 5 s to end. What happened is told to the user, and appended to events.jsonl in the folder of logs.
+    Ranks meet in a file of a private folder, anew in each attempt, so no port is opened but gloo's on loopback; those
+    of several nodes by MASTER_ADDR and MASTER_PORT. Each is in a session of its own and is killed with this process.
+    Signals to stop are passed on; when a rank fails, the others get 5 s to end. What happened is told to the user, and
+    appended to events.jsonl in the folder of logs.
 
     Args:
-        arguments: For an attempt; called with whether one before has made a step.
+        resolved: The config of an attempt, as YAML; called with whether one before has made a step. It may hold
+            secrets, so it is in no file, but in memory at the descriptor FD, which goes with the processes.
+        typed: To be shown.
+        place: Of the first of them among all ranks.
         logs: The folder for what the ranks print.
         further: How to go on, for where no rank has reported an error.
         restarts: See `Restarts`.
         still_s: Seconds without a step of any rank, after which all are killed, and their stacks are in the logs.
+        start_s: That they have more, until the first of them has made its plan.
     """
 
     def __init__(
         self,
-        arguments: Callable[[bool], list[str]],
-        devices: int,
+        resolved: Callable[[bool], str],
+        typed: list[str],
+        place: Place,
         logs: Path,
         further: Callable[[], str],
         restarts: int,
         still_s: float,
+        start_s: float,
     ) -> None:
-        self.arguments, self.devices, self.logs, self.further, self.still_s = arguments, devices, logs, further, still_s
+        self.resolved, self.typed, self.place = resolved, typed, place
+        self.logs, self.further, self.still_s, self.start_s = logs, further, still_s, start_s
         self.restarts = Restarts(restarts)
-        self.ranks: list[subprocess.Popen[bytes]] = []
+        self.ranks: dict[int, subprocess.Popen[bytes]] = {}
         self.passed: list[int] = []
         self.moved = False  # whether an attempt has come a step further, so has left what it did not go on from
+        self.started = time.time()  # of the attempt
         self.last = 0.0, 0.0  # the time of the newest heartbeat, and when it was seen to be that
         logs.mkdir(parents=True, exist_ok=True)
+        self.events = Appended(logs / "events.jsonl")
 
     def run(self) -> int:
         """The run's exit code."""
-        before = {number: signal.signal(number, self._pass_on) for number in heeded()}
-        hold_usr1(False)
-        try:
+        with Heard(self._pass_on), contextlib.closing(self.events):
             for attempt in itertools.count():
                 code = self._attempt(attempt)
                 if code is not None:
                     return code
                 self._pause(self.restarts.pause_s)
-            raise AssertionError("unreachable")
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        raise AssertionError("unreachable")
 
     def _attempt(self, attempt: int) -> int | None:
         """The run's exit code; None to start it again."""
-        if self.passed:
-            print(f"echelon: stopped while nothing ran{self.further()}", file=sys.stderr, flush=True)
-            return 128 + self.passed[0]
-        with tempfile.TemporaryDirectory(prefix="echelon-") as folder:
-            private = Path(folder)
+        memory = os.fdopen(os.memfd_create("config"), "wb", buffering=0)
+        with tempfile.TemporaryDirectory(prefix="echelon-") as folder, memory:
+            private, self.started = Path(folder), time.time()
+            memory.write(self.resolved(self.moved).encode())
             try:
-                arguments = self.arguments(self.moved)
-                for rank in range(self.devices):
-                    self.ranks.append(self._start(arguments, rank, attempt, private))
-                if self.passed:  # meanwhile: it may have reached nobody
-                    self._send(signal.SIGTERM)
+                for local_rank in range(self.place.local_world):
+                    self._start(memory.fileno(), local_rank, attempt, private)
                 codes = self._wait(private)
             finally:
-                for rank in self.ranks:
-                    rank.kill()
-                    rank.wait()
-                self.ranks = []
-            failure = find(codes, private, self.logs, self.passed)
+                for process in self.ranks.values():
+                    process.kill()
+                    process.wait()
+                ranks, self.ranks = list(self.ranks), {}
+            if codes is None:
+                name = signal.Signals(self.passed[0]).name if self.passed else "a signal to a rank"
+                print(f"echelon: {name}: {EARLY}{self.further()}", file=sys.stderr, flush=True)
+                return 130 if name == "SIGINT" else STOPPED
+            failure = find(codes, ranks, private, self.logs, self.passed)
             if failure is None:
                 return max(codes.values())
             beat = read(private / f"heartbeat-{failure.rank}")
         self.moved |= beat is not None and beat.step > beat.began
         code, decision = (failure.code, "") if self.passed else self.restarts.decide(failure, beat)
-        self._note(attempt=attempt, rank=failure.rank, step=beat and beat[1], failed=failure.text, code=code)
+        odd = odd_one(self.logs, self.started)
+        self._note(attempt=attempt, rank=failure.rank, step=beat and beat[1], failed=failure.text, odd=odd, code=code)
         show_cursor()
         text = failure.text.rstrip() + ("" if failure.reported or not code else self.further())
-        print(*filter(None, (text, decision)), sep="\n", file=sys.stderr, flush=True)
+        print(*filter(None, (text, odd, decision)), sep="\n", file=sys.stderr, flush=True)
         return code or None
 
-    def _start(self, arguments: list[str], rank: int, attempt: int, private: Path) -> "subprocess.Popen[bytes]":
+    def _start(self, resolved: int, local_rank: int, attempt: int, private: Path) -> None:
+        place, rank = self.place, self.place.rank + local_rank
+        alone = place.world == place.local_world
         env = os.environ | {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.devices),
-            "LOCAL_WORLD_SIZE": str(self.devices),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(place.world),
+            "LOCAL_WORLD_SIZE": str(place.local_world),
             "ECHELON_PARENT": str(os.getpid()),
-            "ECHELON_STORE": str(private / "store"),
+            "ECHELON_STORE": str(private / "store") if alone else "",
             "ECHELON_ATTEMPT": str(attempt),
             "ECHELON_HEARTBEAT": str(private / f"heartbeat-{rank}"),
             "ECHELON_ERROR_FILE": str(private / f"error-{rank}.json"),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // self.devices))),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // place.local_world))),
         }
-        command = [sys.executable, "-m", "trainer.main", *arguments]
-        if rank == 0:
-            return subprocess.Popen(command, env=env, start_new_session=True)
-        with open(self.logs / f"rank{rank}.log", "ab") as log:
-            return subprocess.Popen(command, env=env, start_new_session=True, stdout=log, stderr=log)
+        env |= {"GLOO_SOCKET_IFNAME": "lo"} if alone else {}
+        command = [sys.executable, "-m", "trainer.main", "--resolved", str(resolved), *self.typed]
+        with open(self.logs / f"rank{rank}.log", "ab") as file:
+            log = file if rank else None
+            self.ranks[rank] = subprocess.Popen(
+                command, env=env, start_new_session=True, pass_fds=[resolved], stdout=log, stderr=log
+            )
 
-    def _pass_on(self, number: int, _: FrameType | None) -> None:
+    def _pass_on(self, number: int) -> None:
         self.passed.append(number)
         self._send(number)
 
     def _send(self, number: int) -> None:
-        for rank in self.ranks:
-            if rank.poll() is None:
-                rank.send_signal(number)
+        for process in list(self.ranks.values()):
+            if process.poll() is None:
+                process.send_signal(number)
 
-    def _wait(self, private: Path) -> dict[int, int]:
+    def _wait(self, private: Path) -> dict[int, int] | None:
         """Exit codes of the ranks that ended by themselves: once one has failed, the others have 5 s, and while rank 0
-        completes a checkpoint they have longer; none where no rank moves."""
+        completes a checkpoint they have longer; none where no rank moves. The others' stacks are in their logs. None:
+        asked to stop before any has begun."""
         codes: dict[int, int] = {}
         deadline = float("inf")
-        while len(codes) < self.devices and time.monotonic() < deadline:
+        while len(codes) < len(self.ranks) and time.monotonic() < deadline:
             time.sleep(0.05)
-            codes = {i: rank.returncode for i, rank in enumerate(self.ranks) if rank.poll() is not None}
+            codes = {rank: process.returncode for rank, process in self.ranks.items() if process.poll() is not None}
+            if (self.passed or STOPPED in codes.values()) and not any(map(read, private.glob("heartbeat-*"))):
+                return None
             if set(codes.values()) <= {0, STOPPED}:
                 if not codes and self._is_still(private):
-                    return {}
+                    break
             elif deadline == float("inf") or (0 not in codes and (beat := read(private / "heartbeat-0")) and beat.busy):
                 deadline = time.monotonic() + 5
+        if len(codes) < len(self.ranks):
+            self._send(signal.SIGUSR2)
+            time.sleep(1)
         return codes
 
     def _is_still(self, private: Path) -> bool:
-        """Whether no rank has moved for too long; their stacks are in their logs then."""
-        newest = max((path.stat().st_mtime for path in private.glob("heartbeat-*")), default=0.0)
+        """Whether no rank has moved for too long."""
+        beats = [path.stat().st_mtime for path in private.glob("heartbeat-*")]
+        newest = max(beats, default=self.started + self.start_s)
         if newest != self.last[0]:
             self.last = newest, time.monotonic()
-        if not newest or time.monotonic() - self.last[1] < self.still_s or time.time() < newest:
-            return False
-        self._send(signal.SIGUSR2)
-        time.sleep(1)
-        return True
+        return time.monotonic() - self.last[1] >= self.still_s and time.time() >= newest
 
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -210,17 +174,17 @@ class Supervisor:
             time.sleep(0.05)
 
     def _note(self, **event: Any) -> None:
-        with open(self.logs / "events.jsonl", "a") as file:
-            file.write(json.dumps({"time": round(time.time(), 3), **event}) + "\n")
+        self.events.write(f"{json.dumps({'time': round(time.time(), 3), **event})}\n".encode())
 
 
-def find(codes: Mapping[int, int], private: Path, logs: Path, passed: list[int]) -> Failure | None:
-    """What failed first; None where nothing did."""
+def find(
+    codes: Mapping[int, int], ranks: Iterable[int], private: Path, logs: Path, passed: list[int]
+) -> Failure | None:
+    """What failed first, or is likely to have made others fail; None where nothing did."""
     if not codes:
         return Failure(0, f"echelon: no rank has moved for too long; the stacks of all are in {logs}", HANGS, False)
     failed = {rank: code for rank, code in codes.items() if code not in (0, STOPPED)}
-    left = codes.get(0) == STOPPED and set(failed.values()) == {-signal.SIGABRT}
-    if not failed or left:  # all with a checkpoint; torch has aborted a rank on its way out
+    if not failed:
         return None
     reports: dict[int, dict[str, Any]] = {}
     for rank in failed:
@@ -236,7 +200,14 @@ def find(codes: Mapping[int, int], private: Path, logs: Path, passed: list[int])
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         text = f"echelon: rank {rank} {how}; its log: {logs}/rank{rank}.log"
         return Failure(rank, text, 128 - code if code < 0 else code, False)
-    rank = min(reports, key=lambda rank: reports[rank]["time"])
+    # A rank that hangs or has gone lets its peers fail, in a collective.
+    rank = min(reports, key=lambda rank: (reports[rank]["in_collective"], reports[rank]["time"]))
     text, code = reports[rank]["text"], reports[rank]["code"]
     text = text if text.startswith("echelon: ") else f"echelon: rank {rank} failed first:\n{text}"
-    return Failure(rank, text, code, True)
+    gone, hung = [r for r in codes if codes[r] == 0], [r for r in ranks if r not in codes]
+    if not reports[rank]["in_collective"] or not (gone or hung):
+        return Failure(rank, text, code, True)
+    which, rank = "rank(s) " + ", ".join(map(str, gone or hung)), (gone or hung)[0]
+    how = "ended with code 0 before the others" if gone else "did not end and had to be killed"
+    text = f"{text.rstrip()}\nechelon: {which} {how}: the likely cause; its log: {logs}/rank{rank}.log"
+    return Failure(rank, text, code, False)

@@ -1,6 +1,7 @@
 """What `_target_` may name: packages that are allowed, checked by name before an import and on the object after it."""
 
 import importlib
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -48,4 +49,14 @@ def locate(key: str, target: str, allow: tuple[str, ...]) -> Callable[..., Any]:
     refuse_target(key, target, home, allow)
     if home.split(".")[0] in CLASSES_ONLY and not isinstance(found, type):
         raise ConfigError(f"{key}._target_={target}: is no class; call it in a function of your own package")
+    if home.split(".")[0] == "webdataset":
+        make_webdataset_careful()
+        os.environ["WDS_SECURE"] = "1"  # in data workers that are started anew, too
     return found
+
+
+def make_webdataset_careful() -> None:
+    """No pickle, no pipe:, no rewritten URL, for whatever calls it in this process."""
+    from webdataset import utils
+
+    utils.enforce_security = True  # pyright: ignore[reportAttributeAccessIssue] it is there

@@ -140,7 +140,7 @@ class Trainer:
         cuda = [torch.cuda.default_generators[self.device.index]] if self.device.type == "cuda" else []
         self.generators = [torch.default_generator, *cuda]
         self.seed_base = mix(self.options.seed, 5, self.rank)
-        self.loader = Loader(self.recipe, self.plan, self.rank, self.world, self.device)
+        self.loader = Loader(self.recipe, self.plan, self.rank, self.world, self.device, self.ranks.place.local_world)
         if self.plan.resumed:
             resume.refuse_other_model(self, self.plan.resumed)
         refuse_unknown_metrics(self)
@@ -149,7 +149,8 @@ class Trainer:
         """Train to the end, or until stopped. Weights, optimizer and callbacks are left as the last step made them."""
         with Signals() as self.signals, ExitStack() as every:  # last first, also if one of them raises
             every.push(lambda kind, *_: self.ranks.note_failure(kind, self.run_dir / "logs"))
-            for end in (self.heartbeat.close, self.saver.close, self.loader.close):
+            self.signals.asked = lambda: self.ranks.note_failure(RuntimeError, self.run_dir / "logs")
+            for end in (self.heartbeat.close, self.saver.close, self.loader.close, self.quarantine.file.close):
                 every.callback(end)
             for end in reversed(self._hooks["on_fit_end"]):
                 every.callback(end, self)

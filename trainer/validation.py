@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.commit import parse_best
+from trainer.data.quarantine import allowed
 from trainer.data.source import Samples
 from trainer.errors import ConfigError, DataError, nearest
 from trainer.run import log
@@ -21,17 +22,21 @@ def evaluate(trainer: "Trainer", source: Samples | Iterable[Any]) -> dict[str, f
     be unequal or empty, for the model is not DDP's.
 
     Raises:
-        DataError: on all ranks, if nothing was counted on any.
+        DataError: on all ranks, if nothing was counted on any, or more samples are bad than may be.
     """
     totals: dict[str, list[Any]] = {}
-    for metrics in each_batch(trainer, source):
+    bad: list[str] = []
+    for metrics in each_batch(trainer, source, bad):
         trainer.heartbeat.beat()
         for name, (total, count) in metrics.items():
             if count:  # else the sum may be 0 / 0
                 sums = totals.setdefault(name, [0.0, 0])
                 sums[0] += total.double()
                 sums[1] += count
-    ranks = trainer.ranks.gather({name: [float(total), count] for name, (total, count) in totals.items()})
+    own = {name: [float(total), count] for name, (total, count) in totals.items()}
+    ranks, counts, firsts = zip(*trainer.ranks.gather([own, len(bad), bad[:1]]), strict=True)
+    if sum(counts):
+        tell_bad(trainer, source, sum(counts), next(first[0] for first in firsts if first))
     if not any(ranks):
         raise DataError(
             "recipe.data('val'): gave no batch, or only such of weight 0; "
@@ -60,20 +65,34 @@ def refuse_unknown_metrics(trainer: "Trainer") -> None:
         raise ConfigError(f"{key}={name}: the recipe's data('val') is None; give it validation data, or leave this out")
     known = {"val/loss"}
     if hasattr(trainer.recipe, "metrics"):
-        own = [f"val/{name}" for name in next(each_batch(trainer, trainer.plan.validation), ())]
+        own = [f"val/{name}" for name in next(each_batch(trainer, trainer.plan.validation, []), ())]
         known = {name for names in trainer.ranks.gather(own) for name in names}
     for key, name in watched.items():
         if name not in known:
             raise ConfigError(f"{key}={name}: this run's validation gives no such metric; {nearest(name, known)}")
 
 
-def each_batch(trainer: "Trainer", source: Samples | Iterable[Any]) -> Iterator[dict[str, tuple[Tensor, int]]]:
+def tell_bad(trainer: "Trainer", source: Any, count: int, first: str) -> None:
+    samples = sum(source.counts)
+    most = allowed(trainer.plan.data.max_bad, samples)
+    if count > most:
+        raise DataError(
+            f"data.max_bad: {count} of {samples} samples of recipe.data('val') could not be read, and {most} may be; "
+            f"the first: {first}"
+        )
+    if trainer.rank == 0:
+        log.warning("validation: %d of %d samples were left out; the first: %s", count, samples, first)
+
+
+def each_batch(
+    trainer: "Trainer", source: Samples | Iterable[Any], bad: list[str]
+) -> Iterator[dict[str, tuple[Tensor, int]]]:
+    """Metrics of this rank's batches; of the samples that are in none, `bad` gets the reasons."""
     training = [module for module in trainer.eval_model.modules() if module.training]  # a recipe may freeze some
     trainer.eval_model.eval()
     try:
-        for batch, weight, _, bad in trainer.loader.validate(source):
-            for each in bad:
-                log.warning("validation: left out: %s", each.why)
+        for batch, weight, _, left_out in trainer.loader.validate(source):
+            bad += [each.why for each in left_out]
             if batch is None:
                 continue
             yield trainer.precision.cast(batch_metrics)(trainer, batch, weight)

@@ -108,5 +108,5 @@ def test_only_rank_0_writes(tmp_path, monkeypatch):
     callback.on_step_end(trainer)
     callback.on_fit_end(trainer)
     assert not (trainer.run_dir / "metrics.jsonl").exists()
-    assert callback.state_dict() == {"bytes": 0}
+    assert callback.state_dict() == {"bytes": 0, "kept": ""}
     trainer.close()

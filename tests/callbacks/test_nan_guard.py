@@ -62,7 +62,7 @@ class Watch(Callback):
 def train(
     place: Place, guard: dict[str, Any], factor: float = float("nan"), rank: int = 1, max_steps: int = 8,
     more: dict[str, Callback] | None = None, resume: str | None = None, bad: tuple[int, int] = (BAD, BAD),
-    name: str = "r",
+    name: str = "r", save: int = 4,
 ) -> tuple[dict[int, dict[str, Tensor]], list[list[Any]], list[Any]]:  # fmt: skip
     watch, nan_guard = Watch(), NanGuard(**guard)
     trainer = Trainer(
@@ -70,7 +70,7 @@ def train(
         data=DataOptions(workers=0, lanes=5, block=4),
         options=Options(
             max_steps=max_steps, run_dir=f"runs/{name}", resume=resume, log_every_steps=1,
-            checkpoint=CheckpointOptions(every_steps=4),
+            checkpoint=CheckpointOptions(every_steps=save),
         ),
     )  # fmt: skip
     trainer.fit()
@@ -102,10 +102,30 @@ def test_until_it_acts_the_bits_are_those_without_it():
         assert all(equal(a[0][8], b[0][8]) for a, b in zip(ranks, plain, strict=True))
 
 
+def every_third(place: Place) -> Any:
+    return train(place, {"action": "rollback", "every": 3}, save=8)
+
+
 def test_rollback_goes_back_to_the_copy():
-    for seen, left_out, _ in run_ranks(3, train, {"action": "rollback", "every": 3}):
+    for seen, left_out, _ in run_ranks(3, every_third):
         assert left_out == [[4, BAD, NOT_FINITE]]
         assert equal(seen[BAD], seen[3]) and not equal(seen[BAD], seen[4])
+
+
+def until(place: Place, max_steps: int, resume: str | None, name: str) -> Any:
+    """With residuals that are each rank's own, and a bad step after the checkpoint of step 4."""
+    more = {"c": CODECS["topk"]()}
+    return train(place, {"action": "rollback"}, max_steps=max_steps, more=more, resume=resume, bad=(7, 7), name=name)
+
+
+def test_a_resumed_run_goes_back_to_where_the_uninterrupted_one_does():
+    straight = run_ranks(3, until, 10, None, "straight")
+    run_ranks(3, until, 6, None, "r")
+    resumed = run_ranks(3, until, 10, "ckpt/r/step-00000004", "r")
+    for (seen, left_out, kept), (again, left_out_again, kept_again) in zip(straight, resumed, strict=True):
+        assert [entry[:2] for entry in left_out] == [[5, 7]]
+        assert left_out == left_out_again and all(equal(seen[step], again[step]) for step in range(5, 11))
+        assert kept and all(map(torch.equal, kept, kept_again))
 
 
 def test_raise_ends_all_ranks_with_one_line():

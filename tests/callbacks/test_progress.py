@@ -115,6 +115,8 @@ def test_what_a_terminal_has_room_for(columns, there, monkeypatch):
     callback, clock = Progress(), SimpleNamespace(now=0.0)
     callback.on_fit_start(trainer)
     callback.bar.get_time, callback.bar.speed_estimate_period = lambda: clock.now, 1e6
+    for task in callback.bar.tasks:
+        task._get_time = callback.bar.get_time
     callback.bar.reset(callback.task)
     for clock.now in (1800.0, 3600.0):
         trainer.step, trainer.metrics = trainer.step + 12_500, METRICS

@@ -131,11 +131,11 @@ def test_retention_keeps_the_newest_valid_and_the_best(run: Path) -> None:
         return steps(run)
 
     assert left(2, None) == [5, 6, 7, 99]
-    assert left(1, "val/loss") == [2, 6, 7, 99]
-    assert left(2, "max val/accuracy") == [2, 5, 6, 7, 99]
-    assert left(1, "max val/loss") == [1, 6, 7, 99]
+    assert left(2, "val/loss") == [2, 5, 6, 7, 99]
+    assert left(3, "max val/accuracy") == [2, 4, 5, 6, 7, 99]
+    assert left(2, "max val/loss") == [1, 5, 6, 7, 99]
     assert left(3, "val/unknown") == [4, 5, 6, 7, 99]
-    assert left(1, None, every=2) == [2, 4, 6, 7, 99]
+    assert left(2, None, every=2) == [2, 4, 5, 6, 7, 99]
     assert left(9, "val/loss") == [1, 2, 3, 4, 5, 6, 7, 99]
 
 

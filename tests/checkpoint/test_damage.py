@@ -13,7 +13,7 @@ from written import NAMES, put, steps
 
 from trainer.checkpoint.commit import commit, newest, resolve
 from trainer.checkpoint.manifest import MANIFEST, Damaged, verify
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, exit_code
 
 
 def test_every_flipped_bit_is_seen(run: Path) -> None:
@@ -125,9 +125,12 @@ def test_damage_and_trouble_are_two_things(run: Path, monkeypatch: pytest.Monkey
     put(run, 2)
     opened = os.open
 
-    def fail(code: int) -> None:
+    def fail(code: int, times: int = 99) -> None:
+        failures = iter(range(times))
+
         def broken(path: Any, *args: Any, **kwargs: Any) -> int:
-            if kwargs.get("dir_fd") is not None and "step-00000002" in os.readlink(f"/proc/self/fd/{kwargs['dir_fd']}"):
+            inside = kwargs.get("dir_fd") is not None and os.readlink(f"/proc/self/fd/{kwargs['dir_fd']}")
+            if inside and "step-00000002" in inside and next(failures, None) is not None:
                 raise OSError(code, os.strerror(code), path)
             return opened(path, *args, **kwargs)
 
@@ -136,8 +139,14 @@ def test_damage_and_trouble_are_two_things(run: Path, monkeypatch: pytest.Monkey
     fail(errno.EMFILE)
     with pytest.raises(OSError, match="Too many open files"):
         newest(run)
-    with pytest.raises(ConfigError, match=r"trainer\.resume=auto: .*Too many open files.*; "):
+    with pytest.raises(OSError, match="Too many open files") as error:
+        resolve("auto", run.parent, run)
+    assert exit_code(error.value) == 1  # may pass, so it is started again
+    fail(errno.EACCES)
+    with pytest.raises(ConfigError, match=r"trainer\.resume=auto: .*Permission denied.*; make it readable, or "):
         resolve("auto", run.parent, run)
     assert steps(run) == [1, 2]
+    fail(errno.EIO, times=2)
+    assert newest(run) == run / "step-00000002"
     fail(errno.EIO)
     assert newest(run) == run / "step-00000001"

@@ -1,5 +1,6 @@
 """A commit that is killed, or fails, at any system call loses nothing, and neither does a power loss."""
 
+import contextlib
 import re
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from written import NAMES, hidden, holds, put
 
 from trainer.checkpoint import commit as commit_module
 from trainer.checkpoint.commit import resolve
-from trainer.checkpoint.manifest import MANIFEST
+from trainer.checkpoint.manifest import MANIFEST, Damaged, verify
 
 REPO = str(Path(commit_module.__file__).parents[2])
 # Starts in 0.05 s, and can't import torch: -S leaves site-packages out.
@@ -73,7 +74,7 @@ def points(log: list[str]) -> list[Point]:
 @pytest.fixture(scope="session")
 def needs_strace() -> None:
     if shutil.which("strace") is None:
-        pytest.skip("strace is not installed (apt-get install strace): no kills at system calls")
+        pytest.skip("no strace, so no kills at system calls")
     probe = ["strace", "-f", "-o", "/dev/null", "-e", "inject=rmdir:error=EIO", "true"]
     done = subprocess.run(probe, check=False, capture_output=True, text=True)
     if done.returncode:
@@ -96,6 +97,16 @@ def prepare(run: Path, case: str) -> tuple[int, set[tuple[int, int]]]:
     return 4, {(3, 3), (4, 9)}
 
 
+def valid(run: Path) -> list[Path]:
+    """Whole by their manifests and sizes, as retention counts them."""
+    found = []
+    for path in run.glob("step-*"):
+        with contextlib.suppress(Damaged):
+            verify(path, hashes=False)
+            found.append(path)
+    return found
+
+
 CASES = ["next", "replace the only one", "replace a damaged one"]
 KILL, FULL, BROKEN = "signal=SIGKILL", "error=ENOSPC", "error=EIO"
 
@@ -104,7 +115,7 @@ def sweep(run: Path, case: str, faults: tuple[str, ...], calls: set[str]) -> int
     step, allowed = prepare(run, case)
     root, base = run.parent, run.parents[1] / "base"
     shutil.copytree(root, base, symlinks=True)
-    hit = points(log_of(run, step, 9, calls))
+    before, hit = valid(run), points(log_of(run, step, 9, calls))
     assert {"mkdir", "write", "fsync", "rename", "symlink"} <= {point.call for point in hit}
     for point in hit:
         for fault in faults if point.call in CHANGES else (BROKEN,):  # a kill at a read is one at the next change
@@ -121,6 +132,7 @@ def sweep(run: Path, case: str, faults: tuple[str, ...], calls: set[str]) -> int
                 assert done.returncode == 0 or done.stderr.startswith("errno "), where
             found = resolve("auto", root, run)
             assert found is not None and holds(found) in allowed, where
+            assert len(valid(run)) >= min(2, len(before)), where
             put(run, step + 1)
             found = resolve(str(root / "last.pt"), root, None)
             assert found is not None and holds(found) == (step + 1, step + 1), where
@@ -155,8 +167,18 @@ def order_errors(events: list[tuple[str, str]], run: Path) -> list[str]:
     chains.append([("write", manifest), ("fsync", manifest), ("fsync", staging), ("rename", final)])
     chains.append([("rename", final), ("fsync", str(run)), ("symlink", link)])
     chains.append([("symlink", link), ("rename", f"{run.parent}/last.pt"), ("fsync", str(run.parent))])
-    places = [[max((i for i, e in enumerate(events) if e == event), default=-1) for event in chain] for chain in chains]
-    return [str(chain) for chain, place in zip(chains, places) if -1 in place or place != sorted(place)]
+    begins = [
+        ("write", f"{run}/.ATTEMPT"),
+        ("fsync", f"{run}/.ATTEMPT"),
+        ("rename", f"{run}/ATTEMPT"),
+        ("fsync", str(run)),
+    ]
+    begun = events[: events.index(("mkdir", staging))]
+    pairs = [(events, chain) for chain in chains] + [(begun, begins)]
+    places = [
+        [max((i for i, e in enumerate(part) if e == event), default=-1) for event in chain] for part, chain in pairs
+    ]
+    return [str(chain) for (_, chain), place in zip(pairs, places) if -1 in place or place != sorted(place)]
 
 
 @pytest.mark.usefixtures("needs_strace")

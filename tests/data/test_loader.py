@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import re
+import signal
 import time
 from collections import UserDict
 from pathlib import Path
@@ -22,7 +23,7 @@ from trainer.callback import Callback
 from trainer.data.loader import Loader, count_samples, map_tensors
 from trainer.data.order import Order, Ref
 from trainer.data.write import write_shards
-from trainer.errors import DataError
+from trainer.errors import DataError, UnavailableError
 from trainer.launch import Place
 from trainer.options import DataOptions, Options
 from trainer.plan import Plan
@@ -69,6 +70,12 @@ def steps(loader: Loader, start: int, count: int) -> list[Any]:
     found = list(itertools.islice(stream, count))
     stream.close()  # ends its workers
     return found
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """torch waits 5 s at the end for each worker that hangs, or that a traceback still holds."""
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -291,12 +298,16 @@ class OwnError(DataError):
         super().__init__(f"{name}: {reason}")
 
 
-@pytest.mark.parametrize("where", ["transform", "weight"])
+class OwnAway(UnavailableError):
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+
+
+@pytest.mark.parametrize(("error", "where"), [(OwnError, "transform"), (OwnError, "weight"), (OwnAway, "transform")])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_bad_data_is_one_line_from_a_worker_too(where, workers):
-    with pytest.raises(DataError) as caught:
-        steps(make_loader(Broken(OwnError("07.png", "is no image"), where), 0, 1, workers=workers), 0, 1)
-    assert str(caught.value) == "07.png: is no image"
+def test_bad_data_is_one_line_from_a_worker_too(error, where, workers):
+    with pytest.raises(error.__base__, match=r"^07\.png: is no image$"):
+        steps(make_loader(Broken(error("07.png", "is no image"), where), 0, 1, workers=workers), 0, 1)
 
 
 def test_any_other_error_comes_with_the_workers_traceback():
@@ -326,11 +337,32 @@ def test_a_data_worker_that_hangs_is_one_line():
     message = ""
     try:
         next(loader.train(loader.plan.source, 0))
-    except DataError as error:
+    except UnavailableError as error:
         assert time.monotonic() - started < 2
         message = str(error)
     assert message.startswith("trainer.timeout_s=0.5: a data worker gave no batch in this time; ")
     assert "\n" not in message
+
+
+hangs_at_fork: list[bool] = []
+os.register_at_fork(after_in_child=lambda: time.sleep(600) if hangs_at_fork else None)
+
+
+def test_workers_that_hang_as_they_are_forked_are_started_again(monkeypatch):
+    expected = [step.batches[0]["x"] for step in steps(make_loader(Toy(), 0, 1, workers=2), 0, 3)]
+    monkeypatch.setattr("trainer.data.workers.START_S", 0.5)
+    monkeypatch.setattr("trainer.data.workers.log.warning", lambda *_: hangs_at_fork.clear())
+    hangs_at_fork.append(True)
+    before, handler = multiprocessing.active_children(), signal.signal(signal.SIGTERM, lambda *_: None)  # as a run has
+    loader = make_loader(Toy(), 0, 1, workers=2)
+    found = [step.batches[0]["x"] for step in itertools.islice(loader.train(loader.plan.source, 0), 3)]
+    assert all(map(torch.equal, expected, found)) and not hangs_at_fork
+    loader.close()
+    signal.signal(signal.SIGTERM, handler)
+    deadline = time.monotonic() + 5
+    while set(multiprocessing.active_children()) - set(before):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_damaged_sample_is_left_out_and_named_by_a_worker_too(tmp_path):

@@ -1,6 +1,7 @@
 """Samples that can't be read: left out while nothing else moves, written down, and too many of them end the run."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,10 @@ def test_they_are_left_out_and_nothing_else_moves(world, tmp_path, monkeypatch):
     ranks = run_ranks(world, train)
     noted = lines()
     assert sorted(line["shard"] for line in noted) == list(BAD)
-    assert all(line["error"] == f"{line['shard']}.png: is no image" and line["epoch"] == 0 for line in noted)
+    for line in noted:
+        number = line["shard"]
+        expected = {"epoch": 0, "shard": number, "offset": 0, "key": str(number), "error": f"{number}.png: is no image"}
+        assert {key: value for key, value in line.items() if key != "step"} == expected
     (tmp_path / "whole").mkdir()
     monkeypatch.chdir(tmp_path / "whole")
     whole = run_ranks(world, train, ())
@@ -148,10 +152,38 @@ def test_none_is_tolerated_where_so_told():
         train(Place(), BAD[:1], max_bad=0)
 
 
-@pytest.mark.parametrize("bad", [(3,), (0, 1), tuple(range(12))])
-def test_validation_goes_on_without_them(capsys, bad):
+def validate(place: Place, bad: tuple[int, ...], max_bad: float) -> str:
+    """What rank 0 says on the way, and all ranks at the end, if it is one."""
+    told = ""
+    try:
+        train(place, bad, 2, max_bad, None, "val", 2)
+    except DataError as error:
+        told = str(error)
+    log = Path("runs/r/logs/rank0.log").read_text() if place.rank == 0 else ""
+    return told + "".join(line for line in log.splitlines() if "WARNING" in line)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_the_bad_ones_of_a_validation_are_counted_on_all_ranks(world):
+    """13 samples, of which the ranks have 5, 4 and 4: rank 0 has one of the bad ones, or none."""
+    for bad in ((3, 6, 12), (11, 12)):
+        told = run_ranks(world, validate, bad, 0.1)
+        text = f"validation: {len(bad)} of 13 samples were left out; the first: {bad[0]}.png: is no image"
+        assert text in told[0] and told[0].count("left out") == 1 and told[1:] == [""] * (world - 1)
+        assert lines() == []
+        shutil.rmtree("runs"), shutil.rmtree("ckpt")
+
+
+@pytest.mark.parametrize(("bad", "max_bad", "most"), [(tuple(range(1, 12)), 0.1, 10), ((12,), 0.0, 0)])
+def test_too_many_bad_ones_in_a_validation_end_the_run_on_all_ranks(bad, max_bad, most):
+    told = run_ranks(3, validate, bad, max_bad)
+    text = f"data.max_bad: {len(bad)} of 13 samples of recipe.data('val') could not be read, and {most} may be; the fir"
+    assert all(each.startswith(f"{text}st: {bad[0]}.png: is no image") for each in told)
+
+
+@pytest.mark.parametrize("bad", [(3,), (0, 1), tuple(range(10))])
+def test_validation_goes_on_without_them(bad):
     train(Place(), bad, where="val", micro=2)
-    assert f"validation: left out: {bad[-1]}.png: is no image" in capsys.readouterr().out and lines() == []
     kept = [Points(13, torch.float64)[i] for i in range(13) if i not in bad]
     batch = {key: torch.stack([sample[key] for sample in kept]) for key in kept[0]}
     torch.manual_seed(0)

@@ -1,10 +1,14 @@
 """Samples from shards: the same as webdataset's, checked, decoded without pickle; and shards, the same each time."""
 
+import errno
 import io
 import json
+import math
 import os
 import pickle
 import random
+import shutil
+import subprocess
 import tarfile
 import time
 from pathlib import Path
@@ -19,10 +23,13 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 import trainer.data.read as read_module
 from trainer.data.index import Index
 from trainer.data.order import Ref, walk
-from trainer.data.read import ShardReader
+from trainer.data.read import ShardReader, decode
+from trainer.data.source import Samples
+from trainer.data.tar import _header as read_header
 from trainer.data.write import write_shards
-from trainer.errors import DataError
+from trainer.errors import DataError, UnavailableError
 
+TAR = shutil.which("tar")
 NUMBERS = np.arange(12, dtype=np.uint16).reshape(3, 4)
 
 
@@ -115,6 +122,42 @@ def test_samples_are_webdatasets(tmp_path: Path) -> None:
     assert same > 500 and 5 < refused < 100, (same, refused)
 
 
+def fuzz_files(folder: Path, seed: int, longest: int) -> list[str]:
+    """Files of odd names, of at most `longest` bytes after the last slash; in the order that tar shall have."""
+    rng = random.Random(seed)
+    names: dict[str, None] = {}
+    for _ in range(40):
+        where = rng.choice(["", "a/", "a.b/", "\u00e4/b/", "x" * 60 + "/" + "y" * 70 + "/"])
+        key = rng.choice(["k", "K 2", "\u4e2d\u00e9", "-", "__k__", "n" * 90, "m" * 180, "\udcff", "a'b\\c\n"])
+        for extension in rng.sample(["bin", "BIN.x", "seg.map", "n", "dat.", ".dat", "\u00fc"], 2):
+            name = f"{where}{key}.{extension}"
+            if len(os.fsencode(Path(name).name)) <= longest:
+                names[name] = None
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(rng.randbytes(rng.choice([0, 1, 511, 512, 513, 3000])))
+    return list(names)
+
+
+@pytest.mark.skipif(TAR is None, reason="needs GNU tar")
+@pytest.mark.parametrize(("form", "longest"), [("gnu", 255), ("pax", 255), ("ustar", 99)])
+def test_what_gnu_tar_writes_is_read_as_webdataset_reads_it(tmp_path: Path, form: str, longest: int) -> None:
+    read = 0
+    for seed in range(8):
+        files, path = tmp_path / f"{seed}", tmp_path / f"{seed}.tar"
+        files.mkdir()
+        names = fuzz_files(files, seed, longest)
+        listed = b"".join(os.fsencode(name) + b"\0" for name in names)
+        words = [TAR, f"--format={form}", "--null", "--verbatim-files-from", "-C", files, "-T", "-", "-cf", path]
+        done = subprocess.run([str(word) for word in words], input=listed, capture_output=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        expected = webdatasets(path)
+        assert read_all(ShardReader(Index.open([path]))) == expected
+        read += len(expected)
+    assert read > 80, read
+
+
 @pytest.mark.parametrize("prefix", [b"", b"folder"])
 def test_old_and_large_headers(tmp_path: Path, prefix: bytes) -> None:
     """ustar's split names, and sizes in base 256."""
@@ -131,6 +174,71 @@ def test_old_and_large_headers(tmp_path: Path, prefix: bytes) -> None:
         == webdatasets(path)
         == [{"__key__": "p" * 100 + "/" + "n" * 90, "bin": b"ustar"}]
     )
+
+
+def damaged_header(rng: random.Random) -> bytes:
+    """As tarfile writes it, then up to three fields changed, and mostly a checksum that is right."""
+    name = "/".join(rng.choice(("p" * 70, "\u00e4" * 9, "n.a")) for _ in range(rng.randint(1, 3)))
+    form, most = rng.choice(((tarfile.USTAR_FORMAT, 33), (tarfile.GNU_FORMAT, 40)))
+    info = tarfile.TarInfo(name)
+    info.size, info.type = (
+        rng.randrange(1 << most),
+        rng.choice([b"V", *tarfile.SUPPORTED_TYPES[:-1]]),
+    )  # less sparse files
+    block = bytearray(info.tobuf(form)[-tarfile.BLOCKSIZE :])
+    for start, stop in rng.sample(((0, 100), (124, 125), (124, 136), (156, 157), (345, 346), (345, 500)), 2):
+        if rng.random() < 0.4:
+            block[rng.randrange(start, stop)] = rng.choice((0, 32, 47, 49, 56, 128, 255))
+    unsigned = 256 + sum(block) - sum(block[148:156])
+    checksum = rng.choice((unsigned, unsigned, unsigned - 256 * sum(byte > 127 for byte in block), 77))
+    block[148:156] = b"%06o\0 " % checksum
+    return bytes(block)
+
+
+def test_headers_are_read_as_tarfile_reads_them() -> None:
+    rng, good = random.Random(0), 0
+    for _ in range(5000):
+        block = damaged_header(rng)
+        try:
+            expected = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+            good += 1
+        except tarfile.HeaderError:
+            expected = None
+        if expected is None or expected.size < 0:
+            with pytest.raises(DataError):
+                read_header(block, "x", 0)
+        else:
+            found = read_header(block, "x", 0)
+            name = found.name.rstrip("/") if expected.isdir() else found.name
+            assert (found.type, found.size, name) == (expected.type, expected.size, expected.name)
+    assert 1000 < good < 4500
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.arange(6, dtype=">i4").reshape(2, 3),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.array(3, np.float16),
+        np.zeros((0, 4), np.int8),
+        np.array([(1, 2.0)], [("a", "i1"), ("b", "<f8")]),
+        np.array(["ab", "c"]),
+        np.array([b""], "S0"),
+    ],
+    ids=lambda value: str(value.dtype)[:20],
+)
+def test_arrays_are_numpys(value: np.ndarray) -> None:
+    for version in ((1, 0), (2, 0), (3, 0)):
+        file = io.BytesIO()
+        np.lib.format.write_array(file, value, version)
+        found, expected = (
+            decode("npy", file.getvalue() + b"more"),
+            np.lib.format.read_array(io.BytesIO(file.getvalue())),
+        )
+        assert (found.dtype, found.shape, found.strides) == (expected.dtype, expected.shape, expected.strides)
+        assert found.tobytes() == expected.tobytes() and found.flags.writeable
+        with pytest.raises(ValueError):
+            decode("npy", file.getvalue()[:-1] if value.nbytes else file.getvalue()[:90])
 
 
 def test_members_decode_by_their_last_extension(tmp_path: Path) -> None:
@@ -235,6 +343,23 @@ def test_a_flipped_bit_costs_its_own_sample_only(three: ShardReader, sleeps: lis
     assert len(sleeps) == 2 * len(range(offset, offset + length, 100))
 
 
+def test_a_bad_sample_is_named(three: ShardReader, sleeps: list[float]) -> None:
+    """By its shard and its key, if only the content is damaged."""
+    path = three.index.shards[0].path
+    offsets = [three.index.samples(0)[i].tolist()[0] for i in range(3)]
+    raw = bytearray(path.read_bytes())
+    raw[offsets[1] + 600] ^= 1
+    raw[offsets[2] + 5] ^= 1
+    path.write_bytes(raw)
+    good, bad = Samples(three, [3], "", None, 0).batch([Ref(4, 0, i) for i in range(3)])
+    assert len(good) == 1
+    lines = [each.line for each in bad]
+    assert [line.pop("error").rpartition(", read")[0].count("the checksum of") for line in lines] == [1, 1]
+    assert lines == [
+        {"epoch": 4, "shard": str(path), "offset": offset, "key": key} for offset, key in ((1, "1"), (2, None))
+    ]
+
+
 def test_a_shard_that_shrinks_during_the_run_is_noticed(three: ShardReader, sleeps: list[float]) -> None:
     assert three.read(Ref(0, 0, 2))["bin"] == b"\2" * 700
     os.truncate(three.index.shards[0].path, 2000)
@@ -257,11 +382,58 @@ def test_what_passes_is_read_again(three: ShardReader, monkeypatch: pytest.Monke
     assert three.read(Ref(0, 0, 1))["bin"] == b"\1" * 700
 
 
-def test_a_shard_that_stays_away_is_named(three: ShardReader, sleeps: list[float]) -> None:
+@pytest.mark.parametrize("timeout_s", [math.inf, 20.0])
+def test_a_shard_that_stays_away_is_not_damaged(
+    three: ShardReader, timeout_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a minute is waited for it, and less than others wait for the sample."""
     three.index.shards[0].path.unlink()
-    with pytest.raises(DataError, match=r"a\.tar: sample 1 \(None\): No such file or directory, read 5 times"):
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
+    waits = 30 if timeout_s > 60 else 10
+    with pytest.raises(UnavailableError, match=rf"a\.tar: No such file or directory, for {waits} s; see to the disk"):
+        ShardReader(three.index, timeout_s=timeout_s).read(Ref(0, 0, 1))
+    assert waits - 3 < clock[0] - 100 <= waits
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ESTALE])
+@pytest.mark.parametrize("call", ["pread", "open"])
+def test_what_the_system_can_not_do_damages_no_sample(
+    three: ShardReader, number: int, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    source = Samples(ShardReader(three.index, timeout_s=0.1), [3], "", None, 0)
+    monkeypatch.setattr(*((os, "pread") if call == "pread" else (read_module, "opened")), fail)
+    with pytest.raises(UnavailableError, match=os.strerror(number)):
+        source.batch([Ref(0, 0, 1)])
+
+
+def test_an_index_that_is_gone_damages_no_sample(three: ShardReader) -> None:
+    three.index.shards[0].stored.unlink()
+    with pytest.raises(UnavailableError, match=r"a\.tar\.idx: gone or changed during the run"):
         three.read(Ref(0, 0, 1))
-    assert sleeps == sorted(sleeps) and len(sleeps) == 4 and 3 < sum(sleeps) < 5
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (MemoryError(), MemoryError),
+        (OSError(errno.EIO, "Input/output error"), UnavailableError),
+        (OSError("broken data stream"), DataError),  # as Pillow has it
+    ],
+)
+def test_a_decoder_that_fails_for_want_of_something(
+    three: ShardReader, raised: Exception, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: bytes) -> None:
+        raise raised
+
+    monkeypatch.setitem(read_module.DECODERS, "bin", fail)
+    with pytest.raises(kind):
+        three.read(Ref(0, 0, 1))
 
 
 def test_a_read_that_stops_short_goes_on(

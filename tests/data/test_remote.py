@@ -1,12 +1,18 @@
 """Shards at URLs: from a real nginx through a network with faults, and from a real S3 server; all, or an error."""
 
+import contextlib
+import fcntl
+import gzip
 import hashlib
 import random
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,14 +21,16 @@ import pytest
 from command import environment
 from served import MISSING, NGINX, Proxy, served
 
+import trainer.data.fetch as fetch_module
 import trainer.data.read as read_module
 import trainer.data.remote as remote_module
 from trainer.data.find import find_shards
 from trainer.data.index import Index
-from trainer.data.order import walk
+from trainer.data.order import Ref, walk
 from trainer.data.read import ShardReader
+from trainer.data.source import Samples
 from trainer.data.write import write_shards
-from trainer.errors import DataError
+from trainer.errors import ConfigError, DataError, UnavailableError
 from trainer.options import DataOptions
 
 SHARDS, EACH = 4, 6
@@ -40,7 +48,8 @@ def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(remote_module, "PAUSES_S", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(fetch_module, "PAUSES_S", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(remote_module, "FIRST_S", 0.2)
 
 
 @pytest.fixture
@@ -57,7 +66,7 @@ def write(folder: Path) -> list[Path]:
 
 def shard(proxy: Proxy, number: int = 0) -> Path:
     """Where nginx has it."""
-    return Path(proxy.backend).parent / "www" / f"s-{number:06d}.tar"
+    return proxy.nginx.folder / "www" / f"s-{number:06d}.tar"
 
 
 def options(tmp_path: Path, **more: Any) -> DataOptions:
@@ -119,9 +128,9 @@ FAULTS: dict[str, dict[str, Any]] = {
 def test_what_passes_is_tried_again(
     proxy: Proxy, tmp_path: Path, fault: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_module, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(fetch_module, "TIMEOUT_S", 0.3)
     if where == "rangeless/":
-        monkeypatch.setattr(remote_module, "PAUSES_S", (0.01,) * 6)
+        monkeypatch.setattr(fetch_module, "PAUSES_S", (0.01,) * 6)
     for key, value in FAULTS[fault].items():
         setattr(proxy, key, value)
     [path] = remote(tmp_path, f"{proxy.url}/{where}s-000000.tar")
@@ -142,7 +151,7 @@ def test_bytes_of_two_contents_are_never_mixed(proxy: Proxy, tmp_path: Path) -> 
     proxy.cut, proxy.faults = 100_000, 1
     [path] = remote(tmp_path, f"{proxy.url}/new.tar")
     content = b""
-    for start, part in remote_module.download(path.url):
+    for start, part in fetch_module.download(path.url, 1.0):
         content = content[:start] + part
         if other.exists():
             other.rename(good)
@@ -152,22 +161,24 @@ def test_bytes_of_two_contents_are_never_mixed(proxy: Proxy, tmp_path: Path) -> 
 
 @needs_nginx
 @pytest.mark.parametrize(
-    ("where", "text", "tries"),
+    ("where", "text", "kind"),
     [
-        ("none.tar", "HTTP Error 404: Not Found; ", 1),
-        ("private/a.tar", "HTTP Error 403: Forbidden; ", 1),
-        ("s-000000.tar?503", "HTTP Error 503: .*, tried 4 times; ", 4),
-        ("s-000000.tar?200", "an answer without its length, tried 4 times; ", 4),
-        ("away/s-000000.tar", "ftp", 4),
+        ("none.tar", "HTTP Error 404: Not Found; give", DataError),
+        ("private/a.tar", "HTTP Error 403: Forbidden; give", DataError),
+        ("s-000000.tar?503", r"HTTP Error 503: .*, tried \d+ times in 0 s; see to", UnavailableError),
+        ("s-000000.tar?200", r"an answer without its length, tried \d+ times in 0 s; see to", UnavailableError),
+        ("away/s-000000.tar", r"ftp.*, tried \d+ times in 0 s; see to", UnavailableError),
     ],
 )
-def test_what_can_not_be_had_is_one_line(proxy: Proxy, tmp_path: Path, where: str, text: str, tries: int) -> None:
+def test_what_can_not_be_had_is_one_line(
+    proxy: Proxy, tmp_path: Path, where: str, text: str, kind: type[Exception]
+) -> None:
     proxy.answer, proxy.faults = {"200": "200 OK", "503": "503 Service Unavailable"}.get(where[-3:], ""), 99
     [path] = remote(tmp_path, f"{proxy.url}/{where}")
-    with pytest.raises(DataError, match=rf"^{proxy.url}/{where.partition('?')[0]}: .*{text}") as caught:
+    with pytest.raises(kind, match=rf"^{proxy.url}/{where.partition('?')[0]}: .*{text}") as caught:
         Index.open([path])
-    assert "\n" not in str(caught.value) and len(proxy.requests) == tries
-    assert [entry.name for entry in (tmp_path / "cache").iterdir()] == []
+    assert "\n" not in str(caught.value) and (len(proxy.requests) > 1) == (kind is UnavailableError)
+    assert [entry.name for entry in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
 def test_a_server_that_is_not_there_is_one_line(tmp_path: Path) -> None:
@@ -176,7 +187,9 @@ def test_a_server_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     with socket.socket() as taken:  # and nobody listens
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/a.tar"
-        with pytest.raises(DataError, match=r"^http://127.0.0.1:\d+/a.tar: .*, tried 4 times; see to the") as caught:
+        with pytest.raises(
+            UnavailableError, match=r"^http://127.0.0.1:\d+/a.tar: .*, tried \d+ times in 0 s; "
+        ) as caught:
             Index.open(remote(tmp_path, url))
     assert "\n" not in str(caught.value)
     assert "secret" not in str(remote(tmp_path, url + "?signature=secret")[0])
@@ -188,14 +201,12 @@ def test_a_server_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["pipe:cat a.tar", "ftp://127.0.0.1/a.tar", "gopen:a.tar", "HTTP://127.0.0.1/a.tar", "data:;base64,AAAA"],
+    ["ftp://127.0.0.1/a.tar", "gopen:a.tar", "HTTP://127.0.0.1/a.tar", "data:;base64,AAAA"],
 )
 def test_schemes_beside_the_five_are_refused(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"no such file, and no URL of file, http, https, s3, gs, which alone are"):
         find_shards(name)
-    (tmp_path / "pipe:cat a.tar").touch()
-    assert find_shards("pipe:cat a.tar") == [Path("pipe:cat a.tar")]  # a file is a file, and is not run
 
 
 def test_urls_expand_braces_alone(tmp_path: Path) -> None:
@@ -291,20 +302,124 @@ def test_a_shard_in_use_stays(proxy: Proxy, tmp_path: Path, caplog: pytest.LogCa
 
 
 @needs_nginx
+def test_room_is_made_before_a_shard_comes(proxy: Proxy, tmp_path: Path) -> None:
+    """Also for those that come at the same time; and where nobody knows how large one is, as its bytes come."""
+    size = shard(proxy).stat().st_size
+    proxy.bytes_per_s = 1_000_000
+    most, paths = 2.5 * size, remote(tmp_path, all_of(proxy), cache_gb=2.5 * size / 1e9)
+    with watched(tmp_path) as held:
+        index = Index.open(paths, workers=1)
+    assert max(held) <= most and len(set(held)) > 20
+    assert sorted(kept(tmp_path)) == sorted(path.file for path in paths[2:])
+    with watched(tmp_path) as held, ThreadPoolExecutor(2) as pool:
+        coming = [pool.submit(index.shards[number].path.open) for number in (0, 1)]
+        while len(kept(tmp_path, ".part-")) < 2 or kept(tmp_path):
+            assert not any(each.done() for each in coming)
+        for each in coming:
+            each.result().close()
+    assert max(held) <= most and sorted(kept(tmp_path)) == sorted(path.file for path in paths[:2])
+
+
+@contextlib.contextmanager
+def watched(tmp_path: Path) -> Iterator[list[int]]:
+    """What the folder holds, again and again; parts with what they will have."""
+    found, done = list[int](), threading.Event()
+    (tmp_path / "cache").mkdir(exist_ok=True)
+
+    def look() -> None:
+        while not done.wait(0.002):
+            with (tmp_path / "cache" / ".lock").open("wb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                found.append(sum(path.stat().st_size for path in kept(tmp_path, ".part-", *"0123456789abcdef")))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    yield found
+    done.set()
+    thread.join()
+
+
+@needs_nginx
+def test_what_nobody_waits_for_pushes_out_nothing_that_was_just_used(
+    proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = remote(tmp_path, all_of(proxy), cache_gb=2.5 * shard(proxy).stat().st_size / 1e9)
+    index = Index.open(paths, workers=1)
+    proxy.well()
+    with pytest.raises(DataError, match="no room for it yet"):
+        index.shards[0].path.fetch()
+    assert sorted(kept(tmp_path)) == sorted(path.file for path in paths[2:]) and not proxy.requests
+    monkeypatch.setattr(remote_module, "SPARE_S", 0.0)
+    index.shards[0].path.fetch()
+    assert sorted(kept(tmp_path)) == sorted([paths[0].file, paths[3].file])
+
+
+@needs_nginx
+def test_a_shard_that_is_larger_than_the_folder_may_be_is_refused(proxy: Proxy, tmp_path: Path) -> None:
+    size = shard(proxy).stat().st_size
+    told = (
+        rf"^data\.cache_gb=0\.0001: {proxy.url}/s-000000\.tar alone has {{}} GB; give it more, or write smaller shards$"
+    )
+    with pytest.raises(ConfigError, match=told.format(r"0\.000\d+")):
+        Index.open(remote(tmp_path, all_of(proxy), cache_gb=1e-4))
+    Index.open(remote(tmp_path, all_of(proxy)))
+    proxy.well()
+    with pytest.raises(ConfigError, match=told.format(re.escape(f"{size / 1e9:g}"))):
+        Index.open(remote(tmp_path, all_of(proxy), cache_gb=1e-4))
+    assert not proxy.requests
+
+
+@needs_nginx
+def test_a_server_that_is_away_is_waited_for_where_it_was_there_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "web").mkdir()
+    with served(tmp_path / "web") as proxy:
+        write(tmp_path / "web" / "www")
+        index = Index.open(remote(tmp_path, f"{proxy.url}/s-000000.tar"))
+        expected = samples(index)
+        index.shards[0].path.drop()
+        proxy.nginx.kill()
+        back = threading.Timer(1.0, proxy.nginx.start)  # five times FIRST_S
+        back.start()
+        assert samples(index) == expected
+        back.join()
+        proxy.nginx.kill()
+        monkeypatch.setattr(remote_module, "PATIENCE_S", 0.2)
+        index.shards[0].path.drop()
+        source = Samples(ShardReader(index), index.counts, index.fingerprint, None, 0)
+        with pytest.raises(UnavailableError, match=r"^http.*s-000000\.tar: .*, tried \d+ times in 0 s; see to"):
+            source.batch([Ref(0, 0, 0)])  # and no sample is taken for a bad one
+
+
+@needs_nginx
 def test_what_was_indexed_and_is_another_now_is_refused(proxy: Proxy, tmp_path: Path) -> None:
     changed = shard(proxy).with_name("changed.tar")
     changed.write_bytes(shard(proxy, 1).read_bytes())
-    [path] = remote(tmp_path, f"{proxy.url}/changed.tar")
+    [path] = remote(tmp_path, f"{proxy.url}/changed.tar?versionId=3&of=it")
     first = Index.open([path])
     changed.write_bytes(shard(proxy, 2).read_bytes())
     assert samples(first) == samples(Index.open([path]))  # what is kept is what was indexed
     path.drop()
-    with pytest.raises(DataError, match=r"changed\.tar: changed since it was indexed; .* index http.*changed\.tar$"):
+    with pytest.raises(ConfigError, match=rf"{proxy.url}/changed\.tar: changed since it was indexed; ") as caught:
         samples(Index.open([path]))
     assert not kept(tmp_path) and not kept(tmp_path, ".part-")
-    again = Index.open([path], anew=True)
+    command = str(caught.value).partition("index it again: python ")[2]
+    done = subprocess.run(
+        f"{sys.executable} {command}", shell=True, env=environment(HOME=str(tmp_path)), capture_output=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    again = Index.open([path])
     assert again.fingerprint != first.fingerprint
     assert samples(again) == samples(Index.open([path]))
+    assert not (tmp_path / ".cache").exists()
+
+
+@needs_nginx
+def test_the_way_out_is_short_for_the_default_folder_and_tells_no_signature(proxy: Proxy, tmp_path: Path) -> None:
+    [path] = find_shards(f"{proxy.url}/s-000000.tar?sig=s3cr3t", DataOptions())
+    with pytest.raises(ConfigError, match=rf"shards index '{proxy.url}/s-000000\.tar\?\*\*\*'$"):
+        path._replace(sha256="another").open()
 
 
 @needs_nginx
@@ -381,11 +496,56 @@ def test_samples_from_s3(bucket: Any, tmp_path: Path) -> None:
     local = Index.open(paths)
     index = Index.open(remote(tmp_path, f"s3://bucket/folder/s-{{000000..{SHARDS - 1:06d}}}.tar"))
     assert index.fingerprint == local.fingerprint and samples(index) == samples(local)
+    (packed := tmp_path / "a.tar.gz").write_bytes(gzip.compress(paths[2].read_bytes()))
+    bucket.put_file(str(packed), "bucket/folder/a.tar.gz")
+    assert samples(Index.open(remote(tmp_path, "s3://bucket/folder/a.tar.gz"))) == samples(Index.open(paths[2:3]))
     for url, text in (("s3://bucket/none.tar", "none.tar"), ("s3://nobodys/a.tar", "")):
         with pytest.raises(DataError, match=rf"^{url}: .*{text}.*; give what is there") as caught:
             Index.open(remote(tmp_path, url))
         assert "\n" not in str(caught.value)
     bucket.put_file(str(paths[1]), f"bucket/folder/{paths[0].name}")
+    index.shards[0].path.drop()
+    with pytest.raises(ConfigError, match="changed since it was indexed"):
+        samples(index)
+
+
+GS = """
+import sys
+from gcp_storage_emulator.server import create_server
+server = create_server("127.0.0.1", 0, in_memory=True, default_bucket="bucket")
+server.start()
+print(server._api._httpd.server_address[1], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def google(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """As `bucket`, with Google's protocol."""
+    gcsfs = pytest.importorskip("gcsfs", reason="needs gcsfs and gcp-storage-emulator: pip install them")
+    pytest.importorskip("gcp_storage_emulator", reason="needs gcp-storage-emulator: pip install it")
+    words, null, pipe = [sys.executable, "-c", GS], subprocess.DEVNULL, subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=null, text=True, env=environment()) as server:
+        try:
+            assert server.stdout
+            monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{int(server.stdout.readline())}")
+            yield gcsfs.GCSFileSystem(skip_instance_cache=True, use_listings_cache=False)
+        finally:
+            server.kill()
+
+
+def test_samples_from_gs(google: Any, tmp_path: Path) -> None:
+    paths = write(tmp_path / "local")
+    for path in paths:
+        google.pipe_file(f"bucket/folder/{path.name}", path.read_bytes())
+    local = Index.open(paths)
+    index = Index.open(remote(tmp_path, f"gs://bucket/folder/s-{{000000..{SHARDS - 1:06d}}}.tar"))
+    assert index.fingerprint == local.fingerprint and samples(index) == samples(local)
+    for url in ("gs://bucket/none.tar", "gs://nobodys/a.tar"):
+        with pytest.raises(DataError, match=rf"^{url}: .*; give what is there") as caught:
+            Index.open(remote(tmp_path, url))
+        assert "\n" not in str(caught.value)
+    google.pipe_file(f"bucket/folder/{paths[0].name}", paths[1].read_bytes())
     index.shards[0].path.drop()
     with pytest.raises(DataError, match="changed since it was indexed"):
         samples(index)

@@ -2,13 +2,14 @@
 
 import re
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import MAIN, PYTHONPATH, run
+from command import MAIN, MARK, PYTHONPATH, run
 from net import Cluster, needs_cluster
-from troubled import IMPATIENT, RUN, free_port, wait_for, whole
+from troubled import IMPATIENT, RUN, free_port, troubling, wait_for, whole
 
 pytestmark = [needs_cluster, pytest.mark.faults, pytest.mark.timeout(240)]
 SLOWLY = "callbacks.probe.step_s=0.5"  # so that a fault hits a step, not a checkpoint
@@ -20,7 +21,8 @@ def start(cluster: Cluster, cwd: Path, *more: str) -> list[Any]:
     words = [*MAIN, *RUN, "trainer.devices=auto", "trainer.resume=auto", IMPATIENT, *more]
     env = {"WORLD_SIZE": "3", "MASTER_ADDR": cluster.address(0), "MASTER_PORT": str(free_port())}
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": cwd}
-    each = [{**env, "RANK": str(rank), "PYTHONPATH": PYTHONPATH} for rank in range(3)]
+    env |= {"PYTHONPATH": PYTHONPATH, MARK: str(cwd)}
+    each = [{**env, "RANK": str(rank)} for rank in range(3)]
     return [cluster.popen(rank, words, env=each[rank], **pipe) for rank in range(3)]
 
 
@@ -43,6 +45,24 @@ def test_31_a_link_that_goes_down(golden, tmp_path):
         link = ["ip", "-n", cluster.switch, "link", "set", "p2"]
         ranks = start(cluster, tmp_path, SLOWLY)
         wait_for(tmp_path / "ckpt" / "r" / "step-00000004")
+        subprocess.run([*link, "down"], check=True)
+        all_failed(ranks)
+        subprocess.run([*link, "up"], check=True)
+        assert [code for code, _ in end(start(cluster, tmp_path))] == [0, 0, 0]
+    whole(tmp_path, golden)
+
+
+def test_31_a_link_that_goes_down_while_all_wait_for_the_disk(golden, tmp_path):
+    """The checkpoint of step 8 waits for that of step 4, however long that takes; not for hosts that are gone."""
+    with Cluster(hosts=3) as cluster:
+        link = ["ip", "-n", cluster.switch, "link", "set", "p2"]
+        ranks = start(cluster, tmp_path, *troubling("disk 30", rank=0, step=3))
+        wait_for(metrics := tmp_path / "runs" / "r" / "metrics.jsonl")
+        while '"step": 8' not in metrics.read_text():
+            assert ranks[0].poll() is None
+            time.sleep(0.1)
+        time.sleep(12)  # longer than the limit of a collective
+        assert [rank.poll() for rank in ranks] == [None] * 3
         subprocess.run([*link, "down"], check=True)
         all_failed(ranks)
         subprocess.run([*link, "up"], check=True)

@@ -1,15 +1,81 @@
-"""Ranks that don't see the same checkpoints: none begins."""
+"""Disks: checkpoints that are damaged between two runs; full or read-only for a while; seen by some ranks only."""
 
+import contextlib
 import os
+import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
-from command import MAIN, popen
-from troubled import RUN, free_port
+from command import MAIN, QUICK, popen, run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from troubled import RUN, events, free_port, private, resumed, troubling, wait_for, whole
 
-# A folder of its own under the same name, for this process alone.
-ELSEWHERE = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none ckpt && exec "$@"', "sh", *MAIN]
+from trainer.checkpoint.manifest import MANIFEST
+
+Change = Callable[[bytes], bytes]
+
+
+def cut(content: bytes) -> bytes:
+    return content[:-1]
+
+
+def flip(at: int) -> Change:
+    return lambda content: content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :]
+
+
+def to(content: bytes) -> Change:
+    return lambda _: content
+
+
+DAMAGES: dict[str, list[tuple[str, Change]]] = {  # of the newest checkpoint, and of the one before
+    "23 24 25 weights and a manifest": [("model.safetensors", flip(-5)), (MANIFEST, to(b"{}"))],
+    "23 both cut": [("optimizer.safetensors", cut), (MANIFEST, cut)],
+    "23 emptied": [("state.json", to(b"")), ("model.safetensors", to(b""))],
+    "24 a header": [("model.safetensors", flip(10))],
+    "24 a manifest": [(MANIFEST, flip(300))],
+    "25 no JSON": [(MANIFEST, to(b"\xff\xfe garbage"))],
+}
+
+
+@pytest.mark.parametrize(
+    "damage", [pytest.param(d, marks=pytest.mark.faults if i else ()) for i, d in enumerate(DAMAGES)]
+)
+def test_checkpoints_that_are_damaged_between_two_runs(golden, tmp_path, damage):
+    shutil.copytree(golden, tmp_path, dirs_exist_ok=True, symlinks=True)
+    folders = [tmp_path / "ckpt" / "r" / f"step-{step:08d}" for step in (12, 8, 4)]
+    for folder, (name, change) in zip(folders, DAMAGES[damage]):
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
+    (tmp_path / "ckpt" / "last.pt").unlink()
+    (tmp_path / "ckpt" / "last.pt").symlink_to("last.pt")
+    result = run([*RUN, "trainer.resume=auto"], tmp_path, timeout_s=110, **private(tmp_path))
+    assert result.code == 0, result.err
+    valid = folders[len(DAMAGES[damage])].name
+    assert resumed(result.out) == [int(valid[-8:])]
+    for folder, (name, _) in zip(folders, DAMAGES[damage]):
+        said = rf"damaged checkpoint, going back to {valid}: \S*ckpt/r/{folder.name}/{name}: "
+        assert len(re.findall(said, result.out)) == 1
+        assert len(list(folder.parent.glob(f".bad-{folder.name}-*"))) == 1
+    assert os.readlink(tmp_path / "ckpt" / "last.pt") == "r/step-00000012"
+    whole(tmp_path, golden, kept=".bad-step-")
+
+
+# A folder of its own under the same name, for this process alone. It is not waited for as long as a real one.
+SOON = "import trainer.checkpoint.visible as v; v.VISIBLE_S = 1.0; from trainer.main import main; main()"
+ELSEWHERE = [
+    "unshare",
+    "--mount",
+    "sh",
+    "-c",
+    'mount -t tmpfs none ckpt && exec "$@"',
+    "sh",
+    sys.executable,
+    "-c",
+    SOON,
+]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="not root: no mount that one process alone sees")
@@ -32,3 +98,83 @@ def test_30_a_rank_that_does_not_see_the_checkpoint(golden, tmp_path):
     assert line.startswith(f"{said} ({tmp_path}/ckpt/r/step-00000004: is missing); give all ranks")
     assert line.count("\n") == 1
     assert sorted(path.name for path in (tmp_path / "ckpt" / "r").iterdir()) == before
+
+
+def mount(*words: str) -> None:
+    if (done := subprocess.run(["mount", *words], capture_output=True, text=True)).returncode:
+        pytest.skip(f"this root may not mount: {done.stderr.strip()}")
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, *words: str) -> Iterator[None]:
+    mount(*words, str(folder))
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def read_until(text: str, process: "subprocess.Popen[str]") -> str:
+    """What it has printed, with the line that holds `text`."""
+    assert process.stdout is not None
+    out = ""
+    while text not in out.rpartition("\n")[0].rpartition("\n")[2]:
+        line = process.stdout.readline()
+        assert line, (out, process.communicate())
+        out += line
+    return out
+
+
+needs_mounts = pytest.mark.skipif(os.geteuid() != 0, reason="not root: no disk of a size of its own")
+STEPS = [*(word for word in RUN if word not in QUICK), "trainer.max_steps=60", "trainer.checkpoint.max_failures=99"]
+
+
+@needs_mounts
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+def test_20_a_disk_is_full_for_a_while(tmp_path):
+    """All that a run writes is on it. Meanwhile a rank is killed, too."""
+    (straight := tmp_path / "straight").mkdir()
+    (disk := tmp_path / "disk").mkdir()
+    assert run(STEPS, straight, timeout_s=110).code == 0
+    with mounted(disk, "-t", "tmpfs", "-o", "size=64m", "none"):
+        process = popen([*STEPS, "callbacks.probe.step_s=0.1", *troubling("SIGKILL", step=20)], disk)
+        try:
+            wait_for(disk / "ckpt" / "r" / "step-00000004")
+            with pytest.raises(OSError, match="No space"), open(disk / "ballast", "wb", buffering=0) as ballast:
+                while ballast.write(b"x" * 4096):
+                    pass
+            out = read_until("step 50/60", process)
+            subprocess.run(["mount", "-o", "remount,size=128m", str(disk)], check=True)
+            rest, err = process.communicate(timeout=100)
+        finally:
+            process.kill()
+        assert process.returncode == 0, err
+        assert "resumed from ckpt/r/step-00000004 at step 4" in out
+        failed = out.count("failed, training goes on: [Errno 28]")
+        assert failed >= 8 and "No space left on device; training goes on" in out and "metrics.jsonl: written" in rest
+        whole(disk, straight, 60)
+        assert [event["rank"] for event in events(disk)] == [1]
+        seen = EventAccumulator(str(disk / "runs/r/tensorboard"), size_guidance={"scalars": 0}).Reload()
+        assert [event.step for event in seen.Scalars("train/loss")] == list(range(1, 61))
+        logged = (disk / "runs" / "r" / "logs" / "rank0.log").read_text()
+        assert logged.count("failed, training goes on: [Errno 28]") == failed
+
+
+@needs_mounts
+@pytest.mark.faults
+def test_21_a_disk_is_read_only_for_a_while(golden, tmp_path):
+    """The checkpoints', by a mount over it."""
+    process = popen([*RUN, "callbacks.probe.step_s=0.4"], tmp_path)
+    folder = str(tmp_path / "ckpt")
+    try:
+        wait_for(tmp_path / "ckpt" / "r" / "step-00000004")
+        with mounted(tmp_path / "ckpt", "--bind", folder):
+            mount("-o", "remount,bind,ro", folder)
+            out = read_until("checkpoint of step 8 failed, training goes on: [Errno 30] Read-only file", process)
+        rest, err = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert (out + rest).count("failed") == 1
+    whole(tmp_path, golden)

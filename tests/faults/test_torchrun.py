@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from command import environment, popen, run
 from net import Cluster, needs_cluster
-from troubled import RUN, pids, troubling, whole
+from troubled import RUN, nobody_left, private, resumed, troubling, wait_for, whole
 
 from trainer.data.order import Order
-from trainer.launch import FRESH_STORE, refuse_nodes
+from trainer.launch import FRESH_STORE, Place, refuse_nodes
 
 RANKS = [*(word for word in RUN if not word.startswith("trainer.devices")), "trainer.resume=auto"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "--max-restarts=2"]
@@ -25,7 +25,7 @@ TORCHRUN += ["--log-dir=torchrun", "-m", "trainer.main"]
 def test_a_rank_is_killed(golden, tmp_path):
     result = run([*RANKS, *troubling("SIGKILL")], tmp_path, TORCHRUN, timeout_s=110, **{FRESH_STORE: "1"})
     assert result.code == 0, result.err
-    assert result.out.count("resumed from ckpt/r/step-00000004") == 1
+    assert resumed(result.out) == [4]
     whole(tmp_path, golden)
 
 
@@ -40,21 +40,43 @@ def test_no_rank_moves(golden, tmp_path):
     assert any("Timeout (0:00:12)!" in log and "in make_trouble" in log for log in logs)  # torchrun ends the others
 
 
-def test_the_agent_is_killed(tmp_path):
-    """No rank outlives it."""
-    process = popen([*RANKS, "trainer.max_steps=100000"], tmp_path, TORCHRUN, **{FRESH_STORE: "1"})
+@pytest.mark.timeout(300)
+def test_the_agent_is_killed(golden, tmp_path):
+    """No rank outlives it, and the same command goes on."""
+    env = {FRESH_STORE: "1", **private(tmp_path)}
+    process = popen([*RANKS, "callbacks.probe.step_s=0.2"], tmp_path, TORCHRUN, **env)
     try:
-        deadline = time.monotonic() + 60
-        while len(ranks := pids(tmp_path)) < 3:
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.05)
+        wait_for(tmp_path / "ckpt" / "r" / "step-00000004")
     finally:
         process.kill()
         process.communicate()
-    deadline = time.monotonic() + 20
-    while alive := [pid for pid in ranks if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < deadline, alive
-        time.sleep(0.05)
+    nobody_left(tmp_path, within_s=20)
+    again = run(RANKS, tmp_path, TORCHRUN, timeout_s=110, **env)
+    assert again.code == 0 and resumed(again.out)[0] >= 4
+    whole(tmp_path, golden)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+def test_sigterm_to_the_agent(golden, tmp_path):
+    """As from Kubernetes. It reaches the data workers, too: none of them ends before there is a checkpoint."""
+    env = {FRESH_STORE: "1", **private(tmp_path)}
+    process = popen([*RANKS, "data.workers=2", "callbacks.probe.step_s=0.3"], tmp_path, TORCHRUN, **env)
+    try:
+        wait_for(tmp_path / "ckpt" / "r" / "step-00000004")
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=110)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 1 and "SignalException" in err  # torchrun's, whatever its ranks' are
+    assert out.count("SIGTERM: stopping after this step with a checkpoint") == 1
+    summary = json.loads((tmp_path / "runs" / "r" / "summary.json").read_text())
+    assert summary["stopped"] == "signal" and 4 <= summary["steps"] < 12
+    assert os.readlink(tmp_path / "ckpt" / "last.pt") == f"r/step-{summary['steps']:08d}"
+    again = run(RANKS, tmp_path, TORCHRUN, timeout_s=110, **env)
+    assert again.code == 0 and resumed(again.out) == [summary["steps"]]
+    whole(tmp_path, golden)
 
 
 @pytest.mark.parametrize(
@@ -74,10 +96,11 @@ def test_the_agent_is_killed(tmp_path):
     ],
 )
 def test_a_restart_that_would_begin_anew_is_refused(env, given, told):
+    place = Place(launcher="torchrun")
     with pytest.raises(Exception, match=told):
-        refuse_nodes("torchrun", env, *given)
-    refuse_nodes("torchrun", {"TORCHELASTIC_MAX_RESTARTS": "0"}, 2, None, None)
-    refuse_nodes("torchrun", env | {FRESH_STORE: "1"}, "1:2", "auto", "runs/r")
+        refuse_nodes(place, env, *given)
+    refuse_nodes(place, {"TORCHELASTIC_MAX_RESTARTS": "0"}, 2, None, None)
+    refuse_nodes(place, env | {FRESH_STORE: "1"}, "1:2", "auto", "runs/r")
 
 
 def test_the_refusal_comes_before_anything(tmp_path):
@@ -105,7 +128,7 @@ def audit(cwd: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def wait_for(cwd: Path, agent: subprocess.Popen[bytes], world: int, more: int) -> None:
+def wait_for_steps(cwd: Path, agent: subprocess.Popen[bytes], world: int, more: int) -> None:
     """Until `world` ranks have taken `more` further steps."""
     known, deadline = len(audit(cwd)), time.monotonic() + 120
     while sum(line["world"] == world for line in audit(cwd)[known:]) < more * world:
@@ -121,12 +144,12 @@ def test_38_a_node_is_lost_and_comes_back(tmp_path):
     """2 nodes of 2 ranks; the second dies with all that runs there, the first goes on, and the second comes back."""
     with Cluster(hosts=2) as cluster:
         agents = [start(cluster, host, tmp_path) for host in range(2)]
-        wait_for(tmp_path, agents[0], world=4, more=20)
+        wait_for_steps(tmp_path, agents[0], world=4, more=20)
         os.killpg(agents[1].pid, signal.SIGKILL)
         agents[1].wait()
-        wait_for(tmp_path, agents[0], world=2, more=20)
+        wait_for_steps(tmp_path, agents[0], world=2, more=20)
         agents[1] = start(cluster, 1, tmp_path)
-        wait_for(tmp_path, agents[0], world=4, more=20)
+        wait_for_steps(tmp_path, agents[0], world=4, more=20)
         assert [agent.wait(timeout=200) for agent in agents] == [0, 0]
     taken: dict[int, dict[str, list[Any]]] = {}
     for line in audit(tmp_path):

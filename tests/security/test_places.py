@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import toy
+from omegaconf import OmegaConf
 from strangers import one_line, sharded
 from toy_recipe import Toy
 
@@ -24,6 +26,7 @@ from trainer.data.write import write_shards
 from trainer.errors import ConfigError, DataError
 from trainer.launch import Place
 from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.tools.export import export
 from trainer.trainer import Trainer
 
 RUN = {"run_dir": "runs/r", "samples": 0, "world": 1, "buckets": [], "ddp": {}}
@@ -50,10 +53,38 @@ def make(name: str = "run", **options: Any) -> Trainer:
     return Trainer(Toy(), batch=12, options=given, data=DataOptions(0), place=Place(), name=name)
 
 
-@pytest.mark.parametrize("shards", ["pipe:mkdir mark", "pipe:mkdir mark #a.tar", "a.tar|mkdir mark", "$(mkdir mark)"])
+@pytest.mark.parametrize("shards", ["a.tar|mkdir mark", "$(mkdir mark)"])
 def test_a_command_is_no_shard(shards: str) -> None:
     said = one_line(sharded(Path.cwd(), shards, WDS_SECURE="0"), 71)
     assert said.startswith(f"echelon: {shards}: no such file")
+    assert not Path("mark").exists()
+
+
+@pytest.mark.parametrize("shards", ["pipe:mkdir mark", "pipe:mkdir mark #a.tar"])
+def test_no_program_is_run_unless_it_may_be(shards: str) -> None:
+    said = one_line(sharded(Path.cwd(), shards, WDS_SECURE="0"), 78)
+    assert said.startswith(f"echelon: data.allow_pipe=false: {shards} is a program, and none is run; if you trust it, ")
+    assert not Path("mark").exists()
+
+
+STRANGER = """
+class Recipe:
+    model = loss = export = None
+    def data(self, split):
+        return "pipe:mkdir mark"
+"""
+
+
+def test_the_config_beside_a_checkpoint_runs_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its recipe was read, and found harmless."""
+    make(run_dir="runs/r").fit()
+    config = OmegaConf.create(toy(["--cfg", "job"], Path.cwd()).out)
+    config.recipe, config.data.allow_pipe = {"_target_": "stranger.Recipe"}, True
+    OmegaConf.save(config, "runs/r/config.yaml")
+    Path("stranger.py").write_text(STRANGER)
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    with pytest.raises(ConfigError, match=r"^data\.allow_pipe=false: pipe:mkdir mark is a program, and none is run"):
+        export("ckpt/last.pt", Path("out"), ["trainer.allow_targets=[stranger]"])
     assert not Path("mark").exists()
 
 

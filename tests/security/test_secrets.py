@@ -19,16 +19,19 @@ from safetensors.torch import save_file
 from toy_recipe import Toy
 
 class Private(Toy):
-    def __init__(self, hub_token: str, store: dict, **rest):
+    def __init__(self, hub_token: str, store: dict, source: str, **rest):
         super().__init__(**rest)
         assert (hub_token, store["password"], store["user"]) == ("s3cr3t-one", "s3cr3t-two", "me"), hub_token
+        assert source == "https://h/a-{0..9}.tar?X-Amz-Expires=9&X-Amz-Signature=s3cr3t", source
 
     def export(self, model, folder):
         save_file(model.state_dict(), folder / "weights.safetensors")
 """
+SIGNED = "https://h/a-{0..9}.tar?X-Amz-Expires=9&X-Amz-Signature=s3cr3t"
 WORDS = [
     *TOY, "trainer.allow_targets=[toy_recipe,private]", "recipe._target_=private.Private", "trainer.run_dir=runs/r",
     "recipe.hub_token=s3cr3t-one", "recipe.store={user: me, password: s3cr3t-two}", "trainer.devices=2",
+    f"recipe.source='{SIGNED}'",
 ]  # fmt: skip
 TRUSTED = "trainer.allow_targets=[toy_recipe,private]"
 
@@ -69,6 +72,25 @@ def test_configs_and_words() -> None:
         check_type("recipe.api_key", "s3cr3t", int)
 
 
+def test_queries_of_signed_urls() -> None:
+    """Azure's, Amazon's, Google's; a version of an object is no secret."""
+    plain = "https://h/a.tar?versionId=3"
+    for url in (
+        SIGNED,
+        "https://h/a.tar?sv=1&sig=s3cr3t",
+        "gs://b/a.tar?x-goog-credential=s3cr3t",
+        "s3://b/a?key=s3cr3t",
+    ):
+        hidden = f"{url.partition('?')[0]}?***"
+        stored = without_secrets({"shards": url, "several": [plain, url], "n": 1})
+        assert stored == {"shards": hidden, "several": [plain, hidden], "n": 1}
+        assert secrets(stored) == ["shards", "several"]
+        assert word_without_secrets(f"recipe.shards='{url}'") == f"recipe.shards='{hidden}'"
+        assert word_without_secrets(f"recipe.shards=['{plain}','{url}']") == f"recipe.shards=['{plain}','{hidden}']"
+        assert "s3cr3t" not in word_without_secrets(f"recipe.shards=[{url},{plain}]")
+    assert without_secrets([plain]) == [plain] and word_without_secrets(f"a={plain}") == f"a={plain}"
+
+
 def private(words: list[str], cwd: Path, command: list[str] | None = None) -> Result:
     return run(words, cwd, command, PYTHONPATH=f"{cwd}{os.pathsep}{PYTHONPATH}", TMPDIR=str(cwd / "tmp"))
 
@@ -81,6 +103,7 @@ def test_a_run_keeps_its_secrets_to_itself(tmp_path: Path) -> None:
         result = private([*WORDS, f"trainer.max_steps={steps}", "trainer.resume=auto"], tmp_path)
         assert result.code == 0, result.err
         assert "s3cr3t" not in result.out + result.err and "recipe.hub_token=***" in result.out
+        assert "'recipe.source='\"'\"'https://h/a-{0..9}.tar?***" in result.out
     assert "ckpt/r/step-00000002 at step 2" in result.out
     files = [path for folder in ("runs", "ckpt", "tmp") for path in (tmp_path / folder).rglob("*") if path.is_file()]
     assert len(files) > 10 and not [path for path in files if b"s3cr3t" in path.read_bytes()]
@@ -92,9 +115,9 @@ def test_a_run_keeps_its_secrets_to_itself(tmp_path: Path) -> None:
     assert (refused.code, refused.err) == (
         78,
         "echelon: CHECKPOINT=ckpt/last.pt: runs/r/config.yaml has no recipe.hub_token, recipe.store.password, "
-        "as a secret; add recipe.hub_token=VALUE\n",
+        "recipe.source, as a secret; add recipe.hub_token=VALUE\n",
     )
-    given = ["recipe.hub_token=s3cr3t-one", "recipe.store.password=s3cr3t-two"]
+    given = ["recipe.hub_token=s3cr3t-one", "recipe.store.password=s3cr3t-two", f"recipe.source={SIGNED}"]
     assert private(given, tmp_path, export).code == 0
     assert (tmp_path / "out" / "weights.safetensors").exists()
 

@@ -1,5 +1,6 @@
 """A callback for tests of processes: notes what it sees of its own, and makes trouble at a step of a rank."""
 
+import contextlib
 import ctypes
 import json
 import multiprocessing
@@ -11,20 +12,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from points import watch
 
 from trainer.callback import Callback, Role
+from trainer.checkpoint import commit
 from trainer.run import log
+
+WRITING = ("mid_write", "before_commit", "after_commit", "retention")  # of a checkpoint, beside training
 
 
 class Probe(Callback):
-    """After its first step it writes facts-<rank>.json into the run's folder.
+    """After its first step it writes facts-<rank>.json into the run's folder; what happens when into probe.jsonl.
 
     Args:
         trouble: `raise`, `memory` (there is none left), `exit CODE`, `sleep S`, `hold` (the interpreter's lock),
             `reduce N` (a collective of N numbers that the others don't make; `begin N` doesn't wait for it), `worker`
-            (SIGKILL to one of its data workers), or signals to this process or, after "parent ", to the one that
-            started it; after "start: " it makes it as it starts, not at a step.
-        rank: That makes it; -1 for all.
+            (SIGKILL to one of its data workers), `disk S` (a checkpoint takes so long), `fill FOLDER` (takes memory in
+            this control group), or signals to this process or, after "parent ", to the one that started it. It is made
+            once in a process.
+        where: `startup`, `after_step` or one of points.py's; of several, each attempt takes the next.
+        rank: That makes it; -1 for all; -2 for another in each start.
+        step: The first that may be done, or written, by then.
         step_s: Seconds that each step takes longer.
         attempts: In the first so many starts of the run only.
         audit: Append the samples of each step to audit.jsonl in the run's folder.
@@ -33,39 +41,62 @@ class Probe(Callback):
     def __init__(
         self,
         trouble: str = "",
+        where: str = "after_step",
         rank: int = 0,
         step: int = 3,
         step_s: float = 0.0,
         attempts: int = 9999,
         audit: bool = False,
     ) -> None:
+        starts = ("ECHELON_ATTEMPT", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+        attempt = max(int(os.environ.get(name, "0")) for name in starts)
+        places = where.split()
+        self.where = places[min(attempt, len(places) - 1)] if trouble and attempt < attempts else ""
         self.trouble, self.rank, self.step, self.step_s, self.audit = trouble, rank, step, step_s, audit
         self.told = False
-        if int(os.environ.get("ECHELON_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) >= attempts:
-            self.trouble = ""
-        at_start, _, what = self.trouble.partition("start: ")
-        if what and not at_start:
-            self.trouble = ""
-            if os.environ.get("RANK") == str(rank):
-                self.make_trouble(what, 0)
+        if rank == -2:
+            self.rank = attempt % int(os.environ.get("WORLD_SIZE", "1"))  # not set in the process that starts the ranks
+        if self.where == "startup" and os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == str(rank):
+            self.make_trouble(trouble, 0)
+
+    def on_fit_start(self, trainer) -> None:
+        self.trainer = trainer
+        if self.where:
+            watch(trainer, self.reach)
 
     def on_step_end(self, trainer) -> None:
         if not self.told:
             self.told = True
             path = trainer.run_dir / f"facts-{trainer.rank}.json"
-            path.with_suffix(".tmp").write_text(json.dumps(facts(trainer)))
-            path.with_suffix(".tmp").rename(path)
+            with contextlib.suppress(OSError):  # a disk may be full
+                path.with_suffix(".tmp").write_text(json.dumps(facts(trainer)))
+                path.with_suffix(".tmp").rename(path)
+                self.note(first=trainer.step)
         if self.audit:
             start = f"{os.environ.get('MASTER_PORT')} {trainer.world}"  # of the ranks: a port of its own
             line = {"start": start, "world": trainer.world, "step": trainer.step, "refs": trainer.data.refs}
             with (trainer.run_dir / "audit.jsonl").open("ab", buffering=0) as file:
                 file.write(json.dumps(line).encode() + b"\n")
-        if trainer.step == self.step and self.rank in (-1, trainer.rank) and self.trouble:
-            print("about to make trouble", flush=True)
-            if trainer.saver.writing is not None:
-                trainer.saver.writing.result()  # else what it goes on from would depend on the disk
-            self.make_trouble(self.trouble, trainer.step)
+        self.reach("after_step")
         time.sleep(self.step_s)
+
+    def reach(self, where: str) -> None:
+        """It is here now: the place for trouble, perhaps."""
+        saver, step = self.trainer.saver, self.trainer.step
+        step = saver.step if where in WRITING else step
+        if where != self.where or step < self.step or self.rank not in (-1, self.trainer.rank):
+            return
+        self.where = ""
+        print("about to make trouble", flush=True)
+        if saver.writing is not None and where not in WRITING:
+            saver.writing.result()  # else what it goes on from would depend on the disk
+        self.note(trouble=step, where=where)
+        self.make_trouble(self.trouble, step)
+
+    def note(self, **what: Any) -> None:
+        line = {"time": time.time(), "rank": self.trainer.rank, **what}
+        with (self.trainer.run_dir / "probe.jsonl").open("ab", buffering=0) as file:
+            file.write(json.dumps(line).encode() + b"\n")
 
     def make_trouble(self, what: str, step: int) -> None:
         if what == "raise":
@@ -82,6 +113,13 @@ class Probe(Callback):
         if name in ("reduce", "begin"):
             self.begun = dist.all_reduce(torch.zeros(int(number)), async_op=name == "begin")
             return
+        if name == "disk":
+            commit.commit, self.commit = self.slow_commit, commit.commit
+            self.disk_s = float(number)
+            return
+        if name == "fill":
+            Path(number, "cgroup.procs").write_text(str(os.getpid()))
+            self.filled = b"x" * (1 << 30)
         if what == "hold":
             ctypes.PyDLL(None).sleep(3600)
         if what == "worker":
@@ -91,6 +129,10 @@ class Probe(Callback):
         for name in names.split():
             os.kill(os.getppid() if parent else os.getpid(), getattr(signal, name))
             time.sleep(0.2)  # the same signal twice at once would be one
+
+    def slow_commit(self, *args: Any) -> Path:
+        time.sleep(self.disk_s)
+        return self.commit(*args)
 
 
 def facts(trainer) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from trainer.data.write import write_shards
 
 
 class Tars(Toy):
-    """`trouble`: `fifo` in the place of one shard before any is read, or `away` for a second while they are."""
+    """`trouble`: `fifo` in the place of one shard before any is read, or `away` for 3 s while they are."""
 
     def __init__(
         self, shards: str, trouble: str = "", samples: int = 96, width: int = 16, depth: int = 2,
@@ -30,7 +30,7 @@ class Tars(Toy):
     def transform(self, sample: Any, rng: Generator) -> dict[str, Tensor]:
         if self.trouble == "away":
             self.trouble = ""
-            threading.Timer(1.0, self.put_aside().rename, [self.path]).start()
+            threading.Timer(3.0, self.put_aside().rename, [self.path]).start()
         return {key: torch.as_tensor(sample[f"{key}.npy"]) for key in ("x", "y", "mask")}
 
     def model(self) -> nn.Module:

@@ -1,28 +1,26 @@
 """Writes `metrics.jsonl`: one JSON object a line, never lost or repeated across a resume."""
 
 import json
-import os
-from typing import IO, Any
+from typing import Any
 
+from trainer.appended import Appended
 from trainer.callback import Callback
-from trainer.run import finite, log
+from trainer.run import finite
 
 
 class MetricsFile(Callback):
-    """The length of the file is part of the checkpoint: a resume cuts off what was written after it."""
+    """What the file has is part of the checkpoint: a resume cuts off what was written after it."""
 
     def __init__(self) -> None:
-        self.file: IO[str] | None = None
-        self.bytes = 0
+        self.file: Appended | None = None
+        self.saved = {"bytes": 0, "kept": ""}
 
     def on_fit_start(self, trainer) -> None:
         if trainer.rank:
             return
-        path = trainer.run_dir / "metrics.jsonl"
-        self.file = open(path, "a")  # noqa: SIM115 closed by on_fit_end
-        if (found := os.path.getsize(path)) < self.bytes:
-            log.warning("%s: lines are missing: %d bytes, and the checkpoint knows of %d", path, found, self.bytes)
-        os.truncate(path, min(self.bytes, found))
+        self.file = Appended(trainer.run_dir / "metrics.jsonl")
+        self.file.go_on(self.saved)
+        self.file.flush()  # it is there from the beginning
 
     def on_step_end(self, trainer) -> None:
         if trainer.metrics:
@@ -35,17 +33,14 @@ class MetricsFile(Callback):
         if self.file is None:
             return
         line = {"step": trainer.step, "samples": trainer.samples, "seconds": round(trainer.seconds, 3), **numbers}
-        self.file.write(json.dumps(finite(line)) + "\n")
-        self.file.flush()
+        self.file.write(f"{json.dumps(finite(line))}\n".encode())
 
     def on_fit_end(self, trainer) -> None:
         if self.file is not None:
             self.file.close()
 
     def state_dict(self) -> dict[str, Any]:
-        if self.file is not None:
-            os.fsync(self.file.fileno())  # the lines that a checkpoint counts must outlive what the checkpoint outlives
-        return {"bytes": 0 if self.file is None else os.fstat(self.file.fileno()).st_size}
+        return self.saved if self.file is None else self.file.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.bytes = state["bytes"]
+        self.saved = state

@@ -27,7 +27,7 @@ class NanGuard(Callback):
             puts them back to how they were up to `every` steps before (Chowdhery et al. 2022, arXiv:2204.02311, 5.1).
         loss_spike: A loss so many times its running mean is acted on too; null: only what is not finite.
         norm_spike: The same of the gradient's global norm.
-        every: Steps between the copies that `rollback` goes back to.
+        every: Steps between the copies that `rollback` goes back to; validations and checkpoints have one more each.
         most: Actions in a row, after which the run ends.
     """
 
@@ -79,18 +79,28 @@ class NanGuard(Callback):
 
     def on_fit_start(self, trainer) -> None:
         self.buffers = [buffer.clone() for buffer in buffers(trainer)]
+        self._copy(trainer)  # of what is restored: a resumed run goes back to where an uninterrupted one does
+
+    def on_flush(self, trainer) -> None:
+        """Where a checkpoint is made there is a copy too, so a run that goes on from it has the same one."""
+        self._copy(trainer)
 
     def on_step_end(self, trainer) -> None:
         put(buffers(trainer), self.buffers)
         if trainer.metrics:
             trainer.metrics["train/left_out"] = sum(last - first + 1 for first, last, _ in self.left_out)
-        if self.action == "rollback" and (not self.copies or trainer.step % self.every == 0):
-            now = list(state(trainer))
-            if len(now) != len(self.copies):
-                pin = trainer.device.type == "cuda"
-                self.copies = [torch.empty_like(t, device="cpu", pin_memory=pin) for t in now]
-            put(now, self.copies)
-            self.copied_at = trainer.step
+        if not self.copies or trainer.step % self.every == 0:
+            self._copy(trainer)
+
+    def _copy(self, trainer) -> None:
+        if self.action != "rollback" or trainer.step in (0, self.copied_at):  # at 0 an optimizer has no state yet
+            return
+        now = list(state(trainer))
+        if len(now) != len(self.copies):
+            pin = trainer.device.type == "cuda"
+            self.copies = [torch.empty_like(t, device="cpu", pin_memory=pin) for t in now]
+        put(now, self.copies)
+        self.copied_at = trainer.step
 
     def _agreed(self, trainer) -> tuple[int, float, float]:
         """How many ranks have seen what is not finite, the mean loss, and the mean of the ranks' norms."""

@@ -3,8 +3,9 @@
 import os
 import socket
 import time
-from typing import IO, Any
+from typing import Any
 
+from trainer.appended import Appended
 from trainer.callback import Callback
 
 
@@ -12,7 +13,7 @@ class TensorBoard(Callback):
     """Events go to the file at once: torch's SummaryWriter has a thread for it, which takes the GIL from the steps."""
 
     def __init__(self) -> None:
-        self.file: IO[bytes] | None = None
+        self.file: Appended | None = None
 
     def on_step_end(self, trainer) -> None:
         if trainer.metrics:
@@ -44,10 +45,8 @@ class TensorBoard(Callback):
         from torch.utils.tensorboard.summary import text
 
         self.Event, self.Summary = Event, Summary
-        folder = trainer.run_dir / "tensorboard"
-        folder.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self.file = open(folder / name, "wb", buffering=0)  # noqa: SIM115 closed by on_fit_end
+        self.file = Appended(trainer.run_dir / "tensorboard" / name)
         self.records = RecordWriter(self.file)
         self._add(0, file_version="brain.Event:2")
         # A resume hides what an earlier process wrote past this step.

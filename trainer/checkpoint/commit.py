@@ -2,12 +2,13 @@
 
     <dir>/last.pt                     link to the newest checkpoint
     <dir>/<run>/step-00001200/        a checkpoint; never changed once it has this name
-    <dir>/<run>/.tmp-* .trash-*       what a killed process leaves: the next commit deletes it
+    <dir>/<run>/.tmp-* .trash-*       what a killed process leaves: the next that writes the run deletes it
     <dir>/<run>/.old-*                being replaced by one of the same step: put back if that one didn't arrive
     <dir>/<run>/.bad-* .abandoned-*   damaged, or of a history that a resume has left: kept until someone deletes them
     <dir>/<run>/.lock                 held by the process that writes the run: one at a time
+    <dir>/<run>/ATTEMPT               the one that began last, where a lock fails too
 
-Where files can't be locked, a writer that was taken for dead still can't commit: its staging folder is gone.
+A process that was taken for dead, and goes on, commits nothing: see fence.py.
 """
 
 import errno
@@ -19,6 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.debris import put_back, sweep
+from trainer.checkpoint.fence import Attempt, next_attempt, refuse_superseded
 from trainer.checkpoint.manifest import MANIFEST, STEP, Damaged, seal, sync, verify
 from trainer.errors import ConfigError
 
@@ -27,31 +30,49 @@ log = logging.getLogger("echelon")
 LAST = "last.pt"
 
 
-def commit(run_dir: Path, step: int, files: Mapping[str, memoryview], manifest: Mapping[str, Any]) -> Path:
+def begin(run_dir: Path) -> Attempt:
+    """From here on this process writes the run, and none that has begun before. What those have left is deleted: one
+    that is stopped in front of its last rename has nothing left to rename."""
+    make(run_dir)
+    attempt = next_attempt(run_dir)
+    sweep(run_dir, attempt.number)
+    return attempt
+
+
+def commit(
+    run_dir: Path,
+    step: int,
+    files: Mapping[str, memoryview],
+    manifest: Mapping[str, Any],
+    attempt: Attempt | None = None,
+) -> Path:
     """Makes `files`, by name, the run's checkpoint at `step`, replacing one that is there.
 
-    `manifest` is JSON without NaN. An error leaves the older checkpoints as they were, and nothing of this one.
+    `manifest` is JSON without NaN. `attempt` is what `begin` gave; None: one for this commit alone. An error leaves the
+    older checkpoints as they were, and nothing of this one.
 
     Raises:
-        OSError: from the disk, also when too little of it is free.
+        OSError: from the disk, also when too little of it is free. Superseded: another process writes the run now.
     """
     make(run_dir)
-    _sweep(run_dir)
+    attempt = attempt or begin(run_dir)
+    sweep(run_dir, attempt.number)
     _preflight(run_dir, sum(content.nbytes for content in files.values()))
-    final, attempt = folder(run_dir, step), os.urandom(8).hex()
-    staging = run_dir / f".tmp-{step:08d}-{attempt}"
+    final, staging = folder(run_dir, step), run_dir / f".tmp-{step:08d}-{attempt.number}"
     try:
         staging.mkdir()
         seal(staging, step, files, manifest)
+        refuse_superseded(run_dir, attempt)
         if os.path.lexists(final):
-            _hide(final, "old")
+            os.rename(final, run_dir / f".old-{final.name}-{attempt.number}")
         os.rename(staging, final)  # from here on it exists
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
-        _put_back(run_dir)
+        put_back(run_dir, attempt.number)
+        refuse_superseded(run_dir, attempt)
         raise
     sync(run_dir)
-    _sweep(run_dir)
+    sweep(run_dir, attempt.number)
     _link(final)
     return final
 
@@ -62,7 +83,7 @@ def folder(run_dir: Path, step: int) -> Path:
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """All of a run, oldest first, valid or not."""
-    _put_back(run_dir)
+    put_back(run_dir)
     entries = run_dir.iterdir() if run_dir.is_dir() else []
     return sorted((path for path in entries if STEP.fullmatch(path.name) and path.is_dir()), key=_step)
 
@@ -96,7 +117,7 @@ def resolve(resume: str, root: Path, run_dir: Path | None) -> Path | None:
     `auto` is the newest valid one of `run_dir` or, without that, of the run under `root` that was written last.
 
     Raises:
-        ConfigError: it is no checkpoint. Damaged: it is one that can't be used.
+        ConfigError: it is no checkpoint. Damaged: it is one that can't be used. OSError: what may pass.
     """
     key, target = f"trainer.resume={resume}", Path(os.path.realpath(resume))
     try:
@@ -110,7 +131,7 @@ def resolve(resume: str, root: Path, run_dir: Path | None) -> Path | None:
             return newest(target)
     except Damaged as error:
         raise Damaged(f"{key}: {error}; {_way_out(target)}") from error
-    except OSError as error:
+    except PermissionError as error:  # any other error of the system may pass: another try may meet none
         raise ConfigError(f"{key}: {error}; make it readable, or trainer.resume=null starts anew") from error
     why = "is not a checkpoint" if target.exists() else "does not exist"
     if os.path.islink(resume):
@@ -123,9 +144,9 @@ def retain(run_dir: Path, keep: int, best: str | None, every: int | None) -> Non
     that is not valid doesn't count.
 
     `best` is `trainer.checkpoint.keep_best`, of the manifests' "metrics". The older of equals is the better one, and
-    one without the metric is no candidate. Validity here is the manifest and the sizes.
+    one without the metric is no candidate. Validity here is the manifest and the sizes; at least two stay.
     """
-    assert keep >= 1
+    assert keep >= 2
     metrics: dict[Path, dict[str, float]] = {}
     for checkpoint in checkpoints(run_dir):
         with suppress(Damaged):
@@ -190,22 +211,6 @@ def _hide(path: Path, why: str) -> Path:
     hidden = path.with_name(f".{why}-{path.name}-{os.urandom(4).hex()}")
     os.rename(path, hidden)
     return hidden
-
-
-def _put_back(run_dir: Path) -> None:
-    """A process killed while it replaced a checkpoint may have left the old one under a hidden name only."""
-    for old in run_dir.glob(".old-step-*"):
-        final = old.with_name(old.name.removeprefix(".old-").rpartition("-")[0])
-        if not os.path.lexists(final):
-            with suppress(OSError):  # another reader was faster, or this one may not write
-                os.rename(old, final)
-
-
-def _sweep(run_dir: Path) -> None:
-    _put_back(run_dir)
-    for path in run_dir.iterdir():
-        if path.name.startswith((".tmp-", ".trash-", ".old-")):
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _preflight(run_dir: Path, size: int) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ MANIFEST_BYTES = 64 << 20  # more is refused
 CHUNK = 4 << 20  # bytes that are hashed, then written
 STEP = re.compile(r"step-([0-9]{8,})")
 FILE = re.compile(r"[A-Za-z0-9._-]+")
+PAUSES_S = (0.2, 1.0)  # between reads
 # What the system says of damage; any other OSError (permissions, too many open files) is not the checkpoint's.
 DAMAGE = {
     errno.ENOENT: "is missing",
@@ -49,11 +51,23 @@ def seal(folder: Path, step: int, files: Mapping[str, memoryview], manifest: Map
 
 
 def verify(checkpoint: Path, hashes: bool = True) -> dict[str, Any]:
-    """The manifest, after a check of every file it names; without `hashes` their sizes only.
+    """The manifest, after a check of every file it names; without `hashes` their sizes only. What can't be read is read
+    again, for a network file system's trouble may pass.
 
     Raises:
         Damaged: naming the file and what differs.
     """
+    for pause_s in PAUSES_S:
+        try:
+            return _verify(checkpoint, hashes)
+        except Damaged as error:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EIO:
+                raise
+        time.sleep(pause_s)
+    return _verify(checkpoint, hashes)
+
+
+def _verify(checkpoint: Path, hashes: bool) -> dict[str, Any]:
     name = ""
     try:
         with _opened(checkpoint) as descriptor:

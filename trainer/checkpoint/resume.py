@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.checkpoint import commit
+from trainer.checkpoint.manifest import Damaged
+from trainer.checkpoint.settings import differences, plain
 from trainer.checkpoint.state import load_optimizer_state, load_state, optimizer_state, pack, unpack
 from trainer.errors import ConfigError
 from trainer.plan import refuse_differences
@@ -55,7 +58,7 @@ def rank_section(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
-def manifest(trainer: "Trainer") -> dict[str, Any]:
+def manifest(trainer: "Trainer", rank_states: Mapping[str, Any]) -> dict[str, Any]:
     measured = trainer.validation if trainer.validated_step == trainer.step else {}
     return {
         "run_dir": str(trainer.run_dir),
@@ -64,6 +67,8 @@ def manifest(trainer: "Trainer") -> dict[str, Any]:
         "identity": trainer.plan.identity() | model_identity(trainer),
         "buckets": trainer.buckets,
         "ddp": trainer.ddp,
+        "rank_states": sorted(rank_states.get(rank_section(0), ())),  # the callbacks that have some
+        "settings": plain(trainer.saver.settings),
         "metrics": {
             name: value for name, value in measured.items() if math.isfinite(value)
         },  # else no candidate for best
@@ -109,6 +114,10 @@ def load(trainer: "Trainer", path: Path) -> None:
     own_section = rank_section(trainer.rank)
     other_world = saved["world"] != trainer.world
     state = load_state(path, lambda name: not name.startswith("rank-") or name == own_section or other_world)
+    for key in ("step", "samples"):  # data goes by the manifest's, counters by the state's
+        if state.get(key) != saved[key]:
+            told = f"trainer.resume={path}: state.json is at {key} {state.get(key)}, its manifest at {saved[key]}"
+            raise Damaged(f"{told}: not what one run has written; go on from another checkpoint")
     trainer.module.load_state_dict(state["model"])
     if saved["identity"]["optimizer"] == own["optimizer"]:  # else its state is left behind, as accepted
         load_optimizer_state(trainer.optimizer, trainer.module, state["optimizer"])
@@ -116,6 +125,7 @@ def load(trainer: "Trainer", path: Path) -> None:
         trainer.scaler.load_state_dict(state["scaler"])
     for name in ("step", "samples", "seconds", "best", "validation", "validated_step"):
         setattr(trainer, name, state[name])
+    trainer.saver.best = trainer.best
     trainer.quarantine.load_state_dict(state["quarantine"])
     for name, callback in trainer.callbacks.items():
         if name in state["callbacks"]:
@@ -128,6 +138,8 @@ def load(trainer: "Trainer", path: Path) -> None:
             if trainer.world == 1 and callback.communicates:
                 log.warning("resume: %s has nothing to do with one rank; what it had kept back is left out", name)
     log.info("resumed from %s at step %d, sample %d", path, trainer.step, trainer.samples)
+    for difference in differences(saved, manifest(trainer, {})):
+        log.warning("resume: %s", difference)
     if other_world:
         log.info(
             "resume: %d ranks then, %d now: the same samples, but not the same bits", saved["world"], trainer.world
@@ -148,7 +160,9 @@ def leave_newer(trainer: "Trainer") -> None:
 
 
 def note_best(trainer: "Trainer") -> bool:
-    """Remember the best validation, by `checkpoint.keep_best` or else the loss; whether it wants a checkpoint."""
+    """Remember the best validation, by `checkpoint.keep_best` or else the loss; whether it wants a checkpoint. A
+    collective: only rank 0 knows whether one could be written."""
+    trainer.best = trainer.ranks.first(trainer.best)
     wanted = trainer.options.checkpoint.keep_best or next((m for m in trainer.validation if m == "val/loss"), None)
     if wanted is None:
         return False

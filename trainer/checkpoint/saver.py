@@ -4,11 +4,12 @@ import logging
 import os
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from trainer.checkpoint import commit, resume
+from trainer.checkpoint import commit, resume, settings
+from trainer.checkpoint.fence import Attempt
 from trainer.checkpoint.lock import lock, unlock
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.errors import ConfigError
@@ -34,14 +35,15 @@ class Saver:
         """
         self.trainer, self.options = trainer, trainer.options.checkpoint
         self.folder = resume.checkpoints(trainer)
-        if trainer.rank == 0:
-            lock(self.folder)
+        self.attempt = self._claim() if trainer.rank == 0 else None
+        self.settings = settings.own(trainer)  # and what the config says, where a command has made the trainer
         self.snapshot = Snapshot()
         self.thread = ThreadPoolExecutor(1, "checkpoint", _give_way)
         self.writing: Future[None] | None = None
         self.room: Future[None] | None = None  # when there is memory for the first copy
         self.steps = 0  # of this process
         self.asked = self.step = -1  # when one was asked for, and of what is or was written last
+        self.best = self.noted = dict[str, Any]()  # the best that is written, and with what is being written
         self.error: OSError | None = None  # its own
         self.failures = 0  # in a row
 
@@ -55,17 +57,17 @@ class Saver:
         trainer.emit("on_flush")
         trainer.saved_at = time.monotonic()
         trainer.seconds = trainer.saved_at - trainer.started
-        trainer.heartbeat.beat(patience_s=PATIENCE_S)  # all wait for rank 0; after the last one for an export, too
+        trainer.heartbeat.beat(patience_s=PATIENCE_S)  # what ranks hand over may be large
         if self.asked != trainer.step:
             self.asked = trainer.step
             ranks = resume.rank_states(trainer)
-            if free := trainer.rank == 0 and (last or self._is_free()):
-                self._wait()
-            trainer.ranks.first(None)  # nobody goes on, and waits within a limit, for rank 0
+            free = trainer.rank == 0 and (last or self._is_free())
+            self._meet(waits=free)
             if free:
                 self._begin(resume.state_dict(trainer) | ranks)
         if last:
-            self._wait()
+            self._meet(waits=True)
+            trainer.heartbeat.beat(patience_s=PATIENCE_S)  # rank 0 may have something to export
             if self.error:
                 raise self._refusal(f"the checkpoint of the last step, {self.step}, failed")
 
@@ -79,7 +81,7 @@ class Saver:
         if self.steps == 2 and self.asked < 0 and self.trainer.rank == 0:  # overlap has made the first one now
             self.room = self.thread.submit(self.snapshot.reserve, resume.tensors(self.trainer))
         if self.writing is not None and self.writing.done():
-            self._wait()
+            self._is_writing()
         if self.failures >= self.options.max_failures:
             raise self._refusal(f"{self.failures} checkpoints in a row failed")
 
@@ -90,6 +92,14 @@ class Saver:
         self.trainer.heartbeat.beat()
         unlock(self.folder)
 
+    def _claim(self) -> Attempt:
+        lock(self.folder)
+        try:
+            return commit.begin(self.folder)
+        except BaseException:
+            unlock(self.folder)
+            raise
+
     def _is_free(self) -> bool:
         """Whether a checkpoint can be begun, or is worth waiting for. A validated step's, maybe the best, always is."""
         step, writing = self.trainer.step, self.writing is not None and not self.writing.done()
@@ -98,26 +108,37 @@ class Saver:
             return False
         return True
 
-    def _wait(self) -> None:
+    def _meet(self, waits: bool) -> None:
+        """All ranks go on together; where rank 0 `waits`, when nothing is being written any more. It tells the others
+        again and again, for each of their waits has a limit: a host that is gone is noticed. A collective."""
         began = time.monotonic()
-        if self.writing is not None:
-            self.trainer.heartbeat.beat(patience_s=PATIENCE_S)
+        while self.trainer.ranks.agree((int(waits and self._is_writing()),))()[0]:
+            self.trainer.heartbeat.beat()
+        if waits and (waited := time.monotonic() - began) > 1.0 and not self.trainer.stop_reason:
+            log.warning("waited %.1f s for the checkpoint of step %d to be written", waited, self.step)
+
+    def _is_writing(self) -> bool:
+        """Waits a while for the answer to be no."""
+        if self.writing is not None and wait([self.writing], self.trainer.options.timeout_s / 4).done:
             self.writing.result()  # raises what is our own mistake
             self.writing = None
-        if (waited := time.monotonic() - began) > 1.0 and not self.trainer.stop_reason:
-            log.warning("waited %.1f s for the checkpoint of step %d to be written", waited, self.step)
+            if self.error is None:
+                self.best = self.noted
+            elif self.options.keep_best and self.trainer.best.get("step") == self.step:
+                self.trainer.best = self.best
+        return self.writing is not None
 
     def _begin(self, state: dict[str, Any]) -> None:
         if self.room is not None:
             self.room.result()
         files = self.snapshot.take(state)
-        self.step = self.trainer.step
-        self.writing = self.thread.submit(self._write, self.step, files, resume.manifest(self.trainer))
+        self.step, self.noted = self.trainer.step, self.trainer.best
+        self.writing = self.thread.submit(self._write, self.step, files, resume.manifest(self.trainer, state))
 
     def _write(self, step: int, files: dict[str, memoryview], manifest: dict[str, Any]) -> None:
         self.snapshot.wait()
         try:
-            self.trainer.checkpoint = commit.commit(self.folder, step, files, manifest)
+            self.trainer.checkpoint = commit.commit(self.folder, step, files, manifest, self.attempt)
         except OSError as error:
             self.failures, self.error = self.failures + 1, error
             log.error("checkpoint of step %d failed, training goes on: %s", step, error)

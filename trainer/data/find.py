@@ -1,4 +1,4 @@
-"""The shards that a recipe names: files, patterns, URLs of a few schemes, and nothing else."""
+"""The shards that a recipe names: files, patterns, URLs of a few schemes, programs if allowed, and nothing else."""
 
 import glob
 import os
@@ -9,16 +9,19 @@ from urllib.parse import urlsplit
 
 from braceexpand import braceexpand
 
-from trainer.data.remote import SCHEMES, Remote, shown
-from trainer.errors import DataError
+from trainer.data.fetch import SCHEMES, shown, words_of
+from trainer.data.remote import Remote
+from trainer.data.unpack import is_packed
+from trainer.errors import ConfigError, DataError
 from trainer.options import DataOptions
 
 
 def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | None = None) -> list[Path | Remote]:
-    """What a recipe names: paths, glob patterns and URLs, with braces such as `train-{000..009}.tar`; sorted.
+    """What a recipe names: paths, glob patterns, URLs and programs, with braces as `train-{000..009}.tar`; sorted.
 
     Raises:
         DataError: naming the pattern that matches no file, or that can't be looked up.
+        ConfigError: for a program, where none is allowed.
     """
     options = options or DataOptions()
     files: list[str] = []
@@ -29,16 +32,42 @@ def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | 
         except ValueError as error:
             raise DataError(f"{pattern}: not a pattern ({error}); write braces as {{000..009}} or {{a,b}}") from None
         for name in names:
-            if name.partition("://")[0] not in SCHEMES:
+            if name.startswith("pipe:") and not os.path.isfile(name):
+                refuse_program(name, options.allow_pipe)
+                urls.append(name)
+            elif name.partition("://")[0] not in SCHEMES:
                 files += _files(name.removeprefix("file://"), "" if name == str(pattern) else f" (of {pattern})")
             elif urlsplit(name).username:
                 raise DataError(f"{shown(name)}: a URL's user and password are not sent; give one without")
             elif "*" in name:
                 raise DataError(f"{shown(name)}: can't be listed; write braces as {{000..009}} or {{a,b}}")
             else:
+                is_packed(shown(name))
                 urls.append(name)
-    remote = [Remote.kept(url, options.cache_dir, options.cache_gb) for url in sorted(urls, key=Path)]
-    return [*sorted(map(Path, files)), *remote]
+
+    def kept(url: str) -> Remote:
+        return Remote.kept(url, options.cache_dir, options.cache_gb)
+
+    local = [kept(f"file://{path.absolute()}") if is_packed(path.name) else path for path in sorted(map(Path, files))]
+    return [*local, *map(kept, sorted(urls, key=Path))]
+
+
+def refuse_program(name: str, allowed: bool) -> None:
+    """Raises:
+    ConfigError: it may not be run.
+    DataError: it is none.
+    """
+    if not allowed:
+        raise ConfigError(
+            f"data.allow_pipe=false: {shown(name)} is a program, and none is run; if you trust it, "
+            "data.allow_pipe=true, or --allow-pipe for a tool"
+        )
+    try:
+        words = words_of(name)
+    except ValueError as error:
+        raise DataError(f"{shown(name)}: can't be cut into words ({error}); quote them as for a shell") from None
+    if not words:
+        raise DataError(f"{name}: names no program; write 'pipe:PROGRAM ARGUMENTS'")
 
 
 def _files(name: str, of: str) -> list[str]:

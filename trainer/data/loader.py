@@ -2,11 +2,11 @@
 
 import copy
 import itertools
-import os
 import random
-import signal
+import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from trainer.data.order import GOLDEN, MASK, Ref, mix, walk
+from trainer.data.ahead import Needs, fetching, of_training, of_validation
+from trainer.data.order import GOLDEN, MASK, Ref, mix, near_equal, walk
 from trainer.data.quarantine import Bad, stand_in
 from trainer.data.source import Samples, seed_all
-from trainer.errors import DataError
-from trainer.launch import die_with_parent
+from trainer.data.workers import start_workers
+from trainer.errors import EXIT_CODES, DataError, UnavailableError
 from trainer.run import log
 
 if TYPE_CHECKING:
@@ -42,16 +43,22 @@ class Micro(NamedTuple):
 
 
 class Loader:
-    """Batches of one rank, as `plan` splits them; the recipe's `weight` and `collate` are used where it has them."""
+    """Batches of one rank of `beside` on its node, as `plan` splits them; the recipe's `weight` and `collate` are used
+    where it has them."""
 
-    def __init__(self, recipe: Any, plan: "Plan", rank: int, world: int, device: torch.device) -> None:
+    def __init__(self, recipe: Any, plan: "Plan", rank: int, world: int, device: torch.device, beside: int = 1) -> None:
         self.recipe, self.plan, self.rank, self.world, self.device = recipe, plan, rank, world, device
+        self.beside = beside
         self._running: weakref.WeakSet[Generator[Micro]] = weakref.WeakSet()  # weak: dropping one ends it as well
 
     def train(self, source: Samples | Iterable[Any], start: int) -> Iterator[Step]:
         """Steps for ever, from position `start` of the stream of samples on."""
         if isinstance(source, Samples):
-            micros = self._run(stand_in(self._load(source, self._plan(start))))
+            plan, order = self.plan, source.order(self.plan.data.lanes, self.plan.data.block)
+            starts = range(start, sys.maxsize if plan.max_steps is None else plan.max_steps * plan.batch, plan.batch)
+            needs = partial(of_training, order, starts, plan.accumulate, self.rank, self.world)
+            lanes = -(-plan.data.lanes // self.world)
+            micros = self._run(stand_in(self._load(source, self._plan(start), needs, lanes)))
         else:
             if self.world > 1:
                 log.info("data is an iterable: each of %d ranks walks its own; see trainer/recipe.py", self.world)
@@ -69,7 +76,8 @@ class Loader:
         """Every sample once, over all ranks, as stored; the last micro-batch may be smaller, or a rank have none."""
         if isinstance(source, Samples):
             refs = walk(source.counts, self.rank, self.world)
-            micros = self._load(source, (refs[i : i + self.plan.micro] for i in range(0, len(refs), self.plan.micro)))
+            parts = [refs[i : i + self.plan.micro] for i in range(0, len(refs), self.plan.micro)]
+            micros = self._load(source, iter(parts), partial(of_validation, parts), 1)
         else:
             micros = self._replay(source, endless=False)
         return upload(self._run(undisturbing(micros)), self.device)
@@ -88,10 +96,11 @@ class Loader:
 
     def _plan(self, start: int) -> Iterator[list[Ref]]:
         assert self.plan.order is not None
+        parts = self.plan.accumulate
         for first in itertools.count(start, self.plan.batch):
             local = self.plan.order.local(first, first + self.plan.batch, self.rank, self.world)
-            for i in range(0, len(local), self.plan.micro):
-                yield local[i : i + self.plan.micro]
+            for part in range(parts):
+                yield local[slice(*near_equal(len(local), part, parts))]
 
     def _replay(self, source: Iterable[Any], endless: bool) -> Generator[Micro]:
         """Batches as they come, and a replay draws the same. `random` and NumPy are seeded at the start, for nothing of
@@ -123,31 +132,33 @@ class Loader:
                 f"accumulate={self.plan.accumulate} and batch={samples * self.world * self.plan.accumulate}"
             )
 
-    def _load(self, source: Samples, plan: Iterator[list[Ref]]) -> Generator[Micro]:
-        """`plan` through the workers, in its order."""
+    def _load(self, source: Samples, plan: Iterator[list[Ref]], needs: Needs, lanes: int) -> Generator[Micro]:
+        """`plan` through the workers, in its order; `needs` gives the shards of each of its micro-batches."""
         to_load, to_name = itertools.tee(plan)
         workers, timeout_s = self.plan.data.workers, self.plan.options.timeout_s
-        loader = DataLoader(
+        loader = partial(
+            DataLoader,
             Fetch(source, self.recipe),  # pyright: ignore[reportArgumentType] by __getitem__ it is map-style
             batch_size=None,  # what the sampler gives is a batch
-            sampler=to_load,
             collate_fn=as_it_is,
             num_workers=workers,
             prefetch_factor=self.plan.data.prefetch if workers else None,
             timeout=timeout_s if workers else 0,
-            worker_init_fn=start_worker,
             pin_memory=self.device.type == "cuda",
         )
+        batches = start_workers(loader, to_load) if workers else loader(sampler=to_load)
         try:
-            for fetched, refs in zip(loader, to_name, strict=False):
-                if isinstance(fetched, DataError):
-                    raise fetched
-                batch, weight, bad = fetched
-                yield Micro(batch, weight, refs, bad)
+            with fetching(source.reader.remote(), needs, lanes, self.beside) as passed:
+                for fetched, refs in zip(batches, to_name, strict=False):
+                    if isinstance(fetched, Exception):
+                        raise fetched
+                    passed()
+                    batch, weight, bad = fetched
+                    yield Micro(batch, weight, refs, bad)
         except RuntimeError as error:
             if "DataLoader timed out" not in str(error):
                 raise
-            raise DataError(
+            raise UnavailableError(
                 f"trainer.timeout_s={timeout_s:g}: a data worker gave no batch in this time; a file or the recipe's "
                 "data or transform hangs: mend it, or give it longer"
             ) from None
@@ -155,21 +166,20 @@ class Loader:
 
 class Fetch:
     """In a worker: a batch and its weight, while it is on the CPU, and the samples that could not be read; no batch
-    where that is all of them.
-
-    A DataError is returned, for raised in a worker it would come with the worker's traceback in its message.
+    where that is all of them. An error of the data is returned: raised, it would have the worker's traceback in its
+    message.
     """
 
     def __init__(self, source: Samples, recipe: Any) -> None:
         self.source, self.collate, self.weight = source, getattr(recipe, "collate", default_collate), weight_of(recipe)
 
-    def __getitem__(self, refs: list[Ref]) -> tuple[Any, int, list[Bad]] | DataError:
+    def __getitem__(self, refs: list[Ref]) -> tuple[Any, int, list[Bad]] | Exception:
         try:
             good, bad = self.source.batch(refs)
             batch = self.collate(good) if good else None
             return batch, self.weight(batch) if good else 0, bad
-        except DataError as error:
-            return DataError(str(error))  # of no class that only the recipe knows
+        except tuple(EXIT_CODES) as error:  # of no class that only the recipe knows
+            return next(kind for kind in EXIT_CODES if isinstance(error, kind))(str(error))
 
 
 def as_it_is(value: Any) -> Any:
@@ -178,13 +188,6 @@ def as_it_is(value: Any) -> Any:
 
 def weight_of(recipe: Any) -> Callable[[Any], int]:
     return getattr(recipe, "weight", count_samples)
-
-
-def start_worker(_: int) -> None:
-    """In a process group of its own: a signal to the rank's group would end the worker before the rank has saved."""
-    os.setpgid(0, 0)
-    signal.set_wakeup_fd(-1)  # inherited: it is how the rank hears of its own signals
-    die_with_parent()
 
 
 def count_samples(batch: Any) -> int:

@@ -51,6 +51,15 @@ class Mixture:
 
     def local(self, start: int, stop: int, rank: int, world: int) -> list[Ref]:
         """The samples of `rank` at positions [start, stop): its part of each data set's lanes, as near as can be."""
+        return [self._ref(*place) for place in self._local(start, stop, rank, world)]
+
+    def shards(self, start: int, stop: int, rank: int, world: int) -> set[int]:
+        """As `Order.shards`."""
+        places = self._local(start, stop, rank, world)
+        blocks = {(source, epoch, lane, row // self.orders[source].block) for source, epoch, lane, row in places}
+        return {self.first_shards[i] + shard for i, *block in blocks for shard in self.orders[i].shards_of(*block)}
+
+    def _local(self, start: int, stop: int, rank: int, world: int) -> list[tuple[int, int, int, int]]:
         sources, positions = self._draw(start, stop)
         places: list[tuple[float, int, int, int, int]] = []
         for source, order in enumerate(self.orders):
@@ -62,7 +71,7 @@ class Mixture:
                     places.append(((i + 0.5) / len(mine), source, *where))
         places.sort(key=lambda place: place[0])
         first, last = near_equal(stop - start, rank, world)
-        return [self._ref(*place[1:]) for place in places[first:last]]
+        return [place[1:] for place in places[first:last]]
 
     def _ref(self, source: int, epoch: int, lane: int, row: int) -> Ref:
         ref = self.orders[source].ref(epoch, lane, row)

@@ -8,7 +8,7 @@ The numbers are frozen: a change here changes the data of every run that is resu
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -89,10 +89,18 @@ class Order:
 
         Positions are sorted by lane before they are cut: a rank keeps its lanes, and so its shards, for an epoch.
         """
+        return [self.ref(*place) for place in self._local(start, stop, rank, world)]
+
+    def shards(self, start: int, stop: int, rank: int, world: int) -> set[int]:
+        """Those that `local` reads from, and those of the rest of its blocks. Much cheaper than `local`."""
+        blocks = {(epoch, lane, row // self.block) for epoch, lane, row in self._local(start, stop, rank, world)}
+        return {shard for block in blocks for shard in self.shards_of(*block)}
+
+    def _local(self, start: int, stop: int, rank: int, world: int) -> Iterator[tuple[int, int, int]]:
         epochs, lanes, rows = self.places(start, stop)
         first, last = near_equal(stop - start, rank, world)
         mine = np.argsort(lanes, kind="stable")[first:last]
-        return [self.ref(*place) for place in zip(epochs[mine].tolist(), lanes[mine].tolist(), rows[mine].tolist())]
+        return zip(epochs[mine].tolist(), lanes[mine].tolist(), rows[mine].tolist())
 
     def places(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Of positions [start, stop): the epoch, the lane, and the row in it."""
@@ -108,6 +116,13 @@ class Order:
         shards, starts = self._epoch(epoch)
         index = bisect_right(starts, item) - 1
         return Ref(epoch, shards[index], item - starts[index])
+
+    def shards_of(self, epoch: int, lane: int, number: int) -> list[int]:
+        """Of a lane's block."""
+        first = self.bounds[lane] + number * self.block
+        last = min(first + self.block, self.bounds[lane + 1]) - 1
+        shards, starts = self._epoch(epoch)
+        return shards[bisect_right(starts, first) - 1 : bisect_right(starts, last)]
 
     def _epoch(self, epoch: int) -> tuple[list[int], list[int]]:
         """The shards in this epoch's order, and where each starts in their concatenation."""

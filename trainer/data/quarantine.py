@@ -1,10 +1,10 @@
 """Samples that can't be read: left out of their micro-batch, written down, counted; too many of them end the run."""
 
 import json
-import os
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trainer.appended import Appended
 from trainer.data.order import Ref
 from trainer.errors import DataError
 from trainer.run import log
@@ -20,20 +20,26 @@ class Bad(NamedTuple):
 
     ref: Ref
     why: str
+    shard: str | int  # its name; of a dataset, its number
+    key: str | None  # where it can be read; of a dataset, the sample's number
+
+    @property
+    def line(self) -> dict[str, Any]:
+        return {**self.ref._asdict(), "shard": self.shard, "key": self.key, "error": self.why}
 
 
 class Quarantine:
     """quarantine.jsonl in the run's folder, written by rank 0: a line a sample, none lost or repeated by a resume."""
 
     def __init__(self, trainer: "Trainer") -> None:
-        self.path, share = trainer.run_dir / "quarantine.jsonl", trainer.plan.data.max_bad
-        self.most = int(max(LEAST, share * (trainer.plan.epoch_samples or 0))) if share else 0
-        self.epoch = self.count = self.bytes = 0  # the bad ones of this epoch; of the file
+        self.file = Appended(trainer.run_dir / "quarantine.jsonl")
+        self.most = allowed(trainer.plan.data.max_bad, trainer.plan.epoch_samples or 0)
+        self.epoch = self.count = 0  # the bad ones of this epoch
+        self.saved = {"bytes": 0, "kept": ""}
 
     def begin(self) -> None:
         """Cuts off what was written after the checkpoint that the run goes on from. Rank 0."""
-        if self.path.exists():
-            os.truncate(self.path, min(self.bytes, self.path.stat().st_size))
+        self.file.go_on(self.saved)
 
     def take(self, trainer: "Trainer") -> None:
         """What this step's micro-batches have left out, on any rank. A collective.
@@ -42,31 +48,32 @@ class Quarantine:
             DataError: on all ranks, for more than may be bad.
         """
         step, epoch_samples = trainer.step, trainer.plan.epoch_samples
-        own = [{"step": step, **bad.ref._asdict(), "error": bad.why} for bad in trainer.data.bad]
+        own = [{"step": step, **bad.line} for bad in trainer.data.bad]
         found = [each for rank in trainer.ranks.gather(own) for each in rank]
         assert epoch_samples
         epoch = (trainer.samples - 1) // epoch_samples
         self.count = len(found) + (self.count if epoch == self.epoch else 0)
         self.epoch = epoch
         if trainer.rank == 0:
-            with self.path.open("a") as file:
-                file.writelines(json.dumps(each) + "\n" for each in found)
-                file.flush()
-                os.fsync(file.fileno())
-            self.bytes = self.path.stat().st_size
+            self.file.write("".join(json.dumps(each) + "\n" for each in found).encode())
             for each in found:
                 log.warning("step %d: left out: %s", step, each["error"])
         if self.count > self.most:
             raise DataError(
                 f"data.max_bad: {self.count} samples of epoch {self.epoch} could not be read, and {self.most} may be; "
-                f"the last: {found[-1]['error']}; all are in {self.path}"
+                f"the last: {found[-1]['error']}; all are in {self.file.path}"
             )
 
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "count": self.count, "bytes": self.bytes}
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "count": self.count, "file": self.file.state_dict()}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.count, self.bytes = state["epoch"], state["count"], state["bytes"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.count, self.saved = state["epoch"], state["count"], state["file"]
+
+
+def allowed(share: float, samples: int) -> int:
+    """How many of the samples may be bad."""
+    return int(max(LEAST, share * samples)) if share else 0
 
 
 def stand_in(micros: Iterator[Any]) -> Generator[Any]:

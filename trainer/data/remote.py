@@ -1,74 +1,86 @@
-"""Shards at a URL: each is downloaded whole, by one process a node, into a folder that holds so many bytes."""
+"""Shards that can't be read where they are: each comes whole, by one process a node, to a folder of bounded size."""
 
 import contextlib
 import fcntl
 import hashlib
 import logging
 import os
+import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple
-from urllib import request
-from urllib.error import HTTPError
-from urllib.parse import urlsplit
+from typing import BinaryIO, NamedTuple
 
-from trainer.errors import DataError
+from trainer.data.fetch import download, path_of, shown
+from trainer.data.room import claim, is_at, make_room
+from trainer.data.unpack import plain_name, unpack
+from trainer.errors import ConfigError, DataError
+from trainer.options import DataOptions
+from trainer.secret import without_signatures
 
-SCHEMES = ("http", "https", "s3", "gs")
-PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
-TIMEOUT_S = 30.0  # of a server that sends nothing
-PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before another try, after one that has brought nothing new
-LATER = (408, 425, 429)  # the answers below 500 that may be another one soon
-CHUNK = 8 << 20
-HANDLERS = (
-    *(request.ProxyHandler, request.UnknownHandler, request.HTTPHandler, request.HTTPSHandler),
-    *(request.HTTPDefaultErrorHandler, request.HTTPRedirectHandler, request.HTTPErrorProcessor),
-)  # urllib's own, less those for ftp, files and data, to which a server could send us on
+PATIENCE_S = 300.0  # without a new byte of a shard that was had before; less than trainer.timeout_s
+FIRST_S = 30.0  # of one that was not: its URL may be wrong
+AHEAD_S, SPARE_S = 1.0, 5.0  # of one that nobody waits for yet; for which what was used is not removed for it
 
 log = logging.getLogger("echelon")
 
 
 class Remote(NamedTuple):
-    """What takes the place of a shard's path."""
+    """What takes the place of a shard's path, where that is a URL, a compressed file, or what a program writes."""
 
-    url: str
-    file: Path  # where it is kept
+    url: str  # with file:// before a path, and pipe: before a program
+    file: Path  # where it is kept, unpacked
     most: int  # bytes that this folder may hold, but for what is in use
-    sha256: str = ""  # of what was indexed
+    bytes: int = 0  # of what was indexed
+    sha256: str = ""
+    ahead: bool = False  # of its use: without room beside what is used, or an answer, it is let be
 
     @classmethod
     def kept(cls, url: str, folder: str, gb: float) -> "Remote":
-        name = hashlib.sha256(url.encode()).hexdigest()
-        return cls(url, Path(folder).expanduser().absolute() / name, int(gb * 1e9))
+        return cls(url, Path(folder).expanduser().absolute() / key_of(url), int(gb * 1e9))
 
     def __str__(self) -> str:
         return shown(self.url)
 
     @property
     def name(self) -> str:
-        return PurePosixPath(urlsplit(self.url).path).name
+        return str(self) if self.url.startswith("pipe:") else plain_name(PurePosixPath(str(self)).name)
 
     def open(self) -> BinaryIO:
         """The whole shard, which stays in the folder until this file is closed.
 
         Raises:
-            DataError: it can't be had, is not what was indexed, or the folder can't take it.
+            DataError: it is not there, or the folder can't take it.
+            ConfigError: it is not what was indexed.
+            UnavailableError: the server gave nothing for too long.
         """
+        while (file := self._get()) is None:
+            time.sleep(0.05)  # another process downloads it
+        return file
+
+    def _get(self) -> BinaryIO | None:
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            while (file := self._find() or self._download()) is None:
-                time.sleep(0.05)  # another process downloads it
-            return file
+            return self._find() or self._download()
         except OSError as error:
             raise DataError(
                 f"{self}: can't be kept in {self.file.parent} ({error.strerror}); mend that, or give another "
                 "data.cache_dir"
             ) from None
 
+    def fetch(self) -> None:
+        """For an `open` to come. Raises what that would."""
+        if file := self._replace(ahead=True)._get():
+            file.close()
+
     def drop(self) -> None:
         """The next `open` downloads it."""
         self.file.unlink(missing_ok=True)
+
+    def refuse_larger(self, size: int) -> None:
+        if size > self.most:
+            has = f"data.cache_gb={self.most / 1e9:g}: {self} alone has {size / 1e9:g} GB"
+            raise ConfigError(f"{has}; give it more, or write smaller shards")
 
     def _find(self) -> BinaryIO | None:
         with contextlib.suppress(FileNotFoundError):
@@ -89,147 +101,63 @@ class Remote(NamedTuple):
             if self.file.exists():
                 return None
             self._fill(file)
-            with self.file.with_name(".lock").open("wb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                make_room(self.file.parent, self.most)
+            with self._locked_folder():
+                over = make_room(self.file.parent, self.most, SPARE_S if self.ahead else 0.0)
                 part.replace(self.file)
                 fcntl.flock(file, fcntl.LOCK_SH)
+            if over:
+                told = "data.cache_gb=%g: %s holds %g GB more, all in use; give it more"
+                log.warning(told, self.most / 1e9, self.file.parent, over / 1e9)
             stack.pop_all()
             return file
 
     def _fill(self, file: BinaryIO) -> None:
-        file.truncate(0)  # a process that was killed may have left some
-        for start, content in download(self.url):
-            if start == 0:
-                file.truncate(0)
-            file.seek(start)
-            file.write(content)
+        room, end = self.bytes, 0
+        self._reserve(file, room)
+        patience_s = AHEAD_S if self.ahead else PATIENCE_S if self.sha256 else FIRST_S
+        with contextlib.closing(unpack(download(self.url, patience_s), self)) as parts:
+            for start, content in parts:
+                end = start + len(content)
+                if end > room:  # nobody has indexed it yet
+                    room = max(end, min(end + self.most // 100, self.most))
+                    self._reserve(file, room)
+                file.seek(start)
+                file.write(content)
+        file.truncate(end)  # a process that was killed may have left more
         file.flush()
         os.fsync(file.fileno())
-        if self.sha256 and sha256_of(file) != self.sha256:
-            raise DataError(
+        if sha256_of(file) != self.sha256 if self.sha256 else key_of(self.url) != self.file.name:
+            usual = Path(DataOptions.cache_dir).expanduser().absolute()
+            words = ["index", *(["--cache-dir", str(self.file.parent)] if self.file.parent != usual else [])]
+            words += ["--allow-pipe"] if self.url.startswith("pipe:") else []
+            raise ConfigError(
                 f"{self}: changed since it was indexed; restore it, or index it again: "
-                f"python -m trainer.tools.shards index {self}"
+                f"python -m trainer.tools.shards {shlex.join([*words, without_signatures(self.url)])}"
             )
 
+    def _reserve(self, file: BinaryIO, size: int) -> None:
+        """Room for what will come: a part counts with all its bytes."""
+        self.refuse_larger(size)
+        with self._locked_folder():
+            file.truncate(size)
+            over = make_room(self.file.parent, self.most, SPARE_S if self.ahead else 0.0)
+            if over and self.ahead:
+                file.truncate(0)
+                raise DataError(f"{self}: no room for it yet")
 
-class Source(NamedTuple):
-    file: Any
-    read: Callable[[], bytes]  # some of the next bytes, none at the end
-    start: int  # where they begin
-    size: int  # of all
-    mark: str | None  # of this content
-
-
-def download(url: str) -> Iterator[tuple[int, bytes]]:
-    """The bytes at `url` with their positions, all or an error. A position of 0 begins anew.
-
-    Raises:
-        DataError: for what is not there or not ours, at once; for a server that fails, after some tries.
-    """
-    reach = _by_http if url.startswith("http") else _by_fsspec
-    done, most, failures, mark = 0, 0, 0, None
-    while True:
-        try:
-            source = reach(url, done, mark)
-            done, mark = source.start, source.mark
-            with contextlib.closing(source.file):
-                while done < source.size and (content := source.read()):
-                    yield done, content
-                    done += len(content)
-            if done == source.size:
-                return
-            reason = f"cut after {done} of {source.size} bytes"
-        except DataError:
-            raise
-        except Exception as error:  # urllib's, botocore's, aiohttp's
-            reason = f"{error or type(error).__name__}"
-            if is_final(error):
-                raise DataError(f"{shown(url)}: {reason}; give what is there, and may be read") from None
-        failures = 0 if done > most else failures + 1
-        most = max(done, most)
-        if failures > len(PAUSES_S):
-            raise DataError(f"{shown(url)}: {reason}, tried {failures} times; see to the server or the network")
-        log.info("%s: %s; trying again", shown(url), reason)
-        time.sleep(PAUSES_S[max(0, failures - 1)])
+    @contextlib.contextmanager
+    def _locked_folder(self) -> Iterator[None]:
+        with self.file.with_name(".lock").open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
 
-def _by_http(url: str, done: int, mark: str | None) -> Source:
-    opener = request.OpenerDirector()
-    for handler in HANDLERS:
-        opener.add_handler(handler())
-    rest = {"Range": f"bytes={done}-", "If-Range": mark} if done and mark else {}
-    file = opener.open(request.Request(url, headers=rest), timeout=TIMEOUT_S)
-    start, size = done if file.status == 206 else 0, file.headers["Content-Length"]
-    if size is None:
-        raise OSError("an answer without its length")
-    mark = file.headers["ETag"] or file.headers["Last-Modified"]
-    mark = None if mark and mark.startswith("W/") else mark  # of content that is alike, not the same
-    return Source(file, lambda: file.read1(CHUNK), start, start + int(size), mark)
-
-
-def _by_fsspec(url: str, done: int, mark: str | None) -> Source:
-    """Whose drivers know the protocols and find the credentials."""
-    import fsspec
-
-    scheme = urlsplit(url).scheme
-    try:
-        files = fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False)
-    except ImportError:
-        raise DataError(f"{shown(url)}: needs {PACKAGES[scheme]}; pip install 'echelon-trainer[{scheme}]'") from None
-    about = files.info(url)
-    found = about.get("ETag") or about.get("etag")
-    file = files.open(url, "rb", cache_type="none", block_size=CHUNK)
-    start = done if found and found == mark else 0
-    file.seek(start)
-    return Source(file, lambda: file.read(CHUNK), start, about["size"], found)
-
-
-def is_final(error: Exception) -> bool:
-    if isinstance(error, HTTPError):
-        return error.code < 500 and error.code not in LATER
-    return isinstance(error, FileNotFoundError | PermissionError | ValueError)
-
-
-def shown(url: str) -> str:
-    """Without what may be a password or a signature."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-
-def claim(file: BinaryIO) -> bool:
-    """Whether nobody else holds it; the lock ends with the file, or with the process, however that ends."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def is_at(file: BinaryIO, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def make_room(folder: Path, most: int) -> None:
-    """Removes what was used least recently, but not what is open; under the folder's lock."""
-    found = []
-    for path in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            if path.suffix not in (".idx", ".tmp") and path.name != ".lock":
-                found.append((path.stat().st_atime_ns, path.stat().st_size, path))
-    total = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
-        if total <= most:
-            return
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-            if claim(file):
-                path.unlink()
-                total -= size
-    if total > most:
-        log.warning("data.cache_gb=%g: %s holds %g GB, all in use; give it more", most / 1e9, folder, total / 1e9)
+def key_of(url: str) -> str:
+    """What it is kept by: a file that was written again is another one."""
+    if url.startswith("file://"):
+        about = os.stat(path_of(url))
+        url = f"file://{os.path.realpath(path_of(url))} {about.st_size} {about.st_mtime_ns}"
+    return hashlib.sha256(os.fsencode(url)).hexdigest()
 
 
 def sha256_of(file: BinaryIO) -> str:

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,9 @@ from trainer.data.mixture import Mixture
 from trainer.data.order import Order, Ref, mix
 from trainer.data.quarantine import Bad
 from trainer.data.read import ShardReader
-from trainer.errors import DataError
+from trainer.data.remote import Remote
+from trainer.data.stages import Dropped, Maps
+from trainer.errors import ConfigError, DataError
 from trainer.options import DataOptions
 from trainer.run import log
 
@@ -61,18 +64,20 @@ class Samples:
         key = mix(self.seed, 3, ref.epoch, self.bases[ref.shard] + ref.offset)
         seed_all(key)
         value = self.reader.read(ref)
-        return value if self.transform is None else self.transform(value, Generator(Philox(key)))
+        return value if self.transform is None else self.transform(value, keyed(key))
 
     def batch(self, refs: list[Ref]) -> tuple[list[Any], list[Bad]]:
-        """The samples, without those that can't be read, and these."""
+        """The samples, without those that are damaged, and these."""
         self.reader.prefetch(refs)
         good: list[Any] = []
         bad: list[Bad] = []
         for ref in refs:
             try:
                 good.append(self[ref])
+            except Dropped:
+                raise
             except DataError as error:
-                bad.append(Bad(ref, str(error)))
+                bad.append(Bad(ref, str(error), *self.reader.name(ref)))
         return good, bad
 
 
@@ -85,11 +90,30 @@ class MapReader:
     def read(self, ref: Ref) -> Any:
         return self.dataset[ref.shard * self.per_shard + ref.offset]
 
+    def name(self, ref: Ref) -> tuple[int, str]:
+        return ref.shard, str(ref.shard * self.per_shard + ref.offset)
+
     def prefetch(self, refs: list[Ref]) -> None:
         """There is no such thing."""
 
+    def remote(self) -> dict[int, Remote]:
+        """There are none."""
+        return {}
+
     def close(self) -> None:
         """Nothing of the dataset's is ours."""
+
+
+PHILOX = Philox(key=0)
+FRESH: Any = PHILOX.state
+GENERATOR = Generator(PHILOX)
+
+
+def keyed(key: int) -> Generator:
+    """As `Generator(Philox(key=key))`, in a tenth of the time: the one of this process, set back."""
+    FRESH["state"]["key"][0] = key
+    PHILOX.state = FRESH
+    return GENERATOR
 
 
 def seed_all(key: int) -> None:
@@ -100,7 +124,7 @@ def seed_all(key: int) -> None:
 
 
 def open_source(
-    recipe: Any, split: str, seed: int, options: DataOptions | None = None
+    recipe: Any, split: str, seed: int, options: DataOptions | None = None, timeout_s: float = math.inf
 ) -> Samples | Iterable[Any] | None:
     """The recipe's data of `split`; None where it has none (validation only).
 
@@ -109,24 +133,26 @@ def open_source(
         DataError: for data that is empty or can't be used again.
     """
     seed_all(mix(seed, 4))  # the same for both splits: a `random_split` in `data` cuts both times at the same places
-    data = recipe.data(split)
+    data, options = recipe.data(split), options or DataOptions()
     transform = getattr(recipe, "transform", None)
+    if options.map:
+        transform = Maps(options.map, transform)
     if data is None:
         return None
     if _names_shards(data):
         index = Index.open(find_shards(data, options), Progress())
-        return Samples(ShardReader(index), index.counts, index.fingerprint, transform, seed)
+        reader = ShardReader(index, options.decoders, timeout_s)
+        return Samples(reader, index.counts, index.fingerprint, transform, seed)
     if isinstance(data, Mapping):
-        return mixture(data, split, transform, seed, options)
+        return mixture(data, split, transform, seed, options, timeout_s)
+    if options.decoders and split == "train":
+        raise ConfigError("data.decoders: recipe.data('train') has no shards, and nothing to decode; leave them out")
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-        size = len(data)  # pyright: ignore[reportArgumentType] a map-style Dataset has a length
-        if size == 0:
-            raise DataError(f"recipe.data({split!r}): the dataset is empty")
-        per_shard = -(-size // VIRTUAL_SHARDS)
-        counts = [min(per_shard, size - start) for start in range(0, size, per_shard)]
-        name = getattr(data, "fingerprint", f"{type(data).__module__}.{type(data).__qualname__}")
-        fingerprint = hashlib.sha256(f"{name} {size}".encode()).hexdigest()
-        return Samples(MapReader(data, per_shard), counts, fingerprint, transform, seed)
+        return map_style(data, split, transform, seed)
+    if options.map:
+        raise ConfigError(
+            f"data.map: recipe.data({split!r}) gives batches, and it takes samples; leave it out, or give a Dataset"
+        )
     if split == "val" and isinstance(data, Iterator):
         raise DataError(
             f"recipe.data('val'): a {type(data).__name__} is used up by the first validation; "
@@ -135,7 +161,19 @@ def open_source(
     return data
 
 
-def mixture(data: Mapping[Any, Any], split: str, transform: Any, seed: int, options: DataOptions | None) -> Samples:
+def map_style(data: Any, split: str, transform: Any, seed: int) -> Samples:
+    if (size := len(data)) == 0:
+        raise DataError(f"recipe.data({split!r}): the dataset is empty")
+    per_shard = -(-size // VIRTUAL_SHARDS)
+    counts = [min(per_shard, size - start) for start in range(0, size, per_shard)]
+    name = getattr(data, "fingerprint", f"{type(data).__module__}.{type(data).__qualname__}")
+    fingerprint = hashlib.sha256(f"{name} {size}".encode()).hexdigest()
+    return Samples(MapReader(data, per_shard), counts, fingerprint, transform, seed)
+
+
+def mixture(
+    data: Mapping[Any, Any], split: str, transform: Any, seed: int, options: DataOptions, timeout_s: float
+) -> Samples:
     """Shards -> weight. One index has the shards of all, one data set after the other."""
     for shards, weight in data.items():
         if not isinstance(shards, str | Path) or not isinstance(weight, int | float) or isinstance(weight, bool):
@@ -151,7 +189,8 @@ def mixture(data: Mapping[Any, Any], split: str, transform: Any, seed: int, opti
     index = Index([shard for each in indices for shard in each.shards])
     mixed = [(len(each.shards), float(weight)) for each, weight in zip(indices, data.values(), strict=True)]
     fingerprint = hashlib.sha256(f"{index.fingerprint} {mixed}".encode()).hexdigest()
-    return Samples(ShardReader(index), index.counts, fingerprint, transform, seed, mixed)
+    reader = ShardReader(index, options.decoders, timeout_s)
+    return Samples(reader, index.counts, fingerprint, transform, seed, mixed)
 
 
 class Progress:

@@ -1,7 +1,7 @@
 """Samples to tar shards in WebDataset format. The same samples give the same bytes."""
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,18 @@ from safetensors.numpy import save
 
 from trainer.data.tar import split_name
 from trainer.errors import DataError
+from trainer.targets import make_webdataset_careful
+
+Progress = Callable[[str, int], None]  # called with a shard, once it is complete, and the samples written so far
 
 
-def write_shards(samples: Iterable[Mapping[str, Any]], folder: Path, prefix: str, per_shard: int) -> list[Path]:
+def quiet(*_: Any) -> None:
+    """Progress that nobody looks at."""
+
+
+def write_shards(
+    samples: Iterable[Mapping[str, Any]], folder: Path, prefix: str, per_shard: int, progress: Progress = quiet
+) -> list[Path]:
     """Writes PREFIX-000000.tar and so on, each complete or absent, and returns them.
 
     A sample is `__key__` and values by extension: bytes and text as they are, the rest by
@@ -22,18 +31,15 @@ def write_shards(samples: Iterable[Mapping[str, Any]], folder: Path, prefix: str
     """
     assert per_shard > 0
     # Here, for it takes a second and reading needs none of it.
-    from webdataset import utils
     from webdataset.writer import TarWriter, default_handlers, make_encoder
 
-    # For whatever else in this process calls it: no pickle, no pipe:, no rewritten URL.
-    utils.enforce_security = True  # pyright: ignore[reportAttributeAccessIssue] it is there
-
+    make_webdataset_careful()
     encoder = make_encoder({**default_handlers, "int": default_handlers["cls"], "safetensors": save})
     folder.mkdir(parents=True, exist_ok=True)
     if old := next(folder.glob(f"{prefix}-*.tar"), None):
         raise DataError(f"{old}: is there already; remove the shards of {prefix!r} or choose another folder")
     paths: list[Path] = []
-    key = None
+    key, done = None, 0
     rest = iter(samples)
     for first in rest:
         path = folder / f"{prefix}-{len(paths):06d}.tar"
@@ -44,5 +50,7 @@ def write_shards(samples: Iterable[Mapping[str, Any]], folder: Path, prefix: str
                 if key == before or split_name(f"{key}.x") != (key, "x"):
                     raise DataError(f"{path}: key {key!r}: must be unique, and without a dot after the last slash")
                 writer.write(dict(sample))
+                done += 1
         paths.append(partial.replace(path))
+        progress(path.name, done)
     return paths

@@ -25,7 +25,7 @@ from trainer.session import objects
 
 def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
     """Builds the recipe from the config in the run's folder, with `changes` as KEY=VALUE; takes the average's weights
-    if the run kept one. What that config allows for `_target_` doesn't count: it may be a stranger's.
+    if the run kept one. What that config allows to build or run doesn't count: it may be a stranger's.
 
     Raises:
         ConfigError: where the checkpoint or its run's config is missing or damaged, the recipe exports nothing or has
@@ -62,7 +62,7 @@ def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
 def read_config(file: Path, changes: list[str], key: str) -> dict[str, Any]:
     try:
         found = OmegaConf.load(file)
-        own: Any = {"trainer": {"allow_targets": []}}
+        own: Any = {"trainer": {"allow_targets": []}, "data": {"allow_pipe": False}}
         settings: Any = OmegaConf.to_container(OmegaConf.merge(found, own, OmegaConf.from_dotlist(changes)))
         hidden = secrets(settings)
     except Exception as error:  # YAML's or OmegaConf's

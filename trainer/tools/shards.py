@@ -9,19 +9,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from trainer.data.find import find_shards
 from trainer.data.index import Index, Shard, scan_shard, stored
 from trainer.data.remote import Remote
+from trainer.data.rows import of_rows
 from trainer.data.tar import split_name
 from trainer.data.write import write_shards
-from trainer.errors import DataError, require
+from trainer.errors import DataError, UnavailableError, require
 from trainer.main import guarded
+from trainer.options import DataOptions
 
 
-def index(shards: list[str], workers: int) -> None:
+def index(shards: list[str], workers: int, **where: Any) -> None:
     """Stores the index of each shard that has none, or has changed, beside it."""
     require("--workers", workers, at_least=1)
-    made = Index.open(find_shards(shards), progress, workers, anew=True)
+    made = Index.open(find_shards(shards, DataOptions(**where)), progress, workers, anew=True)
     print(f"{len(made.shards)} shards, {sum(made.counts)} samples, fingerprint {made.fingerprint[:16]}")
 
 
@@ -29,14 +33,14 @@ def progress(shard: str, done: int, total: int) -> None:
     print(f"indexed {shard}: {done} of {total} shards", flush=True)
 
 
-def verify(shards: list[str], workers: int) -> None:
-    """Reads every byte, and compares it with the index.
+def verify(shards: list[str], workers: int, **where: Any) -> None:
+    """Reads every byte, of what is kept here where it is, and compares it with the index.
 
     Raises:
         DataError: naming each shard that is not what was indexed.
     """
     require("--workers", workers, at_least=1)
-    paths = find_shards(shards)
+    paths = find_shards(shards, DataOptions(**where))
     wrong: list[str] = []
     with ThreadPoolExecutor(workers) as pool:
         for path, found in zip(paths, pool.map(compare, paths), strict=True):
@@ -49,21 +53,23 @@ def verify(shards: list[str], workers: int) -> None:
 def compare(path: Path | Remote) -> str:
     """How it differs from its index; empty where it doesn't."""
     if (known := stored(path)) is None:
-        return "has no index"
+        return "has no index that can be read"
     try:
-        if scan_shard(path)[1] == known.sha256:
-            return ""
-    except DataError as error:
+        rows, sha256, _ = scan_shard(path)
+    except (DataError, UnavailableError) as error:
         return str(error)
+    if sha256 == known.sha256:
+        same = np.array_equal(rows, Index([known]).samples(0)[:])
+        return "" if same else f"its index is wrong: remove {known.stored}"
     if isinstance(path, Remote):
         path.drop()
     return "NOT what was indexed"
 
 
-def stat(shards: list[str], workers: int) -> None:
+def stat(shards: list[str], workers: int, **where: Any) -> None:
     """What there is, a line a shard, and in all."""
     require("--workers", workers, at_least=1)
-    made = Index.open(find_shards(shards), progress, workers)
+    made = Index.open(find_shards(shards, DataOptions(**where)), progress, workers)
     for shard in made.shards:
         print(line(str(shard.path), [shard]))
     print(line("all", made.shards), f"fingerprint {made.fingerprint[:16]}", sep=", ")
@@ -81,10 +87,14 @@ def pack(source: Path, folder: Path, prefix: str, per_shard: int) -> None:
         DataError: where there is nothing, or no way to read it.
     """
     require("--per-shard", per_shard, at_least=1)
-    paths = write_shards(samples(source), folder, prefix, per_shard)
+    paths = write_shards(samples(source), folder, prefix, per_shard, packed)
     if not paths:
         raise DataError(f"{source}: has no sample; give files KEY.EXTENSION, lines or rows")
     print(f"{len(paths)} shards: {paths[0]} to {paths[-1]}")
+
+
+def packed(shard: str, done: int) -> None:
+    print(f"packed {shard}: {done} samples", flush=True)
 
 
 def samples(source: Path) -> Iterator[dict[str, Any]]:
@@ -125,25 +135,16 @@ def of_lines(source: Path) -> Iterator[dict[str, Any]]:
             yield {"__key__": f"{number:012d}", "json": text.strip()}
 
 
-def of_rows(source: Path) -> Iterator[dict[str, Any]]:
-    try:
-        from pyarrow import parquet  # pyright: ignore[reportMissingImports] who has no .parquet needs none
-    except ImportError:
-        raise DataError(f"{source}: needs pyarrow; pip install pyarrow, or give a .jsonl") from None
-    number = 0
-    for batch in parquet.ParquetFile(source).iter_batches():
-        for row in batch.to_pylist():
-            yield {"__key__": f"{number:012d}", "json": row}
-            number += 1
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.tools.shards", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for command in (index, verify, stat):
         made = commands.add_parser(command.__name__, help=(command.__doc__ or "").partition(".")[0])
-        made.add_argument("shards", nargs="+", help="paths, patterns as 'train-{000..099}.tar', URLs")
-        made.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes that index")
+        made.add_argument("shards", nargs="+", help="paths, patterns as 'train-{000..099}.tar', URLs, pipe:PROGRAM")
+        made.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="threads that read")
+        made.add_argument("--cache-dir", default=DataOptions.cache_dir, help="as data.cache_dir of the run")
+        made.add_argument("--cache-gb", type=float, default=DataOptions.cache_gb, help="as data.cache_gb")
+        made.add_argument("--allow-pipe", action="store_true", help="as data.allow_pipe=true")
         made.set_defaults(call=command)
     made = commands.add_parser("pack", help=(pack.__doc__ or "").partition(";")[0])
     made.add_argument("source", type=Path, help="a folder, a .jsonl or a .parquet")

@@ -1,0 +1,46 @@
+"""What the other tests look for is seen where it is: a process that is left, a moment without a checkpoint."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+from command import MARK, environment
+from troubled import nobody_left, processes, watched
+
+from trainer.checkpoint.commit import commit
+
+
+def test_a_process_with_another_parent_and_group_is_left(tmp_path):
+    words = ["sh", "-c", "setsid sleep 60 >/dev/null 2>&1 &"]
+    subprocess.run(words, env=environment(**{MARK: str(tmp_path)}), check=True)
+    (pid,) = processes(tmp_path)
+    with pytest.raises(AssertionError, match=str(pid)):
+        nobody_left(tmp_path, within_s=0.1)
+    os.kill(pid, signal.SIGKILL)
+    nobody_left(tmp_path)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_moment_without_a_valid_checkpoint(tmp_path, lost):
+    def put(step: int) -> None:
+        commit(tmp_path / "ckpt" / "r", step, {"a": memoryview(b"a")}, {})
+        time.sleep(0.3)
+
+    def run() -> None:
+        with watched(tmp_path):
+            time.sleep(0.1)
+            put(1)
+            if not lost:
+                put(2)
+            shutil.rmtree(tmp_path / "ckpt" / "r" / "step-00000001")
+            time.sleep(0.3)
+            put(3)
+
+    if lost:
+        with pytest.raises(AssertionError):
+            run()
+    else:
+        run()

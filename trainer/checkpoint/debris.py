@@ -1,0 +1,28 @@
+"""What processes that were killed have left in a run's folder, by the attempts that it is of. Standard library only."""
+
+import math
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+
+def sweep(run_dir: Path, attempt: int) -> None:
+    """Deletes what attempts up to this one have left; a later one may still be at work. Trash is nobody's."""
+    put_back(run_dir, attempt)
+    for path in (*_left(run_dir, "tmp", attempt), *_left(run_dir, "old", attempt), *run_dir.glob(".trash-*")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def put_back(run_dir: Path, attempt: float = math.inf) -> None:
+    """A process killed while it replaced a checkpoint may have left the old one under a hidden name only."""
+    for old in _left(run_dir, "old-step", attempt):
+        final = old.with_name(old.name.removeprefix(".old-").rpartition("-")[0])
+        if not os.path.lexists(final):
+            with suppress(OSError):  # another reader was faster, or this one may not write
+                os.rename(old, final)
+
+
+def _left(run_dir: Path, kind: str, attempt: float) -> list[Path]:
+    numbers = {path: path.name.rpartition("-")[2] for path in run_dir.glob(f".{kind}-*")}
+    return [path for path, number in numbers.items() if not number.isdecimal() or int(number) <= attempt]

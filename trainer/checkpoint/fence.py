@@ -1,0 +1,72 @@
+"""The process that began last writes a run: a commit of one before it is refused, on any host, locks or not. Standard
+library only.
+
+A lock is no fence: a process that is stopped on a host that loses it, or where files can't be locked, goes on later.
+"""
+
+import errno
+import os
+import re
+import socket
+from pathlib import Path
+from typing import NamedTuple
+
+from trainer.checkpoint.manifest import sync
+from trainer.errors import ConfigError
+
+ATTEMPT = "ATTEMPT"
+TEXT = re.compile(r"attempt ([0-9]{1,9}), process [0-9]+ on [A-Za-z0-9._-]+")
+
+
+class Attempt(NamedTuple):
+    number: int  # of processes that have begun to write the run, this one included
+    text: str
+
+
+class Superseded(ConfigError):
+    """Another process writes the run now. Not one to start again: it would take the run back."""
+
+
+def next_attempt(run_dir: Path) -> Attempt:
+    """This process's, on the disk when this returns. Call it with the lock held; where two begin at once without one,
+    one of them is refused later."""
+    number = _last(run_dir).number + 1
+    host = re.sub("[^A-Za-z0-9._-]", "-", socket.gethostname())
+    own = Attempt(number, f"attempt {number}, process {os.getpid()} on {host}")
+    temporary = run_dir / f".{ATTEMPT}"
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
+    try:
+        os.write(file, own.text.encode())
+        os.fsync(file)
+    finally:
+        os.close(file)
+    os.rename(temporary, run_dir / ATTEMPT)
+    sync(run_dir)
+    return own
+
+
+def refuse_superseded(run_dir: Path, own: Attempt) -> None:
+    """Raises:
+    Superseded: another attempt has begun since.
+    """
+    last = _last(run_dir)
+    if last != own and last.number:
+        raise Superseded(
+            f"trainer.checkpoint.dir={run_dir.parent}: {last.text}, writes the run {run_dir.name} now, and this is "
+            f"{own.text}, which was taken for dead; it ends here, nothing is to be done"
+        )
+
+
+def _last(run_dir: Path) -> Attempt:
+    try:
+        file = os.open(run_dir / ATTEMPT, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP):
+            return Attempt(0, "")
+        raise
+    try:
+        text = os.read(file, 400).decode("ascii", "replace")
+    finally:
+        os.close(file)
+    match = TEXT.fullmatch(text)
+    return Attempt(int(match[1]), text) if match else Attempt(0, "")

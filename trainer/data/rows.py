@@ -1,0 +1,66 @@
+"""Samples from the rows of a parquet file: columns of bytes are members, the others one JSON member."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import DataError
+
+MEMBER = re.compile(r"(?!json$)[a-z0-9][\w.-]*(?<![.]gz)")  # webdataset's writer drops `_a`, and packs `a.gz`
+
+
+def of_rows(source: Path) -> Iterator[dict[str, Any]]:
+    """A null of bytes is no member, any other one JSON's.
+
+    Raises:
+        DataError: before the first sample, for a file that is none, and a column that has no form in a sample.
+    """
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError(f"{source}: needs pyarrow; pip install 'echelon-trainer[parquet]', or give a .jsonl") from None
+    try:
+        file = parquet.ParquetFile(source)
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"{source}: can't be read ({str(error).partition(chr(10))[0]}); write it again") from None
+    members: dict[str, str] = {}  # extension -> column
+    for column in file.schema_arrow:
+        if is_bytes(column.type):
+            extension = column.name.lower()
+            if not MEMBER.fullmatch(extension) or extension in members:
+                raise DataError(
+                    f"{source}: column {column.name!r}: no extension of a member, or of two; rename it, as 'jpg'"
+                )
+            members[extension] = column.name
+        elif not is_plain(column.type):
+            raise DataError(
+                f"{source}: column {column.name!r} is of {column.type}, which JSON does not know; "
+                "make it numbers or text, or leave it out"
+            )
+    number = 0
+    for batch in file.iter_batches():
+        for row in batch.to_pylist():
+            found = {extension: row.pop(column) for extension, column in members.items()}
+            found = {extension: content for extension, content in found.items() if content is not None}
+            yield {"__key__": f"{number:012d}"} | found | ({"json": row} if row or not found else {})
+            number += 1
+
+
+def is_bytes(kind: Any) -> bool:
+    from pyarrow import types
+
+    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
+
+
+def is_plain(kind: Any) -> bool:
+    """Whether JSON has a form for all of its values."""
+    from pyarrow import types
+
+    if types.is_struct(kind):
+        return all(is_plain(kind.field(i).type) for i in range(kind.num_fields))
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or types.is_dictionary(kind):
+        return is_plain(kind.value_type)
+    plain = (types.is_integer, types.is_floating, types.is_string, types.is_large_string, types.is_boolean)
+    return types.is_null(kind) or any(is_one(kind) for is_one in plain)
