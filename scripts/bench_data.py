@@ -224,9 +224,6 @@ class Constants:
     def read(self, ref: Any) -> int:
         return 0
 
-    def prefetch(self, refs: Any) -> None:
-        pass
-
 
 def table(data: Data, workers: int, cold: bool, turns: dict[str, list[float]]) -> tuple[list[Row], list[Goal]]:
     def ratio(one: str, other: str) -> float:

@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections import UserDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from torch.utils.data import Dataset
 from toy_recipe import Points, Toy
 
 from trainer.callback import Callback
-from trainer.data.loader import Loader, count_samples, map_tensors
+from trainer.data.loader import Loader, count_samples
 from trainer.data.order import Order, Ref
+from trainer.data.read import ShardReader
+from trainer.data.upload import map_tensors
 from trainer.data.write import write_shards
 from trainer.errors import DataError, UnavailableError
 from trainer.launch import Place
@@ -273,6 +276,32 @@ def test_tar_shards_give_the_samples_of_the_dataset(tmp_path, monkeypatch):
     everything = sorted((epoch, float(points[i]["x"][0])) for epoch in (0, 1) for i in range(30))
     assert sorted(seen[0]) == sorted(seen[1]) == everything
     assert seen[0] != seen[1]  # other shards, another order
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_worker_asks_for_its_next_batch_before_it_reads_this_one(workers, tmp_path, monkeypatch):
+    said, read = tmp_path / "said", ShardReader.read
+
+    def tell(what: str, refs: Sequence[Ref]) -> None:
+        with said.open("a") as file:
+            file.writelines(f"{os.getpid()} {what} {ref.shard} {ref.offset}\n" for ref in refs)
+
+    def tell_and_read(reader: ShardReader, ref: Ref) -> dict[str, Any]:
+        tell("read", [ref])
+        return read(reader, ref)
+
+    monkeypatch.setattr(ShardReader, "prefetch", lambda reader, refs: tell("prefetch", refs))
+    monkeypatch.setattr(ShardReader, "read", tell_and_read)
+    steps(make_loader(Tars(write_tars(tmp_path)), 0, 1, workers=workers), 0, 6)
+    micro, lines = BATCH // ACCUMULATE, [line.split() for line in said.read_text().splitlines()]
+    for process in {line[0] for line in lines}:
+        mine = [(what, (shard, offset)) for pid, what, shard, offset in lines if pid == process]
+        asked, seen = [ref for what, ref in mine if what == "prefetch"], [ref for what, ref in mine if what == "read"]
+        assert len(seen) >= 2 * micro
+        assert asked[: len(seen) - micro] == seen[micro:]
+        assert [what for what, _ in mine[: 3 * micro]] == (
+            ["prefetch"] * micro + ["read"] * micro + ["prefetch"] * micro
+        )
 
 
 class Broken(Toy):

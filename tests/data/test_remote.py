@@ -28,6 +28,7 @@ from trainer.data.find import find_shards
 from trainer.data.index import Index
 from trainer.data.order import Ref, walk
 from trainer.data.read import ShardReader
+from trainer.data.remote import Remote
 from trainer.data.source import Samples
 from trainer.data.write import write_shards
 from trainer.errors import ConfigError, DataError, UnavailableError
@@ -299,6 +300,20 @@ def test_a_shard_in_use_stays(proxy: Proxy, tmp_path: Path, caplog: pytest.LogCa
             other.kill()
     paths[2].open().close()
     assert kept(tmp_path) == [paths[2].file]
+
+
+@needs_nginx
+def test_what_is_only_asked_for_ahead_is_not_downloaded(proxy: Proxy, tmp_path: Path) -> None:
+    index = Index.open(remote(tmp_path, all_of(proxy)))
+    reader, gone = ShardReader(index), index.shards[1].path
+    assert isinstance(gone, Remote)
+    reader.read(Ref(0, 0, 0))
+    gone.drop()
+    proxy.well()
+    reader.prefetch([Ref(0, 0, 1), Ref(0, 1, 0)])
+    assert not proxy.requests
+    assert reader.read(Ref(0, 1, 0)) and proxy.paths() == ["/s-000001.tar"]
+    reader.close()
 
 
 @needs_nginx

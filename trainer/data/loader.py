@@ -1,11 +1,10 @@
-"""From an order to steps: workers, micro-batches, and copies to the device ahead of their use."""
+"""From an order to steps: the workers' batches, and micro-batches."""
 
-import copy
 import itertools
 import random
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +17,7 @@ from trainer.data.ahead import Needs, fetching, of_training, of_validation
 from trainer.data.order import GOLDEN, MASK, Ref, mix, near_equal, walk
 from trainer.data.quarantine import Bad, stand_in
 from trainer.data.source import Samples, seed_all
+from trainer.data.upload import upload
 from trainer.data.workers import start_workers
 from trainer.errors import EXIT_CODES, DataError, UnavailableError
 from trainer.run import log
@@ -134,8 +134,10 @@ class Loader:
 
     def _load(self, source: Samples, plan: Iterator[list[Ref]], needs: Needs, lanes: int) -> Generator[Micro]:
         """`plan` through the workers, in its order; `needs` gives the shards of each of its micro-batches."""
-        to_load, to_name = itertools.tee(plan)
+        to_load, to_name, later = itertools.tee(plan, 3)
         workers, timeout_s = self.plan.data.workers, self.plan.options.timeout_s
+        coming = itertools.islice(later, max(1, workers), None)  # the batches that the same workers read after these
+        to_load = itertools.zip_longest(to_load, coming, fillvalue=[])
         loader = partial(
             DataLoader,
             Fetch(source, self.recipe),  # pyright: ignore[reportArgumentType] by __getitem__ it is map-style
@@ -173,8 +175,10 @@ class Fetch:
     def __init__(self, source: Samples, recipe: Any) -> None:
         self.source, self.collate, self.weight = source, getattr(recipe, "collate", default_collate), weight_of(recipe)
 
-    def __getitem__(self, refs: list[Ref]) -> tuple[Any, int, list[Bad]] | Exception:
+    def __getitem__(self, now_and_next: tuple[list[Ref], list[Ref]]) -> tuple[Any, int, list[Bad]] | Exception:
+        refs, coming = now_and_next
         try:
+            self.source.reader.prefetch(coming)  # which the disk reads while these are decoded and passed on
             good, bad = self.source.batch(refs)
             batch = self.collate(good) if good else None
             return batch, self.weight(batch) if good else 0, bad
@@ -212,39 +216,3 @@ def undisturbing(micros: Iterator[Micro]) -> Generator[Micro]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-
-
-def upload(micros: Iterator[Micro], device: torch.device) -> Iterator[Micro]:
-    """On CUDA, copies the next micro-batch on a stream of its own while this one is computed."""
-    return copied_ahead(micros, device) if device.type == "cuda" else micros
-
-
-def copied_ahead(micros: Iterator[Micro], device: torch.device) -> Iterator[Micro]:
-    side = torch.cuda.Stream(device)
-
-    def copy(micro: Micro) -> Micro:
-        with torch.cuda.stream(side):
-            return micro._replace(batch=map_tensors(micro.batch, lambda t: t.to(device, non_blocking=True)))
-
-    ahead = [copy(micro) for micro in itertools.islice(micros, 1)]
-    while ahead:
-        current = torch.cuda.current_stream(device)
-        current.wait_stream(side)
-        micro = ahead.pop()
-        map_tensors(micro.batch, lambda t: t.record_stream(current))  # noqa: B023 used at once
-        ahead += [copy(m) for m in itertools.islice(micros, 1)]
-        yield micro
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, MutableMapping):  # of its own class, as transformers' BatchEncoding
-        changed = copy.copy(value)
-        changed.update({key: map_tensors(item, change) for key, item in value.items()})
-        return changed
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, change) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(map_tensors(item, change) for item in value)
-    return value

@@ -80,9 +80,12 @@ class ShardReader:
         return str(shard.path), _first_key(content)
 
     def prefetch(self, refs: Sequence[Ref]) -> None:
-        """Asks the system to have these samples in memory soon; returns at once."""
-        for ref in sorted(refs):
-            with contextlib.suppress(OSError):  # `read` tries again, and tells
+        """Asks the system to have these samples in memory soon; returns at once, so it leaves out what is to come from
+        a server first."""
+        for ref in sorted(refs) if hasattr(os, "posix_fadvise") else ():  # macOS has none
+            if ref.shard not in self._open and isinstance(self.index.shards[ref.shard].path, Remote):
+                continue
+            with contextlib.suppress(OSError, UnavailableError):  # `read` tries again, and tells
                 file, rows = self._shard(ref.shard)
                 offset, length, _ = rows[ref.offset].tolist()
                 os.posix_fadvise(file.fileno(), offset, length, os.POSIX_FADV_WILLNEED)

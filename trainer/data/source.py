@@ -68,7 +68,6 @@ class Samples:
 
     def batch(self, refs: list[Ref]) -> tuple[list[Any], list[Bad]]:
         """The samples, without those that are damaged, and these."""
-        self.reader.prefetch(refs)
         good: list[Any] = []
         bad: list[Bad] = []
         for ref in refs:
@@ -93,7 +92,7 @@ class MapReader:
     def name(self, ref: Ref) -> tuple[int, str]:
         return ref.shard, str(ref.shard * self.per_shard + ref.offset)
 
-    def prefetch(self, refs: list[Ref]) -> None:
+    def prefetch(self, refs: Sequence[Ref]) -> None:
         """There is no such thing."""
 
     def remote(self) -> dict[int, Remote]:

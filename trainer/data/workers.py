@@ -9,14 +9,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from trainer.data.order import Ref
 from trainer.run import log
 from trainer.signals import start_worker
 
 START_S = 30.0  # until a process that was forked runs Python code
 
 
-def start_workers(loader: Callable[..., DataLoader[Any]], plan: Iterator[list[Ref]]) -> Iterator[Any]:
+def start_workers(loader: Callable[..., DataLoader[Any]], plan: Iterator[Any]) -> Iterator[Any]:
     """A DataLoader's batches, once all of its workers run.
 
     A process that is forked while another thread has a lock may wait for it for ever: one of gloo's threads that of the
