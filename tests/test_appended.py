@@ -131,3 +131,11 @@ def test_standard_output_comes_back_with_the_room(said):
     print("here again", file=output)
     output.flush()
     assert disk.got.endswith(b"here again\n") and not said
+
+
+def test_one_large_write_is_no_loss_on_a_disk_with_room(tmp_path, said):
+    file = Appended(tmp_path / "file")
+    file.write(large := b"x" * (2 * appended.MOST))
+    file.write(b"end")
+    file.close()
+    assert (tmp_path / "file").read_bytes() == large + b"end" and not said

@@ -1,5 +1,6 @@
 """Ranks: agreements between them, and what they run on."""
 
+import json
 import re
 import time
 from datetime import timedelta
@@ -118,3 +119,17 @@ def test_backends(monkeypatch):
     monkeypatch.setattr(dist, "is_mpi_available", lambda: False)
     with pytest.raises(ConfigError, match=r"trainer\.backend=mpi: this torch was built without MPI.*gloo or nccl"):
         pick_backend("mpi", CPU)
+
+
+def test_what_torch_notes_of_nccl_is_among_the_rest(monkeypatch, tmp_path):
+    def notes(*times: int) -> bytes:
+        return json.dumps({"version": "2", "entries": [{"time_created_ns": time} for time in times]}).encode()
+
+    ranks = Ranks.__new__(Ranks)
+    ranks.rank, ranks.world = 1, 3
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", lambda: notes(1, 4))
+    for nccl, times in ((notes(2, 5), [1, 2, 4, 5]), (b'{"version": "2"}', [1, 4]), (b"", [1, 4])):
+        monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda nccl=nccl: nccl, raising=False)
+        ranks.note_failure(RuntimeError, tmp_path)
+        noted = json.loads((tmp_path / "collectives-rank1.json").read_text())
+        assert [entry["time_created_ns"] for entry in noted["entries"]] == times and noted["version"] == "2"

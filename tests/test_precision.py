@@ -1,9 +1,12 @@
 """Number formats: what is really computed in them, and what an overflow in fp16 does."""
 
+import subprocess
+import sys
 import warnings
 
 import pytest
 import torch
+from command import environment
 from torch import nn
 from toy_recipe import Toy
 
@@ -112,6 +115,20 @@ def test_auto_on_a_gpu_asks_what_it_computes_in(has_bf16, name, monkeypatch):
 
 def test_fp16_that_auto_has_chosen_is_seen_by_conflicts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Precision, "__init__", lambda self, name, device: setattr(self, "name", "fp16"))
+    monkeypatch.setattr(Precision, "__init__", lambda self, name, *_: setattr(self, "name", "fp16"))
     with pytest.raises(ConfigError, match="overlap and fp16 can't run together"):
         Trainer(Toy(), {"overlap": Overlap()}, batch=12, options=Options(precision="auto"), place=Place())
+
+
+def test_deterministic_is_all_that_torch_has_for_it():
+    code = (
+        "import os, sys, torch; from trainer.trainer import Precision\n"
+        "torch.backends.cudnn.benchmark = True\n"
+        "def tell(): print(torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark,\n"
+        "                  os.environ.get('CUBLAS_WORKSPACE_CONFIG'))\n"
+        "Precision('fp32', torch.device('cpu')), tell()\n"
+        "Precision('fp32', torch.device('cpu'), deterministic=True), tell()\n"
+        "import torch._inductor.config as inductor; print(inductor.deterministic)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["False True None", "True False :4096:8", "True"]

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch.utils.data import Dataset
 from toy_recipe import Points, Toy
 
 from trainer.callbacks.early_stop import EarlyStop
+from trainer.callbacks.grad_compress import GradCompress
+from trainer.checkpoint.commit import checkpoints
 from trainer.errors import ConfigError, DataError
 from trainer.launch import Place
 from trainer.options import CheckpointOptions, DataOptions, Options
@@ -106,6 +109,39 @@ def test_nothing_to_count_is_refused_on_every_rank(recipe, tmp_path, monkeypatch
     results = run_ranks(2, refused, recipe)
     assert results[0] == results[1]
     assert results[0].startswith("recipe.data('val'): gave no batch, or only such of weight 0; return what can be ")
+
+
+class FailsOnOne(Toy):
+    """In the last validation, on rank 1."""
+
+    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+        if torch.distributed.get_rank() == 1:
+            raise OSError("no more memory on this GPU")
+        return {"loss": (self.loss(model, batch), 1)}
+
+
+def failed(place: Place) -> tuple[str, int, list[Path]]:
+    options = Options(max_steps=2, checkpoint=CheckpointOptions(every_steps=None), run_dir="runs/r")
+    trainer = Trainer(
+        FailsOnOne(),
+        {"topk": GradCompress("topk")},
+        batch=12,
+        options=options,
+        data=DataOptions(workers=0),
+        place=place,
+    )
+    with pytest.raises(Exception) as caught:
+        trainer.fit()
+    trainer.close()
+    return f"{type(caught.value).__name__}: {caught.value}", trainer.step, checkpoints(Path("ckpt/r"))
+
+
+def test_a_rank_that_fails_alone_is_the_one_that_is_told_of_and_all_save(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told, steps, saved = zip(*run_ranks(3, failed), strict=True)
+    others = "DistError: rank 1 failed in validation"
+    assert told == (others, "OSError: no more memory on this GPU", others)
+    assert set(steps) == {2} and [path.name for path in saved[0]] == ["step-00000002"]
 
 
 class Once:

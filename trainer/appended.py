@@ -22,7 +22,7 @@ class Appended:
     def write(self, content: bytes) -> int:
         if self.kept:
             self.flush()  # there may be room again
-        lost = len(self.kept) + len(content) > MOST
+        lost = bool(self.kept) and len(self.kept) + len(content) > MOST
         self.kept += b"" if lost else content
         self.flush()
         if lost:

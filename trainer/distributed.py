@@ -5,6 +5,8 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.launch import Place
 
 COLLECTIVES = 2000  # the last so many are kept, for `Ranks.note_failure`
+RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # torch's, of gloo's collectives and, with CUDA, of NCCL's
 
 
 class Ranks:
@@ -32,6 +35,7 @@ class Ranks:
             return
         self.timeout = timedelta(seconds=timeout_s)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(COLLECTIVES))
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         store = dist.FileStore(place.store, self.world) if place.store else None
         dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world, timeout=self.timeout)
         self.host = self.new_group("gloo")
@@ -90,7 +94,7 @@ class Ranks:
         longest = max(int(size) for size in sizes)
         rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
         dist.all_gather(rows, torch.nn.functional.pad(data, (0, longest - data.numel())), group=group)
-        return [json.loads(bytes(row[: int(size)].tolist())) for row, size in zip(rows, sizes, strict=True)]
+        return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def bring(self, data: Tensor) -> list[Tensor]:
         """Bytes (n,) of each rank, in the order of ranks, to rank 0, however long that takes; nothing to the others."""
@@ -125,8 +129,13 @@ class Ranks:
         recorder: where ranks have gone apart, the last of one is not that of the others."""
         if self.world > 1 and kind and issubclass(kind, RuntimeError):
             with suppress(OSError):  # it would hide what has failed
-                recorded = torch._C._distributed_c10d._dump_fr_trace_json()  # pyright: ignore[reportAttributeAccessIssue]
-                (logs / f"collectives-rank{self.rank}.json").write_bytes(recorded)
+                torchs: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
+                traces = [json.loads(getattr(torchs, name, bytes)() or "{}") for name in RECORDERS]
+                entries = sorted(
+                    chain(*(trace.get("entries", ()) for trace in traces)), key=itemgetter("time_created_ns")
+                )
+                noted = json.dumps({**traces[0], "entries": entries})
+                (logs / f"collectives-rank{self.rank}.json").write_text(noted)
 
     def leave(self) -> None:
         """Ends the groups when all do. A collective: rank 0 may still write, and a launcher may end all ranks with the

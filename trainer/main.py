@@ -49,6 +49,7 @@ def main() -> None:
     if {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK"} & set(os.environ):
         die_with_parent()  # torchrun's agent, or mpirun, which may be killed
     outlive_readers()
+    os.environ.setdefault("WDS_SECURE", "1")  # for a recipe that imports webdataset
     Start().__enter__()  # to the end of the process
     leave(guarded(lambda: command(sys.argv[1:])))
 

@@ -78,6 +78,7 @@ class Options:
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
+    deterministic: bool = False  # a GPU's kernels that give the same bits every time, and an error where there is none
     max_steps: int | None = None
     max_epochs: float | None = None
     clip_norm: float | None = None  # global norm; null does not clip

@@ -84,7 +84,7 @@ class Trainer:
         self.rank, self.world, self.device = self.ranks.rank, self.ranks.world, self.ranks.device
         with ExitStack() as refused:
             refused.callback(self.ranks.close)  # peers that wait for this rank then hear of it
-            self.precision = Precision(options.precision, self.device)
+            self.precision = Precision(options.precision, self.device, options.deterministic)
             self.plan = Plan(
                 recipe, callbacks or {}, schedule or Constant(),
                 batch=batch, micro_batch=micro_batch, accumulate=accumulate, data=data or DataOptions(),

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed import DistError
 
 from trainer.checkpoint.commit import parse_best
 from trainer.data.quarantine import allowed
@@ -23,18 +24,21 @@ def evaluate(trainer: "Trainer", source: Samples | Iterable[Any]) -> dict[str, f
 
     Raises:
         DataError: on all ranks, if nothing was counted on any, or more samples are bad than may be.
+        DistError: where another rank has failed.
     """
-    totals: dict[str, list[Any]] = {}
+    own: dict[str, Any] = {}
     bad: list[str] = []
-    for metrics in each_batch(trainer, source, bad):
-        trainer.heartbeat.beat()
-        for name, (total, count) in metrics.items():
-            if count:  # else the sum may be 0 / 0
-                sums = totals.setdefault(name, [0.0, 0])
-                sums[0] += total.double()
-                sums[1] += count
-    own = {name: [float(total), count] for name, (total, count) in totals.items()}
-    ranks, counts, firsts = zip(*trainer.ranks.gather([own, len(bad), bad[:1]]), strict=True)
+    failure = None
+    try:
+        own = sums(trainer, source, bad)
+    except Exception as error:
+        failure = error  # the other ranks wait for what this one has to say
+    told = [own, len(bad), bad[:1], failure is not None]
+    ranks, counts, firsts, failed = zip(*trainer.ranks.gather(told), strict=True)
+    if failure:
+        raise failure
+    if any(failed):
+        raise DistError(f"rank {failed.index(True)} failed in validation")
     if sum(counts):
         tell_bad(trainer, source, sum(counts), next(first[0] for first in firsts if first))
     if not any(ranks):
@@ -45,6 +49,19 @@ def evaluate(trainer: "Trainer", source: Samples | Iterable[Any]) -> dict[str, f
     names = {name: None for rank in ranks for name in rank}  # in order; a rank may have had no batch
     both = {name: [sum(rank[name][i] for rank in ranks if name in rank) for i in (0, 1)] for name in names}
     return {f"val/{name}": total / count for name, (total, count) in both.items()}
+
+
+def sums(trainer: "Trainer", source: Samples | Iterable[Any], bad: list[str]) -> dict[str, Any]:
+    """Of each metric, over this rank's part: the total, and the number of what it counts."""
+    totals: dict[str, list[Any]] = {}
+    for metrics in each_batch(trainer, source, bad):
+        trainer.heartbeat.beat()
+        for name, (total, count) in metrics.items():
+            if count:  # else the sum may be 0 / 0
+                both = totals.setdefault(name, [0.0, 0])
+                both[0] += total.double()
+                both[1] += count
+    return {name: [float(total), count] for name, (total, count) in totals.items()}
 
 
 @torch.no_grad()

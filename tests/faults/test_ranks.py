@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from command import PYTHONPATH, lines, popen, run
-from troubled import IMPATIENT, RUN, ended_s, events, notes, recorded, resumed, trouble, wait_for, whole
+from command import MAIN, PYTHONPATH, lines, popen, run
+from troubled import IMPATIENT, RUN, ended_s, events, notes, recorded, resumed, trouble, troubling, wait_for, whole
 
 from trainer.restarts import GAVE_UP
 
@@ -186,3 +186,12 @@ def test_6_ten_kills_at_random(golden, tmp_path):
         file = f"ckpt/r/step-00000060/{name}.safetensors"
         assert (tmp_path / file).read_bytes() == (straight / file).read_bytes()
     assert lines(tmp_path / "runs" / "r") == lines(straight / "runs" / "r")
+
+
+@pytest.mark.faults
+def test_a_single_rank_that_hangs_ends_by_itself(tmp_path):
+    """Nobody has started it who could notice. At a terminal it does not: somebody may be in a debugger."""
+    alone = [*RUN, "trainer.devices=1", "data.workers=0", "trainer.timeout_s=3", *troubling("sleep 3600", rank=0)]
+    result = run(alone, tmp_path, ["sh", "-c", 'exec "$@" </dev/null', "sh", *MAIN], timeout_s=100)
+    assert result.code == 1
+    assert "in make_trouble" in (tmp_path / "runs" / "r" / "logs" / "rank0.log").read_text()

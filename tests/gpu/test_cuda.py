@@ -22,7 +22,7 @@ def train(
 ) -> Trainer:
     options = Options(
         max_steps=steps, run_dir=f"runs/{run}", resume=resume, precision=precision, accelerator=accelerator,
-        log_every_steps=1, checkpoint=CheckpointOptions(every_steps=4),
+        log_every_steps=1, checkpoint=CheckpointOptions(every_steps=4), deterministic=True,
     )  # fmt: skip
     data = DataOptions(workers=2, lanes=5, block=4)
     trainer = Trainer(

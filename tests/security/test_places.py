@@ -4,12 +4,14 @@ import io
 import logging
 import os
 import re
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import toy
+from command import environment, toy
 from omegaconf import OmegaConf
 from strangers import one_line, sharded
 from toy_recipe import Toy
@@ -231,3 +233,15 @@ def test_a_shard_that_is_no_file_is_refused() -> None:
     os.mkfifo("a.tar")
     with pytest.raises(DataError, match=r"a\.tar: "):
         Index.open([Path("a.tar")])
+
+
+@pytest.mark.parametrize(("own", "careful"), [({}, "True"), ({"WDS_SECURE": "0"}, "False")])
+def test_in_a_command_webdataset_is_careful(own: dict[str, str], careful: str) -> None:
+    code = (
+        "import sys, trainer.main as command; sys.argv[1:] = ['--version']\n"
+        "command.leave = print; command.main()\n"
+        "from webdataset import utils; print(utils.enforce_security)"
+    )
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, env=environment(**own), capture_output=True, text=True, timeout=60)
+    assert done.stdout.split()[-1] == careful

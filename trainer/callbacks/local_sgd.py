@@ -118,8 +118,8 @@ class LocalSGD(Callback):
             fragment.wait()  # a codec that is at it would be saved in the middle
         if not self.fragments or self.averaged_step == trainer.step:
             return
-        self.averaged_step = trainer.step
         average_model(self.plain, trainer.module, trainer.global_model)
+        self.averaged_step = trainer.step
 
     def on_fit_end(self, trainer) -> None:
         if self.averaged_step == trainer.step:
