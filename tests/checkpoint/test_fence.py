@@ -120,8 +120,6 @@ def test_nothing_is_written_through_a_link(run: Path) -> None:
     begin(run)
     (run / ATTEMPT).unlink()
     (run / ATTEMPT).symlink_to(precious)
-    assert begin(run).number == 1 and precious.read_text() == "precious"
-    (run / f".{ATTEMPT}").symlink_to(precious)
     with pytest.raises(OSError, match="symbolic links"):
         begin(run)
     assert precious.read_text() == "precious"

@@ -167,12 +167,7 @@ def order_errors(events: list[tuple[str, str]], run: Path) -> list[str]:
     chains.append([("write", manifest), ("fsync", manifest), ("fsync", staging), ("rename", final)])
     chains.append([("rename", final), ("fsync", str(run)), ("symlink", link)])
     chains.append([("symlink", link), ("rename", f"{run.parent}/last.pt"), ("fsync", str(run.parent))])
-    begins = [
-        ("write", f"{run}/.ATTEMPT"),
-        ("fsync", f"{run}/.ATTEMPT"),
-        ("rename", f"{run}/ATTEMPT"),
-        ("fsync", str(run)),
-    ]
+    begins = [("write", f"{run}/ATTEMPT"), ("fsync", f"{run}/ATTEMPT"), ("fsync", str(run))]
     begun = events[: events.index(("mkdir", staging))]
     pairs = [(events, chain) for chain in chains] + [(begun, begins)]
     places = [

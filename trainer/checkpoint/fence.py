@@ -15,6 +15,7 @@ from trainer.checkpoint.manifest import sync
 from trainer.errors import ConfigError
 
 ATTEMPT = "ATTEMPT"
+LENGTH = 256  # of its text, with spaces behind it
 TEXT = re.compile(r"attempt ([0-9]{1,9}), process [0-9]+ on [A-Za-z0-9._-]+")
 
 
@@ -29,18 +30,17 @@ class Superseded(ConfigError):
 
 def next_attempt(run_dir: Path) -> Attempt:
     """This process's, on the disk when this returns. Call it with the lock held; where two begin at once without one,
-    one of them is refused later."""
+    one of them is refused later. It is written in place: on a disk that is full, that takes no room."""
     number = _last(run_dir).number + 1
-    host = re.sub("[^A-Za-z0-9._-]", "-", socket.gethostname())
+    host = re.sub("[^A-Za-z0-9._-]", "-", socket.gethostname()[:100])
     own = Attempt(number, f"attempt {number}, process {os.getpid()} on {host}")
-    temporary = run_dir / f".{ATTEMPT}"
-    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
+    file = os.open(run_dir / ATTEMPT, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
-        os.write(file, own.text.encode())
+        os.write(file, own.text.ljust(LENGTH).encode())
+        os.ftruncate(file, LENGTH)
         os.fsync(file)
     finally:
         os.close(file)
-    os.rename(temporary, run_dir / ATTEMPT)
     sync(run_dir)
     return own
 
@@ -65,7 +65,7 @@ def _last(run_dir: Path) -> Attempt:
             return Attempt(0, "")
         raise
     try:
-        text = os.read(file, 400).decode("ascii", "replace")
+        text = os.read(file, LENGTH).decode("ascii", "replace").rstrip()
     finally:
         os.close(file)
     match = TEXT.fullmatch(text)
