@@ -196,7 +196,9 @@ def test_a_job_whose_time_ends(slurm, tmp_path):
     """SLURM looks after the time of jobs twice a minute, and tells up to a minute early."""
     longer = ["trainer.max_steps=45", "trainer.checkpoint.every_steps=null", "callbacks.probe.step_s=1"]
     job = submit(slurm, tmp_path, "--ntasks-per-node=3 --time=1 --signal=USR1@20", *longer)
-    assert completed(slurm, job, tmp_path, 300) >= 1
+    wait_for(lambda: show(slurm, job)["Restarts"] != "0", "the job's time to end", 150, said=lambda: log(tmp_path))
+    slurm.call("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    assert completed(slurm, job, tmp_path, 150) >= 1
     straight = tmp_path / "straight"
     straight.mkdir()
     assert run([*RUN, *longer, "callbacks.probe.step_s=0", "trainer.devices=3"], straight).code == 0
