@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from toy_recipe import Toy
 
 from trainer.callback import Callback
-from trainer.checkpoint import commit
+from trainer.checkpoint import commit, manifest
 from trainer.errors import ConfigError, exit_code
+from trainer.heartbeat import Heartbeat
 from trainer.launch import Place
 from trainer.options import CheckpointOptions, DataOptions, Options
 from trainer.trainer import Trainer
@@ -144,7 +145,12 @@ def test_so_many_failures_in_a_row_end_the_run(monkeypatch):
 
 
 def test_a_run_that_fails_leaves_what_it_was_writing_whole(monkeypatch):
-    held = Held(monkeypatch, step=2)
+    """And shows with each piece, which is on the disk then, that it still writes."""
+    held, shown, real = Held(monkeypatch, step=2), [], Heartbeat.beat
+    monkeypatch.setattr(manifest, "CHUNK", 100)
+    monkeypatch.setattr(manifest, "SYNCED", 200)
+    monkeypatch.setattr(os, "fdatasync", lambda file: shown.append("synced"))
+    monkeypatch.setattr(Heartbeat, "beat", lambda *args, **how: (shown.append(how.get("busy")), real(*args, **how)))
 
     def at(step: int) -> None:
         if step == 3:
@@ -154,6 +160,8 @@ def test_a_run_that_fails_leaves_what_it_was_writing_whole(monkeypatch):
     with pytest.raises(RuntimeError, match="user's mistake"):
         make(AtStep(at)).fit()
     assert steps() == [2]
+    written = shown[shown.index(True) : len(shown) - shown[::-1].index(True)]
+    assert shown.count(True) > 10 and written.count("synced") > 5 and set(written) == {True, "synced"}
 
 
 def test_a_stop_waits_for_what_is_written_and_adds_the_last(monkeypatch):

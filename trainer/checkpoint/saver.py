@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("echelon")
 
-PATIENCE_S = 86400.0  # a disk may take as long as it takes
+EXPORT_S = 86400.0  # a recipe's export may take as long as it takes
 
 
 class Saver:
@@ -46,6 +46,7 @@ class Saver:
         self.best = self.noted = dict[str, Any]()  # the best that is written, and with what is being written
         self.error: OSError | None = None  # its own
         self.failures = 0  # in a row
+        self.closing = False
 
     def save(self, last: bool = False) -> None:
         """Write a checkpoint of this step, unless there is one; the last is waited for. A collective.
@@ -57,7 +58,6 @@ class Saver:
         trainer.emit("on_flush")
         trainer.saved_at = time.monotonic()
         trainer.seconds = trainer.saved_at - trainer.started
-        trainer.heartbeat.beat(patience_s=PATIENCE_S)  # what ranks hand over may be large
         if self.asked != trainer.step:
             self.asked = trainer.step
             ranks = resume.rank_states(trainer)
@@ -67,7 +67,7 @@ class Saver:
                 self._begin(resume.state_dict(trainer) | ranks)
         if last:
             self._meet(waits=True)
-            trainer.heartbeat.beat(patience_s=PATIENCE_S)  # rank 0 may have something to export
+            trainer.heartbeat.beat(patience_s=EXPORT_S)  # rank 0 may have something to export
             if self.error:
                 raise self._refusal(f"the checkpoint of the last step, {self.step}, failed")
 
@@ -87,10 +87,17 @@ class Saver:
 
     def close(self) -> None:
         """Waits for what is being written, and lets others write the run."""
-        self.trainer.heartbeat.beat(patience_s=PATIENCE_S, busy=self.writing is not None)
+        self.closing = True
+        self._moved()
         self.thread.shutdown()
         self.trainer.heartbeat.beat()
         unlock(self.folder)
+
+    def _moved(self) -> None:
+        """With each piece that is written: who waits for this process to end sees by it a slow disk from one that
+        hangs. Otherwise training is what has to move."""
+        if self.closing and self.writing is not None:
+            self.trainer.heartbeat.beat(busy=True)
 
     def _claim(self) -> Attempt:
         lock(self.folder)
@@ -138,7 +145,7 @@ class Saver:
     def _write(self, step: int, files: dict[str, memoryview], manifest: dict[str, Any]) -> None:
         self.snapshot.wait()
         try:
-            self.trainer.checkpoint = commit.commit(self.folder, step, files, manifest, self.attempt)
+            self.trainer.checkpoint = commit.commit(self.folder, step, files, manifest, self.attempt, self._moved)
         except OSError as error:
             self.failures, self.error = self.failures + 1, error
             log.error("checkpoint of step %d failed, training goes on: %s", step, error)
