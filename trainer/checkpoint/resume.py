@@ -50,7 +50,7 @@ def tensors(trainer: "Trainer") -> dict[str, Any]:
 def rank_states(trainer: "Trainer") -> dict[str, Any]:
     """On rank 0, what the callbacks of each rank keep of their own: a section a rank. A collective."""
     own = {name: state for name, callback in trainer.callbacks.items() if (state := callback.rank_state_dict())}
-    brought = trainer.ranks.bring(pack(own)) if own else []
+    brought = trainer.ranks.bring(pack(own), trainer.heartbeat.beat) if own else []
     return {rank_section(rank): unpack(data) for rank, data in enumerate(brought)}
 
 
