@@ -37,11 +37,11 @@ class AtStep(Callback):
         self.call(trainer.step)
 
 
-def make(callback: AtStep, max_steps: int = 6, **checkpoint: Any) -> Trainer:
+def make(callback: AtStep, max_steps: int = 6, resume: str | None = None, **checkpoint: Any) -> Trainer:
     options = CheckpointOptions(every_steps=2, keep=9, **checkpoint)
     return Trainer(
         Toy(), {"at": callback}, batch=12, place=Place(), data=DataOptions(workers=0, lanes=5, block=4),
-        options=Options(max_steps=max_steps, run_dir="runs/r", checkpoint=options),
+        options=Options(max_steps=max_steps, run_dir="runs/r", checkpoint=options, resume=resume),
     )  # fmt: skip
 
 
@@ -182,6 +182,33 @@ def test_our_own_mistake_is_not_taken_for_a_bad_disk(monkeypatch):
     with pytest.raises(ZeroDivisionError, match="ours"):
         make(AtStep(), 1000).fit()
     assert steps() == []
+
+
+def test_one_that_another_process_writes_by_now_is_not_thinned_out(monkeypatch):
+    """As the other goes on from what is deleted then."""
+    real, removed = commit.commit, []
+
+    def commit_and_begin(run_dir: Path, step: int, *args: Any) -> Path:
+        written = real(run_dir, step, *args)
+        if step == 4:
+            commit.begin(run_dir)
+        return written
+
+    monkeypatch.setattr(commit, "commit", commit_and_begin)
+    monkeypatch.setattr(commit, "retain", lambda *_: removed.append(steps()))
+    with pytest.raises(ConfigError, match="ends here, nothing is to be done"):
+        make(AtStep(), 1000).fit()
+    assert removed == [[2]]
+
+
+def test_nor_is_what_it_has_written_set_aside():
+    """By a resume from an older one, that was stopped as it began."""
+    make(AtStep()).fit()
+    trainer = make(AtStep(), 1000, resume="ckpt/r/step-00000002")
+    trainer.begins = lambda: commit.begin(Path("ckpt/r"))
+    with pytest.raises(ConfigError, match="ends here, nothing is to be done"):
+        trainer.fit()
+    assert steps() == [2, 4, 6]
 
 
 def test_a_run_that_another_process_writes_by_now_ends_for_good():

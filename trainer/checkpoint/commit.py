@@ -74,6 +74,7 @@ def commit(
         raise
     sync(run_dir)
     sweep(run_dir, attempt.number)
+    refuse_superseded(run_dir, attempt)
     _link(final)
     return final
 

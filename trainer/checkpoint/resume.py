@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.checkpoint import commit
+from trainer.checkpoint.fence import refuse_superseded
 from trainer.checkpoint.manifest import Damaged
 from trainer.checkpoint.settings import differences, plain
 from trainer.checkpoint.state import load_optimizer_state, load_state, optimizer_state, pack, unpack
@@ -154,6 +155,8 @@ def leave_newer(trainer: "Trainer") -> None:
     """What was written after the step from which this run goes on counts no more. Not before it is sure to begin."""
     if trainer.rank:
         return
+    assert trainer.saver.attempt is not None
+    refuse_superseded(checkpoints(trainer), trainer.saver.attempt)
     trainer.quarantine.begin()
     if trainer.plan.resumed and (aside := commit.set_aside(checkpoints(trainer), trainer.step)):
         log.warning("resume: another history begins at step %d; set aside: %s", trainer.step, ", ".join(aside))

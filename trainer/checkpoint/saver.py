@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint import commit, resume, settings
-from trainer.checkpoint.fence import Attempt
+from trainer.checkpoint.fence import Attempt, refuse_superseded
 from trainer.checkpoint.lock import lock, unlock
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.errors import ConfigError
@@ -143,6 +143,7 @@ class Saver:
         self.writing = self.thread.submit(self._write, self.step, files, resume.manifest(self.trainer, state))
 
     def _write(self, step: int, files: dict[str, memoryview], manifest: dict[str, Any]) -> None:
+        assert self.attempt is not None  # it is rank 0's
         self.snapshot.wait()
         try:
             self.trainer.checkpoint = commit.commit(self.folder, step, files, manifest, self.attempt, self._moved)
@@ -152,6 +153,7 @@ class Saver:
             return
         self.failures, self.error = 0, None
         try:
+            refuse_superseded(self.folder, self.attempt)
             commit.retain(self.folder, self.options.keep, self.options.keep_best, self.options.keep_every)
         except OSError as error:
             log.warning("checkpoint of step %d is written, but older ones can't be removed: %s", step, error)
