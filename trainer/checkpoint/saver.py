@@ -52,7 +52,7 @@ class Saver:
         """Write a checkpoint of this step, unless there is one; the last is waited for. A collective.
 
         Raises:
-            ConfigError: the last one can't be written.
+            ConfigError: the last one can't be written; not where a signal has asked for it, and there is one before.
         """
         trainer = self.trainer
         trainer.emit("on_flush")
@@ -68,7 +68,9 @@ class Saver:
         if last:
             self._meet(waits=True)
             trainer.heartbeat.beat(patience_s=EXPORT_S)  # rank 0 may have something to export
-            if self.error:
+            if self.error and trainer.stop_reason == "signal" and trainer.checkpoint:
+                log.error("the last step, %d, is in no checkpoint; %s is the newest", trainer.step, trainer.checkpoint)
+            elif self.error:
                 raise self._refusal(f"the checkpoint of the last step, {self.step}, failed")
 
     def check(self) -> None:
