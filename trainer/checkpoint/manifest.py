@@ -71,6 +71,22 @@ def verify(checkpoint: Path, hashes: bool = True) -> dict[str, Any]:
     return _verify(checkpoint, hashes)
 
 
+@contextmanager
+def opened(checkpoint: Path, name: str) -> Iterator[Path]:
+    """The file as a path that leads to it whatever takes its name meanwhile.
+
+    Raises:
+        Damaged: it is a link, no plain file, or can't be read.
+    """
+    try:
+        with _opened(checkpoint) as descriptor, _open(descriptor, name) as file:
+            yield Path(f"/proc/self/fd/{file.fileno()}")
+    except OSError as error:
+        if error.errno not in DAMAGE:
+            raise
+        raise Damaged(f"{checkpoint / name}: {DAMAGE[error.errno]}") from error
+
+
 def _verify(checkpoint: Path, hashes: bool) -> dict[str, Any]:
     name = ""
     try:

@@ -114,7 +114,9 @@ def load(trainer: "Trainer", path: Path) -> None:
     saved, own = trainer.plan.manifest, model_identity(trainer)
     own_section = rank_section(trainer.rank)
     other_world = saved["world"] != trainer.world
-    state = load_state(path, lambda name: not name.startswith("rank-") or name == own_section or other_world)
+    state = load_state(
+        path, saved["files"], lambda name: not name.startswith("rank-") or name == own_section or other_world
+    )
     for key in ("step", "samples"):  # data goes by the manifest's, counters by the state's
         if state.get(key) != saved[key]:
             told = f"trainer.resume={path}: state.json is at {key} {state.get(key)}, its manifest at {saved[key]}"
