@@ -140,8 +140,8 @@ class Supervisor:
 
     def _wait(self, private: Path) -> dict[int, int] | None:
         """Exit codes of the ranks that ended by themselves: once one has failed, the others have 5 s, and while rank 0
-        completes a checkpoint, and that moves, they have longer; none where no rank moves. The others' stacks are in their logs. None:
-        asked to stop before any has begun."""
+        completes a checkpoint, and that moves, they have longer; none where no rank moves. The others' stacks are in
+        their logs. None: asked to stop before any has begun."""
         codes: dict[int, int] = {}
         deadline = float("inf")
         while len(codes) < len(self.ranks) and time.monotonic() < deadline:
