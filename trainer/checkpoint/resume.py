@@ -112,11 +112,8 @@ def refuse_other_model(trainer: "Trainer", path: Path) -> None:
 def load(trainer: "Trainer", path: Path) -> None:
     """Put back what `save` took; the checkpoint was verified when it was chosen, and is of this model."""
     saved, own = trainer.plan.manifest, model_identity(trainer)
-    own_section = rank_section(trainer.rank)
-    other_world = saved["world"] != trainer.world
-    state = load_state(
-        path, saved["files"], lambda name: not name.startswith("rank-") or name == own_section or other_world
-    )
+    own_section, other_world = rank_section(trainer.rank), saved["world"] != trainer.world
+    state = load_state(path, saved["files"], lambda name: other_world or name == own_section or name[:5] != "rank-")
     for key in ("step", "samples"):  # data goes by the manifest's, counters by the state's
         if state.get(key) != saved[key]:
             told = f"trainer.resume={path}: state.json is at {key} {state.get(key)}, its manifest at {saved[key]}"
