@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import threading
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from trainer.callback import Callback
 from trainer.callbacks.early_stop import EarlyStop
 from trainer.callbacks.ema import EMA
 from trainer.callbacks.metrics_file import MetricsFile
-from trainer.checkpoint import commit
+from trainer.checkpoint import commit, manifest, visible
 from trainer.checkpoint import lock as commit_lock
 from trainer.checkpoint.resume import buckets
 from trainer.errors import ConfigError, DataError
@@ -257,6 +259,33 @@ def test_another_layout_of_buckets_is_told(unused):
     assert told not in log.read_text()
     assert run_ranks(2, bucketed, 6, 25.0, False)[0] != first
     assert told in log.read_text()
+
+
+def with_bits_flipped(place: Place, nodes: int) -> tuple[int, str]:
+    """How many files rank 1 has read to compare them, and what it was told."""
+    real, read, said = manifest._sha256, [], ""
+
+    def sha256(file: BinaryIO) -> str:
+        read.append(file.name)
+        return real(file) if place.rank == 0 else "another"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifest, "_sha256", sha256)
+        patch.setattr(visible, "VISIBLE_S", 0.0)
+        try:
+            make(place=replace(place, local_rank=place.rank // nodes), max_steps=2, resume="auto").fit()
+        except ConfigError as error:
+            said = str(error)
+    return len(read), said
+
+
+def test_each_node_compares_what_it_reads():
+    """Once: its memory or its way to the disk may flip bits that rank 0's does not."""
+    make(max_steps=2).fit()
+    (_, said), (read, told) = run_ranks(2, with_bits_flipped, 2)
+    assert read == 1 and said == told
+    assert re.search(r"rank 1 does not see rank 0's checkpoint \(\S+: its sha256 is not the manifest's\)", told)
+    assert run_ranks(2, with_bits_flipped, 1)[1] == (0, "")  # on one node rank 0 has
 
 
 def test_state_of_callbacks_returns_to_each_by_name():

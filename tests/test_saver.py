@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from toy_recipe import Toy
 
 from trainer.callback import Callback
-from trainer.checkpoint import commit
+from trainer.checkpoint import commit, manifest
 from trainer.errors import ConfigError, exit_code
+from trainer.heartbeat import Heartbeat
 from trainer.launch import Place
 from trainer.options import CheckpointOptions, DataOptions, Options
 from trainer.trainer import Trainer
@@ -36,11 +37,11 @@ class AtStep(Callback):
         self.call(trainer.step)
 
 
-def make(callback: AtStep, max_steps: int = 6, **checkpoint: Any) -> Trainer:
+def make(callback: AtStep, max_steps: int = 6, resume: str | None = None, **checkpoint: Any) -> Trainer:
     options = CheckpointOptions(every_steps=2, keep=9, **checkpoint)
     return Trainer(
         Toy(), {"at": callback}, batch=12, place=Place(), data=DataOptions(workers=0, lanes=5, block=4),
-        options=Options(max_steps=max_steps, run_dir="runs/r", checkpoint=options),
+        options=Options(max_steps=max_steps, run_dir="runs/r", checkpoint=options, resume=resume),
     )  # fmt: skip
 
 
@@ -144,7 +145,12 @@ def test_so_many_failures_in_a_row_end_the_run(monkeypatch):
 
 
 def test_a_run_that_fails_leaves_what_it_was_writing_whole(monkeypatch):
-    held = Held(monkeypatch, step=2)
+    """And shows with each piece, which is on the disk then, that it still writes."""
+    held, shown, real = Held(monkeypatch, step=2), [], Heartbeat.beat
+    monkeypatch.setattr(manifest, "CHUNK", 100)
+    monkeypatch.setattr(manifest, "SYNCED", 200)
+    monkeypatch.setattr(os, "fdatasync", lambda file: shown.append("synced"))
+    monkeypatch.setattr(Heartbeat, "beat", lambda *args, **how: (shown.append(how.get("busy")), real(*args, **how)))
 
     def at(step: int) -> None:
         if step == 3:
@@ -154,6 +160,8 @@ def test_a_run_that_fails_leaves_what_it_was_writing_whole(monkeypatch):
     with pytest.raises(RuntimeError, match="user's mistake"):
         make(AtStep(at)).fit()
     assert steps() == [2]
+    written = shown[shown.index(True) : len(shown) - shown[::-1].index(True)]
+    assert shown.count(True) > 10 and written.count("synced") > 5 and set(written) == {True, "synced"}
 
 
 def test_a_stop_waits_for_what_is_written_and_adds_the_last(monkeypatch):
@@ -169,11 +177,55 @@ def test_a_stop_waits_for_what_is_written_and_adds_the_last(monkeypatch):
     assert trainer.stop_reason == "signal" and steps()[0] == 2 and steps()[-1] == trainer.step
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_stop_whose_checkpoint_fails_relies_on_the_one_before(monkeypatch, capsys, first):
+    """A scheduler starts it again then; not where there is none, for it would begin anew each time."""
+    Held(monkeypatch, errors=dict.fromkeys(range(1 if first else 3, 999), OSError(28, "No space left on device")))
+    trainer = make(AtStep(lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None), 1000)
+    if first:
+        with pytest.raises(ConfigError, match=r"the checkpoint of the last step, \d+, failed: .*No space left"):
+            trainer.fit()
+        return
+    Path("runs/r/summary.tmp").mkdir()  # as on a full disk
+    trainer.fit()
+    assert trainer.stop_reason == "signal" and steps() == [2] and trainer.checkpoint == Path("ckpt/r/step-00000002")
+    told = f"the last step, {trainer.step}, is in no checkpoint; ckpt/r/step-00000002 is the newest"
+    assert told in (out := capsys.readouterr().out) and "trainer.resume=ckpt/r" in out
+    assert "runs/r/summary.json is not written: Is a directory" in out
+
+
 def test_our_own_mistake_is_not_taken_for_a_bad_disk(monkeypatch):
     Held(monkeypatch, errors={2: ZeroDivisionError("ours")})
     with pytest.raises(ZeroDivisionError, match="ours"):
         make(AtStep(), 1000).fit()
     assert steps() == []
+
+
+def test_one_that_another_process_writes_by_now_is_not_thinned_out(monkeypatch):
+    """As the other goes on from what is deleted then."""
+    real, removed = commit.commit, []
+
+    def commit_and_begin(run_dir: Path, step: int, *args: Any) -> Path:
+        written = real(run_dir, step, *args)
+        if step == 4:
+            commit.begin(run_dir)
+        return written
+
+    monkeypatch.setattr(commit, "commit", commit_and_begin)
+    monkeypatch.setattr(commit, "retain", lambda *_: removed.append(steps()))
+    with pytest.raises(ConfigError, match="ends here, nothing is to be done"):
+        make(AtStep(), 1000).fit()
+    assert removed == [[2]]
+
+
+def test_nor_is_what_it_has_written_set_aside():
+    """By a resume from an older one, that was stopped as it began."""
+    make(AtStep()).fit()
+    trainer = make(AtStep(), 1000, resume="ckpt/r/step-00000002")
+    trainer.begins = lambda: commit.begin(Path("ckpt/r"))
+    with pytest.raises(ConfigError, match="ends here, nothing is to be done"):
+        trainer.fit()
+    assert steps() == [2, 4, 6]
 
 
 def test_a_run_that_another_process_writes_by_now_ends_for_good():

@@ -1,8 +1,12 @@
 """When a run whose ranks fail is started again, and when not; what a heartbeat tells. Of ranks: tests/faults."""
 
 import json
+import os
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -82,20 +86,27 @@ def test_pauses_grow():
 
 def test_a_heartbeat_tells_the_step_and_that_a_long_one_comes(tmp_path):
     path = tmp_path / "heartbeat"
-    assert heartbeat.read(path) is None
+    assert heartbeat.read(path) is heartbeat.last(path) is None
     beat = heartbeat.Heartbeat(str(path))
     beat.beat()
-    assert heartbeat.read(path) is None  # not begun
+    assert heartbeat.read(path) is None and told(path)[:2] == (-1, -1)  # not begun
     for step in (4, 5, 6):
         beat.beat(step)
-    assert heartbeat.read(path) == Beat(4, 6, 0) and abs(path.stat().st_mtime - time.time()) < 60
+    assert heartbeat.read(path) == told(path) and told(path)[:3] == (4, 6, 0)
+    assert 0 <= time.monotonic() - told(path).until < 60
     beat.beat(6, patience_s=1000)
-    assert path.stat().st_mtime > time.time() + 900
+    assert told(path).until > time.monotonic() + 900
     beat.beat(busy=True)
-    assert heartbeat.read(path) == Beat(4, 6, 1)
+    assert told(path)[:3] == (4, 6, 1)
     heartbeat.Heartbeat("").beat(3)
     path.write_bytes(b"torn")
     assert heartbeat.read(path) is None
+
+
+def told(path: Path) -> Beat:
+    beat = heartbeat.last(path)
+    assert beat is not None
+    return beat
 
 
 def test_ranks_that_do_not_move_are_seen(tmp_path):
@@ -120,8 +131,50 @@ def test_ranks_that_do_not_move_are_seen(tmp_path):
     assert not supervisor._is_still(tmp_path)
     beats[1].beat(2)
     assert not supervisor._is_still(tmp_path)
+    for path in tmp_path.glob("heartbeat-*"):
+        os.utime(path, (2e9, 2e9))  # what the wall clock says by now may be another time
     time.sleep(0.06)
     assert supervisor._is_still(tmp_path)
+
+
+class Clock:
+    """In place of the module `time`: one that a sleep moves on."""
+
+    def __init__(self, at: Callable[[float], object] = lambda now: None) -> None:
+        self.now, self.at = 0.0, at
+
+    def monotonic(self) -> float:
+        return self.now
+
+    time = monotonic
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.at(self.now)
+
+
+@pytest.mark.parametrize(("moves_s", "ends_s"), [(0, 45), (200, 225)])
+def test_rank_0_may_complete_a_checkpoint_as_long_as_that_moves(tmp_path, monkeypatch, moves_s, ends_s):
+    """Rank 1 was killed; the disk takes a piece every 30 s until it hangs."""
+
+    def at(now: float) -> None:
+        if now // 30 > (now - 0.05) // 30 and now < moves_s:
+            beat.beat(busy=True)
+
+    clock = Clock(at)
+    monkeypatch.setattr("trainer.supervisor.time", clock)
+    monkeypatch.setattr("trainer.heartbeat.time", clock)
+    supervisor = Supervisor(lambda moved: "", [], Place(), tmp_path / "logs", str, 3, still_s=40, start_s=60)
+    writes, killed = Mock(**{"poll.return_value": None}), Mock(**{"poll.return_value": -9}, returncode=-9)
+    supervisor.ranks = {0: writes, 1: killed}
+    beat = heartbeat.Heartbeat(str(tmp_path / "heartbeat-0"))
+    beat.beat(7)
+    beat.beat(busy=True)
+    heartbeat.Heartbeat(str(tmp_path / "heartbeat-1")).beat(7, patience_s=86400)  # what it asked for counts no more
+    clock.at = lambda now: (at(now), None if now < 900 else pytest.fail("waits for ever"))
+    assert supervisor._wait(tmp_path) == {1: -9}
+    writes.send_signal.assert_called_once_with(signal.SIGUSR2)
+    assert ends_s <= clock.now < ends_s + 10
 
 
 LOST = "Connection closed by peer"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trainer.errors import ConfigError, DataError
 from trainer.launch import Place
 
+BROUGHT = 64 << 20  # bytes that are on their way to rank 0 at once
 COLLECTIVES = 2000  # the last so many are kept, for `Ranks.note_failure`
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # torch's, of gloo's collectives and, with CUDA, of NCCL's
 
@@ -96,17 +97,22 @@ class Ranks:
         dist.all_gather(rows, torch.nn.functional.pad(data, (0, longest - data.numel())), group=group)
         return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
-    def bring(self, data: Tensor) -> list[Tensor]:
-        """Bytes (n,) of each rank, in the order of ranks, to rank 0, however long that takes; nothing to the others."""
-        sizes, brought = self.gather(data.numel()), [data]
-        if self.rank:
-            dist.send(data, 0, group=self.patient)
-            brought = []
-        else:
-            for rank, size in enumerate(sizes[1:], start=1):
-                brought.append(torch.empty(size, dtype=torch.uint8))
-                dist.recv(brought[-1], rank, group=self.patient)
-        self.first(None)  # nobody goes on, and waits within a limit, for one that still sends
+    def bring(self, data: Tensor, moved: Callable[[], object]) -> list[Tensor]:
+        """Bytes (n,) of each rank, in the order of ranks, to rank 0, however long that takes; nothing to the others.
+        They come in pieces, each within the limit of a collective, after which `moved` is called."""
+        if self.world == 1:
+            return [data]
+        sizes, piece = self.gather(data.numel()), BROUGHT // self.world
+        brought = [] if self.rank else [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        for start in range(0, max(sizes), piece):
+            length = min(piece, max(sizes) - start)
+            own = data[start : start + length]
+            rows = [torch.empty(length, dtype=torch.uint8) for _ in brought]
+            dist.gather(torch.nn.functional.pad(own, (0, length - own.numel())), rows or None, group=self.host)
+            for whole, row in zip(brought, rows, strict=True):
+                part = whole[start : start + length]
+                part.copy_(row[: part.numel()])
+            moved()
         return brought
 
     def each(self, value: Any) -> list[Any]:

@@ -10,22 +10,24 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-FORMAT = struct.Struct("<qqq")
+FORMAT = struct.Struct("<qqqd")
 
 
 class Beat(NamedTuple):
     began: int  # the step at which the rank began
     step: int  # the one that it has done
-    busy: int  # whether it completes a checkpoint before it ends
+    busy: int  # whether it completes a checkpoint before it ends; each piece that is written is a beat then
+    until: float = 0.0  # its time and the patience it asks for, by the clock of the node that nobody sets
 
 
 class Heartbeat:
-    """A file of a `Beat`, whose time is that of the last, for a supervisor. Without a path nobody looks."""
+    """A file of the last `Beat`, for a supervisor. Without a path nobody looks."""
 
     def __init__(self, path: str) -> None:
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600) if path else None
         self.began = self.step = -1
         self.log: IO[str] | None = None
+        self._tell(0.0, False)
 
     @classmethod
     def of(cls, trainer: "Trainer") -> "Heartbeat":
@@ -65,16 +67,21 @@ class Heartbeat:
             self.began, self.step = step if self.began < 0 else self.began, step
         if self.log:
             self._rearm(patience_s)
-        if self.file is None:
-            return
-        os.pwrite(self.file, FORMAT.pack(self.began, self.step, busy), 0)
-        if patience_s:
-            until = time.time() + patience_s
-            os.utime(self.file, (until, until))
+        self._tell(patience_s, busy)
+
+    def _tell(self, patience_s: float, busy: bool) -> None:
+        if self.file is not None:
+            os.pwrite(self.file, FORMAT.pack(self.began, self.step, busy, time.monotonic() + patience_s), 0)
 
 
 def read(path: Path) -> Beat | None:
-    """None before the first."""
+    """None before the rank's first step."""
+    beat = last(path)
+    return beat if beat and beat.began >= 0 else None
+
+
+def last(path: Path) -> Beat | None:
+    """None before the rank has made its plan."""
     try:
         return Beat(*FORMAT.unpack(path.read_bytes()))
     except (OSError, struct.error):

@@ -48,15 +48,15 @@ class Plan:
         world: int,
         rank: int,
         each: Callable[[Any], list[Any]],
+        local_rank: int = 0,
     ) -> None:
-        if world == 1:
-            refuse_more(options)
+        refuse_more(options, world)
         rank_0_decides = replace(options, run_dir=None, checkpoint=replace(options.checkpoint, dir=""))
         refuse_other_ranks({f"trainer.{key}": value for key, value in asdict(rank_0_decides).items()}, each)
         self.options, self.data, self.batch = options, data, batch
         refuse_incomplete(recipe, callbacks)
         self.callbacks = arrange(callbacks, self.features())
-        self.resumed, self.manifest = self._find_checkpoint(rank, each)
+        self.resumed, self.manifest = self._find_checkpoint(rank, each, hashes=rank > 0 and local_rank == 0)
         uneven = len(set(node_range(options.nodes))) > 1 or self.manifest.get("world", world) != world
         self.micro, self.accumulate = split_batch(batch, world, micro_batch, accumulate, uneven)
         if self.resumed and self.manifest["world"] != world:
@@ -105,8 +105,8 @@ class Plan:
         }
         return {name for name, active in on.items() if active}
 
-    def _find_checkpoint(self, rank: int, each: Callable[[Any], list[Any]]) -> tuple[Path | None, dict[str, Any]]:
-        """Rank 0 decides, and all go on from what it has found, or none."""
+    def _find_checkpoint(self, rank: int, each: Callable[..., list[Any]], hashes: bool) -> tuple[Path | None, dict]:
+        """Rank 0 decides, and all go on from what it has found, or none; `hashes`: this one reads it for its node."""
         options, found = self.options, None
         if options.resume is None:
             return None, {}
@@ -118,8 +118,7 @@ class Plan:
         if found is None:
             log.info("resume: there is no checkpoint in %s yet; a new run begins", root)
             return None, {}
-        path, sha256 = Path(found[0]), found[1]
-        manifest, unseen = see(path, sha256)
+        manifest, unseen = see(path := Path(found[0]), found[1], hashes)
         for number, why in enumerate(each(unseen)):
             if why:
                 raise ConfigError(
@@ -167,8 +166,8 @@ class Plan:
         return own | {"lanes": self.data.lanes, "block": self.data.block}
 
 
-def refuse_more(options: Options) -> None:
-    if options.devices not in ("auto", 1) or node_range(options.nodes)[0] > 1:
+def refuse_more(options: Options, world: int) -> None:
+    if world == 1 and (options.devices not in ("auto", 1) or node_range(options.nodes)[0] > 1):
         raise ConfigError(
             f"trainer.devices={options.devices}, trainer.nodes={options.nodes}: this is one process, and nobody "
             "starts more; run it by python -m trainer.main or torchrun, or leave them out"

@@ -35,7 +35,7 @@ class Restarts:
     def decide(self, failure: Failure, beat: Beat | None) -> tuple[int, str]:
         """The exit code, 0 to start again, and what the user is told of it. `beat`: the last of the rank that failed;
         None where it came to no step."""
-        began, step, _ = beat or (0, 0, 0)
+        began, step = beat[:2] if beat else (0, 0)
         away = failure.code == EXIT_CODES[UnavailableError]
         mistake = failure.reported and step == began and self.furthest < 0 and not away  # there from the beginning
         if failure.code in FINAL or mistake or not self.limit:

@@ -28,7 +28,12 @@ def report(trainer: "Trainer") -> None:
     task = trainer.recipe.summary() if hasattr(trainer.recipe, "summary") else {}
     file = trainer.run_dir / "summary.json"
     numbers = (trainer.last_metrics or earlier(file, trainer.step)) | trainer.validation | task
-    write_json(file, {**numbers, **circumstances(trainer)})
+    try:
+        write_json(file, {**numbers, **circumstances(trainer)})
+    except OSError as error:
+        if trainer.stop_reason != "signal":  # else it goes on, and there is a checkpoint
+            raise
+        log.warning("%s is not written: %s", file, error.strerror)
     reason = REASONS.get(trainer.stop_reason, trainer.stop_reason)
     log.info("stopped at step %d after %.1f s: %s", trainer.step, trainer.seconds, reason)
     for group, told in grouped(numbers).items():

@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer.appended import Appended
 from trainer.desync import odd_one
-from trainer.heartbeat import read
+from trainer.heartbeat import Beat, last, read
 from trainer.launch import STOPPED, Place, cores
 from trainer.restarts import Failure, Restarts
 from trainer.signals import EARLY, Heard, show_cursor
@@ -60,8 +60,7 @@ class Supervisor:
         self.ranks: dict[int, subprocess.Popen[bytes]] = {}
         self.passed: list[int] = []
         self.moved = False  # whether an attempt has come a step further, so has left what it did not go on from
-        self.started = time.time()  # of the attempt
-        self.last = 0.0, 0.0  # the time of the newest heartbeat, and when it was seen to be that
+        self.started, self.began = time.time(), time.monotonic()  # of the attempt
         logs.mkdir(parents=True, exist_ok=True)
         self.events = Appended(logs / "events.jsonl")
 
@@ -79,7 +78,7 @@ class Supervisor:
         """The run's exit code; None to start it again."""
         memory = os.fdopen(os.memfd_create("config"), "wb", buffering=0)
         with tempfile.TemporaryDirectory(prefix="echelon-") as folder, memory:
-            private, self.started = Path(folder), time.time()
+            private, self.started, self.began = Path(folder), time.time(), time.monotonic()
             memory.write(self.resolved(self.moved).encode())
             try:
                 for local_rank in range(self.place.local_world):
@@ -141,8 +140,8 @@ class Supervisor:
 
     def _wait(self, private: Path) -> dict[int, int] | None:
         """Exit codes of the ranks that ended by themselves: once one has failed, the others have 5 s, and while rank 0
-        completes a checkpoint they have longer; none where no rank moves. The others' stacks are in their logs. None:
-        asked to stop before any has begun."""
+        completes a checkpoint, and that moves, they have longer; none where no rank moves. The others' stacks are in
+        their logs. None: asked to stop before any has begun."""
         codes: dict[int, int] = {}
         deadline = float("inf")
         while len(codes) < len(self.ranks) and time.monotonic() < deadline:
@@ -153,7 +152,7 @@ class Supervisor:
             if set(codes.values()) <= {0, STOPPED}:
                 if not codes and self._is_still(private):
                     break
-            elif deadline == float("inf") or (0 not in codes and (beat := read(private / "heartbeat-0")) and beat.busy):
+            elif deadline == float("inf") or (0 not in codes and self._completes(last(private / "heartbeat-0"))):
                 deadline = time.monotonic() + 5
         if len(codes) < len(self.ranks):
             self._send(signal.SIGUSR2)
@@ -162,11 +161,12 @@ class Supervisor:
 
     def _is_still(self, private: Path) -> bool:
         """Whether no rank has moved for too long."""
-        beats = [path.stat().st_mtime for path in private.glob("heartbeat-*")]
-        newest = max(beats, default=self.started + self.start_s)
-        if newest != self.last[0]:
-            self.last = newest, time.monotonic()
-        return time.monotonic() - self.last[1] >= self.still_s and time.time() >= newest
+        untils = [beat.until for beat in map(last, private.glob("heartbeat-*")) if beat]
+        return time.monotonic() - max(untils, default=self.began + self.start_s) >= self.still_s
+
+    def _completes(self, beat: Beat | None) -> bool:
+        """Whether the rank writes a checkpoint before it ends, and has written a piece of it lately."""
+        return beat is not None and bool(beat.busy) and time.monotonic() - beat.until < self.still_s
 
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

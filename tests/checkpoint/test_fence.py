@@ -45,6 +45,7 @@ except (ConfigError, OSError) as error:
     sys.exit(f"{type(error).__name__}: {error}")
 """
 BEGINS, LOOKS, RENAMES, RENAMES_ANEW = ("sweep", 1), ("refuse_superseded", 1), ("rename", 1), ("rename", 2)
+RENAMED = ("sync", 1)
 
 
 @contextmanager
@@ -95,6 +96,16 @@ def test_28_a_writer_that_was_taken_for_dead_goes_on(run: Path, zombie: tuple, p
         assert go_on(live) == (0, "step-00000004\n", "")
     assert {holds(path) for path in run.glob("step-*")} == ({(4, 1), (8, 2)} if step == 8 else {(4, 2)})
     assert hidden(run) == []
+
+
+def test_28_one_that_was_stopped_after_its_rename_leaves_the_link_where_it_is(run: Path) -> None:
+    """The second has gone on from its checkpoint."""
+    with stopped(run, 1, *RENAMED, 4, 8) as first, stopped(run, 2, *BEGINS, 12) as live:
+        assert go_on(live) == (0, "step-00000008\n", "")
+        code, _, told = go_on(first)
+        assert code == 1 and told.startswith("Superseded: ")
+    assert os.readlink(run.parent / "last.pt") == f"{run.name}/step-00000012"
+    assert {holds(path) for path in run.glob("step-*")} == {(4, 1), (8, 1), (12, 2)} and hidden(run) == []
 
 
 def test_attempts_are_counted_and_what_is_no_count_is_none(run: Path) -> None:

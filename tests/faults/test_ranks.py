@@ -9,7 +9,21 @@ from pathlib import Path
 
 import pytest
 from command import MAIN, PYTHONPATH, lines, popen, run
-from troubled import IMPATIENT, RUN, ended_s, events, notes, recorded, resumed, trouble, troubling, wait_for, whole
+from troubled import (
+    IMPATIENT,
+    RUN,
+    ended_s,
+    events,
+    notes,
+    pids,
+    private,
+    recorded,
+    resumed,
+    trouble,
+    troubling,
+    wait_for,
+    whole,
+)
 
 from trainer.restarts import GAVE_UP
 
@@ -127,6 +141,40 @@ def test_where_no_rank_moves_all_are_killed_with_their_stacks_in_the_logs(golden
     for rank in (1, 2):
         log = (tmp_path / "runs" / "r" / "logs" / f"rank{rank}.log").read_text()
         assert "most recent call first" in log and "in make_trouble" in log
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(400)
+def test_12_a_rank_stops_while_it_hands_over_what_is_its_own(tmp_path):
+    """Its residual, to rank 0, for a checkpoint."""
+    topk = ["+callbacks=[grad_compress]", "callbacks.grad_compress.codec=topk"]
+    (straight := tmp_path / "straight").mkdir()
+    assert run([*RUN, *topk], straight).code == 0
+    result = trouble("SIGSTOP", tmp_path, IMPATIENT, *topk, where="hand_over")
+    assert result.code == 0 and HUNG in result.err and resumed(result.out) == [4], result.err
+    assert ended_s(tmp_path) < 100
+    whole(tmp_path, straight)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+def test_a_disk_hangs_and_a_rank_is_killed(golden, tmp_path):
+    """Rank 0 completes a checkpoint before it ends: not one that never moves."""
+    hangs = troubling("sleep 3600", rank=0, where="mid_write")
+    process = popen([*RUN, IMPATIENT, *hangs], tmp_path, **private(tmp_path))
+    assert process.stdout is not None
+    try:
+        while "about to make trouble" not in process.stdout.readline():
+            assert process.poll() is None
+        os.kill(pids(tmp_path)[1], signal.SIGKILL)
+        killed = time.time()
+        out, err = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    assert process.returncode == 0 and "echelon: rank 1 was killed by SIGKILL" in err, err
+    assert events(tmp_path)[0]["time"] - killed < 100 and resumed(out) == [4]
+    assert "in make_trouble" in (tmp_path / "runs" / "r" / "logs" / "rank0.log").read_text()
+    whole(tmp_path, golden)
 
 
 STUCK = """

@@ -348,6 +348,6 @@ def test_any_state_is_read_or_damaged(tmp_path: Path, content: bytes, kind: str)
     ):
         (tmp_path / "state.json").write_bytes(each)
         try:
-            assert isinstance(load_state(tmp_path), dict)
+            assert isinstance(load_state(tmp_path, ["state.json"]), dict)
         except Damaged as error:
             assert "not a state that can be read" in str(error)

@@ -53,11 +53,11 @@ def test_a_pickle_in_a_checkpoint(tmp_path: Path, mark: Path) -> None:
     evil, state = memoryview(payload(mark)), memoryview(b'{"model": {"weight": {"$tensor": "weight"}}}')
     checkpoint = commit(tmp_path / "run", 1, {"state.json": state, "model.safetensors": evil}, {})
     with pytest.raises(Damaged, match=r"state\.json: not a state that can be read"):
-        load_state(checkpoint)
+        load_state(checkpoint, ["state.json", "model.safetensors"])
     with pytest.raises(ConfigError, match=r"model\.safetensors: .*; give a whole checkpoint"):
         load_weights(nn.Linear(2, 2), str(checkpoint))
     with pytest.raises(Damaged):
-        load_state(commit(tmp_path / "run", 2, {"state.json": evil}, {}))
+        load_state(commit(tmp_path / "run", 2, {"state.json": evil}, {}), ["state.json"])
     assert not mark.exists()
 
 

@@ -18,7 +18,7 @@ from toy_recipe import Toy
 
 from trainer.checkpoint.commit import commit
 from trainer.checkpoint.lock import lock, unlock
-from trainer.checkpoint.manifest import Damaged
+from trainer.checkpoint.manifest import Damaged, verify
 from trainer.checkpoint.state import load_state
 from trainer.data.find import find_shards
 from trainer.data.index import Index
@@ -141,13 +141,17 @@ def test_an_index_that_is_no_file_is_not_waited_for(caplog: pytest.LogCaptureFix
 
 @pytest.mark.parametrize("name", ["state.json", "model.safetensors"])
 def test_a_link_in_a_checkpoint_is_not_read(name: str) -> None:
-    """Nor one that the manifest doesn't name."""
+    """Nor a file that the manifest doesn't name."""
     make(run_dir="runs/r").fit()
     path = Path("ckpt/r/step-00000002", name)
+    names = verify(path.parent)["files"].keys()
+    assert load_state(path.parent, names)["model"]
+    with pytest.raises(Damaged, match=r"state\.json: not a state"):
+        load_state(path.parent, names - {name})
     path.rename(f"../{name}")
     path.symlink_to(Path("..", name).resolve())
-    with pytest.raises(Damaged, match="symbolic link"):
-        load_state(path.parent)
+    with pytest.raises(Damaged, match=rf"{name}: is a symbolic link"):
+        load_state(path.parent, names)
     with pytest.raises(ConfigError, match=rf"{name}: is a symbolic link"):
         make(run_dir="runs/s", resume="ckpt/r/step-00000002")
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from trainer.checkpoint.manifest import STEP
 
 Reach = Callable[[str], None]
@@ -17,6 +19,12 @@ def watch(trainer: Any, reach: Reach) -> None:
     them, for a callback comes to these by itself."""
     watch_steps(trainer, reach)
     watch_commits(reach)
+
+    def gather(*args: Any, whole: Any = dist.gather, **kwargs: Any) -> None:
+        reach("hand_over")
+        whole(*args, **kwargs)
+
+    dist.gather = gather
 
     def take(state: Any, copy: Any = trainer.saver.snapshot.take) -> Any:
         files = copy(state)

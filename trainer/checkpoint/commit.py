@@ -15,7 +15,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -45,11 +45,12 @@ def commit(
     files: Mapping[str, memoryview],
     manifest: Mapping[str, Any],
     attempt: Attempt | None = None,
+    moved: Callable[[], object] = lambda: None,
 ) -> Path:
     """Makes `files`, by name, the run's checkpoint at `step`, replacing one that is there.
 
-    `manifest` is JSON without NaN. `attempt` is what `begin` gave; None: one for this commit alone. An error leaves the
-    older checkpoints as they were, and nothing of this one.
+    `manifest` is JSON without NaN. `attempt` is what `begin` gave; None: one for this commit alone. `moved` is called
+    with each piece that is written. An error leaves the older checkpoints as they were, and nothing of this one.
 
     Raises:
         OSError: from the disk, also when too little of it is free. Superseded: another process writes the run now.
@@ -61,7 +62,7 @@ def commit(
     final, staging = folder(run_dir, step), run_dir / f".tmp-{step:08d}-{attempt.number}"
     try:
         staging.mkdir()
-        seal(staging, step, files, manifest)
+        seal(staging, step, files, manifest, moved)
         refuse_superseded(run_dir, attempt)
         if os.path.lexists(final):
             os.rename(final, run_dir / f".old-{final.name}-{attempt.number}")
@@ -73,6 +74,7 @@ def commit(
         raise
     sync(run_dir)
     sweep(run_dir, attempt.number)
+    refuse_superseded(run_dir, attempt)
     _link(final)
     return final
 

@@ -7,7 +7,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +18,7 @@ MANIFEST = "MANIFEST.json"
 FORMAT = 2
 MANIFEST_BYTES = 64 << 20  # more is refused
 CHUNK = 4 << 20  # bytes that are hashed, then written
+SYNCED = 64 << 20  # bytes that the system may owe the disk: by that a slow one is told from one that hangs
 STEP = re.compile(r"step-([0-9]{8,})")
 FILE = re.compile(r"[A-Za-z0-9._-]+")
 PAUSES_S = (0.2, 1.0)  # between reads
@@ -37,16 +38,19 @@ class Damaged(ConfigError):
     """A checkpoint that is not what its writer wrote; the message names the file and what differs."""
 
 
-def seal(folder: Path, step: int, files: Mapping[str, memoryview], manifest: Mapping[str, Any]) -> None:
-    """Writes `files` and then their manifest, and returns when all of it is on the disk."""
+def seal(
+    folder: Path, step: int, files: Mapping[str, memoryview], manifest: Mapping[str, Any], moved: Callable[[], object]
+) -> None:
+    """Writes `files` and then their manifest, and returns when all of it is on the disk. Calls `moved` with each
+    piece."""
     assert not manifest.keys() & {"format", "step", "files", "sha256"}, manifest.keys()
     entries: dict[str, list[int | str]] = {}
     with _opened(folder) as descriptor:
         for name in sorted(files):
             assert FILE.fullmatch(name), name
-            entries[name] = [files[name].nbytes, _write(descriptor, name, files[name])]
+            entries[name] = [files[name].nbytes, _write(descriptor, name, files[name], moved)]
         content = _render({"format": FORMAT, "step": step, **manifest, "files": entries})
-        _write(descriptor, MANIFEST, memoryview(content))
+        _write(descriptor, MANIFEST, memoryview(content), moved)
         os.fsync(descriptor)
 
 
@@ -65,6 +69,22 @@ def verify(checkpoint: Path, hashes: bool = True) -> dict[str, Any]:
                 raise
         time.sleep(pause_s)
     return _verify(checkpoint, hashes)
+
+
+@contextmanager
+def opened(checkpoint: Path, name: str) -> Iterator[Path]:
+    """The file as a path that leads to it whatever takes its name meanwhile.
+
+    Raises:
+        Damaged: it is a link, no plain file, or can't be read.
+    """
+    try:
+        with _opened(checkpoint) as descriptor, _open(descriptor, name) as file:
+            yield Path(f"/proc/self/fd/{file.fileno()}")
+    except OSError as error:
+        if error.errno not in DAMAGE:
+            raise
+        raise Damaged(f"{checkpoint / name}: {DAMAGE[error.errno]}") from error
 
 
 def _verify(checkpoint: Path, hashes: bool) -> dict[str, Any]:
@@ -94,7 +114,7 @@ def sync(folder: Path) -> None:
         os.fsync(descriptor)
 
 
-def _write(folder: int, name: str, content: memoryview) -> str:
+def _write(folder: int, name: str, content: memoryview, moved: Callable[[], object]) -> str:
     """A new file, its place on the disk claimed first. Returns its sha256. While it is hashed and written, other
     threads have the interpreter."""
     digest = hashlib.sha256()
@@ -107,6 +127,9 @@ def _write(folder: int, name: str, content: memoryview) -> str:
             digest.update(chunk)
             while chunk:
                 chunk = chunk[os.write(file, chunk) :]
+            if (start + CHUNK) % SYNCED == 0:
+                os.fdatasync(file)
+            moved()
         os.fsync(file)
     finally:
         os.close(file)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.checkpoint import commit
+from trainer.checkpoint.fence import refuse_superseded
 from trainer.checkpoint.manifest import Damaged
 from trainer.checkpoint.settings import differences, plain
 from trainer.checkpoint.state import load_optimizer_state, load_state, optimizer_state, pack, unpack
@@ -50,7 +51,7 @@ def tensors(trainer: "Trainer") -> dict[str, Any]:
 def rank_states(trainer: "Trainer") -> dict[str, Any]:
     """On rank 0, what the callbacks of each rank keep of their own: a section a rank. A collective."""
     own = {name: state for name, callback in trainer.callbacks.items() if (state := callback.rank_state_dict())}
-    brought = trainer.ranks.bring(pack(own)) if own else []
+    brought = trainer.ranks.bring(pack(own), trainer.heartbeat.beat) if own else []
     return {rank_section(rank): unpack(data) for rank, data in enumerate(brought)}
 
 
@@ -111,9 +112,8 @@ def refuse_other_model(trainer: "Trainer", path: Path) -> None:
 def load(trainer: "Trainer", path: Path) -> None:
     """Put back what `save` took; the checkpoint was verified when it was chosen, and is of this model."""
     saved, own = trainer.plan.manifest, model_identity(trainer)
-    own_section = rank_section(trainer.rank)
-    other_world = saved["world"] != trainer.world
-    state = load_state(path, lambda name: not name.startswith("rank-") or name == own_section or other_world)
+    own_section, other_world = rank_section(trainer.rank), saved["world"] != trainer.world
+    state = load_state(path, saved["files"], lambda name: other_world or name == own_section or name[:5] != "rank-")
     for key in ("step", "samples"):  # data goes by the manifest's, counters by the state's
         if state.get(key) != saved[key]:
             told = f"trainer.resume={path}: state.json is at {key} {state.get(key)}, its manifest at {saved[key]}"
@@ -154,6 +154,8 @@ def leave_newer(trainer: "Trainer") -> None:
     """What was written after the step from which this run goes on counts no more. Not before it is sure to begin."""
     if trainer.rank:
         return
+    assert trainer.saver.attempt is not None
+    refuse_superseded(checkpoints(trainer), trainer.saver.attempt)
     trainer.quarantine.begin()
     if trainer.plan.resumed and (aside := commit.set_aside(checkpoints(trainer), trainer.step)):
         log.warning("resume: another history begins at step %d; set aside: %s", trainer.step, ", ".join(aside))

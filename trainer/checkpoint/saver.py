@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint import commit, resume, settings
-from trainer.checkpoint.fence import Attempt
+from trainer.checkpoint.fence import Attempt, refuse_superseded
 from trainer.checkpoint.lock import lock, unlock
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.errors import ConfigError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("echelon")
 
-PATIENCE_S = 86400.0  # a disk may take as long as it takes
+EXPORT_S = 86400.0  # a recipe's export may take as long as it takes
 
 
 class Saver:
@@ -46,18 +46,18 @@ class Saver:
         self.best = self.noted = dict[str, Any]()  # the best that is written, and with what is being written
         self.error: OSError | None = None  # its own
         self.failures = 0  # in a row
+        self.closing = False
 
     def save(self, last: bool = False) -> None:
         """Write a checkpoint of this step, unless there is one; the last is waited for. A collective.
 
         Raises:
-            ConfigError: the last one can't be written.
+            ConfigError: the last one can't be written; not where a signal has asked for it, and there is one before.
         """
         trainer = self.trainer
         trainer.emit("on_flush")
         trainer.saved_at = time.monotonic()
         trainer.seconds = trainer.saved_at - trainer.started
-        trainer.heartbeat.beat(patience_s=PATIENCE_S)  # what ranks hand over may be large
         if self.asked != trainer.step:
             self.asked = trainer.step
             ranks = resume.rank_states(trainer)
@@ -67,8 +67,10 @@ class Saver:
                 self._begin(resume.state_dict(trainer) | ranks)
         if last:
             self._meet(waits=True)
-            trainer.heartbeat.beat(patience_s=PATIENCE_S)  # rank 0 may have something to export
-            if self.error:
+            trainer.heartbeat.beat(patience_s=EXPORT_S)  # rank 0 may have something to export
+            if self.error and trainer.stop_reason == "signal" and trainer.checkpoint:
+                log.error("the last step, %d, is in no checkpoint; %s is the newest", trainer.step, trainer.checkpoint)
+            elif self.error:
                 raise self._refusal(f"the checkpoint of the last step, {self.step}, failed")
 
     def check(self) -> None:
@@ -87,10 +89,17 @@ class Saver:
 
     def close(self) -> None:
         """Waits for what is being written, and lets others write the run."""
-        self.trainer.heartbeat.beat(patience_s=PATIENCE_S, busy=self.writing is not None)
+        self.closing = True
+        self._moved()
         self.thread.shutdown()
         self.trainer.heartbeat.beat()
         unlock(self.folder)
+
+    def _moved(self) -> None:
+        """With each piece that is written: who waits for this process to end sees by it a slow disk from one that
+        hangs. Otherwise training is what has to move."""
+        if self.closing and self.writing is not None:
+            self.trainer.heartbeat.beat(busy=True)
 
     def _claim(self) -> Attempt:
         lock(self.folder)
@@ -136,15 +145,17 @@ class Saver:
         self.writing = self.thread.submit(self._write, self.step, files, resume.manifest(self.trainer, state))
 
     def _write(self, step: int, files: dict[str, memoryview], manifest: dict[str, Any]) -> None:
+        assert self.attempt is not None  # it is rank 0's
         self.snapshot.wait()
         try:
-            self.trainer.checkpoint = commit.commit(self.folder, step, files, manifest, self.attempt)
+            self.trainer.checkpoint = commit.commit(self.folder, step, files, manifest, self.attempt, self._moved)
         except OSError as error:
             self.failures, self.error = self.failures + 1, error
             log.error("checkpoint of step %d failed, training goes on: %s", step, error)
             return
         self.failures, self.error = 0, None
         try:
+            refuse_superseded(self.folder, self.attempt)
             commit.retain(self.folder, self.options.keep, self.options.keep_best, self.options.keep_every)
         except OSError as error:
             log.warning("checkpoint of step %d is written, but older ones can't be removed: %s", step, error)

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.checkpoint.image import DTYPES, Image
-from trainer.checkpoint.manifest import Damaged
+from trainer.checkpoint.manifest import Damaged, opened
 from trainer.errors import ConfigError
 
 STATE = "state.json"
@@ -22,20 +22,23 @@ STATE_BYTES = 256 << 20  # more is refused
 SECTION = re.compile(r"[A-Za-z0-9_-]{1,99}")  # becomes a file name
 
 
-def load_state(folder: Path, wanted: Callable[[str], bool] = lambda section: True) -> dict[str, Any]:
+def load_state(
+    folder: Path, names: Collection[str], wanted: Callable[[str], bool] = lambda section: True
+) -> dict[str, Any]:
     """What a `Snapshot` had of the sections that are `wanted`, on the CPU. Tensors stored once come back as one
-    tensor, any kind of dict as a dict.
+    tensor, any kind of dict as a dict. `names`: the files of its manifest; no other is read.
 
     Raises:
         Damaged: a file that none can have been.
     """
     path = folder / STATE
     try:
-        if path.is_symlink():
-            raise ValueError("a symbolic link")
-        content = strict_json(path, STATE_BYTES)
+        if STATE not in names:
+            raise ValueError("its manifest does not name it")
+        with opened(folder, STATE) as file:
+            content = strict_json(file, STATE_BYTES)
         return {
-            section: _decode(value, _read_tensors(folder, section))
+            section: _decode(value, _read_tensors(folder, names, section))
             for section, value in content.items()
             if wanted(section)
         }
@@ -128,16 +131,14 @@ class Pack:
         return self.names[key]
 
 
-def _read_tensors(folder: Path, section: str) -> dict[str, Tensor]:
-    path = folder / f"{section}.safetensors"
+def _read_tensors(folder: Path, names: Collection[str], section: str) -> dict[str, Tensor]:
     if not SECTION.fullmatch(section):
         raise ValueError(f"section {section!r}")
-    if path.is_symlink():
-        raise ValueError(f"{path.name} is a symbolic link")
-    if not path.exists():
+    if (name := f"{section}.safetensors") not in names:
         return {}
-    # Copied, because safetensors maps the file, which may be deleted or replaced.
-    return {name: tensor.clone() for name, tensor in load_file(path).items()}
+    with opened(folder, name) as file:
+        # Copied, because safetensors maps the file, which may be cut.
+        return {name: tensor.clone() for name, tensor in load_file(file).items()}
 
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -10,12 +10,13 @@ VISIBLE_S = 70.0  # NFS remembers for up to 60 s what a folder holds, and what i
 EVERY_S = 0.5
 
 
-def see(checkpoint: Path, sha256: str) -> tuple[dict[str, Any], str]:
-    """Its manifest; or why it can't be seen, which is told after `VISIBLE_S` only. `sha256` is the manifest's own."""
+def see(checkpoint: Path, sha256: str, hashes: bool) -> tuple[dict[str, Any], str]:
+    """Its manifest; or why it can't be seen, which is told after `VISIBLE_S` only. `sha256` is the manifest's own;
+    with `hashes` those of all files are compared, as rank 0 has done, for another node may read other bits."""
     deadline = time.monotonic() + VISIBLE_S
     while True:
         try:
-            manifest = verify(checkpoint, hashes=False)  # rank 0 has compared them to choose it
+            manifest = verify(checkpoint, hashes)
             if manifest["sha256"] == sha256:
                 return manifest, ""
             why = f"{checkpoint}: another one of this name"
