@@ -14,7 +14,7 @@ import pytest
 from command import QUICK, ROOT, Result, lines, popen, run, weights
 from served import MISSING, NGINX, Proxy, served
 from shard_recipe import write_points
-from troubled import alive, wait_for
+from troubled import alive, tidy, wait_for
 
 from trainer.data.order import Order
 
@@ -32,6 +32,7 @@ def same(name: str, cwd: Path, step: int = 10) -> None:
     assert lines(cwd / "runs" / name) == lines(cwd / "runs" / "well")
     assert weights(name, cwd, step) == weights("well", cwd, step)
     assert not (cwd / "runs" / name / "quarantine.jsonl").exists()
+    tidy(cwd, name)
 
 
 @pytest.fixture(scope="module")

@@ -28,17 +28,19 @@ def test_a_process_with_another_parent_and_group_is_left(tmp_path):
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_moment_without_a_valid_checkpoint(tmp_path, lost):
+    cwd = tmp_path / "own"
+
     def put(step: int) -> None:
-        commit(tmp_path / "ckpt" / "r", step, {"a": memoryview(b"a")}, {})
+        commit(cwd / "ckpt" / "r", step, {"a": memoryview(b"a")}, {})
         time.sleep(0.3)
 
     def run() -> None:
-        with watched(tmp_path):
+        with watched(cwd):
             time.sleep(0.1)
             put(1)
             if not lost:
                 put(2)
-            shutil.rmtree(tmp_path / "ckpt" / "r" / "step-00000001")
+            shutil.rmtree(cwd / "ckpt" / "r" / "step-00000001")
             time.sleep(0.3)
             put(3)
 
