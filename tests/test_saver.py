@@ -1,5 +1,6 @@
 """Checkpoints are written beside training: what is in them, what a slow disk or one that fails does, how it ends."""
 
+import errno
 import os
 import signal
 import threading
@@ -14,6 +15,7 @@ from toy_recipe import Toy
 
 from trainer.callback import Callback
 from trainer.checkpoint import commit
+from trainer.checkpoint.fence import Attempt
 from trainer.errors import ConfigError, exit_code
 from trainer.launch import Place
 from trainer.options import CheckpointOptions, DataOptions, Options
@@ -123,6 +125,26 @@ def test_a_failure_is_told_while_training_goes_on(monkeypatch, capsys):
     trainer.fit()
     assert "checkpoint of step 2 failed, training goes on: [Errno 28] No space left on device" in told[0]
     assert steps() == [6] and trainer.step == 6
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_on_a_full_disk_a_run_is_claimed_with_the_first_checkpoint_that_fits(number, monkeypatch):
+    """So that one that is started again while it is full goes on."""
+    real, fails = commit.begin, [2, 1]
+
+    def begin(run_dir: Path) -> Attempt:
+        if fails and fails.pop():
+            raise OSError(number, os.strerror(number))
+        return real(run_dir)
+
+    monkeypatch.setattr(commit, "begin", begin)
+    if number == errno.EIO:
+        with pytest.raises(OSError, match="Input/output error"):
+            make(AtStep())
+        return
+    trainer = make(AtStep())
+    trainer.fit()
+    assert steps() == [4, 6] and trainer.saver.attempt == trainer.saver.attempt._replace(number=1)
 
 
 def test_so_many_failures_in_a_row_end_the_run(monkeypatch):

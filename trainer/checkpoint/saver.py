@@ -1,5 +1,6 @@
 """Writes checkpoints beside training: a copy of the state at a step's end, which a thread hashes and commits."""
 
+import errno
 import logging
 import os
 import threading
@@ -92,11 +93,14 @@ class Saver:
         self.trainer.heartbeat.beat()
         unlock(self.folder)
 
-    def _claim(self) -> Attempt:
+    def _claim(self) -> Attempt | None:
+        """None: the disk is full. The first commit that fits claims the run."""
         lock(self.folder)
         try:
             return commit.begin(self.folder)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return None
             unlock(self.folder)
             raise
 
@@ -138,6 +142,7 @@ class Saver:
     def _write(self, step: int, files: dict[str, memoryview], manifest: dict[str, Any]) -> None:
         self.snapshot.wait()
         try:
+            self.attempt = self.attempt or commit.begin(self.folder)
             self.trainer.checkpoint = commit.commit(self.folder, step, files, manifest, self.attempt)
         except OSError as error:
             self.failures, self.error = self.failures + 1, error
