@@ -128,6 +128,14 @@ def ended_s(cwd: Path) -> float:
     return events(cwd)[0]["time"] - min(note["time"] for note in notes(cwd) if "trouble" in note)
 
 
+def hung(cwd: Path) -> list[int]:
+    """Ranks that had to be killed, of whose stacks the supervisor therefore asked. One that has told of its failure by
+    then was slow to end, no more; rank 0 tells the supervisor alone."""
+    logs = [path.read_text() for path in sorted((cwd / "runs" / "r" / "logs").glob("rank?.log"))]
+    asked = [rank for rank, log in enumerate(logs) if "most recent call first" in log]
+    return [rank for rank in asked if "Traceback" not in logs[rank]]
+
+
 def pids(cwd: Path) -> list[int]:
     """Of the ranks, once each has made a step; in their order."""
     facts = sorted((cwd / "runs" / "r").glob("facts-*.json"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from command import PYTHONPATH, popen, run
-from troubled import IMPATIENT, RUN, ended_s, events, notes, recorded, resumed, trouble, wait_for, whole
+from troubled import IMPATIENT, RUN, ended_s, events, hung, notes, recorded, resumed, trouble, wait_for, whole
 
 from trainer.restarts import GAVE_UP
 
@@ -46,8 +46,10 @@ def test_a_fault_costs_steps_and_nothing_else(golden, tmp_path, fault):
     noted = events(tmp_path)
     assert len(noted) == 1 and said in noted[0]["failed"] and rank in (noted[0]["rank"], -1)
     assert f"echelon: failed after step {noted[0]['step']}; restart 1 of 3" in result.err
-    if not fault.startswith(FAST):
+    if waits_s:
         assert ended_s(tmp_path) < waits_s + 10
+    else:
+        assert set(hung(tmp_path)) <= {rank}
 
 
 @pytest.mark.timeout(300)
