@@ -1,4 +1,4 @@
-"""What the other tests look for is seen where it is: a process that is left, a moment without a checkpoint."""
+"""What the other tests look for is seen where it is: a process, or folder, left; a moment without a checkpoint."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ import time
 
 import pytest
 from command import MARK, environment
-from troubled import nobody_left, processes, watched
+from troubled import nobody_left, processes, tidy, watched
 
 from trainer.checkpoint.commit import commit
 
@@ -24,6 +24,16 @@ def test_a_process_with_another_parent_and_group_is_left(tmp_path):
         nobody_left(tmp_path, within_s=0.1)
     os.kill(pid, signal.SIGKILL)
     nobody_left(tmp_path)
+
+
+@pytest.mark.parametrize("left", ["tmp/echelon-x", "ckpt/r/.tmp-00000002-1"])
+def test_a_folder_that_is_left(tmp_path, left):
+    commit(tmp_path / "ckpt" / "r", 1, {"a": memoryview(b"a")}, {})
+    (tmp_path / "ckpt" / "r" / ".lock").touch()
+    tidy(tmp_path)
+    (tmp_path / left).mkdir()
+    with pytest.raises(AssertionError):
+        tidy(tmp_path)
 
 
 @pytest.mark.parametrize("lost", [False, True])
