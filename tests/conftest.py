@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import ranks
 from hypothesis import settings
+from troubled import watched
 
 # Before torch and transformers are imported; processes that a test starts inherit both.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -46,6 +47,15 @@ def environment() -> dict[str, str]:
     """Without what pytest and torch.compile set for themselves."""
     own = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "TRITON_")
     return {key: value for key, value in os.environ.items() if not key.startswith(own)}
+
+
+@pytest.fixture
+def looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What runs would leave in /tmp has a place of its own, and those in the test's folder are watched."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    with watched(tmp_path):
+        yield
 
 
 @pytest.fixture(autouse=True)

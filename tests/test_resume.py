@@ -1,5 +1,6 @@
 """Killed is not lost: 20 steps are 7, a kill, and 13, bit for bit on as many ranks, sample for sample on others."""
 
+import contextlib
 import json
 import os
 import signal
@@ -37,15 +38,18 @@ class Die(Callback):
 
 
 class Audit(Callback):
-    """The samples of every step that was counted, one file a rank."""
+    """The samples of every step, one file a rank. `kill`: when this attempt is."""
+
+    def __init__(self, kill: int) -> None:
+        self.kill = kill
 
     def on_step_end(self, trainer) -> None:
-        with open(trainer.run_dir / f"audit-{trainer.world}-{trainer.rank}", "a") as file:
+        with open(trainer.run_dir / f"audit-{self.kill}-{trainer.rank}", "a") as file:
             file.write(json.dumps([trainer.step, [list(ref) for ref in trainer.data.refs]]) + "\n")
 
 
 def run(place: Place, run_dir: str, steps: int, resume: str | None, kill: int, variant: dict, every: int = KILL):
-    callbacks = {"metrics_file": MetricsFile(), "audit": Audit(), **({"die": Die(kill)} if kill else {})}
+    callbacks = {"metrics_file": MetricsFile(), "audit": Audit(kill), **({"die": Die(kill)} if kill else {})}
     if variant.get("ema", True):
         callbacks["ema"] = EMA(0.9)
     if variant.get("overlap"):
@@ -60,7 +64,7 @@ def run(place: Place, run_dir: str, steps: int, resume: str | None, kill: int, v
             clip_norm=variant.get("clip"),
             checkpoint=CheckpointOptions(every_steps=every), ddp=DDPOptions(bucket_mib=0.02),
         ),
-        data=DataOptions(workers=variant.get("workers", 0), lanes=5, block=4),
+        data=DataOptions(workers=variant.get("workers", 0), lanes=variant.get("lanes", 5), block=4),
         place=place,
     )  # fmt: skip
     trainer.fit()
@@ -103,22 +107,37 @@ def test_a_killed_run_resumes_bitwise(variant, tmp_path, monkeypatch):
     assert [line["step"] for line in columns("runs/killed") if "train/loss" in line] == list(range(1, STEPS + 1))
 
 
-def test_ranks_come_and_go_and_the_samples_stay(tmp_path, monkeypatch):
-    """3 ranks, killed, then 2, 5 (whose parts differ) and 1: the samples of the steps that count are the planned ones,
-    once each."""
-    monkeypatch.chdir(tmp_path)
-    variant = {"ema": False}
-    with pytest.raises(AssertionError, match="died"):
-        run_ranks(3, run, "runs/r", STEPS, "auto", KILL + 2, variant)
-    for world, steps in ((2, 12), (5, 16), (1, 20)):
-        run_ranks(world, run, "runs/r", steps, "auto", 0, variant)
+def come_and_go(segments: list[tuple[int, int]], lanes: int) -> None:
+    """Segments of so many ranks and workers, each killed two steps after a checkpoint but the last: the samples of the
+    steps that count are the planned ones, once each."""
+    steps = 5 * len(segments) + 1
+    for n, (world, workers) in enumerate(segments):
+        kill = 5 * n + 7 if n + 1 < len(segments) else 0
+        variant = {"ema": False, "workers": workers, "lanes": lanes}
+        with pytest.raises(AssertionError, match="died") if kill else contextlib.nullcontext():
+            run_ranks(world, run, "runs/r", steps, "auto", kill, variant, 5)
     seen: dict[int, list[tuple[int, ...]]] = {}
     for file in sorted(Path("runs/r").glob("audit-*")):
+        kill = int(file.name.split("-")[1])
         for line in file.read_text().splitlines():
             step, refs = json.loads(line)
-            if file.name.startswith("audit-3-") and step > KILL:
-                continue  # done on 3 ranks, and lost by the kill
-            seen.setdefault(step, []).extend(tuple(ref) for ref in refs)
-    order = Order([1] * SAMPLES, 3, 5, 4)
-    planned = [order.local(step * BATCH, (step + 1) * BATCH, 0, 1) for step in range(STEPS)]
-    assert [sorted(seen[step + 1]) for step in range(STEPS)] == [sorted(map(tuple, refs)) for refs in planned]
+            if not kill or step <= kill - 2:  # else lost by the kill
+                seen.setdefault(step, []).extend(tuple(ref) for ref in refs)
+    order = Order([1] * SAMPLES, 3, lanes, 4)
+    planned = [order.local(step * BATCH, (step + 1) * BATCH, 0, 1) for step in range(steps)]
+    assert sorted(seen) == list(range(1, steps + 1))
+    assert [sorted(seen[step + 1]) for step in range(steps)] == [sorted(map(tuple, refs)) for refs in planned]
+    assert [line["step"] for line in columns("runs/r") if "train/loss" in line] == list(range(1, steps + 1))
+
+
+def test_ranks_come_and_go_and_the_samples_stay(tmp_path, monkeypatch):
+    """5 ranks, whose parts of a batch differ, have fewer lanes than they are."""
+    monkeypatch.chdir(tmp_path)
+    come_and_go([(3, 0), (5, 1)], lanes=3)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+def test_also_often_over_three_epochs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    come_and_go([(3, 0), (2, 1), (4, 3), (1, 0), (3, 1)], lanes=7)

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command import MAIN, QUICK, ROOT, TOY, Result, environment, lines, run
+from command import MAIN, MARK, QUICK, ROOT, TOY, Result, environment, lines, run
 from slurm import Slurm, needs_slurm, wait_for
+from troubled import tidy
 
-pytestmark = needs_slurm
+pytestmark = [needs_slurm, pytest.mark.usefixtures("looked_at")]
 RUN = [*TOY, *QUICK, "+callbacks=[probe]", "batch=12", "data.workers=1", "trainer.max_steps=12"]
 RUN += ["trainer.run_dir=runs/r", "trainer.checkpoint.every_steps=4", "trainer.checkpoint.keep=9"]
 
@@ -49,6 +50,7 @@ def same(cwd: Path, golden: Path) -> None:
         file = f"ckpt/r/step-00000012/{name}.safetensors"
         assert (cwd / file).read_bytes() == (golden / file).read_bytes()
     assert lines(cwd / "runs" / "r") == lines(golden / "runs" / "r")
+    tidy(cwd)
 
 
 A_TASK_A_NODE = ["trainer.devices=2", "trainer.nodes=2"]
@@ -106,7 +108,8 @@ def test_a_task_that_is_killed_ends_the_others(slurm, tmp_path):
 def submit(slurm: Slurm, cwd: Path, options: str, *typed: str) -> str:
     """The job of scripts/cluster/slurm.sh."""
     script = str(ROOT / "scripts" / "cluster" / "slurm.sh")
-    env = environment(PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", **slurm.env)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = environment(**{MARK: str(cwd)}, PATH=path, **slurm.env)
     words = ["sbatch", "--parsable", "--cpus-per-task=1", *options.split(), script, *RUN, *typed]
     done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -28,9 +28,7 @@ RECOVERED: list[tuple[str, float]] = []  # tests, and the seconds from a fault t
 def trouble(
     what: str, cwd: Path, *more: str, attempts: int = 1, rank: int = 1, step: int = 7, where: str = "after_step"
 ) -> Result:
-    with watched(cwd):
-        typed = [*RUN, *troubling(what, attempts, rank, step, where), *more]
-        return run(typed, cwd, timeout_s=240, **private(cwd))
+    return run([*RUN, *troubling(what, attempts, rank, step, where), *more], cwd, timeout_s=240)
 
 
 def troubling(what: str, attempts: int = 1, rank: int = 1, step: int = 7, where: str = "after_step") -> list[str]:
@@ -39,20 +37,16 @@ def troubling(what: str, attempts: int = 1, rank: int = 1, step: int = 7, where:
     return [f"callbacks.probe.{key}={value}" for key, value in knobs.items()]
 
 
-def private(cwd: Path) -> dict[str, str]:
-    """Variables: a place of its own for what a run would leave in /tmp."""
-    (cwd / "tmp").mkdir(exist_ok=True)
-    return {"TMPDIR": str(cwd / "tmp")}
-
-
 @contextlib.contextmanager
 def watched(cwd: Path) -> Iterator[None]:
-    """From when the run has a valid checkpoint, it has one at every moment."""
-    over, looks = threading.Event(), list[bool]()
+    """From when a run in this folder has a valid checkpoint, it has one at every moment."""
+    over, had, lost = threading.Event(), set[Path](), set[Path]()
 
     def look() -> None:
         while not over.wait(0.03):
-            looks.append(has_valid(cwd / "ckpt" / "r"))
+            valid = {run_dir for run_dir in (cwd / "ckpt").glob("*") if has_valid(run_dir)}
+            lost.update(had - valid)
+            had.update(valid)
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -61,7 +55,7 @@ def watched(cwd: Path) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-    assert True not in looks or all(looks[looks.index(True) :])
+    assert not lost
 
 
 def has_valid(run_dir: Path) -> bool:
@@ -73,18 +67,24 @@ def has_valid(run_dir: Path) -> bool:
 
 
 def whole(cwd: Path, golden: Path, step: int = 12, kept: str = "", launchers: int = 0) -> None:
-    """Nothing was lost or repeated, and nothing is left. `kept`: the damaged checkpoints that are, by their hidden
-    names' beginning; `launchers`: so many were killed, which nobody can clean up after."""
+    """Nothing was lost or repeated, and nothing is left, as of `tidy`."""
     for name in ("model", "optimizer"):
         file = f"ckpt/r/step-{step:08d}/{name}.safetensors"
         assert (cwd / file).read_bytes() == (golden / file).read_bytes()
     assert lines(cwd / "runs" / "r") == lines(golden / "runs" / "r")
-    hidden = {path.name for path in (cwd / "ckpt" / "r").iterdir() if path.name.startswith(".")}
-    assert {name for name in hidden if not (kept and name.startswith(kept))} == {".lock"}
-    assert len(list((cwd / "tmp").glob("echelon-*"))) <= 2 * launchers
-    nobody_left(cwd)
+    tidy(cwd, kept=kept, launchers=launchers)
     test = os.environ["PYTEST_CURRENT_TEST"].partition("::")[2].rpartition(" ")[0]
     RECOVERED.extend((test, seconds) for seconds in recovered(cwd))
+
+
+def tidy(cwd: Path, name: str = "r", kept: str = "", launchers: int = 0) -> None:
+    """No process is left, no half checkpoint, and nothing in the test's TMPDIR. `kept`: the damaged checkpoints that
+    are, by their hidden names' beginning; `launchers`: so many were killed, which nobody can clean up after."""
+    nobody_left(cwd)
+    hidden = {path.name for path in (cwd / "ckpt" / name).iterdir() if path.name.startswith(".")}
+    assert {name for name in hidden if not (kept and name.startswith(kept))} == {".lock"}
+    assert len(list(Path(os.environ["TMPDIR"]).glob("echelon-*"))) <= 2 * launchers
+    assert has_valid(cwd / "ckpt" / name)
 
 
 def nobody_left(cwd: Path, within_s: float = 3.0) -> None:
@@ -126,6 +126,14 @@ def recovered(cwd: Path) -> list[float]:
 def ended_s(cwd: Path) -> float:
     """The seconds from the first trouble that the probe has made until its attempt was over."""
     return events(cwd)[0]["time"] - min(note["time"] for note in notes(cwd) if "trouble" in note)
+
+
+def hung(cwd: Path) -> list[int]:
+    """Ranks that had to be killed, of whose stacks the supervisor therefore asked. One that has told of its failure by
+    then was slow to end, no more; rank 0 tells the supervisor alone."""
+    logs = [path.read_text() for path in sorted((cwd / "runs" / "r" / "logs").glob("rank?.log"))]
+    asked = [rank for rank, log in enumerate(logs) if "most recent call first" in log]
+    return [rank for rank in asked if "Traceback" not in logs[rank]]
 
 
 def pids(cwd: Path) -> list[int]:

@@ -1,13 +1,16 @@
 """Samples that can't be read: left out while nothing else moves, written down, and too many of them end the run."""
 
 import json
+import os
 import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
+from shard_recipe import Tars, write_points
 from torch import Tensor
 from torch.utils.data import Dataset
 from toy_recipe import Points, Toy
@@ -60,12 +63,12 @@ class Watch(Callback):
 
 def train(
     place: Place, bad: tuple[int, ...] = BAD, max_steps: int = 8, max_bad: float = 1e-4, resume: str | None = None,
-    where: str = "train", micro: int | None = None, name: str = "r",
+    where: str = "train", micro: int | None = None, name: str = "r", shards: str = "",
 ) -> Any:  # fmt: skip
-    watch = Watch()
+    watch, recipe = Watch(), Tars(shards, dtype="float64") if shards else Holed(bad, where)
     trainer = Trainer(
-        Holed(bad, where), {"watch": watch}, lambda groups: torch.optim.SGD(groups, lr=0.0), batch=12, place=place,
-        micro_batch=micro, data=DataOptions(workers=0, lanes=5, block=4, max_bad=max_bad),
+        recipe, {"watch": watch}, lambda groups: torch.optim.SGD(groups, lr=0.0), batch=12, place=place,
+        micro_batch=micro, data=DataOptions(workers=1 if shards else 0, lanes=5, block=4, max_bad=max_bad),
         options=Options(
             max_steps=max_steps, run_dir=f"runs/{name}", resume=resume, log_every_steps=1,
             checkpoint=CheckpointOptions(every_steps=2, keep=9),
@@ -81,8 +84,8 @@ def lines(name: str = "r") -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_they_are_left_out_and_nothing_else_moves(world, tmp_path, monkeypatch):
-    """8 steps of 12 are one epoch of 96. Weights stay as they are, so the gradient is the rest's mean, by hand."""
+def test_they_are_left_out_and_nothing_else_moves(world):
+    whole = run_ranks(world, train, (), 8, 1e-4, None, "train", None, "whole")
     ranks = run_ranks(world, train)
     noted = lines()
     assert sorted(line["shard"] for line in noted) == list(BAD)
@@ -90,25 +93,52 @@ def test_they_are_left_out_and_nothing_else_moves(world, tmp_path, monkeypatch):
         number = line["shard"]
         expected = {"epoch": 0, "shard": number, "offset": 0, "key": str(number), "error": f"{number}.png: is no image"}
         assert {key: value for key, value in line.items() if key != "step"} == expected
-    (tmp_path / "whole").mkdir()
-    monkeypatch.chdir(tmp_path / "whole")
-    whole = run_ranks(world, train, ())
+    nothing_else_moves(ranks, whole, {line["shard"]: line["step"] for line in noted}, 1)
+
+
+def test_bytes_that_have_changed_since_they_were_indexed():
+    """Of a payload and of a header, in tars that three ranks' data workers read; their size and time are as before."""
+    paths = write_points(Path("data"), 96, 8, torch.float64)
+    more = (3, train, (), 8, 1e-4, None, "train", None)
+    whole = run_ranks(*more, "whole", "data/p-*.tar")
+    flip(paths[2], member=3 * 1 + 1, at=512 + 130)
+    flip(paths[5], member=3 * 4, at=2)
+    ranks = run_ranks(*more, "r", "data/p-*.tar")
+    noted = sorted(lines(), key=lambda line: line["shard"])
+    assert [(line["shard"], line["offset"], line["key"]) for line in noted] == [
+        (str(paths[2]), 1, "017"), (str(paths[5]), 4, None)
+    ]  # fmt: skip
+    nothing_else_moves(ranks, whole, {number: line["step"] for number, line in zip((17, 44), noted)}, 8)
+
+
+def flip(path: Path, member: int, at: int) -> None:
+    """A bit of a tar's member, `at` bytes from its header's begin, unnoticed."""
+    with tarfile.open(path) as tar:
+        begin = tar.getmembers()[member].offset
+    before, content = path.stat(), bytearray(path.read_bytes())
+    content[begin + at] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def nothing_else_moves(ranks: list[Any], whole: list[Any], bad: dict[int, int], per_shard: int) -> None:
+    """8 steps of 12 are one epoch of 96. Weights stay as they are, so the gradient is the rest's mean, by hand. `bad`:
+    samples that were left out, and in which step."""
     assert [rank[0] for rank in ranks] == [rank[0] for rank in whole]
-    assert [rank[2] for rank in ranks] == [3] * world
+    assert [rank[2] for rank in ranks] == [len(bad)] * len(ranks)
     torch.manual_seed(0)
     recipe = Toy(dtype="float64")
     model, points = recipe.model(), Points(96, torch.float64)
     for step in range(8):
-        refs = [ref for rank in ranks for ref in rank[0][step]]
-        kept = [points[shard] for _, shard, _ in refs if shard not in BAD]
+        numbers = [per_shard * shard + offset for rank in ranks for _, shard, offset in rank[0][step]]
+        kept = [points[number] for number in numbers if number not in bad]
         batch = {key: torch.stack([sample[key] for sample in kept]) for key in kept[0]}
         for p in model.parameters():
             p.grad = None
         recipe.loss(model, batch).backward()
         expected = torch.cat([p.grad.view(-1) for p in model.parameters()])  # pyright: ignore
         torch.testing.assert_close(ranks[0][1][step], expected, rtol=1e-12, atol=1e-14)
-        steps = {line["step"] for line in noted if any(ref[1] == line["shard"] for ref in refs)}
-        assert steps <= {step + 1}
+        assert {bad[number] for number in numbers if number in bad} <= {step + 1}
 
 
 @pytest.mark.parametrize("first", [False, True])

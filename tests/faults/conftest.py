@@ -8,6 +8,11 @@ from command import run
 from troubled import RECOVERED, RUN
 
 
+@pytest.fixture(autouse=True)
+def _looked_at(looked_at: None) -> None:
+    """All runs here are."""
+
+
 @pytest.fixture(scope="session")
 def golden(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("golden")

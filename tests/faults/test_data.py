@@ -14,7 +14,7 @@ import pytest
 from command import QUICK, ROOT, Result, lines, popen, run, weights
 from served import MISSING, NGINX, Proxy, served
 from shard_recipe import write_points
-from troubled import alive, wait_for
+from troubled import alive, tidy, wait_for
 
 from trainer.data.order import Order
 
@@ -28,10 +28,11 @@ def train(name: str, cwd: Path, *more: str, shards: str = "data/p-*.tar", timeou
     return run(words, cwd, timeout_s=timeout_s, **env)
 
 
-def same(name: str, cwd: Path, step: int = 10) -> None:
+def same(name: str, cwd: Path, step: int = 10, launchers: int = 0) -> None:
     assert lines(cwd / "runs" / name) == lines(cwd / "runs" / "well")
     assert weights(name, cwd, step) == weights("well", cwd, step)
     assert not (cwd / "runs" / name / "quarantine.jsonl").exists()
+    tidy(cwd, name, launchers=launchers)
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +95,7 @@ def test_36_shards_that_are_away_for_longer_than_they_are_waited_for(
     """Three ranks end, start again while the shards are still away, end, and go on when they are back; where there is
     no checkpoint and one shard is away, none begins anew on the others."""
     folder = shutil.copytree(many, tmp_path, symlinks=True, dirs_exist_ok=True)
-    eighth = Order([4] * 120, 0, 3, 4).local(7 * 12, 8 * 12, 0, 1)[0].shard
-    path = folder / "data" / ("" if gone == "all" else f"p-{eighth:06d}.tar")
+    path = folder / "data" / ("" if gone == "all" else f"p-{eighth():06d}.tar")
     words = [*TARS, "recipe.shards='data/p-*.tar'", f"trainer.run_dir=runs/{gone}", *SLOW]
     run_dir = folder / "runs" / gone
     with popen([*words, f"trainer.checkpoint.every_steps={checkpoint}"], folder) as process:
@@ -112,6 +112,34 @@ def test_36_shards_that_are_away_for_longer_than_they_are_waited_for(
     assert "No such file or directory, for 8 s; see to the disk" in first and "Traceback" not in err
     assert ("data/p-*.tar: no such file; " if gone == "all" else "recipe.data: is not what it was ") in second
     same(gone, folder, 16)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+def test_36_a_shard_whose_reads_never_end_for_a_while(many: Path, tmp_path: Path) -> None:
+    """Three ranks end, and go on when it can be read."""
+    folder = shutil.copytree(many, tmp_path, symlinks=True, dirs_exist_ok=True)
+    path, run_dir = folder / "data" / f"p-{eighth():06d}.tar", folder / "runs" / "hung"
+    words = [*TARS, "recipe.shards='data/p-*.tar'", "trainer.run_dir=runs/hung", *SLOW, "trainer.timeout_s=8"]
+    with popen([*words, "trainer.checkpoint.every_steps=4"], folder) as process:
+        try:
+            wait_until(lambda: len(texts(run_dir / "metrics.jsonl")) >= 1)
+            path.rename(folder / "aside")
+            os.mkfifo(path)
+            wait_until(lambda: len(texts(run_dir / "logs" / "events.jsonl")) == 1)
+            (folder / "aside").replace(path)
+            _, err = process.communicate(timeout=90)
+        finally:
+            process.kill()
+    assert process.returncode == 0, err
+    (failed,) = (json.loads(text)["failed"] for text in texts(run_dir / "logs" / "events.jsonl"))
+    assert "trainer.timeout_s=8: a data worker gave no batch in this time; " in failed
+    same("hung", folder, 16)
+
+
+def eighth() -> int:
+    """A shard of the eighth step."""
+    return Order([4] * 120, 0, 3, 4).local(7 * 12, 8 * 12, 0, 1)[0].shard
 
 
 def wait_until(done: Callable[[], bool]) -> None:
@@ -165,7 +193,7 @@ def test_two_ranks_on_programs_with_little_room_killed_while_these_write(tmp_pat
     assert max(int(path.name[-8:]) for path in (tmp_path / "ckpt" / "far").glob("step-*")) < 10
     done = run(words, tmp_path, timeout_s=110, HOME=str(tmp_path))
     assert done.code == 0 and "resumed from" in done.out, done.err
-    same("far", tmp_path)
+    same("far", tmp_path, launchers=1)
 
 
 def started(cwd: Path) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the other tests look for is seen where it is: a process that is left, a moment without a checkpoint."""
+"""What the other tests look for is seen where it is: a process, or folder, left; a moment without a checkpoint."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ import time
 
 import pytest
 from command import MARK, environment
-from troubled import nobody_left, processes, watched
+from troubled import nobody_left, processes, tidy, watched
 
 from trainer.checkpoint.commit import commit
 
@@ -26,19 +26,31 @@ def test_a_process_with_another_parent_and_group_is_left(tmp_path):
     nobody_left(tmp_path)
 
 
+@pytest.mark.parametrize("left", ["tmp/echelon-x", "ckpt/r/.tmp-00000002-1"])
+def test_a_folder_that_is_left(tmp_path, left):
+    commit(tmp_path / "ckpt" / "r", 1, {"a": memoryview(b"a")}, {})
+    (tmp_path / "ckpt" / "r" / ".lock").touch()
+    tidy(tmp_path)
+    (tmp_path / left).mkdir()
+    with pytest.raises(AssertionError):
+        tidy(tmp_path)
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_moment_without_a_valid_checkpoint(tmp_path, lost):
+    cwd = tmp_path / "own"
+
     def put(step: int) -> None:
-        commit(tmp_path / "ckpt" / "r", step, {"a": memoryview(b"a")}, {})
+        commit(cwd / "ckpt" / "r", step, {"a": memoryview(b"a")}, {})
         time.sleep(0.3)
 
     def run() -> None:
-        with watched(tmp_path):
+        with watched(cwd):
             time.sleep(0.1)
             put(1)
             if not lost:
                 put(2)
-            shutil.rmtree(tmp_path / "ckpt" / "r" / "step-00000001")
+            shutil.rmtree(cwd / "ckpt" / "r" / "step-00000001")
             time.sleep(0.3)
             put(3)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 from command import MAIN, MARK, environment, run
-from troubled import RUN, events, nobody_left, private, processes, watched, whole
+from troubled import RUN, events, nobody_left, processes, watched, whole
 
 SOAK_S = float(os.environ.get("ECHELON_SOAK_S", "600"))
 STEPS, KILLS = 100, 6  # of one run
@@ -41,8 +41,8 @@ def test_7_kills_of_anything_at_any_moment(tmp_path):
         (cwd := tmp_path / str(n)).mkdir()
         with watched(cwd):
             shaken = shake(draw, cwd)
-        whole(cwd, golden, STEPS, launchers=shaken.launchers)
         kills, launchers = kills + shaken.kills, launchers + shaken.launchers
+        whole(cwd, golden, STEPS, launchers=launchers)
         restarts, recovered = restarts + len(events(cwd)), recovered + shaken.recovered_s
         times = f"median {statistics.median(recovered):.1f} s, worst {max(recovered):.1f} s" if recovered else "none"
         print(f"{n} runs, {kills} kills, {launchers} of launchers, {restarts} restarts; recovered: {times}", flush=True)
@@ -80,7 +80,7 @@ def shake(draw: random.Random, cwd: Path) -> Shaken:
 
 
 def start(cwd: Path) -> subprocess.Popen[bytes]:
-    words, env = [*MAIN, *LONG, "callbacks.probe.step_s=0.05"], environment(**private(cwd) | {MARK: str(cwd)})
+    words, env = [*MAIN, *LONG, "callbacks.probe.step_s=0.05"], environment(**{MARK: str(cwd)})
     with open(cwd / "output", "a") as output:
         return subprocess.Popen(words, cwd=cwd, env=env, stdout=output, stderr=output)
 

@@ -17,13 +17,11 @@ from troubled import (
     has_valid,
     nobody_left,
     pids,
-    private,
     processes,
     resumed,
     trouble,
     troubling,
     wait_for,
-    watched,
     whole,
 )
 
@@ -40,7 +38,7 @@ def stopped(result: Result, cwd: Path) -> int:
 def go_on(result: Result, cwd: Path, *more: str) -> Result:
     """By the command that it has printed."""
     (command,) = re.findall("^go on with  (.* -m trainer.main .*)$", result.out, re.MULTILINE)
-    return run([], cwd, [*shlex.split(command), *more], timeout_s=110, **private(cwd))
+    return run([], cwd, [*shlex.split(command), *more], timeout_s=110)
 
 
 @pytest.mark.timeout(300)
@@ -100,7 +98,7 @@ def test_14_sigterm_to_every_process(golden, tmp_path):
 def test_4_the_launcher_is_killed_while_a_checkpoint_is_written(golden, tmp_path):
     assert trouble("parent SIGKILL", tmp_path, rank=0, where="mid_write").code == -signal.SIGKILL
     nobody_left(tmp_path)
-    assert run([*RUN, "trainer.resume=auto"], tmp_path, timeout_s=110, **private(tmp_path)).code == 0
+    assert run([*RUN, "trainer.resume=auto"], tmp_path, timeout_s=110).code == 0
     whole(tmp_path, golden, launchers=1)
 
 
@@ -109,21 +107,20 @@ def test_4_the_launcher_is_killed_while_a_checkpoint_is_written(golden, tmp_path
 def test_17_what_a_slow_disk_does_not_take_in_time_is_killed(golden, tmp_path):
     """A signal while a checkpoint is written, which takes longer than there is; then all are killed."""
     slowly = [*RUN, *troubling("sleep 600", rank=0, where="mid_write"), "callbacks.probe.step_s=0.2"]
-    process = popen(slowly, tmp_path, **private(tmp_path))
+    process = popen(slowly, tmp_path)
     assert process.stdout is not None
     try:
-        with watched(tmp_path):
-            said = ""
-            while "about to make trouble" not in said:
-                said = process.stdout.readline()
-                assert process.poll() is None
-            process.send_signal(signal.SIGTERM)
-            while "SIGTERM: stopping after this step with a checkpoint" not in said:
-                said = process.stdout.readline()
-                assert process.poll() is None
-            time.sleep(3)
-            for pid in processes(tmp_path):
-                os.kill(pid, signal.SIGKILL)
+        said = ""
+        while "about to make trouble" not in said:
+            said = process.stdout.readline()
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        while "SIGTERM: stopping after this step with a checkpoint" not in said:
+            said = process.stdout.readline()
+            assert process.poll() is None
+        time.sleep(3)
+        for pid in processes(tmp_path):
+            os.kill(pid, signal.SIGKILL)
     finally:
         process.kill()
         process.communicate()
@@ -131,7 +128,7 @@ def test_17_what_a_slow_disk_does_not_take_in_time_is_killed(golden, tmp_path):
     assert has_valid(tmp_path / "ckpt" / "r")
     assert [path.name for path in (tmp_path / "ckpt" / "r").glob("step-*")] == ["step-00000004"]
     assert list((tmp_path / "ckpt" / "r").glob(".tmp-00000008-*"))
-    again = run([*RUN, "trainer.resume=auto"], tmp_path, timeout_s=110, **private(tmp_path))
+    again = run([*RUN, "trainer.resume=auto"], tmp_path, timeout_s=110)
     assert again.code == 0 and resumed(again.out) == [4]
     whole(tmp_path, golden, launchers=1)
 

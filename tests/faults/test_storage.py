@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from command import MAIN, QUICK, popen, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from troubled import RUN, events, free_port, private, resumed, troubling, wait_for, whole
+from troubled import RUN, events, free_port, resumed, troubling, wait_for, watched, whole
 
 from trainer.checkpoint.manifest import MANIFEST
 
@@ -52,7 +52,7 @@ def test_checkpoints_that_are_damaged_between_two_runs(golden, tmp_path, damage)
         (folder / name).write_bytes(change((folder / name).read_bytes()))
     (tmp_path / "ckpt" / "last.pt").unlink()
     (tmp_path / "ckpt" / "last.pt").symlink_to("last.pt")
-    result = run([*RUN, "trainer.resume=auto"], tmp_path, timeout_s=110, **private(tmp_path))
+    result = run([*RUN, "trainer.resume=auto"], tmp_path, timeout_s=110)
     assert result.code == 0, result.err
     valid = folders[len(DAMAGES[damage])].name
     assert resumed(result.out) == [int(valid[-8:])]
@@ -159,7 +159,7 @@ def test_20_a_disk_is_full_for_a_while(tmp_path):
     (straight := tmp_path / "straight").mkdir()
     (disk := tmp_path / "disk").mkdir()
     assert run(STEPS, straight, timeout_s=110).code == 0
-    with mounted(disk, "-t", "tmpfs", "-o", "size=64m", "none"):
+    with mounted(disk, "-t", "tmpfs", "-o", "size=64m", "none"), watched(disk):
         process = popen([*STEPS, "callbacks.probe.step_s=0.1", *troubling("SIGKILL", step=20)], disk)
         try:
             wait_for(disk / "ckpt" / "r" / "step-00000004")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import environment, popen, run
+from command import MARK, environment, popen, run
 from net import Cluster, needs_cluster
-from troubled import RUN, nobody_left, private, resumed, troubling, wait_for, whole
+from troubled import RUN, nobody_left, resumed, tidy, troubling, wait_for, whole
 
 from trainer.data.order import Order
 from trainer.launch import FRESH_STORE, Place, refuse_nodes
@@ -20,10 +20,11 @@ from trainer.launch import FRESH_STORE, Place, refuse_nodes
 RANKS = [*(word for word in RUN if not word.startswith("trainer.devices")), "trainer.resume=auto"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "--max-restarts=2"]
 TORCHRUN += ["--log-dir=torchrun", "-m", "trainer.main"]
+FRESH = {FRESH_STORE: "1"}
 
 
 def test_a_rank_is_killed(golden, tmp_path):
-    result = run([*RANKS, *troubling("SIGKILL")], tmp_path, TORCHRUN, timeout_s=110, **{FRESH_STORE: "1"})
+    result = run([*RANKS, *troubling("SIGKILL")], tmp_path, TORCHRUN, timeout_s=110, **FRESH)
     assert result.code == 0, result.err
     assert resumed(result.out) == [4]
     whole(tmp_path, golden)
@@ -33,7 +34,7 @@ def test_a_rank_is_killed(golden, tmp_path):
 def test_no_rank_moves(golden, tmp_path):
     """There is no supervisor of ours that would notice: each rank watches itself."""
     hang = [*RANKS, *troubling("sleep 3600", rank=-1), "trainer.timeout_s=6"]
-    result = run(hang, tmp_path, TORCHRUN, timeout_s=110, **{FRESH_STORE: "1"})
+    result = run(hang, tmp_path, TORCHRUN, timeout_s=110, **FRESH)
     assert result.code == 0, result.err
     whole(tmp_path, golden)
     logs = [path.read_text() for path in (tmp_path / "runs" / "r" / "logs").glob("rank*.log")]
@@ -43,15 +44,14 @@ def test_no_rank_moves(golden, tmp_path):
 @pytest.mark.timeout(300)
 def test_the_agent_is_killed(golden, tmp_path):
     """No rank outlives it, and the same command goes on."""
-    env = {FRESH_STORE: "1", **private(tmp_path)}
-    process = popen([*RANKS, "callbacks.probe.step_s=0.2"], tmp_path, TORCHRUN, **env)
+    process = popen([*RANKS, "callbacks.probe.step_s=0.2"], tmp_path, TORCHRUN, **FRESH)
     try:
         wait_for(tmp_path / "ckpt" / "r" / "step-00000004")
     finally:
         process.kill()
         process.communicate()
     nobody_left(tmp_path, within_s=20)
-    again = run(RANKS, tmp_path, TORCHRUN, timeout_s=110, **env)
+    again = run(RANKS, tmp_path, TORCHRUN, timeout_s=110, **FRESH)
     assert again.code == 0 and resumed(again.out)[0] >= 4
     whole(tmp_path, golden)
 
@@ -60,8 +60,7 @@ def test_the_agent_is_killed(golden, tmp_path):
 @pytest.mark.timeout(300)
 def test_sigterm_to_the_agent(golden, tmp_path):
     """As from Kubernetes. It reaches the data workers, too: none of them ends before there is a checkpoint."""
-    env = {FRESH_STORE: "1", **private(tmp_path)}
-    process = popen([*RANKS, "data.workers=2", "callbacks.probe.step_s=0.3"], tmp_path, TORCHRUN, **env)
+    process = popen([*RANKS, "data.workers=2", "callbacks.probe.step_s=0.3"], tmp_path, TORCHRUN, **FRESH)
     try:
         wait_for(tmp_path / "ckpt" / "r" / "step-00000004")
         process.send_signal(signal.SIGTERM)
@@ -74,7 +73,7 @@ def test_sigterm_to_the_agent(golden, tmp_path):
     summary = json.loads((tmp_path / "runs" / "r" / "summary.json").read_text())
     assert summary["stopped"] == "signal" and 4 <= summary["steps"] < 12
     assert os.readlink(tmp_path / "ckpt" / "last.pt") == f"r/step-{summary['steps']:08d}"
-    again = run(RANKS, tmp_path, TORCHRUN, timeout_s=110, **env)
+    again = run(RANKS, tmp_path, TORCHRUN, timeout_s=110, **FRESH)
     assert again.code == 0 and resumed(again.out) == [summary["steps"]]
     whole(tmp_path, golden)
 
@@ -120,7 +119,7 @@ def start(cluster: Cluster, host: int, cwd: Path) -> subprocess.Popen[bytes]:
     probe = ["callbacks.probe.step_s=0.1", "callbacks.probe.audit=true", "trainer.nodes='1:2'", "trainer.timeout_s=20"]
     words = [*AGENT, *here, "-m", "trainer.main", *RANKS, *probe, f"trainer.max_steps={STEPS}"]
     with (cwd / f"agent-{host}.log").open("ab") as log:
-        return cluster.popen(host, words, environment(**{FRESH_STORE: "1"}), cwd=cwd, stdout=log, stderr=log)
+        return cluster.popen(host, words, environment(**{MARK: str(cwd)}, **FRESH), cwd=cwd, stdout=log, stderr=log)
 
 
 def audit(cwd: Path) -> list[dict[str, Any]]:
@@ -161,3 +160,4 @@ def test_38_a_node_is_lost_and_comes_back(tmp_path):
         planned = order.local((step - 1) * BATCH, step * BATCH, 0, 1)
         assert sorted(tuple(ref) for line in last for ref in line["refs"]) == sorted(map(tuple, planned))
     assert len({line["start"] for line in audit(tmp_path)}) >= 3
+    tidy(tmp_path)

@@ -43,7 +43,7 @@ class Tars(Toy):
         return self.path.rename(self.path.with_name("aside"))
 
 
-def write_points(folder: Path, size: int = 96, per_shard: int = 8) -> list[Path]:
-    points = Points(size, torch.float32)
+def write_points(folder: Path, size: int = 96, per_shard: int = 8, dtype: torch.dtype = torch.float32) -> list[Path]:
+    points = Points(size, dtype)
     samples = ({"__key__": f"{i:03d}"} | {f"{k}.npy": v.numpy() for k, v in points[i].items()} for i in range(size))
     return write_shards(samples, folder, "p", per_shard)
