@@ -88,8 +88,7 @@ class Trainer:
             self.plan = Plan(
                 recipe, callbacks or {}, schedule or Constant(),
                 batch=batch, micro_batch=micro_batch, accumulate=accumulate, data=data or DataOptions(),
-                options=replace(options, precision=self.precision.name),
-                world=self.world, rank=self.rank, each=self.ranks.each,
+                options=replace(options, precision=self.precision.name), place=place, each=self.ranks.each,
             )  # fmt: skip
             self._open_run()
             refused.callback(self.saver.close)

@@ -30,6 +30,7 @@ from trainer.data.mixture import Mixture
 from trainer.data.order import Order, Ref
 from trainer.data.remote import Remote
 from trainer.errors import UnavailableError
+from trainer.launch import Place
 from trainer.options import DataOptions, Options
 from trainer.plan import Plan
 from trainer.schedule import Constant
@@ -160,7 +161,7 @@ def loader(recipe: Tars, tmp_path: Path, shards: float = 99, lanes: int = LANES,
     data = DataOptions(0, lanes=lanes, block=BLOCK, cache_dir=str(tmp_path / "cache"), cache_gb=shards * SIZE / 1e9)
     plan = Plan(
         recipe, {}, Constant(), batch=BATCH, micro_batch=None, accumulate=2, options=Options(seed=5, **more),
-        data=data, world=1, rank=0, each=lambda value: [value],
+        data=data, place=Place(), each=lambda value: [value],
     )  # fmt: skip
     return Loader(recipe, plan, 0, 1, torch.device("cpu"))
 

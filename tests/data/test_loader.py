@@ -63,7 +63,7 @@ def make_loader(recipe: Any, rank: int, world: int, timeout_s: float = 600, **da
         recipe, {}, Constant(),
         batch=BATCH * world, micro_batch=None, accumulate=ACCUMULATE,
         options=Options(seed=SEED, timeout_s=timeout_s), data=DataOptions(**{"lanes": 5, "block": 4, **data}),
-        world=world, rank=rank, each=lambda value: [value],
+        place=Place(rank, world), each=lambda value: [value],
     )  # fmt: skip
     return Loader(recipe, plan, rank, world, CPU)
 

@@ -81,7 +81,7 @@ def make_loader(recipe: Any, rank: int, seed: int = 7, world: int = 2) -> Loader
         recipe, {}, Constant(),
         batch=world * BATCH, micro_batch=None, accumulate=ACCUMULATE,
         options=Options(seed=seed), data=DataOptions(),
-        world=world, rank=rank, each=lambda value: [value],
+        place=Place(rank, world), each=lambda value: [value],
     )  # fmt: skip
     return Loader(recipe, plan, rank, world, torch.device("cpu"))
 
