@@ -1,10 +1,12 @@
 """From an order to steps: planned samples in planned micro-batches, by any workers; validation weighed rightly."""
 
+import contextlib
 import itertools
 import multiprocessing
 import os
 import random
 import re
+import resource
 import signal
 import time
 from collections import UserDict
@@ -21,9 +23,11 @@ from torch.utils.data import Dataset
 from toy_recipe import Points, Toy
 
 from trainer.callback import Callback
+from trainer.data.ahead import fetching
 from trainer.data.loader import Loader, count_samples
 from trainer.data.order import Order, Ref
 from trainer.data.read import ShardReader
+from trainer.data.remote import Remote
 from trainer.data.upload import map_tensors
 from trainer.data.write import write_shards
 from trainer.errors import DataError, UnavailableError
@@ -392,6 +396,30 @@ def test_workers_that_hang_as_they_are_forked_are_started_again(monkeypatch):
     while set(multiprocessing.active_children()) - set(before):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.fixture
+def start_method():
+    """Is set back."""
+    yield multiprocessing.set_start_method
+    multiprocessing.set_start_method(None, force=True)
+
+
+def test_workers_are_forked_whatever_the_process_has_set(start_method):
+    start_method("spawn", force=True)
+    assert len(steps(make_loader(Toy(), 0, 1, workers=1), 0, 2)) == 2
+    with fetching({0: Remote.kept("http://none/a.tar", "cache", 1.0)}, lambda: iter([]), 1, 1) as passed:
+        passed()
+
+
+def test_workers_start_where_more_files_are_open_than_select_takes():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))
+        assert len(steps(make_loader(Toy(), 0, 1, workers=1), 0, 2)) == 2
 
 
 def test_a_damaged_sample_is_left_out_and_named_by_a_worker_too(tmp_path):
