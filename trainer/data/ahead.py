@@ -14,7 +14,7 @@ from multiprocessing.context import ForkProcess
 from typing import Any
 
 from trainer.data.mixture import Mixture
-from trainer.data.order import Order
+from trainer.data.order import Order, Ref
 from trainer.data.remote import Remote
 from trainer.data.workers import FORK, begin, started
 from trainer.errors import ConfigError, DataError, UnavailableError
@@ -135,5 +135,5 @@ def of_training(order: Order | Mixture, starts: range, micros: int, rank: int, w
         yield from itertools.repeat(order.shards(start, start + starts.step, rank, world), micros)
 
 
-def of_validation(parts: Iterable[Any]) -> Iterator[set[int]]:
-    return ({ref.shard for ref in refs} for refs in parts)
+def of_validation(parts: Callable[[], Iterable[list[Ref]]]) -> Iterator[set[int]]:
+    return ({ref.shard for ref in refs} for refs in parts())

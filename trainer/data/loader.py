@@ -75,9 +75,8 @@ class Loader:
     def validate(self, source: Samples | Iterable[Any]) -> Iterator[Micro]:
         """Every sample once, over all ranks, as stored; the last micro-batch may be smaller, or a rank have none."""
         if isinstance(source, Samples):
-            refs = walk(source.counts, self.rank, self.world)
-            parts = [refs[i : i + self.plan.micro] for i in range(0, len(refs), self.plan.micro)]
-            micros = self._load(source, iter(parts), partial(of_validation, parts), 1)
+            parts = partial(self._stored, source)
+            micros = self._load(source, parts(), partial(of_validation, parts), 1)
         else:
             micros = self._replay(source, endless=False)
         return upload(self._run(undisturbing(micros)), self.device)
@@ -101,6 +100,10 @@ class Loader:
             local = self.plan.order.local(first, first + self.plan.batch, self.rank, self.world)
             for part in range(parts):
                 yield local[slice(*near_equal(len(local), part, parts))]
+
+    def _stored(self, source: Samples) -> Iterator[list[Ref]]:
+        refs = walk(source.counts, self.rank, self.world)
+        return iter(lambda: list(itertools.islice(refs, self.plan.micro)), [])
 
     def _replay(self, source: Iterable[Any], endless: bool) -> Generator[Micro]:
         """Batches as they come, and a replay draws the same. `random` and NumPy are seeded at the start, for nothing of
