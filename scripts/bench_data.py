@@ -130,7 +130,7 @@ def echelon(data: Data, workers: int) -> Iterator[int]:
         data=DataOptions(workers=workers), place=Place(), each=lambda value: [value],
     )  # fmt: skip
     loader = Loader(recipe, plan, 0, 1, torch.device("cpu"))
-    for step in loader.train(plan.source, 0):
+    for step in loader.train(0):
         yield len(step.batches[0])
 
 

@@ -171,7 +171,7 @@ class Trainer:
 
     def _start(self) -> None:
         plan = self.plan
-        self.stream = self.loader.train(plan.source, plan.manifest.get("samples", 0))
+        self.stream = self.loader.train(plan.manifest.get("samples", 0))
         first = next(self.stream)  # data that can't be used is refused before anything changes
         if self.world > 1:
             rehearse(self, first.batches[0])

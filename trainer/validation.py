@@ -91,7 +91,7 @@ def each_batch(
     training = [module for module in trainer.eval_model.modules() if module.training]  # a recipe may freeze some
     trainer.eval_model.eval()
     try:
-        for batch, weight, _, left_out in trainer.loader.validate(source):
+        for batch, weight, _, left_out in trainer.loader.validate():
             bad += [each.why for each in left_out]
             if batch is None:
                 continue

@@ -73,7 +73,7 @@ def make_loader(recipe: Any, rank: int, world: int, timeout_s: float = 600, **da
 
 
 def steps(loader: Loader, start: int, count: int) -> list[Any]:
-    stream = loader.train(loader.plan.source, start)
+    stream = loader.train(start)
     found = list(itertools.islice(stream, count))
     stream.close()  # ends its workers
     return found
@@ -133,7 +133,7 @@ def test_validation_walks_each_sample_once(world, size):
             return Points(96 if split == "train" else size, torch.float32)
 
     loaders = [make_loader(Short(), rank, world, workers=0) for rank in range(world)]
-    parts = [list(loader.validate(loader.plan.validation)) for loader in loaders]
+    parts = [list(loader.validate()) for loader in loaders]
     refs = [ref for part in parts for micro in part for ref in micro.refs]
     assert refs == [Ref(0, i, 0) for i in range(size)]
     assert all(len(micro.refs) <= loader.plan.micro for loader, part in zip(loaders, parts) for micro in part)
@@ -141,6 +141,25 @@ def test_validation_walks_each_sample_once(world, size):
     assert torch.equal(x, torch.stack([Points(size, torch.float32)[i]["x"] for i in range(size)]))
     if world > size:
         assert [] in parts
+
+
+class Huge(Dataset):
+    def __len__(self) -> int:
+        return 10**11
+
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.tensor(i)
+
+
+def test_a_validation_lists_nothing():
+    class Validated(Augmented):
+        transform = None
+
+        def data(self, split: str) -> Dataset:
+            return Huge() if split == "val" else Points(96, torch.float32)
+
+    loader = make_loader(Validated(), 1, 2, workers=0)
+    assert next(loader.validate()).batch.tolist() == [5 * 10**10 + i for i in range(loader.plan.micro)]
 
 
 class SomeValidation(Toy):
@@ -369,7 +388,7 @@ def test_a_data_worker_that_hangs_is_one_line():
     started = time.monotonic()
     message = ""
     try:
-        next(loader.train(loader.plan.source, 0))
+        next(loader.train(0))
     except UnavailableError as error:
         assert time.monotonic() - started < 2
         message = str(error)
@@ -388,7 +407,7 @@ def test_workers_that_hang_as_they_are_forked_are_started_again(monkeypatch):
     hangs_at_fork.append(True)
     before, handler = multiprocessing.active_children(), signal.signal(signal.SIGTERM, lambda *_: None)  # as a run has
     loader = make_loader(Toy(), 0, 1, workers=2)
-    found = [step.batches[0]["x"] for step in itertools.islice(loader.train(loader.plan.source, 0), 3)]
+    found = [step.batches[0]["x"] for step in itertools.islice(loader.train(0), 3)]
     assert all(map(torch.equal, expected, found)) and not hangs_at_fork
     loader.close()
     signal.signal(signal.SIGTERM, handler)
@@ -449,7 +468,7 @@ def test_close_ends_workers_and_closes_files(workers, tmp_path):
     loader = make_loader(Tars(str(tmp_path / "*.tar")), 0, 1, workers=workers)
     loader.close()  # before there is anything to close
     before = set(multiprocessing.active_children())
-    stream = loader.train(loader.plan.source, 0)
+    stream = loader.train(0)
     next(stream)
     opened = set(multiprocessing.active_children()) - before
     assert (len(opened), bool(open_files(tmp_path))) == (workers, not workers)

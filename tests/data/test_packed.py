@@ -123,7 +123,7 @@ def steps(recipe: Any, world: int) -> list[Any]:
             place=Place(rank, world), each=lambda value: [value],
         )  # fmt: skip
         loader = Loader(recipe, plan, rank, world, torch.device("cpu"))
-        stream = loader.train(plan.source, 0)
+        stream = loader.train(0)
         found += [next(stream) for _ in range(16)]
         stream.close()
         loader.close()

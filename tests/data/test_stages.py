@@ -142,7 +142,7 @@ def loaded(named: dict[str, Any], workers: int) -> list[Any]:
         place=Place(), each=lambda value: [value],
     )  # fmt: skip
     loader = Loader(Images(), plan, 0, 1, torch.device("cpu"))
-    stream = loader.train(plan.source, 0)
+    stream = loader.train(0)
     try:
         return [next(stream) for _ in range(4)]
     finally:

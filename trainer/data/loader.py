@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from trainer.data.ahead import Needs, fetching, of_training, of_validation
-from trainer.data.order import GOLDEN, MASK, Ref, mix, near_equal, walk
+from trainer.data.mixture import Mixture
+from trainer.data.order import GOLDEN, MASK, Order, Ref, mix, near_equal, walk
 from trainer.data.quarantine import Bad, stand_in
 from trainer.data.source import Samples, seed_all
 from trainer.data.upload import upload
@@ -51,14 +52,15 @@ class Loader:
         self.beside = beside
         self._running: weakref.WeakSet[Generator[Micro]] = weakref.WeakSet()  # weak: dropping one ends it as well
 
-    def train(self, source: Samples | Iterable[Any], start: int) -> Iterator[Step]:
+    def train(self, start: int) -> Iterator[Step]:
         """Steps for ever, from position `start` of the stream of samples on."""
+        plan, source = self.plan, self.plan.source
         if isinstance(source, Samples):
-            plan, order = self.plan, source.order(self.plan.data.lanes, self.plan.data.block)
+            assert plan.order is not None
             starts = range(start, sys.maxsize if plan.max_steps is None else plan.max_steps * plan.batch, plan.batch)
-            needs = partial(of_training, order, starts, plan.accumulate, self.rank, self.world)
+            needs = partial(of_training, plan.order, starts, plan.accumulate, self.rank, self.world)
             lanes = -(-plan.data.lanes // self.world)
-            micros = self._run(stand_in(self._load(source, self._plan(start), needs, lanes)))
+            micros = self._run(stand_in(self._load(source, self._ordered(plan.order, start), needs, lanes)))
         else:
             if self.world > 1:
                 log.info("data is an iterable: each of %d ranks walks its own; see trainer/recipe.py", self.world)
@@ -66,14 +68,16 @@ class Loader:
             first = next(micros)
             self._refuse_other_size(first.batch)
             micros = itertools.chain([first], micros)
-            micros = itertools.islice(micros, start // self.plan.batch * self.plan.accumulate, None)
+            micros = itertools.islice(micros, start // plan.batch * plan.accumulate, None)
         micros = upload(micros, self.device)
-        while group := list(itertools.islice(micros, self.plan.accumulate)):
+        while group := list(itertools.islice(micros, plan.accumulate)):
             refs, bad = [ref for m in group for ref in m.refs], [each for m in group for each in m.bad]
             yield Step([m.batch for m in group], [m.weight for m in group], refs, bad)
 
-    def validate(self, source: Samples | Iterable[Any]) -> Iterator[Micro]:
+    def validate(self) -> Iterator[Micro]:
         """Every sample once, over all ranks, as stored; the last micro-batch may be smaller, or a rank have none."""
+        source = self.plan.validation
+        assert source is not None
         if isinstance(source, Samples):
             parts = partial(self._stored, source)
             micros = self._load(source, parts(), partial(of_validation, parts), 1)
@@ -93,11 +97,10 @@ class Loader:
         self._running.add(micros)
         return micros
 
-    def _plan(self, start: int) -> Iterator[list[Ref]]:
-        assert self.plan.order is not None
+    def _ordered(self, order: Order | Mixture, start: int) -> Iterator[list[Ref]]:
         parts = self.plan.accumulate
         for first in itertools.count(start, self.plan.batch):
-            local = self.plan.order.local(first, first + self.plan.batch, self.rank, self.world)
+            local = order.local(first, first + self.plan.batch, self.rank, self.world)
             for part in range(parts):
                 yield local[slice(*near_equal(len(local), part, parts))]
 
@@ -135,9 +138,9 @@ class Loader:
                 f"accumulate={self.plan.accumulate} and batch={samples * self.world * self.plan.accumulate}"
             )
 
-    def _load(self, source: Samples, plan: Iterator[list[Ref]], needs: Needs, lanes: int) -> Generator[Micro]:
-        """`plan` through the workers, in its order; `needs` gives the shards of each of its micro-batches."""
-        to_load, to_name, later = itertools.tee(plan, 3)
+    def _load(self, source: Samples, micro_refs: Iterator[list[Ref]], needs: Needs, lanes: int) -> Generator[Micro]:
+        """The micro-batches of `micro_refs` through the workers, in this order; `needs` gives the shards of each."""
+        to_load, to_name, later = itertools.tee(micro_refs, 3)
         workers, timeout_s = self.plan.data.workers, self.plan.options.timeout_s
         coming = itertools.islice(later, max(1, workers), None)  # the batches that the same workers read after these
         to_load = itertools.zip_longest(to_load, coming, fillvalue=[])
