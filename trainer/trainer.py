@@ -21,9 +21,10 @@ from trainer.callback import HOOKS, Callback, overrides
 from trainer.checkpoint import resume
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.weights import load_weights
-from trainer.data.loader import Loader, Step
+from trainer.data.loader import Loader
 from trainer.data.order import GOLDEN, MASK, mix
 from trainer.data.quarantine import Quarantine
+from trainer.data.step import Step
 from trainer.distributed import Ranks, no_loss, share
 from trainer.heartbeat import Heartbeat
 from trainer.launch import Place, detect

@@ -24,10 +24,11 @@ from toy_recipe import Points, Toy
 
 from trainer.callback import Callback
 from trainer.data.ahead import fetching
-from trainer.data.loader import Loader, count_samples
+from trainer.data.loader import Loader
 from trainer.data.order import Order, Ref
 from trainer.data.read import ShardReader
 from trainer.data.remote import Remote
+from trainer.data.step import count_samples
 from trainer.data.upload import map_tensors
 from trainer.data.write import write_shards
 from trainer.errors import DataError, UnavailableError

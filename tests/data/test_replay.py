@@ -12,7 +12,8 @@ from torch import Tensor
 from toy_recipe import Toy
 
 from trainer.callback import Callback
-from trainer.data.loader import Loader, count_samples
+from trainer.data.loader import Loader
+from trainer.data.step import count_samples
 from trainer.errors import DataError
 from trainer.launch import Place
 from trainer.options import CheckpointOptions, DataOptions, Options
@@ -154,6 +155,11 @@ def test_batches_of_another_size_are_refused_at_the_first():
         "recipe.data('train'): a batch has 5 samples, and this run's micro-batch is 6 (batch=24, 2 rank(s), "
         "accumulate=2); yield batches of 6, or give micro_batch=5, accumulate=2 and batch=20"
     )
+
+
+def test_a_recipe_that_weighs_its_batches_may_give_any_size():
+    loader = make_loader(Given(lambda: [make_batch(torch.zeros(5, 8))]), 0)
+    assert next(loader.train(0)).weights == [5, 5]
 
 
 @pytest.mark.parametrize("batch", [{"text": "a"}, {"scale": torch.tensor(2.0)}])

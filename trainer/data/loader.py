@@ -1,46 +1,29 @@
 """From an order to steps: the workers' batches, and micro-batches."""
 
 import itertools
-import random
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from trainer.data.ahead import Needs, fetching, of_training, of_validation
 from trainer.data.mixture import Mixture
-from trainer.data.order import GOLDEN, MASK, Order, Ref, mix, near_equal, walk
+from trainer.data.order import Order, Ref, mix, near_equal, walk
 from trainer.data.quarantine import Bad, stand_in
-from trainer.data.source import Samples, seed_all
+from trainer.data.replay import refuse_other_size, replay, undisturbing
+from trainer.data.source import Samples
+from trainer.data.step import Micro, Step, weight_of
 from trainer.data.upload import upload
 from trainer.data.workers import start_workers
-from trainer.errors import EXIT_CODES, DataError, UnavailableError
+from trainer.errors import EXIT_CODES, UnavailableError
 from trainer.run import log
 
 if TYPE_CHECKING:
     from trainer.plan import Plan
-
-
-class Step(NamedTuple):
-    """What one rank trains on between two optimizer steps; one entry a micro-batch, on the device."""
-
-    batches: list[Any]
-    weights: list[int]  # items that each micro-batch's loss averages over
-    refs: list[Ref]  # the samples, in order; empty for an iterable of batches
-    bad: list[Bad]  # those of them that are not in the batches
-
-
-class Micro(NamedTuple):
-    batch: Any
-    weight: int
-    refs: list[Ref]
-    bad: list[Bad]
 
 
 class Loader:
@@ -66,7 +49,8 @@ class Loader:
                 log.info("data is an iterable: each of %d ranks walks its own; see trainer/recipe.py", self.world)
             micros = self._run(self._replay(source, endless=True))
             first = next(micros)
-            self._refuse_other_size(first.batch)
+            if not hasattr(self.recipe, "weight"):  # which may count otherwise
+                refuse_other_size(first.batch, plan, self.world)
             micros = itertools.chain([first], micros)
             micros = itertools.islice(micros, start // plan.batch * plan.accumulate, None)
         micros = upload(micros, self.device)
@@ -109,34 +93,7 @@ class Loader:
         return iter(lambda: list(itertools.islice(refs, self.plan.micro)), [])
 
     def _replay(self, source: Iterable[Any], endless: bool) -> Generator[Micro]:
-        """Batches as they come, and a replay draws the same. `random` and NumPy are seeded at the start, for nothing of
-        ours draws from them between batches; torch before each batch, for training draws from it."""
-        weight, key = weight_of(self.recipe), mix(self.plan.options.seed, 4, self.rank)
-        seed_all(key)
-        while True:
-            batch = None
-            for batch in source:
-                yield Micro(batch, weight(batch), [], [])
-                key = key + GOLDEN & MASK
-                torch.default_generator.manual_seed(key)
-            if not endless:
-                return
-            if batch is None:
-                raise DataError("recipe.data('train'): the iterable gave no batch; a generator must not end")
-
-    def _refuse_other_size(self, batch: Any) -> None:
-        """For `samples` and all rates are counted by the plan. What has no tensor to count by is taken as it is."""
-        try:
-            samples, micro = count_samples(batch), self.plan.micro
-        except (DataError, IndexError):
-            return
-        if samples != micro and not hasattr(self.recipe, "weight"):  # which may count otherwise
-            split = f"batch={self.plan.batch}, {self.world} rank(s), accumulate={self.plan.accumulate}"
-            raise DataError(
-                f"recipe.data('train'): a batch has {samples} samples, and this run's micro-batch is {micro} ({split})"
-                f"; yield batches of {micro}, or give micro_batch={samples}, "
-                f"accumulate={self.plan.accumulate} and batch={samples * self.world * self.plan.accumulate}"
-            )
+        return replay(source, weight_of(self.recipe), mix(self.plan.options.seed, 4, self.rank), endless)
 
     def _load(self, source: Samples, micro_refs: Iterator[list[Ref]], needs: Needs, lanes: int) -> Generator[Micro]:
         """The micro-batches of `micro_refs` through the workers, in this order; `needs` gives the shards of each."""
@@ -194,31 +151,3 @@ class Fetch:
 
 def as_it_is(value: Any) -> Any:
     return value
-
-
-def weight_of(recipe: Any) -> Callable[[Any], int]:
-    return getattr(recipe, "weight", count_samples)
-
-
-def count_samples(batch: Any) -> int:
-    """Length of the first tensor in `batch`."""
-    while not isinstance(batch, Tensor):
-        if isinstance(batch, (list, tuple)) and batch:  # a union would be made anew on every step
-            batch = batch[0]
-        elif isinstance(batch, Mapping) and batch:
-            batch = next(iter(batch.values()))
-        else:
-            raise DataError(
-                f"batch of type {type(batch).__name__} has no tensor to count samples by; give the recipe a `weight`"
-            )
-    return batch.shape[0]
-
-
-def undisturbing(micros: Iterator[Micro]) -> Generator[Micro]:
-    """`micros`, and afterwards `random` and NumPy as they were: a training iterable may draw from them."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield from micros
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
