@@ -28,6 +28,7 @@ from bench_report import Goal, Row, machine, parser, report
 from trainer.data.loader import Loader
 from trainer.data.source import Samples
 from trainer.data.write import write_shards
+from trainer.launch import Place
 from trainer.options import DataOptions, Options
 from trainer.plan import Plan
 from trainer.schedule import Constant
@@ -126,10 +127,10 @@ def echelon(data: Data, workers: int) -> Iterator[int]:
     recipe = Recipe(data)
     plan = Plan(
         recipe, {}, Constant(), batch=data.batch, micro_batch=None, accumulate=None, options=Options(),
-        data=DataOptions(workers=workers), world=1, rank=0, each=lambda value: [value],
+        data=DataOptions(workers=workers), place=Place(), each=lambda value: [value],
     )  # fmt: skip
     loader = Loader(recipe, plan, 0, 1, torch.device("cpu"))
-    for step in loader.train(plan.source, 0):
+    for step in loader.train(0):
         yield len(step.batches[0])
 
 

@@ -2,6 +2,7 @@
 a whole training whose curve rank 0 writes beside the turn's folder, or `time METHOD`, a few steps."""
 
 import io
+import itertools
 import json
 import tarfile
 import time
@@ -115,8 +116,8 @@ class Held:
         self.model, self.loss, self.weight, self.batch = text.model, text.loss, text.weight, text.batch
         source: Any = open_source(text, "train", seed=0)
         refs = walk(source.counts, place.rank, place.world)
-        starts = range(0, BATCHES * text.batch, text.batch)
-        self.batches = [default_collate(source.batch(refs[i : i + text.batch])[0]) for i in starts]
+        parts = [list(itertools.islice(refs, text.batch)) for _ in range(BATCHES)]
+        self.batches = [default_collate(source.batch(part)[0]) for part in parts]
 
     def data(self, split: str) -> list[Any] | None:
         return self.batches if split == "train" else None

@@ -18,9 +18,10 @@ from command import environment
 from safetensors.numpy import load
 
 from trainer.data.find import find_shards
-from trainer.data.index import Index, content_of
+from trainer.data.index import Index
 from trainer.data.read import ShardReader
 from trainer.data.rows import of_rows
+from trainer.data.stored import content_of
 from trainer.data.write import write_shards
 from trainer.errors import DataError
 from trainer.tools.shards import compare
@@ -175,16 +176,16 @@ def test_verify_reads_the_index_too(tmp_path):
     """Of which a row has a flipped bit, or says, with a checksum that is right, what is not so."""
     [path] = write_shards(({"__key__": str(i), "cls": i} for i in range(5)), tmp_path, "p", per_shard=5)
     known = Index.open([path]).shards[0]
-    good = known.stored.read_bytes()
+    good = known.index_path.read_bytes()
     assert compare(path) == ""
-    known.stored.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    known.index_path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     assert compare(path) == "has no index that can be read"
     rows = load(good)["samples"]
     rows[2, 1] -= 512
-    known.stored.write_bytes(content_of(known, rows))
+    known.index_path.write_bytes(content_of(known, rows))
     assert Index.open([path]).shards == [known]
-    assert compare(path) == f"its index is wrong: remove {known.stored}"
-    known.stored.unlink()
+    assert compare(path) == f"its index is wrong: remove {known.index_path}"
+    known.index_path.unlink()
     Index.open([path])
     assert compare(path) == ""
 

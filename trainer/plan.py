@@ -15,7 +15,7 @@ from trainer.config import fits
 from trainer.data.source import Samples, open_source
 from trainer.duration import Duration
 from trainer.errors import ConfigError
-from trainer.launch import node_range
+from trainer.launch import Place, node_range
 from trainer.options import DataOptions, Options
 from trainer.run import log
 from trainer.schedule import Schedule
@@ -28,7 +28,7 @@ class Plan:
 
     Args:
         options: `precision` as resolved for the device, where that is known.
-        each: Gives every rank what each of them passes. Rank 0 opens the data before the others do.
+        each: Gives every rank what each of them passes.
 
     Raises:
         ConfigError, DataError: for anything that can't work.
@@ -45,25 +45,25 @@ class Plan:
         accumulate: int | None,
         options: Options,
         data: DataOptions,
-        world: int,
-        rank: int,
+        place: Place,
         each: Callable[[Any], list[Any]],
-        local_rank: int = 0,
     ) -> None:
+        world = place.world
         refuse_more(options, world)
         rank_0_decides = replace(options, run_dir=None, checkpoint=replace(options.checkpoint, dir=""))
         refuse_other_ranks({f"trainer.{key}": value for key, value in asdict(rank_0_decides).items()}, each)
         self.options, self.data, self.batch = options, data, batch
         refuse_incomplete(recipe, callbacks)
         self.callbacks = arrange(callbacks, self.features())
-        self.resumed, self.manifest = self._find_checkpoint(rank, each, hashes=rank > 0 and local_rank == 0)
+        reads = place.rank > 0 and place.local_rank == 0
+        self.resumed, self.manifest = self._find_checkpoint(place.rank, each, hashes=reads)
         uneven = len(set(node_range(options.nodes))) > 1 or self.manifest.get("world", world) != world
         self.micro, self.accumulate = split_batch(batch, world, micro_batch, accumulate, uneven)
         if self.resumed and self.manifest["world"] != world:
             refuse_unmerged(self.callbacks, self.manifest, world)
         if options.init_from and not self.resumed:
             weights_files(options.init_from)
-        self._open_data(recipe, rank, each)
+        self._open_data(recipe, place, each)
         if self.order is None:  # an iterable's batches are as large as they are
             split_batch(batch, world, micro_batch, accumulate)
         self.max_steps = self._max_steps()
@@ -75,18 +75,19 @@ class Plan:
             refuse_differences(self.manifest["identity"], self.identity(), options.accept)
         refuse_other_ranks(self.identity() | {"max_steps": self.max_steps}, each)
 
-    def _open_data(self, recipe: Any, rank: int, each: Callable[[Any], list[Any]]) -> None:
+    def _open_data(self, recipe: Any, place: Place, each: Callable[[Any], list[Any]]) -> None:
+        """Rank 0 prepares what all see, then a rank of each other node what its node alone has; the rest find it."""
         seed, timeout_s = self.options.seed, self.options.timeout_s
-        if rank:
+        turn = 2 if place.local_rank else 1 if place.rank else 0
+        for _ in range(turn):
             each(None)
         source, self.validation = (open_source(recipe, split, seed, self.data, timeout_s) for split in ("train", "val"))
-        if not rank:
+        for _ in range(turn, 2):
             each(None)
         if source is None:
             raise ConfigError("recipe.data('train') is None: there is nothing to train on")
-        self.source, self.order = source, None
-        if isinstance(source, Samples):
-            self.order = source.order(self.data.lanes, self.data.block)
+        self.source = source
+        self.order = source.order(self.data.lanes, self.data.block) if isinstance(source, Samples) else None
         if self.validation is None and self.options.validate_every is not None:
             raise ConfigError(
                 f"trainer.validate_every={self.options.validate_every}: recipe.data('val') is None; "

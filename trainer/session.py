@@ -65,7 +65,7 @@ def start_ranks(config: dict[str, Any], name: str, typed: list[str], devices: in
     began = time.monotonic()
     made = objects(config)
     del made["optimizer"]
-    plan, options = Plan(**made, world=devices, rank=0, each=lambda value: [value]), made["options"]
+    plan, options = Plan(**made, place=Place(world=devices), each=lambda value: [value]), made["options"]
     planned_s, config = time.monotonic() - began, {**config, "planned": found_data(plan)}
     found = {"run_dir": str(make_run_dir(plan, name)), "devices": devices}
     found |= {"resume": str(plan.resumed)} if plan.resumed else {}

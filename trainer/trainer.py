@@ -21,9 +21,10 @@ from trainer.callback import HOOKS, Callback, overrides
 from trainer.checkpoint import resume
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.weights import load_weights
-from trainer.data.loader import Loader, Step
+from trainer.data.loader import Loader
 from trainer.data.order import GOLDEN, MASK, mix
 from trainer.data.quarantine import Quarantine
+from trainer.data.step import Step
 from trainer.distributed import Ranks, no_loss, share
 from trainer.heartbeat import Heartbeat
 from trainer.launch import Place, detect
@@ -88,8 +89,7 @@ class Trainer:
             self.plan = Plan(
                 recipe, callbacks or {}, schedule or Constant(),
                 batch=batch, micro_batch=micro_batch, accumulate=accumulate, data=data or DataOptions(),
-                options=replace(options, precision=self.precision.name),
-                world=self.world, rank=self.rank, local_rank=place.local_rank, each=self.ranks.each,
+                options=replace(options, precision=self.precision.name), place=place, each=self.ranks.each,
             )  # fmt: skip
             self._open_run()
             refused.callback(self.saver.close)
@@ -172,7 +172,7 @@ class Trainer:
 
     def _start(self) -> None:
         plan = self.plan
-        self.stream = self.loader.train(plan.source, plan.manifest.get("samples", 0))
+        self.stream = self.loader.train(plan.manifest.get("samples", 0))
         first = next(self.stream)  # data that can't be used is refused before anything changes
         if self.world > 1:
             rehearse(self, first.batches[0])
@@ -272,7 +272,7 @@ class Trainer:
         if self.plan.validation is None:
             return False
         self.ranks.share_buffers(self.eval_model)
-        self.validation, self.validated_step = evaluate(self, self.plan.validation), self.step
+        self.validation, self.validated_step = evaluate(self), self.step
         self.seconds = time.monotonic() - self.started
         self.emit("on_validation_end", self.validation)
         return resume.note_best(self)

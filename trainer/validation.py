@@ -1,6 +1,6 @@
 """Metrics over the validation data: sums and counts, so that unequal batches and ranks weigh what they should."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def evaluate(trainer: "Trainer", source: Samples | Iterable[Any]) -> dict[str, float]:
-    """The recipe's metrics, or its loss, by `trainer.eval_model` over all of `source`. A collective; ranks' parts may
-    be unequal or empty, for the model is not DDP's.
+def evaluate(trainer: "Trainer") -> dict[str, float]:
+    """The recipe's metrics, or its loss, by `trainer.eval_model` over all of the validation data. A collective;
+    ranks' parts may be unequal or empty, for the model is not DDP's.
 
     Raises:
         DataError: on all ranks, if nothing was counted on any, or more samples are bad than may be.
@@ -30,7 +30,7 @@ def evaluate(trainer: "Trainer", source: Samples | Iterable[Any]) -> dict[str, f
     bad: list[str] = []
     failure = None
     try:
-        own = sums(trainer, source, bad)
+        own = sums(trainer, bad)
     except Exception as error:
         failure = error  # the other ranks wait for what this one has to say
     told = [own, len(bad), bad[:1], failure is not None]
@@ -40,7 +40,7 @@ def evaluate(trainer: "Trainer", source: Samples | Iterable[Any]) -> dict[str, f
     if any(failed):
         raise DistError(f"rank {failed.index(True)} failed in validation")
     if sum(counts):
-        tell_bad(trainer, source, sum(counts), next(first[0] for first in firsts if first))
+        tell_bad(trainer, sum(counts), next(first[0] for first in firsts if first))
     if not any(ranks):
         raise DataError(
             "recipe.data('val'): gave no batch, or only such of weight 0; "
@@ -51,10 +51,10 @@ def evaluate(trainer: "Trainer", source: Samples | Iterable[Any]) -> dict[str, f
     return {f"val/{name}": total / count for name, (total, count) in both.items()}
 
 
-def sums(trainer: "Trainer", source: Samples | Iterable[Any], bad: list[str]) -> dict[str, Any]:
+def sums(trainer: "Trainer", bad: list[str]) -> dict[str, Any]:
     """Of each metric, over this rank's part: the total, and the number of what it counts."""
     totals: dict[str, list[Any]] = {}
-    for metrics in each_batch(trainer, source, bad):
+    for metrics in each_batch(trainer, bad):
         trainer.heartbeat.beat()
         for name, (total, count) in metrics.items():
             if count:  # else the sum may be 0 / 0
@@ -82,15 +82,16 @@ def refuse_unknown_metrics(trainer: "Trainer") -> None:
         raise ConfigError(f"{key}={name}: the recipe's data('val') is None; give it validation data, or leave this out")
     known = {"val/loss"}
     if hasattr(trainer.recipe, "metrics"):
-        own = [f"val/{name}" for name in next(each_batch(trainer, trainer.plan.validation, []), ())]
+        own = [f"val/{name}" for name in next(each_batch(trainer, []), ())]
         known = {name for names in trainer.ranks.gather(own) for name in names}
     for key, name in watched.items():
         if name not in known:
             raise ConfigError(f"{key}={name}: this run's validation gives no such metric; {nearest(name, known)}")
 
 
-def tell_bad(trainer: "Trainer", source: Any, count: int, first: str) -> None:
-    samples = sum(source.counts)
+def tell_bad(trainer: "Trainer", count: int, first: str) -> None:
+    assert isinstance(trainer.plan.validation, Samples)
+    samples = sum(trainer.plan.validation.counts)
     most = allowed(trainer.plan.data.max_bad, samples)
     if count > most:
         raise DataError(
@@ -101,14 +102,12 @@ def tell_bad(trainer: "Trainer", source: Any, count: int, first: str) -> None:
         log.warning("validation: %d of %d samples were left out; the first: %s", count, samples, first)
 
 
-def each_batch(
-    trainer: "Trainer", source: Samples | Iterable[Any], bad: list[str]
-) -> Iterator[dict[str, tuple[Tensor, int]]]:
+def each_batch(trainer: "Trainer", bad: list[str]) -> Iterator[dict[str, tuple[Tensor, int]]]:
     """Metrics of this rank's batches; of the samples that are in none, `bad` gets the reasons."""
     training = [module for module in trainer.eval_model.modules() if module.training]  # a recipe may freeze some
     trainer.eval_model.eval()
     try:
-        for batch, weight, _, left_out in trainer.loader.validate(source):
+        for batch, weight, _, left_out in trainer.loader.validate():
             bad += [each.why for each in left_out]
             if batch is None:
                 continue

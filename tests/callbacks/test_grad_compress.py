@@ -98,7 +98,7 @@ def torchs(place: Place, codec: str) -> list[np.ndarray]:
 
     model.register_comm_hook(None, hook)
     optimizer = slow_sgd(parameter_groups(module))
-    stream = Loader(recipe, trainer.plan, place.rank, place.world, trainer.device).train(trainer.plan.source, 0)
+    stream = Loader(recipe, trainer.plan, place.rank, place.world, trainer.device).train(0)
     steps = [next(stream) for _ in range(STEPS)]
     for n, step in enumerate([steps[0], steps[0], *steps]):
         recipe.loss(model, step.batches[0]).backward()

@@ -328,7 +328,7 @@ def test_what_needs_all_gradients_at_once_is_refused_by_name(feature):
     ):
         Plan(
             Toy(), {"overlap": Overlap()}, Constant(), batch=12, micro_batch=None, accumulate=None, options=options,
-            data=DataOptions(), world=3, rank=0, each=lambda value: [value],
+            data=DataOptions(), place=Place(world=3), each=lambda value: [value],
         )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from trainer.data.mixture import Mixture
 from trainer.data.order import Order, Ref
 from trainer.data.remote import Remote
 from trainer.errors import UnavailableError
+from trainer.launch import Place
 from trainer.options import DataOptions, Options
 from trainer.plan import Plan
 from trainer.schedule import Constant
@@ -160,7 +161,7 @@ def loader(recipe: Tars, tmp_path: Path, shards: float = 99, lanes: int = LANES,
     data = DataOptions(0, lanes=lanes, block=BLOCK, cache_dir=str(tmp_path / "cache"), cache_gb=shards * SIZE / 1e9)
     plan = Plan(
         recipe, {}, Constant(), batch=BATCH, micro_batch=None, accumulate=2, options=Options(seed=5, **more),
-        data=data, world=1, rank=0, each=lambda value: [value],
+        data=data, place=Place(), each=lambda value: [value],
     )  # fmt: skip
     return Loader(recipe, plan, 0, 1, torch.device("cpu"))
 
@@ -205,7 +206,7 @@ def test_what_is_needed_next_is_asked_for_before_and_the_samples_are_the_same(
     steps, most = 30, 2 * LANES + DOWNLOADS
     far = loader(Tars(all_of(proxy)), tmp_path, max_steps=steps)
     needs = shards_of(far, steps)
-    stream, found, due = far.train(far.plan.source, 0), [], set[str]()
+    stream, found, due = far.train(0), [], set[str]()
     for step in range(steps):
         found.append(next(stream))
         if step == 0:
@@ -220,7 +221,7 @@ def test_what_is_needed_next_is_asked_for_before_and_the_samples_are_the_same(
     assert first == own and set(first) <= set(needs[0])
     assert len(due) == SHARDS and set(names(proxy).values()) == {1}
     near = loader(Tars(str(proxy.nginx.folder / "www" / "p-*.tar")), tmp_path)
-    for step, other in zip(found, near.train(near.plan.source, 0)):
+    for step, other in zip(found, near.train(0)):
         assert step.refs == other.refs and not step.bad
         assert all(torch.equal(a["x"], b["x"]) for a, b in zip(step.batches, other.batches))
 
@@ -229,7 +230,7 @@ def test_what_is_needed_next_is_asked_for_before_and_the_samples_are_the_same(
 def test_nothing_is_fetched_for_steps_that_the_run_does_not_make(proxy: Proxy, tmp_path: Path) -> None:
     far = loader(Tars(all_of(proxy)), tmp_path, max_steps=2)
     due = {name for each in shards_of(far, 2) for name in each}
-    stream = far.train(far.plan.source, 0)
+    stream = far.train(0)
     next(stream)
     until(lambda: due <= set(names(proxy)))
     time.sleep(0.1)
@@ -241,7 +242,7 @@ def test_nothing_is_fetched_for_steps_that_the_run_does_not_make(proxy: Proxy, t
 def test_the_first_batch_waits_for_several_downloads_at_a_time(proxy: Proxy, tmp_path: Path, own: list[str]) -> None:
     proxy.bytes_per_s = 200_000
     far = loader(Tars(all_of(proxy)), tmp_path, lanes=BATCH)
-    stream = far.train(far.plan.source, 0)
+    stream = far.train(0)
     next(stream)
     stream.close()
     assert len(shards_of(far, 1)[0]) >= BATCH and len(own) <= BATCH / 2
@@ -259,7 +260,7 @@ def test_with_little_room_next_to_nothing_is_fetched_twice_and_the_folder_stays_
     remote = far.plan.source.reader.remote()
     needs = of_training(far.plan.order, range(0, steps * BATCH, BATCH), 2, 0, 1)
     window = Window(needs, dict.fromkeys(remote, SIZE), 2 * LANES + DOWNLOADS, int(10.5 * SIZE))
-    stream = far.train(far.plan.source, 0)
+    stream = far.train(0)
     for step in range(steps):
         next(stream)
         list(window.move(2 * (step + 1)))
@@ -277,7 +278,7 @@ def test_without_room_for_what_a_batch_needs_nothing_is_fetched_ahead(
 ) -> None:
     monkeypatch.setattr(read_module, "IDLE_S", 0.0)
     far = loader(Tars(all_of(proxy)), tmp_path, 2.5)
-    stream = far.train(far.plan.source, 0)
+    stream = far.train(0)
     for _ in range(4):
         next(stream)
         time.sleep(0.05)
@@ -288,7 +289,7 @@ def test_without_room_for_what_a_batch_needs_nothing_is_fetched_ahead(
 @needs_nginx
 def test_it_ends_at_once_and_what_it_leaves_is_removed(proxy: Proxy, tmp_path: Path) -> None:
     far, cache = loader(Tars(all_of(proxy)), tmp_path), tmp_path / "cache"
-    stream = far.train(far.plan.source, 0)
+    stream = far.train(0)
     next(stream)
     until(lambda: len(proxy.requests) >= 2 * LANES + DOWNLOADS and not proxy.open)
     proxy.bytes_per_s = 5_000  # 6 s a shard
@@ -314,7 +315,7 @@ def test_what_can_not_be_had_ends_the_batch_that_needs_it_and_none_before(proxy:
     www = proxy.nginx.folder / "www"
     (www / shards[number].path.name).rename(www / "aside")
     try:
-        stream = far.train(far.plan.source, 0)
+        stream = far.train(0)
         for _ in range(at):
             next(stream)
         with pytest.raises(UnavailableError, match=rf"{shards[number].path.name}: HTTP Error 404"):
@@ -326,7 +327,7 @@ def test_what_can_not_be_had_ends_the_batch_that_needs_it_and_none_before(proxy:
 @needs_nginx
 def test_validation_has_the_next_ones_too(proxy: Proxy, tmp_path: Path, own: list[str]) -> None:
     far = loader(Validated(all_of(proxy)), tmp_path)
-    stream = far.validate(far.plan.validation)
+    stream = far.validate()
     micro = far.plan.micro
     for n, _ in enumerate(stream):
         due = min(SHARDS, n * micro // EACH + 2 + DOWNLOADS)
@@ -345,7 +346,7 @@ def test_it_heeds_a_signal_that_the_rank_does_not(proxy: Proxy, tmp_path: Path, 
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         far = loader(Tars(all_of(proxy)), tmp_path)
-        stream = far.train(far.plan.source, 0)
+        stream = far.train(0)
         next(stream)
         [process] = forked()
         until(lambda: len(proxy.paths()) > len(own))

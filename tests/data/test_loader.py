@@ -1,10 +1,12 @@
 """From an order to steps: planned samples in planned micro-batches, by any workers; validation weighed rightly."""
 
+import contextlib
 import itertools
 import multiprocessing
 import os
 import random
 import re
+import resource
 import signal
 import time
 from collections import UserDict
@@ -21,9 +23,12 @@ from torch.utils.data import Dataset
 from toy_recipe import Points, Toy
 
 from trainer.callback import Callback
-from trainer.data.loader import Loader, count_samples
+from trainer.data.ahead import fetching
+from trainer.data.loader import Loader
 from trainer.data.order import Order, Ref
 from trainer.data.read import ShardReader
+from trainer.data.remote import Remote
+from trainer.data.step import count_samples
 from trainer.data.upload import map_tensors
 from trainer.data.write import write_shards
 from trainer.errors import DataError, UnavailableError
@@ -63,13 +68,13 @@ def make_loader(recipe: Any, rank: int, world: int, timeout_s: float = 600, **da
         recipe, {}, Constant(),
         batch=BATCH * world, micro_batch=None, accumulate=ACCUMULATE,
         options=Options(seed=SEED, timeout_s=timeout_s), data=DataOptions(**{"lanes": 5, "block": 4, **data}),
-        world=world, rank=rank, each=lambda value: [value],
+        place=Place(rank, world), each=lambda value: [value],
     )  # fmt: skip
     return Loader(recipe, plan, rank, world, CPU)
 
 
 def steps(loader: Loader, start: int, count: int) -> list[Any]:
-    stream = loader.train(loader.plan.source, start)
+    stream = loader.train(start)
     found = list(itertools.islice(stream, count))
     stream.close()  # ends its workers
     return found
@@ -129,7 +134,7 @@ def test_validation_walks_each_sample_once(world, size):
             return Points(96 if split == "train" else size, torch.float32)
 
     loaders = [make_loader(Short(), rank, world, workers=0) for rank in range(world)]
-    parts = [list(loader.validate(loader.plan.validation)) for loader in loaders]
+    parts = [list(loader.validate()) for loader in loaders]
     refs = [ref for part in parts for micro in part for ref in micro.refs]
     assert refs == [Ref(0, i, 0) for i in range(size)]
     assert all(len(micro.refs) <= loader.plan.micro for loader, part in zip(loaders, parts) for micro in part)
@@ -137,6 +142,25 @@ def test_validation_walks_each_sample_once(world, size):
     assert torch.equal(x, torch.stack([Points(size, torch.float32)[i]["x"] for i in range(size)]))
     if world > size:
         assert [] in parts
+
+
+class Huge(Dataset):
+    def __len__(self) -> int:
+        return 10**11
+
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.tensor(i)
+
+
+def test_a_validation_lists_nothing():
+    class Validated(Augmented):
+        transform = None
+
+        def data(self, split: str) -> Dataset:
+            return Huge() if split == "val" else Points(96, torch.float32)
+
+    loader = make_loader(Validated(), 1, 2, workers=0)
+    assert next(loader.validate()).batch.tolist() == [5 * 10**10 + i for i in range(loader.plan.micro)]
 
 
 class SomeValidation(Toy):
@@ -365,7 +389,7 @@ def test_a_data_worker_that_hangs_is_one_line():
     started = time.monotonic()
     message = ""
     try:
-        next(loader.train(loader.plan.source, 0))
+        next(loader.train(0))
     except UnavailableError as error:
         assert time.monotonic() - started < 2
         message = str(error)
@@ -384,7 +408,7 @@ def test_workers_that_hang_as_they_are_forked_are_started_again(monkeypatch):
     hangs_at_fork.append(True)
     before, handler = multiprocessing.active_children(), signal.signal(signal.SIGTERM, lambda *_: None)  # as a run has
     loader = make_loader(Toy(), 0, 1, workers=2)
-    found = [step.batches[0]["x"] for step in itertools.islice(loader.train(loader.plan.source, 0), 3)]
+    found = [step.batches[0]["x"] for step in itertools.islice(loader.train(0), 3)]
     assert all(map(torch.equal, expected, found)) and not hangs_at_fork
     loader.close()
     signal.signal(signal.SIGTERM, handler)
@@ -392,6 +416,30 @@ def test_workers_that_hang_as_they_are_forked_are_started_again(monkeypatch):
     while set(multiprocessing.active_children()) - set(before):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.fixture
+def start_method():
+    """Is set back."""
+    yield multiprocessing.set_start_method
+    multiprocessing.set_start_method(None, force=True)
+
+
+def test_workers_are_forked_whatever_the_process_has_set(start_method):
+    start_method("spawn", force=True)
+    assert len(steps(make_loader(Toy(), 0, 1, workers=1), 0, 2)) == 2
+    with fetching({0: Remote.kept("http://none/a.tar", "cache", 1.0)}, lambda: iter([]), 1, 1) as passed:
+        passed()
+
+
+def test_workers_start_where_more_files_are_open_than_select_takes():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))
+        assert len(steps(make_loader(Toy(), 0, 1, workers=1), 0, 2)) == 2
 
 
 def test_a_damaged_sample_is_left_out_and_named_by_a_worker_too(tmp_path):
@@ -421,7 +469,7 @@ def test_close_ends_workers_and_closes_files(workers, tmp_path):
     loader = make_loader(Tars(str(tmp_path / "*.tar")), 0, 1, workers=workers)
     loader.close()  # before there is anything to close
     before = set(multiprocessing.active_children())
-    stream = loader.train(loader.plan.source, 0)
+    stream = loader.train(0)
     next(stream)
     opened = set(multiprocessing.active_children()) - before
     assert (len(opened), bool(open_files(tmp_path))) == (workers, not workers)

@@ -1,6 +1,7 @@
 """Several data sets as one stream: the specification written a second time, plainly, and a run that is resumed."""
 
 import hashlib
+import itertools
 import random
 from collections import Counter
 from pathlib import Path
@@ -62,6 +63,15 @@ def test_the_stream_is_frozen(stream):
         hashlib.sha256(repr([tuple(ref) for ref in stream[:1000]]).encode()).hexdigest()
         == "1e6597380d3d944f760ac36188764b4f963c0df647b07c570099e3489da2ef8e"
     )
+
+
+def test_the_order_within_a_batch_is_frozen():
+    made, digest = mixture(), hashlib.sha256()
+    for world, start, batch in itertools.product((1, 3, 8), (0, DRAWS - 7, 10**9), (1, 12, 500)):
+        pieces = [made.local(start, start + batch, rank, world) for rank in range(world)]
+        digest.update(repr([[tuple(ref) for ref in piece] for piece in pieces]).encode())
+        digest.update(repr([sorted(made.shards(start, start + batch, rank, world)) for rank in range(world)]).encode())
+    assert digest.hexdigest() == "488e0f7c31bb25f343c2d44abe2c281cd90b373f696ce1827d3eb489b653eb16"
 
 
 def test_each_data_set_has_its_share_and_all_its_samples_in_every_epoch(stream):

@@ -3,7 +3,7 @@
 import hashlib
 import pickle
 import random
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 
 import numpy as np
 import pytest
@@ -164,9 +164,14 @@ def test_seeds_and_epochs_differ() -> None:
 def test_walk_is_the_stored_order_cut(world: int) -> None:
     counts = [3, 0, 5, 1]
     stored = [Ref(0, s, i) for s, count in enumerate(counts) for i in range(count)]
-    pieces = [walk(counts, rank, world) for rank in range(world)]
+    pieces = [list(walk(counts, rank, world)) for rank in range(world)]
     assert list(chain(*pieces)) == stored
     assert {len(piece) for piece in pieces} <= {9 // world, 9 // world + 1}
+
+
+def test_a_walk_lists_nothing() -> None:
+    counts = [10**12, 0, 10**12]
+    assert list(islice(walk(counts, 3, 4), 2)) == [Ref(0, 2, 10**12 // 2), Ref(0, 2, 10**12 // 2 + 1)]
 
 
 @pytest.mark.parametrize("key", ["lanes", "block"])

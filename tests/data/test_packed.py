@@ -120,10 +120,10 @@ def steps(recipe: Any, world: int) -> list[Any]:
         plan = Plan(
             recipe, {}, Constant(), batch=12, micro_batch=None, accumulate=1, options=Options(seed=7),
             data=DataOptions(workers=0, lanes=5, block=4, cache_dir="cache"),
-            world=world, rank=rank, each=lambda value: [value],
+            place=Place(rank, world), each=lambda value: [value],
         )  # fmt: skip
         loader = Loader(recipe, plan, rank, world, torch.device("cpu"))
-        stream = loader.train(plan.source, 0)
+        stream = loader.train(0)
         found += [next(stream) for _ in range(16)]
         stream.close()
         loader.close()

@@ -274,7 +274,7 @@ def test_the_cache_is_bounded_and_what_was_used_least_recently_goes(proxy: Proxy
         patch.setattr(read_module, "IDLE_S", 0.0)
         reader, most = ShardReader(index), 0
         found = []
-        for ref in walk(index.counts, 0, 1) * 2:
+        for ref in [*walk(index.counts, 0, 1)] * 2:
             found.append(reader.read(ref))
             most = max(most, sum(path.stat().st_size for path in kept(tmp_path)))
         reader.close()

@@ -12,7 +12,8 @@ from torch import Tensor
 from toy_recipe import Toy
 
 from trainer.callback import Callback
-from trainer.data.loader import Loader, count_samples
+from trainer.data.loader import Loader
+from trainer.data.step import count_samples
 from trainer.errors import DataError
 from trainer.launch import Place
 from trainer.options import CheckpointOptions, DataOptions, Options
@@ -81,7 +82,7 @@ def make_loader(recipe: Any, rank: int, seed: int = 7, world: int = 2) -> Loader
         recipe, {}, Constant(),
         batch=world * BATCH, micro_batch=None, accumulate=ACCUMULATE,
         options=Options(seed=seed), data=DataOptions(),
-        world=world, rank=rank, each=lambda value: [value],
+        place=Place(rank, world), each=lambda value: [value],
     )  # fmt: skip
     return Loader(recipe, plan, rank, world, torch.device("cpu"))
 
@@ -116,13 +117,13 @@ def test_ranks_and_seeds_draw_differently():
     drawn = []
     for rank, seed in ((0, 7), (1, 7), (0, 8)):
         loader = make_loader(Given(Drawn), rank, seed)
-        drawn += [step.batches[0] for step in itertools.islice(loader.train(loader.plan.source, 0), 3)]
+        drawn += [step.batches[0] for step in itertools.islice(loader.train(0), 3)]
     assert len({float(batch["x"][0, 0]) for batch in drawn}) == 9
 
 
 def test_every_validation_draws_the_same():
     loader = make_loader(Given(numbered, Drawn()), 0)
-    once, again = ([micro.batch["x"] for micro in loader.validate(loader.plan.validation)] for _ in range(2))
+    once, again = ([micro.batch["x"] for micro in loader.validate()] for _ in range(2))
     assert len(once) == 5 and same(once, again)
 
 
@@ -131,7 +132,7 @@ def test_one_that_ends_for_good_is_refused():
     with pytest.raises(
         DataError, match=r"recipe\.data\('train'\): the iterable gave no batch; a generator must not end"
     ):
-        list(itertools.islice(loader.train(loader.plan.source, 0), 4))
+        list(itertools.islice(loader.train(0), 4))
 
 
 class Counted:
@@ -149,11 +150,16 @@ def test_batches_of_another_size_are_refused_at_the_first():
     """Else the samples and all rates would be wrong."""
     loader = make_loader(Counted(), 0)
     with pytest.raises(DataError) as caught:
-        next(loader.train(loader.plan.source, 0))
+        next(loader.train(0))
     assert str(caught.value) == (
         "recipe.data('train'): a batch has 5 samples, and this run's micro-batch is 6 (batch=24, 2 rank(s), "
         "accumulate=2); yield batches of 6, or give micro_batch=5, accumulate=2 and batch=20"
     )
+
+
+def test_a_recipe_that_weighs_its_batches_may_give_any_size():
+    loader = make_loader(Given(lambda: [make_batch(torch.zeros(5, 8))]), 0)
+    assert next(loader.train(0)).weights == [5, 5]
 
 
 @pytest.mark.parametrize("batch", [{"text": "a"}, {"scale": torch.tensor(2.0)}])
@@ -161,14 +167,14 @@ def test_batches_whose_samples_no_tensor_counts_are_taken_as_they_are(batch):
     recipe = Given(lambda: [batch])
     recipe.weight = lambda _: 6
     loader = make_loader(recipe, 0)
-    assert next(loader.train(loader.plan.source, 0)).batches == [batch, batch]
+    assert next(loader.train(0)).batches == [batch, batch]
 
 
 @pytest.mark.parametrize(("world", "times"), [(1, 0), (2, 1)])
 def test_ranks_are_told_that_each_walks_its_own(world, times, capsys):
     show_log(0)
     loader = make_loader(Given(numbered), 0, world=world)
-    list(itertools.islice(loader.train(loader.plan.source, 0), 3))
+    list(itertools.islice(loader.train(0), 3))
     stop_log()
     assert capsys.readouterr().out.count(f"data is an iterable: each of {world} ranks walks its own; see") == times
 
@@ -187,7 +193,7 @@ def test_close_ends_it():
             return batches()
 
     loader = make_loader(Given(Walked), 0)
-    stream = loader.train(loader.plan.source, 0)
+    stream = loader.train(0)
     next(stream)
     assert not ended
     loader.close()

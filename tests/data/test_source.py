@@ -1,17 +1,27 @@
 """What a recipe's data may be, and what becomes of each kind."""
 
 import random
+import shutil
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset, random_split
-from toy_recipe import Points
+from toy_recipe import Points, Toy
 
+import trainer.data.index as index_module
 from trainer.data.order import Ref
 from trainer.data.source import Samples, open_source
 from trainer.data.write import write_shards
 from trainer.errors import DataError
+from trainer.launch import Place
+from trainer.options import DataOptions, Options
+from trainer.plan import Plan
+from trainer.schedule import Constant
 
 
 class Recipe:
@@ -39,6 +49,54 @@ def test_shards_by_path_pattern_and_list(shards):
     assert one.counts == [4]
     assert one.fingerprint != every[0].fingerprint
     assert every[0][Ref(0, 2, 1)] == {"__key__": "09", "cls": 9, "txt": "sample 9"}
+
+
+class OfNode(Toy):
+    def __init__(self, folder) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def data(self, split: str):
+        return str(self.folder / "*.tar") if split == "train" else super().data(split)
+
+
+def test_of_each_node_one_rank_indexes_what_the_node_alone_has(shards, tmp_path, monkeypatch):
+    """Three nodes with two ranks each. Whoever goes at the same time meets here, and would index the same."""
+    folders, scanned, scan = [tmp_path / str(node) for node in range(3)], list[str](), index_module.scan_shard
+    for folder in folders:
+        shutil.copytree(shards[0].parent, folder, ignore=shutil.ignore_patterns("*.idx"))
+    meeting, said = threading.Barrier(6, timeout=60), list(range(6))
+
+    def each_of(rank: int):
+        def each(value):
+            said[rank] = value
+            meeting.wait()
+            found = list(said)
+            meeting.wait()
+            return found
+
+        return each
+
+    def slowly(path):
+        scanned.append(str(path))
+        time.sleep(0.2)
+        return scan(path)
+
+    def plan(rank: int) -> Plan:
+        try:
+            return Plan(
+                OfNode(folders[rank // 2]), {}, Constant(), batch=12, micro_batch=None, accumulate=None,
+                options=Options(), data=DataOptions(), place=Place(rank, 6, rank % 2, 2), each=each_of(rank),
+            )  # fmt: skip
+        except BaseException:
+            meeting.abort()
+            raise
+
+    monkeypatch.setattr(index_module, "scan_shard", slowly)
+    with ThreadPoolExecutor(6) as pool:
+        plans = list(pool.map(plan, range(6)))
+    assert len({plan.source.fingerprint for plan in plans}) == 1
+    assert Counter(scanned) == {str(folder / shard.name): 1 for folder in folders for shard in shards}
 
 
 def test_a_map_style_dataset_is_one_sample_a_shard():

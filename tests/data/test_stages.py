@@ -139,10 +139,10 @@ def loaded(named: dict[str, Any], workers: int) -> list[Any]:
     plan = Plan(
         Images(), {}, Constant(), batch=12, micro_batch=None, accumulate=1, options=Options(seed=7),
         data=DataOptions(workers=workers, lanes=3, block=4, **build_stages(named, ALLOW)),
-        world=1, rank=0, each=lambda value: [value],
+        place=Place(), each=lambda value: [value],
     )  # fmt: skip
     loader = Loader(Images(), plan, 0, 1, torch.device("cpu"))
-    stream = loader.train(plan.source, 0)
+    stream = loader.train(0)
     try:
         return [next(stream) for _ in range(4)]
     finally:

@@ -7,7 +7,7 @@ import torch
 from toy_recipe import Toy
 
 from trainer.callbacks.ema import EMA
-from trainer.data.loader import Micro
+from trainer.data.step import Micro
 from trainer.data.upload import upload
 from trainer.launch import Place
 from trainer.options import CheckpointOptions, DataOptions, Options

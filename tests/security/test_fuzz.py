@@ -22,9 +22,10 @@ from written import put
 
 from trainer.checkpoint.manifest import MANIFEST, Damaged, verify
 from trainer.checkpoint.state import load_state
-from trainer.data.index import Index, content_of, scan_shard
+from trainer.data.index import Index, scan_shard
 from trainer.data.order import Ref
 from trainer.data.read import ShardReader
+from trainer.data.stored import content_of
 from trainer.data.tar import BLOCK, LONGEST_FIELDS, META, Member, members
 from trainer.data.write import write_shards
 from trainer.errors import ConfigError, DataError

@@ -9,14 +9,15 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from typing import Any
 
 from trainer.data.mixture import Mixture
-from trainer.data.order import Order
+from trainer.data.order import Order, Ref
 from trainer.data.remote import Remote
-from trainer.data.workers import START_S
+from trainer.data.workers import FORK, begin, started
 from trainer.errors import ConfigError, DataError, UnavailableError
-from trainer.signals import start_worker
 
 DOWNLOADS = 4  # at the same time, of each rank
 FAR = 10_000  # micro-batches that are looked through at most
@@ -42,16 +43,18 @@ def fetching(remote: Mapping[int, Remote], needs: Needs, lanes: int, ranks: int)
     if not remote:
         yield lambda: None
         return
-    done: Any = multiprocessing.RawValue("q")
-    while True:  # as data workers, it may not start
-        ready, started = multiprocessing.Pipe(duplex=False)
-        words = (started, remote, needs, lanes, ranks, done)
-        process = multiprocessing.Process(target=fetch, args=words, daemon=True)
+    done: Any = FORK.RawValue("q")
+
+    def start(given: Connection) -> ForkProcess:
+        process = FORK.Process(target=fetch, args=(given, remote, needs, lanes, ranks, done), daemon=True)
         process.start()
-        started.close()
-        if ready.poll(START_S):
-            break
-        process.kill()
+        return process
+
+    def end(process: ForkProcess) -> None:
+        process.kill()  # what it leaves, the next download removes
+        process.join()
+
+    process = started(start, end)
 
     def passed() -> None:
         done.value += 1
@@ -59,13 +62,11 @@ def fetching(remote: Mapping[int, Remote], needs: Needs, lanes: int, ranks: int)
     try:
         yield passed
     finally:
-        process.kill()  # what it leaves, the next download removes
-        process.join()
+        end(process)
 
 
-def fetch(started: Any, remote: Mapping[int, Remote], needs: Needs, lanes: int, ranks: int, done: Any) -> None:
-    start_worker()
-    started.close()
+def fetch(given: Connection, remote: Mapping[int, Remote], needs: Needs, lanes: int, ranks: int, done: Any) -> None:
+    begin(given)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which multiprocessing sends it where the rank just ends
     logging.disable()
     sizes, room = {number: path.bytes for number, path in remote.items()}, next(iter(remote.values())).most // ranks
@@ -134,5 +135,5 @@ def of_training(order: Order | Mixture, starts: range, micros: int, rank: int, w
         yield from itertools.repeat(order.shards(start, start + starts.step, rank, world), micros)
 
 
-def of_validation(parts: Iterable[Any]) -> Iterator[set[int]]:
-    return ({ref.shard for ref in refs} for refs in parts)
+def of_validation(parts: Callable[[], Iterable[list[Ref]]]) -> Iterator[set[int]]:
+    return ({ref.shard for ref in refs} for refs in parts())

@@ -1,45 +1,29 @@
 """From an order to steps: the workers' batches, and micro-batches."""
 
 import itertools
-import random
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from trainer.data.ahead import Needs, fetching, of_training, of_validation
-from trainer.data.order import GOLDEN, MASK, Ref, mix, near_equal, walk
+from trainer.data.mixture import Mixture
+from trainer.data.order import Order, Ref, mix, near_equal, walk
 from trainer.data.quarantine import Bad, stand_in
-from trainer.data.source import Samples, seed_all
+from trainer.data.replay import refuse_other_size, replay, undisturbing
+from trainer.data.source import Samples
+from trainer.data.step import Micro, Step, weight_of
 from trainer.data.upload import upload
 from trainer.data.workers import start_workers
-from trainer.errors import EXIT_CODES, DataError, UnavailableError
+from trainer.errors import EXIT_CODES, UnavailableError
 from trainer.run import log
 
 if TYPE_CHECKING:
     from trainer.plan import Plan
-
-
-class Step(NamedTuple):
-    """What one rank trains on between two optimizer steps; one entry a micro-batch, on the device."""
-
-    batches: list[Any]
-    weights: list[int]  # items that each micro-batch's loss averages over
-    refs: list[Ref]  # the samples, in order; empty for an iterable of batches
-    bad: list[Bad]  # those of them that are not in the batches
-
-
-class Micro(NamedTuple):
-    batch: Any
-    weight: int
-    refs: list[Ref]
-    bad: list[Bad]
 
 
 class Loader:
@@ -51,33 +35,36 @@ class Loader:
         self.beside = beside
         self._running: weakref.WeakSet[Generator[Micro]] = weakref.WeakSet()  # weak: dropping one ends it as well
 
-    def train(self, source: Samples | Iterable[Any], start: int) -> Iterator[Step]:
+    def train(self, start: int) -> Iterator[Step]:
         """Steps for ever, from position `start` of the stream of samples on."""
+        plan, source = self.plan, self.plan.source
         if isinstance(source, Samples):
-            plan, order = self.plan, source.order(self.plan.data.lanes, self.plan.data.block)
+            assert plan.order is not None
             starts = range(start, sys.maxsize if plan.max_steps is None else plan.max_steps * plan.batch, plan.batch)
-            needs = partial(of_training, order, starts, plan.accumulate, self.rank, self.world)
+            needs = partial(of_training, plan.order, starts, plan.accumulate, self.rank, self.world)
             lanes = -(-plan.data.lanes // self.world)
-            micros = self._run(stand_in(self._load(source, self._plan(start), needs, lanes)))
+            micros = self._run(stand_in(self._load(source, self._ordered(plan.order, start), needs, lanes)))
         else:
             if self.world > 1:
                 log.info("data is an iterable: each of %d ranks walks its own; see trainer/recipe.py", self.world)
             micros = self._run(self._replay(source, endless=True))
             first = next(micros)
-            self._refuse_other_size(first.batch)
+            if not hasattr(self.recipe, "weight"):  # which may count otherwise
+                refuse_other_size(first.batch, plan, self.world)
             micros = itertools.chain([first], micros)
-            micros = itertools.islice(micros, start // self.plan.batch * self.plan.accumulate, None)
+            micros = itertools.islice(micros, start // plan.batch * plan.accumulate, None)
         micros = upload(micros, self.device)
-        while group := list(itertools.islice(micros, self.plan.accumulate)):
+        while group := list(itertools.islice(micros, plan.accumulate)):
             refs, bad = [ref for m in group for ref in m.refs], [each for m in group for each in m.bad]
             yield Step([m.batch for m in group], [m.weight for m in group], refs, bad)
 
-    def validate(self, source: Samples | Iterable[Any]) -> Iterator[Micro]:
+    def validate(self) -> Iterator[Micro]:
         """Every sample once, over all ranks, as stored; the last micro-batch may be smaller, or a rank have none."""
+        source = self.plan.validation
+        assert source is not None
         if isinstance(source, Samples):
-            refs = walk(source.counts, self.rank, self.world)
-            parts = [refs[i : i + self.plan.micro] for i in range(0, len(refs), self.plan.micro)]
-            micros = self._load(source, iter(parts), partial(of_validation, parts), 1)
+            parts = partial(self._stored, source)
+            micros = self._load(source, parts(), partial(of_validation, parts), 1)
         else:
             micros = self._replay(source, endless=False)
         return upload(self._run(undisturbing(micros)), self.device)
@@ -94,47 +81,23 @@ class Loader:
         self._running.add(micros)
         return micros
 
-    def _plan(self, start: int) -> Iterator[list[Ref]]:
-        assert self.plan.order is not None
+    def _ordered(self, order: Order | Mixture, start: int) -> Iterator[list[Ref]]:
         parts = self.plan.accumulate
         for first in itertools.count(start, self.plan.batch):
-            local = self.plan.order.local(first, first + self.plan.batch, self.rank, self.world)
+            local = order.local(first, first + self.plan.batch, self.rank, self.world)
             for part in range(parts):
                 yield local[slice(*near_equal(len(local), part, parts))]
 
+    def _stored(self, source: Samples) -> Iterator[list[Ref]]:
+        refs = walk(source.counts, self.rank, self.world)
+        return iter(lambda: list(itertools.islice(refs, self.plan.micro)), [])
+
     def _replay(self, source: Iterable[Any], endless: bool) -> Generator[Micro]:
-        """Batches as they come, and a replay draws the same. `random` and NumPy are seeded at the start, for nothing of
-        ours draws from them between batches; torch before each batch, for training draws from it."""
-        weight, key = weight_of(self.recipe), mix(self.plan.options.seed, 4, self.rank)
-        seed_all(key)
-        while True:
-            batch = None
-            for batch in source:
-                yield Micro(batch, weight(batch), [], [])
-                key = key + GOLDEN & MASK
-                torch.default_generator.manual_seed(key)
-            if not endless:
-                return
-            if batch is None:
-                raise DataError("recipe.data('train'): the iterable gave no batch; a generator must not end")
+        return replay(source, weight_of(self.recipe), mix(self.plan.options.seed, 4, self.rank), endless)
 
-    def _refuse_other_size(self, batch: Any) -> None:
-        """For `samples` and all rates are counted by the plan. What has no tensor to count by is taken as it is."""
-        try:
-            samples, micro = count_samples(batch), self.plan.micro
-        except (DataError, IndexError):
-            return
-        if samples != micro and not hasattr(self.recipe, "weight"):  # which may count otherwise
-            split = f"batch={self.plan.batch}, {self.world} rank(s), accumulate={self.plan.accumulate}"
-            raise DataError(
-                f"recipe.data('train'): a batch has {samples} samples, and this run's micro-batch is {micro} ({split})"
-                f"; yield batches of {micro}, or give micro_batch={samples}, "
-                f"accumulate={self.plan.accumulate} and batch={samples * self.world * self.plan.accumulate}"
-            )
-
-    def _load(self, source: Samples, plan: Iterator[list[Ref]], needs: Needs, lanes: int) -> Generator[Micro]:
-        """`plan` through the workers, in its order; `needs` gives the shards of each of its micro-batches."""
-        to_load, to_name, later = itertools.tee(plan, 3)
+    def _load(self, source: Samples, micro_refs: Iterator[list[Ref]], needs: Needs, lanes: int) -> Generator[Micro]:
+        """The micro-batches of `micro_refs` through the workers, in this order; `needs` gives the shards of each."""
+        to_load, to_name, later = itertools.tee(micro_refs, 3)
         workers, timeout_s = self.plan.data.workers, self.plan.options.timeout_s
         coming = itertools.islice(later, max(1, workers), None)  # the batches that the same workers read after these
         to_load = itertools.zip_longest(to_load, coming, fillvalue=[])
@@ -188,31 +151,3 @@ class Fetch:
 
 def as_it_is(value: Any) -> Any:
     return value
-
-
-def weight_of(recipe: Any) -> Callable[[Any], int]:
-    return getattr(recipe, "weight", count_samples)
-
-
-def count_samples(batch: Any) -> int:
-    """Length of the first tensor in `batch`."""
-    while not isinstance(batch, Tensor):
-        if isinstance(batch, (list, tuple)) and batch:  # a union would be made anew on every step
-            batch = batch[0]
-        elif isinstance(batch, Mapping) and batch:
-            batch = next(iter(batch.values()))
-        else:
-            raise DataError(
-                f"batch of type {type(batch).__name__} has no tensor to count samples by; give the recipe a `weight`"
-            )
-    return batch.shape[0]
-
-
-def undisturbing(micros: Iterator[Micro]) -> Generator[Micro]:
-    """`micros`, and afterwards `random` and NumPy as they were: a training iterable may draw from them."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield from micros
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

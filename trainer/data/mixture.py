@@ -60,18 +60,20 @@ class Mixture:
         return {self.first_shards[i] + shard for i, *block in blocks for shard in self.orders[i].shards_of(*block)}
 
     def _local(self, start: int, stop: int, rank: int, world: int) -> list[tuple[int, int, int, int]]:
+        """Of each: the data set, and there the epoch, the lane, and the row in it."""
         sources, positions = self._draw(start, stop)
-        places: list[tuple[float, int, int, int, int]] = []
+        depths: list[NDArray[np.float64]] = []  # how far a place is in its data set's lanes: all are merged by it
+        places: list[NDArray[np.int64]] = []
         for source, order in enumerate(self.orders):
             mine = positions[sources == source]
             if len(mine):
                 epochs, lanes, rows = order.places(int(mine[0]), int(mine[-1]) + 1)
-                for i, place in enumerate(np.argsort(lanes, kind="stable").tolist()):
-                    where = (int(epochs[place]), int(lanes[place]), int(rows[place]))
-                    places.append(((i + 0.5) / len(mine), source, *where))
-        places.sort(key=lambda place: place[0])
+                by_lane = np.argsort(lanes, kind="stable")
+                depths.append((np.arange(len(mine)) + 0.5) / len(mine))
+                places.append(np.stack([np.full(len(mine), source), epochs, lanes, rows])[:, by_lane])
         first, last = near_equal(stop - start, rank, world)
-        return [place[1:] for place in places[first:last]]
+        own = np.argsort(np.concatenate(depths), kind="stable")[first:last]
+        return list(zip(*np.concatenate(places, axis=1)[:, own].tolist(), strict=True))
 
     def _ref(self, source: int, epoch: int, lane: int, row: int) -> Ref:
         ref = self.orders[source].ref(epoch, lane, row)

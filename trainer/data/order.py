@@ -147,9 +147,9 @@ def _remember(cache: dict[Any, Any], limit: int, key: Any, value: Any) -> None:
     cache[key] = value
 
 
-def walk(counts: Sequence[int], rank: int, world: int) -> list[Ref]:
+def walk(counts: Sequence[int], rank: int, world: int) -> Iterator[Ref]:
     """One epoch as stored, unshuffled, cut into contiguous pieces: for validation."""
-    starts = list(accumulate(counts, initial=0))
-    first, last = near_equal(starts[-1], rank, world)
-    shards = np.searchsorted(starts, np.arange(first, last), side="right") - 1
-    return [Ref(0, shard, item - starts[shard]) for item, shard in enumerate(shards.tolist(), start=first)]
+    first, last = near_equal(sum(counts), rank, world)
+    for shard, count in enumerate(counts):
+        yield from (Ref(0, shard, offset) for offset in range(max(0, first), min(count, last)))
+        first, last = first - count, last - count

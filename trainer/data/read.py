@@ -82,7 +82,7 @@ class ShardReader:
     def prefetch(self, refs: Sequence[Ref]) -> None:
         """Asks the system to have these samples in memory soon; returns at once, so it leaves out what is to come from
         a server first."""
-        for ref in sorted(refs) if hasattr(os, "posix_fadvise") else ():  # macOS has none
+        for ref in sorted(refs):
             if ref.shard not in self._open and isinstance(self.index.shards[ref.shard].path, Remote):
                 continue
             with contextlib.suppress(OSError, UnavailableError):  # `read` tries again, and tells
@@ -99,7 +99,7 @@ class ShardReader:
                 offset, length, crc32 = rows[ref.offset].tolist()
                 shard = self.index.shards[ref.shard]
                 if not 0 <= offset < offset + length <= shard.bytes:
-                    raise DataError(f"{shard.stored}: {length} bytes at byte {offset}: damaged; remove it")
+                    raise DataError(f"{shard.index_path}: {length} bytes at byte {offset}: damaged; remove it")
                 content = read_at(file.fileno(), offset, length)
                 if zlib.crc32(content) == crc32:
                     return content
@@ -112,8 +112,8 @@ class ShardReader:
                     path.drop()  # damaged here, maybe, and not there
             except OSError as error:
                 if time.monotonic() + pause_s - began > self.patience_s:
-                    told = f"{error.strerror}, for {self.patience_s:g} s"
-                    raise UnavailableError(f"{path}: {told}; see to the disk or the network, then resume") from None
+                    told = f"{error.filename or path}: {error.strerror or error}, for {self.patience_s:g} s"
+                    raise UnavailableError(f"{told}; see to the disk or the network, then resume") from None
             self._close(ref.shard)  # a network drive may have given a stale handle
             time.sleep(pause_s)
             pause_s = min(LONGEST_PAUSE_S, 3 * pause_s)

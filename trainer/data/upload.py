@@ -3,24 +3,23 @@
 import copy
 import itertools
 from collections.abc import Callable, Iterator, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from trainer.data.loader import Micro
+from trainer.data.step import Micro
 
 
-def upload(micros: Iterator["Micro"], device: torch.device) -> Iterator["Micro"]:
+def upload(micros: Iterator[Micro], device: torch.device) -> Iterator[Micro]:
     """On CUDA, copies the next micro-batch on a stream of its own while this one is computed."""
     return copied_ahead(micros, device) if device.type == "cuda" else micros
 
 
-def copied_ahead(micros: Iterator["Micro"], device: torch.device) -> Iterator["Micro"]:
+def copied_ahead(micros: Iterator[Micro], device: torch.device) -> Iterator[Micro]:
     side = torch.cuda.Stream(device)
 
-    def copy(micro: "Micro") -> "Micro":
+    def copy(micro: Micro) -> Micro:
         with torch.cuda.stream(side):
             return micro._replace(batch=map_tensors(micro.batch, lambda t: t.to(device, non_blocking=True)))
 

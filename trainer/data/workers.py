@@ -1,43 +1,53 @@
 """Data workers: processes that are forked beside the threads of a rank, and so may not start."""
 
 import itertools
-import os
-import select
+import multiprocessing
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
 from trainer.run import log
 from trainer.signals import start_worker
 
-START_S = 30.0  # until a process that was forked runs Python code
+START_S = 30.0  # until processes that were forked run Python code
+FORK = multiprocessing.get_context("fork")  # they have what the rank has, whatever a library has set
+
+T = TypeVar("T")
 
 
-def start_workers(loader: Callable[..., DataLoader[Any]], plan: Iterator[Any]) -> Iterator[Any]:
-    """A DataLoader's batches, once all of its workers run.
+def started(start: Callable[[Connection], T], end: Callable[[T], Any]) -> T:
+    """What `start` gives, once the processes that it forks run: each calls `begin` with the connection given to it.
 
     A process that is forked while another thread has a lock may wait for it for ever: one of gloo's threads that of the
-    interpreter's thread states (python/cpython#112275: before 3.10.15 and 3.11.10). Such workers are started again.
+    interpreter's thread states (python/cpython#112275: before 3.10.15 and 3.11.10). Such ones are started again.
     """
     while True:
-        plan, ahead = itertools.tee(plan)  # some of which the workers are given at once
-        read, write = os.pipe()
-        batches: Any = iter(loader(sampler=ahead, worker_init_fn=partial(begin_worker, write)))
+        ready, given = FORK.Pipe(duplex=False)
+        made = start(given)
+        given.close()
+        if ready.poll(START_S):  # at its end: all have closed theirs, or died
+            return made
+        log.warning("data workers did not start in %g s, as beside threads a fork may fail; starting again", START_S)
+        end(made)
+
+
+def begin(given: Connection, _: int = 0) -> None:
+    start_worker()
+    given.close()
+
+
+def start_workers(loader: Callable[..., DataLoader[Any]], refs: Iterator[Any]) -> Iterator[Any]:
+    """A DataLoader's batches, once all of its workers run."""
+
+    def start(given: Connection) -> Any:
+        nonlocal refs
+        refs, ahead = itertools.tee(refs)  # some of which the workers are given at once
+        batches: Any = iter(loader(sampler=ahead, multiprocessing_context=FORK, worker_init_fn=partial(begin, given)))
         for worker in batches._workers:
             worker._popen.terminate = worker._popen.kill  # for torch, and at exit: it does not heed SIGTERM
-        os.close(write)
-        with open(read, "rb", buffering=0) as started:
-            while (ready := select.select([started], [], [], START_S)[0]) and started.read(1):
-                pass  # a byte of each worker; at the end all have closed their ends, or died, which torch tells of
-        if ready:
-            return batches
-        log.warning("data workers did not start in %g s, as beside threads a fork may fail; starting again", START_S)
-        del batches  # which kills them
+        return batches
 
-
-def begin_worker(started: int, _: int) -> None:
-    start_worker()
-    os.write(started, b".")
-    os.close(started)
+    return started(start, lambda batches: batches._shutdown_workers())

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from trainer.data.find import find_shards
-from trainer.data.index import Index, Shard, scan_shard, stored
+from trainer.data.index import Index, scan_shard
 from trainer.data.remote import Remote
 from trainer.data.rows import of_rows
+from trainer.data.stored import Shard, indexed
 from trainer.data.tar import split_name
 from trainer.data.write import write_shards
 from trainer.errors import DataError, UnavailableError, require
@@ -52,7 +53,7 @@ def verify(shards: list[str], workers: int, **where: Any) -> None:
 
 def compare(path: Path | Remote) -> str:
     """How it differs from its index; empty where it doesn't."""
-    if (known := stored(path)) is None:
+    if (known := indexed(path)) is None:
         return "has no index that can be read"
     try:
         rows, sha256, _ = scan_shard(path)
@@ -60,7 +61,7 @@ def compare(path: Path | Remote) -> str:
         return str(error)
     if sha256 == known.sha256:
         same = np.array_equal(rows, Index([known]).samples(0)[:])
-        return "" if same else f"its index is wrong: remove {known.stored}"
+        return "" if same else f"its index is wrong: remove {known.index_path}"
     if isinstance(path, Remote):
         path.drop()
     return "NOT what was indexed"
