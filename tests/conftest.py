@@ -3,8 +3,10 @@
 import contextlib
 import gc
 import os
+import re
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +25,25 @@ settings.load_profile("echelon")
 
 GRACE_S = 3.0  # for processes that are just ending
 SHARED = ("resource_tracker", "forkserver", "torch_shm_manager")
+
+
+ROOT = Path(__file__).parents[1]
+BESIDE = 3  # tests of faults at a time: they wait most of the time
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    told = config.option.numprocesses is not None or config.option.collectonly or config.option.usepdb
+    if config.option.markexpr == "faults" and not told and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.option.numprocesses, config.option.dist = BESIDE, "loadgroup"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    links = re.findall(r"^\[\w+\]: \.\./(\S+)$", (ROOT / "docs" / "reliability.md").read_text(), re.MULTILINE)
+    named = {ROOT / link for link in links}
+    for item in items:
+        if item.path in named and not item.get_closest_marker("soak"):
+            item.add_marker("faults")
 
 
 def children() -> set[int]:
@@ -52,9 +73,8 @@ def environment() -> dict[str, str]:
 @pytest.fixture
 def looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What runs would leave in /tmp has a place of its own, and those in the test's folder are watched."""
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    with watched(tmp_path):
+    with tempfile.TemporaryDirectory() as folder, watched(tmp_path):
+        monkeypatch.setenv("TMPDIR", folder)
         yield
 
 

@@ -333,7 +333,7 @@ def test_no_rank_outlives_mpirun(tmp_path):
 
 
 @needs_mpirun
-@pytest.mark.faults
+@pytest.mark.slow
 def test_mpirun_passes_sigusr1_on(tmp_path):
     """But at SIGTERM it takes no more output, and kills its ranks after a second."""
     process, _ = start_under_mpirun(tmp_path)

@@ -136,7 +136,7 @@ def test_ranks_come_and_go_and_the_samples_stay(tmp_path, monkeypatch):
     come_and_go([(3, 0), (5, 1)], lanes=3)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_also_often_over_three_epochs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

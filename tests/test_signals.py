@@ -88,7 +88,7 @@ def test_sighup_is_heeded_but_under_nohup():
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        pytest.param("parent SIGTERM", "SIGTERM", marks=pytest.mark.faults),
+        pytest.param("parent SIGTERM", "SIGTERM", marks=pytest.mark.slow),
         ("SIGUSR1", "a signal to a rank"),
     ],
 )

@@ -14,7 +14,7 @@ from command import MAIN, MARK, QUICK, ROOT, TOY, Result, environment, lines, ru
 from slurm import Slurm, needs_slurm, wait_for
 from troubled import tidy
 
-pytestmark = [needs_slurm, pytest.mark.usefixtures("looked_at")]
+pytestmark = [needs_slurm, pytest.mark.usefixtures("looked_at"), pytest.mark.xdist_group("slurm")]
 RUN = [*TOY, *QUICK, "+callbacks=[probe]", "batch=12", "data.workers=1", "trainer.max_steps=12"]
 RUN += ["trainer.run_dir=runs/r", "trainer.checkpoint.every_steps=4", "trainer.checkpoint.keep=9"]
 
@@ -79,7 +79,7 @@ def test_a_task_a_node_on_two_nodes(slurm, four, tmp_path):
     same(tmp_path, four)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_rank_of_one_of_two_nodes_is_killed(slurm, tmp_path):
     """Told by its node; srun ends the other."""
     trouble = ["callbacks.probe.trouble=SIGKILL", "callbacks.probe.rank=3", "callbacks.probe.step=7"]
@@ -136,8 +136,8 @@ def completed(slurm: Slurm, job: str, cwd: Path, timeout_s: float = 60) -> int:
     ("options", "typed", "straight"),
     [
         ("--ntasks-per-node=3", [], "golden"),
-        pytest.param("--ntasks-per-node=1", ["trainer.devices=3"], "golden", marks=pytest.mark.faults),
-        pytest.param("--nodes=2 --ntasks-per-node=1", A_TASK_A_NODE, "four", marks=pytest.mark.faults),
+        pytest.param("--ntasks-per-node=1", ["trainer.devices=3"], "golden", marks=pytest.mark.slow),
+        pytest.param("--nodes=2 --ntasks-per-node=1", A_TASK_A_NODE, "four", marks=pytest.mark.slow),
     ],
     ids=["a task a rank", "a task a node", "a task a node on two nodes"],
 )
@@ -154,7 +154,7 @@ def test_a_job_that_gets_usr1_is_queued_again_and_goes_on(slurm, request, tmp_pa
     same(tmp_path, request.getfixturevalue(straight))
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "typed"),
     [("--ntasks-per-node=3", []), ("--ntasks-per-node=1", ["trainer.devices=3"])],
@@ -173,7 +173,7 @@ def test_a_job_that_gets_usr1_while_it_starts_is_queued_again_at_once(slurm, gol
     same(tmp_path, golden)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "typed"),
     [("--ntasks-per-node=3", []), ("--ntasks-per-node=1", ["trainer.devices=3"])],
@@ -193,7 +193,7 @@ def test_a_job_that_is_cancelled_has_a_last_checkpoint(slurm, tmp_path, options,
     assert "Traceback" not in log(tmp_path)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_job_whose_time_ends(slurm, tmp_path):
     """SLURM looks after the time of jobs twice a minute, and tells up to a minute early."""

@@ -204,7 +204,7 @@ def test_a_disk_whose_room_is_claimed_block_by_block(writers: Writers, run: Path
     assert sweep(writers, run, "next", (KILL, FULL, QUOTA), calls, *unable) == calls
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", CASES)
 def test_every_fault_at_every_call_loses_nothing(writers: Writers, run: Path, case: str) -> None:

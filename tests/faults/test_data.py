@@ -86,7 +86,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("gone", "checkpoint"), [("all", 4), ("one", 100)])
 def test_36_shards_that_are_away_for_longer_than_they_are_waited_for(
@@ -114,7 +114,7 @@ def test_36_shards_that_are_away_for_longer_than_they_are_waited_for(
     same(gone, folder, 16)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_36_a_shard_whose_reads_never_end_for_a_while(many: Path, tmp_path: Path) -> None:
     """Three ranks end, and go on when it can be read."""
@@ -165,7 +165,7 @@ gzip -dc "$1" | (head -c 3000; sleep 0.1; cat)
 """
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_ranks_on_programs_with_little_room_killed_while_these_write(tmp_path: Path) -> None:
     """And run again, from compressed files: the bits of the same ranks on plain ones."""
@@ -200,7 +200,7 @@ def started(cwd: Path) -> list[int]:
     return list(map(int, (cwd / "started").read_text().split()))
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.skipif(NGINX is None, reason=MISSING)
 def test_two_ranks_on_remote_shards_with_little_room(tmp_path: Path) -> None:
     """Cut connections, and a cache of a few shards: the bits of the same ranks on the files."""
@@ -232,7 +232,7 @@ def away(proxy: Proxy, metrics: Path, seconds: float, steps: list[int]) -> None:
     proxy.nginx.start()
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(NGINX is None, reason=MISSING)
 @pytest.mark.parametrize(("ranks", "more", "away_s"), [(1, [], 40), (2, ["trainer.timeout_s=20"], 45)])

@@ -12,7 +12,7 @@ from trainer.desync import odd_one
 WEIGHTS = 756  # of the toy: what it makes could be taken for the gradients of a step
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["reduce 1", "begin 1", f"begin {WEIGHTS}"])
 def test_33_a_collective_too_many(golden, tmp_path, what):
     """In step 7; step 8, whose gradients it meets, has a checkpoint."""

@@ -12,7 +12,7 @@ from troubled import events, trouble, whole
 
 from trainer.restarts import GAVE_UP
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from command import MAIN, MARK, PYTHONPATH, run
 from net import Cluster, needs_cluster
 from troubled import IMPATIENT, RUN, free_port, troubling, wait_for, whole
 
-pytestmark = [needs_cluster, pytest.mark.faults, pytest.mark.timeout(240)]
+pytestmark = [needs_cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 SLOWLY = "callbacks.probe.step_s=0.5"  # so that a fault hits a step, not a checkpoint
 WIDE = "recipe.width=512"  # 2 MB of gradients
 

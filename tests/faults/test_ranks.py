@@ -46,7 +46,7 @@ FAST = "1 "
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "fault", [pytest.param(f, marks=() if f.startswith(FAST) else pytest.mark.faults) for f in FAULTS]
+    "fault", [pytest.param(f, marks=() if f.startswith(FAST) else pytest.mark.slow) for f in FAULTS]
 )
 def test_a_fault_costs_steps_and_nothing_else(golden, tmp_path, fault):
     what, rank, said = FAULTS[fault]
@@ -78,7 +78,7 @@ def test_kills_in_a_checkpoint_and_in_validation(golden, tmp_path):
     whole(tmp_path, golden)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_kill_before_there_is_a_checkpoint(golden, tmp_path):
     """It starts from the beginning."""
     result = trouble("SIGKILL", tmp_path, rank=0, step=3, where="before_commit")
@@ -90,7 +90,7 @@ PLACES = {"after_fetch": 1, "after_forward": 1, "after_backward": 1, "before_ste
 PLACES |= {"snapshot": 0, "before_commit": 0, "retention": 0}
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize("where", PLACES)
 def test_a_kill_anywhere_else(golden, tmp_path, where):
     result = trouble("SIGKILL", tmp_path, "trainer.checkpoint.keep=2", rank=PLACES[where], where=where)
@@ -100,7 +100,7 @@ def test_a_kill_anywhere_else(golden, tmp_path, where):
     whole(tmp_path, golden)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_5_kills_while_it_starts(golden, tmp_path):
     result = trouble("SIGKILL", tmp_path, rank=2, attempts=3, where="startup")
     assert result.code == 0 and result.err.count("failed before its first step; restart") == 3
@@ -111,7 +111,7 @@ def test_5_kills_while_it_starts(golden, tmp_path):
     ("what", "rank", "said"),
     [
         ("raise", 1, "RuntimeError: trouble at step 7"),
-        pytest.param("memory", -2, "or trainer.precision=bf16", marks=pytest.mark.faults),
+        pytest.param("memory", -2, "or trainer.precision=bf16", marks=pytest.mark.slow),
     ],
     ids=["11 an exception", "40 out of memory, on another rank each time"],
 )
@@ -131,7 +131,7 @@ def test_a_mistake_that_is_there_from_the_first_step_is_told_at_once(tmp_path):
     assert refused.code == 78 and refused.err.count("echelon") == 1
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_where_no_rank_moves_all_are_killed_with_their_stacks_in_the_logs(golden, tmp_path):
     """Nothing else would notice: none of them waits for another."""
     result = trouble("sleep 3600", tmp_path, IMPATIENT, rank=-1)
@@ -145,7 +145,7 @@ def test_where_no_rank_moves_all_are_killed_with_their_stacks_in_the_logs(golden
         assert "most recent call first" in log and "in make_trouble" in log
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_12_a_rank_stops_while_it_hands_over_what_is_its_own(tmp_path):
     """Its residual, to rank 0, for a checkpoint."""
@@ -158,7 +158,7 @@ def test_12_a_rank_stops_while_it_hands_over_what_is_its_own(tmp_path):
     whole(tmp_path, straight)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_disk_hangs_and_a_rank_is_killed(golden, tmp_path):
     """Rank 0 completes a checkpoint before it ends: not one that never moves."""
@@ -192,7 +192,7 @@ class Stuck(Toy):
 """
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_rank_that_hangs_before_its_first_step(golden, tmp_path):
     """Its peers wait for it without a limit, as for one that prepares a corpus."""
@@ -205,7 +205,7 @@ def test_a_rank_that_hangs_before_its_first_step(golden, tmp_path):
     whole(tmp_path, golden)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_6_ten_kills_at_random(golden, tmp_path):
     """A regression of pytorch#135712 would be a restart that fails."""
@@ -235,7 +235,7 @@ def test_6_ten_kills_at_random(golden, tmp_path):
     whole(tmp_path, straight, 60)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_single_rank_that_hangs_ends_by_itself(tmp_path):
     """Nobody has started it who could notice. At a terminal it does not: somebody may be in a debugger."""
     alone = [*RUN, "trainer.devices=1", "data.workers=0", "trainer.timeout_s=3", *troubling("sleep 3600", rank=0)]

@@ -71,7 +71,7 @@ def test_16_a_signal_to_a_rank_that_waits_for_another(tmp_path):
     assert int(step) in (8, 9)  # a word of step 8 may have been on its way
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_14_sigterm_to_every_process(golden, tmp_path):
     """As scancel sends it: to data workers, ranks and the launcher, in any order."""
@@ -93,7 +93,7 @@ def test_14_sigterm_to_every_process(golden, tmp_path):
     whole(tmp_path, golden)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_4_the_launcher_is_killed_while_a_checkpoint_is_written(golden, tmp_path):
     assert trouble("parent SIGKILL", tmp_path, rank=0, where="mid_write").code == -signal.SIGKILL
@@ -102,7 +102,7 @@ def test_4_the_launcher_is_killed_while_a_checkpoint_is_written(golden, tmp_path
     whole(tmp_path, golden, launchers=1)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_17_what_a_slow_disk_does_not_take_in_time_is_killed(golden, tmp_path):
     """A signal while a checkpoint is written, which takes longer than there is; then all are killed."""

@@ -43,7 +43,7 @@ DAMAGES: dict[str, list[tuple[str, Change]]] = {  # of the newest checkpoint, an
 
 
 @pytest.mark.parametrize(
-    "damage", [pytest.param(d, marks=pytest.mark.faults if i else ()) for i, d in enumerate(DAMAGES)]
+    "damage", [pytest.param(d, marks=pytest.mark.slow if i else ()) for i, d in enumerate(DAMAGES)]
 )
 def test_checkpoints_that_are_damaged_between_two_runs(golden, tmp_path, damage):
     shutil.copytree(golden, tmp_path, dirs_exist_ok=True, symlinks=True)
@@ -152,7 +152,7 @@ def filled(disk: Path) -> Iterator[None]:
 
 
 @needs_mounts
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_20_a_disk_is_full_for_a_while(tmp_path):
     """All that a run writes is on it. Meanwhile a rank is killed, too."""
@@ -182,7 +182,7 @@ def test_20_a_disk_is_full_for_a_while(tmp_path):
 
 
 @needs_mounts
-@pytest.mark.faults
+@pytest.mark.slow
 def test_21_a_disk_is_read_only_for_a_while(golden, tmp_path):
     """The checkpoints', by a mount over it."""
     process = popen([*RUN, "callbacks.probe.step_s=0.4"], tmp_path)

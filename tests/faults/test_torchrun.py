@@ -30,7 +30,7 @@ def test_a_rank_is_killed(golden, tmp_path):
     whole(tmp_path, golden)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_no_rank_moves(golden, tmp_path):
     """There is no supervisor of ours that would notice: each rank watches itself."""
     hang = [*RANKS, *troubling("sleep 3600", rank=-1), "trainer.timeout_s=6"]
@@ -56,7 +56,7 @@ def test_the_agent_is_killed(golden, tmp_path):
     whole(tmp_path, golden)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_sigterm_to_the_agent(golden, tmp_path):
     """As from Kubernetes. It reaches the data workers, too: none of them ends before there is a checkpoint."""
@@ -137,7 +137,7 @@ def wait_for_steps(cwd: Path, agent: subprocess.Popen[bytes], world: int, more: 
 
 
 @needs_cluster
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_38_a_node_is_lost_and_comes_back(tmp_path):
     """2 nodes of 2 ranks; the second dies with all that runs there, the first goes on, and the second comes back."""
