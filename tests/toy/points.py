@@ -53,7 +53,7 @@ def watch_steps(trainer: Any, reach: Reach) -> None:
     trainer.scaler.unscale_ = unscale
     trainer.stream = each("after_fetch", trainer.stream)
     trainer.loss_of = loss
-    trainer.loader.validate = lambda source: each("eval", validate(source))
+    trainer.loader.validate = lambda: each("eval", validate())
     trainer.optimizer.register_step_pre_hook(lambda *_: reach("before_step"))
 
 
