@@ -88,7 +88,7 @@ def test_training_goes_on_and_the_checkpoint_is_of_its_own_step(monkeypatch):
 
 @pytest.mark.parametrize("best", [False, True])
 def test_what_is_due_while_the_disk_is_busy_is_left_out_only_if_so_told(monkeypatch, capsys, best):
-    held = Held(monkeypatch, step=2)
+    held, brought = Held(monkeypatch, step=2), []
 
     def at(step: int) -> None:
         if step == 3:
@@ -98,7 +98,9 @@ def test_what_is_due_while_the_disk_is_busy_is_left_out_only_if_so_told(monkeypa
             trainer.saver.writing and trainer.saver.writing.result()
 
     validate = {"keep_best": "val/loss"} if best else {}
-    trainer = make(AtStep(at), when_busy="skip", **validate)
+    callback = AtStep(at)
+    callback.rank_state_dict = lambda: brought.append(trainer.step) or {"step": trainer.step}
+    trainer = make(callback, when_busy="skip", **validate)
     if best:
         trainer.plan.validates_at = lambda step: step == 4
     trainer.fit()
@@ -108,6 +110,7 @@ def test_what_is_due_while_the_disk_is_busy_is_left_out_only_if_so_told(monkeypa
         assert told not in out and "waited 1." in out and steps() == [2, 4, 6]
     else:
         assert told in out and steps() == [2, 6]
+    assert brought == steps()  # what ranks keep goes to rank 0 for those that begin alone
 
 
 def test_a_failure_is_told_while_training_goes_on(monkeypatch, capsys):

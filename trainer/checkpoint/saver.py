@@ -12,6 +12,7 @@ from trainer.checkpoint import commit, resume, settings
 from trainer.checkpoint.fence import Attempt, refuse_superseded
 from trainer.checkpoint.lock import lock, unlock
 from trainer.checkpoint.snapshot import Snapshot
+from trainer.checkpoint.state import Packed
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,11 +61,10 @@ class Saver:
         trainer.seconds = trainer.saved_at - trainer.started
         if self.asked != trainer.step:
             self.asked = trainer.step
-            ranks = resume.rank_states(trainer)
-            free = trainer.rank == 0 and (last or self._is_free())
-            self._meet(waits=free)
-            if free:
-                self._begin(resume.state_dict(trainer) | ranks)
+            if self._meet(waits=trainer.rank == 0 and (last or self._is_free())):
+                ranks = resume.rank_states(trainer)
+                if trainer.rank == 0:
+                    self._begin(ranks)
         if last:
             self._meet(waits=True)
             trainer.heartbeat.beat(patience_s=EXPORT_S)  # rank 0 may have something to export
@@ -117,14 +117,17 @@ class Saver:
             return False
         return True
 
-    def _meet(self, waits: bool) -> None:
+    def _meet(self, waits: bool) -> bool:
         """All ranks go on together; where rank 0 `waits`, when nothing is being written any more. It tells the others
-        again and again, for each of their waits has a limit: a host that is gone is noticed. A collective."""
-        began = time.monotonic()
-        while self.trainer.ranks.agree((int(waits and self._is_writing()),))()[0]:
+        again and again, for each of their waits has a limit: a host that is gone is noticed. Returns whether it waits
+        at all. A collective."""
+        began, wanted, busy = time.monotonic(), 0, 1
+        while busy:
+            wanted, busy = self.trainer.ranks.agree((int(waits), int(waits and self._is_writing())))()
             self.trainer.heartbeat.beat()
         if waits and (waited := time.monotonic() - began) > 1.0 and not self.trainer.stop_reason:
             log.warning("waited %.1f s for the checkpoint of step %d to be written", waited, self.step)
+        return wanted > 0
 
     def _is_writing(self) -> bool:
         """Waits a while for the answer to be no."""
@@ -137,12 +140,12 @@ class Saver:
                 self.trainer.best = self.best
         return self.writing is not None
 
-    def _begin(self, state: dict[str, Any]) -> None:
+    def _begin(self, ranks: dict[str, Packed]) -> None:
         if self.room is not None:
             self.room.result()
-        files = self.snapshot.take(state)
+        files = self.snapshot.take(resume.state_dict(self.trainer), ranks)
         self.step, self.noted = self.trainer.step, self.trainer.best
-        self.writing = self.thread.submit(self._write, self.step, files, resume.manifest(self.trainer, state))
+        self.writing = self.thread.submit(self._write, self.step, files, resume.manifest(self.trainer, ranks))
 
     def _write(self, step: int, files: dict[str, memoryview], manifest: dict[str, Any]) -> None:
         assert self.attempt is not None  # it is rank 0's
