@@ -12,10 +12,11 @@ import pytest
 
 from trainer import heartbeat
 from trainer.errors import UnavailableError, exit_code
+from trainer.failure import Failure, find
 from trainer.heartbeat import Beat
 from trainer.launch import Place
-from trainer.restarts import GAVE_UP, Failure, Restarts
-from trainer.supervisor import Supervisor, find
+from trainer.restarts import GAVE_UP, Restarts
+from trainer.supervisor import Supervisor
 
 KILLED = Failure(1, "echelon: rank 1 was killed by SIGKILL; its log: x", 137, False)
 RAISED = Failure(1, "Traceback\nRuntimeError: x", 1, True)
