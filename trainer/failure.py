@@ -30,6 +30,10 @@ def find(
     if not codes:
         return Failure(0, f"echelon: no rank has moved for too long; the stacks of all are in {logs}", HANGS, False)
     failed = {rank: code for rank, code in codes.items() if code not in (0, STOPPED)}
+    hung = [rank for rank in ranks if rank not in codes]
+    if not failed and hung:
+        text = f"echelon: {named(hung)} did not end when the others had; their stacks are in {logs}"
+        return Failure(hung[0], text, HANGS, False)
     if not failed:
         return None
     reports: dict[int, dict[str, Any]] = {}
@@ -50,10 +54,14 @@ def find(
     rank = min(reports, key=lambda rank: (reports[rank]["in_collective"], reports[rank]["time"]))
     text, code = reports[rank]["text"], reports[rank]["code"]
     text = text if text.startswith("echelon: ") else f"echelon: rank {rank} failed first:\n{text}"
-    gone, hung = [r for r in codes if codes[r] == 0], [r for r in ranks if r not in codes]
+    gone = [r for r in codes if codes[r] == 0]
     if not reports[rank]["in_collective"] or not (gone or hung):
         return Failure(rank, text, code, True)
-    which, rank = "rank(s) " + ", ".join(map(str, gone or hung)), (gone or hung)[0]
+    which, rank = named(gone or hung), (gone or hung)[0]
     how = "ended with code 0 before the others" if gone else "did not end and had to be killed"
     text = f"{text.rstrip()}\nechelon: {which} {how}: the likely cause; its log: {logs}/rank{rank}.log"
     return Failure(rank, text, code, False)
+
+
+def named(ranks: Iterable[int]) -> str:
+    return f"rank(s) {', '.join(map(str, ranks))}"

@@ -86,6 +86,7 @@ class Supervisor:
             finally:
                 for process in self.ranks.values():
                     process.kill()
+                for process in self.ranks.values():
                     process.wait()
                 ranks, self.ranks = list(self.ranks), {}
             if codes is None:
@@ -139,8 +140,8 @@ class Supervisor:
 
     def _wait(self, private: Path) -> dict[int, int] | None:
         """Exit codes of the ranks that ended by themselves: once one has failed, the others have 5 s, and while rank 0
-        completes a checkpoint, and that moves, they have longer; none where no rank moves. The others' stacks are in
-        their logs. None: asked to stop before any has begun."""
+        completes a checkpoint, and that moves, they have longer; fewer than all, too, where no rank moves. The others'
+        stacks are in their logs. None: asked to stop before any has begun."""
         codes: dict[int, int] = {}
         deadline = float("inf")
         while len(codes) < len(self.ranks) and time.monotonic() < deadline:
@@ -149,7 +150,7 @@ class Supervisor:
             if (self.passed or STOPPED in codes.values()) and not any(map(read, private.glob("heartbeat-*"))):
                 return None
             if set(codes.values()) <= {0, STOPPED}:
-                if not codes and self._is_still(private):
+                if self._is_still(private):
                     break
             elif deadline == float("inf") or (0 not in codes and self._completes(last(private / "heartbeat-0"))):
                 deadline = time.monotonic() + 5
