@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,34 @@ def test_a_stop_whose_checkpoint_fails_relies_on_the_one_before(monkeypatch, cap
     told = f"the last step, {trainer.step}, is in no checkpoint; ckpt/r/step-00000002 is the newest"
     assert told in (out := capsys.readouterr().out) and "trainer.resume=ckpt/r" in out
     assert "runs/r/summary.json is not written: Is a directory" in out
+
+
+def test_nor_does_one_whose_failures_become_too_many_in_that_step(monkeypatch, capsys):
+    def at(step: int) -> None:
+        if step == 5:
+            trainer.saver.writing.result()
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not trainer.signals.name:
+                time.sleep(0.01)
+
+    Held(monkeypatch, errors=dict.fromkeys((4, 5), OSError(28, "No space left on device")))
+    trainer = make(AtStep(at), 1000, max_failures=1)
+    trainer.fit()
+    assert (trainer.stop_reason, trainer.step, steps()) == ("signal", 5, [2])
+    assert "the last step, 5, is in no checkpoint; ckpt/r/step-00000002 is the newest" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_no_link_can_lead_to_is_one_all_the_same(monkeypatch, capsys):
+    """As on a file system that has none."""
+    thinned = []
+    monkeypatch.setattr(commit, "retain", lambda *_: thinned.append(steps()))
+    Path("ckpt/last.pt").mkdir(parents=True)
+    trainer = make(AtStep(), max_failures=1)
+    trainer.fit()
+    assert thinned == [[2], [2, 4], [2, 4, 6]] and trainer.checkpoint == Path("ckpt/r/step-00000006")
+    out = capsys.readouterr().out
+    assert "checkpoint of step 4 is written, but last.pt does not lead to it: [Errno 21] Is a directory" in out
+    assert "failed" not in out
 
 
 def test_our_own_mistake_is_not_taken_for_a_bad_disk(monkeypatch):

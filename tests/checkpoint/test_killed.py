@@ -22,7 +22,7 @@ WRITER = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from trainer.checkpoint.commit import commit, retain
+from trainer.checkpoint.commit import begin, commit, publish, retain
 run, step, fill = Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 files = dict.fromkeys(("model.safetensors", "state.json"), memoryview(bytes([fill]) * 5000))
 try:
@@ -30,7 +30,8 @@ try:
 except NotADirectoryError:
     pass
 try:
-    commit(run, step, files, {})
+    attempt = begin(run)
+    publish(commit(run, step, files, {}, attempt), attempt)
     retain(run, 2, None, None)
 except OSError as error:
     sys.exit(f"errno {error.errno}")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 
-def checkpoints(trainer: "Trainer") -> Path:
+def saved_in(trainer: "Trainer") -> Path:
     """The folder of this run's checkpoints."""
     return Path(trainer.options.checkpoint.dir) / trainer.run_dir.name
 
@@ -160,9 +160,9 @@ def leave_newer(trainer: "Trainer") -> None:
     if trainer.rank:
         return
     assert trainer.saver.attempt is not None
-    refuse_superseded(checkpoints(trainer), trainer.saver.attempt)
+    refuse_superseded(saved_in(trainer), trainer.saver.attempt)
     trainer.quarantine.begin()
-    if trainer.plan.resumed and (aside := commit.set_aside(checkpoints(trainer), trainer.step)):
+    if trainer.plan.resumed and (aside := commit.set_aside(saved_in(trainer), trainer.step)):
         log.warning("resume: another history begins at step %d; set aside: %s", trainer.step, ", ".join(aside))
 
 
