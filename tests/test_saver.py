@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -184,18 +185,19 @@ def test_a_stop_waits_for_what_is_written_and_adds_the_last(monkeypatch):
 @pytest.mark.parametrize("first", [True, False])
 def test_a_stop_whose_checkpoint_fails_relies_on_the_one_before(monkeypatch, capsys, first):
     """A scheduler starts it again then; not where there is none, for it would begin anew each time."""
-    Held(monkeypatch, errors=dict.fromkeys(range(1 if first else 3, 999), OSError(28, "No space left on device")))
+    full = Mock(side_effect=OSError(28, "No space left on device"))
+    Held(monkeypatch, errors=dict.fromkeys(range(1 if first else 3, 999), full.side_effect))
     trainer = make(AtStep(lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None), 1000)
     if first:
         with pytest.raises(ConfigError, match=r"the checkpoint of the last step, \d+, failed: .*No space left"):
             trainer.fit()
         return
-    Path("runs/r/summary.tmp").mkdir()  # as on a full disk
+    monkeypatch.setattr("trainer.run.write_whole", full)
     trainer.fit()
     assert trainer.stop_reason == "signal" and steps() == [2] and trainer.checkpoint == Path("ckpt/r/step-00000002")
     told = f"the last step, {trainer.step}, is in no checkpoint; ckpt/r/step-00000002 is the newest"
     assert told in (out := capsys.readouterr().out) and "trainer.resume=ckpt/r" in out
-    assert "runs/r/summary.json is not written: Is a directory" in out
+    assert "runs/r/summary.json is not written: No space left on device" in out
 
 
 def test_nor_does_one_whose_failures_become_too_many_in_that_step(monkeypatch, capsys):
