@@ -1,5 +1,6 @@
 """The command that exports from any checkpoint: its weights, and one line for what can't be."""
 
+import os
 import re
 import shlex
 import shutil
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from toy_recipe import Toy
 
 from trainer.callback import Callback
+from trainer.checkpoint import state
 from trainer.options import DataOptions, Options
 from trainer.tools.export import main
 from trainer.trainer import Trainer
@@ -147,6 +149,18 @@ def test_what_can_not_be_exported_is_one_line(spoil, checkpoint, message, cwd, m
     assert error.count("\n") == 1
     assert re.match(f"echelon: {message}", error)
     assert files(cwd / "ckpt") | files(cwd / "runs") == before
+
+
+def test_what_is_not_exported_is_not_read(cwd, monkeypatch):
+    """What ranks keep of their own may be larger than all else, times the ranks."""
+    read, real = [], state.load_file
+    monkeypatch.setattr(state, "load_file", lambda path: read.append(os.readlink(path)) or real(path))
+    monkeypatch.chdir(cwd)
+    monkeypatch.syspath_prepend(str(cwd))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.setattr(sys, "argv", ["export", "ckpt/last.pt", "out", TRUSTED])
+    assert main() == 0
+    assert {Path(name).name for name in read} == {"model.safetensors", "callbacks.safetensors"}
 
 
 class Stops(Callback):

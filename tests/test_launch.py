@@ -15,9 +15,9 @@ from command import MAIN, QUICK, ROOT, TOY, Result, lines, popen, run, weights
 
 from trainer import session
 from trainer.errors import ConfigError
+from trainer.failure import find
 from trainer.launch import Place, detect, first_host, refuse_crowd, refuse_nodes
 from trainer.summary import go_on, this_python
-from trainer.supervisor import find
 
 SHORT = [*TOY, *QUICK, "+callbacks=[probe]", "trainer.max_steps=5", "trainer.validate_every=3"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainer.main"]

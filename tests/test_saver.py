@@ -3,9 +3,11 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -88,7 +90,7 @@ def test_training_goes_on_and_the_checkpoint_is_of_its_own_step(monkeypatch):
 
 @pytest.mark.parametrize("best", [False, True])
 def test_what_is_due_while_the_disk_is_busy_is_left_out_only_if_so_told(monkeypatch, capsys, best):
-    held = Held(monkeypatch, step=2)
+    held, brought = Held(monkeypatch, step=2), []
 
     def at(step: int) -> None:
         if step == 3:
@@ -98,7 +100,9 @@ def test_what_is_due_while_the_disk_is_busy_is_left_out_only_if_so_told(monkeypa
             trainer.saver.writing and trainer.saver.writing.result()
 
     validate = {"keep_best": "val/loss"} if best else {}
-    trainer = make(AtStep(at), when_busy="skip", **validate)
+    callback = AtStep(at)
+    callback.rank_state_dict = lambda: brought.append(trainer.step) or {"step": trainer.step}
+    trainer = make(callback, when_busy="skip", **validate)
     if best:
         trainer.plan.validates_at = lambda step: step == 4
     trainer.fit()
@@ -108,6 +112,7 @@ def test_what_is_due_while_the_disk_is_busy_is_left_out_only_if_so_told(monkeypa
         assert told not in out and "waited 1." in out and steps() == [2, 4, 6]
     else:
         assert told in out and steps() == [2, 6]
+    assert brought == steps()  # what ranks keep goes to rank 0 for those that begin alone
 
 
 def test_a_failure_is_told_while_training_goes_on(monkeypatch, capsys):
@@ -180,18 +185,47 @@ def test_a_stop_waits_for_what_is_written_and_adds_the_last(monkeypatch):
 @pytest.mark.parametrize("first", [True, False])
 def test_a_stop_whose_checkpoint_fails_relies_on_the_one_before(monkeypatch, capsys, first):
     """A scheduler starts it again then; not where there is none, for it would begin anew each time."""
-    Held(monkeypatch, errors=dict.fromkeys(range(1 if first else 3, 999), OSError(28, "No space left on device")))
+    full = Mock(side_effect=OSError(28, "No space left on device"))
+    Held(monkeypatch, errors=dict.fromkeys(range(1 if first else 3, 999), full.side_effect))
     trainer = make(AtStep(lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None), 1000)
     if first:
         with pytest.raises(ConfigError, match=r"the checkpoint of the last step, \d+, failed: .*No space left"):
             trainer.fit()
         return
-    Path("runs/r/summary.tmp").mkdir()  # as on a full disk
+    monkeypatch.setattr("trainer.run.write_whole", full)
     trainer.fit()
     assert trainer.stop_reason == "signal" and steps() == [2] and trainer.checkpoint == Path("ckpt/r/step-00000002")
     told = f"the last step, {trainer.step}, is in no checkpoint; ckpt/r/step-00000002 is the newest"
     assert told in (out := capsys.readouterr().out) and "trainer.resume=ckpt/r" in out
-    assert "runs/r/summary.json is not written: Is a directory" in out
+    assert "runs/r/summary.json is not written: No space left on device" in out
+
+
+def test_nor_does_one_whose_failures_become_too_many_in_that_step(monkeypatch, capsys):
+    def at(step: int) -> None:
+        if step == 5:
+            trainer.saver.writing.result()
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not trainer.signals.name:
+                time.sleep(0.01)
+
+    Held(monkeypatch, errors=dict.fromkeys((4, 5), OSError(28, "No space left on device")))
+    trainer = make(AtStep(at), 1000, max_failures=1)
+    trainer.fit()
+    assert (trainer.stop_reason, trainer.step, steps()) == ("signal", 5, [2])
+    assert "the last step, 5, is in no checkpoint; ckpt/r/step-00000002 is the newest" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_no_link_can_lead_to_is_one_all_the_same(monkeypatch, capsys):
+    """As on a file system that has none."""
+    thinned = []
+    monkeypatch.setattr(commit, "retain", lambda *_: thinned.append(steps()))
+    Path("ckpt/last.pt").mkdir(parents=True)
+    trainer = make(AtStep(), max_failures=1)
+    trainer.fit()
+    assert thinned == [[2], [2, 4], [2, 4, 6]] and trainer.checkpoint == Path("ckpt/r/step-00000006")
+    out = capsys.readouterr().out
+    assert "checkpoint of step 4 is written, but last.pt does not lead to it: [Errno 21] Is a directory" in out
+    assert "failed" not in out
 
 
 def test_our_own_mistake_is_not_taken_for_a_bad_disk(monkeypatch):

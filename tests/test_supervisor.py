@@ -12,10 +12,11 @@ import pytest
 
 from trainer import heartbeat
 from trainer.errors import UnavailableError, exit_code
+from trainer.failure import HANGS, Failure, find
 from trainer.heartbeat import Beat
-from trainer.launch import Place
-from trainer.restarts import GAVE_UP, Failure, Restarts
-from trainer.supervisor import Supervisor, find
+from trainer.launch import STOPPED, Place
+from trainer.restarts import GAVE_UP, Restarts
+from trainer.supervisor import Supervisor
 
 KILLED = Failure(1, "echelon: rank 1 was killed by SIGKILL; its log: x", 137, False)
 RAISED = Failure(1, "Traceback\nRuntimeError: x", 1, True)
@@ -175,6 +176,39 @@ def test_rank_0_may_complete_a_checkpoint_as_long_as_that_moves(tmp_path, monkey
     assert supervisor._wait(tmp_path) == {1: -9}
     writes.send_signal.assert_called_once_with(signal.SIGUSR2)
     assert ends_s <= clock.now < ends_s + 10
+
+
+@pytest.mark.parametrize("code", [0, STOPPED])
+def test_a_rank_that_does_not_end_when_others_have_is_seen(code, tmp_path, monkeypatch):
+    """As a thread of the user's may keep it; no collective waits for it any more."""
+    clock = Clock(lambda now: None if now < 900 else pytest.fail("waits for ever"))
+    monkeypatch.setattr("trainer.supervisor.time", clock)
+    monkeypatch.setattr("trainer.heartbeat.time", clock)
+    supervisor = Supervisor(lambda moved: "", [], Place(), tmp_path / "logs", str, 3, still_s=40, start_s=60)
+    hangs, ended = Mock(**{"poll.return_value": None}), Mock(**{"poll.return_value": code}, returncode=code)
+    supervisor.ranks = {0: ended, 1: ended, 2: hangs, 3: hangs}
+    for rank in supervisor.ranks:
+        heartbeat.Heartbeat(str(tmp_path / f"heartbeat-{rank}")).beat(7)
+    codes = supervisor._wait(tmp_path)
+    assert codes == {0: code, 1: code} and 40 <= clock.now < 50
+    hangs.send_signal.assert_called_with(signal.SIGUSR2)
+    failure = find(codes, supervisor.ranks, tmp_path, Path("logs"), [])
+    told = "echelon: rank(s) 2, 3 did not end when the others had; their stacks are in logs"
+    assert failure == Failure(2, told, HANGS, False)
+
+
+def test_all_ranks_are_killed_before_one_is_waited_for(tmp_path, monkeypatch):
+    """One that waits for a network's disk can't be killed until that answers."""
+    supervisor, done = Supervisor(lambda moved: "", [], Place(0, 3, 0, 3), tmp_path, str, 3, 40, 60), []
+
+    def start(resolved: int, local_rank: int, attempt: int, private: Path) -> None:
+        process = Mock(**{"poll.return_value": -9}, returncode=-9)
+        process.kill, process.wait = (lambda name=name: done.append(name) for name in ("kill", "wait"))
+        supervisor.ranks[local_rank] = process
+
+    monkeypatch.setattr(supervisor, "_start", start)
+    assert supervisor._attempt(0) is None
+    assert done == ["kill"] * 3 + ["wait"] * 3
 
 
 LOST = "Connection closed by peer"

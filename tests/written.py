@@ -3,14 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.commit import checkpoints, commit
+from trainer.checkpoint.commit import begin, checkpoints, commit, publish
 
 NAMES = ("model.safetensors", "state.json")
 
 
 def put(run: Path, step: int, fill: int | None = None, **manifest: Any) -> Path:
     content = memoryview(bytes([step if fill is None else fill]) * 5000)
-    return commit(run, step, dict.fromkeys(NAMES, content), manifest)
+    attempt = begin(run)
+    written = commit(run, step, dict.fromkeys(NAMES, content), manifest, attempt)
+    publish(written, attempt)
+    return written
 
 
 def holds(checkpoint: Path) -> tuple[int, int]:

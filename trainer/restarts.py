@@ -3,25 +3,15 @@
 import re
 import signal
 from collections import Counter
-from dataclasses import dataclass
 
 from trainer.errors import EXIT_CODES, FINAL, UnavailableError
+from trainer.failure import Failure
 from trainer.heartbeat import Beat
 
 GAVE_UP = 70  # exit code: the same failure at the same step, again and again (sysexits' EX_SOFTWARE)
 SAME = 3  # failures alike in a row of attempts, until the run is given up
 LONGEST_PAUSE_S = 30.0
 AWAY_S = 10.0  # the shortest one, after a failure of what data lies on
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What ended an attempt: of the rank that failed first."""
-
-    rank: int
-    text: str  # for the user
-    code: int  # of the run
-    reported: bool  # by the rank itself, as an error of Python's
 
 
 class Restarts:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.appended import Appended
 from trainer.checkpoint import commit
 from trainer.errors import ConfigError
+from trainer.whole import write_whole
 
 if TYPE_CHECKING:
     from trainer.plan import Plan
@@ -161,9 +162,7 @@ class Terminal(logging.Handler):
 
 def write_json(path: Path, value: Any) -> None:
     """Whole or not at all; a number that JSON has no form for becomes null."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(finite(value), indent=1, allow_nan=False) + "\n")
-    temporary.rename(path)
+    write_whole(path, f"{json.dumps(finite(value), indent=1, allow_nan=False)}\n".encode())
 
 
 def finite(value: Any) -> Any:

@@ -35,6 +35,7 @@ from trainer.signals import Signals
 from trainer.summary import go_on
 from trainer.supervisor import Supervisor
 from trainer.trainer import Trainer
+from trainer.whole import write_whole
 
 
 def start(config: dict[str, Any], name: str, typed: list[str], place: Place) -> int:
@@ -149,10 +150,8 @@ def found_data(plan: Plan) -> list[str | None]:
 
 def save_config(config: dict[str, Any], run_dir: Path) -> None:
     path = run_dir / "config.yaml"
-    temporary = path.with_suffix(".tmp")
     try:
-        temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
-        temporary.rename(path)
+        write_whole(path, OmegaConf.to_yaml(OmegaConf.create(config)).encode())
     except OSError as error:
         if not path.exists():
             raise

@@ -9,18 +9,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from trainer.appended import Appended
 from trainer.desync import odd_one
+from trainer.failure import find
 from trainer.heartbeat import Beat, last, read
 from trainer.launch import STOPPED, Place, cores
-from trainer.restarts import Failure, Restarts
+from trainer.restarts import Restarts
 from trainer.signals import EARLY, Heard, show_cursor
-
-HANGS = 124  # exit code: no rank has moved for too long (as of `timeout`)
 
 
 class Supervisor:
@@ -87,6 +86,7 @@ class Supervisor:
             finally:
                 for process in self.ranks.values():
                     process.kill()
+                for process in self.ranks.values():
                     process.wait()
                 ranks, self.ranks = list(self.ranks), {}
             if codes is None:
@@ -140,8 +140,8 @@ class Supervisor:
 
     def _wait(self, private: Path) -> dict[int, int] | None:
         """Exit codes of the ranks that ended by themselves: once one has failed, the others have 5 s, and while rank 0
-        completes a checkpoint, and that moves, they have longer; none where no rank moves. The others' stacks are in
-        their logs. None: asked to stop before any has begun."""
+        completes a checkpoint, and that moves, they have longer; fewer than all, too, where no rank moves. The others'
+        stacks are in their logs. None: asked to stop before any has begun."""
         codes: dict[int, int] = {}
         deadline = float("inf")
         while len(codes) < len(self.ranks) and time.monotonic() < deadline:
@@ -150,7 +150,7 @@ class Supervisor:
             if (self.passed or STOPPED in codes.values()) and not any(map(read, private.glob("heartbeat-*"))):
                 return None
             if set(codes.values()) <= {0, STOPPED}:
-                if not codes and self._is_still(private):
+                if self._is_still(private):
                     break
             elif deadline == float("inf") or (0 not in codes and self._completes(last(private / "heartbeat-0"))):
                 deadline = time.monotonic() + 5
@@ -175,39 +175,3 @@ class Supervisor:
 
     def _note(self, **event: Any) -> None:
         self.events.write(f"{json.dumps({'time': round(time.time(), 3), **event})}\n".encode())
-
-
-def find(
-    codes: Mapping[int, int], ranks: Iterable[int], private: Path, logs: Path, passed: list[int]
-) -> Failure | None:
-    """What failed first, or is likely to have made others fail; None where nothing did."""
-    if not codes:
-        return Failure(0, f"echelon: no rank has moved for too long; the stacks of all are in {logs}", HANGS, False)
-    failed = {rank: code for rank, code in codes.items() if code not in (0, STOPPED)}
-    if not failed:
-        return None
-    reports: dict[int, dict[str, Any]] = {}
-    for rank in failed:
-        with contextlib.suppress(OSError, ValueError):
-            reports[rank] = json.loads((private / f"error-{rank}.json").read_text())
-    # Killed from outside or by its own fault; not an abort, which may be what a peer's failure has led to.
-    silent = [rank for rank, code in failed.items() if rank not in reports and code != -signal.SIGABRT]
-    if passed and not reports:
-        name = signal.Signals(passed[0]).name
-        return Failure(min(failed), f"echelon: {name}: ended without a checkpoint", 128 + passed[0], False)
-    if silent or not reports:
-        rank, code = next((rank, failed[rank]) for rank in silent or failed)
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        text = f"echelon: rank {rank} {how}; its log: {logs}/rank{rank}.log"
-        return Failure(rank, text, 128 - code if code < 0 else code, False)
-    # A rank that hangs or has gone lets its peers fail, in a collective.
-    rank = min(reports, key=lambda rank: (reports[rank]["in_collective"], reports[rank]["time"]))
-    text, code = reports[rank]["text"], reports[rank]["code"]
-    text = text if text.startswith("echelon: ") else f"echelon: rank {rank} failed first:\n{text}"
-    gone, hung = [r for r in codes if codes[r] == 0], [r for r in ranks if r not in codes]
-    if not reports[rank]["in_collective"] or not (gone or hung):
-        return Failure(rank, text, code, True)
-    which, rank = "rank(s) " + ", ".join(map(str, gone or hung)), (gone or hung)[0]
-    how = "ended with code 0 before the others" if gone else "did not end and had to be killed"
-    text = f"{text.rstrip()}\nechelon: {which} {how}: the likely cause; its log: {logs}/rank{rank}.log"
-    return Failure(rank, text, code, False)

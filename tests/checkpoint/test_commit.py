@@ -14,6 +14,7 @@ import pytest
 from written import hidden, holds, put, steps
 
 from trainer.checkpoint.commit import checkpoints, newest, resolve, retain, set_aside
+from trainer.checkpoint.fence import Superseded
 from trainer.checkpoint.manifest import Damaged
 from trainer.errors import ConfigError
 
@@ -176,7 +177,7 @@ def test_a_writer_taken_for_dead_cannot_commit(run: Path, monkeypatch: pytest.Mo
             put(run, step)
 
     monkeypatch.setattr(os, "fsync", slow)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(Superseded):
         put(run, 4)
     assert steps(run) == [5] and hidden(run) == []
 

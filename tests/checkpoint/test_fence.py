@@ -30,7 +30,7 @@ attempt = commit.begin(run)
 files = dict.fromkeys(names, memoryview(bytes([fill]) * 5000))
 *before, last = map(int, sys.argv[7:])
 for step in before:
-    commit.commit(run, step, files, {}, attempt)
+    commit.publish(commit.commit(run, step, files, {}, attempt), attempt)
 owner = os if call == "rename" else commit
 real, calls = getattr(owner, call), []
 def stopping(*args):
@@ -40,7 +40,7 @@ def stopping(*args):
     return real(*args)
 setattr(owner, call, stopping)
 try:
-    commit.commit(run, last, files, {}, attempt)
+    commit.publish(commit.commit(run, last, files, {}, attempt), attempt)
 except (ConfigError, OSError) as error:
     sys.exit(f"{type(error).__name__}: {error}")
 """

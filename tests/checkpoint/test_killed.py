@@ -26,12 +26,13 @@ WRITERS = """
 import ctypes, os, signal, sys, traceback
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from trainer.checkpoint.commit import commit, retain
+from trainer.checkpoint.commit import begin, commit, publish, retain
 
 def write(run, step, fill):
     files = dict.fromkeys(("model.safetensors", "state.json"), memoryview(bytes([fill]) * 5000))
     try:
-        commit(run, step, files, {})
+        attempt = begin(run)
+        publish(commit(run, step, files, {}, attempt), attempt)
         retain(run, 2, None, None)
     except OSError as error:
         return error.errno

@@ -23,9 +23,11 @@ from trainer.checkpoint.image import DTYPES
 from trainer.checkpoint.manifest import Damaged
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.state import (
+    Packed,
     load_optimizer_state,
     load_state,
     optimizer_state,
+    pack,
 )
 from trainer.errors import ConfigError
 
@@ -51,6 +53,11 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, float) and isinstance(b, float):
         return (math.isnan(a) and math.isnan(b)) or (a, math.copysign(1, a)) == (b, math.copysign(1, b))
     return type(a) is type(b) and a == b
+
+
+def packed(section: str, state: dict[str, Any]) -> Packed:
+    content, image = pack(section, state)
+    return Packed(json.loads(content.numpy().tobytes()), image.numpy().data)
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
@@ -95,6 +102,13 @@ VALUES = st.recursive(
 @given(state=st.dictionaries(st.sampled_from(["model", "callbacks", "step", "state"]), VALUES, max_size=3))
 def test_any_state_comes_back(tmp_path: Path, state: dict[str, Any]) -> None:
     assert same(state, through(tmp_path, state))
+    snapshot = Snapshot()
+    for section, value in state.items():
+        if isinstance(value, dict):  # as each rank's own is
+            own = {section: packed(section, value)}
+            assert snapshot.take({}, own) == snapshot.take({section: value})  # the same bytes
+            if file := snapshot.take({}, own).get(f"{section}.safetensors"):
+                assert file is own[section].file  # not copied
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)

@@ -114,7 +114,7 @@ def test_the_config_beside_a_checkpoint_allows_nothing(tmp_path: Path) -> None:
     manifest = {"run_dir": "run", "samples": 0, "world": 1, "buckets": [], "ddp": {}}
     identity = {"model": "", "optimizer": "", "data": ""}
     commit(tmp_path / "ckpt" / "run", 1, {"state.json": memoryview(b"{}")}, {**manifest, "identity": identity})
-    export = [sys.executable, "-m", "trainer.tools.export", "ckpt/last.pt", "out"]
+    export = [sys.executable, "-m", "trainer.tools.export", "ckpt/run/step-00000001", "out"]
     result = run([], tmp_path, export, PYTHONPATH=f"{ROOT}:{tmp_path}")
     assert (result.code, result.err) == (
         78,

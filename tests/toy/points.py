@@ -26,8 +26,8 @@ def watch(trainer: Any, reach: Reach) -> None:
 
     dist.gather = gather
 
-    def take(state: Any, copy: Any = trainer.saver.snapshot.take) -> Any:
-        files = copy(state)
+    def take(*state: Any, copy: Any = trainer.saver.snapshot.take) -> Any:
+        files = copy(*state)
         reach("snapshot")
         return files
 

@@ -73,10 +73,18 @@ def commit(
         refuse_superseded(run_dir, attempt)
         raise
     sync(run_dir)
-    sweep(run_dir, attempt.number)
-    refuse_superseded(run_dir, attempt)
-    _link(final)
     return final
+
+
+def publish(checkpoint: Path, attempt: Attempt) -> None:
+    """After its commit: what it has replaced is deleted, and `last.pt` leads to it.
+
+    Raises:
+        OSError: the checkpoint is there all the same. Superseded: another process writes the run now.
+    """
+    sweep(checkpoint.parent, attempt.number)
+    refuse_superseded(checkpoint.parent, attempt)
+    _link(checkpoint)
 
 
 def folder(run_dir: Path, step: int) -> Path:

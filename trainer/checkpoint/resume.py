@@ -1,6 +1,7 @@
 """What a trainer saves, and how it takes it back."""
 
 import hashlib
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from trainer.checkpoint import commit
 from trainer.checkpoint.fence import refuse_superseded
 from trainer.checkpoint.manifest import Damaged
 from trainer.checkpoint.settings import differences, plain
-from trainer.checkpoint.state import load_optimizer_state, load_state, optimizer_state, pack, unpack
+from trainer.checkpoint.state import Packed, load_optimizer_state, load_state, optimizer_state, pack
 from trainer.errors import ConfigError
 from trainer.plan import refuse_differences
 from trainer.run import log, versions
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 
-def checkpoints(trainer: "Trainer") -> Path:
+def saved_in(trainer: "Trainer") -> Path:
     """The folder of this run's checkpoints."""
     return Path(trainer.options.checkpoint.dir) / trainer.run_dir.name
 
@@ -48,18 +49,22 @@ def tensors(trainer: "Trainer") -> dict[str, Any]:
     return {"model": trainer.global_model.state_dict(), "optimizer": optimizer}
 
 
-def rank_states(trainer: "Trainer") -> dict[str, Any]:
+def rank_states(trainer: "Trainer") -> dict[str, Packed]:
     """On rank 0, what the callbacks of each rank keep of their own: a section a rank. A collective."""
     own = {name: state for name, callback in trainer.callbacks.items() if (state := callback.rank_state_dict())}
-    brought = trainer.ranks.bring(pack(own), trainer.heartbeat.beat) if own else []
-    return {rank_section(rank): unpack(data) for rank, data in enumerate(brought)}
+    if not own:
+        return {}
+    parts = pack(rank_section(trainer.rank), own)
+    contents, files = (trainer.ranks.bring(part, trainer.heartbeat.beat) for part in parts)
+    sections = enumerate(zip(contents, files, strict=True))
+    return {rank_section(rank): Packed(json.loads(c.numpy().tobytes()), f.numpy().data) for rank, (c, f) in sections}
 
 
 def rank_section(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
-def manifest(trainer: "Trainer", rank_states: Mapping[str, Any]) -> dict[str, Any]:
+def manifest(trainer: "Trainer", rank_states: Mapping[str, Packed]) -> dict[str, Any]:
     measured = trainer.validation if trainer.validated_step == trainer.step else {}
     return {
         "run_dir": str(trainer.run_dir),
@@ -68,7 +73,7 @@ def manifest(trainer: "Trainer", rank_states: Mapping[str, Any]) -> dict[str, An
         "identity": trainer.plan.identity() | model_identity(trainer),
         "buckets": trainer.buckets,
         "ddp": trainer.ddp,
-        "rank_states": sorted(rank_states.get(rank_section(0), ())),  # the callbacks that have some
+        "rank_states": sorted(rank_states[rank_section(0)].content) if rank_states else [],  # the callbacks with some
         "settings": plain(trainer.saver.settings),
         "metrics": {
             name: value for name, value in measured.items() if math.isfinite(value)
@@ -155,9 +160,9 @@ def leave_newer(trainer: "Trainer") -> None:
     if trainer.rank:
         return
     assert trainer.saver.attempt is not None
-    refuse_superseded(checkpoints(trainer), trainer.saver.attempt)
+    refuse_superseded(saved_in(trainer), trainer.saver.attempt)
     trainer.quarantine.begin()
-    if trainer.plan.resumed and (aside := commit.set_aside(checkpoints(trainer), trainer.step)):
+    if trainer.plan.resumed and (aside := commit.set_aside(saved_in(trainer), trainer.step)):
         log.warning("resume: another history begins at step %d; set aside: %s", trainer.step, ", ".join(aside))
 
 

@@ -4,14 +4,17 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint import commit, resume, settings
 from trainer.checkpoint.fence import Attempt, refuse_superseded
 from trainer.checkpoint.lock import lock, unlock
 from trainer.checkpoint.snapshot import Snapshot
+from trainer.checkpoint.state import Packed
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,17 +37,17 @@ class Saver:
         ConfigError: another process writes this run.
         """
         self.trainer, self.options = trainer, trainer.options.checkpoint
-        self.folder = resume.checkpoints(trainer)
+        self.folder = resume.saved_in(trainer)
         self.attempt = self._claim() if trainer.rank == 0 else None
         self.settings = settings.own(trainer)  # and what the config says, where a command has made the trainer
         self.snapshot = Snapshot()
         self.thread = ThreadPoolExecutor(1, "checkpoint", _give_way)
-        self.writing: Future[None] | None = None
+        self.writing: Future[Path | OSError] | None = None
         self.room: Future[None] | None = None  # when there is memory for the first copy
         self.steps = 0  # of this process
         self.asked = self.step = -1  # when one was asked for, and of what is or was written last
         self.best = self.noted = dict[str, Any]()  # the best that is written, and with what is being written
-        self.error: OSError | None = None  # its own
+        self.error: OSError | None = None  # of the last that is settled
         self.failures = 0  # in a row
         self.closing = False
 
@@ -60,11 +63,10 @@ class Saver:
         trainer.seconds = trainer.saved_at - trainer.started
         if self.asked != trainer.step:
             self.asked = trainer.step
-            ranks = resume.rank_states(trainer)
-            free = trainer.rank == 0 and (last or self._is_free())
-            self._meet(waits=free)
-            if free:
-                self._begin(resume.state_dict(trainer) | ranks)
+            if self._meet(waits=trainer.rank == 0 and (last or self._is_free())):
+                ranks = resume.rank_states(trainer)
+                if trainer.rank == 0:
+                    self._begin(ranks)
         if last:
             self._meet(waits=True)
             trainer.heartbeat.beat(patience_s=EXPORT_S)  # rank 0 may have something to export
@@ -83,8 +85,8 @@ class Saver:
         if self.steps == 2 and self.asked < 0 and self.trainer.rank == 0:  # overlap has made the first one now
             self.room = self.thread.submit(self.snapshot.reserve, resume.tensors(self.trainer))
         if self.writing is not None and self.writing.done():
-            self._is_writing()
-        if self.failures >= self.options.max_failures:
+            self._settle()
+        if self.failures >= self.options.max_failures and not self.trainer.stop_reason:  # else the last one decides
             raise self._refusal(f"{self.failures} checkpoints in a row failed")
 
     def close(self) -> None:
@@ -117,54 +119,67 @@ class Saver:
             return False
         return True
 
-    def _meet(self, waits: bool) -> None:
+    def _meet(self, waits: bool) -> bool:
         """All ranks go on together; where rank 0 `waits`, when nothing is being written any more. It tells the others
-        again and again, for each of their waits has a limit: a host that is gone is noticed. A collective."""
-        began = time.monotonic()
-        while self.trainer.ranks.agree((int(waits and self._is_writing()),))()[0]:
+        again and again, for each of their waits has a limit: a host that is gone is noticed. Returns whether it waits
+        at all. A collective."""
+        began, wanted, busy = time.monotonic(), 0, 1
+        while busy:
+            if waits and self.writing is not None and wait([self.writing], self.trainer.options.timeout_s / 4).done:
+                self._settle()
+            wanted, busy = self.trainer.ranks.agree((int(waits), int(waits and self.writing is not None)))()
             self.trainer.heartbeat.beat()
         if waits and (waited := time.monotonic() - began) > 1.0 and not self.trainer.stop_reason:
             log.warning("waited %.1f s for the checkpoint of step %d to be written", waited, self.step)
+        return wanted > 0
 
-    def _is_writing(self) -> bool:
-        """Waits a while for the answer to be no."""
-        if self.writing is not None and wait([self.writing], self.trainer.options.timeout_s / 4).done:
-            self.writing.result()  # raises what is our own mistake
-            self.writing = None
-            if self.error is None:
-                self.best = self.noted
-            elif self.options.keep_best and self.trainer.best.get("step") == self.step:
-                self.trainer.best = self.best
-        return self.writing is not None
-
-    def _begin(self, state: dict[str, Any]) -> None:
+    def _begin(self, ranks: dict[str, Packed]) -> None:
         if self.room is not None:
             self.room.result()
-        files = self.snapshot.take(state)
+        files = self.snapshot.take(resume.state_dict(self.trainer), ranks)
         self.step, self.noted = self.trainer.step, self.trainer.best
-        self.writing = self.thread.submit(self._write, self.step, files, resume.manifest(self.trainer, state))
+        self.writing = self.thread.submit(self._write, self.step, files, resume.manifest(self.trainer, ranks))
 
-    def _write(self, step: int, files: dict[str, memoryview], manifest: dict[str, Any]) -> None:
+    def _settle(self) -> None:
+        """Takes what became of the one that was being written."""
+        assert self.writing is not None
+        written = self.writing.result()  # raises what is our own mistake
+        self.writing = None
+        if isinstance(written, OSError):
+            self.failures, self.error = self.failures + 1, written
+            if self.options.keep_best and self.trainer.best.get("step") == self.step:
+                self.trainer.best = self.best
+        else:
+            self.failures, self.error, self.best, self.trainer.checkpoint = 0, None, self.noted, written
+
+    def _write(self, step: int, files: dict[str, memoryview], manifest: dict[str, Any]) -> Path | OSError:
         assert self.attempt is not None  # it is rank 0's
         self.snapshot.wait()
         try:
-            self.trainer.checkpoint = commit.commit(self.folder, step, files, manifest, self.attempt, self._moved)
+            written = commit.commit(self.folder, step, files, manifest, self.attempt, self._moved)
         except OSError as error:
-            self.failures, self.error = self.failures + 1, error
             log.error("checkpoint of step %d failed, training goes on: %s", step, error)
-            return
-        self.failures, self.error = 0, None
-        try:
+            return error
+        with _told(f"checkpoint of step {step} is written, but {commit.LAST} does not lead to it"):
+            commit.publish(written, self.attempt)
+        with _told(f"checkpoint of step {step} is written, but older ones can't be removed"):
             refuse_superseded(self.folder, self.attempt)
             commit.retain(self.folder, self.options.keep, self.options.keep_best, self.options.keep_every)
-        except OSError as error:
-            log.warning("checkpoint of step %d is written, but older ones can't be removed: %s", step, error)
+        return written
 
     def _refusal(self, what: str) -> ConfigError:
         return ConfigError(
             f"trainer.checkpoint.dir={self.options.dir}: {what}: {self.error}; mend that and go on from the one before "
             f"by trainer.resume={self.folder}"
         )
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        log.warning("%s: %s", what, error)
 
 
 def _give_way() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.image import Image, kinds
-from trainer.checkpoint.state import SECTION, STATE, Pack
+from trainer.checkpoint.state import SECTION, STATE, Pack, Packed
 
 
 class Snapshot:
@@ -26,9 +26,9 @@ class Snapshot:
                 self.images[section] = Image(packing.tensors)
                 self.images[section].touch()
 
-    def take(self, state: Mapping[str, Any]) -> dict[str, memoryview]:
+    def take(self, state: Mapping[str, Any], packed: Mapping[str, Packed] | None = None) -> dict[str, memoryview]:
         """Name -> content of a file: SECTION.safetensors for the tensors of each section of `state`, state.json for all
-        else. Valid from `wait` until the next call.
+        else. Valid from `wait` until the next call. `packed`: further sections, which are not copied.
 
         A tensor's name there is its path in the section, joined with "/", so a module's state_dict keeps its own names.
         Tensors that are the same memory are stored once, under the first name. Layout in memory is not kept.
@@ -51,6 +51,10 @@ class Snapshot:
         self.images = images
         self.copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
         files = {f"{section}.safetensors": image.buffer for section, image in images.items()}
+        for section, part in (packed or {}).items():
+            content[section] = part.content
+            if part.file:
+                files[f"{section}.safetensors"] = part.file
         return {**files, STATE: memoryview(json.dumps(content, allow_nan=False, indent=1).encode("ascii"))}
 
     def wait(self) -> None:

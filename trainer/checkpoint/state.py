@@ -5,11 +5,11 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,6 +20,13 @@ from trainer.errors import ConfigError
 STATE = "state.json"
 STATE_BYTES = 256 << 20  # more is refused
 SECTION = re.compile(r"[A-Za-z0-9_-]{1,99}")  # becomes a file name
+
+
+class Packed(NamedTuple):
+    """A section of a state, as a checkpoint has it."""
+
+    content: Any  # of state.json
+    file: memoryview  # SECTION.safetensors; empty: it has no tensors
 
 
 def load_state(
@@ -46,22 +53,15 @@ def load_state(
         raise Damaged(f"{path}: not a state that can be read ({type(error).__name__}: {error})") from error
 
 
-def pack(state: Mapping[str, Any]) -> Tensor:
-    """`state` as bytes (n,), for the way from rank to rank."""
+def pack(section: str, state: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """A section as the bytes (n,) of its JSON and of its file, for the way from rank to rank: see `Packed`."""
     packing = Pack()
-    content = json.dumps(packing.encode(dict(state), ("state",)), allow_nan=False).encode("ascii")
-    head = bytearray(len(content).to_bytes(8, "big") + content)
-    image = Image(packing.tensors)
+    content = json.dumps(packing.encode(dict(state), (section,)), allow_nan=False).encode("ascii")
+    image = Image(packing.tensors, pinned=False)  # to pin what is used once costs more than it gains
     image.copy(packing.tensors)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    return torch.cat([torch.frombuffer(head, dtype=torch.uint8), image.bytes])
-
-
-def unpack(data: Tensor) -> dict[str, Any]:
-    raw = data.numpy().tobytes()
-    end = 8 + int.from_bytes(raw[:8], "big")
-    return _decode(json.loads(raw[8:end]), load(raw[end:]))
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8), image.bytes[: None if packing.tensors else 0]
 
 
 def optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, dict[str, Any]]:

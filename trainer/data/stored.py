@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import os
-import secrets
 import stat
 import zlib
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from trainer.data.remote import Remote
+from trainer.whole import write_whole
 
 VERSION = "2"  # of the file
 
@@ -84,13 +84,5 @@ def checksum(about: Mapping[str, str], rows: NDArray[np.int64]) -> str:
 
 
 def store(shard: Shard, rows: NDArray[np.int64]) -> None:
-    """Whole or not at all; of two writers at the same time, either."""
     shard.index_path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = shard.index_path.with_name(f".{secrets.token_hex(8)}.tmp")
-    try:
-        with temporary.open("xb", buffering=0) as file:
-            file.write(content_of(shard, rows))
-            os.fsync(file.fileno())
-        temporary.replace(shard.index_path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(shard.index_path, content_of(shard, rows))

@@ -51,7 +51,7 @@ def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
     refuse_other_data(source, manifest["identity"]["data"], key)
     torch.manual_seed(seed)
     model = recipe.model()
-    state = load_state(path, manifest["files"])
+    state = load_state(path, manifest["files"], {"model", "callbacks"}.__contains__)
     averages = (state["callbacks"].get(name) for name, c in made["callbacks"].items() if c.role is Role.AVERAGE)
     put_weights(model, next(averages, None) or state["model"], key)
     make_writable("FOLDER", folder)
