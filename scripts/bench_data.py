@@ -25,8 +25,9 @@ import numpy as np
 import torch
 from bench_report import Goal, Row, machine, parser, report
 
+from trainer.data.index import Index
 from trainer.data.loader import Loader
-from trainer.data.source import Samples
+from trainer.data.stored import store
 from trainer.data.write import write_shards
 from trainer.launch import Place
 from trainer.options import DataOptions, Options
@@ -123,14 +124,17 @@ def raw(data: Data, workers: int) -> Iterator[int]:
                 yield len(part) * data.samples / sum(sizes)  # pyright: ignore[reportReturnType]
 
 
-def echelon(data: Data, workers: int) -> Iterator[int]:
+def loader(data: Data, workers: int) -> Loader:
     recipe = Recipe(data)
     plan = Plan(
         recipe, {}, Constant(), batch=data.batch, micro_batch=None, accumulate=None, options=Options(),
         data=DataOptions(workers=workers), place=Place(), each=lambda value: [value],
     )  # fmt: skip
-    loader = Loader(recipe, plan, 0, 1, torch.device("cpu"))
-    for step in loader.train(0):
+    return Loader(recipe, plan, 0, 1, torch.device("cpu"))
+
+
+def echelon(data: Data, workers: int) -> Iterator[int]:
+    for step in loader(data, workers).train(0):
         yield len(step.batches[0])
 
 
@@ -212,18 +216,25 @@ def count(name: str, data: Data, workers: int, send: Any) -> None:
     os._exit(0)  # what is read ahead is not wanted
 
 
-def resume_s(start: int) -> float:
-    """From nothing to the first batch at sample `start` of an index of ten million."""
+def many(folder: Path) -> Data:
+    """Ten million samples by the indexes of ten shards; in each shard all are the same bytes."""
+    data = Data("small", folder, 10, 256)
+    data.write()
+    index = Index.open([Path(shard) for shard in data.shards])
+    for number, shard in enumerate(index.shards):
+        rows = np.repeat(index.samples(number)[:], MILLIONS // 10, axis=0)
+        store(shard._replace(samples=len(rows)), rows)
+    return data
+
+
+def resume_s(data: Data, start: int) -> float:
+    """From nothing to the first batch at sample `start`: the index is read and checked, a data worker started."""
     began = time.perf_counter()
-    source = Samples(Constants(), [10_000] * (MILLIONS // 10_000), "", None, 0)  # pyright: ignore[reportArgumentType]
-    order = source.order(64, 512)
-    source.batch(order.local(start, start + 256, 0, 1))
-    return time.perf_counter() - began
-
-
-class Constants:
-    def read(self, ref: Any) -> int:
-        return 0
+    loading = loader(data, 1)
+    next(loading.train(start))
+    seconds = time.perf_counter() - began
+    loading.close()
+    return seconds
 
 
 def table(data: Data, workers: int, cold: bool, turns: dict[str, list[float]]) -> tuple[list[Row], list[Goal]]:
@@ -280,8 +291,13 @@ def main() -> None:
                     rows, missed_or_met = table(data, workers, cold, turns)
                     tables.append(rows)
                     goals += missed_or_met
-    more_s = statistics.median(resume_s(MILLIONS) - resume_s(0) for _ in range(5))
-    goals.append(Goal("resume at sample 10,000,000, seconds more than at 0", "under 0.5", more_s, more_s < 0.5))
+        data = many(Path(folder) / "many")
+        more_s = statistics.median(resume_s(data, MILLIONS - data.batch) - resume_s(data, 0) for _ in range(5))
+    goals.append(
+        Goal(
+            "resume at the last batch of 10,000,000 samples, seconds more than at 0", "under 0.5", more_s, more_s < 0.5
+        )
+    )
     print()
     report(tables, goals, about, args.json)
 

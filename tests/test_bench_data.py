@@ -47,5 +47,8 @@ def test_what_a_table_says(bench: Any, tmp_path: Path) -> None:
     assert [(goal.value, goal.met) for goal in goals] == [(2, True), (0.8, False)]
 
 
-def test_a_resume_looks_up_and_does_not_walk(bench: Any) -> None:
-    assert bench.resume_s(bench.MILLIONS) > 0
+def test_a_resume_in_an_index_of_many(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "MILLIONS", 10_000)
+    data = bench.many(tmp_path)
+    assert sum(bench.loader(data, 0).plan.source.counts) == 10_000
+    assert bench.resume_s(data, 10_000 - data.batch) > 0
