@@ -126,8 +126,8 @@ def test_deterministic_is_all_that_torch_has_for_it():
         "torch.backends.cudnn.benchmark = True\n"
         "def tell(): print(torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark,\n"
         "                  os.environ.get('CUBLAS_WORKSPACE_CONFIG'))\n"
-        "Precision('fp32', torch.device('cpu')), tell()\n"
         "Precision('fp32', torch.device('cpu'), deterministic=True), tell()\n"
+        "Precision('fp32', torch.device('cuda'), deterministic=True), tell()\n"
         "import torch._inductor.config as inductor; print(inductor.deterministic)"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)

@@ -134,7 +134,7 @@ class Ranks:
         """Where a collective may have failed, the last ones of this rank go into the folder `logs`, by torch's flight
         recorder: where ranks have gone apart, the last of one is not that of the others."""
         if self.world > 1 and kind and issubclass(kind, RuntimeError):
-            with suppress(OSError):  # it would hide what has failed
+            with suppress(OSError, ValueError, KeyError):  # it would hide what has failed
                 torchs: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
                 traces = [json.loads(getattr(torchs, name, bytes)() or "{}") for name in RECORDERS]
                 entries = sorted(

@@ -97,7 +97,7 @@ class Options:
     accept: list[str] = field(default_factory=list)  # differences from the checkpoint that a resume may take
     init_from: str | None = None  # weights only: a checkpoint, a file, a Hugging Face folder
     run_dir: str | None = None  # null: runs/<recipe>-<time>
-    timeout_s: float = 600.0  # of a collective, and of a wait for a data worker
+    timeout_s: float = 600.0  # of a collective, of a wait for a data worker; twice that without a move ends the run
     restarts: int = 3  # after failures, without a step further than before; of ranks that Echelon starts itself
     check_replicas_every: int | None = 1000  # steps; whether all ranks have the same weights
     allow_targets: list[str] = field(default_factory=list)  # packages beside Echelon's that _target_ may name

@@ -29,8 +29,9 @@ class Precision:
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
         torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
         torch.backends.cudnn.allow_tf32 = name == "tf32"
-        if deterministic:
-            os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCHINDUCTOR_DETERMINISTIC": "1"}
+        if deterministic and cuda:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
             torch.use_deterministic_algorithms(True)  # which loads Inductor, and that reads its variable
             torch.backends.cudnn.benchmark = False  # it would choose kernels by their time
 

@@ -34,9 +34,11 @@ def evaluate(trainer: "Trainer") -> dict[str, float]:
     except Exception as error:
         failure = error  # the other ranks wait for what this one has to say
     told = [own, len(bad), bad[:1], failure is not None]
-    ranks, counts, firsts, failed = zip(*trainer.ranks.gather(told), strict=True)
-    if failure:
-        raise failure
+    try:
+        ranks, counts, firsts, failed = zip(*trainer.ranks.gather(told), strict=True)
+    finally:
+        if failure:
+            raise failure
     if any(failed):
         raise DistError(f"rank {failed.index(True)} failed in validation")
     if sum(counts):

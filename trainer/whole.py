@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """On the disk when this returns; of two writers at the same time, either. An error leaves what was there."""
+    """Its bytes are on the disk when this returns; of two writers at once, either. An error leaves what was there."""
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         with temporary.open("xb") as file:

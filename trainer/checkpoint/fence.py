@@ -34,7 +34,14 @@ def next_attempt(run_dir: Path) -> Attempt:
     number = _last(run_dir).number + 1
     host = re.sub("[^A-Za-z0-9._-]", "-", socket.gethostname()[:100])
     own = Attempt(number, f"attempt {number}, process {os.getpid()} on {host}")
-    file = os.open(run_dir / ATTEMPT, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        file = os.open(run_dir / ATTEMPT, flags, 0o644)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.ELOOP, errno.ENXIO):  # another user's, a link, a pipe
+            raise
+        os.unlink(run_dir / ATTEMPT)
+        file = os.open(run_dir / ATTEMPT, flags | os.O_EXCL, 0o644)
     try:
         os.write(file, own.text.ljust(LENGTH).encode())
         os.ftruncate(file, LENGTH)

@@ -8,7 +8,7 @@ import re
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -78,13 +78,14 @@ def opened(checkpoint: Path, name: str) -> Iterator[Path]:
     Raises:
         Damaged: it is a link, no plain file, or can't be read.
     """
-    try:
-        with _opened(checkpoint) as descriptor, _open(descriptor, name) as file:
-            yield Path(f"/proc/self/fd/{file.fileno()}")
-    except OSError as error:
-        if error.errno not in DAMAGE:
-            raise
-        raise Damaged(f"{checkpoint / name}: {DAMAGE[error.errno]}") from error
+    with ExitStack() as held:
+        try:
+            file = held.enter_context(_open(held.enter_context(_opened(checkpoint)), name))
+        except OSError as error:
+            if error.errno not in DAMAGE or error.errno == errno.EIO:  # which may pass
+                raise
+            raise Damaged(f"{checkpoint / name}: {DAMAGE[error.errno]}") from error
+        yield Path(f"/proc/self/fd/{file.fileno()}")
 
 
 def _verify(checkpoint: Path, hashes: bool) -> dict[str, Any]:

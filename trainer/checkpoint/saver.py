@@ -70,8 +70,8 @@ class Saver:
         if last:
             self._meet(waits=True)
             trainer.heartbeat.beat(patience_s=EXPORT_S)  # rank 0 may have something to export
-            if self.error and trainer.stop_reason == "signal" and trainer.checkpoint:
-                log.error("the last step, %d, is in no checkpoint; %s is the newest", trainer.step, trainer.checkpoint)
+            if self.error and trainer.stop_reason == "signal" and (older := commit.checkpoints(self.folder)):
+                log.error("the last step, %d, is in no checkpoint; %s is the newest", trainer.step, older[-1])
             elif self.error:
                 raise self._refusal(f"the checkpoint of the last step, {self.step}, failed")
 
@@ -94,6 +94,8 @@ class Saver:
         self.closing = True
         self._moved()
         self.thread.shutdown()
+        if self.writing is not None and self.writing.exception() is None:
+            self._settle()
         self.trainer.heartbeat.beat()
         unlock(self.folder)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-OPTIONS = ("precision", "max_steps", "max_epochs", "clip_norm")  # of `trainer`; its others change no weights
+OPTIONS = ("precision", "deterministic", "max_steps", "max_epochs", "clip_norm")  # of `trainer`: what changes weights
 SECTIONS = ("recipe", "callbacks", "optimizer", "schedule", "nccl")  # of a config
 
 

@@ -49,6 +49,8 @@ def load_state(
             for section, value in content.items()
             if wanted(section)
         }
+    except Damaged:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise Damaged(f"{path}: not a state that can be read ({type(error).__name__}: {error})") from error
 
