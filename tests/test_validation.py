@@ -20,6 +20,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.launch import Place
 from trainer.options import CheckpointOptions, DataOptions, Options
 from trainer.trainer import Trainer
+from trainer.validation import evaluate
 
 SIZE = 12
 
@@ -142,6 +143,24 @@ def test_a_rank_that_fails_alone_is_the_one_that_is_told_of_and_all_save(tmp_pat
     others = "DistError: rank 1 failed in validation"
     assert told == (others, "OSError: no more memory on this GPU", others)
     assert set(steps) == {2} and [path.name for path in saved[0]] == ["step-00000002"]
+
+
+class Fails(Toy):
+    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+        raise OSError("no more memory on this GPU")
+
+
+def test_a_collective_that_fails_does_not_hide_why_validation_did(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = Trainer(Fails(), batch=12, options=Options(max_steps=2), data=DataOptions(workers=0), place=Place())
+
+    def gather(value: Any) -> Any:
+        raise RuntimeError("[gloo/transport] Timed out")
+
+    monkeypatch.setattr(trainer.ranks, "gather", gather)
+    with pytest.raises(OSError, match="no more memory"):
+        evaluate(trainer)
+    trainer.close()
 
 
 class Once:
