@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ranks
@@ -44,6 +45,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path in named and not item.get_closest_marker("soak"):
             item.add_marker("faults")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Of tests/faults, also where they ran in processes of their own."""
+    recovered = [
+        f"{seconds:6.1f}  {report.nodeid.partition('::')[2]}"
+        for report in terminalreporter.stats.get("passed", ())
+        for seconds in dict(report.user_properties).get("recovered", ())
+    ]
+    if recovered:
+        terminalreporter.section("seconds from a fault to the next step")
+        terminalreporter.write_line("\n".join(recovered))
 
 
 def children() -> set[int]:

@@ -1,8 +1,7 @@
-"""What these tests share: a run in which nothing fails, and a table of how long it took to recover from what."""
+"""What these tests share: a run in which nothing fails, and how long it took to recover from what."""
 
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from command import run
@@ -26,14 +25,3 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     RECOVERED.clear()
     yield
     item.user_properties.append(("recovered", RECOVERED.copy()))
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    recovered = [
-        f"{seconds:6.1f}  {report.nodeid.partition('::')[2]}"
-        for report in terminalreporter.stats.get("passed", ())
-        for seconds in dict(report.user_properties).get("recovered", ())
-    ]
-    if recovered:
-        terminalreporter.section("seconds from a fault to the next step")
-        terminalreporter.write_line("\n".join(recovered))
