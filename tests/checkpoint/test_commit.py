@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from written import hidden, holds, put, steps
@@ -155,6 +156,14 @@ def test_another_history(run: Path) -> None:
         for step in (2, 3):
             put(run, step)
     assert len(set_aside(run, 0)) == 3 and checkpoints(run) == []
+
+
+def test_another_history_where_there_are_no_links(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        put(run, step)
+    (run.parent / "last.pt").unlink()
+    monkeypatch.setattr(os, "symlink", Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted")))
+    assert len(set_aside(run, 1)) == 1 and steps(run) == [1]
 
 
 def test_a_commit_sweeps_and_puts_back(run: Path) -> None:

@@ -179,7 +179,7 @@ def set_aside(run_dir: Path, after_step: int) -> list[str]:
     """Renames the checkpoints above `after_step`, from where another history begins; returns their new names."""
     found = checkpoints(run_dir)
     older = [path for path in found if _step(path) <= after_step]
-    if older and older != found:
+    if older and older != found and os.path.lexists(run_dir.parent / LAST):  # not all file systems have links
         _link(older[-1])
     names = [_hide(path, "abandoned").name for path in found[len(older) :]]
     if names:
