@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,6 +15,7 @@ from typing import Any
 from trainer.appended import Appended
 from trainer.desync import odd_one
 from trainer.failure import find
+from trainer.forkserver import ForkServer, Rank
 from trainer.heartbeat import Beat, last, read
 from trainer.launch import STOPPED, Place, cores
 from trainer.restarts import Restarts
@@ -56,7 +56,8 @@ class Supervisor:
         self.resolved, self.typed, self.place = resolved, typed, place
         self.logs, self.further, self.still_s, self.start_s = logs, further, still_s, start_s
         self.restarts = Restarts(restarts)
-        self.ranks: dict[int, subprocess.Popen[bytes]] = {}
+        self.server: ForkServer | None = None
+        self.ranks: dict[int, Rank] = {}
         self.passed: list[int] = []
         self.moved = False  # whether an attempt has come a step further, so has left what it did not go on from
         self.started, self.began = time.time(), time.monotonic()  # of the attempt
@@ -66,11 +67,15 @@ class Supervisor:
     def run(self) -> int:
         """The run's exit code."""
         with Heard(self._pass_on), contextlib.closing(self.events):
-            for attempt in itertools.count():
-                code = self._attempt(attempt)
-                if code is not None:
-                    return code
-                self._pause(self.restarts.pause_s)
+            try:
+                for attempt in itertools.count():
+                    code = self._attempt(attempt)
+                    if code is not None:
+                        return code
+                    self._pause(self.restarts.pause_s)
+            finally:
+                if self.server:
+                    self.server.close()
         raise AssertionError("unreachable")
 
     def _attempt(self, attempt: int) -> int | None:
@@ -109,25 +114,22 @@ class Supervisor:
     def _start(self, resolved: int, local_rank: int, attempt: int, private: Path) -> None:
         place, rank = self.place, self.place.rank + local_rank
         alone = place.world == place.local_world
-        env = os.environ | {
+        if self.server is None or self.server.dead:
+            threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // place.local_world)))
+            interface = {"GLOO_SOCKET_IFNAME": "lo"} if alone else {}
+            self.server = ForkServer(self.typed, {"OMP_NUM_THREADS": threads, **interface})
+        env = {
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(place.world),
             "LOCAL_WORLD_SIZE": str(place.local_world),
-            "ECHELON_PARENT": str(os.getpid()),
             "ECHELON_STORE": str(private / "store") if alone else "",
             "ECHELON_ATTEMPT": str(attempt),
             "ECHELON_HEARTBEAT": str(private / f"heartbeat-{rank}"),
             "ECHELON_ERROR_FILE": str(private / f"error-{rank}.json"),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // place.local_world))),
         }
-        env |= {"GLOO_SOCKET_IFNAME": "lo"} if alone else {}
-        command = [sys.executable, "-m", "trainer.main", "--resolved", str(resolved), *self.typed]
-        with open(self.logs / f"rank{rank}.log", "ab") as file:
-            log = file if rank else None
-            self.ranks[rank] = subprocess.Popen(
-                command, env=env, start_new_session=True, pass_fds=[resolved], stdout=log, stderr=log
-            )
+        with open(self.logs / f"rank{rank}.log", "ab") as log:
+            self.ranks[rank] = self.server.fork(env, resolved, log.fileno() if rank else None)
 
     def _pass_on(self, number: int) -> None:
         self.passed.append(number)
@@ -146,7 +148,7 @@ class Supervisor:
         deadline = float("inf")
         while len(codes) < len(self.ranks) and time.monotonic() < deadline:
             time.sleep(0.05)
-            codes = {rank: process.returncode for rank, process in self.ranks.items() if process.poll() is not None}
+            codes = {rank: code for rank, process in self.ranks.items() if (code := process.poll()) is not None}
             if (self.passed or STOPPED in codes.values()) and not any(map(read, private.glob("heartbeat-*"))):
                 return None
             if set(codes.values()) <= {0, STOPPED}:

@@ -5,6 +5,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -28,8 +29,8 @@ class Probe(Callback):
         trouble: `raise`, `memory` (there is none left), `exit CODE`, `sleep S`, `hold` (the interpreter's lock),
             `reduce N` (a collective of N numbers that the others don't make; `begin N` doesn't wait for it), `worker`
             (SIGKILL to one of its data workers), `disk S` (a checkpoint takes so long), `fill FOLDER` (takes memory in
-            this control group), or signals to this process or, after "parent ", to the one that started it. It is made
-            once in a process.
+            this control group), or signals to this process or, after "parent ", to its launcher or, after
+            "server ", to the process that has forked it. It is made once in a process.
         where: `startup`, `after_step` or one of points.py's; of several, each attempt takes the next.
         rank: That makes it; -1 for all; -2 for another in each start.
         step: The first that may be done, or written, by then.
@@ -125,9 +126,10 @@ class Probe(Callback):
         if what == "worker":
             os.kill(min(child.pid or 0 for child in multiprocessing.active_children()), signal.SIGKILL)
             return
-        _, parent, names = what.rpartition("parent ")
+        *whom, names = re.split("(?<=parent|server) ", what)
+        pid = {"parent": launcher, "server": os.getppid}[whom[0]]() if whom else os.getpid()
         for name in names.split():
-            os.kill(os.getppid() if parent else os.getpid(), getattr(signal, name))
+            os.kill(pid, getattr(signal, name))
             time.sleep(0.2)  # the same signal twice at once would be one
 
     def slow_commit(self, *args: Any) -> Path:
@@ -135,15 +137,23 @@ class Probe(Callback):
         return self.commit(*args)
 
 
+def launcher() -> int:
+    """The process that a user has started, or a node's agent."""
+    parent = os.getppid()
+    between = "ECHELON_PARENT" in os.environ
+    return int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1]) if between else parent
+
+
 def facts(trainer) -> dict[str, Any]:
+    own = sockets(os.getpid())
     return {
         "pid": os.getpid(),
-        "parent": os.getppid(),
+        "parent": launcher(),
         "world": trainer.world,
         "initialized": dist.is_initialized(),
         "model": type(trainer.model).__name__,
-        "listening": listening(sockets(os.getpid()) - sockets(os.getppid())),  # mpirun may leave its own open in a rank
-        "parent listening": listening(sockets(os.getppid())),
+        "listening": listening(own - sockets(launcher())),  # mpirun may leave its own open in a rank
+        "parent listening": listening(sockets(launcher()) | sockets(os.getppid())),
     }
 
 
