@@ -11,8 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from trainer.launch import die_with_parent
 from trainer.signals import STOP
@@ -146,7 +144,9 @@ def serve(channel: socket.socket, typed: list[str]) -> None:
                 try:
                     for other in (channel.detach(), *ranks):
                         os.close(other)
-                    run(json.loads(request), descriptors, typed, handlers, server)
+                    for number, handler in handlers.items():
+                        signal.signal(number, handler)
+                    run(json.loads(request), descriptors, typed, server)
                 finally:
                     os._exit(1)
             handle = os.pidfd_open(pid)
@@ -164,8 +164,6 @@ def run(
     import numpy as np
 
     os.setsid()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
     gc.enable()
     np.random.seed()  # else all ranks would draw what this process would have drawn
     resolved, *log = descriptors
