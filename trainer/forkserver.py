@@ -157,9 +157,7 @@ def serve(channel: socket.socket, typed: list[str]) -> None:
                 os.close(given)
 
 
-def run(
-    env: dict[str, str], descriptors: list[int], typed: list[str], handlers: Mapping[int, Any], server: int
-) -> None:
+def run(env: dict[str, str], descriptors: list[int], typed: list[str], server: int) -> None:
     """In the new process, which does not return from here."""
     import numpy as np
 
