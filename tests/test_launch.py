@@ -141,6 +141,7 @@ def test_one_process_starts_the_ranks(two):
         (2, True, "DistributedDataParallel")
     ] * 2
     assert len({rank["pid"] for rank in ranks}) == 2 and len({rank["parent"] for rank in ranks}) == 1
+    assert len({rank["drawn"] for rank in ranks}) == 2
     assert not [rank["pid"] for rank in ranks if Path(f"/proc/{rank['pid']}").exists()]
 
 

@@ -205,6 +205,13 @@ def test_a_rank_that_hangs_before_its_first_step(golden, tmp_path):
     whole(tmp_path, golden)
 
 
+def test_the_fork_server_is_killed(golden, tmp_path):
+    """It starts the ranks, and is their parent."""
+    result = trouble("server SIGKILL", tmp_path)
+    assert result.code == 0 and "was killed by SIGKILL" in result.err and resumed(result.out) == [4]
+    whole(tmp_path, golden)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_6_ten_kills_at_random(golden, tmp_path):

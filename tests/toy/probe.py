@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from points import watch
@@ -150,6 +151,7 @@ def facts(trainer) -> dict[str, Any]:
         "pid": os.getpid(),
         "parent": launcher(),
         "world": trainer.world,
+        "drawn": np.random.random(),  # of NumPy's own generator, unseeded
         "initialized": dist.is_initialized(),
         "model": type(trainer.model).__name__,
         "listening": listening(own - sockets(launcher())),  # mpirun may leave its own open in a rank
