@@ -23,7 +23,7 @@ from trainer.signals import EARLY, Heard, show_cursor
 
 
 class Supervisor:
-    """Runs `python -m trainer.main --resolved FD TYPED` once a rank on this node.
+    """Has what `python -m trainer.main --resolved FD TYPED` does forked once a rank on this node.
 
     Ranks meet in a file of a private folder, anew in each attempt, so no port is opened but gloo's on loopback; those
     of several nodes by MASTER_ADDR and MASTER_PORT. Each is in a session of its own and is killed with this process.
