@@ -66,7 +66,7 @@ def test_a_server_that_does_not_tell_of_an_end_is_killed(server: ForkServer, tmp
     read, write = os.pipe()  # a rank can't read its config from it, and has ended by then
     rank = server.fork(OWN | {"ECHELON_ERROR_FILE": str(tmp_path / "error.json")}, read, None)
     deadline = time.monotonic() + 60
-    while rank.handle is None:
+    while rank.pid is None:
         assert rank.poll() is None and time.monotonic() < deadline
     server.process.send_signal(signal.SIGSTOP)
     rank.kill()

@@ -11,6 +11,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from trainer.launch import die_with_parent
 from trainer.signals import STOP
@@ -26,7 +29,7 @@ class Rank:
 
     def __init__(self, server: "ForkServer") -> None:
         self.server = server
-        self.handle: int | None = None  # a descriptor of the process, from when it has been forked
+        self.pid: int | None = None  # from when it has been forked
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -36,26 +39,29 @@ class Rank:
     def send_signal(self, number: int) -> None:
         """Not where it is not there yet: it has nothing to stop."""
         with contextlib.suppress(ProcessLookupError):
-            if self.handle is not None:
-                signal.pidfd_send_signal(self.handle, number)
+            if self.pid is not None and self.poll() is None:
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.server.hear()
-        if self.handle is None:
+        if self.pid is None:
             self.server.kill()
         self.send_signal(signal.SIGKILL)
 
     def wait(self) -> None:
-        """Until it has ended, by which its parent has to hear of it within 5 s."""
-        if self.handle is not None:
-            ended(self.handle, None)
-            deadline = time.monotonic() + 5
-            while self.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.01)
-        if self.returncode is None:
-            self.server.kill()
-        if self.handle is not None:
-            os.close(self.handle)
+        """Until it has ended, of which its server has to tell within 5 s."""
+        deadline = float("inf")
+        while self.poll() is None or self.lives():
+            time.sleep(0.01)
+            if self.lives():
+                deadline = time.monotonic() + 5
+            elif time.monotonic() > deadline:
+                self.server.kill()
+
+    def lives(self) -> bool:
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+        return False
 
 
 class ForkServer:
@@ -88,18 +94,16 @@ class ForkServer:
         """Takes what it has told meanwhile."""
         while not self.dead:
             try:
-                data, handles, _, _ = self.channel.recvmsg(1 << 12, socket.CMSG_SPACE(4), socket.MSG_DONTWAIT)
+                told = self.channel.recv(1 << 12, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except OSError:
-                data, handles = b"", []
-            if not data:
-                return self.kill()
-            number, code = json.loads(data)
-            if code is None:
-                self.ranks[number].handle = int.from_bytes(handles[0][2][:4], sys.byteorder)
+                told = b""
+            if told:
+                number, pid, code = json.loads(told)
+                self.ranks[number].pid, self.ranks[number].returncode = pid, code
             else:
-                self.ranks[number].returncode = code
+                self.kill()
 
     def kill(self) -> None:
         self.dead = True
@@ -113,48 +117,53 @@ class ForkServer:
         self.channel.close()
 
 
-def ended(handle: int, within_ms: int | None) -> bool:
-    poll = select.poll()
-    poll.register(handle, select.POLLIN)
-    return bool(poll.poll(within_ms))
-
-
 def serve(channel: socket.socket, typed: list[str]) -> None:
-    """Forks a rank for each request, and tells of it, with its descriptor, and of its end, with its exit code."""
+    """Forks a rank for each request, and tells of it, and of its end: its number, process and exit code."""
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP}  # whoever stops all means the ranks
     gc.disable()
     for name in LOADED:
         importlib.import_module(name)
     gc.freeze()
-    ranks, forked, server = dict[int, tuple[int, int]](), 0, os.getpid()  # by descriptor: its number and process
-    poll = select.poll()
+    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(write)
+    handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+    numbers, forked, server, poll = dict[int, int](), 0, os.getpid(), select.poll()
     poll.register(channel, select.POLLIN)
+    poll.register(read, select.POLLIN)
+
+    def tell(pid: int, code: int | None) -> None:
+        channel.send(json.dumps([numbers[pid], pid, code]).encode())
+
     while True:
-        for descriptor, _ in poll.poll():
-            if descriptor in ranks:
-                number, pid = ranks.pop(descriptor)
-                poll.unregister(descriptor)
-                os.close(descriptor)
-                channel.send(json.dumps([number, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])]).encode())
-                continue
+        ready = {descriptor for descriptor, _ in poll.poll()}
+        if read in ready:
+            os.read(read, 1 << 12)
+            with contextlib.suppress(ChildProcessError):
+                while (child := os.waitpid(-1, os.WNOHANG))[0]:
+                    tell(child[0], os.waitstatus_to_exitcode(child[1]))
+        if channel.fileno() in ready:
             request, descriptors, _, _ = socket.recv_fds(channel, 1 << 16, 2)
             if not request:
                 return
             if not (pid := os.fork()):
                 try:
-                    for other in (channel.detach(), *ranks):
-                        os.close(other)
-                    for number, handler in handlers.items():
-                        signal.signal(number, handler)
+                    forget((channel.detach(), read, write), handlers)
                     run(json.loads(request), descriptors, typed, server)
                 finally:
                     os._exit(1)
-            handle = os.pidfd_open(pid)
-            ranks[handle], forked = (forked, pid), forked + 1
-            poll.register(handle, select.POLLIN)
-            socket.send_fds(channel, [json.dumps([ranks[handle][0], None]).encode()], [handle])
-            for given in descriptors:
-                os.close(given)
+            numbers[pid], forked = forked, forked + 1
+            tell(pid, None)
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+def forget(own: tuple[int, ...], handlers: Mapping[Any, Any]) -> None:
+    """What the server has open, and how it takes signals."""
+    for descriptor in own:
+        os.close(descriptor)
+    signal.set_wakeup_fd(-1)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def run(env: dict[str, str], descriptors: list[int], typed: list[str], server: int) -> None:
