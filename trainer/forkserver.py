@@ -50,12 +50,12 @@ class Rank:
 
     def wait(self) -> None:
         """Until it has ended, of which its server has to tell within 5 s."""
-        deadline = float("inf")
+        lived = time.monotonic()
         while self.poll() is None or self.lives():
             time.sleep(0.01)
             if self.lives():
-                deadline = time.monotonic() + 5
-            elif time.monotonic() > deadline:
+                lived = time.monotonic()
+            elif time.monotonic() - lived > 5:
                 self.server.kill()
 
     def lives(self) -> bool:
