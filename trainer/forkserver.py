@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,70 +116,83 @@ class ForkServer:
         self.channel.close()
 
 
-def serve(channel: socket.socket, typed: list[str]) -> None:
-    """Forks a rank for each request, and tells of it, and of its end: its number, process and exit code."""
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP}  # whoever stops all means the ranks
-    gc.disable()
-    for name in LOADED:
-        importlib.import_module(name)
-    gc.freeze()
-    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(write)
-    handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
-    numbers, forked, server, poll = dict[int, int](), 0, os.getpid(), select.poll()
-    poll.register(channel, select.POLLIN)
-    poll.register(read, select.POLLIN)
+class Server:
+    """In the process itself: forks a rank for each request, and tells of it, and of its end: its number, process and
+    exit code."""
 
-    def tell(pid: int, code: int | None) -> None:
-        channel.send(json.dumps([numbers[pid], pid, code]).encode())
+    def __init__(self, channel: socket.socket, typed: list[str]) -> None:
+        self.channel, self.typed = channel, typed
+        self.handlers: dict[int, Any] = {n: signal.signal(n, signal.SIG_IGN) for n in STOP}  # they are for the ranks
+        gc.disable()
+        for name in LOADED:
+            importlib.import_module(name)
+        gc.freeze()
+        self.read, self.write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(self.write)
+        self.handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.numbers: dict[int, int] = {}
+        self.forked = 0
 
-    while True:
-        ready = {descriptor for descriptor, _ in poll.poll()}
-        if read in ready:
-            os.read(read, 1 << 12)
-            with contextlib.suppress(ChildProcessError):
-                while (child := os.waitpid(-1, os.WNOHANG))[0]:
-                    tell(child[0], os.waitstatus_to_exitcode(child[1]))
-        if channel.fileno() in ready:
-            request, descriptors, _, _ = socket.recv_fds(channel, 1 << 16, 2)
-            if not request:
-                return
-            if not (pid := os.fork()):
-                try:
-                    forget((channel.detach(), read, write), handlers)
-                    run(json.loads(request), descriptors, typed, server)
-                finally:
-                    os._exit(1)
-            numbers[pid], forked = forked, forked + 1
-            tell(pid, None)
-            for descriptor in descriptors:
-                os.close(descriptor)
+    def serve(self) -> None:
+        poll = select.poll()
+        poll.register(self.channel, select.POLLIN)
+        poll.register(self.read, select.POLLIN)
+        while True:
+            ready = {descriptor for descriptor, _ in poll.poll()}
+            if self.read in ready:
+                os.read(self.read, 1 << 12)
+                self._reap()
+            if self.channel.fileno() in ready:
+                request, descriptors, _, _ = socket.recv_fds(self.channel, 1 << 16, 2)
+                if not request:
+                    return
+                self._fork(json.loads(request), descriptors)
 
+    def _fork(self, env: dict[str, str], descriptors: list[int]) -> None:
+        server = os.getpid()
+        if not (pid := os.fork()):
+            try:
+                self._run(env | {"ECHELON_PARENT": str(server)}, *descriptors)
+            finally:
+                os._exit(1)
+        self.numbers[pid], self.forked = self.forked, self.forked + 1
+        self._tell(pid, None)
+        for descriptor in descriptors:
+            os.close(descriptor)
 
-def forget(own: tuple[int, ...], handlers: Mapping[Any, Any]) -> None:
-    """What the server has open, and how it takes signals."""
-    for descriptor in own:
-        os.close(descriptor)
-    signal.set_wakeup_fd(-1)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if child.si_code != os.CLD_EXITED:  # it could not end what it had started
+                    with contextlib.suppress(OSError):
+                        os.killpg(child.si_pid, signal.SIGKILL)
+                _, status = os.waitpid(child.si_pid, 0)
+                self._tell(child.si_pid, os.waitstatus_to_exitcode(status))
 
+    def _tell(self, pid: int, code: int | None) -> None:
+        self.channel.send(json.dumps([self.numbers[pid], pid, code]).encode())
 
-def run(env: dict[str, str], descriptors: list[int], typed: list[str], server: int) -> None:
-    """In the new process, which does not return from here."""
-    import numpy as np
+    def _run(self, env: dict[str, str], resolved: int, *log: int) -> None:
+        """The rank, which does not return from here."""
+        import numpy as np
 
-    os.setsid()
-    gc.enable()
-    np.random.seed()  # else all ranks would draw what this process would have drawn
-    resolved, *log = descriptors
-    for target in (1, 2) if log else ():
-        os.dup2(log[0], target)
-    os.environ |= env | {"ECHELON_PARENT": str(server)}
-    sys.argv[1:] = ["--resolved", str(resolved), *typed]
-    sys.modules["trainer.main"].main()
+        os.setsid()
+        for descriptor in (self.channel.detach(), self.read, self.write):
+            os.close(descriptor)
+        signal.set_wakeup_fd(-1)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        gc.enable()
+        np.random.seed()  # else all ranks would draw what this process would have drawn
+        for descriptor in log:
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            os.close(descriptor)
+        os.environ |= env
+        sys.argv[1:] = ["--resolved", str(resolved), *self.typed]
+        sys.modules["trainer.main"].main()
 
 
 if __name__ == "__main__":
     die_with_parent(int(os.environ["ECHELON_PARENT"]))
-    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    Server(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:]).serve()

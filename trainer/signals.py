@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -116,7 +117,8 @@ def start_worker() -> None:
     signal.set_wakeup_fd(-1)  # inherited: it is how the rank hears of its own signals
     for number in STOP:
         signal.signal(number, signal.SIG_IGN)
-    die_with_parent()
+    parent = multiprocessing.parent_process()
+    die_with_parent(parent.pid if parent else None)
 
 
 def show_cursor() -> None:

@@ -30,6 +30,11 @@ from trainer.restarts import GAVE_UP
 HUNG = "echelon: rank(s) 1 did not end and had to be killed: the likely cause; its log: runs/r/logs/rank1.log"
 FAULTS = {
     "1 kill -9 of a rank": ("SIGKILL", 1, "echelon: rank 1 was killed by SIGKILL; its log: runs/r/logs/rank1.log"),
+    "1 kill -9 of a rank that has started a program": (
+        "start SIGKILL",
+        1,
+        "echelon: rank 1 was killed by SIGKILL; its",
+    ),
     "2 kill -9 of rank 0": ("SIGKILL", 0, "echelon: rank 0 was killed by SIGKILL; its log: runs/r/logs/rank0.log"),
     "3 kill -9 of every rank": ("SIGKILL", -1, "was killed by SIGKILL; its log: runs/r/logs/rank"),
     "8 a segmentation fault": ("SIGSEGV", 1, "echelon: rank 1 was killed by SIGSEGV; its log: runs/r/logs/rank1.log"),

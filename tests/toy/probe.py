@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,9 @@ class Probe(Callback):
         trouble: `raise`, `memory` (there is none left), `exit CODE`, `sleep S`, `hold` (the interpreter's lock),
             `reduce N` (a collective of N numbers that the others don't make; `begin N` doesn't wait for it), `worker`
             (SIGKILL to one of its data workers), `disk S` (a checkpoint takes so long), `fill FOLDER` (takes memory in
-            this control group), or signals to this process or, after "parent ", to its launcher or, after
-            "server ", to the process that has forked it. It is made once in a process.
+            this control group), or signals to this process or, after "parent ", to its launcher or, after "server ", to
+            the process that has forked it; "start ": it has started a program by then that does not end with it. It
+            is made once in a process.
         where: `startup`, `after_step` or one of points.py's; of several, each attempt takes the next.
         rank: That makes it; -1 for all; -2 for another in each start.
         step: The first that may be done, or written, by then.
@@ -122,12 +124,14 @@ class Probe(Callback):
         if name == "fill":
             Path(number, "cgroup.procs").write_text(str(os.getpid()))
             self.filled = b"x" * (1 << 30)
+        if name == "start":
+            subprocess.Popen(["sleep", "600"])
         if what == "hold":
             ctypes.PyDLL(None).sleep(3600)
         if what == "worker":
             os.kill(min(child.pid or 0 for child in multiprocessing.active_children()), signal.SIGKILL)
             return
-        *whom, names = re.split("(?<=parent|server) ", what)
+        *whom, names = re.split("(?<=parent|server) ", what.removeprefix("start "))
         pid = {"parent": launcher, "server": os.getppid}[whom[0]]() if whom else os.getpid()
         for name in names.split():
             os.kill(pid, getattr(signal, name))
