@@ -200,6 +200,16 @@ def test_a_server_that_is_not_there_is_one_line(tmp_path: Path) -> None:
         remote(tmp_path, "http://user:secret@host/a.tar")
 
 
+def test_a_url_that_can_not_be_asked_for_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_module, "FIRST_S", 60.0)
+    for url in ("http://127.0.0.1/a b.tar?sig=s3cr3t", "http://127.0.0.1:http/a.tar?sig=s3cr3t"):
+        with pytest.raises(
+            ConfigError, match=r"^http://127\.0\.0\.1.*: can't be asked for \(.*\); mend the "
+        ) as caught:
+            Index.open(remote(tmp_path, url))
+        assert "s3cr3t" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "name",
     ["ftp://127.0.0.1/a.tar", "gopen:a.tar", "HTTP://127.0.0.1/a.tar", "data:;base64,AAAA"],

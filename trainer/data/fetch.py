@@ -12,14 +12,16 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Generator
+from http.client import InvalidURL
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib import request
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
-from trainer.errors import DataError, UnavailableError
+from trainer.errors import ConfigError, DataError, UnavailableError
 from trainer.launch import die_with_parent
+from trainer.secret import without_signatures
 
 SCHEMES = ("http", "https", "s3", "gs")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
@@ -49,7 +51,7 @@ def download(url: str, patience_s: float) -> Generator[tuple[int, bytes]]:
     """The bytes at `url` with their positions, all or an error. A position of 0 begins anew.
 
     Raises:
-        DataError: for what is not there or not ours, at once.
+        DataError, ConfigError: for what is not there or not ours, and for what is no URL, at once.
         UnavailableError: for a server or a program that gave nothing new for `patience_s`.
     """
     scheme = url.partition(":")[0]
@@ -69,7 +71,11 @@ def download(url: str, patience_s: float) -> Generator[tuple[int, bytes]]:
         except DataError:
             raise
         except Exception as error:  # urllib's, botocore's, aiohttp's
-            reason = str(error) or type(error).__name__
+            reason = without_signatures(str(error)) or type(error).__name__
+            if isinstance(error, InvalidURL):
+                raise ConfigError(
+                    f"{shown(url)}: can't be asked for ({reason}); mend the URL: a space is %20"
+                ) from None
             if is_final(error):
                 raise DataError(f"{shown(url)}: {reason}; give what is there, and may be read") from None
         now = time.monotonic()

@@ -14,6 +14,7 @@ from trainer.data.remote import Remote
 from trainer.data.unpack import is_packed
 from trainer.errors import ConfigError, DataError
 from trainer.options import DataOptions
+from trainer.secret import without_signatures
 
 
 def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | None = None) -> list[Path | Remote]:
@@ -30,7 +31,8 @@ def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | 
         try:
             names = [str(pattern)] if os.path.isfile(pattern) else list(braceexpand(str(pattern)))
         except ValueError as error:
-            raise DataError(f"{pattern}: not a pattern ({error}); write braces as {{000..009}} or {{a,b}}") from None
+            told = without_signatures(f"{pattern}: not a pattern ({error})")
+            raise DataError(f"{told}; write braces as {{000..009}} or {{a,b}}") from None
         for name in names:
             if name.startswith("pipe:") and not os.path.isfile(name):
                 refuse_program(name, options.allow_pipe)
@@ -73,8 +75,9 @@ def refuse_program(name: str, allowed: bool) -> None:
 def _files(name: str, of: str) -> list[str]:
     found = [name] if os.path.isfile(name) else glob.glob(name, recursive=True)
     found = [file for file in found if os.path.isfile(file) and not file.endswith(".idx")]
+    told = without_signatures(f"{name}{of}")
     if not found and re.match(r"[A-Za-z][\w+.-]*:", name):
-        raise DataError(f"{name}{of}: no such file, and no URL of file, {', '.join(SCHEMES)}, which alone are read")
+        raise DataError(f"{told}: no such file, and no URL of file, {', '.join(SCHEMES)}, which alone are read")
     if not found:
-        raise DataError(f"{name}{of}: no such file; give tar files, for example 'data/train-*.tar'")
+        raise DataError(f"{told}: no such file; give tar files, for example 'data/train-*.tar'")
     return found
