@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.errors import DataError
 
-MEMBER = re.compile(r"(?!json$)[a-z0-9][\w.-]*(?<![.]gz)")  # webdataset's writer drops `_a`, and packs `a.gz`
+MEMBER = re.compile(r"(?!json$)[a-z0-9][\w.-]*")  # webdataset's writer drops `_a`
 
 
 def of_rows(source: Path) -> Iterator[dict[str, Any]]:

@@ -17,7 +17,7 @@ from trainer.data.remote import Remote
 from trainer.data.rows import of_rows
 from trainer.data.stored import Shard, indexed
 from trainer.data.tar import split_name
-from trainer.data.write import write_shards
+from trainer.data.write import refuse_member, write_shards
 from trainer.errors import DataError, UnavailableError, require
 from trainer.main import guarded
 from trainer.options import DataOptions
@@ -116,10 +116,11 @@ def of_folder(source: Path) -> Iterator[dict[str, Any]]:
     for (key, extension), name in parts:
         if key is None:
             print(f"left out: {source / name}", file=sys.stderr)
-        elif extension in grouped.setdefault(key, {}):
+            continue
+        refuse_member(str(source / name), extension)
+        if extension in grouped.setdefault(key, {}):
             raise DataError(f"{source / name}: two files {extension!r} of {key!r}; rename one")
-        else:
-            grouped[key][extension] = source / name
+        grouped[key][extension] = source / name
     for key, files in grouped.items():
         yield {"__key__": key, **{extension: path.read_bytes() for extension, path in files.items()}}
 
