@@ -182,6 +182,13 @@ def test_what_can_not_be_had_is_one_line(
     assert [entry.name for entry in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
+@needs_nginx
+def test_what_a_server_says_reaches_no_terminal_as_it_is(proxy: Proxy, tmp_path: Path) -> None:
+    proxy.answer, proxy.faults = "404 \x1b[2J\x1b[31mgone", 99
+    with pytest.raises(DataError, match=r"s-000000\.tar: HTTP Error 404: \?\[2J\?\[31mgone; give what is there"):
+        Index.open(remote(tmp_path, f"{proxy.url}/s-000000.tar"))
+
+
 def test_a_server_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     import socket
 

@@ -19,7 +19,7 @@ from urllib import request
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
-from trainer.errors import ConfigError, DataError, UnavailableError
+from trainer.errors import ConfigError, DataError, UnavailableError, printable
 from trainer.launch import die_with_parent
 from trainer.secret import without_signatures
 
@@ -71,7 +71,7 @@ def download(url: str, patience_s: float) -> Generator[tuple[int, bytes]]:
         except DataError:
             raise
         except Exception as error:  # urllib's, botocore's, aiohttp's
-            reason = without_signatures(str(error)) or type(error).__name__
+            reason = printable(without_signatures(str(error))) or type(error).__name__
             if isinstance(error, InvalidURL):
                 raise ConfigError(
                     f"{shown(url)}: can't be asked for ({reason}); mend the URL: a space is %20"
@@ -185,7 +185,7 @@ class Program:
         """The last line that it has said."""
         self.said.seek(max(0, self.said.seek(0, os.SEEK_END) - 4096))
         lines = re.split(r"[\r\n]+", self.said.read().decode(errors="replace").strip())
-        line = URL.sub(r"\1\2", "".join(c if c.isprintable() else "?" for c in lines[-1][-200:]))
+        line = URL.sub(r"\1\2", printable(lines[-1][-200:]))
         return f" ({line})" if line else ""
 
 
