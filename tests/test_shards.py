@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import pwd
 import subprocess
 import sys
 import tarfile
@@ -26,7 +27,7 @@ from trainer.data.rows import of_rows
 from trainer.data.stored import content_of
 from trainer.data.write import write_shards
 from trainer.errors import DataError
-from trainer.tools.shards import compare
+from trainer.tools.shards import compare, main
 
 
 def shards(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -185,6 +186,75 @@ def test_what_can_not_be_packed_is_one_line(tmp_path, name, content, said):
     done = shards("pack", name, "out", cwd=tmp_path)
     assert done.returncode == 71 and done.stderr.startswith(said) and done.stderr.count("\n") == 1
     assert not list(tmp_path.glob("out/*.tar"))
+
+
+@pytest.fixture
+def tool(capsys, monkeypatch, tmp_path):
+    """The command in this process, in a folder of its own: gives its exit code, and its one line."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["shards", *map(str, words)])
+        return main(), capsys.readouterr().err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["a.jsonl", "file"], 71, "file: File exists; mend that, or give another folder"),
+        (["a.jsonl", "file/sub"], 71, "file/sub: Not a directory; mend that, or give another folder"),
+        (["a.jsonl", "/proc/none"], 71, "/proc/none: No such file or directory; mend that, or give another folder"),
+        (["none.jsonl", "out"], 71, "none.jsonl: No such file or directory; mend that, or give another folder"),
+        (["a.jsonl", "out", "--prefix", "sub/x"], 78, "--prefix=sub/x: is no name of a file; give folders by FOLDER"),
+    ],
+)
+def test_a_place_that_takes_no_shard_is_one_line(tool, tmp_path, words, code, said):
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    (tmp_path / "file").touch()
+    assert tool("pack", *words) == (code, f"echelon: {said}\n")
+
+
+def test_a_parquet_that_is_damaged_inside_is_one_line(tool, tmp_path):
+    parquet(tmp_path / "good.parquet", {"s": [f"{i} \u00e9" for i in range(5000)], "b": [b"x" * 50] * 5000})
+    good, told = (tmp_path / "good.parquet").read_bytes(), []
+    for at in range(4, len(good) - 8, len(good) // 60):
+        (tmp_path / "a.parquet").write_bytes(good[:at] + bytes(16) + good[at + 16 :])
+        code, said = tool("pack", "a.parquet", f"out{at}")
+        assert code == 0 or (code, said.count("\n")) == (71, 1), said
+        told += [said] * (code != 0)
+    assert len(told) > 5 and all(said.startswith("echelon: a.parquet: can't be read (") for said in told)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://[::1/x.tar?sig=s3cr3t", "http://[::1/x.tar?***: is no URL (Invalid IPv6 URL); mend it"),
+        ("http://u:s3cr3t@[x]/x.tar", "http://***@[x]/x.tar: is no URL ("),
+    ],
+)
+def test_what_is_no_url_is_one_line(tool, url, said):
+    code, told = tool("index", url)
+    assert (code, told.count("\n")) == (78, 1) and told.startswith(f"echelon: {said}")
+
+
+def test_without_a_home(tool, tmp_path, monkeypatch):
+    """And without an entry among the users: the index is beside the shard, and a cache must be given."""
+    write_shards([{"__key__": "0", "cls": 0}], tmp_path, "p", per_shard=1)
+    (tmp_path / "q.tar.gz").write_bytes(gzip.compress((tmp_path / "p-000000.tar").read_bytes()))
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: {}["none"])
+    assert tool("index", "p-000000.tar") == (0, "")
+    assert tool("verify", "p-000000.tar") == (0, "")
+    told = "echelon: data.cache_dir=~/.cache/echelon/shards: there is no home folder; give another, or set HOME\n"
+    assert tool("index", "q.tar.gz") == (78, told)
+    assert tool("index", "q.tar.gz", "--cache-dir", "cache") == (0, "")
+    (tmp_path / "p-000000.tar.idx").unlink()
+    (tmp_path / "p-000000.tar.idx").mkdir()
+    code, told = tool("index", "p-000000.tar")
+    assert code == 71 and "no place for its index" in told
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".")[0] == "cache"
 
 
 def test_index_verify_stat(files, tmp_path):

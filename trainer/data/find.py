@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from braceexpand import braceexpand
 
@@ -22,7 +22,7 @@ def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | 
 
     Raises:
         DataError: naming the pattern that matches no file, or that can't be looked up.
-        ConfigError: for a program, where none is allowed.
+        ConfigError: for a program, where none is allowed, and for what is no URL.
     """
     options = options or DataOptions()
     files: list[str] = []
@@ -39,7 +39,7 @@ def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | 
                 urls.append(name)
             elif name.partition("://")[0] not in SCHEMES:
                 files += _files(name.removeprefix("file://"), "" if name == str(pattern) else f" (of {pattern})")
-            elif urlsplit(name).username:
+            elif parsed(name).username:
                 raise DataError(f"{shown(name)}: a URL's user and password are not sent; give one without")
             elif "*" in name:
                 raise DataError(f"{shown(name)}: can't be listed; write braces as {{000..009}} or {{a,b}}")
@@ -52,6 +52,13 @@ def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | 
 
     local = [kept(f"file://{path.absolute()}") if is_packed(path.name) else path for path in sorted(map(Path, files))]
     return [*local, *map(kept, sorted(urls, key=Path))]
+
+
+def parsed(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"{without_signatures(url)}: is no URL ({error}); mend it") from None
 
 
 def refuse_program(name: str, allowed: bool) -> None:

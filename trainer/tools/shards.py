@@ -18,7 +18,7 @@ from trainer.data.rows import of_rows
 from trainer.data.stored import Shard, indexed
 from trainer.data.tar import split_name
 from trainer.data.write import refuse_member, write_shards
-from trainer.errors import DataError, UnavailableError, require
+from trainer.errors import ConfigError, DataError, UnavailableError, require
 from trainer.main import guarded
 from trainer.options import DataOptions
 
@@ -85,10 +85,16 @@ def pack(source: Path, folder: Path, prefix: str, per_shard: int) -> None:
     """From the files of a folder, or the lines of a .jsonl, or the rows of a .parquet; always in the same order.
 
     Raises:
-        DataError: where there is nothing, or no way to read it.
+        DataError: where there is nothing, or no way to read it, or to write there.
     """
     require("--per-shard", per_shard, at_least=1)
-    paths = write_shards(samples(source), folder, prefix, per_shard, packed)
+    if Path(prefix).name != prefix:
+        raise ConfigError(f"--prefix={prefix}: is no name of a file; give folders by FOLDER")
+    try:
+        paths = write_shards(samples(source), folder, prefix, per_shard, packed)
+    except OSError as error:
+        told = f"{error.filename or folder}: {error.strerror or error}"
+        raise DataError(f"{told}; mend that, or give another folder") from None
     if not paths:
         raise DataError(f"{source}: has no sample; give files KEY.EXTENSION, lines or rows")
     print(f"{len(paths)} shards: {paths[0]} to {paths[-1]}")
