@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pwd
+import signal
 import subprocess
 import sys
 import tarfile
@@ -197,7 +198,9 @@ def tool(capsys, monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "argv", ["shards", *map(str, words)])
         return main(), capsys.readouterr().err
 
-    return call
+    handler = signal.getsignal(signal.SIGINT)
+    yield call
+    signal.signal(signal.SIGINT, handler)
 
 
 @pytest.mark.parametrize(

@@ -276,6 +276,31 @@ def test_a_kill_during_the_download_leaves_no_shard_and_the_next_start_has_all(p
 
 
 @needs_nginx
+@pytest.mark.parametrize("command", ["index", "verify"])
+def test_ctrl_c_ends_the_tool_at_once(proxy: Proxy, tmp_path: Path, command: str) -> None:
+    """It waits for no shard that is coming, and leaves none that is not whole."""
+    if command == "verify":
+        for path in find_shards(all_of(proxy)):
+            Index.open([path])
+            path.drop()
+    proxy.bytes_per_s = 10_000
+    cache = tmp_path / ".cache/echelon/shards"
+    process = start(proxy, tmp_path, command)
+    deadline = time.monotonic() + 60
+    while not any(part.stat().st_size for part in cache.glob(".part-*")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(timeout=3)
+    finally:
+        process.kill()
+        told = process.communicate()[1]
+    assert (process.returncode, told) == (130, "")
+    assert not [path for path in cache.iterdir() if len(path.name) == 64]
+
+
+@needs_nginx
 def test_the_cache_is_bounded_and_what_was_used_least_recently_goes(proxy: Proxy, tmp_path: Path) -> None:
     size = shard(proxy).stat().st_size
     paths = remote(tmp_path, all_of(proxy), cache_gb=2.5 * size / 1e9)

@@ -15,8 +15,8 @@ def of_rows(source: Path) -> Iterator[dict[str, Any]]:
     """A null of bytes is no member, any other one JSON's.
 
     Raises:
-        DataError: before the first sample, for a file that is none, and a column that has no form in a sample; later for
-            what is damaged.
+        DataError: before the first sample, for a file that is none, and a column that has no form in a sample; later,
+            for what is damaged.
     """
     try:
         from pyarrow import parquet

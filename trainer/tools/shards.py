@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -163,6 +164,8 @@ def main() -> int:
     arguments = vars(parser.parse_args())
     call = arguments.pop("call")
     del arguments["command"]
+    if call is not pack:  # Ctrl-C would wait for threads and what they download; a part of that is never taken for it
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     return guarded(lambda: call(**arguments) or 0)
 
 
