@@ -473,6 +473,21 @@ def test_what_was_indexed_and_is_another_now_is_refused(proxy: Proxy, tmp_path: 
 
 
 @needs_nginx
+def test_index_by_hand_asks_the_server(proxy: Proxy, tmp_path: Path) -> None:
+    """Also where what it had before is kept here."""
+    replaced = shard(proxy).with_name("replaced.tar")
+    replaced.write_bytes(shard(proxy, 1).read_bytes())
+    [path] = remote(tmp_path, f"{proxy.url}/replaced.tar")
+    before = Index.open([path])
+    replaced.write_bytes(shard(proxy, 2).read_bytes())
+    assert Index.open([path]).fingerprint == before.fingerprint and path.file.exists()
+    after = Index.open([path], anew=True)
+    assert after.shards[0].sha256 == Index.open([shard(proxy, 2)]).shards[0].sha256 != before.shards[0].sha256
+    assert samples(after) == samples(Index.open([path])) == samples(Index.open([shard(proxy, 2)]))
+    replaced.unlink()
+
+
+@needs_nginx
 def test_the_way_out_is_short_for_the_default_folder_and_tells_no_signature(proxy: Proxy, tmp_path: Path) -> None:
     [path] = find_shards(f"{proxy.url}/s-000000.tar?sig=s3cr3t", DataOptions())
     with pytest.raises(ConfigError, match=rf"shards index '{proxy.url}/s-000000\.tar\?\*\*\*'$"):

@@ -49,6 +49,11 @@ class Remote(NamedTuple):
     def name(self) -> str:
         return str(self) if self.url.startswith("pipe:") else plain_name(PurePosixPath(str(self)).name)
 
+    @property
+    def may_change(self) -> bool:
+        """Without another name in the folder: a local file that was written again has one."""
+        return not self.url.startswith("file://")
+
     def open(self) -> BinaryIO:
         """The whole shard, which stays in the folder until this file is closed.
 

@@ -25,7 +25,7 @@ from trainer.options import DataOptions
 
 
 def index(shards: list[str], workers: int, **where: Any) -> None:
-    """Stores the index of each shard that has none, or has changed, beside it."""
+    """Stores the index of each shard that has none, or has changed, beside it. Those at URLs are downloaded again."""
     require("--workers", workers, at_least=1)
     made = Index.open(find_shards(shards, DataOptions(**where)), progress, workers, anew=True)
     print(f"{len(made.shards)} shards, {sum(made.counts)} samples, fingerprint {made.fingerprint[:16]}")
