@@ -5,6 +5,8 @@ import io
 import json
 import os
 import pwd
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from command import environment
+from command import ROOT, environment
 from safetensors.numpy import load
 
 from trainer.data.find import find_shards
@@ -258,6 +260,17 @@ def test_without_a_home(tool, tmp_path, monkeypatch):
     code, told = tool("index", "p-000000.tar")
     assert code == 71 and "no place for its index" in told
     assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".")[0] == "cache"
+
+
+def test_the_commands_of_the_readme(tool, files, tmp_path):
+    files.rename(tmp_path / "FILES")
+    for i in range(4, 2500):
+        (tmp_path / "FILES" / f"{i}.txt").touch()
+    commands = re.findall(r"^python -m trainer\.tools\.shards (.*?)(?: +#.*)?$", (ROOT / "README.md").read_text(), re.M)
+    assert [command.split()[0] for command in commands] == ["pack", "index", "verify", "stat"]
+    for command in commands:
+        assert tool(*shlex.split(command))[0] == 0, command
+    assert len(list((tmp_path / "shards").glob("*.idx"))) == 3
 
 
 def test_index_verify_stat(files, tmp_path):
