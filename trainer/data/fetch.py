@@ -71,7 +71,7 @@ def download(url: str, patience_s: float) -> Generator[tuple[int, bytes]]:
         except DataError:
             raise
         except Exception as error:  # urllib's, botocore's, aiohttp's
-            reason = printable(without_signatures(str(error))) or type(error).__name__
+            reason = printable(without_signatures(str(error)[:500])) or type(error).__name__
             if isinstance(error, InvalidURL):
                 raise ConfigError(
                     f"{shown(url)}: can't be asked for ({reason}); mend the URL: a space is %20"
