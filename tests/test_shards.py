@@ -1,11 +1,17 @@
 """python -m trainer.tools.shards: packing, indexing in parallel, verifying, and what it says of what it can't do."""
 
+import gzip
 import io
 import json
 import os
+import pwd
+import re
+import shlex
+import signal
 import subprocess
 import sys
 import tarfile
+import time
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
@@ -14,7 +20,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from command import environment
+from command import ROOT, environment
 from safetensors.numpy import load
 
 from trainer.data.find import find_shards
@@ -24,7 +30,7 @@ from trainer.data.rows import of_rows
 from trainer.data.stored import content_of
 from trainer.data.write import write_shards
 from trainer.errors import DataError
-from trainer.tools.shards import compare
+from trainer.tools.shards import compare, main
 
 
 def shards(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -65,6 +71,42 @@ def test_a_folder_is_packed_in_the_order_of_names(files, tmp_path):
     assert found["train-000002.tar"] == {"b.txt": b"b"}
     for path in (tmp_path / "one").glob("*.tar"):
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+
+
+def test_bytes_are_packed_as_they_are(tmp_path):
+    """Those that are packed already, too; what is given as an object is packed to the same bytes at any time."""
+    (tmp_path / "files").mkdir()
+    contents = {"a.json.gz": gzip.compress(b"{}"), "a.txt": b"\xff\r\n", "b.tar.gz": b"no gzip"}
+    for name, content in contents.items():
+        (tmp_path / "files" / name).write_bytes(content)
+    assert shards("pack", "files", "out", cwd=tmp_path).returncode == 0
+    assert read(tmp_path / "out")["train-000000.tar"] == contents
+    parquet(tmp_path / "a.parquet", {"a.gz": [b"1"]})
+    assert list(of_rows(tmp_path / "a.parquet")) == [{"__key__": "000000000000", "a.gz": b"1"}]
+    written = []
+    for second in (1e9, 2e9):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "time", lambda second=second: second)
+            samples = [{"__key__": "0", "__url__": "x", "json.gz": {"x": 1}, "txt.gz": "text", "cls": 3}]
+            [path] = write_shards(samples, tmp_path / f"{second}", "p", per_shard=1)
+        written.append(path.read_bytes())
+    assert written[0] == written[1]
+    found = read(tmp_path / f"{second}")["p-000000.tar"]
+    assert gzip.decompress(found.pop("0.json.gz")) == b'{"x": 1}' and found == {"0.cls": b"3", "0.txt.gz": b"text"}
+
+
+@pytest.mark.parametrize("extension", ["_b", "", "pt", "seg.PKL", "pickle"])
+def test_members_that_nobody_could_read_are_refused(tmp_path, extension):
+    """At once, and with no part left, whatever they come from."""
+    (tmp_path / "files").mkdir()
+    for name in ("a.txt", f"b.{extension}"):
+        (tmp_path / "files" / name).write_text("1")
+    done = shards("pack", "files", "out", "--per-shard", 1, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (71, 1), done.stderr
+    assert done.stderr.startswith(f"echelon: files/b.{extension}: ") and not list(tmp_path.glob("out/*"))
+    with pytest.raises(DataError, match=rf"p-000000\.tar: 'a'\.{extension}: "):
+        write_shards([{"__key__": "a", extension: b"1"}], tmp_path / "own", "p", per_shard=1)
+    assert not list((tmp_path / "own").iterdir())
 
 
 def test_lines_are_samples(tmp_path):
@@ -111,7 +153,6 @@ def test_rows_are_samples(tmp_path):
         ("deep", [[{"a": b"x"}]], "is of list<element: struct<a: binary>>, which JSON does not know; make it"),
         ("json", [b"{}"], ": no extension of a member, or of two; rename it"),
         ("_id", [b"1"], ": no extension of a member, or of two; rename it"),
-        ("a.gz", [b"1"], ": no extension of a member, or of two; rename it"),
         ("a/b", [b"1"], ": no extension of a member, or of two; rename it"),
         ("TXT", [b"1"], ": no extension of a member, or of two; rename it"),
     ],
@@ -148,6 +189,88 @@ def test_what_can_not_be_packed_is_one_line(tmp_path, name, content, said):
     done = shards("pack", name, "out", cwd=tmp_path)
     assert done.returncode == 71 and done.stderr.startswith(said) and done.stderr.count("\n") == 1
     assert not list(tmp_path.glob("out/*.tar"))
+
+
+@pytest.fixture
+def tool(capsys, monkeypatch, tmp_path):
+    """The command in this process, in a folder of its own: gives its exit code, and its one line."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["shards", *map(str, words)])
+        return main(), capsys.readouterr().err
+
+    handler = signal.getsignal(signal.SIGINT)
+    yield call
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["a.jsonl", "file"], 71, "file: File exists; mend that, or give another folder"),
+        (["a.jsonl", "file/sub"], 71, "file/sub: Not a directory; mend that, or give another folder"),
+        (["a.jsonl", "/proc/none"], 71, "/proc/none: No such file or directory; mend that, or give another folder"),
+        (["none.jsonl", "out"], 71, "none.jsonl: No such file or directory; mend that, or give another folder"),
+        (["a.jsonl", "out", "--prefix", "sub/x"], 78, "--prefix=sub/x: is no name of a file; give folders by FOLDER"),
+    ],
+)
+def test_a_place_that_takes_no_shard_is_one_line(tool, tmp_path, words, code, said):
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    (tmp_path / "file").touch()
+    assert tool("pack", *words) == (code, f"echelon: {said}\n")
+
+
+def test_a_parquet_that_is_damaged_inside_is_one_line(tool, tmp_path):
+    parquet(tmp_path / "good.parquet", {"s": [f"{i} \u00e9" for i in range(5000)], "b": [b"x" * 50] * 5000})
+    good, told = (tmp_path / "good.parquet").read_bytes(), []
+    for at in range(4, len(good) - 8, len(good) // 60):
+        (tmp_path / "a.parquet").write_bytes(good[:at] + bytes(16) + good[at + 16 :])
+        code, said = tool("pack", "a.parquet", f"out{at}")
+        assert code == 0 or (code, said.count("\n")) == (71, 1), said
+        told += [said] * (code != 0)
+    assert len(told) > 5 and all(said.startswith("echelon: a.parquet: can't be read (") for said in told)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://[::1/x.tar?sig=s3cr3t", "http://[::1/x.tar?***: is no URL (Invalid IPv6 URL); mend it"),
+        ("http://u:s3cr3t@[x]/x.tar", "http://***@[x]/x.tar: is no URL ("),
+    ],
+)
+def test_what_is_no_url_is_one_line(tool, url, said):
+    code, told = tool("index", url)
+    assert (code, told.count("\n")) == (78, 1) and told.startswith(f"echelon: {said}")
+
+
+def test_without_a_home(tool, tmp_path, monkeypatch):
+    """And without an entry among the users: the index is beside the shard, and a cache must be given."""
+    write_shards([{"__key__": "0", "cls": 0}], tmp_path, "p", per_shard=1)
+    (tmp_path / "q.tar.gz").write_bytes(gzip.compress((tmp_path / "p-000000.tar").read_bytes()))
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: {}["none"])
+    assert tool("index", "p-000000.tar") == (0, "")
+    assert tool("verify", "p-000000.tar") == (0, "")
+    told = "echelon: data.cache_dir=~/.cache/echelon/shards: there is no home folder; give another, or set HOME\n"
+    assert tool("index", "q.tar.gz") == (78, told)
+    assert tool("index", "q.tar.gz", "--cache-dir", "cache") == (0, "")
+    (tmp_path / "p-000000.tar.idx").unlink()
+    (tmp_path / "p-000000.tar.idx").mkdir()
+    code, told = tool("index", "p-000000.tar")
+    assert code == 71 and "no place for its index" in told
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".")[0] == "cache"
+
+
+def test_the_commands_of_the_readme(tool, files, tmp_path):
+    files.rename(tmp_path / "FILES")
+    for i in range(4, 2500):
+        (tmp_path / "FILES" / f"{i}.txt").touch()
+    commands = re.findall(r"^python -m trainer\.tools\.shards (.*?)(?: +#.*)?$", (ROOT / "README.md").read_text(), re.M)
+    assert [command.split()[0] for command in commands] == ["pack", "index", "verify", "stat"]
+    for command in commands:
+        assert tool(*shlex.split(command))[0] == 0, command
+    assert len(list((tmp_path / "shards").glob("*.idx"))) == 3
 
 
 def test_index_verify_stat(files, tmp_path):

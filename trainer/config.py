@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from trainer.errors import ConfigError, nearest, require
 from trainer.nccl import NCCLOptions
 from trainer.options import DataOptions, Options
-from trainer.secret import HIDDEN, is_secret, secrets
+from trainer.secret import HIDDEN, secrets, without_secrets
 from trainer.targets import ALLOWED, locate, refuse_nested, refuse_target
 
 TOP = ("recipe", "callbacks", "optimizer", "schedule", "batch", "micro_batch", "accumulate", "trainer", "data", "nccl")
@@ -77,7 +77,7 @@ def refuse_missing(node: Any, key: str) -> None:
 def check_node(key: str, node: Any, allow: tuple[str, ...]) -> None:
     """One `_target_` with its arguments."""
     if not isinstance(node, Mapping) or "_target_" not in node:
-        raise ConfigError(f"{key}={node}: has no _target_; choose one by {key}=NAME, see --help")
+        raise ConfigError(f"{key}={shown(key, node)}: has no _target_; choose one by {key}=NAME, see --help")
     target = node["_target_"]
     check_type(f"{key}._target_", target, str)
     if "." not in target:
@@ -102,7 +102,7 @@ def stage_node(key: str, item: Any) -> Mapping[str, Any]:
     if isinstance(item, str):
         return {"_target_": item, "_partial_": True}
     if not isinstance(item, Mapping) or "_target_" not in item:
-        raise ConfigError(f"{key}={item}: must be the name of a function, or a _target_ with its arguments")
+        raise ConfigError(f"{key}={shown(key, item)}: must be the name of a function, or a _target_ with its arguments")
     return item
 
 
@@ -127,7 +127,8 @@ def check_type(key: str, value: Any, kind: Any) -> None:
 
 def shown(key: str, value: Any) -> str:
     """As YAML has it."""
-    return HIDDEN if is_secret(key) else {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+    text = str(without_secrets({key: value})[key])
+    return {"None": "null", "True": "true", "False": "false"}.get(text, text)
 
 
 def fits(value: Any, kind: Any) -> bool:

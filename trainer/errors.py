@@ -48,6 +48,11 @@ def exit_code(error: BaseException) -> int:
     return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
 
 
+def printable(text: str) -> str:
+    """On one line, and without what a terminal obeys: of a stranger's."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """The way out of a name that is not among `names`."""
     known = sorted(names)

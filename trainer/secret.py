@@ -1,4 +1,5 @@
-"""Keeps secrets out of what is printed and stored: values of keys that are named as such, and signed URLs' queries."""
+"""Keeps secrets out of what is printed and stored: values of keys that are named as such, passwords and signatures in
+URLs."""
 
 import re
 from collections.abc import Mapping
@@ -6,17 +7,25 @@ from pathlib import Path
 from typing import Any
 
 HIDDEN = "***"
-SECRET = re.compile(
-    r"(?i)(?<!mask_)(?<!cls_)(?<!sep_)(?<!pad_)(?<!bos_)(?<!eos_)(?<!unk_)(?<!per_)token$|"
-    r"(^|_)(secret|password|passwd|passphrase|credentials?)(_|$)|(api|access|private|auth|secret)_?key(_id)?$"
-)
-URL = re.compile(r"""(\w+://[^\s?'"]*)\?([^\s'"]*)""")  # and its query
-SIGNATURE = re.compile(r"(?i)(sig|token|secret|credential|password|auth|key)[^=&]*=")  # in such a query
-PAIR = re.compile(r"""(\w+)(\s*[:=]\s*)("[^"]*"|'[^']*'|[^,{}[\]]+)""")  # in a value such as {a: 1, b: [c]}
+# What makes a name a secret's: one of these words in it, or such an end, with or without `_` between its words.
+WORDS = {"secret", "secrets", "password", "passwords", "passphrase", "passwd", "pwd", "credential", "credentials"}
+WORDS |= {"cookie", "cookies", "dsn", "sas"}
+KEYS = ("apikey", "accesskey", "accountkey", "privatekey", "authkey", "secretkey")
+TOKENS = ("token", "hftokens", "hubtokens", "apitokens", "authtokens", "accesstokens")  # others are counted
+ENDS = (*TOKENS, *KEYS, *(f"{key}id" for key in KEYS), "auth", "authorization", "bearer", "connectionstring")
+MARKS = {"mask", "cls", "sep", "pad", "bos", "eos", "unk", "per"}  # before `token`: one of text
+CAMEL = re.compile("(?<=[a-z0-9])(?=[A-Z])")  # where apiKey would have a `_`
+USER = re.compile(r"""(://)[^\s/?#'"]*@""")  # and password, of a URL
+QUERY = re.compile(r"""\?([^\s'"]*)""")  # of a URL, or of a part of one
+SIGNATURE = re.compile(r"(?i)(^|&)[\w.%-]*(sig|token|secret|credential|password|pwd|auth|key)[\w.%-]*=")  # in a query
+PAIR = re.compile(r"""([\w-]+)(['"]?\s*[:=]\s*)("[^"]*"|'[^']*'|[^,{}[\]]+)""")  # in a value such as {a: 1, b: [c]}
 
 
 def is_secret(key: str) -> bool:
-    return SECRET.search(key.rpartition(".")[2]) is not None
+    words = re.findall("[a-z0-9]+", CAMEL.sub("_", key.rpartition(".")[2]).lower())
+    if words[-1:] == ["token"] and not MARKS.isdisjoint(words[-2:]):
+        return False
+    return not WORDS.isdisjoint(words) or "".join(words).endswith(ENDS)
 
 
 def without_secrets(config: Any) -> Any:
@@ -32,8 +41,9 @@ def without_secrets(config: Any) -> Any:
 
 
 def without_signatures(text: str) -> str:
-    """Without the query of each URL that is signed by it."""
-    return URL.sub(lambda url: f"{url[1]}?{HIDDEN}" if SIGNATURE.search(url[2]) else url[0], text)
+    """Without the user and password of each URL, and the query that signs it."""
+    text = USER.sub(rf"\1{HIDDEN}@", text)
+    return QUERY.sub(lambda query: f"?{HIDDEN}" if SIGNATURE.search(query[1]) else query[0], text)
 
 
 def secrets(config: Any, key: str = "") -> list[str]:
@@ -46,7 +56,7 @@ def secrets(config: Any, key: str = "") -> list[str]:
 
 
 def is_hidden(value: Any) -> bool:
-    return value == HIDDEN or (isinstance(value, str) and f"?{HIDDEN}" in value)
+    return value == HIDDEN or (isinstance(value, str) and (f"?{HIDDEN}" in value or f"://{HIDDEN}@" in value))
 
 
 def word_without_secrets(word: str) -> str:

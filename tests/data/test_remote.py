@@ -182,6 +182,13 @@ def test_what_can_not_be_had_is_one_line(
     assert [entry.name for entry in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
+@needs_nginx
+def test_what_a_server_says_reaches_no_terminal_as_it_is(proxy: Proxy, tmp_path: Path) -> None:
+    proxy.answer, proxy.faults = "404 \x1b[2J\x1b[31mgone", 99
+    with pytest.raises(DataError, match=r"s-000000\.tar: HTTP Error 404: \?\[2J\?\[31mgone; give what is there"):
+        Index.open(remote(tmp_path, f"{proxy.url}/s-000000.tar"))
+
+
 def test_a_server_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     import socket
 
@@ -198,6 +205,16 @@ def test_a_server_that_is_not_there_is_one_line(tmp_path: Path) -> None:
         DataError, match=r"^http://host/a.tar: a URL's user and password are not sent; give one without$"
     ):
         remote(tmp_path, "http://user:secret@host/a.tar")
+
+
+def test_a_url_that_can_not_be_asked_for_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_module, "FIRST_S", 60.0)
+    for url in ("http://127.0.0.1/a b.tar?sig=s3cr3t", "http://127.0.0.1:http/a.tar?sig=s3cr3t"):
+        with pytest.raises(
+            ConfigError, match=r"^http://127\.0\.0\.1.*: can't be asked for \(.*\); mend the "
+        ) as caught:
+            Index.open(remote(tmp_path, url))
+        assert "s3cr3t" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -256,6 +273,31 @@ def test_a_kill_during_the_download_leaves_no_shard_and_the_next_start_has_all(p
     for number in range(SHARDS):
         name = hashlib.sha256(f"{proxy.url}/s-{number:06d}.tar".encode()).hexdigest()
         assert (cache / name).read_bytes() == shard(proxy, number).read_bytes()
+
+
+@needs_nginx
+@pytest.mark.parametrize("command", ["index", "verify"])
+def test_ctrl_c_ends_the_tool_at_once(proxy: Proxy, tmp_path: Path, command: str) -> None:
+    """It waits for no shard that is coming, and leaves none that is not whole."""
+    if command == "verify":
+        for path in find_shards(all_of(proxy)):
+            Index.open([path])
+            path.drop()
+    proxy.bytes_per_s = 10_000
+    cache = tmp_path / ".cache/echelon/shards"
+    process = start(proxy, tmp_path, command)
+    deadline = time.monotonic() + 60
+    while not any(part.stat().st_size for part in cache.glob(".part-*")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(timeout=3)
+    finally:
+        process.kill()
+        told = process.communicate()[1]
+    assert (process.returncode, told) == (130, "")
+    assert not [path for path in cache.iterdir() if len(path.name) == 64]
 
 
 @needs_nginx
@@ -428,6 +470,21 @@ def test_what_was_indexed_and_is_another_now_is_refused(proxy: Proxy, tmp_path: 
     assert again.fingerprint != first.fingerprint
     assert samples(again) == samples(Index.open([path]))
     assert not (tmp_path / ".cache").exists()
+
+
+@needs_nginx
+def test_index_by_hand_asks_the_server(proxy: Proxy, tmp_path: Path) -> None:
+    """Also where what it had before is kept here."""
+    replaced = shard(proxy).with_name("replaced.tar")
+    replaced.write_bytes(shard(proxy, 1).read_bytes())
+    [path] = remote(tmp_path, f"{proxy.url}/replaced.tar")
+    before = Index.open([path])
+    replaced.write_bytes(shard(proxy, 2).read_bytes())
+    assert Index.open([path]).fingerprint == before.fingerprint and path.file.exists()
+    after = Index.open([path], anew=True)
+    assert after.shards[0].sha256 == Index.open([shard(proxy, 2)]).shards[0].sha256 != before.shards[0].sha256
+    assert samples(after) == samples(Index.open([path])) == samples(Index.open([shard(proxy, 2)]))
+    replaced.unlink()
 
 
 @needs_nginx

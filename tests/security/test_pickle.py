@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from command import PYTHONPATH, ROOT, toy
+from safetensors.torch import save_file
 from strangers import Payload, one_line, payload, sharded
 from torch import nn
 
@@ -39,6 +40,15 @@ def test_a_pickle_is_no_weights(tmp_path: Path, mark: Path, name: str, saved: bo
     if not name.endswith(".safetensors"):
         assert "asks for posix.mkdir" in str(error.value)
     assert not mark.exists()
+
+
+def test_what_a_file_names_reaches_no_terminal_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a.pt").write_bytes(b"\x80\x02cos\x1b[2J\nsystem\n.")
+    save_file({"w\x1b[2J": torch.zeros(1)}, tmp_path / "a.safetensors")
+    for name, said in (("a.pt", "asks for os?[2J.system, which"), ("a.safetensors", "(weight, bias, w?[2J, ...)")):
+        with pytest.raises(ConfigError) as error:
+            load_weights(nn.Linear(2, 2), str(tmp_path / name))
+        assert said in str(error.value) and str(error.value).isprintable()
 
 
 def test_the_command_says_so_in_one_line(tmp_path: Path, mark: Path) -> None:

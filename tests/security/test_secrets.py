@@ -9,8 +9,9 @@ import pytest
 from command import PYTHONPATH, TOY, Result, run
 from omegaconf import OmegaConf
 
-from trainer.config import check_type
-from trainer.errors import ConfigError
+from trainer.config import Knob, check_node, check_type, check_values, stage_node
+from trainer.data.find import find_shards
+from trainer.errors import ConfigError, DataError
 from trainer.secret import is_secret, secrets, without_secrets, word_without_secrets
 
 RECIPE = """
@@ -19,9 +20,10 @@ from safetensors.torch import save_file
 from toy_recipe import Toy
 
 class Private(Toy):
-    def __init__(self, hub_token: str, store: dict, source: str, **rest):
+    def __init__(self, hub_token: str, store: dict, source: str, proxy: str, **rest):
         super().__init__(**rest)
         assert (hub_token, store["password"], store["user"]) == ("s3cr3t-one", "s3cr3t-two", "me"), hub_token
+        assert proxy == "pipe:curl https://u:s3cr3t@h/x", proxy
         assert source == "https://h/a-{0..9}.tar?X-Amz-Expires=9&X-Amz-Signature=s3cr3t", source
 
     def export(self, model, folder):
@@ -31,18 +33,24 @@ SIGNED = "https://h/a-{0..9}.tar?X-Amz-Expires=9&X-Amz-Signature=s3cr3t"
 WORDS = [
     *TOY, "trainer.allow_targets=[toy_recipe,private]", "recipe._target_=private.Private", "trainer.run_dir=runs/r",
     "recipe.hub_token=s3cr3t-one", "recipe.store={user: me, password: s3cr3t-two}", "trainer.devices=2",
-    f"recipe.source='{SIGNED}'",
+    f"recipe.source='{SIGNED}'", "recipe.proxy='pipe:curl https://u:s3cr3t@h/x'",
 ]  # fmt: skip
 TRUSTED = "trainer.allow_targets=[toy_recipe,private]"
 
 
 SECRET = (
-    "token hf_token recipe.hub_token api_key apiKey OPENAI_API_KEY secret aws_secret_access_key access_key_id password"
+    "token hf_token recipe.hub_token api_key apiKey OPENAI_API_KEY secret aws_secret_access_key access_key_id password "
+    "db_password client_secret passphrase Authorization Proxy-Authorization bearer auth basic_auth pwd db_pwd cookie "
+    "session_cookies dsn sentry_dsn connection_string connectionString sas sas_url hf_tokens X-Api-Key developer_token "
+    "account_key myPassword credentials"
 )
-PLAIN = "tokenizer tokens_per_sample max_tokens key keep_every vocab secretary"
+PLAIN = (
+    "tokenizer tokens tokens_per_sample max_tokens new_tokens loss_per_token mask_token padToken key key_id monkey "
+    "keep_every vocab secretary author kansas"
+)
 
 
-@pytest.mark.parametrize("name", [*SECRET.split(), "db_password", "client_secret", "passphrase"])
+@pytest.mark.parametrize("name", SECRET.split())
 def test_names_of_secrets(name: str) -> None:
     assert is_secret(name)
 
@@ -64,6 +72,7 @@ def test_configs_and_words() -> None:
         ("recipe.hub_token=a,b", "recipe.hub_token=***"),
         ("recipe.store={user: me, password: x y}", "recipe.store={user: me, password: ***}"),
         ("+a={b: [{token: 'x,y'}], c: 1}", "+a={b: [{token: ***}], c: 1}"),
+        ("a={x-api-key: x, 'Authorization': 'Bearer y'}", "a={x-api-key: ***, 'Authorization': ***}"),
         ("optimizer.lr=1e-3", "optimizer.lr=1e-3"),
         ("~callbacks.progress", "~callbacks.progress"),
     ):
@@ -91,6 +100,44 @@ def test_queries_of_signed_urls() -> None:
     assert without_secrets([plain]) == [plain] and word_without_secrets(f"a={plain}") == f"a={plain}"
 
 
+def test_users_and_passwords_in_urls() -> None:
+    for text, hidden in (
+        ("pipe:curl -s https://u:s3cr3t@h/x -o -", "pipe:curl -s https://***@h/x -o -"),
+        ("http://me:s3cr3t@proxy", "http://***@proxy"),
+        ("postgres://u:s3cr3t@h:5432/db?sslmode=on", "postgres://***@h:5432/db?sslmode=on"),
+        ("redis://:s3cr3t@h", "redis://***@h"),
+        ("mongodb+srv://u:s3@cr3t@h/x", "mongodb+srv://***@h/x"),
+        ("https://s3cr3t@h/a b.tar?sig=s3cr3t", "https://***@h/a b.tar?***"),
+    ):
+        assert without_secrets({"a": [text]}) == {"a": [hidden]} and secrets({"b": hidden}) == ["b"]
+        assert word_without_secrets(f"recipe.a='{text}'") == f"recipe.a='{hidden}'"
+    for plain in ("hf://datasets/a@main/b.tar", "https://h/@me", "me@h", "(?P<key>.*)=", "s3://b/a.tar?versionId=3"):
+        assert without_secrets(plain) == plain and secrets({"a": plain}) == []
+
+
+def test_a_value_is_printed_without_them() -> None:
+    """Where its key is mistyped, or its type is another."""
+    store = {"user": "me", "password": "s3cr3t"}
+    told = r"^a\.stor=\{'user': 'me', 'password': '\*\*\*'\}: no such key"
+    with pytest.raises(ConfigError, match=told):
+        check_values("a", {"stor": store}, {"store": Knob(dict)})
+    with pytest.raises(ConfigError, match=r"^a\.shrads=https://h/a-\{0\.\.9\}\.tar\?\*\*\*: no such key"):
+        check_values("a", {"shrads": SIGNED}, {"shards": Knob(str)})
+    with pytest.raises(ConfigError, match=r"^a=https://\*\*\*@h: must be int, not str"):
+        check_type("a", "https://u:s3cr3t@h", int)
+    for call in (lambda: check_node("recipe", store, ()), lambda: stage_node("data.map.0", store)):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        assert "s3cr3t" not in str(caught.value)
+
+
+def test_a_line_about_a_pattern_has_none() -> None:
+    for pattern in ("https://h/a{0.tar?sig=s3cr3t", "ftp://u:s3cr3t@h/a.tar?sig=s3cr3t", "HTTP://h/{a,b}?token=s3cr3t"):
+        with pytest.raises(DataError) as caught:
+            find_shards(pattern)
+        assert "s3cr3t" not in str(caught.value)
+
+
 def private(words: list[str], cwd: Path, command: list[str] | None = None) -> Result:
     return run(words, cwd, command, PYTHONPATH=f"{cwd}{os.pathsep}{PYTHONPATH}", TMPDIR=str(cwd / "tmp"))
 
@@ -115,9 +162,10 @@ def test_a_run_keeps_its_secrets_to_itself(tmp_path: Path) -> None:
     assert (refused.code, refused.err) == (
         78,
         "echelon: CHECKPOINT=ckpt/last.pt: runs/r/config.yaml has no recipe.hub_token, recipe.store.password, "
-        "recipe.source, as a secret; add recipe.hub_token=VALUE\n",
+        "recipe.source, recipe.proxy, as a secret; add recipe.hub_token=VALUE\n",
     )
     given = ["recipe.hub_token=s3cr3t-one", "recipe.store.password=s3cr3t-two", f"recipe.source={SIGNED}"]
+    given += ["recipe.proxy=pipe:curl https://u:s3cr3t@h/x"]
     assert private(given, tmp_path, export).code == 0
     assert (tmp_path / "out" / "weights.safetensors").exists()
 

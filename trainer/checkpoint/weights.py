@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.manifest import FILE, Damaged, verify
 from trainer.checkpoint.state import strict_json
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, printable
 from trainer.run import log
 
 INDEX, INDEX_BYTES = "model.safetensors.index.json", 64 << 20
@@ -79,7 +79,7 @@ def _read(file: Path, own: list[str]) -> dict[str, Tensor]:
         text = " ".join(str(error).split())
         code = re.search(r"GLOBAL (\S+)", text)  # around which torch says much
         why = f"asks for {code[1]}, which is no weight" if code else text.partition(". ")[0] or type(error).__name__
-        raise Damaged(f"{file}: {why}") from None
+        raise Damaged(f"{file}: {printable(why)}") from None
 
 
 def unwrapped(found: Any, own: list[str]) -> dict[str, Tensor]:
@@ -116,7 +116,7 @@ def put_weights(module: nn.Module, weights: Mapping[str, Tensor], key: str) -> N
     if missing or unknown or other:
         raise ConfigError(
             f"{key}: {len(missing)} weights are missing, {len(unknown)} unknown and {len(other)} of another shape "
-            f"({', '.join([*missing[:3], *unknown[:3], *other[:3]])}, ...); give weights of this model"
+            f"({printable(', '.join([*missing[:3], *unknown[:3], *other[:3]]))}, ...); give weights of this model"
         )
     module.load_state_dict(weights, strict=False)
 

@@ -12,14 +12,16 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Generator
+from http.client import InvalidURL
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib import request
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
-from trainer.errors import DataError, UnavailableError
+from trainer.errors import ConfigError, DataError, UnavailableError, printable
 from trainer.launch import die_with_parent
+from trainer.secret import without_signatures
 
 SCHEMES = ("http", "https", "s3", "gs")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
@@ -49,7 +51,7 @@ def download(url: str, patience_s: float) -> Generator[tuple[int, bytes]]:
     """The bytes at `url` with their positions, all or an error. A position of 0 begins anew.
 
     Raises:
-        DataError: for what is not there or not ours, at once.
+        DataError, ConfigError: for what is not there or not ours, and for what is no URL, at once.
         UnavailableError: for a server or a program that gave nothing new for `patience_s`.
     """
     scheme = url.partition(":")[0]
@@ -69,7 +71,11 @@ def download(url: str, patience_s: float) -> Generator[tuple[int, bytes]]:
         except DataError:
             raise
         except Exception as error:  # urllib's, botocore's, aiohttp's
-            reason = str(error) or type(error).__name__
+            reason = printable(without_signatures(str(error)[:500])) or type(error).__name__
+            if isinstance(error, InvalidURL):
+                raise ConfigError(
+                    f"{shown(url)}: can't be asked for ({reason}); mend the URL: a space is %20"
+                ) from None
             if is_final(error):
                 raise DataError(f"{shown(url)}: {reason}; give what is there, and may be read") from None
         now = time.monotonic()
@@ -179,7 +185,7 @@ class Program:
         """The last line that it has said."""
         self.said.seek(max(0, self.said.seek(0, os.SEEK_END) - 4096))
         lines = re.split(r"[\r\n]+", self.said.read().decode(errors="replace").strip())
-        line = URL.sub(r"\1\2", "".join(c if c.isprintable() else "?" for c in lines[-1][-200:]))
+        line = URL.sub(r"\1\2", printable(lines[-1][-200:]))
         return f" ({line})" if line else ""
 
 

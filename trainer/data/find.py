@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from braceexpand import braceexpand
 
@@ -14,6 +14,7 @@ from trainer.data.remote import Remote
 from trainer.data.unpack import is_packed
 from trainer.errors import ConfigError, DataError
 from trainer.options import DataOptions
+from trainer.secret import without_signatures
 
 
 def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | None = None) -> list[Path | Remote]:
@@ -21,7 +22,7 @@ def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | 
 
     Raises:
         DataError: naming the pattern that matches no file, or that can't be looked up.
-        ConfigError: for a program, where none is allowed.
+        ConfigError: for a program, where none is allowed, and for what is no URL.
     """
     options = options or DataOptions()
     files: list[str] = []
@@ -30,14 +31,15 @@ def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | 
         try:
             names = [str(pattern)] if os.path.isfile(pattern) else list(braceexpand(str(pattern)))
         except ValueError as error:
-            raise DataError(f"{pattern}: not a pattern ({error}); write braces as {{000..009}} or {{a,b}}") from None
+            told = without_signatures(f"{pattern}: not a pattern ({error})")
+            raise DataError(f"{told}; write braces as {{000..009}} or {{a,b}}") from None
         for name in names:
             if name.startswith("pipe:") and not os.path.isfile(name):
                 refuse_program(name, options.allow_pipe)
                 urls.append(name)
             elif name.partition("://")[0] not in SCHEMES:
                 files += _files(name.removeprefix("file://"), "" if name == str(pattern) else f" (of {pattern})")
-            elif urlsplit(name).username:
+            elif parsed(name).username:
                 raise DataError(f"{shown(name)}: a URL's user and password are not sent; give one without")
             elif "*" in name:
                 raise DataError(f"{shown(name)}: can't be listed; write braces as {{000..009}} or {{a,b}}")
@@ -50,6 +52,13 @@ def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | 
 
     local = [kept(f"file://{path.absolute()}") if is_packed(path.name) else path for path in sorted(map(Path, files))]
     return [*local, *map(kept, sorted(urls, key=Path))]
+
+
+def parsed(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"{without_signatures(url)}: is no URL ({error}); mend it") from None
 
 
 def refuse_program(name: str, allowed: bool) -> None:
@@ -73,8 +82,9 @@ def refuse_program(name: str, allowed: bool) -> None:
 def _files(name: str, of: str) -> list[str]:
     found = [name] if os.path.isfile(name) else glob.glob(name, recursive=True)
     found = [file for file in found if os.path.isfile(file) and not file.endswith(".idx")]
+    told = without_signatures(f"{name}{of}")
     if not found and re.match(r"[A-Za-z][\w+.-]*:", name):
-        raise DataError(f"{name}{of}: no such file, and no URL of file, {', '.join(SCHEMES)}, which alone are read")
+        raise DataError(f"{told}: no such file, and no URL of file, {', '.join(SCHEMES)}, which alone are read")
     if not found:
-        raise DataError(f"{name}{of}: no such file; give tar files, for example 'data/train-*.tar'")
+        raise DataError(f"{told}: no such file; give tar files, for example 'data/train-*.tar'")
     return found

@@ -48,7 +48,7 @@ class Index:
         Args:
             progress: Called with (shard, shards done, shards to do) after each that had to be indexed.
             workers: Threads that index: they read and hash side by side, members of a few kB by turns.
-            anew: Shards that have changed are indexed again. A remote one counts as changed where it isn't kept here.
+            anew: Shards that have changed are indexed again; those at URLs and of programs all, as they come.
 
         Raises:
             DataError: for a shard that is missing, given twice, cut or damaged, and if there is no sample at all.
@@ -109,7 +109,7 @@ def _size_and_time(path: Path) -> tuple[int, int]:
 def _find_stored(path: Path | Remote, anew: bool) -> Shard | None:
     """The shard by its stored index, where that is usable; a line in the log where it can't be read."""
     now = None if isinstance(path, Remote) else _size_and_time(path)
-    if isinstance(path, Remote) and anew and not path.file.exists():
+    if isinstance(path, Remote) and anew and (path.may_change or not path.file.exists()):
         return None
     unreadable = False
     for place in places_of(path):
@@ -125,7 +125,10 @@ def _find_stored(path: Path | Remote, anew: bool) -> Shard | None:
 def _build(path: Path | Remote, anew: bool) -> Shard:
     """Indexes a shard in one pass and stores the result."""
     mtime_ns = 0
-    if not isinstance(path, Remote):
+    if isinstance(path, Remote):
+        if anew:
+            path.drop()  # what is kept may not be what is there
+    else:
         size, mtime_ns = _size_and_time(path)  # before the pass: a change during it makes the index stale
         if not anew and (before := indexed(path)):
             _refuse_changed(path, size, before)

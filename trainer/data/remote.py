@@ -37,7 +37,10 @@ class Remote(NamedTuple):
 
     @classmethod
     def kept(cls, url: str, folder: str, gb: float) -> "Remote":
-        return cls(url, Path(folder).expanduser().absolute() / key_of(url), int(gb * 1e9))
+        try:
+            return cls(url, Path(folder).expanduser().absolute() / key_of(url), int(gb * 1e9))
+        except RuntimeError:
+            raise ConfigError(f"data.cache_dir={folder}: there is no home folder; give another, or set HOME") from None
 
     def __str__(self) -> str:
         return shown(self.url)
@@ -45,6 +48,11 @@ class Remote(NamedTuple):
     @property
     def name(self) -> str:
         return str(self) if self.url.startswith("pipe:") else plain_name(PurePosixPath(str(self)).name)
+
+    @property
+    def may_change(self) -> bool:
+        """Without another name in the folder: a local file that was written again has one."""
+        return not self.url.startswith("file://")
 
     def open(self) -> BinaryIO:
         """The whole shard, which stays in the folder until this file is closed.
@@ -127,8 +135,8 @@ class Remote(NamedTuple):
         file.flush()
         os.fsync(file.fileno())
         if sha256_of(file) != self.sha256 if self.sha256 else key_of(self.url) != self.file.name:
-            usual = Path(DataOptions.cache_dir).expanduser().absolute()
-            words = ["index", *(["--cache-dir", str(self.file.parent)] if self.file.parent != usual else [])]
+            usual = os.path.expanduser(DataOptions.cache_dir)
+            words = ["index", *(["--cache-dir", str(self.file.parent)] if str(self.file.parent) != usual else [])]
             words += ["--allow-pipe"] if self.url.startswith("pipe:") else []
             raise ConfigError(
                 f"{self}: changed since it was indexed; restore it, or index it again: "

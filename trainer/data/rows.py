@@ -1,30 +1,29 @@
 """Samples from the rows of a parquet file: columns of bytes are members, the others one JSON member."""
 
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import DataError
+from trainer.errors import DataError, printable
 
-MEMBER = re.compile(r"(?!json$)[a-z0-9][\w.-]*(?<![.]gz)")  # webdataset's writer drops `_a`, and packs `a.gz`
+MEMBER = re.compile(r"(?!json$)[a-z0-9][\w.-]*")  # webdataset's writer drops `_a`
 
 
 def of_rows(source: Path) -> Iterator[dict[str, Any]]:
     """A null of bytes is no member, any other one JSON's.
 
     Raises:
-        DataError: before the first sample, for a file that is none, and a column that has no form in a sample.
+        DataError: before the first sample, for a file that is none, and a column that has no form in a sample; later,
+            for what is damaged.
     """
     try:
-        import pyarrow
         from pyarrow import parquet
     except ImportError:
         raise DataError(f"{source}: needs pyarrow; pip install 'echelon-trainer[parquet]', or give a .jsonl") from None
-    try:
+    with readable(source):
         file = parquet.ParquetFile(source)
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{source}: can't be read ({str(error).partition(chr(10))[0]}); write it again") from None
     members: dict[str, str] = {}  # extension -> column
     for column in file.schema_arrow:
         if is_bytes(column.type):
@@ -36,16 +35,29 @@ def of_rows(source: Path) -> Iterator[dict[str, Any]]:
             members[extension] = column.name
         elif not is_plain(column.type):
             raise DataError(
-                f"{source}: column {column.name!r} is of {column.type}, which JSON does not know; "
+                f"{source}: column {column.name!r} is of {printable(str(column.type))}, which JSON does not know; "
                 "make it numbers or text, or leave it out"
             )
-    number = 0
-    for batch in file.iter_batches():
-        for row in batch.to_pylist():
+    with readable(source):
+        rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+        for number, row in enumerate(rows):
             found = {extension: row.pop(column) for extension, column in members.items()}
             found = {extension: content for extension, content in found.items() if content is not None}
             yield {"__key__": f"{number:012d}"} | found | ({"json": row} if row or not found else {})
-            number += 1
+
+
+@contextlib.contextmanager
+def readable(source: Path) -> Iterator[None]:
+    """Raises:
+    DataError: for what pyarrow says of a damaged file.
+    """
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except (OSError, ValueError, ArrowException) as error:
+        told = printable(str(error).partition("\n")[0])
+        raise DataError(f"{source}: can't be read ({told}); write it again") from None
 
 
 def is_bytes(kind: Any) -> bool:

@@ -5,7 +5,7 @@ import hashlib
 import os
 import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,10 +33,12 @@ def file_of(path: Path | Remote) -> Path:
     return path.file if isinstance(path, Remote) else path
 
 
-def places_of(path: Path | Remote) -> tuple[Path, Path]:
+def places_of(path: Path | Remote) -> Iterator[Path]:
     """Where an index may be stored, the better place first."""
+    yield Path(f"{file_of(path)}.idx")
     name = hashlib.sha256(os.fsencode(os.path.abspath(file_of(path)))).hexdigest()
-    return Path(f"{file_of(path)}.idx"), Path("~/.cache/echelon/index").expanduser() / f"{name}.idx"
+    with contextlib.suppress(RuntimeError):  # there is no home folder
+        yield Path("~/.cache/echelon/index").expanduser() / f"{name}.idx"
 
 
 def indexed(path: Path | Remote) -> Shard | None:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,14 +18,14 @@ from trainer.data.remote import Remote
 from trainer.data.rows import of_rows
 from trainer.data.stored import Shard, indexed
 from trainer.data.tar import split_name
-from trainer.data.write import write_shards
-from trainer.errors import DataError, UnavailableError, require
+from trainer.data.write import refuse_member, write_shards
+from trainer.errors import ConfigError, DataError, UnavailableError, require
 from trainer.main import guarded
 from trainer.options import DataOptions
 
 
 def index(shards: list[str], workers: int, **where: Any) -> None:
-    """Stores the index of each shard that has none, or has changed, beside it."""
+    """Stores the index of each shard that has none, or has changed, beside it. Those at URLs are downloaded again."""
     require("--workers", workers, at_least=1)
     made = Index.open(find_shards(shards, DataOptions(**where)), progress, workers, anew=True)
     print(f"{len(made.shards)} shards, {sum(made.counts)} samples, fingerprint {made.fingerprint[:16]}")
@@ -85,10 +86,16 @@ def pack(source: Path, folder: Path, prefix: str, per_shard: int) -> None:
     """From the files of a folder, or the lines of a .jsonl, or the rows of a .parquet; always in the same order.
 
     Raises:
-        DataError: where there is nothing, or no way to read it.
+        DataError: where there is nothing, or no way to read it, or to write there.
     """
     require("--per-shard", per_shard, at_least=1)
-    paths = write_shards(samples(source), folder, prefix, per_shard, packed)
+    if Path(prefix).name != prefix:
+        raise ConfigError(f"--prefix={prefix}: is no name of a file; give folders by FOLDER")
+    try:
+        paths = write_shards(samples(source), folder, prefix, per_shard, packed)
+    except OSError as error:
+        told = f"{error.filename or folder}: {error.strerror or error}"
+        raise DataError(f"{told}; mend that, or give another folder") from None
     if not paths:
         raise DataError(f"{source}: has no sample; give files KEY.EXTENSION, lines or rows")
     print(f"{len(paths)} shards: {paths[0]} to {paths[-1]}")
@@ -116,10 +123,11 @@ def of_folder(source: Path) -> Iterator[dict[str, Any]]:
     for (key, extension), name in parts:
         if key is None:
             print(f"left out: {source / name}", file=sys.stderr)
-        elif extension in grouped.setdefault(key, {}):
+            continue
+        refuse_member(str(source / name), extension)
+        if extension in grouped.setdefault(key, {}):
             raise DataError(f"{source / name}: two files {extension!r} of {key!r}; rename one")
-        else:
-            grouped[key][extension] = source / name
+        grouped[key][extension] = source / name
     for key, files in grouped.items():
         yield {"__key__": key, **{extension: path.read_bytes() for extension, path in files.items()}}
 
@@ -156,6 +164,8 @@ def main() -> int:
     arguments = vars(parser.parse_args())
     call = arguments.pop("call")
     del arguments["command"]
+    if call is not pack:  # Ctrl-C would wait for threads and what they download; a part of that is never taken for it
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     return guarded(lambda: call(**arguments) or 0)
 
 
