@@ -1,0 +1,44 @@
+"""Peers: a resume in the middle of an epoch, on fewer ranks with the same batch, and with dropout; at an epoch's end."""
+
+from collections import Counter
+
+import pytest
+from peered import launch, off, samples, steps, stopped_at
+
+pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
+
+# Of the 48 samples that are left of the epoch after step 4, those that come a second time: as many never come.
+REPEATED_ON_TWO = {"lightning": 16, "accelerate": 0, "dcp": 16}
+
+
+def test_on_two_ranks(peer, golden, tmp_path):
+    stopped_at(4, peer, golden, tmp_path)
+    result = launch(peer, tmp_path, ranks=2, restarts=0)
+    assert result.code == 0, result.err
+    assert steps(tmp_path) == [[5, 6, 7, 8, 9, 10, 11, 12]]
+    planned, given = samples(golden), samples(tmp_path, ranks=2)
+    assert {len(numbers) for numbers in given.values()} == {12}
+    seen = Counter(sum((planned[step] for step in range(1, 5)), []) + sum((given[step] for step in range(5, 9)), []))
+    assert sum(count - 1 for count in seen.values()) == REPEATED_ON_TWO[peer] == 96 - len(seen)
+    assert (given == {step: planned[step] for step in given}) == (peer == "accelerate")
+
+
+def test_at_the_end_of_an_epoch(peer, golden, tmp_path):
+    """Lightning takes the samples of the first epoch again, in its order."""
+    stopped_at(8, peer, golden, tmp_path)
+    result = launch(peer, tmp_path, restarts=0)
+    assert result.code == 0, result.err
+    planned = samples(golden)
+    again = {step: planned[step - 8 if peer == "lightning" else step] for step in (9, 10, 11, 12)}
+    assert samples(tmp_path) == again
+
+
+def test_with_dropout(peer, tmp_path):
+    """Only Accelerate gives the random numbers that would have come."""
+    (straight := tmp_path / "straight").mkdir()
+    (resumed := tmp_path / "resumed").mkdir()
+    assert launch(peer, straight, DROPOUT="0.1").code == 0
+    stopped_at(4, peer, straight, resumed)
+    assert launch(peer, resumed, restarts=0, DROPOUT="0.1").code == 0
+    assert samples(resumed) == {step: numbers for step, numbers in samples(straight).items() if step > 4}
+    assert (off(resumed, straight) < 1e-6) == (peer == "accelerate")
