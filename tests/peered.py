@@ -72,4 +72,4 @@ def samples(cwd: Path, ranks: int = 3) -> dict[int, list[int]]:
         for line in (cwd / f"samples-{rank}.jsonl").read_text().splitlines():
             _, step, numbers = json.loads(line)
             found.setdefault(step, {})[rank] = numbers
-    return {step: sorted(sum(parts.values(), [])) for step, parts in found.items()}
+    return {step: sorted(number for part in parts.values() for number in part) for step, parts in found.items()}

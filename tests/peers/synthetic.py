@@ -19,7 +19,7 @@ SAMPLES, BATCH, STEPS, EVERY = (
     12,
     12,
     4,
-)  # a checkpoint in the middle of the first epoch, at its end, and at the end
+)  # checkpoints in the middle of an epoch and at its end
 WORLD, RANK = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", "1"), ("RANK", "0")))
 ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 

@@ -1,4 +1,4 @@
-"""Peers: a resume in the middle of an epoch, on fewer ranks with the same batch, and with dropout; at an epoch's end."""
+"""Peers: a resume in the middle of an epoch, on fewer ranks with the same batch, and with dropout."""
 
 from collections import Counter
 
@@ -18,19 +18,10 @@ def test_on_two_ranks(peer, golden, tmp_path):
     assert steps(tmp_path) == [[5, 6, 7, 8, 9, 10, 11, 12]]
     planned, given = samples(golden), samples(tmp_path, ranks=2)
     assert {len(numbers) for numbers in given.values()} == {12}
-    seen = Counter(sum((planned[step] for step in range(1, 5)), []) + sum((given[step] for step in range(5, 9)), []))
+    epoch = [*(planned[step] for step in range(1, 5)), *(given[step] for step in range(5, 9))]
+    seen = Counter(number for numbers in epoch for number in numbers)
     assert sum(count - 1 for count in seen.values()) == REPEATED_ON_TWO[peer] == 96 - len(seen)
     assert (given == {step: planned[step] for step in given}) == (peer == "accelerate")
-
-
-def test_at_the_end_of_an_epoch(peer, golden, tmp_path):
-    """Lightning takes the samples of the first epoch again, in its order."""
-    stopped_at(8, peer, golden, tmp_path)
-    result = launch(peer, tmp_path, restarts=0)
-    assert result.code == 0, result.err
-    planned = samples(golden)
-    again = {step: planned[step - 8 if peer == "lightning" else step] for step in (9, 10, 11, 12)}
-    assert samples(tmp_path) == again
 
 
 def test_with_dropout(peer, tmp_path):

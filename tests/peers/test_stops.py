@@ -3,17 +3,16 @@
 import os
 
 import pytest
-from peered import launch, samples, saved, steps
+from peered import launch, saved, steps
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 
 
-def test_sigterm_to_one_rank(peer, golden, tmp_path):
+def test_sigterm_to_one_rank(peer, tmp_path):
     """None writes a checkpoint: all go on from step 4."""
     result = launch(peer, tmp_path, TROUBLE="SIGTERM 2 6", TIMEOUT_S="30")
     assert result.code == 0, result.err
     assert steps(tmp_path) == [[1, 2, 3, 4, 5, 6], [5, 6, 7, 8, 9, 10, 11, 12]]
-    assert samples(tmp_path) == samples(golden)
     if peer == "lightning":  # the others wait for rank 2 until the timeout of collectives
         assert "Received SIGTERM" in result.err and "imed out" in result.err
 

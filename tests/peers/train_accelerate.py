@@ -1,4 +1,4 @@
-"""Accelerate: `save_state`, `load_state` of the newest folder and `skip_first_batches`, as in its examples; torchrun."""
+"""Accelerate: `save_state`, `load_state` of the newest folder, `skip_first_batches`, as in its examples; torchrun."""
 
 from pathlib import Path
 
