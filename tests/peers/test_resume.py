@@ -25,11 +25,12 @@ def test_on_two_ranks(peer, golden, tmp_path):
 
 
 def test_with_dropout(peer, tmp_path):
-    """Only Accelerate gives the random numbers that would have come."""
+    """None gives the random numbers that would have come, though Accelerate saves its generators' states."""
     (straight := tmp_path / "straight").mkdir()
     (resumed := tmp_path / "resumed").mkdir()
     assert launch(peer, straight, DROPOUT="0.1").code == 0
     stopped_at(4, peer, straight, resumed)
     assert launch(peer, resumed, restarts=0, DROPOUT="0.1").code == 0
     assert samples(resumed) == {step: numbers for step, numbers in samples(straight).items() if step > 4}
-    assert (off(resumed, straight) < 1e-6) == (peer == "accelerate")
+    assert off(resumed, straight) > 1e-6
+    assert len(list(resumed.glob("ckpt/step_4/random_states_*.pkl"))) == (3 if peer == "accelerate" else 0)
