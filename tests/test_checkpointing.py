@@ -343,6 +343,47 @@ def test_auto_does_not_begin_anew_in_the_folder_of_a_run_that_has_ended():
         make(max_steps=2, resume="auto", checkpoint={"dir": "other"})
 
 
+class Killed(Callback):
+    """As by SIGKILL, at the end of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.step == self.step:
+            trainer.saver.close()
+            raise SystemExit
+
+
+@pytest.mark.parametrize("again", [{"resume": "auto"}, {"attempt": "1"}], ids=str)
+def test_a_run_whose_checkpoints_are_not_there_does_not_begin_anew(again, monkeypatch):
+    """A disk that is not mounted, another folder."""
+    metrics = Path("runs/r/metrics.jsonl")
+    with pytest.raises(SystemExit):
+        make(callbacks={"metrics_file": MetricsFile(), "stops": Killed(3)}, log_every_steps=1).fit()
+    lines = metrics.read_bytes()
+    Path("ckpt").rename("away")
+    monkeypatch.setenv("ECHELON_ATTEMPT", again.get("attempt", "0"))
+    with pytest.raises(
+        ConfigError,
+        match=r"^trainer\.run_dir=runs/r: holds a run that has written checkpoints, and ckpt/r has no checkpoint of it; "
+        r"give the trainer\.checkpoint\.dir that has, or another trainer\.run_dir$",
+    ):
+        make(callbacks={"metrics_file": MetricsFile()}, resume=again.get("resume"))
+    assert metrics.read_bytes() == lines
+    monkeypatch.setenv("ECHELON_ATTEMPT", "0")
+    make(callbacks={"metrics_file": MetricsFile()}, resume="auto", checkpoint={"dir": "away"}).fit()
+    assert metrics.read_bytes().startswith(lines[: lines.index(b"\n")])
+
+
+def test_a_run_that_has_no_checkpoint_yet_begins_anew():
+    with pytest.raises(SystemExit):
+        make(callbacks={"metrics_file": MetricsFile(), "stops": Killed(1)}, log_every_steps=1).fit()
+    assert Path("runs/r/metrics.jsonl").read_bytes()
+    make(callbacks={"metrics_file": MetricsFile()}, resume="auto", log_every_steps=1).fit()
+    assert [json.loads(line)["step"] for line in Path("runs/r/metrics.jsonl").read_text().splitlines()][0] == 1
+
+
 def test_lines_that_are_missing_are_told_of():
     make(callbacks={"metrics_file": MetricsFile()}, max_steps=2, log_every_steps=1).fit()
     Path("runs/r/metrics.jsonl").write_text("")

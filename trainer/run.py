@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("echelon")
 
+CHECKPOINTED = "checkpointed"  # an empty file in the folder of a run that has written a checkpoint
+
 
 def make_run_dir(plan: "Plan", name: str) -> Path:
     """The folder of the run: as given, or of the run that goes on, or a new one `runs/<name>-<time>`.
@@ -41,14 +43,11 @@ def make_run_dir(plan: "Plan", name: str) -> Path:
     folder = Path(given)
     refuse_astray(folder, options.run_dir)
     saved = root / folder.name
-    if (folder / "summary.json").exists() and options.resume == "auto" and resumed is None:
-        raise ConfigError(
-            f"trainer.run_dir={given}: holds a run that has ended, and {saved} has no checkpoint of it; "
-            "give the trainer.checkpoint.dir that has, or another trainer.run_dir"
-        )
     restarted = int(os.environ.get("ECHELON_ATTEMPT", "0")) > 0
-    again = options.resume == "auto" or restarted or (resumed is not None and resumed.parent.name == folder.name)
-    if any((folder / file).exists() for file in ("metrics.jsonl", "summary.json")) and not again:
+    goes_on = resumed is not None and resumed.parent.name == folder.name
+    again = options.resume == "auto" or restarted or goes_on
+    ended, saves = (folder / "summary.json").exists(), (folder / CHECKPOINTED).exists()
+    if (ended or saves or (folder / "metrics.jsonl").exists()) and not again:
         raise ConfigError(
             f"trainer.run_dir={given}: holds a run already; go on by trainer.resume=auto, or give another"
         )
@@ -56,6 +55,11 @@ def make_run_dir(plan: "Plan", name: str) -> Path:
         raise ConfigError(
             f"trainer.run_dir={given}: {saved} holds checkpoints of a run of this name; go on by trainer.resume=auto, "
             "or give another trainer.run_dir or trainer.checkpoint.dir"
+        )
+    if again and not goes_on and (ended or saves):  # else it would begin at step 0, and cut its files off
+        raise ConfigError(
+            f"trainer.run_dir={given}: holds a run that has {'ended' if ended else 'written checkpoints'}, and {saved} "
+            "has no checkpoint of it; give the trainer.checkpoint.dir that has, or another trainer.run_dir"
         )
     make_writable("trainer.run_dir", folder)
     return folder

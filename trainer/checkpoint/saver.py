@@ -16,6 +16,7 @@ from trainer.checkpoint.lock import lock, unlock
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.state import Packed
 from trainer.errors import ConfigError
+from trainer.run import CHECKPOINTED
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -162,6 +163,8 @@ class Saver:
         except OSError as error:
             log.error("checkpoint of step %d failed, training goes on: %s", step, error)
             return error
+        with _told(f"checkpoint of step {step} is written, but the run's folder does not say so"):
+            (self.trainer.run_dir / CHECKPOINTED).touch()
         with _told(f"checkpoint of step {step} is written, but {commit.LAST} does not lead to it"):
             commit.publish(written, self.attempt)
         with _told(f"checkpoint of step {step} is written, but older ones can't be removed"):
