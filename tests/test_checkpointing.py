@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -366,8 +368,8 @@ def test_a_run_whose_checkpoints_are_not_there_does_not_begin_anew(again, monkey
     monkeypatch.setenv("ECHELON_ATTEMPT", again.get("attempt", "0"))
     with pytest.raises(
         ConfigError,
-        match=r"^trainer\.run_dir=runs/r: holds a run that has written checkpoints, and ckpt/r has no checkpoint of it; "
-        r"give the trainer\.checkpoint\.dir that has, or another trainer\.run_dir$",
+        match=r"^trainer\.run_dir=runs/r: holds a run that has written checkpoints, and ckpt/r has no checkpoint of it"
+        r"; give the trainer\.checkpoint\.dir that has, or another trainer\.run_dir$",
     ):
         make(callbacks={"metrics_file": MetricsFile()}, resume=again.get("resume"))
     assert metrics.read_bytes() == lines
@@ -381,7 +383,34 @@ def test_a_run_that_has_no_checkpoint_yet_begins_anew():
         make(callbacks={"metrics_file": MetricsFile(), "stops": Killed(1)}, log_every_steps=1).fit()
     assert Path("runs/r/metrics.jsonl").read_bytes()
     make(callbacks={"metrics_file": MetricsFile()}, resume="auto", log_every_steps=1).fit()
-    assert [json.loads(line)["step"] for line in Path("runs/r/metrics.jsonl").read_text().splitlines()][0] == 1
+    assert json.loads(Path("runs/r/metrics.jsonl").read_text().splitlines()[0])["step"] == 1
+
+
+def test_one_process_at_a_time_writes_a_runs_folder():
+    """Wherever its checkpoints are."""
+    make(max_steps=1).fit()
+    trainer = make(max_steps=1, run_dir="runs/s")
+    code = (
+        "import fcntl, os, sys; file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT); "
+        "fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB); os.ftruncate(file, 0); "
+        "os.pwrite(file, b'process 1 on host', 0); print(flush=True); sys.stdin.read()"
+    )
+    words = [sys.executable, "-c", code]
+    assert subprocess.run([*words, "runs/s/.lock"], capture_output=True).returncode == 1
+    trainer.fit()
+    files = {path: path.read_bytes() for path in Path("runs/r").rglob("*") if path.is_file() and path.name != ".lock"}
+    with subprocess.Popen([*words, "runs/r/.lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout and first.stdout.readline()
+        with pytest.raises(
+            ConfigError,
+            match=r"^trainer\.run_dir=runs/r: process 1 on host writes the run r; "
+            r"wait for it to end, or use another trainer\.run_dir$",
+        ):
+            make(resume="ckpt/r", checkpoint={"dir": "other"})
+        assert first.stdin
+        first.stdin.close()
+    assert all(path.read_bytes() == content for path, content in files.items())
+    make(resume="ckpt/r", checkpoint={"dir": "other"}).fit()
 
 
 def test_lines_that_are_missing_are_told_of():

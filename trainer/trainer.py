@@ -100,9 +100,9 @@ class Trainer:
     def _open_run(self) -> None:
         run_dir = "" if self.rank else str(make_run_dir(self.plan, self.name))
         self.run_dir = Path(self.ranks.first(run_dir))
+        self.saver = Saver(self)  # refuses a folder that another process writes: nothing is in its log then
         start_log(self.run_dir, self.rank)
         self.heartbeat = Heartbeat.of(self)
-        self.saver = Saver(self)
         self.quarantine = Quarantine(self)
         self.step, self.samples, self.seconds = 0, 0, 0.0  # done so far; all that data loading needs is `samples`
         self.lag, self.validated_step = 0, -1  # lag: steps by which the weights are behind, while a callback defers
