@@ -8,6 +8,7 @@ import pty
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import termios
 import time
@@ -211,6 +212,18 @@ def test_a_reader_that_goes_away(straight, tmp_path):
     assert run.returncode == 0, log
     assert log.count("<stdout> is closed (Broken pipe): the run goes on") == 1
     assert lines(tmp_path / "runs" / "r") == lines(straight / "runs" / "r")
+
+
+def test_standard_error_may_be_a_socket(tmp_path):
+    """As systemd gives it: it can't be opened by its path."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ended = subprocess.run(
+            [*MAIN, *RUN, "trainer.max_steps=2"], cwd=tmp_path, env=environment(), stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=theirs, timeout=60,
+        )  # fmt: skip
+        theirs.close()
+        assert (ended.returncode, ours.recv(10_000).decode()) == (0, "")
 
 
 def test_nobody_reads_the_help(tmp_path):
