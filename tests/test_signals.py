@@ -10,6 +10,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import termios
 import time
 from collections.abc import Callable
@@ -224,6 +225,13 @@ def test_standard_error_may_be_a_socket(tmp_path):
         )  # fmt: skip
         theirs.close()
         assert (ended.returncode, ours.recv(10_000).decode()) == (0, "")
+
+
+def test_a_name_that_is_not_utf_8_can_be_shown(tmp_path):
+    code = "import sys; from trainer.signals import outlive_readers; outlive_readers()"
+    code += "; print('a\\udcff'); print('a\\udcff', file=sys.stderr)"
+    done = run([], tmp_path, [sys.executable, "-c", code], PYTHONIOENCODING="utf-8:strict")
+    assert done == (0, "a\\udcff\n", "a\\udcff\n")
 
 
 def test_nobody_reads_the_help(tmp_path):

@@ -140,7 +140,7 @@ class LogFile(logging.Handler):
         self.file = Appended(path)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.file.write(f"{self.format(record)}\n".encode())
+        self.file.write(f"{self.format(record)}\n".encode(errors="backslashreplace"))  # of a name that is not UTF-8
 
     def close(self) -> None:
         self.file.close()
