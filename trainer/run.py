@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("echelon")
 
+WRITTEN = ("logs", "tensorboard", "export")  # the folders in a run's
 CHECKPOINTED = "checkpointed"  # an empty file in the folder of a run that has written a checkpoint
 
 
@@ -72,7 +73,7 @@ def refuse_astray(folder: Path, chosen: str | None) -> None:
         raise ConfigError(f"{key}: has no name, which the folder of its checkpoints takes; give runs/NAME")
     if not chosen and (folder.is_absolute() or ".." in folder.parts) and not (folder / "logs").is_dir():
         raise ConfigError(f"{key}: the checkpoint says so, and there is no run; give a trainer.run_dir of your own")
-    for path in (*folder.glob("*"), *folder.glob("logs/*")):
+    for path in (*folder.glob("*"), *(path for name in WRITTEN for path in (folder / name).rglob("*"))):
         if path.is_symlink():
             raise ConfigError(f"{key}: {path} is a link, and would be written through; give another trainer.run_dir")
 
