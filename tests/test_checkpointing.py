@@ -346,6 +346,16 @@ def test_auto_does_not_begin_anew_in_the_folder_of_a_run_that_has_ended():
         make(max_steps=2, resume="auto", checkpoint={"dir": "other"})
 
 
+def test_a_file_where_the_checkpoints_should_be_is_refused():
+    Path("ckpt").mkdir()
+    Path("ckpt/r").touch()
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.checkpoint\.dir=ckpt/r: can't be written: File exists; give anoth"
+    ):
+        make()
+    assert not Path("runs").exists()
+
+
 class Killed(Callback):
     """As by SIGKILL, at the end of a step."""
 

@@ -62,6 +62,7 @@ def make_run_dir(plan: "Plan", name: str) -> Path:
             f"trainer.run_dir={given}: holds a run that has {'ended' if ended else 'written checkpoints'}, and {saved} "
             "has no checkpoint of it; give the trainer.checkpoint.dir that has, or another trainer.run_dir"
         )
+    make_writable("trainer.checkpoint.dir", saved)
     make_writable("trainer.run_dir", folder)
     return folder
 
