@@ -172,19 +172,20 @@ def test_a_collective_that_fails_does_not_hide_why_validation_did(tmp_path, monk
 class Signalled(Toy):
     """Rank `rank` gets a signal in the first micro-batch of the validations of these steps, and hears it."""
 
-    trainer: Any = None
+    trainer: Trainer | None = None
 
     def __init__(self, rank: int, steps: tuple[int, ...]) -> None:
         super().__init__(dropout=0.1)
         self.rank, self.steps, self.seen = rank, steps, list[int]()
 
     def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
-        if self.trainer is not None:  # else it is made, and asks for the names
-            self.seen.append(self.trainer.step)
-        if self.seen and self.seen[-1] in self.steps and self.trainer.rank == self.rank:
+        trainer = self.trainer
+        if trainer is not None:  # else it is made, and asks for the names
+            self.seen.append(trainer.step)
+        if trainer is not None and trainer.step in self.steps and trainer.rank == self.rank:
             os.kill(os.getpid(), signal.SIGTERM)
             deadline = time.monotonic() + 10
-            while not self.trainer.signals.name and time.monotonic() < deadline:
+            while not trainer.signals.name and time.monotonic() < deadline:
                 time.sleep(0.01)
         weight = self.weight(batch)
         return {"loss": (self.loss(model, batch) * weight, weight)}
