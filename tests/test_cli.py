@@ -54,7 +54,7 @@ def test_the_folder_of_a_run(default):
     cwd, _ = default
     folder = cwd / "runs" / "a"
     assert {path.name for path in folder.iterdir()} == {
-        "config.yaml", "logs", "metrics.jsonl", "summary.json", "tensorboard",
+        ".lock", "checkpointed", "config.yaml", "logs", "metrics.jsonl", "summary.json", "tensorboard",
     }  # fmt: skip
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [list(line)[:3] for line in lines] == [["step", "samples", "seconds"]] * 6

@@ -8,7 +8,9 @@ import pty
 import re
 import shlex
 import signal
+import socket
 import subprocess
+import sys
 import termios
 import time
 from collections.abc import Callable
@@ -211,6 +213,25 @@ def test_a_reader_that_goes_away(straight, tmp_path):
     assert run.returncode == 0, log
     assert log.count("<stdout> is closed (Broken pipe): the run goes on") == 1
     assert lines(tmp_path / "runs" / "r") == lines(straight / "runs" / "r")
+
+
+def test_standard_error_may_be_a_socket(tmp_path):
+    """As systemd gives it: it can't be opened by its path."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ended = subprocess.run(
+            [*MAIN, *RUN, "trainer.max_steps=2"], cwd=tmp_path, env=environment(), stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=theirs, timeout=60,
+        )  # fmt: skip
+        theirs.close()
+        assert (ended.returncode, ours.recv(10_000).decode()) == (0, "")
+
+
+def test_a_name_that_is_not_utf_8_can_be_shown(tmp_path):
+    code = "import sys; from trainer.signals import outlive_readers; outlive_readers()"
+    code += "; print('a\\udcff'); print('a\\udcff', file=sys.stderr)"
+    done = run([], tmp_path, [sys.executable, "-c", code], PYTHONIOENCODING="utf-8:strict")
+    assert done == (0, "a\\udcff\n", "a\\udcff\n")
 
 
 def test_nobody_reads_the_help(tmp_path):

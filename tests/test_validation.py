@@ -1,13 +1,18 @@
 """Validation where there is little or nothing to count: weight 0, no batch, data that can be walked only once."""
 
+import json
 import math
+import os
 import re
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command import lines, weights
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -15,6 +20,7 @@ from toy_recipe import Points, Toy
 
 from trainer.callbacks.early_stop import EarlyStop
 from trainer.callbacks.grad_compress import GradCompress
+from trainer.callbacks.metrics_file import MetricsFile
 from trainer.checkpoint.commit import checkpoints
 from trainer.errors import ConfigError, DataError
 from trainer.launch import Place
@@ -161,6 +167,81 @@ def test_a_collective_that_fails_does_not_hide_why_validation_did(tmp_path, monk
     with pytest.raises(OSError, match="no more memory"):
         evaluate(trainer)
     trainer.close()
+
+
+class Signalled(Toy):
+    """Rank `rank` gets a signal in the first micro-batch of the validations of these steps, and hears it."""
+
+    trainer: Trainer | None = None
+
+    def __init__(self, rank: int, steps: tuple[int, ...]) -> None:
+        super().__init__(dropout=0.1)
+        self.rank, self.steps, self.seen = rank, steps, list[int]()
+
+    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+        trainer = self.trainer
+        if trainer is not None:  # else it is made, and asks for the names
+            self.seen.append(trainer.step)
+        if trainer is not None and trainer.step in self.steps and trainer.rank == self.rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+            deadline = time.monotonic() + 10
+            while not trainer.signals.name and time.monotonic() < deadline:
+                time.sleep(0.01)
+        weight = self.weight(batch)
+        return {"loss": (self.loss(model, batch) * weight, weight)}
+
+
+def signalled(
+    place: Place, name: str = "r", rank: int = 0, steps: tuple[int, ...] = (), resume: str | None = None
+) -> tuple[str, int, list[int]]:
+    """Why and where the run has stopped, and the step of each micro-batch that was validated."""
+    recipe = Signalled(rank, steps)
+    recipe.trainer = trainer = Trainer(
+        recipe,
+        {"metrics_file": MetricsFile(), "early_stop": EarlyStop(patience=2)},
+        batch=12,
+        micro_batch=2,
+        options=Options(
+            max_steps=4,
+            validate_every=2,
+            log_every_steps=1,
+            run_dir=f"runs/{name}",
+            resume=resume,
+            checkpoint=CheckpointOptions(every_steps=None, keep_best="val/loss"),
+        ),
+        data=DataOptions(workers=0, lanes=5, block=4),
+        place=place,
+    )
+    trainer.fit()
+    return trainer.stop_reason, trainer.step, recipe.seen
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_signal_ends_a_validation_and_a_resume_makes_it_again(world, tmp_path, monkeypatch):
+    """Heard by the last rank alone, in the validation of step 2 and in that of the last step."""
+    monkeypatch.chdir(tmp_path)
+    run_ranks(world, signalled, "straight")
+    first = run_ranks(world, signalled, "r", world - 1, (2,))
+    second = run_ranks(world, signalled, "r", world - 1, (4,), "auto")
+    third = run_ranks(world, signalled, "r", world - 1, (), "auto")
+    parts = len(third[-1][2])  # of the last rank, which all others waited for
+    assert first[-1] == ("signal", 2, [2]) and second[-1] == ("signal", 4, [2] * parts + [4])
+    assert third[-1] == ("max_steps", 4, [4] * parts) and parts > 1
+    for ranks in (first, second, third):
+        assert {stopped[:2] for stopped in ranks} == {ranks[0][:2]}
+    assert lines(Path("runs/r")) == lines(Path("runs/straight"))
+    summaries = [json.loads(Path("runs", name, "summary.json").read_text()) for name in ("r", "straight")]
+    assert summaries[0]["best"] == summaries[1]["best"] and summaries[0]["val/loss"] == summaries[1]["val/loss"]
+    assert weights("r", tmp_path, 4) == weights("straight", tmp_path, 4)
+
+
+def test_a_stop_asked_for_in_a_step_leaves_its_validation_to_the_resume(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Trainer, "_wishes", lambda trainer: (trainer.step == 1, 0, 0))
+    assert signalled(Place()) == ("signal", 2, [])
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert signalled(Place(), resume="auto") == ("max_steps", 4, [2] * 7 + [4] * 7)
 
 
 class Once:

@@ -37,11 +37,13 @@ class Heartbeat:
             heartbeat.watch(2 * trainer.options.timeout_s, trainer.run_dir / "logs" / f"rank{trainer.rank}.log")
         return heartbeat
 
-    def watch(self, still_s: float, log: Path) -> None:
-        """Where there is no supervisor: after `still_s` seconds without a beat write the stacks of all threads to `log`
-        and end the process with code 1, by a thread of C's, which needs no lock of the interpreter's."""
+    def watch(self, still_s: float, log: Path | None = None) -> None:
+        """Where there is no supervisor: after `still_s` seconds without a beat write the stacks of all threads to
+        `log`, else to standard error, and end the process with code 1, by a thread of C's, which needs no lock of the
+        interpreter's."""
         if self.file is None:
-            self.still_s, self.log, self.rearm_at = still_s, log.open("a"), 0.0
+            self.still_s, self.rearm_at = still_s, 0.0
+            self.log = log.open("a") if log else os.fdopen(os.dup(2), "a")  # by its path a socket can't be opened
 
     def close(self) -> None:
         """Nobody watches any longer."""

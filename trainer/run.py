@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("echelon")
 
+WRITTEN = ("logs", "tensorboard", "export")  # the folders in a run's
+CHECKPOINTED = "checkpointed"  # an empty file in the folder of a run that has written a checkpoint
+
 
 def make_run_dir(plan: "Plan", name: str) -> Path:
     """The folder of the run: as given, or of the run that goes on, or a new one `runs/<name>-<time>`.
@@ -41,14 +44,11 @@ def make_run_dir(plan: "Plan", name: str) -> Path:
     folder = Path(given)
     refuse_astray(folder, options.run_dir)
     saved = root / folder.name
-    if (folder / "summary.json").exists() and options.resume == "auto" and resumed is None:
-        raise ConfigError(
-            f"trainer.run_dir={given}: holds a run that has ended, and {saved} has no checkpoint of it; "
-            "give the trainer.checkpoint.dir that has, or another trainer.run_dir"
-        )
     restarted = int(os.environ.get("ECHELON_ATTEMPT", "0")) > 0
-    again = options.resume == "auto" or restarted or (resumed is not None and resumed.parent.name == folder.name)
-    if any((folder / file).exists() for file in ("metrics.jsonl", "summary.json")) and not again:
+    goes_on = resumed is not None and resumed.parent.name == folder.name
+    again = options.resume == "auto" or restarted or goes_on
+    ended, saves = (folder / "summary.json").exists(), (folder / CHECKPOINTED).exists()
+    if (ended or saves or (folder / "metrics.jsonl").exists()) and not again:
         raise ConfigError(
             f"trainer.run_dir={given}: holds a run already; go on by trainer.resume=auto, or give another"
         )
@@ -57,6 +57,12 @@ def make_run_dir(plan: "Plan", name: str) -> Path:
             f"trainer.run_dir={given}: {saved} holds checkpoints of a run of this name; go on by trainer.resume=auto, "
             "or give another trainer.run_dir or trainer.checkpoint.dir"
         )
+    if again and not goes_on and (ended or saves):  # else it would begin at step 0, and cut its files off
+        raise ConfigError(
+            f"trainer.run_dir={given}: holds a run that has {'ended' if ended else 'written checkpoints'}, and {saved} "
+            "has no checkpoint of it; give the trainer.checkpoint.dir that has, or another trainer.run_dir"
+        )
+    make_writable("trainer.checkpoint.dir", saved)
     make_writable("trainer.run_dir", folder)
     return folder
 
@@ -68,7 +74,7 @@ def refuse_astray(folder: Path, chosen: str | None) -> None:
         raise ConfigError(f"{key}: has no name, which the folder of its checkpoints takes; give runs/NAME")
     if not chosen and (folder.is_absolute() or ".." in folder.parts) and not (folder / "logs").is_dir():
         raise ConfigError(f"{key}: the checkpoint says so, and there is no run; give a trainer.run_dir of your own")
-    for path in (*folder.glob("*"), *folder.glob("logs/*")):
+    for path in (*folder.glob("*"), *(path for name in WRITTEN for path in (folder / name).rglob("*"))):
         if path.is_symlink():
             raise ConfigError(f"{key}: {path} is a link, and would be written through; give another trainer.run_dir")
 
@@ -136,7 +142,7 @@ class LogFile(logging.Handler):
         self.file = Appended(path)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.file.write(f"{self.format(record)}\n".encode())
+        self.file.write(f"{self.format(record)}\n".encode(errors="backslashreplace"))  # of a name that is not UTF-8
 
     def close(self) -> None:
         self.file.close()

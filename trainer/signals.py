@@ -158,12 +158,13 @@ class Output(io.TextIOWrapper):
 
 
 def outlive_readers() -> None:
-    """From now on `sys.stdout` and `sys.stderr` are `Output`; where a shell has closed one (`>&-`), nowhere."""
+    """From now on `sys.stdout` and `sys.stderr` are `Output`, also of names that are not UTF-8; where a shell has
+    closed one (`>&-`), nowhere."""
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)
         new = (
             open(os.devnull, "w")  # noqa: SIM115 it stays open
             if old is None
-            else Output(old.buffer, old.encoding, old.errors, None, old.line_buffering, old.write_through)
+            else Output(old.buffer, old.encoding, "backslashreplace", None, old.line_buffering, old.write_through)
         )
         setattr(sys, name, new)

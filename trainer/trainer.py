@@ -100,9 +100,9 @@ class Trainer:
     def _open_run(self) -> None:
         run_dir = "" if self.rank else str(make_run_dir(self.plan, self.name))
         self.run_dir = Path(self.ranks.first(run_dir))
+        self.saver = Saver(self)  # refuses a folder that another process writes: nothing is in its log then
         start_log(self.run_dir, self.rank)
         self.heartbeat = Heartbeat.of(self)
-        self.saver = Saver(self)
         self.quarantine = Quarantine(self)
         self.step, self.samples, self.seconds = 0, 0, 0.0  # done so far; all that data loading needs is `samples`
         self.lag, self.validated_step = 0, -1  # lag: steps by which the weights are behind, while a callback defers
@@ -171,15 +171,14 @@ class Trainer:
         stop_log()
 
     def _start(self) -> None:
-        plan = self.plan
-        self.stream = self.loader.train(plan.manifest.get("samples", 0))
+        self.stream = self.loader.train(self.plan.manifest.get("samples", 0))
         first = next(self.stream)  # data that can't be used is refused before anything changes
         if self.world > 1:
             rehearse(self, first.batches[0])
         self.buckets = resume.buckets(self.model)
         self.stream = chain([first], self.stream)
-        if plan.resumed:
-            resume.load(self, plan.resumed)
+        if self.plan.resumed:
+            resume.load(self, self.plan.resumed)
         elif self.options.init_from:
             load_weights(self.module, self.options.init_from)
         now = time.monotonic()
@@ -189,6 +188,7 @@ class Trainer:
         self.emit("on_fit_start")
         self.begins()
         resume.leave_newer(self)
+        resume.validate_again(self)
 
     def _train_step(self, data: Step) -> None:
         for generator in self.generators:
@@ -240,7 +240,7 @@ class Trainer:
         if stop or (self.world == 1 and self.signals.name):
             self.stop("signal")
         self._check_limit()
-        if validate or self.plan.validates_at(self.step):
+        if (validate or self.plan.validates_at(self.step)) and self.stop_reason != "signal":  # else as a resume begins
             save |= self.validate()
         if (save or self.plan.saves_at(self.step)) and not self.stop_reason:  # the last one is `_finish`'s
             self.saver.save()
@@ -266,13 +266,15 @@ class Trainer:
         return metrics
 
     def validate(self) -> bool:
-        """Walk the validation data once, and return whether the metric of `checkpoint.keep_best` is the best so far."""
+        """Walk the validation data once, unless a signal ends it. Whether it is `checkpoint.keep_best`'s best."""
         self.emit("on_flush")
         self.validated_at = time.monotonic()
         if self.plan.validation is None:
             return False
-        self.ranks.share_buffers(self.eval_model)
-        self.validation, self.validated_step = evaluate(self), self.step
+        if (metrics := evaluate(self)) is None:
+            self.stop_reason = "signal"  # also where the run would have ended here
+            return False
+        self.validation, self.validated_step = metrics, self.step
         self.seconds = time.monotonic() - self.started
         self.emit("on_validation_end", self.validation)
         return resume.note_best(self)
@@ -285,8 +287,6 @@ class Trainer:
         with ExitStack() as every:  # last first, also if one of them raises
             every.callback(report, self)
             every.callback(self.saver.save, last=True)
-            self.emit("on_flush")
-            self.seconds = time.monotonic() - self.started
             if self.stop_reason != "signal" and self.validated_step != self.step:
                 self.validate()
 

@@ -20,8 +20,8 @@ def buffers(trainer: "Trainer") -> list[Tensor]:
 
 
 def state(trainer: "Trainer") -> Iterator[Tensor]:
-    """All that a step changes, as it is in memory."""
-    yield from trainer.module.state_dict().values()
+    """All that a step changes, as it is in memory; buffers that no checkpoint has, too."""
+    yield from (tensor.detach() for tensor in (*trainer.module.parameters(), *trainer.module.buffers()))
     for callback in trainer.callbacks.values():
         if callback.role <= Role.AVERAGE:
             yield from tensors({**callback.state_dict(), **callback.rank_state_dict()})

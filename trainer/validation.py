@@ -1,6 +1,7 @@
 """Metrics over the validation data: sums and counts, so that unequal batches and ranks weigh what they should."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,17 +19,18 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def evaluate(trainer: "Trainer") -> dict[str, float]:
+def evaluate(trainer: "Trainer") -> dict[str, float] | None:
     """The recipe's metrics, or its loss, by `trainer.eval_model` over all of the validation data. A collective;
-    ranks' parts may be unequal or empty, for the model is not DDP's.
+    ranks' parts may be unequal or empty, for the model is not DDP's. None, on all ranks: a signal to stop has ended it.
 
     Raises:
         DataError: on all ranks, if nothing was counted on any, or more samples are bad than may be.
         DistError: where another rank has failed.
     """
-    own: dict[str, Any] = {}
+    own: dict[str, Any] | None = {}
     bad: list[str] = []
     failure = None
+    trainer.ranks.share_buffers(trainer.eval_model)
     try:
         own = sums(trainer, bad)
     except Exception as error:
@@ -41,6 +43,8 @@ def evaluate(trainer: "Trainer") -> dict[str, float]:
             raise failure
     if any(failed):
         raise DistError(f"rank {failed.index(True)} failed in validation")
+    if None in ranks:
+        return None
     if sum(counts):
         tell_bad(trainer, sum(counts), next(first[0] for first in firsts if first))
     if not any(ranks):
@@ -53,16 +57,20 @@ def evaluate(trainer: "Trainer") -> dict[str, float]:
     return {f"val/{name}": total / count for name, (total, count) in both.items()}
 
 
-def sums(trainer: "Trainer", bad: list[str]) -> dict[str, Any]:
-    """Of each metric, over this rank's part: the total, and the number of what it counts."""
+def sums(trainer: "Trainer", bad: list[str]) -> dict[str, Any] | None:
+    """Of each metric, over this rank's part: the total, and the number of what it counts. None: this rank has heard a
+    signal to stop, and leaves the rest."""
     totals: dict[str, list[Any]] = {}
-    for metrics in each_batch(trainer, bad):
-        trainer.heartbeat.beat()
-        for name, (total, count) in metrics.items():
-            if count:  # else the sum may be 0 / 0
-                both = totals.setdefault(name, [0.0, 0])
-                both[0] += total.double()
-                both[1] += count
+    with closing(each_batch(trainer, bad)) as batches:
+        for metrics in batches:
+            if trainer.signals.name:
+                return None
+            trainer.heartbeat.beat()
+            for name, (total, count) in metrics.items():
+                if count:  # else the sum may be 0 / 0
+                    both = totals.setdefault(name, [0.0, 0])
+                    both[0] += total.double()
+                    both[1] += count
     return {name: [float(total), count] for name, (total, count) in totals.items()}
 
 
@@ -104,7 +112,7 @@ def tell_bad(trainer: "Trainer", count: int, first: str) -> None:
         log.warning("validation: %d of %d samples were left out; the first: %s", count, samples, first)
 
 
-def each_batch(trainer: "Trainer", bad: list[str]) -> Iterator[dict[str, tuple[Tensor, int]]]:
+def each_batch(trainer: "Trainer", bad: list[str]) -> Generator[dict[str, tuple[Tensor, int]]]:
     """Metrics of this rank's batches; of the samples that are in none, `bad` gets the reasons."""
     training = [module for module in trainer.eval_model.modules() if module.training]  # a recipe may freeze some
     trainer.eval_model.eval()

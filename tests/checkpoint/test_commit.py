@@ -97,6 +97,8 @@ OLDER = r"; trainer\.resume=.*/run/step-00000001 is valid, or trainer\.resume=au
         ("loop", r"=loop: points to .*; give "),
         ("run/step-00000003", r"=run/step-00000003: .*MANIFEST\.json: is missing" + OLDER),
         ("run/step-00000002", r"=run/step-00000002: .*state\.json: 0 bytes.*" + OLDER),
+        ("a\0b", r"=\'a\\x00b\'\.\.\.: is no path; give .*auto$"),
+        ("a" * 5000, r"=\'a{60}\'\.\.\.: is no path; give .*auto$"),
         ("bad", r"=bad: none of the 1 checkpoints .*; trainer\.resume=null starts anew"),
     ],
 )

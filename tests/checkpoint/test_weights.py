@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainer.checkpoint.weights import INDEX, load_weights, weights_files
+from trainer.checkpoint.weights import BIN_INDEX, INDEX, load_weights, weights_files
 from trainer.errors import ConfigError
 
 
@@ -59,10 +59,11 @@ def prefixed(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
         lambda state: {"state_dict": prefixed(state, "model."), "hyper_parameters": {"width": 3}},
         lambda state: prefixed(state, "module."),
         lambda state: {"model_state_dict": prefixed(state, "module._orig_mod.")},
+        lambda state: prefixed(state, "_orig_mod.module."),
         lambda state: {name: value for name, value in state.items() if name != "embed.weight"},
         lambda state: {name: nn.Parameter(v) if v.is_floating_point() else v for name, v in state.items()},
     ],
-    ids=["bare", "model", "lightning", "ddp", "compiled", "tied once", "parameters"],
+    ids=["bare", "model", "lightning", "ddp", "compiled", "compiled around ddp", "tied once", "parameters"],
 )
 def test_files_of_torch(tmp_path: Path, state: dict[str, Tensor], name: str, wrap: Any) -> None:
     torch.save(wrap(state), tmp_path / name)
@@ -80,18 +81,19 @@ def test_a_model_that_has_a_module_keeps_its_names(tmp_path: Path) -> None:
     load_weights(module, str(tmp_path / "a.pt"))
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin", INDEX])
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin", INDEX, BIN_INDEX])
 def test_folders_of_hugging_face(tmp_path: Path, state: dict[str, Tensor], file: str) -> None:
     """One of two tied weights is there, as `save_pretrained` leaves it."""
     (tmp_path / "config.json").write_text("{}")
     once = {name: value for name, value in state.items() if name != "head.weight"}
-    if file == INDEX:
-        parts = {"model-00001-of-00002.safetensors": ["embed.weight"]}
-        parts["model-00002-of-00002.safetensors"] = [name for name in once if name != "embed.weight"]
+    if file in (INDEX, BIN_INDEX):
+        suffix, save = ("safetensors", save_file) if file == INDEX else ("bin", torch.save)
+        parts = {f"model-00001-of-00002.{suffix}": ["embed.weight"]}
+        parts[f"model-00002-of-00002.{suffix}"] = [name for name in once if name != "embed.weight"]
         for part, names in parts.items():
-            save_file({name: once[name] for name in names}, tmp_path / part)
+            save({name: once[name] for name in names}, tmp_path / part)
         found = {name: part for part, names in parts.items() for name in names}
-        (tmp_path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": found}))
+        (tmp_path / file).write_text(json.dumps({"metadata": {}, "weight_map": found}))
     elif file.endswith(".bin"):
         torch.save(once, tmp_path / file)
     else:
@@ -121,11 +123,38 @@ def test_what_differs_is_told_and_nothing_is_taken(tmp_path: Path, state: dict[s
     with pytest.raises(ConfigError) as error:
         load_weights(other, str(tmp_path / "a.pt"))
     assert str(error.value) == (
-        f"trainer.init_from={tmp_path}/a.pt: 2 weights are missing, 1 unknown and 1 of another shape "
+        f"trainer.init_from={tmp_path}/a.pt: 2 weights are missing, 1 unknown and 1 of another shape or kind "
         "(norm.running_mean, norm.running_var, extra, norm.weight (4,) instead of (3,), ...); "
         "give weights of this model"
     )
     assert same(other.state_dict(), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "told"),
+    [
+        ("norm.weight", torch.Tensor.bool, "(3,) bool instead of (3,)"),
+        ("norm.weight", torch.Tensor.char, "(3,) int8 instead of (3,)"),
+        ("norm.weight", lambda value: value.to(torch.complex64), "(3,) complex64 instead of (3,)"),
+        ("norm.weight", torch.Tensor.to_sparse, "(3,) sparse_coo instead of (3,)"),
+        ("norm.weight", lambda value: value.to("meta"), "(3,) on meta instead of (3,)"),
+        ("norm.num_batches_tracked", torch.Tensor.float, "() instead of () int64"),
+    ],
+)
+def test_another_kind_of_number_is_not_made_the_models(
+    tmp_path: Path, state: dict[str, Tensor], name: str, kind: Any, told: str
+) -> None:
+    torch.save({**state, name: kind(state[name])}, tmp_path / "a.pt")
+    other, before = model(2), model(2).state_dict()
+    with pytest.raises(ConfigError, match=rf"1 of another shape or kind \({re.escape(f'{name} {told}')}, "):
+        load_weights(other, str(tmp_path / "a.pt"))
+    assert same(other.state_dict(), before)
+
+
+def test_floats_of_another_size_are(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    half = {name: value.half() if value.is_floating_point() else value for name, value in state.items()}
+    torch.save(half, tmp_path / "a.pt")
+    assert same(taken(tmp_path / "a.pt"), {name: value.to(state[name].dtype) for name, value in half.items()})
 
 
 def write(path: Path, content: Any) -> None:

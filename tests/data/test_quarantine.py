@@ -96,6 +96,17 @@ def test_they_are_left_out_and_nothing_else_moves(world):
     nothing_else_moves(ranks, whole, {line["shard"]: line["step"] for line in noted}, 1)
 
 
+def test_in_a_folder_whose_name_is_not_utf_8():
+    """The log has to name the shard."""
+    paths = write_points(Path("data\udcff"), 96, 8, torch.float64)
+    train(Place(), (), 1, shards="data\udcff/p-*.tar", name="indexed")
+    for path in paths[:2]:
+        flip(path, member=3 * 1 + 1, at=512 + 130)
+    train(Place(), (), 8, shards="data\udcff/p-*.tar", name="r")
+    assert len(lines()) == 2
+    assert Path("runs/r/logs/rank0.log").read_text().count("left out: data\\udcff/p-") == 2
+
+
 def test_bytes_that_have_changed_since_they_were_indexed():
     """Of a payload and of a header, in tars that three ranks' data workers read; their size and time are as before."""
     paths = write_points(Path("data"), 96, 8, torch.float64)

@@ -190,11 +190,23 @@ def test_a_checkpoint_can_not_send_a_run_elsewhere(run_dir: str) -> None:
     assert again.step == 3
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "logs/rank0.log", "metrics.jsonl", "summary.tmp"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.yaml",
+        "logs/rank0.log",
+        "metrics.jsonl",
+        "summary.tmp",
+        "export/model.bin",
+        "export/a/b",
+        "tensorboard/a",
+    ],
+)
 def test_nothing_is_written_through_links_in_a_runs_folder(name: str) -> None:
     make(run_dir="runs/r").fit()
     Path("../precious").write_text("precious")
     path = Path("runs/r", name)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     path.symlink_to(Path("../precious").resolve())
     with pytest.raises(ConfigError, match=rf"runs/r/{name} is a link, and would be written through"):

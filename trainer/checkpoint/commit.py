@@ -129,7 +129,16 @@ def resolve(resume: str, root: Path, run_dir: Path | None) -> Path | None:
     Raises:
         ConfigError: it is no checkpoint. Damaged: it is one that can't be used. OSError: what may pass.
     """
-    key, target = f"trainer.resume={resume}", Path(os.path.realpath(resume))
+    key = f"trainer.resume={resume}"
+    try:
+        os.lstat(resume)
+    except (OSError, ValueError) as error:  # too long, a NUL in it
+        if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
+            short = f"trainer.resume={resume[:60]!r}..."
+            raise ConfigError(
+                f"{short}: is no path; give DIR/{LAST}, a folder step-*, a run's folder, or auto"
+            ) from None
+    target = Path(os.path.realpath(resume))
     try:
         if resume == "auto":
             run_dir = run_dir or _last_run(root)

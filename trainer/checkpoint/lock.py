@@ -15,8 +15,9 @@ log = logging.getLogger("echelon")
 _held: dict[Path, int] = {}  # descriptors: to close any of a file's gives its lock back
 
 
-def lock(run_dir: Path) -> None:
-    """Claims the run for this process, until `unlock` or until it ends, however it does.
+def lock(run_dir: Path, key: str = "trainer.checkpoint.dir") -> None:
+    """Claims the run's folder of checkpoints, or that of `key`, for this process, until `unlock` or until it ends,
+    however it does.
 
     A POSIX lock, not flock's: a forked data worker that outlives a killed trainer doesn't keep it. On a file system
     without locks a warning takes its place.
@@ -34,9 +35,10 @@ def lock(run_dir: Path) -> None:
         os.pwrite(_held[path], f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN) and path in _held:
+            value = run_dir if key == "trainer.run_dir" else run_dir.parent
             raise ConfigError(
-                f"trainer.checkpoint.dir={run_dir.parent}: {os.pread(_held[path], 200, 0).decode()} writes the run "
-                f"{run_dir.name}; wait for it to end, or use another trainer.checkpoint.dir"
+                f"{key}={value}: {os.pread(_held[path], 200, 0).decode()} writes the run {run_dir.name}; "
+                f"wait for it to end, or use another {key}"
             ) from None
         log.warning("%s can't be locked (%s): see to it that no other process writes this run", path, error.strerror)
 

@@ -166,6 +166,13 @@ def leave_newer(trainer: "Trainer") -> None:
         log.warning("resume: another history begins at step %d; set aside: %s", trainer.step, ", ".join(aside))
 
 
+def validate_again(trainer: "Trainer") -> None:
+    """Before the first step: what a signal has ended, or left out, at the step of the checkpoint. A collective."""
+    due = trainer.plan.resumed and trainer.plan.validates_at(trainer.step) and not trainer.stop_reason
+    if due and trainer.validated_step != trainer.step and trainer.validate():
+        trainer.saver.save()
+
+
 def note_best(trainer: "Trainer") -> bool:
     """Remember the best validation, by `checkpoint.keep_best` or else the loss; whether it wants a checkpoint. A
     collective: only rank 0 knows whether one could be written."""

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from trainer.checkpoint.lock import lock, unlock
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.state import Packed
 from trainer.errors import ConfigError
+from trainer.run import CHECKPOINTED
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -97,7 +98,7 @@ class Saver:
         if self.writing is not None and self.writing.exception() is None:
             self._settle()
         self.trainer.heartbeat.beat()
-        unlock(self.folder)
+        self._let_go()
 
     def _moved(self) -> None:
         """With each piece that is written: who waits for this process to end sees by it a slow disk from one that
@@ -106,12 +107,17 @@ class Saver:
             self.trainer.heartbeat.beat(busy=True)
 
     def _claim(self) -> Attempt:
-        lock(self.folder)
-        try:
-            return commit.begin(self.folder)
-        except BaseException:
-            unlock(self.folder)
-            raise
+        with ExitStack() as refused:
+            refused.callback(self._let_go)
+            lock(self.folder)
+            lock(self.trainer.run_dir, "trainer.run_dir")  # another may save elsewhere
+            attempt = commit.begin(self.folder)
+            refused.pop_all()
+        return attempt
+
+    def _let_go(self) -> None:
+        unlock(self.folder)
+        unlock(self.trainer.run_dir)
 
     def _is_free(self) -> bool:
         """Whether a checkpoint can be begun, or is worth waiting for. A validated step's, maybe the best, always is."""
@@ -162,6 +168,8 @@ class Saver:
         except OSError as error:
             log.error("checkpoint of step %d failed, training goes on: %s", step, error)
             return error
+        with _told(f"checkpoint of step {step} is written, but the run's folder does not say so"):
+            (self.trainer.run_dir / CHECKPOINTED).touch()
         with _told(f"checkpoint of step {step} is written, but {commit.LAST} does not lead to it"):
             commit.publish(written, self.attempt)
         with _told(f"checkpoint of step {step} is written, but older ones can't be removed"):

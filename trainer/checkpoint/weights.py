@@ -17,7 +17,8 @@ from trainer.checkpoint.state import strict_json
 from trainer.errors import ConfigError, printable
 from trainer.run import log
 
-INDEX, INDEX_BYTES = "model.safetensors.index.json", 64 << 20
+INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
+INDEX_BYTES = 64 << 20
 WRAPPINGS = ("state_dict", "model_state_dict", "model")  # what programs call the model's part of what they save
 PREFIXES = ("module.", "_orig_mod.", "model.")  # of DDP, torch.compile, a wrapper
 
@@ -31,26 +32,24 @@ def weights_files(source: str) -> list[Path]:
     key, path = f"trainer.init_from={source}", Path(source)
     if path.is_file():
         return [path]
-    if (path / INDEX).is_file():
-        return _shards(path, key)
-    for name in ("model.safetensors", "pytorch_model.bin"):
+    for name in (INDEX, "model.safetensors", BIN_INDEX, "pytorch_model.bin"):
         if (path / name).is_file():
-            return [path / name]
+            return _shards(path, name, key) if name in (INDEX, BIN_INDEX) else [path / name]
     raise ConfigError(
         f"{key}: no such checkpoint, .safetensors, .pt, .pth or .bin file, or Hugging Face folder; give one of these"
     )
 
 
-def _shards(folder: Path, key: str) -> list[Path]:
+def _shards(folder: Path, index: str, key: str) -> list[Path]:
     """In the order of their names."""
     try:
-        names = sorted(set(strict_json(folder / INDEX, INDEX_BYTES)["weight_map"].values()))
+        names = sorted(set(strict_json(folder / index, INDEX_BYTES)["weight_map"].values()))
         if wrong := [name for name in names if not FILE.fullmatch(name)]:
             raise ValueError(f"{wrong[0]!r} is no name of a file beside it")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{key}: {INDEX}: not an index ({error}); get it again") from None
+        raise ConfigError(f"{key}: {index}: not an index ({error}); get it again") from None
     if missing := [name for name in names if not (folder / name).is_file()]:
-        raise ConfigError(f"{key}: {missing[0]} is missing, which {INDEX} names; get it again")
+        raise ConfigError(f"{key}: {missing[0]} is missing, which {index} names; get it again")
     return [folder / name for name in names]
 
 
@@ -93,9 +92,12 @@ def unwrapped(found: Any, own: list[str]) -> dict[str, Tensor]:
         found = found[inner[0]] if inner else found
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
         raise ValueError("holds more than tensors by name")
-    for prefix in PREFIXES:
-        if all(name.startswith(prefix) for name in found) and not any(name.startswith(prefix) for name in own):
-            found = {name.removeprefix(prefix): value for name, value in found.items()}
+
+    def is_around(prefix: str) -> bool:
+        return all(name.startswith(prefix) for name in found) and not any(name.startswith(prefix) for name in own)
+
+    while found and (around := next(filter(is_around, PREFIXES), "")):
+        found = {name.removeprefix(around): value for name, value in found.items()}
     return dict(found)
 
 
@@ -109,18 +111,23 @@ def put_weights(module: nn.Module, weights: Mapping[str, Tensor], key: str) -> N
     missing = [name for name in own if name not in weights and id(parameters.get(name)) not in given]
     unknown = [name for name in weights if name not in own]
     other = [
-        f"{name} {shape(weights[name])} instead of {shape(own[name])}"
+        f"{name} {form(weights[name])} instead of {form(own[name])}"
         for name in own
-        if name in weights and shape(weights[name]) != shape(own[name])
+        if name in weights and form(weights[name]) != form(own[name])
     ]
     if missing or unknown or other:
         raise ConfigError(
-            f"{key}: {len(missing)} weights are missing, {len(unknown)} unknown and {len(other)} of another shape "
-            f"({printable(', '.join([*missing[:3], *unknown[:3], *other[:3]]))}, ...); give weights of this model"
+            f"{key}: {len(missing)} weights are missing, {len(unknown)} unknown and {len(other)} of another shape or "
+            f"kind ({printable(', '.join([*missing[:3], *unknown[:3], *other[:3]]))}, ...); give weights of this model"
         )
     module.load_state_dict(weights, strict=False)
 
 
-def shape(value: Any) -> tuple[int, ...]:
-    """Empty for a module's extra state, too, which may be anything."""
-    return tuple(getattr(value, "shape", ()))
+def form(value: Any) -> str:
+    """Its shape, and what a number of it can't become another's silently: floats of any size are one kind. Empty for a
+    module's extra state, which may be anything."""
+    if not isinstance(value, Tensor):
+        return ""
+    kind = "" if value.is_floating_point() else f" {value.dtype}"
+    odd = f" {value.layout}" if value.layout != torch.strided else " on meta" if value.is_meta else ""
+    return f"{tuple(value.shape)}{kind}{odd}".replace("torch.", "")
