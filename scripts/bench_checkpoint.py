@@ -4,9 +4,11 @@
 
 One run of a Trainer; at the end of a step one of the ways to save saves its model and optimizer, all of them by turns
 in every round, and the turn ends two steps after what it wrote is on the disk. Peers' files are synced for them: they
-don't. A stall is told as a ratio to copying the same tensors into memory that is there, of the same round.
+don't. A stall is told as a ratio to copying the same tensors into memory that is there, of the same round; "nothing" is
+as many steps as Echelon's writer works beside, without one.
 """
 
+import ctypes
 import os
 import shutil
 import statistics
@@ -32,6 +34,7 @@ from trainer.trainer import Trainer
 
 WIDTH = 2048
 LAYERS = {"100MB": 2, "2GB": 40}  # of WIDTH x WIDTH float32, with two moments each
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 BEFORE, AFTER = 5, 2  # steps of a turn before the save, and after it is durable
 Done = Callable[[], bool]
 
@@ -97,6 +100,16 @@ class Copy(Way):
         return lambda: True
 
 
+class Nothing(Way):
+    """As many steps as Echelon's writer works beside, without one."""
+
+    steps, seconds = 10, 0.0
+
+    def begin(self, trainer: Trainer) -> Done:
+        last = trainer.step + self.steps
+        return lambda: trainer.step >= last
+
+
 class Echelon(Way):
     def begin(self, trainer: Trainer) -> Done:
         trainer.saver.save()
@@ -134,6 +147,7 @@ class ProcessDCP(AsyncDCP):
 
 WAYS: dict[str, type[Way]] = {
     "copy": Copy,
+    "nothing": Nothing,
     "Echelon": Echelon,
     "torch.save": TorchSave,
     "DCP": DCP,
@@ -200,14 +214,25 @@ class Turns(Callback):
         }
         name = self.queue.pop(0)
         self.turns[name].append(turn)
+        if name == "Echelon":
+            Nothing.steps = len(self.beside)
         self.before, self.done = [], None
         print(name, {key: round(value, 4) for key, value in turn.items()}, flush=True)
         if not self.queue:
             trainer.stop("max_steps")
 
 
+def keep_memory() -> None:
+    """What the process frees stays with it: else each step gets the memory for its gradients anew from the kernel, page
+    by page, some steps for more of them than others, which is more than what a writer beside them costs."""
+    libc = ctypes.CDLL(None)
+    for parameter, value in ((M_MMAP_THRESHOLD, 32 << 20), (M_TRIM_THRESHOLD, 1 << 30)):
+        assert libc.mallopt(parameter, value)
+
+
 def measure(size: str, threads: int, rounds: int) -> tuple[list[Row], list[Goal]]:
     torch.set_num_threads(threads)
+    keep_memory()
     here = Path.cwd()
     with tempfile.TemporaryDirectory(dir=here) as folder:
         os.chdir(folder)
@@ -247,7 +272,7 @@ def table(turns: dict[str, list[Row]], size: str, threads: int, rounds: int) -> 
             "stall / copy": statistics.median(ratios),
             "first stall / copy": turns[name][0]["stall_s"] / statistics.median(copies),
             "stall s": median(name, "stall_s"),
-            "durable after s": "-" if name == "copy" else median(name, "durable_s"),
+            "durable after s": "-" if name in ("copy", "nothing") else median(name, "durable_s"),
             "step beside it": "-" if beside else median(name, "median"),
             "worst step": "-" if beside else median(name, "worst"),
         })  # fmt: skip

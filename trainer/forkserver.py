@@ -50,7 +50,7 @@ class Rank:
     def wait(self) -> None:
         """Until it has ended, of which its server has to tell within 5 s."""
         lived = time.monotonic()
-        while self.poll() is None or self.lives():
+        while self.poll() is None or (self.server.dead and self.lives()):
             time.sleep(0.01)
             if self.lives():
                 lived = time.monotonic()
