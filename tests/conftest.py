@@ -29,7 +29,7 @@ SHARED = ("resource_tracker", "forkserver", "torch_shm_manager")
 
 
 ROOT = Path(__file__).parents[1]
-BESIDE = 4  # tests of faults at a time: they wait most of the time
+BESIDE = 3  # tests of faults at a time: they wait most of the time
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from toy_recipe import Toy
 
@@ -34,6 +35,8 @@ class Die(Callback):
         if trainer.step == self.at:
             if trainer.saver.writing is not None:
                 trainer.saver.writing.result()  # else what there is to go on from would depend on the disk
+            if trainer.world > 1:
+                dist.barrier()  # and on who is killed first
             os.kill(os.getpid(), signal.SIGKILL)
 
 
