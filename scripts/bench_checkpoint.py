@@ -232,7 +232,6 @@ def keep_memory() -> None:
 
 def measure(size: str, threads: int, rounds: int) -> tuple[list[Row], list[Goal]]:
     torch.set_num_threads(threads)
-    keep_memory()
     here = Path.cwd()
     with tempfile.TemporaryDirectory(dir=here) as folder:
         os.chdir(folder)
@@ -291,6 +290,7 @@ def main() -> None:
     args = made.parse_args()
     about = machine(["torch", "numpy"])
     print(*(f"{key} {value}" for key, value in about.items()), sep=", ", end="\n\n")
+    keep_memory()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # DCP's async_save wants one
     sizes = [args.size] if args.size else ["100MB"] if args.quick else list(LAYERS)

@@ -19,16 +19,16 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     import bench_checkpoint
 
     monkeypatch.setattr(bench_checkpoint, "WIDTH", 16)
-    ways = {name: way for name, way in bench_checkpoint.WAYS.items() if name in {"copy", "Echelon", *PEERS}}
+    ways = {name: way for name, way in bench_checkpoint.WAYS.items() if name in {"copy", "nothing", "Echelon", *PEERS}}
     monkeypatch.setattr(bench_checkpoint, "WAYS", ways)
     return bench_checkpoint
 
 
 def test_each_way_has_a_row(bench: Any, tmp_path: Path) -> None:
     rows, goals = bench.measure("100MB", threads=1, rounds=2)
-    assert [row["way"] for row in rows] == ["copy", "Echelon", "torch.save", "DCP"]
-    assert rows[0]["stall / copy"] == 1 and all(row["stall s"] > 0 for row in rows)
-    assert all(row["durable after s"] >= row["stall s"] for row in rows[1:])
+    assert [row["way"] for row in rows] == ["copy", "nothing", "Echelon", "torch.save", "DCP"]
+    assert rows[0]["stall / copy"] == 1 and all((row["stall s"] > 0) == (row["way"] != "nothing") for row in rows)
+    assert all(row["durable after s"] >= row["stall s"] for row in rows[2:])
     assert len(goals) == 2 and list(tmp_path.iterdir()) == []  # it leaves nothing
 
 

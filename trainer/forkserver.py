@@ -11,14 +11,15 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 from trainer.launch import die_with_parent
 from trainer.signals import STOP
 
-# Both take a second and more: what a rank runs, and what DDP and torch's optimizers would load in each.
-LOADED = ("trainer.main", "trainer.session", "torch._dynamo")
+# What a rank runs, and what DDP and torch's optimizers would load in each: a second of a core and more for either.
+LOADED = ("trainer.session", "torch._dynamo")
 # So that nothing that asks for GPUs as it is loaded opens one: a process that is forked then could not.
 NO_GPU = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
@@ -100,7 +101,10 @@ class ForkServer:
                 told = b""
             if told:
                 number, pid, code = json.loads(told)
-                self.ranks[number].pid, self.ranks[number].returncode = pid, code
+                rank = self.ranks[number]
+                rank.pid = pid
+                if code is not None:  # the other thread that hears may have taken it already
+                    rank.returncode = code
             else:
                 self.kill()
 
@@ -153,6 +157,8 @@ class Server:
         if not (pid := os.fork()):
             try:
                 self._run(env | {"ECHELON_PARENT": str(server)}, *descriptors)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         self.numbers[pid], self.forked = self.forked, self.forked + 1
@@ -176,6 +182,8 @@ class Server:
         """The rank, which does not return from here."""
         import numpy as np
 
+        from trainer.main import main
+
         os.setsid()
         for descriptor in (self.channel.detach(), self.read, self.write):
             os.close(descriptor)
@@ -190,7 +198,7 @@ class Server:
             os.close(descriptor)
         os.environ |= env
         sys.argv[1:] = ["--resolved", str(resolved), *self.typed]
-        sys.modules["trainer.main"].main()
+        main()
 
 
 if __name__ == "__main__":

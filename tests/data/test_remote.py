@@ -1,10 +1,8 @@
-"""Shards at URLs: from a real nginx through a network with faults, and from a real S3 server; all, or an error."""
+"""Shards at URLs, from a real nginx through a network with faults: all, or an error."""
 
 import contextlib
 import fcntl
-import gzip
 import hashlib
-import random
 import re
 import signal
 import subprocess
@@ -13,13 +11,13 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import environment
 from served import MISSING, NGINX, Proxy, served
+from stocked import EACH, SHARDS, remote, samples, write
 
 import trainer.data.fetch as fetch_module
 import trainer.data.read as read_module
@@ -30,11 +28,10 @@ from trainer.data.order import Ref, walk
 from trainer.data.read import ShardReader
 from trainer.data.remote import Remote
 from trainer.data.source import Samples
-from trainer.data.write import write_shards
 from trainer.errors import ConfigError, DataError, UnavailableError
 from trainer.options import DataOptions
 
-SHARDS, EACH = 4, 6
+pytestmark = pytest.mark.usefixtures("quick")
 needs_nginx = pytest.mark.skipif(NGINX is None, reason=MISSING)
 
 
@@ -46,23 +43,10 @@ def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
         yield proxy
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(fetch_module, "PAUSES_S", (0.01, 0.02, 0.03))
-    monkeypatch.setattr(remote_module, "FIRST_S", 0.2)
-
-
 @pytest.fixture
 def proxy(web: Proxy) -> Proxy:
     web.well()
     return web
-
-
-def write(folder: Path) -> list[Path]:
-    rng = random.Random(0)
-    samples = ({"__key__": f"{i:03d}", "bin": rng.randbytes(40_000), "cls": i} for i in range(SHARDS * EACH))
-    return write_shards(samples, folder, "s", per_shard=EACH)
 
 
 def shard(proxy: Proxy, number: int = 0) -> Path:
@@ -70,23 +54,8 @@ def shard(proxy: Proxy, number: int = 0) -> Path:
     return proxy.nginx.folder / "www" / f"s-{number:06d}.tar"
 
 
-def options(tmp_path: Path, **more: Any) -> DataOptions:
-    return DataOptions(cache_dir=str(tmp_path / "cache"), **more)
-
-
-def remote(tmp_path: Path, url: str, **more: Any) -> list[Any]:
-    return find_shards(url, options(tmp_path, **more))
-
-
 def all_of(proxy: Proxy) -> str:
     return f"{proxy.url}/s-{{000000..{SHARDS - 1:06d}}}.tar"
-
-
-def samples(index: Index) -> list[dict[str, Any]]:
-    reader = ShardReader(index)
-    found = [reader.read(ref) for ref in walk(index.counts, 0, 1)]
-    reader.close()
-    return found
 
 
 def kept(tmp_path: Path, *hidden: str) -> list[Path]:
@@ -449,13 +418,19 @@ def test_a_server_that_is_away_is_waited_for_where_it_was_there_before(
             source.batch([Ref(0, 0, 0)])  # and no sample is taken for a bad one
 
 
+def replaced(proxy: Proxy, tmp_path: Path, name: str) -> tuple[Remote, Index]:
+    """A shard that nginx has another of, since it was indexed and kept; by its own index."""
+    file = shard(proxy).with_name(name.partition("?")[0])
+    file.write_bytes(shard(proxy, 1).read_bytes())
+    [path] = remote(tmp_path, f"{proxy.url}/{name}")
+    first = Index.open([path])
+    file.write_bytes(shard(proxy, 2).read_bytes())
+    return path, first
+
+
 @needs_nginx
 def test_what_was_indexed_and_is_another_now_is_refused(proxy: Proxy, tmp_path: Path) -> None:
-    changed = shard(proxy).with_name("changed.tar")
-    changed.write_bytes(shard(proxy, 1).read_bytes())
-    [path] = remote(tmp_path, f"{proxy.url}/changed.tar?versionId=3&of=it")
-    first = Index.open([path])
-    changed.write_bytes(shard(proxy, 2).read_bytes())
+    path, first = replaced(proxy, tmp_path, "changed.tar?versionId=3&of=it")
     assert samples(first) == samples(Index.open([path]))  # what is kept is what was indexed
     path.drop()
     with pytest.raises(ConfigError, match=rf"{proxy.url}/changed\.tar: changed since it was indexed; ") as caught:
@@ -475,16 +450,12 @@ def test_what_was_indexed_and_is_another_now_is_refused(proxy: Proxy, tmp_path: 
 @needs_nginx
 def test_index_by_hand_asks_the_server(proxy: Proxy, tmp_path: Path) -> None:
     """Also where what it had before is kept here."""
-    replaced = shard(proxy).with_name("replaced.tar")
-    replaced.write_bytes(shard(proxy, 1).read_bytes())
-    [path] = remote(tmp_path, f"{proxy.url}/replaced.tar")
-    before = Index.open([path])
-    replaced.write_bytes(shard(proxy, 2).read_bytes())
+    path, before = replaced(proxy, tmp_path, "replaced.tar")
     assert Index.open([path]).fingerprint == before.fingerprint and path.file.exists()
     after = Index.open([path], anew=True)
     assert after.shards[0].sha256 == Index.open([shard(proxy, 2)]).shards[0].sha256 != before.shards[0].sha256
     assert samples(after) == samples(Index.open([path])) == samples(Index.open([shard(proxy, 2)]))
-    replaced.unlink()
+    shard(proxy).with_name("replaced.tar").unlink()
 
 
 @needs_nginx
@@ -530,104 +501,3 @@ def test_a_folder_that_takes_nothing_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "cache").touch()
     with pytest.raises(DataError, match=r"a\.tar: can't be kept in .*cache \(.*\); .* another data\.cache_dir$"):
         Index.open(remote(tmp_path, "http://127.0.0.1/a.tar"))
-
-
-S3 = """
-import sys
-from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-server.start()
-print(server.get_host_and_port()[1], flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A file system of fsspec's on a server of its own, with a bucket."""
-    s3fs, _ = pytest.importorskip("s3fs"), pytest.importorskip("moto")
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", S3], stdin=pipe, stdout=pipe, text=True, env=environment()) as server:
-        try:
-            assert server.stdout
-            monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{int(server.stdout.readline())}")
-            monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-            monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-            files = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
-            files.mkdir("bucket")
-            yield files
-        finally:
-            server.kill()
-
-
-def test_samples_from_s3(bucket: Any, tmp_path: Path) -> None:
-    paths = write(tmp_path / "local")
-    for path in paths:
-        bucket.put_file(str(path), f"bucket/folder/{path.name}")
-    local = Index.open(paths)
-    index = Index.open(remote(tmp_path, f"s3://bucket/folder/s-{{000000..{SHARDS - 1:06d}}}.tar"))
-    assert index.fingerprint == local.fingerprint and samples(index) == samples(local)
-    (packed := tmp_path / "a.tar.gz").write_bytes(gzip.compress(paths[2].read_bytes()))
-    bucket.put_file(str(packed), "bucket/folder/a.tar.gz")
-    assert samples(Index.open(remote(tmp_path, "s3://bucket/folder/a.tar.gz"))) == samples(Index.open(paths[2:3]))
-    for url, text in (("s3://bucket/none.tar", "none.tar"), ("s3://nobodys/a.tar", "")):
-        with pytest.raises(DataError, match=rf"^{url}: .*{text}.*; give what is there") as caught:
-            Index.open(remote(tmp_path, url))
-        assert "\n" not in str(caught.value)
-    bucket.put_file(str(paths[1]), f"bucket/folder/{paths[0].name}")
-    index.shards[0].path.drop()
-    with pytest.raises(ConfigError, match="changed since it was indexed"):
-        samples(index)
-
-
-GS = """
-import sys
-from gcp_storage_emulator.server import create_server
-server = create_server("127.0.0.1", 0, in_memory=True, default_bucket="bucket")
-server.start()
-print(server._api._httpd.server_address[1], flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def google(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """As `bucket`, with Google's protocol."""
-    gcsfs = pytest.importorskip("gcsfs", reason="needs gcsfs and gcp-storage-emulator: pip install them")
-    pytest.importorskip("gcp_storage_emulator", reason="needs gcp-storage-emulator: pip install it")
-    words, null, pipe = [sys.executable, "-c", GS], subprocess.DEVNULL, subprocess.PIPE
-    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=null, text=True, env=environment()) as server:
-        try:
-            assert server.stdout
-            monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{int(server.stdout.readline())}")
-            yield gcsfs.GCSFileSystem(skip_instance_cache=True, use_listings_cache=False)
-        finally:
-            server.kill()
-
-
-def test_samples_from_gs(google: Any, tmp_path: Path) -> None:
-    paths = write(tmp_path / "local")
-    for path in paths:
-        google.pipe_file(f"bucket/folder/{path.name}", path.read_bytes())
-    local = Index.open(paths)
-    index = Index.open(remote(tmp_path, f"gs://bucket/folder/s-{{000000..{SHARDS - 1:06d}}}.tar"))
-    assert index.fingerprint == local.fingerprint and samples(index) == samples(local)
-    for url in ("gs://bucket/none.tar", "gs://nobodys/a.tar"):
-        with pytest.raises(DataError, match=rf"^{url}: .*; give what is there") as caught:
-            Index.open(remote(tmp_path, url))
-        assert "\n" not in str(caught.value)
-    google.pipe_file(f"bucket/folder/{paths[0].name}", paths[1].read_bytes())
-    index.shards[0].path.drop()
-    with pytest.raises(DataError, match="changed since it was indexed"):
-        samples(index)
-
-
-@pytest.mark.parametrize(("scheme", "package"), [("s3", "s3fs"), ("gs", "gcsfs")])
-def test_without_its_package_a_scheme_is_one_line(
-    tmp_path: Path, scheme: str, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(import_module("fsspec.registry")._registry, scheme, raising=False)
-    with pytest.raises(DataError, match=rf"//b/a\.tar: needs {package}; pip install 'echelon-trainer\[{scheme}\]'$"):
-        Index.open(remote(tmp_path, f"{scheme}://b/a.tar"))

@@ -14,12 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-SAMPLES, BATCH, STEPS, EVERY = (
-    96,
-    12,
-    12,
-    4,
-)  # checkpoints in the middle of an epoch and at its end
+SAMPLES, BATCH, STEPS = 96, 12, 12
+EVERY = 4  # steps between checkpoints, in the middle of an epoch and at its end
 WORLD, RANK = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", "1"), ("RANK", "0")))
 ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 

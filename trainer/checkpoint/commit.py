@@ -129,16 +129,10 @@ def resolve(resume: str, root: Path, run_dir: Path | None) -> Path | None:
     Raises:
         ConfigError: it is no checkpoint. Damaged: it is one that can't be used. OSError: what may pass.
     """
-    key = f"trainer.resume={resume}"
-    try:
-        os.lstat(resume)
-    except (OSError, ValueError) as error:  # too long, a NUL in it
-        if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
-            short = f"trainer.resume={resume[:60]!r}..."
-            raise ConfigError(
-                f"{short}: is no path; give DIR/{LAST}, a folder step-*, a run's folder, or auto"
-            ) from None
-    target = Path(os.path.realpath(resume))
+    ways = f"give DIR/{LAST}, a folder step-*, a run's folder, or auto"
+    if not _can_be(resume):
+        raise ConfigError(f"trainer.resume={resume[:60]!r}...: is no path; {ways}")
+    key, target = f"trainer.resume={resume}", Path(os.path.realpath(resume))
     try:
         if resume == "auto":
             run_dir = run_dir or _last_run(root)
@@ -155,7 +149,7 @@ def resolve(resume: str, root: Path, run_dir: Path | None) -> Path | None:
     why = "is not a checkpoint" if target.exists() else "does not exist"
     if os.path.islink(resume):
         why = f"points to {target}, which {why}"
-    raise ConfigError(f"{key}: {why}; give DIR/{LAST}, a folder step-*, a run's folder, or auto")
+    raise ConfigError(f"{key}: {why}; {ways}")
 
 
 def retain(run_dir: Path, keep: int, best: str | None, every: int | None) -> None:
@@ -198,6 +192,14 @@ def set_aside(run_dir: Path, after_step: int) -> list[str]:
 
 def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
+
+
+def _can_be(text: str) -> bool:
+    try:
+        os.lstat(text)
+    except (OSError, ValueError) as error:  # of a NUL
+        return getattr(error, "errno", errno.ENAMETOOLONG) != errno.ENAMETOOLONG
+    return True
 
 
 def _last_run(root: Path) -> Path | None:
