@@ -191,7 +191,7 @@ def _learn_vocabulary(documents: Iterable[Document], alphabet: list[str], size: 
 
 def _write(split: str, survey: _Survey, tokens: list[str], folder: Path, settings: Settings) -> np.ndarray:
     """Writes the shards of `split`; returns how often each token is in its text."""
-    from trainer.data.write import write_shards
+    from trainer.data.shards.writer import write_shards
 
     counts = np.zeros(len(tokens), np.int64)
     tokenizer = _tokenizer(tokens)  # knows no special tokens: "[MASK]" in the text is three words

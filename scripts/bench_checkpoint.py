@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from trainer.callback import Callback
-from trainer.checkpoint.resume import state_dict
-from trainer.launch import Place
-from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
+from trainer.training_state import state_dict
 
 WIDTH = 2048
 LAYERS = {"100MB": 2, "2GB": 40}  # of WIDTH x WIDTH float32, with two moments each

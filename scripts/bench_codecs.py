@@ -22,10 +22,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
 
-from trainer.codecs.catalog import CODECS
-from trainer.codecs.codec import Codec, ErrorFeedback
-from trainer.codecs.topk import TopK
-from trainer.reduce import AllReduce, Bucket
+from trainer.comm.bucket import Bucket
+from trainer.comm.codecs.base import Codec, ErrorFeedback
+from trainer.comm.codecs.registry import CODECS
+from trainer.comm.codecs.topk import TopK
+from trainer.comm.reduce import AllReduce
 
 BUCKET_BYTES = 25 << 20  # DDP's
 WARM = 3  # rounds that don't count: codecs make what they keep, torch's PowerSGD sends two steps as they are

@@ -25,14 +25,14 @@ import numpy as np
 import torch
 from bench_report import Goal, Row, machine, parser, report
 
-from trainer.data.index import Index
+from trainer.config.options import DataOptions, Options
 from trainer.data.loader import Loader
-from trainer.data.stored import store
-from trainer.data.write import write_shards
-from trainer.launch import Place
-from trainer.options import DataOptions, Options
+from trainer.data.shards.index import Index
+from trainer.data.shards.index_file import store
+from trainer.data.shards.writer import write_shards
+from trainer.optim.schedule import Constant
 from trainer.plan import Plan
-from trainer.schedule import Constant
+from trainer.process.environment import Place
 
 LARGE, TOKENS, SHARDS = 128 << 10, 1024, 16
 MILLIONS = 10_000_000

@@ -22,7 +22,7 @@ from bench_report import Goal, Row, at_most, installed, machine, parser, report
 from overhead_loops import MLP, TRANSFORMER
 from overhead_turns import Train, Turns, measure
 
-from trainer.launch import Place
+from trainer.process.environment import Place
 
 ROOT = Path(__file__).parents[1]
 TOY = ROOT / "tests" / "toy"

@@ -22,9 +22,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainer.errors import ConfigError, exit_code, nearest, require, told
-from trainer.launch import STOPPED
-from trainer.signals import heeded
+from trainer.errors import STOPPED, ConfigError, exit_code, nearest, require, told
+from trainer.process.signals import heeded
 
 Process = subprocess.Popen[Any]
 # What every process in a host gets: the interface to talk through, and one thread, for hosts share the cores.

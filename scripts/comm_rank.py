@@ -28,9 +28,11 @@ from torch.optim import Optimizer
 
 from recipes.bert import Bert
 from trainer.callback import Callback, Role
-from trainer.launch import Place, die_with_parent
-from trainer.optim import adamw, parameter_groups
-from trainer.options import CheckpointOptions, DDPOptions, Options
+from trainer.config.options import CheckpointOptions, DDPOptions, Options
+from trainer.optim.factories import adamw
+from trainer.optim.groups import parameter_groups
+from trainer.process.environment import Place
+from trainer.process.exit import die_with_parent
 from trainer.trainer import Trainer
 
 VOCABULARY, SEQUENCE, BATCHES = 8192, 32, 8

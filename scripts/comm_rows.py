@@ -9,10 +9,10 @@ from bench_report import Row as Cells
 
 from trainer.callback import Callback, arrange
 from trainer.callbacks.grad_compress import GradCompress
-from trainer.callbacks.local_sgd import LocalSGD
-from trainer.callbacks.onebit_adam import OneBitAdam
-from trainer.callbacks.overlap import Overlap
-from trainer.codecs.catalog import CODECS
+from trainer.callbacks.local_sgd.callback import LocalSGD
+from trainer.callbacks.onebit_adam.callback import OneBitAdam
+from trainer.callbacks.overlap.callback import Overlap
+from trainer.comm.codecs.registry import CODECS
 from trainer.errors import ConfigError
 
 Shapes = list[tuple[int, ...]]  # of the parameters

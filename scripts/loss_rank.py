@@ -21,13 +21,13 @@ from torch.utils.data import Dataset, default_collate
 
 from recipes.bert import Bert
 from trainer.callback import Callback, Role
-from trainer.callbacks.onebit_adam import OneBitAdam
-from trainer.data.order import walk
+from trainer.callbacks.onebit_adam.callback import OneBitAdam
+from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
+from trainer.data.sampling.order import walk
 from trainer.data.source import open_source
-from trainer.launch import Place
-from trainer.optim import adamw
-from trainer.options import CheckpointOptions, DataOptions, DDPOptions, Options
-from trainer.schedule import Linear
+from trainer.optim.factories import adamw
+from trainer.optim.schedule import Linear
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 VALIDATED = 512  # sequences, the same ones with the same masks each time

@@ -16,13 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer.callback import Callback
-from trainer.callbacks.metrics_file import MetricsFile
-from trainer.callbacks.progress import Progress
-from trainer.callbacks.tensorboard import TensorBoard
-from trainer.callbacks.throughput import Throughput
-from trainer.launch import Place
-from trainer.optim import Groups, adamw, parameter_groups, sgd
-from trainer.options import CheckpointOptions, Options
+from trainer.config.options import CheckpointOptions, Options
+from trainer.monitors.metrics_file import MetricsFile
+from trainer.monitors.progress import Progress
+from trainer.monitors.tensorboard import TensorBoard
+from trainer.monitors.throughput import Throughput
+from trainer.optim.factories import adamw, sgd
+from trainer.optim.groups import Groups, parameter_groups
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 LOG_EVERY = 50

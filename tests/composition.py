@@ -13,7 +13,7 @@ from pathlib import Path
 from table import CHANGES, CODECS, OBSERVERS, Table, name_of
 
 from trainer.callback import arrange
-from trainer.callbacks.bucket import Bucket
+from trainer.callbacks.bucket.callback import Bucket
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.errors import ConfigError
 

@@ -13,7 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from trainer.launch import Place, die_with_parent
+from trainer.process.environment import Place
+from trainer.process.exit import die_with_parent
 
 # Started when first needed and kept for the session: importing torch takes longer than most tests.
 CONTEXT = multiprocessing.get_context("spawn")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from trainer.launch import die_with_parent
+from trainer.process.exit import die_with_parent
 
 NODES = 3  # called 127.0.0.1 and so on, which every machine can resolve and reach
 CONFIG = """

@@ -4,12 +4,12 @@ import random
 from pathlib import Path
 from typing import Any
 
-from trainer.data.find import find_shards
-from trainer.data.index import Index
-from trainer.data.order import walk
-from trainer.data.read import ShardReader
-from trainer.data.write import write_shards
-from trainer.options import DataOptions
+from trainer.config.options import DataOptions
+from trainer.data.sampling.order import walk
+from trainer.data.shards.discover import find_shards
+from trainer.data.shards.index import Index
+from trainer.data.shards.reader import ShardReader
+from trainer.data.shards.writer import write_shards
 
 SHARDS, EACH = 4, 6
 

@@ -4,19 +4,19 @@ from collections.abc import Callable, Mapping
 
 from trainer.callback import Callback
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
-from trainer.callbacks.bucket import Bucket
+from trainer.callbacks.bucket.callback import Bucket
 from trainer.callbacks.early_stop import EarlyStop
 from trainer.callbacks.ema import EMA
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.hierarchical import Hierarchical
-from trainer.callbacks.local_sgd import LocalSGD
-from trainer.callbacks.metrics_file import MetricsFile
-from trainer.callbacks.nan_guard import NanGuard
-from trainer.callbacks.onebit_adam import OneBitAdam
-from trainer.callbacks.overlap import Overlap
-from trainer.callbacks.progress import Progress
-from trainer.callbacks.tensorboard import TensorBoard
-from trainer.callbacks.throughput import Throughput
+from trainer.callbacks.local_sgd.callback import LocalSGD
+from trainer.callbacks.nan_guard.callback import NanGuard
+from trainer.callbacks.onebit_adam.callback import OneBitAdam
+from trainer.callbacks.overlap.callback import Overlap
+from trainer.monitors.metrics_file import MetricsFile
+from trainer.monitors.progress import Progress
+from trainer.monitors.tensorboard import TensorBoard
+from trainer.monitors.throughput import Throughput
 
 Table = Mapping[str, Callable[[], Callback]]
 

@@ -7,10 +7,11 @@ import os
 
 import pytest
 
-from trainer import appended
-from trainer.appended import Appended
-from trainer.run import LogFile, log
-from trainer.signals import Output
+from trainer import files
+from trainer.files import Appended
+from trainer.log import log
+from trainer.process.stdio import Output
+from trainer.run_dir import LogFile
 
 
 class Disk:
@@ -18,7 +19,7 @@ class Disk:
 
     def __init__(self, monkeypatch, room: int) -> None:
         self.room, self.write = room, os.write
-        monkeypatch.setattr(appended.os, "write", self)
+        monkeypatch.setattr(files.os, "write", self)
 
     def __call__(self, file: int, content: bytes) -> int:
         if not self.room:
@@ -57,7 +58,7 @@ def test_what_a_full_disk_does_not_take_is_written_when_there_is_room(tmp_path, 
 
 
 def test_what_is_kept_is_bounded_and_the_loss_is_told(tmp_path, monkeypatch, said):
-    monkeypatch.setattr(appended, "MOST", 2048)
+    monkeypatch.setattr(files, "MOST", 2048)
     file, disk = Appended(tmp_path / "file"), Disk(monkeypatch, room=0)
     lines = [b"%3d %s\n" % (n, b"x" * 95) for n in range(40)]
     for line in lines:
@@ -91,7 +92,7 @@ def test_a_checkpoint_has_what_the_file_has_not(tmp_path, monkeypatch, said):
 
 def test_the_log_itself_may_be_on_that_disk(tmp_path, monkeypatch, said):
     """What it tells of itself goes through itself."""
-    monkeypatch.setattr(appended, "MOST", 1024)
+    monkeypatch.setattr(files, "MOST", 1024)
     log.addHandler(LogFile(tmp_path / "log"))
     disk = Disk(monkeypatch, room=0)
     for n in range(100):
@@ -135,7 +136,7 @@ def test_standard_output_comes_back_with_the_room(said):
 
 def test_one_large_write_is_no_loss_on_a_disk_with_room(tmp_path, said):
     file = Appended(tmp_path / "file")
-    file.write(large := b"x" * (2 * appended.MOST))
+    file.write(large := b"x" * (2 * files.MOST))
     file.write(b"end")
     file.close()
     assert (tmp_path / "file").read_bytes() == large + b"end" and not said

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.batch import split_batch
-from trainer.data.order import near_equal
+from trainer.data.sampling.order import near_equal
 from trainer.errors import ConfigError
 
 SIZES = st.integers(1, 40)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.codecs.catalog import CODECS
-from trainer.codecs.topk import TopK
+from trainer.comm.codecs.registry import CODECS
+from trainer.comm.codecs.topk import TopK
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 

@@ -20,13 +20,14 @@ from toy_recipe import Points, Toy
 from trainer.callback import Callback
 from trainer.callbacks.early_stop import EarlyStop
 from trainer.callbacks.ema import EMA
-from trainer.callbacks.metrics_file import MetricsFile
-from trainer.checkpoint import commit, manifest, visible
+from trainer.checkpoint import commit, locate, manifest, retention
 from trainer.checkpoint import lock as commit_lock
-from trainer.checkpoint.resume import buckets
+from trainer.checkpoint.manifest import verify
+from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError, DataError
-from trainer.launch import Place
-from trainer.options import CheckpointOptions, DataOptions, DDPOptions, Options
+from trainer.monitors.metrics_file import MetricsFile
+from trainer.parallel.ddp import buckets
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 
@@ -124,7 +125,7 @@ def test_the_newest_and_the_best_are_kept():
     recipe = Scripted()
     recipe.weight = lambda batch: len(batch["x"])  # pyright: ignore
     make(recipe, max_steps=10, validate_every=2, checkpoint={"keep": 2, "keep_best": "val/loss"}).fit()
-    kept = [int(path.name.split("-")[1]) for path in commit.checkpoints(Path("ckpt/r"))]
+    kept = [int(path.name.split("-")[1]) for path in locate.checkpoints(Path("ckpt/r"))]
     assert kept == [4, 8, 10]
     summary = json.loads(Path("runs/r/summary.json").read_text())
     assert summary["best"] == {"metric": "val/loss", "value": 1.0, "step": 4}
@@ -154,12 +155,12 @@ def test_a_checkpoint_that_is_written_is_no_failure_where_older_ones_stay(monkey
     def fails(*args: Any) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(commit, "retain", fails)
+    monkeypatch.setattr(retention, "retain", fails)
     make(max_steps=4).fit()
     out = capsys.readouterr().out
     assert "checkpoint of step 2 is written, but older ones can't be removed: [Errno 30] Read-only file system" in out
     assert "failed" not in out
-    assert [path.name for path in commit.checkpoints(Path("ckpt/r"))] == ["step-00000002", "step-00000004"]
+    assert [path.name for path in locate.checkpoints(Path("ckpt/r"))] == ["step-00000002", "step-00000004"]
 
 
 def test_the_last_checkpoint_that_can_not_be_written_is_one_line_after_the_summary(monkeypatch):
@@ -196,7 +197,7 @@ def test_a_failed_write_is_told_and_training_goes_on(monkeypatch, capsys):
     assert (
         "checkpoint of step 2 failed, training goes on: [Errno 28] No space left on device" in capsys.readouterr().out
     )
-    assert [path.name for path in commit.checkpoints(Path("ckpt/r"))] == ["step-00000004", "step-00000006"]
+    assert [path.name for path in locate.checkpoints(Path("ckpt/r"))] == ["step-00000004", "step-00000006"]
 
 
 def test_going_on_from_an_older_checkpoint_sets_the_newer_aside():
@@ -274,7 +275,7 @@ def with_bits_flipped(place: Place, nodes: int) -> tuple[int, str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manifest, "_sha256", sha256)
-        patch.setattr(visible, "VISIBLE_S", 0.0)
+        patch.setattr(manifest, "VISIBLE_S", 0.0)
         try:
             make(place=replace(place, local_rank=place.rank // nodes), max_steps=2, resume="auto").fit()
         except ConfigError as error:
@@ -446,7 +447,7 @@ class Broken(Points):
 
 def test_data_that_is_refused_at_its_first_batch_changes_nothing():
     make(callbacks={"metrics_file": MetricsFile()}, max_steps=6, log_every_steps=1, checkpoint={"keep": 9}).fit()
-    metrics, saved = Path("runs/r/metrics.jsonl").read_bytes(), commit.checkpoints(Path("ckpt/r"))
+    metrics, saved = Path("runs/r/metrics.jsonl").read_bytes(), locate.checkpoints(Path("ckpt/r"))
     resumed = make(
         Damaged(), {"metrics_file": MetricsFile()}, resume="ckpt/r/step-00000002", max_steps=6, accept=["data"],
         checkpoint={"keep": 9},
@@ -454,7 +455,7 @@ def test_data_that_is_refused_at_its_first_batch_changes_nothing():
     with pytest.raises(DataError, match="damaged"):
         resumed.fit()
     assert Path("runs/r/metrics.jsonl").read_bytes() == metrics
-    assert commit.checkpoints(Path("ckpt/r")) == saved
+    assert locate.checkpoints(Path("ckpt/r")) == saved
 
 
 def late(place: Place) -> tuple[int, int]:
@@ -479,7 +480,7 @@ def test_a_state_and_a_manifest_of_different_steps_are_refused(key):
     """Each is whole, and its sha256 right: of two runs, or of one with a mistake of ours."""
     make().fit()
     checkpoint = Path("ckpt/r/step-00000004")
-    manifest = {name: value for name, value in commit.verify(checkpoint).items() if name not in WRITTEN}
+    manifest = {name: value for name, value in verify(checkpoint).items() if name not in WRITTEN}
     files = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.name != "MANIFEST.json"}
     state = json.loads(files["state.json"])
     files["state.json"] = json.dumps(state | {key: state[key] - 1}).encode()
@@ -513,7 +514,7 @@ def test_the_best_is_one_that_could_be_written(monkeypatch):
     trainer.fit()
     best = json.loads(Path("runs/r/summary.json").read_text())["best"]
     assert best == {"metric": "val/loss", "value": 2.0, "step": 6}
-    kept = [int(path.name.removeprefix("step-")) for path in commit.checkpoints(Path("ckpt/r"))]
+    kept = [int(path.name.removeprefix("step-")) for path in locate.checkpoints(Path("ckpt/r"))]
     assert kept == [6, 8]
     losses[10] = 1.5
     again = make(recipe, {"validates": Validates()}, max_steps=10, validate_every=2, checkpoint=keep, resume="auto")

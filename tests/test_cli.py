@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import trainer
-from trainer.options import LONGEST_TMPDIR
+from trainer.config.options import LONGEST_TMPDIR
 
 SHORT = [
     "trainer.max_steps=4",
@@ -157,7 +157,7 @@ def test_resume_auto_begins_where_there_is_nothing_and_goes_on_where_there_is(tm
     done = toy([*words, *changed, "trainer.max_steps=6"], tmp_path)
     told = re.findall(r"^warning: resume: (.* was .* and is .*)$", done.out, re.MULTILINE)
     assert told == [
-        r"optimizer._target_ was 1.0\u001b[2J\n and is trainer.optim.adamw",
+        r"optimizer._target_ was 1.0\u001b[2J\n and is trainer.optim.factories.adamw",
         "optimizer.lr was 0.001 and is 0.002",
         "trainer.max_steps was 4 and is 6",
         "trainer.precision was fp32 and is bf16",

@@ -13,9 +13,10 @@ import yaml
 from command import ROOT, environment
 from omegaconf import OmegaConf
 
-from trainer.config import ALLOWED, ANY_NAME, NO_DEFAULT, fits, knobs
-from trainer.nccl import NCCLOptions
-from trainer.options import DataOptions, Options
+from trainer.comm.nccl import NCCLOptions
+from trainer.config.check import ALLOWED
+from trainer.config.options import DataOptions, Options
+from trainer.config.schema import ANY_NAME, NO_DEFAULT, fits, knobs
 
 FILES = sorted(path for path in (ROOT / "conf").glob("*/*.yaml"))
 NODES = [path for path in FILES if path.parent.name not in ("recipe", "nccl")]

@@ -17,14 +17,14 @@ from toy_recipe import Toy
 
 from trainer.callback import Callback, arrange
 from trainer.callbacks.grad_compress import GradCompress
-from trainer.callbacks.overlap import Overlap
-from trainer.checkpoint.state import optimizer_state
-from trainer.codecs import catalog
+from trainer.callbacks.overlap.callback import Overlap
+from trainer.checkpoint.serialize import optimizer_state
+from trainer.comm.codecs import registry
+from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError
-from trainer.launch import Place
-from trainer.optim import adamw
-from trainer.options import CheckpointOptions, DataOptions, DDPOptions, Options
+from trainer.optim.factories import adamw
 from trainer.plan import Plan
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(420)  # the first test trains every case
@@ -161,7 +161,7 @@ def table(tmp_path_factory) -> dict[tuple[str, ...], list[dict[str, Any]]]:
 def test_every_callback_and_every_codec_is_in_the_table():
     tested = {name_of(row) for row in ALL} - {"gradient_reader", "adamw"}
     assert tested == {path.stem for path in Path(__file__).parent.parent.glob("conf/callbacks/*.yaml")}
-    assert set(catalog.CODECS) <= {row for case in CASES for row in case}
+    assert set(registry.CODECS) <= {row for case in CASES for row in case}
 
 
 @pytest.mark.parametrize("names", CASES, ids="+".join)

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from trainer.distributed import Ranks, pick_backend, pick_device
+from trainer.comm.device import pick_backend, pick_device
+from trainer.comm.ranks import Ranks
 from trainer.errors import ConfigError
-from trainer.launch import Place
+from trainer.process.environment import Place
 
 CPU = torch.device("cpu")
 
@@ -55,7 +56,7 @@ def slow_to_receive(place: Place) -> tuple[int, int, list[set[int]]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "gather", slow)
-        patch.setattr("trainer.distributed.BROUGHT", 4 * 1000)  # of each rank a quarter at once
+        patch.setattr("trainer.comm.ranks.BROUGHT", 4 * 1000)  # of each rank a quarter at once
         data = torch.full((900 + 600 * place.rank,), place.rank, dtype=torch.uint8)
         brought = ranks.bring(data, lambda: moved.append(1))
     (sums,) = ranks.agree((1,))()  # for which the others have not waited too long

@@ -8,14 +8,14 @@ import torch
 from ranks import run_ranks
 from toy_recipe import Toy
 
-from trainer import drift
 from trainer.callback import Callback
-from trainer.callbacks.local_sgd import LocalSGD
-from trainer.callbacks.overlap import Overlap
-from trainer.drift import checksum
+from trainer.callbacks.local_sgd.callback import LocalSGD
+from trainer.callbacks.overlap.callback import Overlap
+from trainer.config.options import DataOptions, Options
 from trainer.errors import NumericsError
-from trainer.launch import Place
-from trainer.options import DataOptions, Options
+from trainer.monitors import replica_check
+from trainer.monitors.replica_check import checksum
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 
@@ -45,7 +45,7 @@ def train(
         options=Options(max_steps=9, run_dir="runs/r", check_replicas_every=every),
     )  # fmt: skip
     said = ""
-    with patch.object(drift, "checksum", wraps=drift.checksum) as looked:
+    with patch.object(replica_check, "checksum", wraps=replica_check.checksum) as looked:
         try:
             trainer.fit()
         except NumericsError as error:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.duration import Duration
+from trainer.config.duration import Duration
 from trainer.errors import ConfigError
 
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from toy_recipe import Toy
 
 from trainer.callback import Callback
-from trainer.checkpoint import state
-from trainer.options import DataOptions, Options
+from trainer.checkpoint import serialize
+from trainer.config.options import DataOptions, Options
 from trainer.tools.export import main
 from trainer.trainer import Trainer
 
@@ -153,8 +153,8 @@ def test_what_can_not_be_exported_is_one_line(spoil, checkpoint, message, cwd, m
 
 def test_what_is_not_exported_is_not_read(cwd, monkeypatch):
     """What ranks keep of their own may be larger than all else, times the ranks."""
-    read, real = [], state.load_file
-    monkeypatch.setattr(state, "load_file", lambda path: read.append(os.readlink(path)) or real(path))
+    read, real = [], serialize.load_file
+    monkeypatch.setattr(serialize, "load_file", lambda path: read.append(os.readlink(path)) or real(path))
     monkeypatch.chdir(cwd)
     monkeypatch.syspath_prepend(str(cwd))
     monkeypatch.delitem(sys.modules, "mine", raising=False)

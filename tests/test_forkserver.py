@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from troubled import alive, below
 
-from trainer.forkserver import ForkServer
+from trainer.launch.forkserver import ForkServer
 
 OWN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "ECHELON_STORE": ""}
 

@@ -15,8 +15,9 @@ from command import MAIN, QUICK, ROOT, TOY, Result, lines, popen, run, weights
 
 from trainer import session
 from trainer.errors import ConfigError
-from trainer.failure import find
-from trainer.launch import Place, detect, first_host, refuse_crowd, refuse_nodes
+from trainer.launch import launcher
+from trainer.launch.failure import find
+from trainer.process.environment import Place, detect, first_host, refuse_crowd, refuse_nodes
 from trainer.summary import go_on, this_python
 
 SHORT = [*TOY, *QUICK, "+callbacks=[probe]", "trainer.max_steps=5", "trainer.validate_every=3"]
@@ -400,14 +401,14 @@ def test_more_devices_than_there_are(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"^trainer\.devices=3: this node has 2 CUDA device\(s\); use trainer\.devices=2 or"
     ):
-        session.start({"trainer": {"devices": 3}}, "run", [], Place())
+        launcher.start({"trainer": {"devices": 3}}, "run", [], Place())
 
 
 def test_a_process_is_left_with_all_but_the_interpreters_own_end():
     """Which would end threads of gloo's, and the process with them."""
     code = """
 import atexit, sys, threading, time
-from trainer.launch import leave
+from trainer.process.exit import leave
 class Ended:
     def __del__(self): print("the interpreter ends")
 ended = Ended()

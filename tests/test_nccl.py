@@ -11,8 +11,8 @@ import pytest
 import yaml
 from command import PYTHONPATH, ROOT, run, toy
 
+from trainer.comm.nccl import VARIABLES, NCCLOptions, applied, in_words
 from trainer.errors import ConfigError
-from trainer.nccl import VARIABLES, NCCLOptions, applied, in_words
 
 PRESETS = sorted((ROOT / "conf" / "nccl").glob("*.yaml"))
 PRESET = {

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from trainer import needs
-from trainer.needs import Record, send_order
-from trainer.reduce import Bucket
+from trainer.callbacks.overlap.send_order import Record, send_order
+from trainer.comm.bucket import Bucket
 
 
 def test_what_is_needed_first_goes_next():
@@ -39,7 +38,7 @@ def test_every_bucket_is_sent_once_and_never_is_the_link_idle_beside_a_ready_one
 def test_the_pass_with_the_shortest_backward_counts(monkeypatch):
     """The second of three; and the shortest time that a reduction of a size took."""
     clock, seconds = [0.0], iter([1.0, 5.0, 7.0, 2.0, 3.0, 4.0, 1.0, 5.0, 7.0])  # two layers' backward, a reduction
-    monkeypatch.setattr(needs, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("trainer.callbacks.overlap.send_order.time", SimpleNamespace(monotonic=lambda: clock[0]))
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     record = Record(module, list(module.parameters()))
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.optim import adamw, lamb, parameter_groups, sgd
+from trainer.optim.factories import adamw, lamb, sgd
+from trainer.optim.groups import parameter_groups
 
 MAKERS = {"adamw": adamw, "sgd": sgd, "lamb": lamb}
 

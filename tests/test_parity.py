@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from toy_recipe import Toy
 
-from trainer.launch import Place
-from trainer.optim import parameter_groups
-from trainer.options import Options
+from trainer.config.options import Options
+from trainer.optim.groups import parameter_groups
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 STEPS, BATCH = 20, 12

@@ -11,11 +11,11 @@ from torch import nn
 from toy_recipe import Toy
 
 from trainer.callback import Callback
-from trainer.callbacks.overlap import Overlap
+from trainer.callbacks.overlap.callback import Overlap
+from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError
-from trainer.launch import Place
-from trainer.options import CheckpointOptions, DataOptions, Options
 from trainer.precision import Precision
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 CPU = torch.device("cpu")

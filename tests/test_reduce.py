@@ -12,9 +12,11 @@ from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from trainer.distributed import Ranks
-from trainer.launch import Place
-from trainer.reduce import AllReduce, Background, Bucket, Piece, comm_hook
+from trainer.comm.bucket import Bucket, Piece
+from trainer.comm.ranks import Ranks
+from trainer.comm.reduce import AllReduce, Background
+from trainer.parallel.ddp import comm_hook
+from trainer.process.environment import Place
 
 CPU = torch.device("cpu")
 HERE: Any = SimpleNamespace(device=CPU, step=0)

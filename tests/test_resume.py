@@ -14,12 +14,12 @@ from toy_recipe import Toy
 
 from trainer.callback import Callback
 from trainer.callbacks.ema import EMA
-from trainer.callbacks.metrics_file import MetricsFile
-from trainer.callbacks.overlap import Overlap
-from trainer.checkpoint.state import optimizer_state
-from trainer.data.order import Order
-from trainer.launch import Place
-from trainer.options import CheckpointOptions, DataOptions, DDPOptions, Options
+from trainer.callbacks.overlap.callback import Overlap
+from trainer.checkpoint.serialize import optimizer_state
+from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
+from trainer.data.sampling.order import Order
+from trainer.monitors.metrics_file import MetricsFile
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 STEPS, KILL, BATCH, SAMPLES = 20, 7, 12, 100  # an epoch is 8.3 steps: the kill is in the middle of the first

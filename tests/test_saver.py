@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from toy_recipe import Toy
 
 from trainer.callback import Callback
-from trainer.checkpoint import commit, manifest
+from trainer.checkpoint import commit, locate, manifest, retention
+from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError, exit_code
-from trainer.heartbeat import Heartbeat
-from trainer.launch import Place
-from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.process.environment import Place
+from trainer.process.heartbeat import Heartbeat
 from trainer.trainer import Trainer
 
 
@@ -48,7 +48,7 @@ def make(callback: AtStep, max_steps: int = 6, resume: str | None = None, **chec
 
 
 def steps() -> list[int]:
-    return [int(path.name.removeprefix("step-")) for path in commit.checkpoints(Path("ckpt/r"))]
+    return [int(path.name.removeprefix("step-")) for path in locate.checkpoints(Path("ckpt/r"))]
 
 
 class Held:
@@ -192,7 +192,7 @@ def test_a_stop_whose_checkpoint_fails_relies_on_the_one_before(monkeypatch, cap
         with pytest.raises(ConfigError, match=r"the checkpoint of the last step, \d+, failed: .*No space left"):
             trainer.fit()
         return
-    monkeypatch.setattr("trainer.run.write_whole", full)
+    monkeypatch.setattr("trainer.files.write_whole", full)
     trainer.fit()
     assert trainer.stop_reason == "signal" and steps() == [2] and trainer.checkpoint == Path("ckpt/r/step-00000002")
     told = f"the last step, {trainer.step}, is in no checkpoint; ckpt/r/step-00000002 is the newest"
@@ -218,7 +218,7 @@ def test_nor_does_one_whose_failures_become_too_many_in_that_step(monkeypatch, c
 def test_a_checkpoint_that_no_link_can_lead_to_is_one_all_the_same(monkeypatch, capsys):
     """As on a file system that has none."""
     thinned = []
-    monkeypatch.setattr(commit, "retain", lambda *_: thinned.append(steps()))
+    monkeypatch.setattr(retention, "retain", lambda *_: thinned.append(steps()))
     Path("ckpt/last.pt").mkdir(parents=True)
     trainer = make(AtStep(), max_failures=1)
     trainer.fit()
@@ -246,7 +246,7 @@ def test_one_that_another_process_writes_by_now_is_not_thinned_out(monkeypatch):
         return written
 
     monkeypatch.setattr(commit, "commit", commit_and_begin)
-    monkeypatch.setattr(commit, "retain", lambda *_: removed.append(steps()))
+    monkeypatch.setattr(retention, "retain", lambda *_: removed.append(steps()))
     with pytest.raises(ConfigError, match="ends here, nothing is to be done"):
         make(AtStep(), 1000).fit()
     assert removed == [[2]]

@@ -7,11 +7,11 @@ import pytest
 from toy_recipe import Toy
 
 from trainer.callback import Callback
+from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
-from trainer.launch import Place
-from trainer.optim import sgd
-from trainer.options import DataOptions, Options
-from trainer.schedule import Constant, Cosine, Cyclic, Linear, OneCycle, Schedule
+from trainer.optim.factories import sgd
+from trainer.optim.schedule import Constant, Cosine, Cyclic, Linear, OneCycle, Schedule
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 EACH = (Constant, Linear, Cosine, OneCycle, Cyclic)

@@ -11,10 +11,10 @@ from ranks import run_ranks
 from table import CHANGES, CODECS, name_of
 from toy_recipe import Toy
 
+from trainer.config.options import DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError
-from trainer.launch import Place
-from trainer.optim import sgd
-from trainer.options import DataOptions, DDPOptions, Options
+from trainer.optim.factories import sgd
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 # Relative in the L2 norm, of the update of the first steps.

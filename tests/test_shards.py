@@ -23,12 +23,12 @@ import pytest
 from command import ROOT, environment
 from safetensors.numpy import load
 
-from trainer.data.find import find_shards
-from trainer.data.index import Index
-from trainer.data.read import ShardReader
-from trainer.data.rows import of_rows
-from trainer.data.stored import content_of
-from trainer.data.write import write_shards
+from trainer.data.shards.discover import find_shards
+from trainer.data.shards.index import Index
+from trainer.data.shards.index_file import content_of
+from trainer.data.shards.parquet import of_rows
+from trainer.data.shards.reader import ShardReader
+from trainer.data.shards.writer import write_shards
 from trainer.errors import DataError
 from trainer.tools.shards import compare, main
 

@@ -20,7 +20,7 @@ import pytest
 from command import MAIN, QUICK, TOY, Result, environment, lines, popen, run, weights
 from troubled import free_port
 
-from trainer.signals import Signals
+from trainer.process.signals import Signals
 
 RUN = [*TOY, *QUICK, "+callbacks=[probe]", "trainer.checkpoint.every_steps=null", "trainer.run_dir=runs/r"]
 
@@ -228,7 +228,7 @@ def test_standard_error_may_be_a_socket(tmp_path):
 
 
 def test_a_name_that_is_not_utf_8_can_be_shown(tmp_path):
-    code = "import sys; from trainer.signals import outlive_readers; outlive_readers()"
+    code = "import sys; from trainer.process.stdio import outlive_readers; outlive_readers()"
     code += "; print('a\\udcff'); print('a\\udcff', file=sys.stderr)"
     done = run([], tmp_path, [sys.executable, "-c", code], PYTHONIOENCODING="utf-8:strict")
     assert done == (0, "a\\udcff\n", "a\\udcff\n")

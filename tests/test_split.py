@@ -9,8 +9,8 @@ from torch.utils.data import default_collate
 from toy_recipe import Toy
 
 from trainer.callback import Callback
-from trainer.launch import Place
-from trainer.options import DataOptions, Options
+from trainer.config.options import DataOptions, Options
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 

@@ -10,13 +10,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from trainer import heartbeat
-from trainer.errors import UnavailableError, exit_code
-from trainer.failure import HANGS, Failure, find
-from trainer.heartbeat import Beat
-from trainer.launch import STOPPED, Place
-from trainer.restarts import GAVE_UP, Restarts
-from trainer.supervisor import Supervisor
+from trainer.errors import STOPPED, UnavailableError, exit_code
+from trainer.launch.failure import HANGS, Failure, find
+from trainer.launch.restart_policy import GAVE_UP, Restarts
+from trainer.launch.supervisor import Supervisor
+from trainer.process import heartbeat
+from trainer.process.environment import Place
+from trainer.process.heartbeat import Beat
 
 KILLED = Failure(1, "echelon: rank 1 was killed by SIGKILL; its log: x", 137, False)
 RAISED = Failure(1, "Traceback\nRuntimeError: x", 1, True)
@@ -163,8 +163,8 @@ def test_rank_0_may_complete_a_checkpoint_as_long_as_that_moves(tmp_path, monkey
             beat.beat(busy=True)
 
     clock = Clock(at)
-    monkeypatch.setattr("trainer.supervisor.time", clock)
-    monkeypatch.setattr("trainer.heartbeat.time", clock)
+    monkeypatch.setattr("trainer.launch.supervisor.time", clock)
+    monkeypatch.setattr("trainer.process.heartbeat.time", clock)
     supervisor = Supervisor(lambda moved: "", [], Place(), tmp_path / "logs", str, 3, still_s=40, start_s=60)
     writes, killed = Mock(**{"poll.return_value": None}), Mock(**{"poll.return_value": -9}, returncode=-9)
     supervisor.ranks = {0: writes, 1: killed}
@@ -182,8 +182,8 @@ def test_rank_0_may_complete_a_checkpoint_as_long_as_that_moves(tmp_path, monkey
 def test_a_rank_that_does_not_end_when_others_have_is_seen(code, tmp_path, monkeypatch):
     """As a thread of the user's may keep it; no collective waits for it any more."""
     clock = Clock(lambda now: None if now < 900 else pytest.fail("waits for ever"))
-    monkeypatch.setattr("trainer.supervisor.time", clock)
-    monkeypatch.setattr("trainer.heartbeat.time", clock)
+    monkeypatch.setattr("trainer.launch.supervisor.time", clock)
+    monkeypatch.setattr("trainer.process.heartbeat.time", clock)
     supervisor = Supervisor(lambda moved: "", [], Place(), tmp_path / "logs", str, 3, still_s=40, start_s=60)
     hangs, ended = Mock(**{"poll.return_value": None}), Mock(**{"poll.return_value": code}, returncode=code)
     supervisor.ranks = {0: ended, 1: ended, 2: hangs, 3: hangs}

@@ -11,12 +11,13 @@ from toy_recipe import Toy
 
 from trainer.callback import Callback, Role
 from trainer.callbacks.grad_compress import GradCompress
-from trainer.codecs import sparse
-from trainer.distributed import Ranks
-from trainer.launch import Place
-from trainer.optim import adamw, sgd
-from trainer.options import DataOptions, Options
-from trainer.reduce import AllReduce, Background, Bucket
+from trainer.comm.bucket import Bucket
+from trainer.comm.codecs import sparse
+from trainer.comm.ranks import Ranks
+from trainer.comm.reduce import AllReduce, Background
+from trainer.config.options import DataOptions, Options
+from trainer.optim.factories import adamw, sgd
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"}

@@ -13,9 +13,9 @@ from torch import nn
 from toy_recipe import Toy
 
 from trainer.callback import Callback
+from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
-from trainer.launch import Place
-from trainer.options import DataOptions, Options
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 SHORT = Options(max_steps=2)

@@ -20,11 +20,11 @@ from toy_recipe import Points, Toy
 
 from trainer.callbacks.early_stop import EarlyStop
 from trainer.callbacks.grad_compress import GradCompress
-from trainer.callbacks.metrics_file import MetricsFile
-from trainer.checkpoint.commit import checkpoints
+from trainer.checkpoint.locate import checkpoints
+from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError, DataError
-from trainer.launch import Place
-from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.monitors.metrics_file import MetricsFile
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 from trainer.validation import evaluate
 

@@ -5,7 +5,7 @@ import resource
 
 import pytest
 
-from trainer.whole import write_whole
+from trainer.files import write_whole
 
 
 def test_what_can_not_be_written_leaves_what_was_there(tmp_path):

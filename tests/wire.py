@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.codecs.codec import Codec, ErrorFeedback
-from trainer.distributed import Ranks
-from trainer.launch import Place
-from trainer.reduce import AllReduce, Bucket, Piece
+from trainer.comm.bucket import Bucket, Piece
+from trainer.comm.codecs.base import Codec, ErrorFeedback
+from trainer.comm.ranks import Ranks
+from trainer.comm.reduce import AllReduce
+from trainer.process.environment import Place
 
 
 class Job(NamedTuple):

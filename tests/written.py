@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.commit import begin, checkpoints, commit, publish
+from trainer.checkpoint.commit import begin, commit, publish
+from trainer.checkpoint.locate import checkpoints
 
 NAMES = ("model.safetensors", "state.json")
 

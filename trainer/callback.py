@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.comm.reduce import Reduce
 from trainer.errors import ConfigError
-from trainer.reduce import Reduce
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

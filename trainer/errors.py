@@ -24,6 +24,8 @@ class NumericsError(ArithmeticError):
 
 
 EXIT_CODES = {UnavailableError: 69, NumericsError: 70, DataError: 71, ConfigError: 78}
+
+
 FINAL = (70, 71, 78)  # another try would meet the same
 
 
@@ -84,3 +86,6 @@ def require(
         raise ConfigError(f"{key}={value}: must be more than {above}")
     if value is not None and below is not None and not value < below:
         raise ConfigError(f"{key}={value}: must be less than {below}")
+
+
+STOPPED = 75  # exit code: stopped by a signal with a checkpoint; start again to go on (sysexits' EX_TEMPFAIL)

@@ -8,17 +8,17 @@ from typing import Any
 
 from trainer.batch import split_batch
 from trainer.callback import Callback, Role, arrange, overrides
-from trainer.checkpoint import commit
-from trainer.checkpoint.visible import see
-from trainer.checkpoint.weights import weights_files
-from trainer.config import fits
+from trainer.checkpoint import locate
+from trainer.checkpoint.manifest import see, verify
+from trainer.checkpoint.pretrained import weights_files
+from trainer.config.duration import Duration
+from trainer.config.options import DataOptions, Options
+from trainer.config.schema import fits
 from trainer.data.source import Samples, open_source
-from trainer.duration import Duration
 from trainer.errors import ConfigError
-from trainer.launch import Place, node_range
-from trainer.options import DataOptions, Options
-from trainer.run import log
-from trainer.schedule import Schedule
+from trainer.log import log
+from trainer.optim.schedule import Schedule
+from trainer.process.environment import Place, node_range
 
 MOST_RANKS = 1 << 20  # of a run that a checkpoint may be of
 
@@ -113,8 +113,8 @@ class Plan:
             return None, {}
         root = Path(options.checkpoint.dir)
         if rank == 0:
-            path = commit.resolve(options.resume, root, root / Path(options.run_dir).name if options.run_dir else None)
-            found = path and [str(path), commit.verify(path, hashes=False)["sha256"]]
+            path = locate.resolve(options.resume, root, root / Path(options.run_dir).name if options.run_dir else None)
+            found = path and [str(path), verify(path, hashes=False)["sha256"]]
         found = each(found)[0]
         if found is None:
             log.info("resume: there is no checkpoint in %s yet; a new run begins", root)

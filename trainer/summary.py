@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.launch import detect
-from trainer.run import log, versions, write_json
+from trainer.files import write_json
+from trainer.log import log
+from trainer.process.environment import detect
+from trainer.run_dir import versions
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

@@ -16,27 +16,32 @@ from torch.linalg import vector_norm
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from trainer import drift
+from trainer import training_state
 from trainer.callback import HOOKS, Callback, overrides
-from trainer.checkpoint import resume
+from trainer.checkpoint.pretrained import load_weights
 from trainer.checkpoint.saver import Saver
-from trainer.checkpoint.weights import load_weights
+from trainer.comm.ranks import Ranks
+from trainer.comm.reduce import AllReduce, Reduce
+from trainer.config.options import DataOptions, Options
+from trainer.data.bad_samples import Quarantine
+from trainer.data.batch import Step
 from trainer.data.loader import Loader
-from trainer.data.order import GOLDEN, MASK, mix
-from trainer.data.quarantine import Quarantine
-from trainer.data.step import Step
-from trainer.distributed import Ranks, no_loss, share
-from trainer.heartbeat import Heartbeat
-from trainer.launch import Place, detect
-from trainer.optim import Groups, adamw, make_optimizer
-from trainer.options import DataOptions, Options
+from trainer.forward_backward import no_loss, share
+from trainer.log import log, show_log, stop_log
+from trainer.monitors import replica_check
+from trainer.optim.factories import adamw
+from trainer.optim.groups import Groups, make_optimizer
+from trainer.optim.schedule import Constant, Schedule
+from trainer.parallel import ddp
+from trainer.parallel.ddp import distribute
+from trainer.parallel.warmup import rehearse
 from trainer.plan import Plan
 from trainer.precision import Precision
-from trainer.reduce import AllReduce, Reduce, distribute
-from trainer.rehearsal import rehearse
-from trainer.run import log, make_run_dir, show_log, start_log, stop_log
-from trainer.schedule import Constant, Schedule
-from trainer.signals import Signals
+from trainer.process.environment import Place, detect
+from trainer.process.heartbeat import Heartbeat
+from trainer.process.signals import Signals
+from trainer.rng import GOLDEN, MASK, mix
+from trainer.run_dir import make_run_dir, start_log
 from trainer.summary import report
 from trainer.validation import evaluate, refuse_unknown_metrics
 
@@ -57,7 +62,7 @@ class Trainer:
         ConfigError, DataError: for what can't work, before any step.
     """
 
-    rehearsing, passes, tries = False, 2, list[dict[str, Any]]()  # see trainer/rehearsal.py
+    rehearsing, passes, tries = False, 2, list[dict[str, Any]]()  # see trainer/parallel/warmup.py
     begins: Callable[[], Any] = staticmethod(lambda: None)  # called when nothing can refuse the run any more
     reduce: Reduce | None = None  # the chain, where a callback has wrapped it
     typed: Sequence[str] | None = None  # the arguments, for the command that goes on; None: made in Python
@@ -142,7 +147,7 @@ class Trainer:
         self.seed_base = mix(self.options.seed, 5, self.rank)
         self.loader = Loader(self.recipe, self.plan, self.rank, self.world, self.device, self.ranks.place.local_world)
         if self.plan.resumed:
-            resume.refuse_other_model(self, self.plan.resumed)
+            training_state.refuse_other_model(self, self.plan.resumed)
         refuse_unknown_metrics(self)
 
     def fit(self) -> None:
@@ -175,10 +180,10 @@ class Trainer:
         first = next(self.stream)  # data that can't be used is refused before anything changes
         if self.world > 1:
             rehearse(self, first.batches[0])
-        self.buckets = resume.buckets(self.model)
+        self.buckets = ddp.buckets(self.model)
         self.stream = chain([first], self.stream)
         if self.plan.resumed:
-            resume.load(self, self.plan.resumed)
+            training_state.load(self, self.plan.resumed)
         elif self.options.init_from:
             load_weights(self.module, self.options.init_from)
         now = time.monotonic()
@@ -187,8 +192,8 @@ class Trainer:
         self.heartbeat.beat(self.step)
         self.emit("on_fit_start")
         self.begins()
-        resume.leave_newer(self)
-        resume.validate_again(self)
+        training_state.leave_newer(self)
+        training_state.validate_again(self)
 
     def _train_step(self, data: Step) -> None:
         for generator in self.generators:
@@ -232,7 +237,7 @@ class Trainer:
     def _after_step(self) -> None:
         self.metrics = self._measure() if self.logged else {}
         self.emit("on_step_end")
-        drift.check(self)
+        replica_check.check(self)
         self.last_metrics = self.metrics or self.last_metrics
         if self.bad:
             self.quarantine.take(self)
@@ -277,7 +282,7 @@ class Trainer:
         self.validation, self.validated_step = metrics, self.step
         self.seconds = time.monotonic() - self.started
         self.emit("on_validation_end", self.validation)
-        return resume.note_best(self)
+        return training_state.note_best(self)
 
     def stop(self, reason: str) -> None:
         """End after this step. Call it on all ranks or on none: it is not a collective."""

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributed import DistError
 
-from trainer.checkpoint.commit import parse_best
-from trainer.data.quarantine import allowed
+from trainer.checkpoint.retention import parse_best
+from trainer.data.bad_samples import allowed
 from trainer.data.source import Samples
 from trainer.errors import ConfigError, DataError, nearest
-from trainer.run import log
+from trainer.log import log
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

@@ -12,18 +12,18 @@ from ranks import run_ranks
 from torch import nn
 from toy_recipe import Toy
 
-from trainer import rehearsal
 from trainer.callback import Callback, Role, arrange
-from trainer.callbacks import bucket as module
-from trainer.callbacks.bucket import Bucket
+from trainer.callbacks.bucket import callback
+from trainer.callbacks.bucket.callback import Bucket
 from trainer.callbacks.grad_compress import GradCompress
-from trainer.callbacks.local_sgd import LocalSGD
-from trainer.callbacks.overlap import Overlap
-from trainer.checkpoint.resume import buckets
+from trainer.callbacks.local_sgd.callback import LocalSGD
+from trainer.callbacks.overlap.callback import Overlap
+from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError
-from trainer.launch import Place
-from trainer.optim import sgd
-from trainer.options import CheckpointOptions, DataOptions, DDPOptions, Options
+from trainer.optim.factories import sgd
+from trainer.parallel import warmup
+from trainer.parallel.ddp import buckets
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 LAYERS = 8  # of 4 KiB of weights each, and nothing else
@@ -125,7 +125,7 @@ class Slow(Callback):
 
 def few_are_slow(trainer, batch: Any) -> float:
     """Instead of a measured time: one rank is the slower the fewer buckets there are, the others are fast."""
-    rehearsal.run_pass(trainer, batch)
+    warmup.run_pass(trainer, batch)
     return 1 / max(1, len(buckets(trainer.model))) if trainer.rank == trainer.world - 1 else 0.001
 
 
@@ -287,7 +287,7 @@ def tried(
         callbacks["count"] = count
     if slow == "calls":
         return fit(place, callbacks, steps=steps, name=name, resume=resume, **ddp), count
-    with patch.object(rehearsal, "time_pass", few_are_slow):
+    with patch.object(warmup, "time_pass", few_are_slow):
         return fit(place, callbacks, steps=steps, name=name, resume=resume, **ddp), count
 
 
@@ -413,6 +413,6 @@ class OlderDDP:
 
 
 def test_a_torch_without_sizes_per_bucket(monkeypatch):
-    monkeypatch.setattr(module, "DistributedDataParallel", OlderDDP)
+    monkeypatch.setattr(callback, "DistributedDataParallel", OlderDDP)
     with pytest.raises(ConfigError, match=r"^callbacks\.bucket\.first_mib=2\.0: torch .* has one size for all"):
         Bucket(first_mib=2.0)._layout(25.0)

@@ -9,10 +9,10 @@ from ranks import run_ranks
 from toy_recipe import Toy
 
 from trainer.callbacks.early_stop import EarlyStop
+from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
-from trainer.launch import Place
-from trainer.optim import sgd
-from trainer.options import DataOptions, Options
+from trainer.optim.factories import sgd
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 

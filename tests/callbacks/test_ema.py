@@ -9,9 +9,9 @@ from toy_recipe import Toy
 from trainer.callback import Callback
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.callbacks.ema import EMA
-from trainer.callbacks.overlap import Overlap
-from trainer.launch import Place
-from trainer.options import DataOptions, DDPOptions, Options
+from trainer.callbacks.overlap.callback import Overlap
+from trainer.config.options import DataOptions, DDPOptions, Options
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 

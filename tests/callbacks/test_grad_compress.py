@@ -15,14 +15,16 @@ from toy_recipe import Toy
 
 from trainer.callback import Callback, Role
 from trainer.callbacks.grad_compress import GradCompress
-from trainer.callbacks.local_sgd import LocalSGD
+from trainer.callbacks.local_sgd.callback import LocalSGD
+from trainer.comm.bucket import Bucket
+from trainer.comm.ranks import Ranks
+from trainer.comm.reduce import AllReduce
+from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.data.loader import Loader
-from trainer.distributed import Ranks
 from trainer.errors import ConfigError
-from trainer.launch import Place
-from trainer.optim import parameter_groups, sgd
-from trainer.options import CheckpointOptions, DataOptions, DDPOptions, Options
-from trainer.reduce import AllReduce, Bucket
+from trainer.optim.factories import sgd
+from trainer.optim.groups import parameter_groups
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 HOOKS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}

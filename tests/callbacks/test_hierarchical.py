@@ -15,16 +15,16 @@ from toy_recipe import Toy
 
 from trainer.callback import Callback, Role, arrange
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
-from trainer.callbacks.bucket import Bucket
+from trainer.callbacks.bucket.callback import Bucket
 from trainer.callbacks.ema import EMA
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.hierarchical import Hierarchical
-from trainer.callbacks.local_sgd import LocalSGD
-from trainer.callbacks.overlap import Overlap
+from trainer.callbacks.local_sgd.callback import LocalSGD
+from trainer.callbacks.overlap.callback import Overlap
+from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError
-from trainer.launch import Place
-from trainer.optim import sgd
-from trainer.options import CheckpointOptions, DataOptions, DDPOptions, Options
+from trainer.optim.factories import sgd
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 STEPS = 5

@@ -16,13 +16,13 @@ from toy_recipe import Toy
 from trainer.callback import Callback, Role, arrange
 from trainer.callbacks.ema import EMA
 from trainer.callbacks.grad_compress import GradCompress
-from trainer.callbacks.local_sgd import LocalSGD
-from trainer.callbacks.overlap import Overlap
+from trainer.callbacks.local_sgd.averaging import partition
+from trainer.callbacks.local_sgd.callback import LocalSGD
+from trainer.callbacks.overlap.callback import Overlap
+from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError
-from trainer.launch import Place
-from trainer.optim import parameter_groups
-from trainer.options import CheckpointOptions, DataOptions, DDPOptions, Options
-from trainer.replicas import partition
+from trainer.optim.groups import parameter_groups
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 WORLD, STEPS = 3, 11

@@ -9,9 +9,9 @@ from torch import nn
 from toy_recipe import Toy
 
 from trainer.callback import Callback
-from trainer.callbacks.metrics_file import MetricsFile
-from trainer.launch import Place
-from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.monitors.metrics_file import MetricsFile
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 

@@ -13,11 +13,11 @@ from toy_recipe import Toy
 
 from trainer.callback import Callback
 from trainer.callbacks.ema import EMA
-from trainer.callbacks.nan_guard import NanGuard
-from trainer.checkpoint.state import optimizer_state
+from trainer.callbacks.nan_guard.callback import NanGuard
+from trainer.checkpoint.serialize import optimizer_state
+from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError, NumericsError
-from trainer.launch import Place
-from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 BAD = 5  # the step of the bad loss

@@ -18,18 +18,19 @@ from trainer.callback import Callback, Role, arrange
 from trainer.callbacks.ema import EMA
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.hierarchical import Hierarchical
-from trainer.callbacks.local_sgd import LocalSGD
-from trainer.callbacks.onebit_adam import OneBitAdam
-from trainer.callbacks.overlap import Overlap
-from trainer.codecs.codec import Kept
-from trainer.distributed import Ranks
+from trainer.callbacks.local_sgd.callback import LocalSGD
+from trainer.callbacks.onebit_adam.callback import OneBitAdam
+from trainer.callbacks.onebit_adam.optimizer import OneBit, SignedMean
+from trainer.callbacks.overlap.callback import Overlap
+from trainer.comm.bucket import Bucket
+from trainer.comm.codecs.base import Kept
+from trainer.comm.ranks import Ranks
+from trainer.comm.reduce import AllReduce
+from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError
-from trainer.launch import Place
-from trainer.onebit import OneBit, SignedMean
-from trainer.optim import adamw, sgd
-from trainer.options import CheckpointOptions, DataOptions, DDPOptions, Options
-from trainer.reduce import AllReduce, Bucket
-from trainer.schedule import Linear
+from trainer.optim.factories import adamw, sgd
+from trainer.optim.schedule import Linear
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 WORLD, STEPS, WARMUP = 3, 200, 20

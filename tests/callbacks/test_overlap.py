@@ -13,14 +13,14 @@ from toy_recipe import Toy
 from trainer.callback import Callback, Role, arrange
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.hierarchical import Hierarchical
-from trainer.callbacks.overlap import Overlap
+from trainer.callbacks.overlap.callback import Overlap
+from trainer.callbacks.overlap.send_order import PASSES
+from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError
-from trainer.launch import Place
-from trainer.needs import PASSES
-from trainer.optim import adamw, lamb, sgd
-from trainer.options import CheckpointOptions, DataOptions, DDPOptions, Options
+from trainer.optim.factories import adamw, lamb, sgd
+from trainer.optim.schedule import Constant, Linear
 from trainer.plan import Plan
-from trainer.schedule import Constant, Linear
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 STEPS = 6

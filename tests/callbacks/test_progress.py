@@ -10,11 +10,11 @@ from rich.console import Console
 from toy_recipe import Toy
 
 from trainer.callback import Callback, Role
-from trainer.callbacks import progress
-from trainer.callbacks.progress import Progress, describe
-from trainer.launch import Place
-from trainer.options import DataOptions, Options
-from trainer.run import Terminal
+from trainer.config.options import DataOptions, Options
+from trainer.log import Terminal
+from trainer.monitors import progress
+from trainer.monitors.progress import Progress, describe
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 

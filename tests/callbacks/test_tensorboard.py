@@ -7,9 +7,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from toy_recipe import Toy
 
 from trainer.callback import Callback
-from trainer.callbacks.tensorboard import TensorBoard
-from trainer.launch import Place
-from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.monitors.tensorboard import TensorBoard
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer.callbacks import throughput
-from trainer.callbacks.throughput import Throughput
+from trainer.monitors import throughput
+from trainer.monitors.throughput import Throughput
 
 
 @pytest.fixture

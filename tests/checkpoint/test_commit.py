@@ -14,9 +14,10 @@ from unittest.mock import Mock
 import pytest
 from written import hidden, holds, put, steps
 
-from trainer.checkpoint.commit import checkpoints, newest, resolve, retain, set_aside
 from trainer.checkpoint.fence import Superseded
+from trainer.checkpoint.locate import checkpoints, newest, resolve
 from trainer.checkpoint.manifest import Damaged
+from trainer.checkpoint.retention import retain, set_aside
 from trainer.errors import ConfigError
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from written import NAMES, put, steps
 
-from trainer.checkpoint.commit import commit, newest, resolve
+from trainer.checkpoint.commit import commit
+from trainer.checkpoint.locate import newest, resolve
 from trainer.checkpoint.manifest import MANIFEST, Damaged, verify
 from trainer.errors import ConfigError, exit_code
 

@@ -21,10 +21,10 @@ WRITER = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from trainer.checkpoint import commit
+from trainer.checkpoint import commit, locate
 from trainer.errors import ConfigError
 run, names, fill, call, nth = Path(sys.argv[2]), sys.argv[3].split(), int(sys.argv[4]), sys.argv[5], int(sys.argv[6])
-found = commit.resolve("auto", run.parent, run)
+found = locate.resolve("auto", run.parent, run)
 print(found and found.name, flush=True)
 attempt = commit.begin(run)
 files = dict.fromkeys(names, memoryview(bytes([fill]) * 5000))

@@ -15,18 +15,19 @@ from typing import NamedTuple
 import pytest
 from written import NAMES, hidden, holds, put
 
-from trainer.checkpoint import commit as commit_module
-from trainer.checkpoint.commit import resolve
+from trainer.checkpoint import commit
+from trainer.checkpoint.locate import resolve
 from trainer.checkpoint.manifest import MANIFEST, Damaged, verify
 
-REPO = str(Path(commit_module.__file__).parents[2])
+REPO = str(Path(commit.__file__).parents[2])
 # Forks for each line that it reads, and prints the process's id and exit code: a Python of its own would take ten times
 # as long as the commit. Can't import torch: -S leaves site-packages out.
 WRITERS = """
 import ctypes, os, signal, sys, traceback
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from trainer.checkpoint.commit import begin, commit, publish, retain
+from trainer.checkpoint.commit import begin, commit, publish
+from trainer.checkpoint.retention import retain
 
 def write(run, step, fill):
     files = dict.fromkeys(("model.safetensors", "state.json"), memoryview(bytes([fill]) * 5000))

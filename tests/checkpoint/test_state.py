@@ -19,16 +19,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from trainer.checkpoint.image import DTYPES
 from trainer.checkpoint.manifest import Damaged
+from trainer.checkpoint.safetensors_buffer import DTYPES
+from trainer.checkpoint.serialize import Packed, load_optimizer_state, load_state, optimizer_state, pack
 from trainer.checkpoint.snapshot import Snapshot
-from trainer.checkpoint.state import (
-    Packed,
-    load_optimizer_state,
-    load_state,
-    optimizer_state,
-    pack,
-)
 from trainer.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainer.checkpoint.weights import BIN_INDEX, INDEX, load_weights, weights_files
+from trainer.checkpoint.pretrained import BIN_INDEX, INDEX, load_weights, weights_files
 from trainer.errors import ConfigError
 
 

@@ -6,8 +6,8 @@ import torch
 from ranks import run_ranks
 from wire import Job, average
 
-from trainer.codecs.blocksparse import BlockSparse
-from trainer.codecs.codec import ErrorFeedback
+from trainer.comm.codecs.base import ErrorFeedback
+from trainer.comm.codecs.blocksparse import BlockSparse
 from trainer.errors import ConfigError
 
 WORLD, BLOCK = 3, 4

@@ -8,12 +8,13 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from trainer.codecs.codec import ErrorFeedback
-from trainer.codecs.dgc import DGC, clip
-from trainer.distributed import Ranks
+from trainer.comm.bucket import Bucket
+from trainer.comm.codecs.base import ErrorFeedback
+from trainer.comm.codecs.dgc import DGC, clip
+from trainer.comm.ranks import Ranks
+from trainer.comm.reduce import AllReduce
 from trainer.errors import ConfigError
-from trainer.launch import Place
-from trainer.reduce import AllReduce, Bucket
+from trainer.process.environment import Place
 
 STEPS, SHAPES, MOMENTUM, CLIP, DENSITY, WARMUP = 200, ((20, 30), (50,), (7, 5)), 0.9, 30.0, 0.01, 100
 SIZES = [int(np.prod(shape)) for shape in SHAPES]

@@ -6,10 +6,10 @@ import torch
 from ranks import run_ranks
 from wire import Job, average, balance
 
-from trainer.codecs.codec import ErrorFeedback
-from trainer.codecs.int8 import Int8, dequantise, quantise
+from trainer.comm.bucket import Bucket
+from trainer.comm.codecs.base import ErrorFeedback
+from trainer.comm.codecs.int8 import Int8, dequantise, quantise
 from trainer.errors import ConfigError
-from trainer.reduce import Bucket
 
 WORLD = 3
 

@@ -15,13 +15,15 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from wire import Job, average, balance
 
 from trainer.callbacks.grad_compress import GradCompress
-from trainer.codecs.codec import ErrorFeedback
-from trainer.codecs.powersgd import PowerSGD
-from trainer.distributed import Ranks
+from trainer.comm.bucket import Bucket
+from trainer.comm.codecs.base import ErrorFeedback
+from trainer.comm.codecs.powersgd import PowerSGD
+from trainer.comm.ranks import Ranks
+from trainer.comm.reduce import AllReduce
+from trainer.config.options import Options
 from trainer.errors import ConfigError
-from trainer.launch import Place
-from trainer.options import Options
-from trainer.reduce import AllReduce, Bucket, comm_hook
+from trainer.parallel.ddp import comm_hook
+from trainer.process.environment import Place
 
 WORLD, STEPS, START = 3, 20, 2
 

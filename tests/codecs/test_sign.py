@@ -6,9 +6,9 @@ import torch
 from ranks import run_ranks
 from wire import Job, average, balance
 
-from trainer.codecs.codec import ErrorFeedback
-from trainer.codecs.sign import Sign, pack, unpack
-from trainer.reduce import Bucket
+from trainer.comm.bucket import Bucket
+from trainer.comm.codecs.base import ErrorFeedback
+from trainer.comm.codecs.sign import Sign, pack, unpack
 
 WORLD, STEPS = 3, 30
 # Elements 3 to 20 of a matrix, all of a vector, a single number, and the end of a longer vector.

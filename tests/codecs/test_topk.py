@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.codecs import sparse
-from trainer.codecs.codec import Codec, ErrorFeedback
-from trainer.codecs.dgc import DGC
-from trainer.codecs.topk import TopK
+from trainer.comm.bucket import Bucket
+from trainer.comm.codecs import sparse
+from trainer.comm.codecs.base import Codec, ErrorFeedback
+from trainer.comm.codecs.dgc import DGC
+from trainer.comm.codecs.topk import TopK
+from trainer.comm.reduce import AllReduce
 from trainer.errors import ConfigError
-from trainer.reduce import AllReduce, Bucket
 
 
 @pytest.fixture(autouse=True)

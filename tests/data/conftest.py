@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-import trainer.data.fetch as fetch_module
-import trainer.data.remote as remote_module
+import trainer.data.remote.download as fetch_module
+import trainer.data.remote.shard as remote_module
 
 
 @pytest.fixture

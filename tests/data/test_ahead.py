@@ -19,21 +19,21 @@ from served import MISSING, NGINX, Proxy, served
 from shard_recipe import Tars, write_points
 from toy_recipe import Points
 
-import trainer.data.ahead as ahead_module
-import trainer.data.read as read_module
-import trainer.data.remote as remote_module
-from trainer.data.ahead import DOWNLOADS, FAR, Window, fetching, of_training
-from trainer.data.find import find_shards
-from trainer.data.index import Index
+import trainer.data.remote.prefetch as ahead_module
+import trainer.data.remote.shard as remote_module
+import trainer.data.shards.reader as read_module
+from trainer.config.options import DataOptions, Options
 from trainer.data.loader import Loader
-from trainer.data.mixture import Mixture
-from trainer.data.order import Order, Ref
-from trainer.data.remote import Remote
+from trainer.data.remote.prefetch import DOWNLOADS, FAR, Window, fetching, of_training
+from trainer.data.remote.shard import Remote
+from trainer.data.sampling.mixture import Mixture
+from trainer.data.sampling.order import Order, Ref
+from trainer.data.shards.discover import find_shards
+from trainer.data.shards.index import Index
 from trainer.errors import UnavailableError
-from trainer.launch import Place
-from trainer.options import DataOptions, Options
+from trainer.optim.schedule import Constant
 from trainer.plan import Plan
-from trainer.schedule import Constant
+from trainer.process.environment import Place
 
 SHARDS, EACH, LANES, BATCH, BLOCK = 24, 8, 4, 8, 4  # a shard lasts for four batches, a block for two
 SIZE = 30720  # bytes of a shard

@@ -12,7 +12,7 @@ import pytest
 from command import environment
 from stocked import SHARDS, remote, samples, write
 
-from trainer.data.index import Index
+from trainer.data.shards.index import Index
 from trainer.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.usefixtures("quick")

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from webdataset.tariterators import base_plus_ext
 
-from trainer.data.find import find_shards
-from trainer.data.index import Index
-from trainer.data.tar import split_name
+from trainer.data.shards.discover import find_shards
+from trainer.data.shards.index import Index
+from trainer.data.shards.tar import split_name
 from trainer.errors import ConfigError, DataError
 
 

@@ -23,19 +23,19 @@ from torch.utils.data import Dataset
 from toy_recipe import Points, Toy
 
 from trainer.callback import Callback
-from trainer.data.ahead import fetching
+from trainer.config.options import DataOptions, Options
+from trainer.data.batch import count_samples
+from trainer.data.device_prefetch import map_tensors
 from trainer.data.loader import Loader
-from trainer.data.order import Order, Ref
-from trainer.data.read import ShardReader
-from trainer.data.remote import Remote
-from trainer.data.step import count_samples
-from trainer.data.upload import map_tensors
-from trainer.data.write import write_shards
+from trainer.data.remote.prefetch import fetching
+from trainer.data.remote.shard import Remote
+from trainer.data.sampling.order import Order, Ref
+from trainer.data.shards.reader import ShardReader
+from trainer.data.shards.writer import write_shards
 from trainer.errors import DataError, UnavailableError
-from trainer.launch import Place
-from trainer.options import DataOptions, Options
+from trainer.optim.schedule import Constant
 from trainer.plan import Plan
-from trainer.schedule import Constant
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 CPU = torch.device("cpu")

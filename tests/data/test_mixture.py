@@ -13,13 +13,14 @@ from ranks import run_ranks
 from toy_recipe import Toy
 
 from trainer.callback import Callback
-from trainer.data.mixture import DRAWS, Mixture
-from trainer.data.order import Order, Ref, mix, permutation
+from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.data.sampling.mixture import DRAWS, Mixture
+from trainer.data.sampling.order import Order, Ref, permutation
+from trainer.data.shards.writer import write_shards
 from trainer.data.source import Samples, open_source
-from trainer.data.write import write_shards
 from trainer.errors import DataError
-from trainer.launch import Place
-from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.process.environment import Place
+from trainer.rng import mix
 from trainer.trainer import Trainer
 
 COUNTS, WEIGHTS = [[37, 1, 100], [64, 23], [5]], [6.0, 3.0, 1.0]

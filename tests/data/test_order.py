@@ -8,9 +8,10 @@ from itertools import chain, islice, zip_longest
 import numpy as np
 import pytest
 
-from trainer.data.order import Order, Ref, mix, mix_each, permutation, walk
+from trainer.config.options import DataOptions
+from trainer.data.sampling.order import Order, Ref, permutation, walk
 from trainer.errors import ConfigError
-from trainer.options import DataOptions
+from trainer.rng import mix, mix_each
 
 COUNTS = [37, 1, 100, 64, 23, 81, 5, 50]  # 361 samples
 

@@ -19,20 +19,20 @@ from command import environment
 from served import MISSING, NGINX, Proxy, served
 from shard_recipe import Tars, write_points
 
-import trainer.data.fetch as fetch_module
-import trainer.data.remote as remote_module
-from trainer.data.find import find_shards
-from trainer.data.index import Index
+import trainer.data.remote.download as fetch_module
+import trainer.data.remote.shard as remote_module
+from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.data.loader import Loader
-from trainer.data.order import walk
-from trainer.data.read import ShardReader
-from trainer.data.unpack import MOST_AT_ONCE, unpack
-from trainer.data.write import write_shards
+from trainer.data.remote.decompress import MOST_AT_ONCE, unpack
+from trainer.data.sampling.order import walk
+from trainer.data.shards.discover import find_shards
+from trainer.data.shards.index import Index
+from trainer.data.shards.reader import ShardReader
+from trainer.data.shards.writer import write_shards
 from trainer.errors import ConfigError, DataError
-from trainer.launch import Place
-from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.optim.schedule import Constant
 from trainer.plan import Plan
-from trainer.schedule import Constant
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 SHARDS, EACH = 4, 6

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from command import environment
 
-import trainer.data.fetch as fetch_module
-import trainer.data.remote as remote_module
-from trainer.data.fetch import download, shown
-from trainer.data.find import find_shards
-from trainer.data.index import Index
-from trainer.data.order import walk
-from trainer.data.read import ShardReader
-from trainer.data.write import write_shards
+import trainer.data.remote.download as fetch_module
+import trainer.data.remote.shard as remote_module
+from trainer.config.options import DataOptions
+from trainer.data.remote.download import download, shown
+from trainer.data.sampling.order import walk
+from trainer.data.shards.discover import find_shards
+from trainer.data.shards.index import Index
+from trainer.data.shards.reader import ShardReader
+from trainer.data.shards.writer import write_shards
 from trainer.errors import ConfigError, DataError, UnavailableError
-from trainer.options import DataOptions
 
 SHARDS, EACH = 3, 6
 

@@ -16,9 +16,9 @@ from torch.utils.data import Dataset
 from toy_recipe import Points, Toy
 
 from trainer.callback import Callback
+from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import DataError
-from trainer.launch import Place
-from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 BAD = (17, 40, 41)

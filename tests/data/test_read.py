@@ -20,14 +20,14 @@ from PIL import Image
 from safetensors.numpy import save
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
-import trainer.data.read as read_module
-import trainer.data.stored as stored_module
-from trainer.data.index import Index
-from trainer.data.order import Ref, walk
-from trainer.data.read import ShardReader, decode
+import trainer.data.shards.index_file as stored_module
+import trainer.data.shards.reader as read_module
+from trainer.data.sampling.order import Ref, walk
+from trainer.data.shards.index import Index
+from trainer.data.shards.reader import ShardReader, decode
+from trainer.data.shards.tar import _header as read_header
+from trainer.data.shards.writer import write_shards
 from trainer.data.source import Samples
-from trainer.data.tar import _header as read_header
-from trainer.data.write import write_shards
 from trainer.errors import DataError, UnavailableError
 
 TAR = shutil.which("tar")

@@ -19,17 +19,17 @@ from command import environment
 from served import MISSING, NGINX, Proxy, served
 from stocked import EACH, SHARDS, remote, samples, write
 
-import trainer.data.fetch as fetch_module
-import trainer.data.read as read_module
-import trainer.data.remote as remote_module
-from trainer.data.find import find_shards
-from trainer.data.index import Index
-from trainer.data.order import Ref, walk
-from trainer.data.read import ShardReader
-from trainer.data.remote import Remote
+import trainer.data.remote.download as fetch_module
+import trainer.data.remote.shard as remote_module
+import trainer.data.shards.reader as read_module
+from trainer.config.options import DataOptions
+from trainer.data.remote.shard import Remote
+from trainer.data.sampling.order import Ref, walk
+from trainer.data.shards.discover import find_shards
+from trainer.data.shards.index import Index
+from trainer.data.shards.reader import ShardReader
 from trainer.data.source import Samples
 from trainer.errors import ConfigError, DataError, UnavailableError
-from trainer.options import DataOptions
 
 pytestmark = pytest.mark.usefixtures("quick")
 needs_nginx = pytest.mark.skipif(NGINX is None, reason=MISSING)
@@ -298,7 +298,7 @@ def test_a_shard_in_use_stays(proxy: Proxy, tmp_path: Path, caplog: pytest.LogCa
     size = shard(proxy).stat().st_size
     paths = remote(tmp_path, all_of(proxy), cache_gb=1.5 * size / 1e9)
     paths[0].open().close()
-    code = "import sys, time; from pathlib import Path; from trainer.data.remote import Remote\n"
+    code = "import sys, time; from pathlib import Path; from trainer.data.remote.shard import Remote\n"
     code += "file = Remote(sys.argv[1], Path(sys.argv[2]), 1).open(); print('open', flush=True); time.sleep(60)"
     words = [sys.executable, "-c", code, paths[0].url, str(paths[0].file)]
     with subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE) as other:

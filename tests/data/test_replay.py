@@ -12,14 +12,14 @@ from torch import Tensor
 from toy_recipe import Toy
 
 from trainer.callback import Callback
+from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.data.batch import count_samples
 from trainer.data.loader import Loader
-from trainer.data.step import count_samples
 from trainer.errors import DataError
-from trainer.launch import Place
-from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.log import show_log, stop_log
+from trainer.optim.schedule import Constant
 from trainer.plan import Plan
-from trainer.run import show_log, stop_log
-from trainer.schedule import Constant
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 BATCH, ACCUMULATE = 12, 2

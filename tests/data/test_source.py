@@ -13,15 +13,15 @@ import torch
 from torch.utils.data import IterableDataset, random_split
 from toy_recipe import Points, Toy
 
-import trainer.data.index as index_module
-from trainer.data.order import Ref
+import trainer.data.shards.index as index_module
+from trainer.config.options import DataOptions, Options
+from trainer.data.sampling.order import Ref
+from trainer.data.shards.writer import write_shards
 from trainer.data.source import Samples, open_source
-from trainer.data.write import write_shards
 from trainer.errors import DataError
-from trainer.launch import Place
-from trainer.options import DataOptions, Options
+from trainer.optim.schedule import Constant
 from trainer.plan import Plan
-from trainer.schedule import Constant
+from trainer.process.environment import Place
 
 
 class Recipe:

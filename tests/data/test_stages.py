@@ -19,19 +19,19 @@ from strangers import payload
 from toy_recipe import Points, Toy
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
-from trainer.config import check_stages
-from trainer.data.index import Index
+from trainer.config.check import check_stages
+from trainer.config.options import DataOptions, Options
 from trainer.data.loader import Loader
-from trainer.data.order import Ref, walk
-from trainer.data.read import ShardReader
+from trainer.data.sampling.order import Ref, walk
+from trainer.data.shards.index import Index
+from trainer.data.shards.reader import ShardReader
+from trainer.data.shards.transforms import build_stages
+from trainer.data.shards.writer import write_shards
 from trainer.data.source import open_source
-from trainer.data.stages import build_stages
-from trainer.data.write import write_shards
 from trainer.errors import DataError
-from trainer.launch import Place
-from trainer.options import DataOptions, Options
+from trainer.optim.schedule import Constant
 from trainer.plan import Plan
-from trainer.schedule import Constant
+from trainer.process.environment import Place
 from trainer.session import objects
 from trainer.trainer import Trainer
 

@@ -7,11 +7,11 @@ import torch
 from toy_recipe import Points
 from yaml import safe_load
 
-from trainer.config import check_stages
+from trainer.config.check import check_stages
+from trainer.config.options import DataOptions
+from trainer.data.shards.transforms import build_stages
 from trainer.data.source import open_source
-from trainer.data.stages import build_stages
 from trainer.errors import ConfigError
-from trainer.options import DataOptions
 
 ALLOW = ("webdataset", "own_stages")
 

@@ -16,7 +16,7 @@ from served import MISSING, NGINX, Proxy, served
 from shard_recipe import write_points
 from troubled import alive, tidy, wait_for
 
-from trainer.data.order import Order
+from trainer.data.sampling.order import Order
 
 MODULE = [sys.executable, "-m", "trainer.tools.shards"]
 TARS = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=tars", *QUICK, "trainer.max_steps=10"]

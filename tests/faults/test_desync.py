@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from troubled import IMPATIENT, events, recorded, resumed, trouble, whole
 
-from trainer.desync import odd_one
+from trainer.launch.flight_recorder import odd_one
 
 WEIGHTS = 756  # of the toy: what it makes could be taken for the gradients of a step
 

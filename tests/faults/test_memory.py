@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from troubled import events, trouble, whole
 
-from trainer.restarts import GAVE_UP
+from trainer.launch.restart_policy import GAVE_UP
 
 pytestmark = pytest.mark.slow
 

@@ -65,7 +65,7 @@ def test_checkpoints_that_are_damaged_between_two_runs(golden, tmp_path, damage)
 
 
 # A folder of its own under the same name, for this process alone. It is not waited for as long as a real one.
-SOON = "import trainer.checkpoint.visible as v; v.VISIBLE_S = 1.0; from trainer.main import main; main()"
+SOON = "import trainer.checkpoint.manifest as v; v.VISIBLE_S = 1.0; from trainer.main import main; main()"
 ELSEWHERE = [
     "unshare",
     "--mount",

@@ -14,8 +14,8 @@ from command import MARK, environment, popen, run
 from net import Cluster, needs_cluster
 from troubled import RUN, nobody_left, resumed, tidy, troubling, wait_for, whole
 
-from trainer.data.order import Order
-from trainer.launch import FRESH_STORE, Place, refuse_nodes
+from trainer.data.sampling.order import Order
+from trainer.process.environment import FRESH_STORE, Place, refuse_nodes
 
 RANKS = [*(word for word in RUN if not word.startswith("trainer.devices")), "trainer.resume=auto"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "--max-restarts=2"]

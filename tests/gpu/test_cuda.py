@@ -7,11 +7,11 @@ import torch
 from toy_recipe import Toy
 
 from trainer.callbacks.ema import EMA
-from trainer.data.step import Micro
-from trainer.data.upload import upload
-from trainer.launch import Place
-from trainer.options import CheckpointOptions, DataOptions, Options
-from trainer.reduce import Background
+from trainer.comm.reduce import Background
+from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.data.batch import Micro
+from trainer.data.device_prefetch import upload
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

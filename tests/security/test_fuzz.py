@@ -21,13 +21,13 @@ from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_expan
 from written import put
 
 from trainer.checkpoint.manifest import MANIFEST, Damaged, verify
-from trainer.checkpoint.state import load_state
-from trainer.data.index import Index, scan_shard
-from trainer.data.order import Ref
-from trainer.data.read import ShardReader
-from trainer.data.stored import content_of
-from trainer.data.tar import BLOCK, LONGEST_FIELDS, META, Member, members
-from trainer.data.write import write_shards
+from trainer.checkpoint.serialize import load_state
+from trainer.data.sampling.order import Ref
+from trainer.data.shards.index import Index, scan_shard
+from trainer.data.shards.index_file import content_of
+from trainer.data.shards.reader import ShardReader
+from trainer.data.shards.tar import BLOCK, LONGEST_FIELDS, META, Member, members
+from trainer.data.shards.writer import write_shards
 from trainer.errors import ConfigError, DataError
 from trainer.plan import refuse_other_manifests
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from trainer.checkpoint.commit import commit
 from trainer.checkpoint.manifest import Damaged
-from trainer.checkpoint.state import load_state
-from trainer.checkpoint.weights import load_weights
+from trainer.checkpoint.pretrained import load_weights
+from trainer.checkpoint.serialize import load_state
 from trainer.errors import ConfigError
 
 

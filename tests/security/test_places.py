@@ -19,15 +19,15 @@ from toy_recipe import Toy
 from trainer.checkpoint.commit import commit
 from trainer.checkpoint.lock import lock, unlock
 from trainer.checkpoint.manifest import Damaged, verify
-from trainer.checkpoint.state import load_state
-from trainer.data.find import find_shards
-from trainer.data.index import Index
-from trainer.data.order import Ref
-from trainer.data.read import ShardReader
-from trainer.data.write import write_shards
+from trainer.checkpoint.serialize import load_state
+from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.data.sampling.order import Ref
+from trainer.data.shards.discover import find_shards
+from trainer.data.shards.index import Index
+from trainer.data.shards.reader import ShardReader
+from trainer.data.shards.writer import write_shards
 from trainer.errors import ConfigError, DataError
-from trainer.launch import Place
-from trainer.options import CheckpointOptions, DataOptions, Options
+from trainer.process.environment import Place
 from trainer.tools.export import export
 from trainer.trainer import Trainer
 

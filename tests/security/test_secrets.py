@@ -9,10 +9,11 @@ import pytest
 from command import PYTHONPATH, TOY, Result, run
 from omegaconf import OmegaConf
 
-from trainer.config import Knob, check_node, check_type, check_values, stage_node
-from trainer.data.find import find_shards
+from trainer.config.check import check_node, check_type, check_values, stage_node
+from trainer.config.redact import is_secret, secrets, without_secrets, word_without_secrets
+from trainer.config.schema import Knob
+from trainer.data.shards.discover import find_shards
 from trainer.errors import ConfigError, DataError
-from trainer.secret import is_secret, secrets, without_secrets, word_without_secrets
 
 RECIPE = """
 from pathlib import Path

@@ -11,9 +11,10 @@ from omegaconf import OmegaConf
 from strangers import one_line
 
 from trainer.checkpoint.commit import commit
-from trainer.config import build, check_node
+from trainer.config.build import build
+from trainer.config.check import check_node
+from trainer.config.targets import ALLOWED, locate
 from trainer.errors import ConfigError
-from trainer.targets import ALLOWED, locate
 
 OTHERS = """
 import functools, os
@@ -34,8 +35,8 @@ BUILDS = {"key": "x", "node": {"_target_": "os.mkdir", "path": "mark"}, "allow":
         ("builtins.eval", {"source": "open('mark', 'w')"}),
         ("logging.os.system", {"command": "mkdir mark"}),
         ("trainer.main.os.system", {"command": "mkdir mark"}),
-        ("trainer.config.build", BUILDS),  # which would build what its arguments allow
-        ("trainer.schedule.math.floor", {"x": 1}),
+        ("trainer.config.build.build", BUILDS),  # which would build what its arguments allow
+        ("trainer.optim.schedule.math.floor", {"x": 1}),
         ("torch.nn.modules.module.functools.partial", {"func": "os.mkdir"}),
         ("torch.nn.modules.module.os", {}),
         ("torch.optim.optimizer.functools", {}),
@@ -81,7 +82,7 @@ def test_what_the_conf_folder_names_is_allowed() -> None:
 @pytest.mark.parametrize("nested", [{"_target_": "os.mkdir"}, [{"a": {"_target_": "torch.nn.Linear"}}]])
 def test_a_target_inside_of_arguments_is_refused(nested: Any) -> None:
     with pytest.raises(ConfigError, match=r"^optimizer\.betas.*\._target_=\S+: is inside of arguments; give a plain"):
-        check_node("optimizer", {"_target_": "trainer.optim.adamw", "betas": nested}, ALLOWED)
+        check_node("optimizer", {"_target_": "trainer.optim.factories.adamw", "betas": nested}, ALLOWED)
 
 
 @pytest.mark.parametrize("target", ["os.system", "logging.os.system", "trainer.main.os.system"])

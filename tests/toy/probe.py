@@ -19,7 +19,7 @@ from points import watch
 
 from trainer.callback import Callback, Role
 from trainer.checkpoint import commit
-from trainer.run import log
+from trainer.log import log
 
 WRITING = ("mid_write", "before_commit", "after_commit", "retention")  # of a checkpoint, beside training
 

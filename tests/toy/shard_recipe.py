@@ -10,7 +10,7 @@ from numpy.random import Generator
 from torch import Tensor, nn
 from toy_recipe import Points, Toy
 
-from trainer.data.write import write_shards
+from trainer.data.shards.writer import write_shards
 
 
 class Tars(Toy):

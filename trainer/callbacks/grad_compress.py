@@ -9,11 +9,12 @@ from torch.optim import Optimizer
 
 from trainer.callback import Callback, Role
 from trainer.callbacks.hierarchical import Hierarchical, TwoLevel
-from trainer.codecs.catalog import conflicts, make, refuse
-from trainer.codecs.codec import Codec, ErrorFeedback, merge
+from trainer.comm.bucket import Bucket
+from trainer.comm.codecs.base import Codec, ErrorFeedback, merge
+from trainer.comm.codecs.registry import conflicts, make, refuse
+from trainer.comm.reduce import AllReduce, Reduce
 from trainer.errors import ConfigError, require, require_one_of
-from trainer.reduce import AllReduce, Bucket, Reduce
-from trainer.run import log
+from trainer.log import log
 
 
 class GradCompress(Callback):

@@ -5,9 +5,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.callback import Callback, Role
+from trainer.comm.bucket import Bucket
+from trainer.comm.reduce import AllReduce, Reduce, all_gather, reduce_scatter
 from trainer.errors import ConfigError, require
-from trainer.reduce import AllReduce, Bucket, Reduce, all_gather, reduce_scatter
-from trainer.run import log
+from trainer.log import log
 
 
 class Hierarchical(Callback):

@@ -2,15 +2,13 @@
 
 import errno
 import fcntl
-import logging
 import os
 import socket
 from pathlib import Path
 
 from trainer.checkpoint.commit import make
 from trainer.errors import ConfigError
-
-log = logging.getLogger("echelon")
+from trainer.log import log
 
 _held: dict[Path, int] = {}  # descriptors: to close any of a file's gives its lock back
 

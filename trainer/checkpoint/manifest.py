@@ -15,13 +15,29 @@ from typing import Any, BinaryIO
 from trainer.errors import ConfigError
 
 MANIFEST = "MANIFEST.json"
+
+
 FORMAT = 2
+
+
 MANIFEST_BYTES = 64 << 20  # more is refused
+
+
 CHUNK = 4 << 20  # bytes that are hashed, then written
+
+
 SYNCED = 64 << 20  # bytes that the system may owe the disk: by that a slow one is told from one that hangs
+
+
 STEP = re.compile(r"step-([0-9]{8,})")
+
+
 FILE = re.compile(r"[A-Za-z0-9._-]+")
+
+
 PAUSES_S = (0.2, 1.0)  # between reads
+
+
 # What the system says of damage; any other OSError (permissions, too many open files) is not the checkpoint's.
 DAMAGE = {
     errno.ENOENT: "is missing",
@@ -196,3 +212,26 @@ def _sha256(file: BinaryIO) -> str:
     while chunk := file.read(CHUNK):
         digest.update(chunk)
     return digest.hexdigest()
+
+
+VISIBLE_S = 70.0  # NFS remembers for up to 60 s what a folder holds, and what it doesn't
+
+
+EVERY_S = 0.5
+
+
+def see(checkpoint: Path, sha256: str, hashes: bool) -> tuple[dict[str, Any], str]:
+    """Its manifest; or why it can't be seen, which is told after `VISIBLE_S` only. `sha256` is the manifest's own;
+    with `hashes` those of all files are compared, as rank 0 has done, for another node may read other bits."""
+    deadline = time.monotonic() + VISIBLE_S
+    while True:
+        try:
+            manifest = verify(checkpoint, hashes)
+            if manifest["sha256"] == sha256:
+                return manifest, ""
+            why = f"{checkpoint}: another one of this name"
+        except (Damaged, OSError) as error:
+            why = str(error)
+        if time.monotonic() > deadline:
+            return {}, why
+        time.sleep(EVERY_S)

@@ -1,6 +1,5 @@
 """Writes checkpoints beside training: a copy of the state at a step's end, which a thread hashes and commits."""
 
-import logging
 import os
 import threading
 import time
@@ -10,18 +9,19 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.checkpoint import commit, resume, settings
+from trainer import training_state
+from trainer.checkpoint import commit, compare, locate, retention
 from trainer.checkpoint.fence import Attempt, refuse_superseded
 from trainer.checkpoint.lock import lock, unlock
+from trainer.checkpoint.serialize import Packed
 from trainer.checkpoint.snapshot import Snapshot
-from trainer.checkpoint.state import Packed
 from trainer.errors import ConfigError
-from trainer.run import CHECKPOINTED
+from trainer.log import log
+from trainer.run_dir import CHECKPOINTED
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-log = logging.getLogger("echelon")
 
 EXPORT_S = 86400.0  # a recipe's export may take as long as it takes
 
@@ -38,9 +38,9 @@ class Saver:
         ConfigError: another process writes this run.
         """
         self.trainer, self.options = trainer, trainer.options.checkpoint
-        self.folder = resume.saved_in(trainer)
+        self.folder = training_state.saved_in(trainer)
         self.attempt = self._claim() if trainer.rank == 0 else None
-        self.settings = settings.own(trainer)  # and what the config says, where a command has made the trainer
+        self.settings = compare.own(trainer)  # and what the config says, where a command has made the trainer
         self.snapshot = Snapshot()
         self.thread = ThreadPoolExecutor(1, "checkpoint", _give_way)
         self.writing: Future[Path | OSError] | None = None
@@ -65,13 +65,13 @@ class Saver:
         if self.asked != trainer.step:
             self.asked = trainer.step
             if self._meet(waits=trainer.rank == 0 and (last or self._is_free())):
-                ranks = resume.rank_states(trainer)
+                ranks = training_state.rank_states(trainer)
                 if trainer.rank == 0:
                     self._begin(ranks)
         if last:
             self._meet(waits=True)
             trainer.heartbeat.beat(patience_s=EXPORT_S)  # rank 0 may have something to export
-            if self.error and trainer.stop_reason == "signal" and (older := commit.checkpoints(self.folder)):
+            if self.error and trainer.stop_reason == "signal" and (older := locate.checkpoints(self.folder)):
                 log.error("the last step, %d, is in no checkpoint; %s is the newest", trainer.step, older[-1])
             elif self.error:
                 raise self._refusal(f"the checkpoint of the last step, {self.step}, failed")
@@ -84,7 +84,7 @@ class Saver:
         """
         self.steps += 1
         if self.steps == 2 and self.asked < 0 and self.trainer.rank == 0:  # overlap has made the first one now
-            self.room = self.thread.submit(self.snapshot.reserve, resume.tensors(self.trainer))
+            self.room = self.thread.submit(self.snapshot.reserve, training_state.tensors(self.trainer))
         if self.writing is not None and self.writing.done():
             self._settle()
         if self.failures >= self.options.max_failures and not self.trainer.stop_reason:  # else the last one decides
@@ -144,9 +144,9 @@ class Saver:
     def _begin(self, ranks: dict[str, Packed]) -> None:
         if self.room is not None:
             self.room.result()
-        files = self.snapshot.take(resume.state_dict(self.trainer), ranks)
+        files = self.snapshot.take(training_state.state_dict(self.trainer), ranks)
         self.step, self.noted = self.trainer.step, self.trainer.best
-        self.writing = self.thread.submit(self._write, self.step, files, resume.manifest(self.trainer, ranks))
+        self.writing = self.thread.submit(self._write, self.step, files, training_state.manifest(self.trainer, ranks))
 
     def _settle(self) -> None:
         """Takes what became of the one that was being written."""
@@ -170,11 +170,11 @@ class Saver:
             return error
         with _told(f"checkpoint of step {step} is written, but the run's folder does not say so"):
             (self.trainer.run_dir / CHECKPOINTED).touch()
-        with _told(f"checkpoint of step {step} is written, but {commit.LAST} does not lead to it"):
+        with _told(f"checkpoint of step {step} is written, but {locate.LAST} does not lead to it"):
             commit.publish(written, self.attempt)
         with _told(f"checkpoint of step {step} is written, but older ones can't be removed"):
             refuse_superseded(self.folder, self.attempt)
-            commit.retain(self.folder, self.options.keep, self.options.keep_best, self.options.keep_every)
+            retention.retain(self.folder, self.options.keep, self.options.keep_best, self.options.keep_every)
         return written
 
     def _refusal(self, what: str) -> ConfigError:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint.image import Image, kinds
-from trainer.checkpoint.state import SECTION, STATE, Pack, Packed
+from trainer.checkpoint.safetensors_buffer import Image, kinds
+from trainer.checkpoint.serialize import SECTION, STATE, Pack, Packed
 
 
 class Snapshot:

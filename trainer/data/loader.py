@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from trainer.data.ahead import Needs, fetching, of_training, of_validation
-from trainer.data.mixture import Mixture
-from trainer.data.order import Order, Ref, mix, near_equal, walk
-from trainer.data.quarantine import Bad, stand_in
-from trainer.data.replay import refuse_other_size, replay, undisturbing
+from trainer.data.bad_samples import Bad, stand_in
+from trainer.data.batch import Micro, Step, weight_of
+from trainer.data.device_prefetch import upload
+from trainer.data.iterable import refuse_other_size, replay, undisturbing
+from trainer.data.remote.prefetch import Needs, fetching, of_training, of_validation
+from trainer.data.sampling.mixture import Mixture
+from trainer.data.sampling.order import Order, Ref, near_equal, walk
 from trainer.data.source import Samples
-from trainer.data.step import Micro, Step, weight_of
-from trainer.data.upload import upload
 from trainer.data.workers import start_workers
 from trainer.errors import EXIT_CODES, UnavailableError
-from trainer.run import log
+from trainer.log import log
+from trainer.rng import mix
 
 if TYPE_CHECKING:
     from trainer.plan import Plan

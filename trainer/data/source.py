@@ -3,28 +3,27 @@
 import hashlib
 import itertools
 import math
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.random import Generator, Philox
+from numpy.random import Generator
 from torch.utils.data import Dataset, IterableDataset
 
-from trainer.data.find import find_shards
-from trainer.data.index import Index
-from trainer.data.mixture import Mixture
-from trainer.data.order import Order, Ref, mix
-from trainer.data.quarantine import Bad
-from trainer.data.read import ShardReader
-from trainer.data.remote import Remote
-from trainer.data.stages import Dropped, Maps
+from trainer.config.options import DataOptions
+from trainer.data.bad_samples import Bad
+from trainer.data.remote.shard import Remote
+from trainer.data.sampling.mixture import Mixture
+from trainer.data.sampling.order import Order, Ref
+from trainer.data.shards.discover import find_shards
+from trainer.data.shards.index import Index
+from trainer.data.shards.reader import ShardReader
+from trainer.data.shards.transforms import Dropped, Maps
 from trainer.errors import ConfigError, DataError
-from trainer.options import DataOptions
-from trainer.run import log
+from trainer.log import log
+from trainer.rng import keyed, mix, seed_all
 
 VIRTUAL_SHARDS = 65536  # a map-style dataset is cut into at most so many, so that shuffling moves single samples
 
@@ -101,25 +100,6 @@ class MapReader:
 
     def close(self) -> None:
         """Nothing of the dataset's is ours."""
-
-
-PHILOX = Philox(key=0)
-FRESH: Any = PHILOX.state
-GENERATOR = Generator(PHILOX)
-
-
-def keyed(key: int) -> Generator:
-    """As `Generator(Philox(key=key))`, in a tenth of the time: the one of this process, set back."""
-    FRESH["state"]["key"][0] = key
-    PHILOX.state = FRESH
-    return GENERATOR
-
-
-def seed_all(key: int) -> None:
-    """For data to draw from. No model draws from it: the trainer seeds torch anew before each step."""
-    random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(key)
 
 
 def open_source(

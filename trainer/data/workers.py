@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
-from trainer.run import log
-from trainer.signals import start_worker
+from trainer.log import log
+from trainer.process.signals import start_worker
 
 START_S = 30.0  # until processes that were forked run Python code
 FORK = multiprocessing.get_context("fork")  # they have what the rank has, whatever a library has set

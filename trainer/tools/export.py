@@ -11,15 +11,15 @@ from omegaconf import OmegaConf
 
 from trainer.callback import Role
 from trainer.checkpoint.manifest import Damaged, verify
-from trainer.checkpoint.state import load_state
-from trainer.checkpoint.weights import put_weights
-from trainer.config import check
+from trainer.checkpoint.pretrained import put_weights
+from trainer.checkpoint.serialize import load_state
+from trainer.config.check import check
+from trainer.config.redact import secrets
 from trainer.data.source import Samples, open_source
 from trainer.errors import ConfigError
 from trainer.main import guarded
 from trainer.plan import refuse_other_manifests, short
-from trainer.run import make_writable
-from trainer.secret import secrets
+from trainer.run_dir import make_writable
 from trainer.session import objects
 
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.find import find_shards
-from trainer.data.index import Index, scan_shard
-from trainer.data.remote import Remote
-from trainer.data.rows import of_rows
-from trainer.data.stored import Shard, indexed
-from trainer.data.tar import split_name
-from trainer.data.write import refuse_member, write_shards
+from trainer.config.options import DataOptions
+from trainer.data.remote.shard import Remote
+from trainer.data.shards.discover import find_shards
+from trainer.data.shards.index import Index, scan_shard
+from trainer.data.shards.index_file import Shard, indexed
+from trainer.data.shards.parquet import of_rows
+from trainer.data.shards.tar import split_name
+from trainer.data.shards.writer import refuse_member, write_shards
 from trainer.errors import ConfigError, DataError, UnavailableError, require
 from trainer.main import guarded
-from trainer.options import DataOptions
 
 
 def index(shards: list[str], workers: int, **where: Any) -> None:

@@ -1,0 +1,1 @@
+from trainer.callbacks.bucket.callback import Bucket as Bucket

@@ -1,0 +1,94 @@
+"""Sets the size of the buckets in which DDP reduces gradients (Li et al. 2020, arXiv:2006.15704)."""
+
+import inspect
+import math
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.callback import Callback, Role
+from trainer.callbacks.bucket.delayed import Late
+from trainer.callbacks.overlap.callback import Overlap
+from trainer.errors import ConfigError, require
+from trainer.log import log
+
+ORDER = "DDP then keeps the order in which the model defines its parameters, and a first bucket would be sent last"
+
+
+class Bucket(Callback):
+    """Small buckets start early but pay each collective's latency; one large bucket overlaps with nothing. The order of
+    summation depends on it, so results equal plain training's to rounding.
+
+    Args:
+        mib: Size of a bucket in MiB; DDP's own default is 25, with a first bucket of 1. `auto`: the fastest in the
+            rehearsal, of `sizes` and of one bucket for everything; a run that goes on keeps what was chosen.
+        first_mib: Size of the first bucket, where it is another.
+        mibs: Size of each bucket, in the order of reduction; the last is that of all the rest.
+        late: Names or patterns of parameters that are reduced together, after all others.
+    """
+
+    role = Role.SHARD
+    communicates = True
+    sizes = (1.0, 4.0, 25.0, 100.0)  # MiB
+
+    def __init__(
+        self,
+        mib: float | Literal["auto"] = 25.0,
+        first_mib: float | None = None,
+        mibs: list[float] | None = None,
+        late: list[str] | None = None,
+    ) -> None:
+        for key, value in [("mib", mib), ("first_mib", first_mib), *(("mibs", value) for value in mibs or [])]:
+            require(f"callbacks.bucket.{key}", None if value == "auto" else value, above=0, below=math.inf)
+        for key, value in (("mibs", mibs), ("late", late)):
+            if value == []:
+                raise ConfigError(f"callbacks.bucket.{key}=[]: names nothing; give one at least, or null")
+        if mibs and (mib != 25.0 or first_mib):
+            other = f"first_mib={first_mib}" if first_mib else f"mib={mib}"
+            raise ConfigError(f"callbacks.bucket.mibs={mibs}: has every size, so {other} says nothing; leave one out")
+        self.mib: float | Literal["auto"] = mib
+        self.first_mib, self.mibs, self.late = first_mib, mibs, late
+        self.conflicts = refused = dict[Any, str]()
+        if first_mib or mibs:
+            key = "first_mib" if first_mib else "mibs"
+            off = f"set trainer.ddp.find_unused_parameters=false or leave callbacks.bucket.{key} out"
+            refused["find_unused_parameters"] = f"{ORDER}; {off}"
+        if late:
+            off = "leave callbacks.bucket.late out"
+            refused[Overlap] = f"it sends in an order of its own; {off}"
+            for key in ("find_unused_parameters", "static_graph"):
+                refused[key] = f"what no rank has used DDP alone knows; set trainer.ddp.{key}=false or {off}"
+
+    def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
+        if self.late:
+            self.after = Late(trainer, model, self.late)
+        if self.mib != "auto":
+            trainer.ddp |= self._layout(self.mib)
+        elif chosen := recorded(trainer.plan.manifest, trainer.world):
+            log.info("bucket: %.4g MiB, as the run began with", chosen)
+            trainer.ddp |= self._layout(chosen)
+        else:
+            total = sum(p.nbytes for p in model.parameters() if p.requires_grad) / 2**20
+            trainer.tries = [self._layout(mib) for mib in (*(mib for mib in self.sizes if mib < total), total)]
+        return model
+
+    def on_step_end(self, trainer) -> None:
+        if self.late:
+            self.after.check()
+
+    def _layout(self, mib: float) -> dict[str, Any]:
+        """Arguments of DDP, to which a list of sizes comes before the one size."""
+        mibs = self.mibs or (self.first_mib and [self.first_mib, mib])
+        if not mibs:
+            return {"bucket_cap_mb": mib}
+        if "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters:
+            key = f"mibs={self.mibs}" if self.mibs else f"first_mib={self.first_mib}"
+            raise ConfigError(f"callbacks.bucket.{key}: torch {torch.__version__} has one size for all; leave it out")
+        return {"bucket_cap_mb": None if self.mibs else mib, "bucket_cap_mb_list": mibs}
+
+
+def recorded(manifest: dict[str, Any], world: int) -> float | None:
+    """The size of the run that goes on, on which its bits depend; other ranks have other links, and other bits."""
+    return manifest["ddp"]["bucket_cap_mb"] if manifest and manifest["world"] == world else None

@@ -1,0 +1,83 @@
+"""Parameters that DDP leaves out, and that are reduced together after its buckets."""
+
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.comm.bucket import Bucket
+from trainer.comm.reduce import AllReduce
+from trainer.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+
+class Late:
+    """Reduces the parameters that match `patterns` through the trainer's chain, after the backward pass.
+
+    DDP is told to leave them out. Its own way, `delay_all_reduce_named_params`, goes around the chain and waits for
+    nothing: with gloo the gradients still change after `backward` has returned.
+
+    Raises:
+        ConfigError: for a pattern without a parameter, and where none is left for DDP.
+    """
+
+    def __init__(self, trainer: "Trainer", model: nn.Module, patterns: list[str]) -> None:
+        named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        found: dict[Tensor, None] = {}
+        for pattern in patterns:
+            matching = [p for name, p in named.items() if name == pattern or fnmatchcase(name, pattern)]
+            if not matching:
+                key = f"callbacks.bucket.late={pattern}"
+                raise ConfigError(f"{key}: no parameter that is trained has such a name; {nearest(pattern, named)}")
+            found |= dict.fromkeys(matching)
+        if len(found) == len(set(named.values())):
+            raise ConfigError(f"callbacks.bucket.late={patterns}: is all that is trained; leave some to DDP")
+        self.trainer, self.reduce = trainer, AllReduce(trainer.ranks.new_group())
+        self.params, self.queued, self.reduced = found, False, False
+        self.names: dict[Tensor, str] = {p: name for name, p in named.items()}
+        ignored = [name for name, p in named.items() if p in found]  # a tied one under each of its names
+        ignored += [f".{name}" for name in ignored if "." not in name]  # what DDP calls those of the root
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        for p in found:
+            dist.broadcast(p.data, 0)  # as DDP does with its own
+            p.register_post_accumulate_grad_hook(self._note)
+
+    def _note(self, p: Tensor) -> None:
+        """At the first of the step's last micro-batch."""
+        model = self.trainer.model
+        if not self.queued and model is not self.trainer.module and model.require_backward_grad_sync:
+            self.queued = True
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._reduce))  # behind DDP's, which is there at the end: the chain is one at a time
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        self.queued, self.reduced = False, not self.trainer.rehearsing
+        self._refuse([p for p in self.params if p.grad is None])
+        reduce = self.trainer.reduce or self.reduce
+        for dtype in {p.dtype: None for p in self.params}:
+            params = [p for p in self.params if p.dtype == dtype]
+            bucket = Bucket.of(params, self.trainer.step)
+            flat = params[0].new_empty(sum(p.numel() for p in params))
+            torch._foreach_copy_(bucket.gradients(flat), [p.grad for p in params])  # pyright: ignore[reportArgumentType] all are there
+            for p, gradient in zip(params, bucket.gradients(reduce(flat, bucket)), strict=True):
+                p.grad = gradient
+
+    def check(self) -> None:
+        """After a step. Where none has had a gradient, nothing was reduced."""
+        if self.trainer.model is not self.trainer.module and not self.reduced:
+            self._refuse(list(self.params))
+        self.reduced = False
+
+    def _refuse(self, missing: list[Tensor]) -> None:
+        if missing:
+            names = ", ".join(self.names[p] for p in missing)
+            raise RuntimeError(
+                f"bucket: no gradient for {names} in the last micro-batch of a step; use every parameter in every "
+                "loss, or leave it out of callbacks.bucket.late"
+            )

@@ -1,0 +1,1 @@
+from trainer.callbacks.local_sgd.callback import LocalSGD as LocalSGD

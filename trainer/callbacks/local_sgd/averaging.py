@@ -1,0 +1,162 @@
+"""Weights that differ between ranks: parts of them that meet at the same steps, averages, means of saved states."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+
+from trainer.checkpoint.serialize import load_optimizer_state, optimizer_state
+from trainer.comm.bucket import Bucket
+from trainer.comm.codecs.base import Kept
+from trainer.comm.reduce import Background, Reduce
+from trainer.errors import ConfigError, require, require_one_of
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+
+@dataclass
+class Outer:
+    """How common weights move by a pseudo-gradient: SGD with Nesterov's momentum; 1 and 0 are the average.
+
+    `mix` is the share of a rank's own weights in what it goes on with.
+    """
+
+    lr: float
+    momentum: float
+    mix: float
+    common: Kept = field(default_factory=Kept)
+    velocity: Kept = field(default_factory=Kept)
+    arrived: Kept = field(default_factory=Kept)
+
+    @classmethod
+    def of(cls, kind: str, lr: float | None, momentum: float | None, mix: float | None, delay: int) -> "Outer":
+        """As local_sgd's knobs say it, None where they leave it to what is usual.
+
+        Raises:
+            ConfigError: for one that is out of range, or says nothing.
+        """
+        require_one_of("callbacks.local_sgd.outer", kind, ("average", "nesterov"))
+        require("callbacks.local_sgd.outer_lr", lr, above=0)
+        require("callbacks.local_sgd.outer_momentum", momentum, at_least=0, below=1)
+        require("callbacks.local_sgd.mix", mix, at_least=0, below=1)
+        for key, value, used, here, way_out in (
+            ("outer_lr", lr, kind == "nesterov", "outer=average", "outer=nesterov"),
+            ("outer_momentum", momentum, kind == "nesterov", "outer=average", "outer=nesterov"),
+            ("mix", mix, delay > 0, "delay=0", "delay=1 or more"),
+        ):
+            if value is not None and not used:
+                told = f"says nothing with {here}; set callbacks.local_sgd.{way_out}, or leave it out"
+                raise ConfigError(f"callbacks.local_sgd.{key}={value}: {told}")
+        share = (0.5 if mix is None else mix) if delay else 0.0
+        if kind == "average":
+            return cls(1.0, 0.0, share)
+        return cls(0.7 if lr is None else lr, 0.9 if momentum is None else momentum, share)
+
+
+class Fragment:
+    """Parameters that meet at the same steps: the weights that all ranks have in common, and a mean on its way."""
+
+    def __init__(self, params: list[Tensor], outer: Outer, reduce: Reduce, background: Background) -> None:
+        self.params, self.outer, self.reduce, self.background = params, outer, reduce, background
+        self.bucket = Bucket.of(params, 0, "weights")
+        self.flight: Future[Tensor] | None = None
+        self.due = -1
+        self.common = outer.common.of(self.bucket, flatten(params))
+
+    def begin(self) -> None:
+        self.common.copy_(flatten(self.params))
+
+    def send(self, step: int, due: int) -> None:
+        drift = self.common - flatten(self.params)
+        self.flight = self.background.submit(self.reduce, drift, Bucket.of(self.params, step, "weights"))
+        self.due = due
+
+    def land(self, step: int) -> None:
+        """Takes the mean of what was sent, where it is due."""
+        if self.flight is None or self.due != step:
+            return
+        outer, mean = self.outer, self.flight.wait()
+        if outer.momentum:
+            velocity = outer.velocity.of(self.bucket, mean)
+            velocity.mul_(outer.momentum).add_(mean)
+            mean = mean.add(velocity, alpha=outer.momentum)  # as torch's SGD has Nesterov's
+        self.common.add_(mean, alpha=-outer.lr)
+        for p, common in zip(self.params, self.bucket.split(self.common), strict=True):
+            p.lerp_(common.to(p.dtype), 1.0 - outer.mix)
+        self.flight = None
+
+    def wait(self) -> None:
+        """For what is on its way."""
+        if self.flight:
+            self.flight.wait()
+
+    def arrive(self) -> int:
+        """Has what is on its way ready to be saved; the step at which it is to be taken, or -1."""
+        if self.flight is None:
+            return -1
+        self.outer.arrived.of(self.bucket, self.common).copy_(self.flight.wait())
+        return self.due
+
+    def resume(self, due: int) -> None:
+        if due >= 0:
+            self.flight, self.due = Future(), due
+            self.flight.set_result(self.outer.arrived.of(self.bucket, self.common).clone())
+
+
+def partition(params: list[Tensor], count: int) -> list[list[Tensor]]:
+    """`params` in at most `count` parts of about as many elements each."""
+    parts: list[list[Tensor]] = [[] for _ in range(count)]
+    total, before = sum(p.numel() for p in params), 0
+    for p in params:
+        parts[min(before * count // total, count - 1)].append(p)  # an empty one may be last
+        before += p.numel()
+    return [part for part in parts if part]
+
+
+def flatten(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def buffers(module: nn.Module) -> list[Tensor]:
+    return [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+
+
+def average(reduce: Reduce, ranks_own: Iterable[Tensor], means: Iterable[Tensor]) -> None:
+    """Puts the mean over ranks of each tensor into its place in `means`. A collective."""
+    if tensors := list(ranks_own):
+        flat = reduce(flatten(tensors), Bucket((), 0))
+        for mean, part in zip(means, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            mean.copy_(part.view_as(mean))
+
+
+def average_model(reduce: Reduce, module: nn.Module, mean: nn.Module) -> None:
+    """Puts the mean over ranks of `module` into `mean`; of buffers that are no floating-point numbers, this rank's."""
+    for own, common in zip(module.buffers(), mean.buffers(), strict=True):
+        common.copy_(own)
+    for part in (nn.Module.parameters, buffers):
+        average(reduce, part(module), part(mean))
+
+
+def own_state(trainer: "Trainer") -> dict[str, Any]:
+    """This rank's weights and moments, for `load_own`."""
+    optimizer = optimizer_state(trainer.optimizer, trainer.module)
+    return {"model": trainer.module.state_dict(), "optimizer": optimizer, "kind": type(trainer.optimizer).__name__}
+
+
+def load_own(trainer: "Trainer", state: dict[str, Any]) -> None:
+    """Moments of another kind of optimizer are left behind, which the run's owner has accepted."""
+    trainer.module.load_state_dict(state["model"])
+    if state["kind"] == type(trainer.optimizer).__name__:
+        load_optimizer_state(trainer.optimizer, trainer.module, state["optimizer"])
+
+
+def mean_of(states: list[Any]) -> Any:
+    """The mean of each floating-point tensor in nested dicts; of all else, the first's."""
+    first = states[0]
+    if isinstance(first, dict):
+        return {key: mean_of([state[key] for state in states]) for key in first}
+    return torch.stack(states).mean(0) if isinstance(first, Tensor) and first.is_floating_point() else first

@@ -1,0 +1,158 @@
+"""Steps alone, and lets the ranks' weights meet every so many steps: local SGD and DiLoCo."""
+
+from copy import deepcopy
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trainer.callback import Callback, Role
+from trainer.callbacks.local_sgd.averaging import (
+    Fragment,
+    Outer,
+    average,
+    average_model,
+    buffers,
+    load_own,
+    mean_of,
+    own_state,
+    partition,
+)
+from trainer.callbacks.overlap.callback import Overlap
+from trainer.comm.reduce import AllReduce, Background, Reduce
+from trainer.errors import ConfigError, require
+from trainer.log import log
+
+
+class LocalSGD(Callback):
+    """Every `every` steps the mean over ranks of how far each has come, the pseudo-gradient, is what the common weights
+    move by: their average (Stich 2018, arXiv:1805.09767; with a warm-up Lin et al. 2018, arXiv:1808.07217) or DiLoCo's
+    step (Douillard et al. 2023, arXiv:2311.08105). It goes through the same chain as gradients. In fragments, and while
+    the next steps run, it is streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512).
+
+    Between meetings the ranks' weights and moments differ; validation, checkpoints and export have the mean of the
+    weights. Memory: two copies of the weights, `nesterov` three.
+
+    Args:
+        every: Steps between two meetings of the same weights.
+        warmup_steps: Steps with ordinary reduction of gradients before.
+        outer: What the common weights do with a pseudo-gradient.
+        outer_lr, outer_momentum: Of `nesterov`; null: 0.7 and 0.9, DiLoCo's.
+        fragments: Parts of the weights that meet one after another, evenly over `every` steps.
+        delay: Steps that go on before a meeting's outcome is taken.
+        mix: Of a rank's own weights in what it goes on with, where they have moved on during `delay`; null: 0.5.
+    """
+
+    role = Role.SYNC
+    exact = False
+    communicates = True
+    defers = True
+    conflicts = {
+        Overlap: "no gradients are reduced between meetings; leave overlap out, local_sgd.delay hides the meetings",
+        Role.AVERAGE: "it would average one rank's own weights; leave it out, what is validated is an average already",
+        "fp16": "each rank would have a loss scale of its own; use trainer.precision=bf16",
+    }
+
+    def __init__(
+        self,
+        every: int = 8,
+        warmup_steps: int = 0,
+        outer: Literal["average", "nesterov"] = "average",
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
+        fragments: int = 1,
+        delay: int = 0,
+        mix: float | None = None,
+    ) -> None:
+        require("callbacks.local_sgd.every", every, at_least=1)
+        require("callbacks.local_sgd.warmup_steps", warmup_steps, at_least=0)
+        require("callbacks.local_sgd.fragments", fragments, at_least=1, below=every + 1)
+        require("callbacks.local_sgd.delay", delay, at_least=0, below=every)
+        self.every, self.warmup_steps, self.delay, self.count = every, warmup_steps, delay, fragments
+        self.outer = Outer.of(outer, outer_lr, outer_momentum, mix, delay)
+        self.kept = {"common": self.outer.common, "velocity": self.outer.velocity, "arrived": self.outer.arrived}
+        self.fragments: list[Fragment] = []  # none before the ranks part
+        self.averaged_step = -1  # whose weights `global_model` has
+        self.names: dict[Tensor, str] = {}
+        self.due: list[int] = []
+        self.own: dict[str, Any] = {}
+
+    def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
+        self.trainer, self.reduce, self.background = trainer, reduce, Background(trainer.device)
+        self.plain = AllReduce(trainer.ranks.new_group())
+        self.names = {p: name for name, p in trainer.module.named_parameters()}
+        return reduce
+
+    def on_fit_start(self, trainer) -> None:
+        log.info("local_sgd: train/grad_norm is not reported, for gradients are each rank's own after the warm-up")
+        if trainer.step >= self.warmup_steps:
+            self._part(trainer)
+        elif self.own:
+            key = f"callbacks.local_sgd.warmup_steps={self.warmup_steps}"
+            raise ConfigError(f"{key}: ranks differ in the checkpoint already; set at most {trainer.step}, its step")
+
+    def _part(self, trainer) -> None:
+        """From here on, the model is called without DDP around it, so backward reduces nothing."""
+        if trainer.options.check_replicas_every:
+            log.info("local_sgd: ranks differ from here on, so trainer.check_replicas_every does nothing")
+        trainer.global_model = trainer.eval_model = deepcopy(trainer.module).requires_grad_(False)
+        if self.own:
+            load_own(trainer, self.own)
+            self.own = {}
+        trainer.model = trainer.module
+        for params in partition(trainer.parameters, self.count):
+            self.fragments.append(Fragment(params, self.outer, self.reduce, self.background))
+        if len(self.due) not in (0, len(self.fragments)):
+            key = f"callbacks.local_sgd.fragments={self.count}"
+            raise ConfigError(f"{key}: the checkpoint has {len(self.due)}; set it back")
+        for number, fragment in enumerate(self.fragments):
+            fragment.resume(self.due[number]) if self.due else fragment.begin()
+        self.outer.arrived.load({}, self.names)
+
+    @torch.no_grad()
+    def on_step_end(self, trainer) -> None:
+        done = trainer.step - self.warmup_steps
+        if not self.fragments and done == 0:
+            return self._part(trainer)
+        for number, fragment in enumerate(self.fragments, start=1):
+            fragment.land(trainer.step)
+            if done % self.every == number * self.every // len(self.fragments) % self.every:
+                fragment.send(trainer.step, trainer.step + self.delay)
+                fragment.land(trainer.step)
+        if self.fragments and done % self.every == 0:
+            average(self.plain, buffers(trainer.module), buffers(trainer.module))
+
+    @torch.no_grad()
+    def on_flush(self, trainer) -> None:
+        for fragment in self.fragments:
+            fragment.wait()  # a codec that is at it would be saved in the middle
+        if not self.fragments or self.averaged_step == trainer.step:
+            return
+        average_model(self.plain, trainer.module, trainer.global_model)
+        self.averaged_step = trainer.step
+
+    def on_fit_end(self, trainer) -> None:
+        if self.averaged_step == trainer.step:
+            trainer.module.load_state_dict(trainer.global_model.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.fragments:
+            return {}
+        due = [fragment.arrive() for fragment in self.fragments]
+        state = {"due": due, **{key: kept.state(self.names) for key, kept in self.kept.items()}}
+        self.outer.arrived.load({}, self.names)  # was of this moment
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.due = state.get("due", [])
+        for key, kept in self.kept.items():
+            kept.load(state.get(key, {}), self.names)
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        return own_state(self.trainer) if self.fragments else {}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        self.own = state
+
+    def merge_rank_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        return mean_of(states)

@@ -1,0 +1,1 @@
+from trainer.callbacks.nan_guard.callback import NanGuard as NanGuard

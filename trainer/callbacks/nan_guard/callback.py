@@ -1,0 +1,148 @@
+"""Notices a loss or gradient that is not finite, or far above its usual size, before the optimizer takes it."""
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from trainer.callback import Callback, Role
+from trainer.callbacks.nan_guard.rollback import buffers, forget, put, state
+from trainer.errors import NumericsError, require, require_one_of
+from trainer.log import log
+
+UNIT, NORM_UNIT = 2.0**-16, 2.0**-36  # are summed over ranks as whole numbers of these: in any order the same
+
+
+LARGEST = 2**52
+
+
+DECAY = 0.98  # of the running means that a spike is told by: about 50 steps
+
+
+KNOWN = 20  # steps until they are believed
+
+
+STATE = ("usual", "taken", "in_a_row", "left_out")
+
+
+class NanGuard(Callback):
+    """All ranks decide the same, from the sum of what each has seen: a collective of three numbers each step.
+
+    Args:
+        action: `raise` ends the run. `skip` leaves the step out: weights and optimizer stay as they are. `rollback`
+            puts them back to how they were up to `every` steps before (Chowdhery et al. 2022, arXiv:2204.02311, 5.1).
+        loss_spike: A loss so many times its running mean is acted on too; null: only what is not finite.
+        norm_spike: The same of the gradient's global norm.
+        every: Steps between the copies that `rollback` goes back to; validations and checkpoints have one more each.
+        most: Actions in a row, after which the run ends.
+    """
+
+    role = Role.MEASURE
+
+    def __init__(
+        self,
+        action: Literal["raise", "skip", "rollback"] = "skip",
+        loss_spike: float | None = None,
+        norm_spike: float | None = None,
+        every: int = 100,
+        most: int = 10,
+    ) -> None:
+        require_one_of("callbacks.nan_guard.action", action, ("raise", "skip", "rollback"))
+        for key, ratio in (("loss_spike", loss_spike), ("norm_spike", norm_spike)):
+            require(f"callbacks.nan_guard.{key}", ratio, above=1)
+        for key, count in (("every", every), ("most", most)):
+            require(f"callbacks.nan_guard.{key}", count, at_least=1)
+        self.action, self.every, self.most = action, every, most
+        self.spikes = {"loss": loss_spike, "gradient norm": norm_spike}
+        self.usual = dict.fromkeys(self.spikes, 0.0)  # running means, of the steps that were taken
+        self.taken, self.in_a_row, self.copied_at = 0, 0, -1
+        self.left_out: list[list[Any]] = []  # [first step, last step, why]
+        self.copies: list[Tensor] = []
+
+    def on_before_optimizer_step(self, trainer) -> None:
+        why = self._judge(trainer, *self._agreed(trainer))
+        step = trainer.step + 1
+        if not why:
+            self.in_a_row = 0
+            return
+        self.in_a_row += 1
+        told = f"callbacks.nan_guard: step {step}: {why}"
+        if self.action == "raise" or self.in_a_row > self.most:
+            row = f", {self.in_a_row} in a row" if self.action != "raise" else ""
+            way_out = "a smaller learning rate, trainer.clip_norm, or callbacks.nan_guard.action=rollback"
+            raise NumericsError(f"{told}{row}; try {way_out}")
+        first, now = step, list(state(trainer))
+        if len(now) == len(self.copies):
+            first = self.copied_at + 1
+            put(self.copies, now)
+        else:
+            put(self.buffers, buffers(trainer))
+            forget(trainer)
+        for p in trainer.parameters:
+            p.grad = None
+        self.left_out.append([first, step, why])
+        log.warning("%s; %s", told, f"steps {first} to {step} are undone" if first < step else "it is left out")
+
+    def on_fit_start(self, trainer) -> None:
+        self.buffers = [buffer.clone() for buffer in buffers(trainer)]
+        self._copy(trainer)  # of what is restored: a resumed run goes back to where an uninterrupted one does
+
+    def on_flush(self, trainer) -> None:
+        """Where a checkpoint is made there is a copy too, so a run that goes on from it has the same one."""
+        self._copy(trainer)
+
+    def on_step_end(self, trainer) -> None:
+        put(buffers(trainer), self.buffers)
+        if trainer.metrics:
+            trainer.metrics["train/left_out"] = sum(last - first + 1 for first, last, _ in self.left_out)
+        if not self.copies or trainer.step % self.every == 0:
+            self._copy(trainer)
+
+    def _copy(self, trainer) -> None:
+        if self.action != "rollback" or trainer.step in (0, self.copied_at):  # at 0 an optimizer has no state yet
+            return
+        now = list(state(trainer))
+        if len(now) != len(self.copies):
+            pin = trainer.device.type == "cuda"
+            self.copies = [torch.empty_like(t, device="cpu", pin_memory=pin) for t in now]
+        put(now, self.copies)
+        self.copied_at = trainer.step
+
+    def _agreed(self, trainer) -> tuple[int, float, float]:
+        """How many ranks have seen what is not finite, the mean loss, and the mean of the ranks' norms."""
+        weighed = zip(trainer.losses, trainer.data.weights, strict=True)
+        loss = sum(loss.item() * weight for loss, weight in weighed if weight)
+        norms = [vector_norm(p.grad) for p in trainer.parameters if p.grad is not None]
+        norm = vector_norm(torch.stack(norms)).item() if norms else 0.0
+        if trainer.scaler.is_enabled():  # an infinite gradient is fp16's scaler's to deal with
+            norm = 0.0
+        bad = not (math.isfinite(loss) and math.isfinite(norm))
+        bad, losses, norms = trainer.ranks.agree((int(bad), whole(loss, UNIT), whole(norm, NORM_UNIT)))()
+        return bad, losses * UNIT / max(1, trainer.weight), norms * NORM_UNIT / trainer.world
+
+    def _judge(self, trainer, bad: int, loss: float, norm: float) -> str:
+        """Why this step is not to be taken; empty where it is."""
+        if bad:
+            return f"loss or gradient not finite on {bad} of {trainer.world} rank(s)"
+        seen = {"loss": loss, "gradient norm": norm}
+        for name, ratio in self.spikes.items():
+            if ratio and self.taken >= KNOWN and seen[name] > ratio * self.usual[name] > 0:
+                return f"{name} {seen[name]:.4g}, more than {ratio:g} times the usual {self.usual[name]:.4g}"
+        self.taken += 1
+        part = max(1 - DECAY, 1 / self.taken)
+        for name, value in seen.items():
+            self.usual[name] += part * (value - self.usual[name])
+        return ""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in STATE}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for key in STATE:
+            setattr(self, key, state[key])
+
+
+def whole(value: float, unit: float) -> int:
+    return round(max(-LARGEST, min(LARGEST, value / unit))) if math.isfinite(value) else 0

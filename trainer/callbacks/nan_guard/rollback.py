@@ -1,0 +1,51 @@
+"""All that a step changes, as it is in memory, so that it can be put back."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trainer.callback import Role
+from trainer.callbacks.grad_compress import GradCompress
+from trainer.log import log
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+
+def buffers(trainer: "Trainer") -> list[Tensor]:
+    """What a forward pass changes."""
+    return list(trainer.module.buffers())
+
+
+def state(trainer: "Trainer") -> Iterator[Tensor]:
+    """All that a step changes, as it is in memory; buffers that no checkpoint has, too."""
+    yield from (tensor.detach() for tensor in (*trainer.module.parameters(), *trainer.module.buffers()))
+    for callback in trainer.callbacks.values():
+        if callback.role <= Role.AVERAGE:
+            yield from tensors({**callback.state_dict(), **callback.rank_state_dict()})
+    for values in trainer.optimizer.state.values():
+        yield from tensors(values)
+
+
+def put(values: list[Tensor], to: list[Tensor]) -> None:
+    """A copy, in place; also of nothing, which torch takes for a mistake."""
+    if values:
+        torch._foreach_copy_(to, values)
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors(item)
+
+
+def forget(trainer: "Trainer") -> None:
+    """What codecs have kept back: what is not finite would never leave it."""
+    for name, callback in trainer.callbacks.items():
+        if isinstance(callback, GradCompress) and (callback.codec.kept or callback.codec.shared):
+            callback.codec.forget()
+            log.warning("what %s had kept back is dropped", name)

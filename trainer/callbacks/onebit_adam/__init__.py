@@ -1,0 +1,1 @@
+from trainer.callbacks.onebit_adam.callback import OneBitAdam as OneBitAdam

@@ -1,0 +1,113 @@
+"""Adam whose variance is frozen after a warm-up, and whose momentum then travels as signs: 1-bit Adam."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+
+from trainer.callback import Callback, Role
+from trainer.callbacks.onebit_adam.optimizer import OneBit
+from trainer.comm.codecs.base import Kept, merge
+from trainer.comm.reduce import AllReduce
+from trainer.errors import ConfigError, require
+from trainer.log import log
+
+UNUSED = "which parameters no rank has used, so must not be stepped, is known to DDP alone, which ends with the warm-up"
+
+
+class OneBitAdam(Callback):
+    """Tang et al. 2021, arXiv:2102.02888. At first it is AdamW. After the warm-up gradients are not reduced: each rank
+    adds its own to the momentum, and the mean of the ranks' momenta, as signs and with error feedback both ways, is
+    what the weights move by and what the next momentum starts from. Weights and moments are the same on all ranks.
+
+    At another number of ranks, worker errors become their mean and the shards of server errors are cut anew: the part
+    that they have in the next mean stays what it was. Memory: one copy of the parameters and 1 / N for N ranks;
+    two more during a step.
+
+    Args:
+        warmup_steps: Steps with plain AdamW; the paper has 15 to 20 % of the run, until the variance is stable.
+    """
+
+    role = Role.OPTIMIZER
+    also = (Role.REDUCE, Role.COMPRESS, Role.SYNC)  # after the warm-up nothing else is reduced
+    exact = False
+    communicates = True
+    defers = True
+    conflicts = {
+        "fp16": "each rank would skip steps of its own, in which the others wait for it; use trainer.precision=bf16",
+        "find_unused_parameters": f"{UNUSED}; set trainer.ddp.find_unused_parameters=false or leave onebit_adam out",
+        "static_graph": f"{UNUSED}; set trainer.ddp.static_graph=false or leave onebit_adam out",
+    }
+
+    def __init__(self, warmup_steps: int = 100) -> None:
+        require("callbacks.onebit_adam.warmup_steps", warmup_steps, at_least=1)
+        self.warmup_steps, self.restored_step = warmup_steps, 0
+        self.errors = {"worker": Kept(), "server": Kept()}
+        self.names: dict[Tensor, str] = {}  # of the parameters, once they are known
+        self.frozen: OneBit | None = None  # none in the warm-up
+
+    def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Any:
+        self.adam, self.ends = OneBit(adamw(optimizer)), AllReduce(trainer.ranks.new_group())
+        self.names = {p: name for name, p in trainer.module.named_parameters()}
+        return self.adam
+
+    def on_fit_start(self, trainer) -> None:
+        log.info(
+            "onebit_adam: train/grad_norm is not reported; from step %d on gradients are each rank's own",
+            self.warmup_steps,
+        )
+        if trainer.step < self.warmup_steps and self.restored_step:
+            raise ConfigError(
+                f"callbacks.onebit_adam.warmup_steps={self.warmup_steps}: the checkpoint is of step {trainer.step}, "
+                f"the variance frozen since step {self.restored_step}; set at most {trainer.step}"
+            )
+        if trainer.step >= self.warmup_steps:
+            self._freeze(trainer, self.restored_step)
+
+    def on_step_end(self, trainer) -> None:
+        if trainer.step == self.warmup_steps:
+            self._freeze(trainer, 0)
+        if self.frozen:
+            trainer.ranks.share_buffers(trainer.module)  # as DDP does
+
+    def _freeze(self, trainer, frozen_step: int) -> None:
+        """From here on, the model is called without DDP around it, so backward reduces nothing."""
+        if not all(self.adam.state.get(p) for p in self.adam.params):
+            raise ConfigError(
+                f"callbacks.onebit_adam.warmup_steps={self.warmup_steps}: at step {trainer.step} AdamW has no variance "
+                f"to freeze; set it to more than {trainer.step}, or resume from a checkpoint that has AdamW's state"
+            )
+        trainer.model = trainer.module
+        self.adam.freeze(frozen_step, self.ends, **self.errors)
+        self.frozen = self.adam
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"frozen_step": self.frozen.frozen_step} if self.frozen else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.restored_step = state.get("frozen_step", 0)
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        return {key: kept.state(self.names) for key, kept in self.errors.items()} if self.frozen else {}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        for key, kept in self.errors.items():
+            kept.load(state[key], self.names)
+
+    def merge_rank_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        return {key: merge([state[key] for state in states]) for key in self.errors}
+
+
+def adamw(optimizer: Optimizer) -> AdamW:
+    """Raises:
+    ConfigError: it is another, or an AdamW that does what is not done here.
+    """
+    if not isinstance(optimizer, AdamW):
+        raise ConfigError(
+            f"optimizer={type(optimizer).__name__}: onebit_adam goes on with AdamW's momentum and variance; "
+            "use optimizer=adamw, or leave onebit_adam out"
+        )
+    for key in ("amsgrad", "maximize"):
+        if any(group[key] for group in optimizer.param_groups):
+            raise ConfigError(f"optimizer.{key}=true: onebit_adam has no such step; set optimizer.{key}=false")
+    return optimizer

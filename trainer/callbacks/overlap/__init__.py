@@ -1,0 +1,1 @@
+from trainer.callbacks.overlap.callback import Overlap as Overlap

@@ -1,0 +1,142 @@
+"""Sends each bucket of gradients in the order in which the next forward pass needs them, and steps it only then."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.callback import Callback, Role
+from trainer.callbacks.overlap.deferred import Pending, Steps
+from trainer.callbacks.overlap.send_order import PASSES, Record
+from trainer.comm.bucket import Bucket
+from trainer.comm.reduce import Background, Reduce
+from trainer.log import log
+from trainer.optim.wrapper import Stepped
+
+
+class Overlap(Callback):
+    """Backward does not wait for the network, as with ByteScheduler (Peng et al. 2019) and BytePS's cross-barrier. The
+    weights are plain DDP's with buckets of the same size, bit for bit, step for step; between steps they are one step
+    behind until `on_flush`.
+
+    After the rehearsal DDP is out of the way: gradients go into buckets of its layout, for the bits of its sums. Which
+    is sent when, rank 0 settles from the times of the rehearsal, and all follow.
+    """
+
+    role = Role.OPTIMIZER
+    communicates = True
+    defers = True
+    conflicts = {
+        "clip": "the global norm is known only after all buckets; set trainer.clip_norm=null or leave overlap out",
+        "fp16": "loss scaling must see all gradients first; use trainer.precision=bf16 or leave overlap out",
+        "static_graph": "what is used twice DDP alone knows; set trainer.ddp.static_graph=false or leave overlap out",
+    }
+
+    def __init__(self) -> None:
+        self.pending: dict[Pending, None] = {}  # sent, and not stepped yet
+        self.sent, self.fresh = 0, True  # buckets of this step; no forward pass of this step yet
+        self.unused: set[Tensor] = set()  # by this rank, in the step whose buckets are pending
+
+    def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
+        trainer.ddp["bucket_cap_mb"] = trainer.ddp["bucket_cap_mb"] or 1.0  # MiB: what is on its way is not stopped
+        trainer.passes = max(trainer.passes, PASSES)
+        return model
+
+    def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
+        self.reduce, self.background = reduce, Background(trainer.device)
+        self.record = Record(trainer.module, trainer.parameters)
+        return self.record.timed(reduce)
+
+    def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Any:
+        self.trainer, self.steps = trainer, Steps(optimizer)
+        return Stepped(optimizer, self.defer)
+
+    def on_fit_start(self, trainer) -> None:
+        log.info("overlap: train/grad_norm is not reported, for no moment has all reduced gradients")
+        needs = self.record.end()
+        self.buckets = [Pending(params) for params in self.record.layout]
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
+        self.order: list[int] = trainer.ranks.first(self.record.order())
+        trainer.model = trainer.module  # without DDP around it
+        trainer.model.require_backward_grad_sync = True
+        trainer.module.register_forward_pre_hook(lambda module, _: self._share_buffers(module))
+        for module, params in needs.items():
+            buckets = dict.fromkeys(self.bucket_of[p] for p in params if p in self.bucket_of)
+            module.register_forward_pre_hook(lambda *_, buckets=buckets: self._finish(buckets))
+        trainer.module.register_forward_hook(lambda *_: self._finish(self.pending))  # what no module has asked for
+        for p in trainer.parameters:
+            p.register_post_accumulate_grad_hook(self._collect)
+
+    def _share_buffers(self, module: nn.Module) -> None:
+        """As DDP does, before the first forward pass of a step."""
+        if module.training and self.fresh:
+            self.trainer.ranks.share_buffers(module)
+            self.fresh = False
+
+    def on_flush(self, trainer) -> None:
+        self._finish(self.pending)
+
+    @torch.no_grad()
+    def _collect(self, p: Tensor) -> None:
+        """Backward has the gradient of `p`: send what is next in the order, as far as it is there."""
+        bucket = self.bucket_of[p]
+        bucket.missing -= {p} if self.trainer.model.require_backward_grad_sync else set()  # the step's last micro-batch
+        if not bucket.missing:
+            bucket.fill()
+            self._send()
+
+    def _send(self) -> None:
+        while self.sent < len(self.order) and not self.buckets[self.order[self.sent]].missing:
+            sending = self.buckets[self.order[self.sent]]
+            sending.bucket = Bucket.of(sending.params, self.trainer.step)
+            sending.mean = self.background.submit(self.reduce, sending.flat, sending.bucket)
+            self.sent += 1
+
+    def defer(self) -> None:
+        """Note that every bucket is to be stepped, at this step's learning rates."""
+        self._finish(self.pending)  # none, unless the recipe's forward pass went around the model's
+        if self.trainer.options.ddp.find_unused_parameters:
+            self._send_unused()
+        elif self.sent < len(self.order):
+            names = {p: name for name, p in self.trainer.module.named_parameters()}
+            missing = [names[p] for bucket in self.buckets for p in bucket.params if p in bucket.missing]
+            raise RuntimeError(
+                f"overlap: no gradient for {', '.join(missing)} in the last micro-batch of a step; use every parameter "
+                "in every loss, or set trainer.ddp.find_unused_parameters=true, or leave overlap out"
+            )
+        self.steps.note()
+        for bucket in self.buckets:
+            bucket.missing = set(bucket.params)
+        self.pending = dict.fromkeys(self.buckets)
+        self.sent, self.fresh, self.trainer.lag = 0, True, 1
+
+    def _send_unused(self) -> None:
+        """What has waited for gradients that this step does not have. What no rank has used is not stepped."""
+        late = [bucket for bucket in self.buckets if bucket.missing]
+        self.unused = {p for bucket in late for p in bucket.missing if p.grad is None}
+        self.unused_by = self.trainer.ranks.agree(tuple(int(p in self.unused) for p in self.trainer.parameters))
+        for bucket in late:
+            bucket.fill()
+            bucket.missing.clear()
+        self._send()
+
+    @torch.no_grad()
+    def _finish(self, buckets: Mapping[Pending, None]) -> None:
+        """Waits for these, and steps them, and what else has arrived by then."""
+        if needed := self.pending.keys() & buckets.keys():
+            for bucket in needed:
+                bucket.mean.wait()
+            on_cpu = self.trainer.device.type == "cpu"  # on a GPU a future is done when the work is on its stream
+            there = [bucket for bucket in self.pending if bucket in needed or (on_cpu and bucket.mean.done())]
+            unused = self._by_no_rank() if any(self.unused.intersection(bucket.params) for bucket in there) else ()
+            self.steps.step(there, unused)
+            for bucket in there:
+                del self.pending[bucket]
+            self.trainer.lag = 1 if self.pending else 0
+
+    def _by_no_rank(self) -> set[Tensor]:
+        """What none has used in the step whose buckets are pending."""
+        counts = zip(self.trainer.parameters, self.unused_by(), strict=True)
+        return {p for p, count in counts if count == self.trainer.world}

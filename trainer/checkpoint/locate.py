@@ -1,0 +1,115 @@
+"""Finds the checkpoint that `trainer.resume` means."""
+
+import errno
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from trainer.checkpoint.cleanup import put_back
+from trainer.checkpoint.manifest import MANIFEST, STEP, Damaged, verify
+from trainer.errors import ConfigError
+from trainer.log import log
+
+LAST = "last.pt"
+
+
+def folder(run_dir: Path, step: int) -> Path:
+    return run_dir / f"step-{step:08d}"
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """All of a run, oldest first, valid or not."""
+    put_back(run_dir)
+    entries = run_dir.iterdir() if run_dir.is_dir() else []
+    return sorted((path for path in entries if STEP.fullmatch(path.name) and path.is_dir()), key=step_of)
+
+
+def newest(run_dir: Path) -> Path | None:
+    """The newest valid checkpoint; damaged ones above it are put out of the way, with a warning. None: there is none.
+
+    Raises:
+        Damaged: there are checkpoints, and none is valid. They stay where they are.
+    """
+    damaged: dict[Path, Damaged] = {}
+    for checkpoint in reversed(checkpoints(run_dir)):
+        try:
+            verify(checkpoint)
+        except Damaged as error:
+            damaged[checkpoint] = error
+            continue
+        for bad, error in damaged.items():
+            log.warning("damaged checkpoint, going back to %s: %s", checkpoint.name, error)
+            with suppress(OSError):  # what can't be renamed can still be passed over
+                hide(bad, "bad")
+        return checkpoint
+    for error in damaged.values():
+        raise Damaged(f"none of the {len(damaged)} checkpoints in {run_dir} is valid: {error}")
+    return None
+
+
+def resolve(resume: str, root: Path, run_dir: Path | None) -> Path | None:
+    """The checkpoint that `trainer.resume` means; None for `auto` where there is nothing to resume.
+
+    `auto` is the newest valid one of `run_dir` or, without that, of the run under `root` that was written last.
+
+    Raises:
+        ConfigError: it is no checkpoint. Damaged: it is one that can't be used. OSError: what may pass.
+    """
+    ways = f"give DIR/{LAST}, a folder step-*, a run's folder, or auto"
+    if not _can_be(resume):
+        raise ConfigError(f"trainer.resume={resume[:60]!r}...: is no path; {ways}")
+    key, target = f"trainer.resume={resume}", Path(os.path.realpath(resume))
+    try:
+        if resume == "auto":
+            run_dir = run_dir or _last_run(root)
+            return newest(run_dir) if run_dir else None
+        if target in checkpoints(target.parent) or os.path.lexists(target / MANIFEST):
+            verify(target)
+            return target
+        if checkpoints(target):
+            return newest(target)
+    except Damaged as error:
+        raise Damaged(f"{key}: {error}; {_way_out(target)}") from error
+    except PermissionError as error:  # any other error of the system may pass: another try may meet none
+        raise ConfigError(f"{key}: {error}; make it readable, or trainer.resume=null starts anew") from error
+    why = "is not a checkpoint" if target.exists() else "does not exist"
+    if os.path.islink(resume):
+        why = f"points to {target}, which {why}"
+    raise ConfigError(f"{key}: {why}; {ways}")
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _can_be(text: str) -> bool:
+    try:
+        os.lstat(text)
+    except (OSError, ValueError) as error:  # of a NUL
+        return getattr(error, "errno", errno.ENAMETOOLONG) != errno.ENAMETOOLONG
+    return True
+
+
+def _last_run(root: Path) -> Path | None:
+    linked = Path(os.path.realpath(root / LAST)).parent
+    if checkpoints(linked):
+        return linked
+    runs = {run: checkpoints(run) for run in root.iterdir()} if root.is_dir() else {}
+    written = {run: max(path.stat().st_mtime for path in found) for run, found in runs.items() if found}
+    return max(written, key=lambda run: written[run], default=None)
+
+
+def _way_out(target: Path) -> str:
+    """From a damaged checkpoint: to the newest valid one before it."""
+    siblings = checkpoints(target.parent)
+    for older in reversed(siblings[: siblings.index(target)] if target in siblings else []):
+        with suppress(Damaged):
+            verify(older)
+            return f"trainer.resume={older} is valid, or trainer.resume=auto"
+    return "trainer.resume=null starts anew"
+
+
+def hide(path: Path, why: str) -> Path:
+    hidden = path.with_name(f".{why}-{path.name}-{os.urandom(4).hex()}")
+    os.rename(path, hidden)
+    return hidden

@@ -1,0 +1,139 @@
+"""Weights alone, for `trainer.init_from`: of a checkpoint, a file of safetensors or torch.save, a Hugging Face folder.
+
+Nothing that a file asks for is run: torch's files are read by its unpickler of tensors and plain values.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from trainer.checkpoint.manifest import FILE, Damaged, verify
+from trainer.checkpoint.serialize import strict_json
+from trainer.errors import ConfigError, printable
+from trainer.log import log
+
+INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
+
+
+INDEX_BYTES = 64 << 20
+
+
+WRAPPINGS = ("state_dict", "model_state_dict", "model")  # what programs call the model's part of what they save
+
+
+PREFIXES = ("module.", "_orig_mod.", "model.")  # of DDP, torch.compile, a wrapper
+
+
+def weights_files(source: str) -> list[Path]:
+    """What `trainer.init_from` means.
+
+    Raises:
+        ConfigError: no file, and no folder with one.
+    """
+    key, path = f"trainer.init_from={source}", Path(source)
+    if path.is_file():
+        return [path]
+    for name in (INDEX, "model.safetensors", BIN_INDEX, "pytorch_model.bin"):
+        if (path / name).is_file():
+            return _shards(path, name, key) if name in (INDEX, BIN_INDEX) else [path / name]
+    raise ConfigError(
+        f"{key}: no such checkpoint, .safetensors, .pt, .pth or .bin file, or Hugging Face folder; give one of these"
+    )
+
+
+def _shards(folder: Path, index: str, key: str) -> list[Path]:
+    """In the order of their names."""
+    try:
+        names = sorted(set(strict_json(folder / index, INDEX_BYTES)["weight_map"].values()))
+        if wrong := [name for name in names if not FILE.fullmatch(name)]:
+            raise ValueError(f"{wrong[0]!r} is no name of a file beside it")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{key}: {index}: not an index ({error}); get it again") from None
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ConfigError(f"{key}: {missing[0]} is missing, which {index} names; get it again")
+    return [folder / name for name in names]
+
+
+def load_weights(module: nn.Module, source: str) -> None:
+    """Raises:
+    ConfigError: they can't be read, or are not this model's.
+    """
+    key, files, own = f"trainer.init_from={source}", weights_files(source), list(module.state_dict())
+    weights: dict[str, Tensor] = {}
+    try:
+        if Path(source).is_dir() and not (Path(source) / "config.json").is_file():  # which a Hugging Face folder has
+            verify(files[0].parent)
+        for file in files:
+            weights |= _read(file, own)
+    except Damaged as error:
+        raise ConfigError(f"{key}: {error}; give a whole checkpoint, or a file of weights alone") from None
+    put_weights(module, weights, key)
+    log.info("weights from %s", ", ".join(map(str, files)))
+
+
+def _read(file: Path, own: list[str]) -> dict[str, Tensor]:
+    try:
+        found = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        return unwrapped(found, own)
+    except Exception as error:  # of bytes that may be anything
+        text = " ".join(str(error).split())
+        code = re.search(r"GLOBAL (\S+)", text)  # around which torch says much
+        why = f"asks for {code[1]}, which is no weight" if code else text.partition(". ")[0] or type(error).__name__
+        raise Damaged(f"{file}: {printable(why)}") from None
+
+
+def unwrapped(found: Any, own: list[str]) -> dict[str, Tensor]:
+    """The weights in what a program has saved, by the names that they have in the model itself, which has `own`.
+
+    Raises:
+        ValueError: none, or something beside them.
+    """
+    for _ in WRAPPINGS:  # no more: one may hold itself
+        inner = [w for w in WRAPPINGS if isinstance(found, Mapping) and isinstance(found.get(w), Mapping)]
+        found = found[inner[0]] if inner else found
+    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise ValueError("holds more than tensors by name")
+
+    def is_around(prefix: str) -> bool:
+        return all(name.startswith(prefix) for name in found) and not any(name.startswith(prefix) for name in own)
+
+    while found and (around := next(filter(is_around, PREFIXES), "")):
+        found = {name.removeprefix(around): value for name, value in found.items()}
+    return dict(found)
+
+
+def put_weights(module: nn.Module, weights: Mapping[str, Tensor], key: str) -> None:
+    """Raises:
+    ConfigError: they are not this model's; `key` is what named them. The model is as it was.
+    """
+    own = module.state_dict()
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    given = {id(p) for name, p in parameters.items() if name in weights}  # tied ones may be there once
+    missing = [name for name in own if name not in weights and id(parameters.get(name)) not in given]
+    unknown = [name for name in weights if name not in own]
+    other = [
+        f"{name} {form(weights[name])} instead of {form(own[name])}"
+        for name in own
+        if name in weights and form(weights[name]) != form(own[name])
+    ]
+    if missing or unknown or other:
+        raise ConfigError(
+            f"{key}: {len(missing)} weights are missing, {len(unknown)} unknown and {len(other)} of another shape or "
+            f"kind ({printable(', '.join([*missing[:3], *unknown[:3], *other[:3]]))}, ...); give weights of this model"
+        )
+    module.load_state_dict(weights, strict=False)
+
+
+def form(value: Any) -> str:
+    """Its shape, and what a number of it can't become another's silently: floats of any size are one kind. Empty for a
+    module's extra state, which may be anything."""
+    if not isinstance(value, Tensor):
+        return ""
+    kind = "" if value.is_floating_point() else f" {value.dtype}"
+    odd = f" {value.layout}" if value.layout != torch.strided else " on meta" if value.is_meta else ""
+    return f"{tuple(value.shape)}{kind}{odd}".replace("torch.", "")

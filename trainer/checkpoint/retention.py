@@ -1,0 +1,48 @@
+"""Which checkpoints stay, and which are set aside."""
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from trainer.checkpoint.commit import link_newest
+from trainer.checkpoint.locate import LAST, checkpoints, hide, step_of
+from trainer.checkpoint.manifest import Damaged, sync, verify
+
+
+def retain(run_dir: Path, keep: int, best: str | None, every: int | None) -> None:
+    """Deletes all valid checkpoints but the newest `keep`, the best one, and those of steps that `every` divides; one
+    that is not valid doesn't count.
+
+    `best` is `trainer.checkpoint.keep_best`, of the manifests' "metrics". The older of equals is the better one, and
+    one without the metric is no candidate. Validity here is the manifest and the sizes; at least two stay.
+    """
+    assert keep >= 2
+    metrics: dict[Path, dict[str, float]] = {}
+    for checkpoint in checkpoints(run_dir):
+        with suppress(Damaged):
+            metrics[checkpoint] = verify(checkpoint, hashes=False).get("metrics", {})
+    name, sign = parse_best(best or "")
+    scores = {path: sign * values[name] for path, values in metrics.items() if name in values}
+    leader = min(scores, key=lambda path: scores[path], default=None)
+    for checkpoint in list(metrics)[:-keep]:
+        if checkpoint != leader and not (every and step_of(checkpoint) % every == 0):
+            shutil.rmtree(hide(checkpoint, "trash"), ignore_errors=True)
+
+
+def parse_best(best: str) -> tuple[str, int]:
+    """The metric that `trainer.checkpoint.keep_best` names, and its sign: smaller is better, but for "max NAME"."""
+    name = best.removeprefix("max ")
+    return name, 1 if name == best else -1
+
+
+def set_aside(run_dir: Path, after_step: int) -> list[str]:
+    """Renames the checkpoints above `after_step`, from where another history begins; returns their new names."""
+    found = checkpoints(run_dir)
+    older = [path for path in found if step_of(path) <= after_step]
+    if older and older != found and os.path.lexists(run_dir.parent / LAST):  # not all file systems have links
+        link_newest(older[-1])
+    names = [hide(path, "abandoned").name for path in found[len(older) :]]
+    if names:
+        sync(run_dir)
+    return names

@@ -1,0 +1,213 @@
+"""A state, nested dicts of tensors and plain values, as safetensors and strict JSON: bit for bit, without pickle."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.checkpoint.manifest import Damaged, opened
+from trainer.checkpoint.safetensors_buffer import DTYPES, Image
+from trainer.errors import ConfigError
+
+STATE = "state.json"
+
+
+STATE_BYTES = 256 << 20  # more is refused
+
+
+SECTION = re.compile(r"[A-Za-z0-9_-]{1,99}")  # becomes a file name
+
+
+class Packed(NamedTuple):
+    """A section of a state, as a checkpoint has it."""
+
+    content: Any  # of state.json
+    file: memoryview  # SECTION.safetensors; empty: it has no tensors
+
+
+def load_state(
+    folder: Path, names: Collection[str], wanted: Callable[[str], bool] = lambda section: True
+) -> dict[str, Any]:
+    """What a `Snapshot` had of the sections that are `wanted`, on the CPU. Tensors stored once come back as one
+    tensor, any kind of dict as a dict. `names`: the files of its manifest; no other is read.
+
+    Raises:
+        Damaged: a file that none can have been.
+    """
+    path = folder / STATE
+    try:
+        if STATE not in names:
+            raise ValueError("its manifest does not name it")
+        with opened(folder, STATE) as file:
+            content = strict_json(file, STATE_BYTES)
+        return {
+            section: _decode(value, _read_tensors(folder, names, section))
+            for section, value in content.items()
+            if wanted(section)
+        }
+    except Damaged:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        raise Damaged(f"{path}: not a state that can be read ({type(error).__name__}: {error})") from error
+
+
+def pack(section: str, state: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """A section as the bytes (n,) of its JSON and of its file, for the way from rank to rank: see `Packed`."""
+    packing = Pack()
+    content = json.dumps(packing.encode(dict(state), (section,)), allow_nan=False).encode("ascii")
+    image = Image(packing.tensors, pinned=False)  # to pin what is used once costs more than it gains
+    image.copy(packing.tensors)
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8), image.bytes[: None if packing.tensors else 0]
+
+
+def optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, dict[str, Any]]:
+    """The state of each parameter that `optimizer` trains, by its name in `module`: live, not copied. No settings."""
+    return {name: dict(optimizer.state.get(p, {})) for name, (p, _) in _trained(optimizer, module).items()}
+
+
+def load_optimizer_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Puts a copy of `optimizer_state` back, in the dtypes it had: torch's own way casts to the parameter's.
+
+    Raises:
+        ConfigError: the names are not those of the parameters that `optimizer` trains.
+    """
+    trained = _trained(optimizer, module)
+    both = {"missing": trained.keys() - state.keys(), "unknown": state.keys() - trained.keys()}
+    if wrong := [f"{len(names)} {kind} ({', '.join(sorted(names)[:3])})" for kind, names in both.items() if names]:
+        raise ConfigError(
+            f"trainer.resume: parameters in the checkpoint's optimizer state: {' and '.join(wrong)}; resume with the"
+            " model and optimizer that were saved, or take the weights alone: trainer.init_from"
+        )
+    for name, (parameter, group) in trained.items():
+        optimizer.state[parameter] = _place(dict(state[name]), "", parameter, group)
+
+
+class Pack:
+    """The tensors of one section, by name, as they are met."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.names: dict[tuple[Any, ...], str] = {}  # by the memory they are
+
+    def encode(self, value: Any, path: tuple[str, ...]) -> Any:
+        """`value` as JSON; an object with one key that begins with $ stands for what JSON doesn't have."""
+        if isinstance(value, Tensor):
+            return {"$tensor": self.add(value, path)}
+        if isinstance(value, dict):
+            if not all(type(key) in (str, int) for key in value):
+                raise TypeError(f"state {'/'.join(path)}: a key that is no str or int can't be saved: {list(value)}")
+            items = [(key, self.encode(item, (*path, str(key)))) for key, item in value.items()]
+            plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
+            return dict(items) if plain else {"$dict": items}
+        if type(value) in (list, tuple):
+            listed = [self.encode(item, (*path, str(i))) for i, item in enumerate(value)]
+            return listed if type(value) is list else {"$tuple": listed}
+        if type(value) is float and not math.isfinite(value):
+            return {"$float": str(value)}
+        if value is None or type(value) in (str, bool, int, float):
+            return value
+        raise TypeError(
+            f"state {'/'.join(path)}: a {type(value).__qualname__} can't be saved; make it a tensor or a plain value"
+        )
+
+    def add(self, tensor: Tensor, path: tuple[str, ...]) -> str:
+        data = tensor.detach()
+        lazy = data.layout != torch.strided or data.is_meta or data.is_conj() or data.is_neg()
+        if lazy or type(data) is not Tensor or data.dtype not in DTYPES:
+            raise TypeError(
+                f"state {'/'.join(path)}: a {data.dtype} {type(data).__name__} in {data.layout} layout can't be saved"
+            )
+        key = (data.device, data.data_ptr() or id(tensor), data.dtype, data.shape, data.stride())
+        if key not in self.names:
+            name = "/".join(path[1:]) or path[0]
+            while name in self.tensors or name == "__metadata__":  # a key with "/" in it, or safetensors' own
+                name += "_"
+            self.tensors[name] = data
+            self.names[key] = name
+        return self.names[key]
+
+
+def _read_tensors(folder: Path, names: Collection[str], section: str) -> dict[str, Tensor]:
+    if not SECTION.fullmatch(section):
+        raise ValueError(f"section {section!r}")
+    if (name := f"{section}.safetensors") not in names:
+        return {}
+    with opened(folder, name) as file:
+        # Copied, because safetensors maps the file, which may be cut.
+        return {name: tensor.clone() for name, tensor in load_file(file).items()}
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match list(value.items()):
+        case [("$tensor", name)]:
+            return tensors[name]
+        case [("$float", "inf" | "-inf" | "nan" as text)]:
+            return float(text)
+        case [("$tuple", list(items))]:
+            return tuple(_decode(item, tensors) for item in items)
+        case [("$dict", list(items))]:
+            return {key: _decode(item, tensors) for key, item in items}
+    if any(key.startswith("$") for key in value):
+        raise ValueError(f"unknown kind {list(value)}")
+    return {key: _decode(item, tensors) for key, item in value.items()}
+
+
+def strict_json(path: Path, most: int) -> Any:
+    """Raises:
+    ValueError: more than `most` bytes, NaN, a key twice, or no JSON.
+    """
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"larger than {most} bytes")
+    return json.loads(content, parse_constant=_refuse, object_pairs_hook=_unique)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _trained(optimizer: Optimizer, module: nn.Module) -> dict[str, tuple[nn.Parameter, dict[str, Any]]]:
+    """Each parameter of the optimizer with its group, by its name."""
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    named = {name: (p, groups[p]) for name, p in module.named_parameters() if p in groups}
+    assert len(named) == len(groups), "the optimizer trains parameters that are not the module's"
+    assert optimizer.state.keys() <= groups.keys(), "the optimizer keeps state outside of its parameters"
+    return named
+
+
+def _place(value: Any, key: str, parameter: nn.Parameter, group: Mapping[str, Any]) -> Any:
+    """A copy where the optimizer expects it: with the parameter, and laid out like it; "step" mostly on the host."""
+    if isinstance(value, dict):
+        return {k: _place(v, k, parameter, group) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_place(v, key, parameter, group) for v in value)
+    if not isinstance(value, Tensor):
+        return value
+    if key == "step":  # torch's rule, see Optimizer.load_state_dict
+        hosted = not (group.get("fused") or group.get("capturable"))
+        return value.to("cpu", copy=True) if hosted else value.to(parameter.device, torch.float32, copy=True)
+    if value.shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    return value.to(parameter.device, copy=True)

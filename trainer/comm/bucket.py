@@ -1,0 +1,68 @@
+"""What a flat tensor of gradients holds: pieces of parameters, in order."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    pass
+
+
+class Piece(NamedTuple):
+    """Elements `start` to `stop` of a flattened parameter."""
+
+    param: Tensor
+    start: int
+    stop: int
+
+
+class Bucket:
+    """What a flat tensor holds: pieces of parameters, in order; mostly whole ones.
+
+    Args:
+        step: The step whose gradients these are, for what depends on it: `trainer.step` may have moved on.
+        kind: Residuals of gradients and of weights are never mixed.
+        whole: The pieces of the bucket that it was cut from, of which other ranks have the rest.
+    """
+
+    def __init__(
+        self, pieces: Iterable[Piece], step: int, kind: str = "gradients", whole: tuple[Piece, ...] = ()
+    ) -> None:
+        self.pieces, self.step, self.kind = tuple(pieces), step, kind
+        self.whole = whole or self.pieces
+
+    @classmethod
+    def of(cls, params: Iterable[Tensor], step: int, kind: str = "gradients") -> "Bucket":
+        return cls((Piece(p, 0, p.numel()) for p in params), step, kind)
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """A view of each piece; in the parameter's shape where it is whole."""
+        parts = flat.split([stop - start for _, start, stop in self.pieces])
+        return [
+            part.view_as(p) if stop - start == p.numel() else part
+            for part, (p, start, stop) in zip(parts, self.pieces, strict=True)
+        ]
+
+    def gradients(self, flat: Tensor) -> list[Tensor]:
+        """A view of each whole parameter's part, laid out in memory as the parameter is: DDP fills its buckets so."""
+        parts = flat.split([p.numel() for p, _, _ in self.pieces])
+        return [
+            part.as_strided(p.shape, p.stride(), part.storage_offset()) if dense(p) else part.view_as(p)
+            for part, (p, _, _) in zip(parts, self.pieces, strict=True)
+        ]
+
+    def cut(self, start: int, stop: int) -> "Bucket":
+        """What elements `start` to `stop` of the flat tensor hold; fewer where that is past its end."""
+        pieces, offset = [], 0
+        for p, first, last in self.pieces:
+            low, high = max(first, first + start - offset), min(last, first + stop - offset)
+            if low < high:
+                pieces.append(Piece(p, low, high))
+            offset += last - first
+        return Bucket(pieces, self.step, self.kind, self.whole)
+
+
+def dense(p: Tensor) -> bool:
+    """Whether its elements fill one stretch of memory, in any order."""
+    return sum((size - 1) * stride for size, stride in zip(p.shape, p.stride())) + 1 == p.numel()

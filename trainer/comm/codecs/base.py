@@ -1,0 +1,191 @@
+"""How a flat tensor travels: what a codec is, error feedback around any, and what both keep from step to step."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from trainer.comm.bucket import Bucket, Piece
+from trainer.comm.reduce import AllReduce, Reduce
+from trainer.errors import ConfigError
+
+
+class Codec:
+    """Base class. A codec says what is sent for a flat tensor, and what a payload means.
+
+    `encode` and `decode` are enough for a codec of one payload; one that talks more than once overrides `mean`.
+    """
+
+    gathers: bool = False  # payloads can't be summed on the way: `reduce` is the chain's end, an AllReduce
+    feedback: bool = False  # what is not sent should be added to the next step's
+    exact: bool = False  # the mean is the mean, to rounding
+
+    ranks, rank, seed = 1, 0, 0  # as `join` says
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Kept] = {}  # this rank's own
+        self.shared: dict[str, dict[Tensor, Tensor]] = {}  # by parameter, the same on all ranks
+        self.rooms: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def room(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """For a payload of as many elements as `like`: the same memory in every step, for on a CPU fresh memory takes
+        longer than what is done with it. One bucket is on its way at a time, so buckets of a size share it."""
+        key = like.numel(), dtype
+        if key not in self.rooms:
+            self.rooms[key] = torch.empty_like(like, dtype=dtype)
+        return self.rooms[key]
+
+    def join(self, ranks: int, rank: int, seed: int) -> None:
+        """Among how many payloads are averaged, which this one's is, and what random numbers are made from."""
+        self.ranks, self.rank, self.seed = ranks, rank, seed
+
+    def forget(self) -> None:
+        """What is kept from step to step is as at the beginning."""
+        for kept in self.kept.values():
+            for flat in kept.flats.values():
+                flat.zero_()
+        for values in self.shared.values():
+            values.clear()
+
+    def encode(self, flat: Tensor, bucket: Bucket) -> Tensor:
+        """The payload, of a size that is the same on all ranks."""
+        raise NotImplementedError
+
+    def decode(self, payload: Tensor, out: Tensor, weight: float, bucket: Bucket) -> None:
+        """Adds `weight` times what the payload says to `out`."""
+        raise NotImplementedError
+
+    def mean(self, flat: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
+        """Puts the mean over ranks of what was sent of `flat` into `out`, and leaves in `flat` what was not sent.
+
+        `out` may be `flat`: then what was not sent is lost.
+        """
+        payload = self.encode(flat, bucket)
+        if out is not flat:
+            self.decode(payload, flat, -1.0, bucket)
+        out.zero_()
+        if not self.gathers:
+            return self.decode(reduce(payload, bucket), out, 1.0, bucket)
+        assert isinstance(reduce, AllReduce)
+        rows = reduce.gather(payload)
+        for row in rows:
+            self.decode(row, out, 1.0 / len(rows), bucket)
+
+
+class ErrorFeedback(Codec):
+    """Adds what `codec` did not send to the next step's gradient (Seide et al. 2014; Karimireddy et al. 2019,
+    arXiv:1901.09847): the sum of all that was sent, and the residual, is the sum of all gradients.
+
+    Memory: one copy of what is reduced.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        super().__init__()
+        self.codec, self.gathers = codec, codec.gathers
+        self.residual = Kept()
+        self.kept, self.shared = {**codec.kept, "residual": self.residual}, codec.shared
+
+    def join(self, ranks: int, rank: int, seed: int) -> None:
+        self.codec.join(ranks, rank, seed)
+
+    def mean(self, flat: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
+        residual = self.residual.of(bucket, flat)
+        residual += flat
+        if residual.dtype == out.dtype:
+            return self.codec.mean(residual, out, bucket, reduce)
+        mean = torch.empty_like(residual)
+        self.codec.mean(residual, mean, bucket, reduce)
+        out.copy_(mean)
+
+
+# Kind of bucket -> name of parameter -> "start:stop" of its elements -> their values.
+Stretches = dict[str, dict[str, dict[str, Tensor]]]
+
+
+class Kept:
+    """A value for each element that is reduced, zero at first: a flat tensor for each bucket that has asked for one.
+
+    In float32 at least: in 16 bits small gradients would not add up.
+    """
+
+    def __init__(self) -> None:
+        self.flats: dict[tuple[str, tuple[Piece, ...]], Tensor] = {}
+        self.restored: Stretches = {}
+        self.names: Mapping[Tensor, str] = {}
+
+    def of(self, bucket: Bucket, like: Tensor) -> Tensor:
+        key = bucket.kind, bucket.pieces
+        if key not in self.flats:
+            flat = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+            restored = self.restored.get(bucket.kind, {})
+            for view, (p, start, stop) in zip(bucket.split(flat), bucket.pieces, strict=True):
+                if (name := self.names.get(p, "")) in restored:
+                    fill(view.view(-1), start, stop, restored[name], name)
+            self.flats[key] = flat
+        if restored := self.restored.get(bucket.kind):
+            for p, _, _ in bucket.whole:
+                restored.pop(self.names.get(p, ""), None)  # it is here now, or other ranks have it
+        return self.flats[key]
+
+    def take(self, bucket: Bucket) -> None:
+        """Of what was restored, all that is of this bucket.
+
+        Raises:
+            ConfigError: other ranks have some of it.
+        """
+        if self.restored.get(bucket.kind):
+            like = bucket.whole[0].param
+            self.of(bucket, like.new_empty(sum(stop - start for _, start, stop in bucket.pieces)))
+
+    def state(self, names: Mapping[Tensor, str]) -> Stretches:
+        """All of it, by name; also what was restored and no bucket has asked for yet."""
+        asked: Stretches = {}
+        for (kind, pieces), flat in self.flats.items():
+            for view, (p, start, stop) in zip(Bucket(pieces, 0).split(flat), pieces, strict=True):
+                asked.setdefault(kind, {}).setdefault(names[p], {})[f"{start}:{stop}"] = view.view(-1)
+        return {kind: self.restored.get(kind, {}) | asked.get(kind, {}) for kind in self.restored | asked}
+
+    def load(self, state: Stretches, names: Mapping[Tensor, str]) -> None:
+        """Buckets take their elements when they ask next, whatever pieces they are made of now."""
+        self.flats, self.restored, self.names = {}, state, names
+
+
+def fill(view: Tensor, start: int, stop: int, stretches: Mapping[str, Tensor], name: str) -> None:
+    """Puts elements `start` to `stop`, which `stretches` have, into `view`.
+
+    Raises:
+        ConfigError: other ranks have them.
+    """
+    missing = stop - start
+    for key, values in stretches.items():
+        first, last = map(int, key.split(":"))
+        low, high = max(start, first), min(stop, last)
+        if low < high:
+            view[low - start : high - start] = values[low - first : high - first]
+            missing -= high - low
+    if missing:
+        raise ConfigError(
+            f"trainer.resume: what was kept back of {name} is on other ranks now; set callbacks.hierarchical and the "
+            "size of buckets as they were, or start anew with trainer.resume=null"
+        )
+
+
+def merge(states: Iterable[Stretches]) -> Stretches:
+    """The mean of each element over the ranks that had it: where every rank has it, or every one of a slow level, the
+    part that the residuals have in the next mean stays what it was, at any number of ranks."""
+    gathered: dict[tuple[str, str], list[tuple[str, Tensor]]] = {}
+    for state in states:
+        for kind, by_name in state.items():
+            for name, stretches in by_name.items():
+                gathered.setdefault((kind, name), []).extend(stretches.items())
+    merged: Stretches = {}
+    for (kind, name), stretches in gathered.items():
+        size = max(int(key.split(":")[1]) for key, _ in stretches)
+        total = torch.zeros(size, dtype=stretches[0][1].dtype)
+        holders = torch.zeros_like(total)
+        for key, values in stretches:
+            start, stop = map(int, key.split(":"))
+            total[start:stop] += values
+            holders[start:stop] += 1
+        merged.setdefault(kind, {})[name] = {f"0:{size}": total / holders.clamp(min=1)}
+    return merged

@@ -1,0 +1,101 @@
+"""Gradients in 8 bits, with a scale for each block."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from trainer.comm.bucket import Bucket
+from trainer.comm.codecs.base import Codec
+from trainer.comm.codecs.chunks import chunks
+from trainer.comm.reduce import AllReduce, Reduce
+from trainer.errors import ConfigError, require_one_of
+from trainer.rng import mix
+
+NOISE = 6  # a purpose of `mix`
+
+
+class Int8(Codec):
+    """Each block in multiples of 1/127 of its largest magnitude, the step of the block (Alistarh et al. 2017,
+    arXiv:1610.02132, with 127 levels and that norm).
+
+    Sums are in float32, of shards: each rank gets its own shard of everyone's blocks (all-to-all), adds them up,
+    quantises the mean again, and all gather that. A rank sends 2 (N - 1) / N * P * (1 + 4 / block) bytes per step for P
+    elements on N ranks.
+
+    Both roundings err by less than one step if stochastic, and are then unbiased (to 2^-17 of a step); by at most half
+    a step if nearest. A block with a value that is not finite comes out without a finite one.
+
+    With error feedback, the owner of a shard keeps what its second rounding lost, for all ranks.
+
+    Args:
+        rounding: What is drawn for stochastic rounding depends on the seed, the step, the rank and what is reduced,
+            nothing else: a resume has the same bits.
+        block: Elements per scale; a multiple of 4.
+    """
+
+    gathers: bool = True
+
+    def __init__(self, rounding: Literal["stochastic", "nearest"] = "stochastic", block: int = 256) -> None:
+        super().__init__()
+        if block < 4 or block % 4:
+            raise ConfigError(f"callbacks.grad_compress.block={block}: int8 needs a positive multiple of 4; use 256")
+        require_one_of("callbacks.grad_compress.rounding", rounding, ("stochastic", "nearest"))
+        self.stochastic, self.block = rounding == "stochastic", block
+
+    def mean(self, flat: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
+        assert isinstance(reduce, AllReduce) and reduce.size == self.ranks
+        noise = self._generator(flat.device, bucket) if self.stochastic else None
+        own = -(-flat.numel() // (self.block * self.ranks))  # blocks in a shard
+        # A record is a block's scale and its codes.
+        records = torch.empty(self.ranks * own, 4 + self.block, dtype=torch.uint8, device=flat.device)
+        for chunk in chunks(len(records), flat.device, self.block):
+            part, x = self._blocks(flat, chunk)
+            quantise(x, records[chunk], noise)
+            if out is not flat:
+                part -= dequantise(records[chunk]).view(-1)[: len(part)]
+        shards = reduce.swap(records.view(self.ranks, -1)).view(self.ranks, own, -1)
+        shard = flat[self.rank * own * self.block : (self.rank + 1) * own * self.block]
+        means = torch.empty_like(shards[0])
+        for chunk in chunks(own, flat.device, self.block):
+            x = dequantise(shards[0, chunk])
+            for other in shards[1:]:
+                x += dequantise(other[chunk])
+            x /= self.ranks
+            quantise(x, means[chunk], noise)
+            if out is not flat:
+                part, _ = self._blocks(shard, chunk)
+                part += x.sub_(dequantise(means[chunk])).mul_(self.ranks).view(-1)[: len(part)]
+        records = reduce.gather(means.view(-1)).view(self.ranks * own, -1)
+        for chunk in chunks(len(records), flat.device, self.block):
+            part, _ = self._blocks(out, chunk)
+            part.copy_(dequantise(records[chunk]).view(-1)[: len(part)])
+
+    def _blocks(self, flat: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+        """What there is of these blocks, and (blocks, block) in float32 with zeros for what is past the end."""
+        part = flat[chunk.start * self.block : chunk.stop * self.block]
+        lacking = (chunk.stop - chunk.start) * self.block - len(part)
+        return part, (pad(part, (0, lacking)) if lacking else part).view(-1, self.block).float()
+
+    def _generator(self, device: torch.device, bucket: Bucket) -> torch.Generator:
+        """Never the global one: dropout draws from that at the same time."""
+        first = bucket.pieces[0]
+        key = mix(self.seed, NOISE, bucket.step, self.rank, *first.param.shape, first.start, first.stop)
+        return torch.Generator(device).manual_seed(key >> 1)
+
+
+def quantise(x: Tensor, records: Tensor, noise: torch.Generator | None) -> None:
+    """Puts (blocks, block) float32 into (blocks, 4 + block) bytes."""
+    # A little more than the largest / 127: no rounding on the way takes a code past 127. Not 0, and its inverse finite.
+    scale = x.abs().amax(1, keepdim=True).mul_((1 + 2**-20) / 127).clamp_(min=2.0**-120)
+    records[:, :4].view(torch.float32).copy_(scale)
+    codes = x * scale.reciprocal_()
+    if noise is not None:  # 16 bits each, 4 to a draw
+        draws = torch.empty(x.numel() // 4, dtype=torch.int64, device=x.device).random_(-(2**63), None, generator=noise)
+        codes.add_(draws.view(torch.int16).view_as(x).float(), alpha=2**-16)
+    records[:, 4:].view(torch.int8).copy_(codes.add_(0.5).floor_())
+
+
+def dequantise(records: Tensor) -> Tensor:
+    return records[:, 4:].view(torch.int8).float().mul_(records[:, :4].view(torch.float32))

@@ -1,0 +1,94 @@
+"""Matrices as products of two thin ones."""
+
+import torch
+from torch import Tensor
+
+from trainer.comm.bucket import Bucket
+from trainer.comm.codecs.base import Codec
+from trainer.comm.reduce import Reduce
+from trainer.errors import require
+from trainer.rng import mix
+
+START = 7  # a purpose of `mix`
+
+
+class PowerSGD(Codec):
+    """Vogels et al. 2019, arXiv:1905.13727: one step of power iteration from where the last one ended.
+
+    A gradient of m x n (its first dimension x the others) goes as rank * (m + n) numbers where that is fewer. All else
+    goes as it is, beside the first factors: vectors, small matrices, and pieces that are not a whole parameter. Two
+    all-reduces per bucket. 16-bit gradients are computed with and sent in float32.
+
+    What this rank did not send is its gradient minus P times its own Q. The paper has the mean of Qs there. Averaged
+    over ranks, which is all that the next mean gradient sees, both are the same.
+
+    Memory: rank * n numbers per matrix.
+    """
+
+    feedback: bool = True
+
+    def __init__(self, rank: int = 4) -> None:
+        super().__init__()
+        require("callbacks.grad_compress.rank", rank, at_least=1)
+        self.columns = rank
+        self.shared["q"] = {}
+
+    def mean(self, flat: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
+        if flat.itemsize < 4:
+            wide = flat.float()
+            wide_out = wide if out is flat else torch.empty_like(wide)
+            self.mean(wide, wide_out, bucket, reduce)
+            flat.copy_(wide)
+            out.copy_(wide_out)
+            return
+        split = list(zip(bucket.pieces, bucket.split(flat), bucket.split(out), strict=True))
+        matrices = [(p.param, a.flatten(1), b.flatten(1)) for p, a, b in split if self.compresses(a)]
+        plain = [(a, b) for _, a, b in split if not self.compresses(a)]
+
+        ps = [orthonormal(self.q(param, sent)) @ sent.t() for param, sent, _ in matrices]
+        means = average([sent for sent, _ in plain] + ps, bucket, reduce)
+        for (sent, out_part), mean in zip(plain, means):
+            sent.zero_()
+            out_part.copy_(mean)
+        ps, qs = [orthonormal(p) for p in means[len(plain) :]], []
+        for (_, sent, _), p in zip(matrices, ps, strict=True):
+            qs.append(p @ sent)
+            if out is not flat:
+                sent.addmm_(p.t(), qs[-1], alpha=-1)
+        for (param, _, out_part), p, q in zip(matrices, ps, average(qs, bucket, reduce), strict=True):
+            torch.mm(p.t(), q, out=out_part)
+            self._keep(param, q)
+
+    def compresses(self, piece: Tensor) -> bool:
+        """Of a bucket's pieces those that are whole have the parameter's shape."""
+        m, n = (1, 1) if piece.dim() < 2 else piece.flatten(1).shape
+        return self.columns * (m + n) < m * n
+
+    def q(self, param: Tensor, grad: Tensor) -> Tensor:
+        """Transposed. At first normal: the same on all ranks, whatever the buckets are."""
+        m, n = grad.flatten(1).shape
+        q = self.shared["q"].get(param)
+        if q is None or q.shape != (self.columns, n):
+            generator = torch.Generator().manual_seed(mix(self.seed, START, m, n) >> 1)
+            q = torch.randn(self.columns, n, generator=generator, dtype=grad.dtype)
+            q = self.shared["q"][param] = q.to(grad.device)
+        return q
+
+    def _keep(self, param: Tensor, q: Tensor) -> None:
+        """Where the next step starts, but for rows from which nothing could ever come."""
+        norms = torch.linalg.vector_norm(q, dim=1, keepdim=True)
+        self.shared["q"][param] = torch.where((norms > 0) & norms.isfinite(), q, self.shared["q"][param])
+
+
+def orthonormal(rows: Tensor) -> Tensor:
+    """Rows that span the same; of zeros too."""
+    return torch.linalg.qr(rows.t()).Q.t()
+
+
+def average(tensors: list[Tensor], bucket: Bucket, reduce: Reduce) -> list[Tensor]:
+    """All of them, in one flat tensor."""
+    if not tensors:
+        return []
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    flat = reduce(flat, bucket.cut(0, len(flat)))
+    return [part.view_as(x) for part, x in zip(flat.split([x.numel() for x in tensors]), tensors, strict=True)]

@@ -1,0 +1,80 @@
+"""The codecs by name, and the knobs that each has."""
+
+import inspect
+from typing import Any
+
+from trainer.callback import Role
+from trainer.comm.codecs.base import Codec
+from trainer.comm.codecs.blocksparse import BlockSparse
+from trainer.comm.codecs.cast import BFloat16, Float16
+from trainer.comm.codecs.dgc import DGC
+from trainer.comm.codecs.int8 import Int8
+from trainer.comm.codecs.powersgd import PowerSGD
+from trainer.comm.codecs.sign import Sign
+from trainer.comm.codecs.topk import TopK
+from trainer.errors import ConfigError, require_one_of
+
+CODECS: dict[str, type[Codec]] = {
+    "bf16": BFloat16,
+    "fp16": Float16,
+    "int8": Int8,
+    "topk": TopK,
+    "dgc": DGC,
+    "sign": Sign,
+    "powersgd": PowerSGD,
+    "blocksparse": BlockSparse,
+}
+
+
+def make(name: str, knobs: dict[str, Any]) -> Codec:
+    """Raises:
+    ConfigError: for a codec that there is not, and a knob that this one does not have.
+    """
+    require_one_of("callbacks.grad_compress.codec", name, CODECS)
+    known = inspect.signature(CODECS[name]).parameters
+    given = {knob: value for knob, value in knobs.items() if value is not None}
+    for knob in given.keys() - known.keys():
+        raise ConfigError(
+            f"callbacks.grad_compress.{knob}={given[knob]}: codec={name} has no such knob; "
+            f"leave it out (its knobs: {', '.join(known) or 'none'})"
+        )
+    return CODECS[name](**given)
+
+
+def refuse(name: str, codec: Codec, feedback: bool | None, level: str) -> None:
+    """Raises:
+    ConfigError: for settings that mean nothing for this codec.
+    """
+    if feedback and (codec.kept or codec.exact):
+        why = "sends everything" if codec.exact else "keeps by itself what it does not send"
+        raise ConfigError(f"callbacks.grad_compress.feedback=true: codec={name} {why}; leave feedback out")
+    if level == "inter" and name == "powersgd":
+        raise ConfigError(
+            "callbacks.grad_compress.level=inter: between nodes a rank has a part of each matrix, and "
+            "codec=powersgd needs whole ones; use level=all, or another codec"
+        )
+
+
+def conflicts(
+    name: str, codec: Codec, level: str, momentum: float | None, clip_norm: float | None
+) -> dict[Role | str, str]:
+    """What the codec can't run with: see `Callback.conflicts`."""
+    refused: dict[Role | str, str] = {}
+    if codec.kept:
+        refused["fp16"] = (
+            f"codec={name} keeps gradients from step to step, in units of a loss scale that changes, and would keep "
+            "those of a step that the scaler skips; use trainer.precision=bf16, or codec=fp16"
+        )
+        refused["find_unused_parameters"] = (
+            f"codec={name} would send what it kept of a parameter that no rank has used, and DDP drops that; "
+            "set trainer.ddp.find_unused_parameters=false, or use a codec that keeps nothing"
+        )
+    if momentum or clip_norm:
+        knob = "momentum" if momentum else "clip_norm"
+        refused[Role.SYNC] = f"{knob} is of gradients, not of weights; leave callbacks.grad_compress.{knob} out"
+    if codec.gathers and level == "all":
+        refused[Role.REDUCE] = (
+            f"codec={name} gathers what all ranks send, and nothing is left to reduce in another way; "
+            "use callbacks.grad_compress.level=inter with hierarchical, or leave one out"
+        )
+    return refused

@@ -1,0 +1,42 @@
+"""The device and the backend of this process."""
+
+import torch
+import torch.distributed as dist
+
+from trainer.errors import ConfigError
+from trainer.process.environment import Place
+
+
+def count_gpus(accelerator: str) -> int:
+    """CUDA devices that a run on this node may use; makes no context on any."""
+    count = torch.cuda.device_count() if accelerator != "cpu" and torch.cuda.is_available() else 0
+    if accelerator == "cuda" and not count:
+        raise ConfigError(
+            "trainer.accelerator=cuda: torch sees no CUDA device; use trainer.accelerator=cpu, or a CUDA build of torch"
+        )
+    return count
+
+
+def pick_device(accelerator: str, place: Place) -> torch.device:
+    count = count_gpus(accelerator)
+    if not count:
+        return torch.device("cpu")
+    # srun --gpus-per-task=1 shows each task its own device alone.
+    local_rank = 0 if place.launcher == "srun" and count == 1 else place.local_rank
+    if local_rank >= count:
+        raise ConfigError(
+            f"trainer.devices: this node has {count} CUDA device(s), and a rank needs number {local_rank}; "
+            f"use trainer.devices={count} or trainer.accelerator=cpu"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def pick_backend(backend: str, device: torch.device) -> str:
+    if backend == "auto":
+        return "nccl" if device.type == "cuda" else "gloo"
+    if backend == "nccl" and device.type != "cuda":
+        raise ConfigError(f"trainer.backend=nccl: needs CUDA, and this run is on {device}; use trainer.backend=gloo")
+    if backend == "mpi" and not dist.is_mpi_available():
+        raise ConfigError("trainer.backend=mpi: this torch was built without MPI; use trainer.backend=gloo or nccl")
+    return backend

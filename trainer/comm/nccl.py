@@ -1,0 +1,170 @@
+"""NCCL's settings: the key `nccl`, as the environment variables that NCCL reads. Imports no torch."""
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from trainer.errors import ConfigError, nearest, require
+
+ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT")
+
+
+PROTOCOLS = ("LL", "LL128", "Simple")
+
+
+FUNCTIONS = ("allreduce", "broadcast", "reduce", "allgather", "reducescatter")
+
+
+DISTANCES = ("LOC", "PIX", "PXB", "PHB", "SYS")
+
+
+LEVELS = ("VERSION", "WARN", "INFO", "TRACE")
+
+
+MOST = {"socket_threads": 16, "sockets_per_thread": 64, "min_channels": 64, "max_channels": 64}
+
+
+VARIABLES = {
+    "net": "NCCL_NET",
+    "interface": "NCCL_SOCKET_IFNAME",
+    "socket_threads": "NCCL_SOCKET_NTHREADS",
+    "sockets_per_thread": "NCCL_NSOCKS_PERTHREAD",
+    "ib_disable": "NCCL_IB_DISABLE",
+    "ib_hca": "NCCL_IB_HCA",
+    "gpu_direct": "NCCL_NET_GDR_LEVEL",
+    "collnet": "NCCL_COLLNET_ENABLE",
+    "algo": "NCCL_ALGO",
+    "proto": "NCCL_PROTO",
+    "buffer_mib": "NCCL_BUFFSIZE",
+    "min_channels": "NCCL_MIN_CTAS",
+    "max_channels": "NCCL_MAX_CTAS",
+    "debug": "NCCL_DEBUG",
+}
+
+
+@dataclass(frozen=True)
+class NCCLOptions:
+    """None leaves the choice to NCCL.
+
+    Variables and values are those of "Environment Variables" in the user guide of NCCL 2.30
+    (docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html; its source is docs/userguide/source/env.rst).
+    `algo` and `proto` are names, one or a list, or that page's own form: "^NVLS", "allreduce:Tree;broadcast:Ring".
+    """
+
+    net: str | None = None  # IB, Socket, or a plugin's name: NCCL then falls back on no other
+    interface: str | None = None  # prefixes: eth; exactly: =eth0; all but: ^docker
+    socket_threads: int | None = None  # per connection; 1 to 16
+    sockets_per_thread: int | None = None
+    ib_disable: bool | None = None  # of RoCE too
+    ib_hca: str | None = None  # prefixes: mlx5; exactly, with a port: =mlx5_0:1,mlx5_1:1
+    gpu_direct: str | None = None  # farthest that a card may be from a GPU that it reads: LOC (never) to SYS (always)
+    collnet: bool | None = None  # sums in the network, as SHARP does, by a plugin
+    algo: str | list[str] | None = None
+    proto: str | list[str] | None = None
+    buffer_mib: float | None = None  # between two GPUs; NCCL has 4
+    min_channels: int | None = None  # a channel takes one thread block of a GPU; 1 to 64
+    max_channels: int | None = None
+    debug: str | None = None
+
+    def __post_init__(self) -> None:
+        for key, most in MOST.items():
+            value = getattr(self, key)
+            require(f"nccl.{key}", value, at_least=1)
+            if value is not None and value > most:
+                raise ConfigError(f"nccl.{key}={value}: must be at most {most}")
+        require("nccl.buffer_mib", self.buffer_mib, at_least=2**-10)
+        sockets = (self.socket_threads or 1) * (self.sockets_per_thread or 1)
+        if sockets > 64:
+            raise ConfigError(
+                f"nccl.sockets_per_thread={self.sockets_per_thread}: with nccl.socket_threads={self.socket_threads} "
+                f"that makes {sockets} sockets a connection; NCCL has at most 64"
+            )
+        if (self.min_channels or 1) > (self.max_channels or 64):
+            raise ConfigError(
+                f"nccl.min_channels={self.min_channels}: must be at most nccl.max_channels={self.max_channels}"
+            )
+        for key in ("net", "interface", "ib_hca"):
+            value = getattr(self, key)
+            if value is not None and (not value or " " in value):
+                raise ConfigError(f"nccl.{key}={value}: must be names, with a comma between two and no space")
+        for key, names in (("gpu_direct", DISTANCES), ("debug", LEVELS)):
+            if getattr(self, key) is not None:
+                refuse_unknown(f"nccl.{key}={getattr(self, key)}", getattr(self, key), names)
+        for key, names in (("algo", ALGORITHMS), ("proto", PROTOCOLS)):
+            if getattr(self, key) is not None:
+                refuse_names(key, as_text(getattr(self, key)), names)
+        if self.ib_disable and (self.net or "").upper() == "IB":
+            raise ConfigError("nccl.ib_disable=true: nccl.net=IB asks for what it disables; set one of them to null")
+
+    def environment(self) -> dict[str, str]:
+        """The variables of what is set."""
+        values = {name: getattr(self, name) for name in VARIABLES}
+        if self.buffer_mib is not None:
+            values["buffer_mib"] = int(self.buffer_mib * 2**20)
+        return {VARIABLES[name]: as_text(value) for name, value in values.items() if value is not None}
+
+
+def as_text(value: object) -> str:
+    if isinstance(value, list):
+        return ",".join(value)
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def refuse_unknown(setting: str, name: str, names: tuple[str, ...]) -> None:
+    if name not in names:
+        raise ConfigError(f"{setting}: NCCL knows no {name or 'empty name'}; {nearest(name, names)}")
+
+
+def refuse_names(key: str, text: str, names: tuple[str, ...]) -> None:
+    """Of the form NAMES, or FUNCTION:NAMES;FUNCTION:NAMES;... where NAMES may begin with ^, for all but those."""
+    for part in text.split(";"):
+        function, colon, listed = part.rpartition(":")
+        if colon:
+            refuse_unknown(f"nccl.{key}={text}", function, FUNCTIONS)
+        for name in listed.removeprefix("^").split(","):
+            refuse_unknown(f"nccl.{key}={text}", name, names)
+    # Since 2.24 NCCL does not fall back on Ring, which is all that a broadcast knows (NVIDIA/nccl issue 317).
+    if key == "algo" and not {":", ";"} & set(text) and text.startswith("^") == ("Ring" in text.strip("^").split(",")):
+        raise ConfigError(
+            f"nccl.algo={text}: DDP's broadcast needs Ring; add it, or limit this to nccl.algo=allreduce:{text}"
+        )
+
+
+@contextmanager
+def applied(options: NCCLOptions, environ: MutableMapping[str, str]) -> Iterator[None]:
+    """For the processes that start inside, and the groups that first communicate inside.
+
+    `python -m trainer.main` does this around a run; with a Trainer made in Python:
+
+        with applied(NCCLOptions(interface="=eth0"), os.environ):
+            Trainer(recipe, batch=64).fit()
+
+    Raises:
+        ConfigError: where `environ` has another value already.
+    """
+    wanted = options.environment()
+    for key, variable in VARIABLES.items():
+        if variable in wanted and environ.get(variable, wanted[variable]) != wanted[variable]:
+            raise ConfigError(
+                f"nccl.{key}={as_text(getattr(options, key))}: {variable}={environ[variable]} is set in the "
+                f"environment; unset it, or nccl.{key}=null"
+            )
+    added = wanted.keys() - environ.keys()
+    environ.update(wanted)
+    try:
+        yield
+    finally:
+        for variable in added:
+            environ.pop(variable, None)
+
+
+def in_words(options: NCCLOptions, backend: str, world: int, environ: Mapping[str, str]) -> str:
+    """What NCCL is told, from the config and from elsewhere; empty where there is nothing to say."""
+    wanted = options.environment()
+    said = " ".join(f"{name}={value}" for name, value in wanted.items())
+    if backend != "nccl" or world == 1:
+        why = f"the backend is {backend}" if backend != "nccl" else "one rank does not communicate"
+        return f"nccl: {said} without effect, {why}" if said else ""
+    kept = sorted(name for name in environ if name.startswith("NCCL_") and name not in wanted)
+    more = " ".join(f"{name}={environ[name]}" for name in kept)
+    return "nccl: " + "; ".join(filter(None, [said, more and f"from the environment {more}"])) if said or more else ""

@@ -1,0 +1,161 @@
+"""Ranks: process groups, and small agreements between them."""
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from itertools import chain
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.comm.device import pick_backend, pick_device
+from trainer.errors import ConfigError
+from trainer.process.environment import Place
+
+BROUGHT = 64 << 20  # bytes that are on their way to rank 0 at once
+
+
+COLLECTIVES = 2000  # the last so many are kept, for `Ranks.note_failure`
+
+
+RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # torch's, of gloo's collectives and, with CUDA, of NCCL's
+
+
+class Ranks:
+    """This process among its peers. With one rank nothing is started, and every call answers at once.
+
+    Agreements go over a gloo group of the CPU's own, so none of them makes a device wait.
+    """
+
+    def __init__(self, place: Place, accelerator: str, backend: str, timeout_s: float) -> None:
+        self.rank, self.world, self.place = place.rank, place.world, place
+        self.device = pick_device(accelerator, place)
+        self.backend = pick_backend(backend, self.device)
+        if self.world == 1:
+            return
+        self.timeout = timedelta(seconds=timeout_s)
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(COLLECTIVES))
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        store = dist.FileStore(place.store, self.world) if place.store else None
+        dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world, timeout=self.timeout)
+        self.host = self.new_group("gloo")
+        self.patient = self.new_group("gloo", timedelta(days=30))
+
+    def new_group(self, backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
+        """Every thread or stream that communicates owns one. A collective: call it on all ranks."""
+        group = dist.new_group(backend=backend or self.backend, timeout=timeout or self.timeout)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    def new_groups(self, parts: list[list[int]]) -> dist.ProcessGroup:
+        """One for each of the `parts` that the ranks fall into; this rank's. A collective."""
+        own, _ = dist.new_subgroups_by_enumeration(parts, timeout=self.timeout, backend=self.backend)
+        assert isinstance(own, dist.ProcessGroup)
+        return own
+
+    def ranks_per_node(self) -> int:
+        """As the launcher started them.
+
+        Raises:
+            ConfigError: not as many on each node, or not node by node.
+        """
+        places = self.gather([self.place.local_rank, self.place.local_world])
+        per_node = places[0][1]
+        for rank, place in enumerate(places):
+            if place != [rank % per_node, per_node]:
+                raise ConfigError(
+                    f"callbacks.hierarchical: rank {rank} is number {place[0]} of {place[1]} on its node, rank 0's has "
+                    f"{per_node}; start as many on each node, node by node, or leave hierarchical out"
+                )
+        return per_node
+
+    def agree(self, values: tuple[int, ...]) -> Callable[[], tuple[int, ...]]:
+        """Start summing `values` over ranks, and return what waits for the sums."""
+        if self.world == 1:
+            return lambda: values
+        word = torch.tensor(values, dtype=torch.int64)
+        work = dist.all_reduce(word, group=self.host, async_op=True)
+        assert work is not None
+
+        def sums() -> tuple[int, ...]:
+            work.wait()
+            return tuple(word.tolist())
+
+        return sums
+
+    def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+        """A JSON value of each rank, in the order of ranks, on all of them."""
+        if self.world == 1:
+            return [value]
+        group = group or self.host
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
+        longest = max(int(size) for size in sizes)
+        rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
+        dist.all_gather(rows, torch.nn.functional.pad(data, (0, longest - data.numel())), group=group)
+        return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+    def bring(self, data: Tensor, moved: Callable[[], object]) -> list[Tensor]:
+        """Bytes (n,) of each rank, in the order of ranks, to rank 0, however long that takes; nothing to the others.
+        They come in pieces, each within the limit of a collective, after which `moved` is called."""
+        if self.world == 1:
+            return [data]
+        sizes, piece = self.gather(data.numel()), BROUGHT // self.world
+        brought = [] if self.rank else [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        for start in range(0, max(sizes), piece):
+            length = min(piece, max(sizes) - start)
+            own = data[start : start + length]
+            rows = [torch.empty(length, dtype=torch.uint8) for _ in brought]
+            dist.gather(torch.nn.functional.pad(own, (0, length - own.numel())), rows or None, group=self.host)
+            for whole, row in zip(brought, rows, strict=True):
+                part = whole[start : start + length]
+                part.copy_(row[: part.numel()])
+            moved()
+        return brought
+
+    def each(self, value: Any) -> list[Any]:
+        """As `gather`, however long it takes: rank 0 may have a corpus to prepare."""
+        return self.gather(value, self.patient if self.world > 1 else None)
+
+    def first(self, value: Any) -> Any:
+        """Rank 0's JSON value, on all ranks, however long it takes."""
+        return self.each(value if self.rank == 0 else None)[0]
+
+    def share_buffers(self, module: nn.Module) -> None:
+        """Rank 0's on all ranks, as DDP does before a forward pass in training."""
+        buffers = list(module.buffers())
+        if self.world > 1 and buffers:
+            assert dist.group.WORLD is not None
+            dist._broadcast_coalesced(dist.group.WORLD, buffers, 250 << 20, 0)
+
+    def note_failure(self, kind: type[BaseException] | None, logs: Path) -> None:
+        """Where a collective may have failed, the last ones of this rank go into the folder `logs`, by torch's flight
+        recorder: where ranks have gone apart, the last of one is not that of the others."""
+        if self.world > 1 and kind and issubclass(kind, RuntimeError):
+            with suppress(OSError, ValueError, KeyError):  # it would hide what has failed
+                torchs: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
+                traces = [json.loads(getattr(torchs, name, bytes)() or "{}") for name in RECORDERS]
+                entries = sorted(
+                    chain(*(trace.get("entries", ()) for trace in traces)), key=itemgetter("time_created_ns")
+                )
+                noted = json.dumps({**traces[0], "entries": entries})
+                (logs / f"collectives-rank{self.rank}.json").write_text(noted)
+
+    def leave(self) -> None:
+        """Ends the groups when all do. A collective: rank 0 may still write, and a launcher may end all ranks with the
+        first that ends."""
+        if self.world > 1 and dist.is_initialized():
+            self.first(None)
+        self.close()
+
+    def close(self) -> None:
+        """At once: peers that wait for this rank hear of it."""
+        if self.world > 1 and dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,111 @@
+"""The chain that averages gradients over ranks: the all-reduce at its end, and the thread or stream that runs it."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from trainer.comm.bucket import Bucket
+
+if TYPE_CHECKING:
+    pass
+
+
+# Mean over ranks of a flat tensor, in place or not: same shape and dtype. Plain blocking code, run by `Background`.
+Reduce = Callable[[Tensor, Bucket], Tensor]
+
+
+# Older versions of torch have the second names only, newer ones warn of them.
+def all_gather(rows: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(rows, own, group=group)
+
+
+def reduce_scatter(own: Tensor, rows: Tensor, group: dist.ProcessGroup) -> None:
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(own, rows, group=group)
+
+
+def exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """sent[r] goes to rank r of the group, into its received[this rank].
+
+    On a CPU: gloo's collectives for this say that a peer may send only behind what they send themselves, so unless all
+    ranks start in the same moment, the two directions of a link take turns.
+    """
+    ranks, own = dist.get_process_group_ranks(group), group.rank()
+    received[own].copy_(sent[own])
+    others = [(own + k) % len(ranks) for k in range(1, len(ranks))]  # no two ranks send to the same one at a time
+    coming = [dist.irecv(received[r], ranks[r], group) for r in others]
+    for r in others:
+        dist.send(sent[r], ranks[r], group)
+    for work in coming:
+        assert work is not None
+        work.wait()
+
+
+class AllReduce:
+    """The end of the chain: the mean over the ranks of `group`, and what codecs need whose payloads can't be summed."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.size = group, group.size()
+
+    def __call__(self, flat: Tensor, bucket: Bucket) -> Tensor:
+        """Scales before it sums and by the reciprocal, as DDP's own reducer does: the same bits."""
+        dist.all_reduce(flat.mul_(1.0 / self.size), group=self.group)
+        return flat
+
+    def gather(self, own: Tensor) -> Tensor:
+        """(n,) of each rank, of the same n -> (ranks, n)."""
+        rows = own.new_empty(self.size, own.numel())
+        if own.device.type == "cpu":
+            exchange([own] * self.size, rows.unbind(), self.group)
+        else:
+            all_gather(rows.view(-1), own, self.group)
+        return rows
+
+    def swap(self, rows: Tensor) -> Tensor:
+        """(ranks, n): row r goes to rank r, and what comes back are the rows that all ranks had for this one."""
+        swapped = torch.empty_like(rows)
+        if rows.device.type == "cpu":
+            exchange(rows.unbind(), swapped.unbind(), self.group)
+        else:
+            dist.all_to_all_single(swapped, rows, group=self.group)
+        return swapped
+
+
+class Background:
+    """Runs calls one by one, in order, beside the caller: on a thread (CPU) or a stream (CUDA)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.failed: Exception | None = None
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reduce")
+
+    def submit(self, call: Callable[..., Tensor], *args: Any) -> "Future[Tensor]":
+        """An exception in `call` is raised by the future's `wait`; on a stream, here."""
+        if self.stream is None:
+            done: Future[Tensor] = Future()
+            self.thread.submit(self._run, done, call, *args)
+            return done
+        done = Future(devices=[self.device])
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        for tensor in args:
+            if isinstance(tensor, Tensor):
+                tensor.record_stream(self.stream)  # the caller may drop it: its memory stays
+        with torch.cuda.stream(self.stream):
+            done.set_result(call(*args))  # enqueued, not finished: `wait` makes the waiting stream wait
+        return done
+
+    def _run(self, done: "Future[Tensor]", call: Callable[..., Tensor], *args: Any) -> None:
+        try:
+            if self.failed:
+                raise self.failed  # peers wait for what has failed: nothing later may go in its place
+            result = call(*args)
+        except Exception as error:
+            self.failed = error
+            done.set_exception(error)  # pyright: ignore[reportArgumentType] typed for one class only
+        else:
+            done.set_result(result)

@@ -1,0 +1,30 @@
+"""From a checked config to objects."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from trainer.config.schema import options_knobs
+from trainer.config.targets import locate
+
+T = TypeVar("T")
+
+
+def arguments(node: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in node.items() if name not in ("_target_", "_partial_")}
+
+
+def settings(options: type[T], values: Mapping[str, Any]) -> T:
+    """The dataclass `options` from its section; one inside of it likewise."""
+    given = dict(values)
+    for name, knob in options_knobs(options).items():
+        if dataclasses.is_dataclass(knob.annotation) and name in given:
+            given[name] = settings(knob.annotation, given[name])  # pyright: ignore[reportArgumentType] it is a type
+    return options(**given)
+
+
+def build(key: str, node: Mapping[str, Any], allow: tuple[str, ...]) -> Any:
+    """The object that `node` describes, or with `_partial_` a function that still takes its first arguments."""
+    target = locate(key, node["_target_"], allow)
+    return functools.partial(target, **arguments(node)) if node.get("_partial_") else target(**arguments(node))

@@ -1,0 +1,117 @@
+"""Checks a composed config against the constructors' signatures, before torch is imported."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.comm.nccl import NCCLOptions
+from trainer.config.build import arguments, build, settings
+from trainer.config.options import DataOptions, Options
+from trainer.config.redact import HIDDEN, secrets, without_secrets
+from trainer.config.schema import ANY_NAME, NO_DEFAULT, Knob, describe, fits, knobs, options_knobs
+from trainer.config.targets import ALLOWED, refuse_nested, refuse_target
+from trainer.errors import ConfigError, nearest, require
+
+TOP = ("recipe", "callbacks", "optimizer", "schedule", "batch", "micro_batch", "accumulate", "trainer", "data", "nccl")
+
+
+STAGES = {"decoders": ("extension", "bytes"), "map": ("sample",)}  # of `data`: functions, and what they are called with
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """Every key known, every value of its type and in its range, nothing missing.
+
+    Raises:
+        ConfigError: for the first that is not.
+    """
+    if hidden := secrets(config):
+        raise ConfigError(f"{hidden[0]}={HIDDEN}: is a secret that was not printed; give its value")
+    for key in config:
+        if key not in TOP:
+            raise ConfigError(f"{key}={shown(key, config[key])}: no such key; {nearest(key, TOP)}")
+    for key in TOP:
+        if key not in config:
+            raise ConfigError(f"{key}: is missing; a run can't be without it")
+    refuse_missing(config, "")
+    for key in ("batch", "micro_batch", "accumulate"):
+        check_type(key, config[key], int if key == "batch" else int | None)
+        require(key, config[key], at_least=1)
+    check_type("callbacks", config["callbacks"], dict)
+    for key, options in (("trainer", Options), ("data", DataOptions), ("nccl", NCCLOptions)):
+        check_values(key, config[key], options_knobs(options))
+        settings(options, config[key])  # refuses what is out of range
+    allow = (*ALLOWED, *config["trainer"].get("allow_targets", ()))
+    for name, node in config["callbacks"].items():
+        if not isinstance(node, Mapping) or "_target_" not in node:
+            others = ", ".join(sorted(config["callbacks"].keys() - {name}))
+            raise ConfigError(f"callbacks.{name}: not in this run, which has {others}; '+callbacks=[{name}]' adds it")
+        check_node(f"callbacks.{name}", node, allow)
+    check_stages(config["data"], allow)
+    for key in ("recipe", "optimizer", "schedule"):
+        check_node(key, config[key], allow)
+    build("schedule", config["schedule"], allow)  # refuses what is out of range, and imports no torch
+
+
+def refuse_missing(node: Any, key: str) -> None:
+    if node == "???":
+        raise ConfigError(f"{key}=???: has no default; give {key}=VALUE")
+    items = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for name, value in items:
+        refuse_missing(value, f"{key}.{name}".lstrip("."))
+
+
+def check_node(key: str, node: Any, allow: tuple[str, ...]) -> None:
+    """One `_target_` with its arguments."""
+    if not isinstance(node, Mapping) or "_target_" not in node:
+        raise ConfigError(f"{key}={shown(key, node)}: has no _target_; choose one by {key}=NAME, see --help")
+    target = node["_target_"]
+    check_type(f"{key}._target_", target, str)
+    if "." not in target:
+        raise ConfigError(f"{key}._target_={target}: not a full name; write package.module.Name")
+    refuse_target(key, target, target, allow)
+    known = knobs(key, target, allow)
+    refuse_nested(key, arguments(node))
+    check_values(key, arguments(node), known)
+    for name, knob in known.items():
+        if knob.default is NO_DEFAULT and name not in node and name != ANY_NAME and not node.get("_partial_"):
+            raise ConfigError(f"{key}.{name}: is missing; give {key}.{name}=VALUE")
+
+
+def check_stages(data: Mapping[str, Any], allow: tuple[str, ...]) -> None:
+    for key in STAGES:
+        for i, item in enumerate(data.get(key, ())):
+            check_node(f"data.{key}.{i}", stage_node(f"data.{key}.{i}", item), allow)
+
+
+def stage_node(key: str, item: Any) -> Mapping[str, Any]:
+    """A name is the function itself, which gets no arguments before it is called."""
+    if isinstance(item, str):
+        return {"_target_": item, "_partial_": True}
+    if not isinstance(item, Mapping) or "_target_" not in item:
+        raise ConfigError(f"{key}={shown(key, item)}: must be the name of a function, or a _target_ with its arguments")
+    return item
+
+
+def check_values(key: str, values: Any, known: Mapping[str, Knob]) -> None:
+    check_type(key, values, dict)
+    for name, value in values.items():
+        if name not in known and ANY_NAME not in known:
+            raise ConfigError(f"{key}.{name}={shown(name, value)}: no such key; {nearest(name, known)}")
+        kind = known[name].annotation if name in known else Any
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            check_values(f"{key}.{name}", value, options_knobs(kind))
+        else:
+            check_type(f"{key}.{name}", value, kind)
+
+
+def check_type(key: str, value: Any, kind: Any) -> None:
+    if not fits(value, kind):
+        typed = not isinstance(value, list) and not (isinstance(value, str) and "Literal" in str(kind))
+        but = f", not {describe(type(value))}" if typed else ""  # else its type is not what is wrong
+        raise ConfigError(f"{key}={shown(key, value)}: must be {describe(kind)}{but}")
+
+
+def shown(key: str, value: Any) -> str:
+    """As YAML has it."""
+    text = str(without_secrets({key: value})[key])
+    return {"None": "null", "True": "true", "False": "false"}.get(text, text)

@@ -1,0 +1,146 @@
+"""Composes configs with Hydra, and explains its errors in one line."""
+
+import contextlib
+import io
+import itertools
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.config.redact import remove_with_secrets, word_without_secrets
+from trainer.errors import ConfigError, nearest
+
+HERE = Path(__file__).parent.parent
+
+
+CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # in a wheel, in a checkout
+
+
+TYPED = {
+    "recipe": "recipe=NAME",
+    "callbacks": "+callbacks=[NAME,...]",
+    "optimizer": "optimizer=NAME",
+    "schedule": "schedule=NAME",
+    "nccl": "nccl=NAME",
+}
+
+
+class Job(NamedTuple):
+    config: Any
+    recipe: str
+    typed: list[str]  # the arguments that lead to this config, to be shown
+
+
+def own_folders(arguments: list[str]) -> list[Path]:
+    """What --config-dir names."""
+    names = [b for a, b in itertools.pairwise(arguments) if a in ("--config-dir", "-cd")]
+    names += [a.partition("=")[2] for a in arguments if a.startswith("--config-dir=")]
+    for name in names:
+        if not Path(name).is_dir():
+            raise ConfigError(f"--config-dir {name}: is not a folder; give the one that holds recipe/NAME.yaml")
+    return [Path(name) for name in names]
+
+
+def choices(group: str, folders: list[Path]) -> dict[str, Path]:
+    return {path.stem: path for folder in folders for path in sorted((folder / group).glob("*.yaml"))}
+
+
+def compose(arguments: list[str], folders: list[Path]) -> list[Job]:
+    """Hydra's part: groups, overrides, multirun. Without a job where it only shows something."""
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import DictConfig, OmegaConf
+
+    jobs: list[Job] = []
+    swept: set[Path] = set()  # what Hydra writes of a multirun
+    flags = [word for folder in folders[1:] for word in ("--config-dir", str(folder))]
+
+    def collect(config: DictConfig) -> None:
+        chosen = HydraConfig.get()
+        overrides: Any = OmegaConf.to_container(chosen.overrides.task)  # as they are: they may hold ${...}
+        typed = [word_without_secrets(as_typed(override)) for override in overrides]
+        swept.add(Path(chosen.sweep.dir, "multirun.yaml"))
+        recipe = dict(chosen.runtime.choices).get("recipe", "")
+        jobs.append(Job(OmegaConf.to_container(config, resolve=True), recipe, [*flags, *typed]))
+
+    words = merged([normal(word, folders) for word in arguments])
+    sys.argv[1:] = sorted(words, key=is_override)  # argparse takes positional arguments in one piece only
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(collect)()
+    except SystemExit as stop:
+        if stop.code:
+            raise ConfigError(f"{said.getvalue().strip().rpartition('error: ')[2]}; see --help") from None
+        raise
+    except Exception as error:
+        raise ConfigError(explain(error, folders)) from None
+    sys.stderr.write(said.getvalue())
+    for file in filter(Path.exists, swept):
+        remove_with_secrets(file)
+    return jobs
+
+
+def as_typed(override: str) -> str:
+    """Without what `normal` and, in a multirun, Hydra make of it."""
+    if override.startswith("~"):
+        return override.removesuffix("=null")
+    return re.sub(r"\$\\{.*?\\}", lambda found: re.sub(r"\\(.)", r"\1", found[0]), override.removeprefix("++"))
+
+
+def explain(error: Exception, folders: list[Path]) -> str:
+    """Hydra's error in one line."""
+    from hydra.errors import MissingConfigException, OverrideParseException
+
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        known = choices(group, folders)
+        return f"{group}={name}: there is no such {group.removesuffix('s')}; {nearest(name, known)}"
+    if isinstance(error, OverrideParseException):
+        word = word_without_secrets(error.override.removeprefix("++"))
+        shell, text = "'+callbacks=[a,b]'", "'recipe.text=\"a(b).txt\"'"
+        return (
+            f"{word}: can't be read as KEY=VALUE; quote it for the shell, as in {shell}, and text twice, as in {text}"
+        )
+    text = " ".join(str(error).split())
+    if absent := re.search("delete from config. '(.*)' does not exist", text):
+        return f"~{absent[1]}: this run has none; see --cfg job"
+    reason, _, key = text.partition(" full_key: ")  # OmegaConf's
+    return f"{key.split()[0]}: {reason}; see --cfg job" if key else f"{reason}; see --cfg job"
+
+
+def is_override(word: str) -> bool:
+    return word.startswith("~") or ("=" in word and not word.startswith("-"))
+
+
+def normal(word: str, folders: list[Path]) -> str:
+    """The argument as Hydra shall take it. Any key may be new to it: `check` knows them all, and says more.
+    `callbacks=[...]` and `+callbacks=[...]` mean the same, and may name a default one."""
+    key, equals, value = word.partition("=")
+    name = key.lstrip("+")
+    if not equals or not name or word[0] in "-~" or re.search("[@/]", name) or name.startswith("hydra."):
+        return word
+    if name == "callbacks":
+        value = "" if value == "null" else value
+        return f"callbacks={value if '[' in value else f'[{value}]'}"
+    if any((folder / name).is_dir() for folder in folders):
+        if value == "null":
+            raise ConfigError(f"{word}: a run needs one; there are {', '.join(choices(name, folders))}")
+        return word
+    return f"++{name}={value}"
+
+
+def merged(words: list[str]) -> list[str]:
+    """With one list of callbacks, of which Hydra would heed the last only; without those that every run has."""
+    given = [re.findall(r"\[([^][]*)\]", word) for word in words if word.startswith("callbacks=")]
+    if not given or [] in given:  # none, or one that Hydra shall refuse
+        return words
+    default = re.findall(r"^  - callbacks/(\w+)", (CONF / "config.yaml").read_text(), re.MULTILINE)
+    lists = []
+    for several in itertools.product(*given):  # each may be a sweep
+        names = [name.strip() for name in ",".join(several).split(",")]
+        lists.append(f"[{','.join(dict.fromkeys(name for name in names if name and name not in default))}]")
+    return [f"callbacks={','.join(lists)}", *(word for word in words if not word.startswith("callbacks="))]

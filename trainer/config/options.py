@@ -1,0 +1,127 @@
+"""The typed settings of a run: the keys `trainer`, `trainer.checkpoint`, `trainer.ddp` and `data`. Imports no torch."""
+
+import os
+import tempfile
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from trainer.config.duration import Duration
+from trainer.errors import ConfigError, nearest, require
+from trainer.process.environment import node_range
+
+ACCEPTABLE = ("seed", "batch", "data", "callbacks", "lanes", "block", "optimizer")  # what a resume compares
+
+
+LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")  # a socket's name has 107 bytes
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """`dir` holds one folder a run, and `last.pt`, a link to the newest checkpoint."""
+
+    dir: str = "ckpt"
+    every_steps: int | None = 1000
+    every_minutes: float | None = 30.0  # by rank 0's clock
+    keep: int = 2  # newest valid checkpoints kept; at least 2, for the newest may turn out to be damaged
+    keep_best: str | None = None  # a metric, smaller is better: "val/loss"; "max val/accuracy" turns it round
+    keep_every: int | None = None  # steps; checkpoints of multiples of it stay for ever
+    when_busy: Literal["wait", "skip"] = "wait"  # where the one before is still being written when one is due
+    max_failures: int = 3  # in a row, until the run stops
+
+    def __post_init__(self) -> None:
+        require("trainer.checkpoint.every_steps", self.every_steps, at_least=1)
+        require("trainer.checkpoint.every_minutes", self.every_minutes, above=0)
+        for key, least in (("keep", 2), ("keep_every", 1), ("max_failures", 1)):
+            require(f"trainer.checkpoint.{key}", getattr(self, key), at_least=least)
+
+
+@dataclass(frozen=True)
+class DDPOptions:
+    """torch's DistributedDataParallel, by its own names but for the unit."""
+
+    bucket_mib: float | None = None  # null: torch's 25, after a first bucket of 1
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = False
+
+    def __post_init__(self) -> None:
+        require("trainer.ddp.bucket_mib", self.bucket_mib, above=0)
+
+    def arguments(self) -> dict[str, Any]:
+        """For DistributedDataParallel."""
+        values = asdict(self)
+        return {"bucket_cap_mb": values.pop("bucket_mib"), **values}
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    workers: int = 2  # processes per rank; 0 reads in the training process
+    prefetch: int = 2  # micro-batches ahead per worker
+    lanes: int = 64  # shards mixed in every batch; part of the run's identity
+    block: int = 512  # samples shuffled together inside a lane; part of the run's identity
+    decoders: list[Any] = field(default_factory=list)  # functions (".seg.png", bytes) -> value, or None: the next one's
+    map: list[Any] = field(default_factory=list)  # functions sample -> sample, one after the other, before `transform`
+    max_bad: float = 1e-4  # share of an epoch's samples that may be unreadable, 10 at least; 0: none
+    allow_pipe: bool = False  # whether a shard may be pipe:PROGRAM ARGUMENTS, which is run without a shell
+    cache_dir: str = "~/.cache/echelon/shards"  # where shards at URLs and unpacked ones are kept; one folder a node
+    cache_gb: float = 50.0  # it may hold; the least recently used shards go, those in use stay
+
+    def __post_init__(self) -> None:
+        require("data.workers", self.workers, at_least=0)
+        if self.workers and len(os.fsencode(folder := tempfile.gettempdir())) > LONGEST_TMPDIR:
+            raise ConfigError(
+                f"data.workers={self.workers}: TMPDIR={folder} is too long a name for their sockets; "
+                f"set TMPDIR to a folder of at most {LONGEST_TMPDIR} bytes, or data.workers=0"
+            )
+        for key in ("prefetch", "lanes", "block"):
+            require(f"data.{key}", getattr(self, key), at_least=1)
+        require("data.max_bad", self.max_bad, at_least=0)
+        require("data.cache_gb", self.cache_gb, above=0)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything under `trainer`."""
+
+    devices: int | Literal["auto"] = "auto"  # ranks on this node; auto: every GPU, or one CPU process
+    nodes: int | str = 1  # or MIN:MAX under torchrun, whose nodes may come and go
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
+    deterministic: bool = False  # a GPU's kernels that give the same bits every time, and an error where there is none
+    max_steps: int | None = None
+    max_epochs: float | None = None
+    clip_norm: float | None = None  # global norm; null does not clip
+    validate_every: int | str | None = None  # a duration; null: at the end only
+    log_every_steps: int = 50
+    seed: int = 0
+    resume: str | None = None  # ckpt/last.pt, a checkpoint, a run, or auto
+    accept: list[str] = field(default_factory=list)  # differences from the checkpoint that a resume may take
+    init_from: str | None = None  # weights only: a checkpoint, a file, a Hugging Face folder
+    run_dir: str | None = None  # null: runs/<recipe>-<time>
+    timeout_s: float = 600.0  # of a collective, of a wait for a data worker; twice that without a move ends the run
+    restarts: int = 3  # after failures, without a step further than before; of ranks that Echelon starts itself
+    check_replicas_every: int | None = 1000  # steps; whether all ranks have the same weights
+    allow_targets: list[str] = field(default_factory=list)  # packages beside Echelon's that _target_ may name
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    ddp: DDPOptions = field(default_factory=DDPOptions)
+
+    def __post_init__(self) -> None:
+        if self.devices != "auto":
+            require("trainer.devices", self.devices, at_least=1)
+        node_range(self.nodes)
+        for key in ("log_every_steps", "check_replicas_every"):
+            require(f"trainer.{key}", getattr(self, key), at_least=1)
+        for key in ("max_steps", "max_epochs", "seed", "restarts"):
+            require(f"trainer.{key}", getattr(self, key), at_least=0)
+        for key in self.accept:
+            if key not in ACCEPTABLE:
+                raise ConfigError(
+                    f"trainer.accept=[{key}]: is nothing that a resume compares; {nearest(key, ACCEPTABLE)}"
+                )
+        for key in ("clip_norm", "timeout_s"):
+            require(f"trainer.{key}", getattr(self, key), above=0)
+        if self.validate_every is not None and not Duration.parse(self.validate_every, "trainer.validate_every").amount:
+            raise ConfigError(
+                f"trainer.validate_every={self.validate_every}: must be more than 0; null: at the end only"
+            )

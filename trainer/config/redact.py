@@ -1,0 +1,97 @@
+"""Keeps secrets out of what is printed and stored: values of keys that are named as such, passwords and signatures in
+URLs."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+HIDDEN = "***"
+
+
+# What makes a name a secret's: one of these words in it, or such an end, with or without `_` between its words.
+WORDS = {"secret", "secrets", "password", "passwords", "passphrase", "passwd", "pwd", "credential", "credentials"}
+
+
+WORDS |= {"cookie", "cookies", "dsn", "sas"}
+
+
+KEYS = ("apikey", "accesskey", "accountkey", "privatekey", "authkey", "secretkey")
+
+
+TOKENS = ("token", "hftokens", "hubtokens", "apitokens", "authtokens", "accesstokens")  # others are counted
+
+
+ENDS = (*TOKENS, *KEYS, *(f"{key}id" for key in KEYS), "auth", "authorization", "bearer", "connectionstring")
+
+
+MARKS = {"mask", "cls", "sep", "pad", "bos", "eos", "unk", "per"}  # before `token`: one of text
+
+
+CAMEL = re.compile("(?<=[a-z0-9])(?=[A-Z])")  # where apiKey would have a `_`
+
+
+USER = re.compile(r"""(://)[^\s/?#'"]*@""")  # and password, of a URL
+
+
+QUERY = re.compile(r"""\?([^\s'"]*)""")  # of a URL, or of a part of one
+
+
+SIGNATURE = re.compile(r"(?i)(^|&)[\w.%-]*(sig|token|secret|credential|password|pwd|auth|key)[\w.%-]*=")  # in a query
+
+
+PAIR = re.compile(r"""([\w-]+)(['"]?\s*[:=]\s*)("[^"]*"|'[^']*'|[^,{}[\]]+)""")  # in a value such as {a: 1, b: [c]}
+
+
+def is_secret(key: str) -> bool:
+    words = re.findall("[a-z0-9]+", CAMEL.sub("_", key.rpartition(".")[2]).lower())
+    if words[-1:] == ["token"] and not MARKS.isdisjoint(words[-2:]):
+        return False
+    return not WORDS.isdisjoint(words) or "".join(words).endswith(ENDS)
+
+
+def without_secrets(config: Any) -> Any:
+    """A copy of a config, with stars for each secret that is given."""
+    if isinstance(config, Mapping):
+        return {
+            key: HIDDEN if is_secret(str(key)) and value not in (None, "") else without_secrets(value)
+            for key, value in config.items()
+        }
+    if isinstance(config, list):
+        return [without_secrets(item) for item in config]
+    return without_signatures(config) if isinstance(config, str) else config
+
+
+def without_signatures(text: str) -> str:
+    """Without the user and password of each URL, and the query that signs it."""
+    text = USER.sub(rf"\1{HIDDEN}@", text)
+    return QUERY.sub(lambda query: f"?{HIDDEN}" if SIGNATURE.search(query[1]) else query[0], text)
+
+
+def secrets(config: Any, key: str = "") -> list[str]:
+    """Keys for which a stored config has stars."""
+    items = config.items() if isinstance(config, Mapping) else enumerate(config) if isinstance(config, list) else ()
+    if isinstance(config, list) and any(map(is_hidden, config)):
+        return [key]
+    found = [name for part, value in items for name in secrets(value, f"{key}.{part}".lstrip("."))]
+    return [key] if is_hidden(config) else found
+
+
+def is_hidden(value: Any) -> bool:
+    return value == HIDDEN or (isinstance(value, str) and (f"?{HIDDEN}" in value or f"://{HIDDEN}@" in value))
+
+
+def word_without_secrets(word: str) -> str:
+    """An argument as it was typed."""
+    key, equals, _ = word.partition("=")
+    if equals and is_secret(key):
+        return f"{key}={HIDDEN}"
+    word = PAIR.sub(lambda found: f"{found[1]}{found[2]}{HIDDEN}" if is_secret(found[1]) else found[0], word)
+    return without_signatures(word)
+
+
+def remove_with_secrets(file: Path) -> None:
+    """A record of Hydra's, where one of its lines has a secret."""
+    lines = file.read_text().splitlines()
+    if lines != list(map(word_without_secrets, lines)):
+        file.unlink()

@@ -1,0 +1,132 @@
+"""The parameters of constructors, as their source has them, and which values fit them."""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Mapping
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any, Literal
+
+from trainer.config.targets import locate
+
+NO_DEFAULT = inspect.Parameter.empty
+
+
+ANY_NAME = "**"  # among the knobs of what takes any keyword
+
+
+PLAIN = {t.__name__: t for t in (int, float, bool, str, list, tuple, dict)} | {"Literal": Literal}
+
+
+@dataclasses.dataclass(frozen=True)
+class Knob:
+    annotation: Any  # Any where it is not made of plain types
+    default: Any = NO_DEFAULT  # a value, or its source; NO_DEFAULT where it must be given
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Plain types, unions, Literal, list and tuple of them; whole numbers are floats too. Anything else fits."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, arg) for arg in args)
+    if origin is Literal:
+        return any(value is arg or (type(value) is type(arg) and value == arg) for arg in args)
+    if origin is tuple and Ellipsis not in args:
+        return isinstance(value, list) and len(value) == len(args) and all(map(fits, value, args))
+    if origin in (list, tuple):
+        return isinstance(value, list) and all(fits(item, args[0]) for item in value)
+    if kind in (int, float):
+        return isinstance(value, int | kind) and not isinstance(value, bool)
+    if kind in (None, type(None)):
+        return value is None
+    return isinstance(value, kind) if kind in (bool, str, dict, list) else True
+
+
+def describe(kind: Any) -> str:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe(arg) for arg in args)
+    if origin is Literal:
+        return " or ".join(str(arg) for arg in args)
+    if origin is tuple and Ellipsis not in args:
+        return f"[{', '.join(describe(arg) for arg in args)}]"
+    if origin in (list, tuple):
+        return "a list" if args[0] is Any else f"a list of {describe(args[0])}"
+    return "null" if kind in (None, type(None)) else getattr(kind, "__name__", str(kind))
+
+
+def options_knobs(options: type) -> dict[str, Knob]:
+    hints = typing.get_type_hints(options)
+    return {field.name: Knob(hints[field.name], field.default) for field in dataclasses.fields(options)}
+
+
+@functools.cache
+def knobs(key: str, target: str, allow: tuple[str, ...]) -> dict[str, Knob]:
+    """The parameters of a class's constructor or of a function: from its module's source if that tells them, so that
+    checking a config imports no torch; else from the object itself."""
+    module, _, name = target.rpartition(".")
+    if source := source_of(module):
+        tree = ast.parse(source.read_text())
+        body = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        found = _read(body[name], body) if name in body else None
+        if found is not None:
+            return found
+        for node in tree.body:  # a package's, which lies in one of its modules
+            if isinstance(node, ast.ImportFrom) and not node.level and any(alias.name == name for alias in node.names):
+                return knobs(key, f"{node.module}.{name}", allow)
+    parameters = inspect.signature(locate(key, target, allow)).parameters.values()
+    return {ANY_NAME if p.kind is p.VAR_KEYWORD else p.name: Knob(Any, p.default) for p in parameters}
+
+
+def source_of(module: str) -> Path | None:
+    """Found without an import of the packages that hold it."""
+    spec, places = None, None
+    for part in module.split("."):
+        spec = PathFinder.find_spec(part, places)
+        places = spec and spec.submodule_search_locations
+    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
+
+
+Definition = ast.ClassDef | ast.FunctionDef
+
+
+def _read(node: Definition, body: Mapping[str, Definition]) -> dict[str, Knob] | None:
+    """None where the constructor is not in this source."""
+    if isinstance(node, ast.FunctionDef):
+        return _parameters(node.args)
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+            return _parameters(item.args)
+    bases = [body.get(ast.unparse(base)) for base in node.bases]
+    inherited = [base and _read(base, body) for base in bases]
+    if None in inherited:
+        return None
+    if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+        return inherited[0] if inherited else {}
+    fields: dict[str, Knob] = {}
+    for base in reversed(inherited):
+        fields |= base or {}
+    for item in node.body:
+        if isinstance(item, ast.AnnAssign) and "ClassVar" not in ast.unparse(item.annotation):
+            fields[ast.unparse(item.target)] = Knob(_annotation(item.annotation), item.value or NO_DEFAULT)
+    return fields
+
+
+def _parameters(args: ast.arguments) -> dict[str, Knob]:
+    named = [a for a in (*args.posonlyargs, *args.args) if a.arg != "self"]
+    defaults = [None] * (len(named) - len(args.defaults)) + list(args.defaults)
+    pairs = [*zip(named, defaults, strict=True), *zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    known = {a.arg: Knob(_annotation(a.annotation), default or NO_DEFAULT) for a, default in pairs}
+    return known | ({ANY_NAME: Knob(Any)} if args.kwarg else {})
+
+
+def _annotation(node: ast.expr | None) -> Any:
+    """The type, where it is made of plain ones; else Any."""
+    try:
+        return eval(ast.unparse(node), {"__builtins__": {}}, PLAIN) if node else Any
+    except (NameError, TypeError, AttributeError, SyntaxError):
+        return Any

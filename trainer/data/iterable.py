@@ -1,0 +1,56 @@
+"""Iterables of batches: walked again and again, replayed to the bit, and no trouble to each other."""
+
+import random
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from trainer.data.batch import Micro, count_samples
+from trainer.errors import DataError
+from trainer.rng import GOLDEN, MASK, seed_all
+
+if TYPE_CHECKING:
+    from trainer.plan import Plan
+
+
+def replay(source: Iterable[Any], weight: Callable[[Any], int], key: int, endless: bool) -> Generator[Micro]:
+    """Batches as they come, and a replay draws the same. `random` and NumPy are seeded at the start, for nothing of
+    ours draws from them between batches; torch before each batch, for training draws from it."""
+    seed_all(key)
+    while True:
+        batch = None
+        for batch in source:
+            yield Micro(batch, weight(batch), [], [])
+            key = key + GOLDEN & MASK
+            torch.default_generator.manual_seed(key)
+        if not endless:
+            return
+        if batch is None:
+            raise DataError("recipe.data('train'): the iterable gave no batch; a generator must not end")
+
+
+def refuse_other_size(batch: Any, plan: "Plan", world: int) -> None:
+    """For `samples` and all rates are counted by the plan. What has no tensor to count by is taken as it is."""
+    try:
+        samples = count_samples(batch)
+    except (DataError, IndexError):
+        return
+    if samples != plan.micro:
+        split = f"batch={plan.batch}, {world} rank(s), accumulate={plan.accumulate}"
+        raise DataError(
+            f"recipe.data('train'): a batch has {samples} samples, and this run's micro-batch is {plan.micro} ({split})"
+            f"; yield batches of {plan.micro}, or give micro_batch={samples}, "
+            f"accumulate={plan.accumulate} and batch={samples * world * plan.accumulate}"
+        )
+
+
+def undisturbing(micros: Iterator[Micro]) -> Generator[Micro]:
+    """`micros`, and afterwards `random` and NumPy as they were: a training iterable may draw from them."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield from micros
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

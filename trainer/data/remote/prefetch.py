@@ -1,0 +1,146 @@
+"""Remote shards ahead of their use: a process beside the data workers downloads what the order comes to next."""
+
+import contextlib
+import itertools
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
+from typing import Any
+
+from trainer.data.remote.shard import Remote
+from trainer.data.sampling.mixture import Mixture
+from trainer.data.sampling.order import Order, Ref
+from trainer.data.workers import FORK, begin, started
+from trainer.errors import ConfigError, DataError, UnavailableError
+
+DOWNLOADS = 4  # at the same time, of each rank
+
+
+FAR = 10_000  # micro-batches that are looked through at most
+
+
+LOOK_S = 0.2  # between two looks at how far training is
+
+
+AGAIN_S = 5.0  # until another try, for which nobody waits
+
+
+Needs = Callable[[], Iterator[set[int]]]  # gives the numbers of each micro-batch's shards, in turn
+
+
+@contextlib.contextmanager
+def fetching(remote: Mapping[int, Remote], needs: Needs, lanes: int, ranks: int) -> Iterator[Callable[[], None]]:
+    """Meanwhile a process downloads the shard of each lane, and its next, where the folder has room for both. What it
+    gives is to be called after each micro-batch.
+
+    A process, for a thread would take the interpreter from training, random numbers from transforms (drivers draw
+    some for their pauses), and its locks into workers that are forked meanwhile. It tells of no failure: who needs the
+    shard meets it.
+
+    Args:
+        remote: By number.
+        ranks: That have the folder in common, each with as much of it.
+    """
+    if not remote:
+        yield lambda: None
+        return
+    done: Any = FORK.RawValue("q")
+
+    def start(given: Connection) -> ForkProcess:
+        process = FORK.Process(target=fetch, args=(given, remote, needs, lanes, ranks, done), daemon=True)
+        process.start()
+        return process
+
+    def end(process: ForkProcess) -> None:
+        process.kill()  # what it leaves, the next download removes
+        process.join()
+
+    process = started(start, end)
+
+    def passed() -> None:
+        done.value += 1
+
+    try:
+        yield passed
+    finally:
+        end(process)
+
+
+def fetch(given: Connection, remote: Mapping[int, Remote], needs: Needs, lanes: int, ranks: int, done: Any) -> None:
+    begin(given)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which multiprocessing sends it where the rank just ends
+    logging.disable()
+    sizes, room = {number: path.bytes for number, path in remote.items()}, next(iter(remote.values())).most // ranks
+    window = Window(needs(), sizes, 2 * lanes + DOWNLOADS, room)
+    pool, coming = ThreadPoolExecutor(DOWNLOADS), set[int]()
+    parent = multiprocessing.parent_process()
+
+    def ask_for(number: int) -> None:
+        if number not in coming:
+            coming.add(number)
+            pool.submit(download, number)
+
+    def download(number: int) -> None:
+        try:
+            if number in window.last:  # still
+                remote[number].fetch()
+        except (ConfigError, DataError, UnavailableError):
+            time.sleep(AGAIN_S)
+        finally:
+            coming.remove(number)
+
+    while parent and parent.is_alive():
+        for number in window.move(done.value):
+            ask_for(number)
+        now = time.time_ns()
+        for place, number in enumerate(window.last):
+            try:
+                os.utime(remote[number].file, ns=(now - place, now))  # what is needed last goes first
+            except OSError:  # it is not there, or another user's
+                ask_for(number)
+        time.sleep(LOOK_S)
+
+
+class Window:
+    """The shards of the next micro-batches.
+
+    Args:
+        needs: Of each micro-batch in turn.
+        sizes: Their bytes; shards without are left out.
+        most: So many shards are enough.
+        room: Bytes that they may have together. Where the next micro-batch alone has more, the window is empty.
+    """
+
+    def __init__(self, needs: Iterator[set[int]], sizes: Mapping[int, int], most: int, room: int) -> None:
+        self.needs, self.sizes, self.most, self.room = enumerate(needs), sizes, most, room
+        self.next = next(self.needs, None)  # micro-batch that was not looked at yet
+        self.last: dict[int, int] = {}  # of each shard, the last micro-batch seen that needs it
+
+    def move(self, done: int) -> Iterator[int]:
+        """The shards that come in when micro-batches before `done` go out."""
+        for shard in [shard for shard, last in self.last.items() if last < done]:
+            del self.last[shard]
+        while self.next and len(self.last) < self.most and (number := self.next[0]) < done + FAR:
+            shards = self.next[1] & self.sizes.keys() if number >= done else set[int]()
+            if sum(self.sizes[shard] for shard in shards | self.last.keys()) > self.room:
+                return
+            new = sorted(shards - self.last.keys())
+            self.last |= dict.fromkeys(shards, number)
+            yield from new
+            self.next = next(self.needs, None)
+
+
+def of_training(order: Order | Mixture, starts: range, micros: int, rank: int, world: int) -> Iterator[set[int]]:
+    """The shards of each of `micros` micro-batches of the batches that begin at `starts`."""
+    for start in starts:
+        yield from itertools.repeat(order.shards(start, start + starts.step, rank, world), micros)
+
+
+def of_validation(parts: Callable[[], Iterable[list[Ref]]]) -> Iterator[set[int]]:
+    return ({ref.shard for ref in refs} for refs in parts())

@@ -1,0 +1,111 @@
+"""Several data sets as one stream, by weight: which of them a position draws from, and at which of its positions.
+
+The numbers are frozen, as those of `trainer.data.order` are. The state of the mixture is the same one integer.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.sampling.order import Order, Ref, near_equal, permutation
+from trainer.errors import DataError
+from trainer.rng import mix
+
+DRAWS = 4096  # positions of which every data set has its share, to a sample; they are shuffled among themselves
+
+
+LEAST = 1e-3  # of the whole; less would have no sample in some of the `DRAWS`
+
+
+ORDER, PLACES = 6, 7  # purposes of `mix`
+
+
+class Mixture:
+    """The endless training stream over several data sets. Each is walked in an order of its own, epoch after epoch of
+    its own, however often the others are.
+
+    Args:
+        counts: Of each data set, the samples in its shards.
+        weights: Of each, how much of the stream it makes, relative to the others.
+        lanes: As for `Order`; each has its share of them.
+
+    Raises:
+        DataError: for a weight that is too small, or no number.
+    """
+
+    def __init__(
+        self, counts: Sequence[Sequence[int]], weights: Sequence[float], seed: int, lanes: int, block: int
+    ) -> None:
+        total = sum(weights)
+        if not all(weight >= LEAST * total > 0 for weight in weights):
+            told = f"must each be at least {LEAST:g} of their sum"
+            raise DataError(
+                f"recipe.data('train'): weights {list(weights)}: {told}; leave that data out, or weigh it more"
+            )
+        shares = [weight / total for weight in weights]
+        self.ends = list(accumulate(shares))  # the last one is 1, and taken for it
+        self.orders = [
+            Order(each, mix(seed, ORDER, i), max(1, round(lanes * share)), block)
+            for i, (each, share) in enumerate(zip(counts, shares, strict=True))
+        ]
+        self.first_shards = list(accumulate(map(len, counts), initial=0))
+        self.samples, self.seed = sum(map(sum, counts)), seed  # an epoch of the run: as many as there are in all
+        self._drawn: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+
+    def local(self, start: int, stop: int, rank: int, world: int) -> list[Ref]:
+        """The samples of `rank` at positions [start, stop): its part of each data set's lanes, as near as can be."""
+        return [self._ref(*place) for place in self._local(start, stop, rank, world)]
+
+    def shards(self, start: int, stop: int, rank: int, world: int) -> set[int]:
+        """As `Order.shards`."""
+        places = self._local(start, stop, rank, world)
+        blocks = {(source, epoch, lane, row // self.orders[source].block) for source, epoch, lane, row in places}
+        return {self.first_shards[i] + shard for i, *block in blocks for shard in self.orders[i].shards_of(*block)}
+
+    def _local(self, start: int, stop: int, rank: int, world: int) -> list[tuple[int, int, int, int]]:
+        """Of each: the data set, and there the epoch, the lane, and the row in it."""
+        sources, positions = self._draw(start, stop)
+        depths: list[NDArray[np.float64]] = []  # how far a place is in its data set's lanes: all are merged by it
+        places: list[NDArray[np.int64]] = []
+        for source, order in enumerate(self.orders):
+            mine = positions[sources == source]
+            if len(mine):
+                epochs, lanes, rows = order.places(int(mine[0]), int(mine[-1]) + 1)
+                by_lane = np.argsort(lanes, kind="stable")
+                depths.append((np.arange(len(mine)) + 0.5) / len(mine))
+                places.append(np.stack([np.full(len(mine), source), epochs, lanes, rows])[:, by_lane])
+        first, last = near_equal(stop - start, rank, world)
+        own = np.argsort(np.concatenate(depths), kind="stable")[first:last]
+        return list(zip(*np.concatenate(places, axis=1)[:, own].tolist(), strict=True))
+
+    def _ref(self, source: int, epoch: int, lane: int, row: int) -> Ref:
+        ref = self.orders[source].ref(epoch, lane, row)
+        return ref._replace(shard=self.first_shards[source] + ref.shard)
+
+    def _draw(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For each position: the data set, and the position in its own stream; of one data set they are consecutive."""
+        numbers = range(start // DRAWS, -(-stop // DRAWS))
+        sources, positions = (np.concatenate(parts) for parts in zip(*map(self._block, numbers), strict=True))
+        here = slice(start - numbers[0] * DRAWS, stop - numbers[0] * DRAWS)
+        return sources[here], positions[here]
+
+    def _block(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        if number not in self._drawn:
+            before, after = self._before(number * DRAWS), self._before((number + 1) * DRAWS)
+            drawn = np.repeat(np.arange(len(self.orders)), after - before)
+            sources = drawn[permutation(DRAWS, self.seed, PLACES, number)]
+            positions = np.empty(DRAWS, np.int64)
+            for source, first in enumerate(before.tolist()):
+                mine = sources == source
+                positions[mine] = first + np.arange(mine.sum())
+            if len(self._drawn) > 1:
+                del self._drawn[next(iter(self._drawn))]
+            self._drawn[number] = sources, positions
+        return self._drawn[number]
+
+    def _before(self, position: int) -> NDArray[np.int64]:
+        """How many samples of each data set come before `position`, a multiple of `DRAWS`."""
+        ends = [int(end * position) for end in self.ends[:-1]]
+        return np.diff(np.array([0, *ends, position]))

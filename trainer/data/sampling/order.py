@@ -1,0 +1,132 @@
+"""Which sample is used when: a pure function of shard sizes and seed. The state of a run's data is one integer.
+
+An epoch permutes the shards, concatenates them, and cuts the result into lanes of equal length. Blocks inside a lane
+are permuted, and rows across all lanes make the sequence: a batch mixes `lanes` shards, a lane reads almost in order.
+The stream is the concatenation of epochs, so nothing is dropped, repeated or padded.
+
+The numbers are frozen: a change here changes the data of every run that is resumed.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.rng import mix_each
+
+SHARDS, BLOCK = 1, 2  # purposes of `mix` after the seed; 3 and up are other modules'
+
+
+class Ref(NamedTuple):
+    epoch: int
+    shard: int
+    offset: int  # in samples, within the shard
+
+
+def permutation(size: int, *keys: int) -> list[int]:
+    """Fisher-Yates, from the last place down, driven by `mix(*keys, place)`."""
+    places = np.arange(1, size, dtype=np.uint64)
+    partners = (mix_each(*keys, last=places) % (places + np.uint64(1))).tolist()
+    items = list(range(size))
+    for place in range(size - 1, 0, -1):
+        partner = partners[place - 1]
+        items[place], items[partner] = items[partner], items[place]
+    return items
+
+
+def near_equal(total: int, part: int, parts: int) -> tuple[int, int]:
+    """Bounds of one of `parts` contiguous pieces. Lengths differ by one at most; some are 0 if parts > total."""
+    return part * total // parts, (part + 1) * total // parts
+
+
+class Order:
+    """The endless training stream over shards of `counts` samples.
+
+    Args:
+        lanes: Places read from at the same time; no more than there are samples are used.
+        block: Consecutive samples of a lane that are shuffled among themselves.
+    """
+
+    def __init__(self, counts: Sequence[int], seed: int, lanes: int, block: int) -> None:
+        self.samples = sum(counts)
+        assert self.samples > 0 and lanes > 0 and block > 0
+        self.counts, self.seed, self.block = counts, seed, block
+        self.lanes = min(lanes, self.samples)
+        self.bounds = [lane * self.samples // self.lanes for lane in range(self.lanes + 1)]
+        self.rows = self.samples // self.lanes  # full ones; the lanes in `longer` have one sample more
+        self.longer = np.flatnonzero(np.diff(self.bounds) > self.rows)
+        self._epochs: dict[int, tuple[list[int], list[int]]] = {}
+        self._blocks: dict[tuple[int, int, int], list[int]] = {}
+
+    def local(self, start: int, stop: int, rank: int, world: int) -> list[Ref]:
+        """The samples of `rank` at positions [start, stop) of the stream.
+
+        Positions are sorted by lane before they are cut: a rank keeps its lanes, and so its shards, for an epoch.
+        """
+        return [self.ref(*place) for place in self._local(start, stop, rank, world)]
+
+    def shards(self, start: int, stop: int, rank: int, world: int) -> set[int]:
+        """Those that `local` reads from, and those of the rest of its blocks. Much cheaper than `local`."""
+        blocks = {(epoch, lane, row // self.block) for epoch, lane, row in self._local(start, stop, rank, world)}
+        return {shard for block in blocks for shard in self.shards_of(*block)}
+
+    def _local(self, start: int, stop: int, rank: int, world: int) -> Iterator[tuple[int, int, int]]:
+        epochs, lanes, rows = self.places(start, stop)
+        first, last = near_equal(stop - start, rank, world)
+        mine = np.argsort(lanes, kind="stable")[first:last]
+        return zip(epochs[mine].tolist(), lanes[mine].tolist(), rows[mine].tolist())
+
+    def places(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Of positions [start, stop): the epoch, the lane, and the row in it."""
+        epochs, within = np.divmod(np.arange(start, stop), self.samples)
+        rows, lanes = np.divmod(within, self.lanes)
+        tail = rows == self.rows
+        lanes[tail] = self.longer[lanes[tail]]
+        return epochs, lanes, rows
+
+    def ref(self, epoch: int, lane: int, row: int) -> Ref:
+        number, place = divmod(row, self.block)
+        item = self.bounds[lane] + number * self.block + self._block(epoch, lane, number)[place]
+        shards, starts = self._epoch(epoch)
+        index = bisect_right(starts, item) - 1
+        return Ref(epoch, shards[index], item - starts[index])
+
+    def shards_of(self, epoch: int, lane: int, number: int) -> list[int]:
+        """Of a lane's block."""
+        first = self.bounds[lane] + number * self.block
+        last = min(first + self.block, self.bounds[lane + 1]) - 1
+        shards, starts = self._epoch(epoch)
+        return shards[bisect_right(starts, first) - 1 : bisect_right(starts, last)]
+
+    def _epoch(self, epoch: int) -> tuple[list[int], list[int]]:
+        """The shards in this epoch's order, and where each starts in their concatenation."""
+        if epoch not in self._epochs:
+            shards = permutation(len(self.counts), self.seed, SHARDS, epoch)
+            starts = list(accumulate((self.counts[shard] for shard in shards[:-1]), initial=0))
+            _remember(self._epochs, 2, epoch, (shards, starts))  # a batch may straddle two
+        return self._epochs[epoch]
+
+    def _block(self, epoch: int, lane: int, number: int) -> list[int]:
+        key = (epoch, lane, number)
+        if key not in self._blocks:
+            size = min(self.block, self.bounds[lane + 1] - self.bounds[lane] - number * self.block)
+            _remember(self._blocks, 4 * self.lanes, key, permutation(size, self.seed, BLOCK, *key))
+        return self._blocks[key]
+
+
+def _remember(cache: dict[Any, Any], limit: int, key: Any, value: Any) -> None:
+    """Adds to `cache`, forgetting the oldest entry beyond `limit`."""
+    if len(cache) >= limit:
+        del cache[next(iter(cache))]
+    cache[key] = value
+
+
+def walk(counts: Sequence[int], rank: int, world: int) -> Iterator[Ref]:
+    """One epoch as stored, unshuffled, cut into contiguous pieces: for validation."""
+    first, last = near_equal(sum(counts), rank, world)
+    for shard, count in enumerate(counts):
+        yield from (Ref(0, shard, offset) for offset in range(max(0, first), min(count, last)))
+        first, last = first - count, last - count

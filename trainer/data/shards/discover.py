@@ -1,0 +1,90 @@
+"""The shards that a recipe names: files, patterns, URLs of a few schemes, programs if allowed, and nothing else."""
+
+import glob
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
+
+from braceexpand import braceexpand
+
+from trainer.config.options import DataOptions
+from trainer.config.redact import without_signatures
+from trainer.data.remote.decompress import is_packed
+from trainer.data.remote.download import SCHEMES, shown, words_of
+from trainer.data.remote.shard import Remote
+from trainer.errors import ConfigError, DataError
+
+
+def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | None = None) -> list[Path | Remote]:
+    """What a recipe names: paths, glob patterns, URLs and programs, with braces as `train-{000..009}.tar`; sorted.
+
+    Raises:
+        DataError: naming the pattern that matches no file, or that can't be looked up.
+        ConfigError: for a program, where none is allowed, and for what is no URL.
+    """
+    options = options or DataOptions()
+    files: list[str] = []
+    urls: list[str] = []
+    for pattern in [data] if isinstance(data, str | Path) else data:
+        try:
+            names = [str(pattern)] if os.path.isfile(pattern) else list(braceexpand(str(pattern)))
+        except ValueError as error:
+            told = without_signatures(f"{pattern}: not a pattern ({error})")
+            raise DataError(f"{told}; write braces as {{000..009}} or {{a,b}}") from None
+        for name in names:
+            if name.startswith("pipe:") and not os.path.isfile(name):
+                refuse_program(name, options.allow_pipe)
+                urls.append(name)
+            elif name.partition("://")[0] not in SCHEMES:
+                files += _files(name.removeprefix("file://"), "" if name == str(pattern) else f" (of {pattern})")
+            elif parsed(name).username:
+                raise DataError(f"{shown(name)}: a URL's user and password are not sent; give one without")
+            elif "*" in name:
+                raise DataError(f"{shown(name)}: can't be listed; write braces as {{000..009}} or {{a,b}}")
+            else:
+                is_packed(shown(name))
+                urls.append(name)
+
+    def kept(url: str) -> Remote:
+        return Remote.kept(url, options.cache_dir, options.cache_gb)
+
+    local = [kept(f"file://{path.absolute()}") if is_packed(path.name) else path for path in sorted(map(Path, files))]
+    return [*local, *map(kept, sorted(urls, key=Path))]
+
+
+def parsed(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"{without_signatures(url)}: is no URL ({error}); mend it") from None
+
+
+def refuse_program(name: str, allowed: bool) -> None:
+    """Raises:
+    ConfigError: it may not be run.
+    DataError: it is none.
+    """
+    if not allowed:
+        raise ConfigError(
+            f"data.allow_pipe=false: {shown(name)} is a program, and none is run; if you trust it, "
+            "data.allow_pipe=true, or --allow-pipe for a tool"
+        )
+    try:
+        words = words_of(name)
+    except ValueError as error:
+        raise DataError(f"{shown(name)}: can't be cut into words ({error}); quote them as for a shell") from None
+    if not words:
+        raise DataError(f"{name}: names no program; write 'pipe:PROGRAM ARGUMENTS'")
+
+
+def _files(name: str, of: str) -> list[str]:
+    found = [name] if os.path.isfile(name) else glob.glob(name, recursive=True)
+    found = [file for file in found if os.path.isfile(file) and not file.endswith(".idx")]
+    told = without_signatures(f"{name}{of}")
+    if not found and re.match(r"[A-Za-z][\w+.-]*:", name):
+        raise DataError(f"{told}: no such file, and no URL of file, {', '.join(SCHEMES)}, which alone are read")
+    if not found:
+        raise DataError(f"{told}: no such file; give tar files, for example 'data/train-*.tar'")
+    return found

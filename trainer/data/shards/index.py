@@ -1,0 +1,182 @@
+"""Where each sample of a tar shard lies, its checksum, and which shards these are; built once, stored beside them."""
+
+import contextlib
+import hashlib
+import itertools
+import os
+import shlex
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.remote.shard import Remote, sha256_of
+from trainer.data.shards.index_file import Shard, file_of, indexed, load, places_of, store, stored_at
+from trainer.data.shards.tar import scan
+from trainer.errors import ConfigError, DataError
+from trainer.log import log
+
+
+class Index:
+    """The shards of one data set. The order given is the canonical order of their samples."""
+
+    def __init__(self, shards: list[Shard]) -> None:
+        self.shards = shards
+        self.counts = [shard.samples for shard in shards]
+        for shard in shards:
+            if isinstance(shard.path, Remote):
+                shard.path.refuse_larger(shard.bytes)
+        rows = [f"{s.path.name} {s.bytes} {s.samples} {s.sha256}\n" for s in shards]
+        self.fingerprint = hashlib.sha256(os.fsencode("".join(rows))).hexdigest()
+
+    @classmethod
+    def open(
+        cls,
+        paths: Sequence[Path | Remote],
+        progress: Callable[[str, int, int], None] = lambda *_: None,
+        workers: int = 4,
+        anew: bool = False,
+    ) -> "Index":
+        """Reads the stored index of each shard; makes it where there is none.
+
+        Args:
+            progress: Called with (shard, shards done, shards to do) after each that had to be indexed.
+            workers: Threads that index: they read and hash side by side, members of a few kB by turns.
+            anew: Shards that have changed are indexed again; those at URLs and of programs all, as they come.
+
+        Raises:
+            DataError: for a shard that is missing, given twice, cut or damaged, and if there is no sample at all.
+            ConfigError: for a shard that has changed since it was indexed, or is larger than the folder for it may be.
+        """
+        if not paths:
+            raise DataError("no shards: the list is empty; give tar files, for example 'data/train-*.tar'")
+        seen: set[str] = set()
+        for path in paths:
+            if (real := os.path.realpath(file_of(path))) in seen:
+                raise DataError(f"{path}: the shard is given twice; give each shard once")
+            seen.add(real)
+        shards = {path: _find_stored(path, anew) for path in paths}
+        missing = [path for path, shard in shards.items() if shard is None]
+        with ThreadPoolExecutor(workers) as pool:
+            try:
+                built = pool.map(_build, missing, itertools.repeat(anew))
+                for done, (path, shard) in enumerate(zip(missing, built), 1):
+                    shards[path] = shard
+                    progress(path.name, done, len(missing))
+            finally:
+                pool.shutdown(cancel_futures=True)
+        index = cls([shard for shard in shards.values() if shard])
+        if not sum(index.counts):
+            raise DataError(f"{paths[0]}: no samples in {len(paths)} shards; members must be named KEY.EXTENSION")
+        return index
+
+    def samples(self, shard: int) -> Any:
+        """Rows [offset, length, crc32] of its samples, int64, mapped from the disk: `samples(shard)[i].tolist()`.
+
+        A sample's bytes run from its first header to the end of its last member's last block.
+
+        Raises:
+            OSError: if it can't be read.
+            DataError: if another run has indexed the shard as something else since.
+        """
+        ours = self.shards[shard]
+        loaded = load(ours.path, ours.index_path)
+        if loaded is None or loaded[0].sha256 != ours.sha256:
+            raise DataError(f"{ours.index_path}: changed during the run, maybe {ours.path} with it; start again")
+        return loaded[1]
+
+
+def opened(path: Path | Remote) -> BinaryIO:
+    return path.open() if isinstance(path, Remote) else path.open("rb", buffering=0)
+
+
+def _size_and_time(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; restore the shard or leave it out") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"{path}: not a file; give tar files, for example '{path}/*.tar'")
+    return status.st_size, status.st_mtime_ns
+
+
+def _find_stored(path: Path | Remote, anew: bool) -> Shard | None:
+    """The shard by its stored index, where that is usable; a line in the log where it can't be read."""
+    now = None if isinstance(path, Remote) else _size_and_time(path)
+    if isinstance(path, Remote) and anew and (path.may_change or not path.file.exists()):
+        return None
+    unreadable = False
+    for place in places_of(path):
+        shard = stored_at(path, place)
+        if shard and now in (None, (shard.bytes, shard.mtime_ns)):
+            return shard
+        unreadable |= shard is None and os.path.exists(place)
+    if unreadable:
+        log.warning("%s: its index can't be read; indexing it again", path)
+    return None
+
+
+def _build(path: Path | Remote, anew: bool) -> Shard:
+    """Indexes a shard in one pass and stores the result."""
+    mtime_ns = 0
+    if isinstance(path, Remote):
+        if anew:
+            path.drop()  # what is kept may not be what is there
+    else:
+        size, mtime_ns = _size_and_time(path)  # before the pass: a change during it makes the index stale
+        if not anew and (before := indexed(path)):
+            _refuse_changed(path, size, before)
+    rows, sha256, size = scan_shard(path)
+    path = path._replace(bytes=size, sha256=sha256) if isinstance(path, Remote) else path
+    errors = []
+    for place in places_of(path):
+        shard = Shard(path, place, size, mtime_ns, sha256, len(rows))
+        try:
+            store(shard, rows)
+            return shard
+        except OSError as error:
+            errors.append(f"{place.parent}: {error.strerror}")
+    raise DataError(f"{path}: no place for its index ({'; '.join(errors)}); make one of these folders writable")
+
+
+def _refuse_changed(path: Path, size: int, before: Shard) -> None:
+    """Bytes that are the same under another time pass."""
+    if size != before.bytes:
+        how = f"has {size} bytes, and had {before.bytes}"
+    else:
+        with _readable(path) as file:
+            if sha256_of(file) == before.sha256:
+                return
+        how = "has another sha256"
+    raise ConfigError(
+        f"{path}: changed since it was indexed, it {how}; restore it, or index it again: "
+        f"python -m trainer.tools.shards {shlex.join(['index', str(path)])}"
+    )
+
+
+def scan_shard(path: Path | Remote) -> tuple[NDArray[np.int64], str, int]:
+    """Rows [offset, length, crc32] of its samples, its sha256, its bytes.
+
+    Raises:
+        DataError: it can't be read, or is cut or damaged.
+    """
+    with _readable(path) as file:
+        try:
+            return *scan(file.fileno(), path), os.fstat(file.fileno()).st_size
+        except DataError:
+            if isinstance(path, Remote):
+                path.drop()  # once mended there, it is downloaded again
+            raise
+
+
+@contextlib.contextmanager
+def _readable(path: Path | Remote) -> Iterator[BinaryIO]:
+    try:
+        with opened(path) as file:
+            yield file
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; restore the shard or leave it out") from None

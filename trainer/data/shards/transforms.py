@@ -1,0 +1,72 @@
+"""A user's own functions for samples: what `data.decoders` and `data.map` name, built, and called."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trainer.config.build import build
+from trainer.config.check import STAGES, stage_node
+from trainer.config.targets import locate
+from trainer.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from numpy.random import Generator
+
+
+def build_stages(data: Mapping[str, Any], allow: tuple[str, ...]) -> dict[str, list[Callable[..., Any]]]:
+    """The functions that the section `data` of a config names.
+
+    Raises:
+        ConfigError: for what can't be built, or not be called as it will be.
+    """
+    return {
+        key: [_build(f"data.{key}.{i}", item, arguments, allow) for i, item in enumerate(data.get(key, ()))]
+        for key, arguments in STAGES.items()
+    }
+
+
+def _build(key: str, item: Any, arguments: tuple[str, ...], allow: tuple[str, ...]) -> Callable[..., Any]:
+    target = stage_node(key, item)["_target_"]
+    try:
+        function = locate(key, target, allow) if isinstance(item, str) else build(key, item, allow)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{key}={target}: {error}; mend its arguments") from error
+    if isinstance(getattr(function, "func", function), type):
+        raise ConfigError(f"{key}={target}: is a class; write {{_target_: {target}}} with its arguments")
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(f"{key}={target}: can't be called with ({', '.join(arguments)}): {error}; mend it") from None
+    except ValueError:  # of C, which has no signature
+        pass
+    return function
+
+
+class Dropped(DataError):
+    """By a map, which is what is wrong then, and not the sample."""
+
+
+class Maps:
+    """Takes the place of the recipe's `transform`: what `data.map` names, one after the other, comes before it."""
+
+    def __init__(
+        self, maps: Sequence[Callable[[Any], Any]], transform: "Callable[[Any, Generator], Any] | None"
+    ) -> None:
+        self.maps, self.transform = maps, transform
+
+    def __call__(self, sample: Any, rng: "Generator") -> Any:
+        """Raises:
+        Dropped: a map gives None.
+        """
+        key = sample.get("__key__") if isinstance(sample, Mapping) else None
+        for number, apply in enumerate(self.maps):
+            sample = apply(sample)
+            if sample is None:
+                raise Dropped(
+                    f"data.map.{number}: gave None for sample {key!r}; a map returns a sample, and none can be dropped "
+                    "from an order that is planned: leave it out of the shards, or raise trainer.errors.DataError, "
+                    "which data.max_bad counts"
+                )
+        return sample if self.transform is None else self.transform(sample, rng)

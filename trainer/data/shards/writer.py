@@ -1,0 +1,92 @@
+"""Samples to tar shards in WebDataset format. The same samples give the same bytes."""
+
+import gzip
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import save
+
+from trainer.config.targets import make_webdataset_careful
+from trainer.data.shards.reader import refuse_pickled
+from trainer.data.shards.tar import split_name
+from trainer.errors import DataError
+
+Progress = Callable[[str, int], None]  # called with a shard, once it is complete, and the samples written so far
+
+
+def quiet(*_: Any) -> None:
+    """Progress that nobody looks at."""
+
+
+def write_shards(
+    samples: Iterable[Mapping[str, Any]], folder: Path, prefix: str, per_shard: int, progress: Progress = quiet
+) -> list[Path]:
+    """Writes PREFIX-000000.tar and so on, each complete or absent, and returns them.
+
+    A sample is `__key__` and values by extension: bytes and text as they are, the rest by
+    WebDataset's encoders (npy, json, cls, png, ...) and those for int and safetensors, gzipped where it ends in `.gz`.
+
+    Raises:
+        DataError: for a key or an extension that can't be read back, and if there are shards of that prefix already.
+    """
+    assert per_shard > 0
+    # Here, for it takes a second and reading needs none of it.
+    from webdataset.writer import TarWriter, default_handlers
+
+    make_webdataset_careful()
+    encoders = {**default_handlers, "int": default_handlers["cls"], "safetensors": save}
+    folder.mkdir(parents=True, exist_ok=True)
+    if old := next(folder.glob(f"{prefix}-*.tar"), None):
+        raise DataError(f"{old}: is there already; remove the shards of {prefix!r} or choose another folder")
+    paths: list[Path] = []
+    key, done = None, 0
+    rest = iter(samples)
+    for first in rest:
+        path = folder / f"{prefix}-{len(paths):06d}.tar"
+        partial = path.with_suffix(".part")
+        try:
+            with partial.open("wb") as file, TarWriter(file, encoder=False, mtime=0) as writer:
+                for sample in itertools.chain([first], itertools.islice(rest, per_shard - 1)):
+                    key, before = sample["__key__"], key
+                    if key == before or split_name(f"{key}.x") != (key, "x"):
+                        raise DataError(f"{path}: key {key!r}: must be unique, and without a dot after the last slash")
+                    writer.write({"__key__": key, **contents(sample, encoders, path)})
+                    done += 1
+            paths.append(partial.replace(path))
+        finally:
+            partial.unlink(missing_ok=True)
+        progress(path.name, done)
+    return paths
+
+
+def contents(sample: Mapping[str, Any], encoders: Mapping[str, Callable[[Any], bytes]], path: Path) -> dict[str, bytes]:
+    """Of its members. What WebDataset adds as it reads (`__url__`) is none."""
+    found = {}
+    for extension, value in sample.items():
+        if extension.startswith("__"):
+            continue
+        name = f"{path}: {sample['__key__']!r}.{extension}"
+        refuse_member(name, extension)
+        kind = extension.removesuffix(".gz")
+        encoder = encoders.get(kind.rpartition(".")[2].lower())
+        if isinstance(value, bytes | str):
+            found[extension] = value if isinstance(value, bytes) else value.encode()
+        elif encoder is None:
+            raise DataError(f"{name}: no encoder for {type(value).__name__}; give bytes")
+        else:
+            found[extension] = encoder(value) if kind == extension else gzip.compress(encoder(value), mtime=0)
+    return found
+
+
+def refuse_member(name: str, extension: str) -> None:
+    """Raises:
+    DataError: for what WebDataset would leave out, or reading refuse.
+    """
+    if not extension or extension.startswith("_"):
+        raise DataError(f"{name}: {extension!r} is no extension of a member; rename it, as 'jpg'")
+    try:
+        refuse_pickled(extension)
+    except ValueError as error:
+        raise DataError(f"{name}: would be refused when it is read, for {error}") from None

@@ -1,0 +1,45 @@
+"""Writes `metrics.jsonl`: one JSON object a line, never lost or repeated across a resume."""
+
+import json
+from typing import Any
+
+from trainer.callback import Callback
+from trainer.files import Appended, finite
+
+
+class MetricsFile(Callback):
+    """What the file has is part of the checkpoint: a resume cuts off what was written after it."""
+
+    def __init__(self) -> None:
+        self.file: Appended | None = None
+        self.saved = {"bytes": 0, "kept": ""}
+
+    def on_fit_start(self, trainer) -> None:
+        if trainer.rank:
+            return
+        self.file = Appended(trainer.run_dir / "metrics.jsonl")
+        self.file.go_on(self.saved)
+        self.file.flush()  # it is there from the beginning
+
+    def on_step_end(self, trainer) -> None:
+        if trainer.metrics:
+            self._write(trainer, trainer.metrics)
+
+    def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
+        self._write(trainer, metrics)
+
+    def _write(self, trainer, numbers: dict[str, float]) -> None:
+        if self.file is None:
+            return
+        line = {"step": trainer.step, "samples": trainer.samples, "seconds": round(trainer.seconds, 3), **numbers}
+        self.file.write(f"{json.dumps(finite(line))}\n".encode())
+
+    def on_fit_end(self, trainer) -> None:
+        if self.file is not None:
+            self.file.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.saved if self.file is None else self.file.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.saved = state

@@ -1,0 +1,98 @@
+"""Shows how far the run is: a bar on a terminal, else a line for every logged step."""
+
+import os
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+from trainer.callback import Callback
+from trainer.log import Terminal, log
+
+SHOWN = {
+    "train/loss": "loss {:.4g}",
+    "train/lr": "lr {:.2e}",
+    "perf/samples_per_s": "{:,.0f} samples/s",
+    "perf/tokens_per_s": "{:,.0f} tokens/s",
+    "perf/mfu": "mfu {:.1%}",
+}
+
+
+OPTIONAL = ("perf/mfu", "perf/tokens_per_s", "train/lr")  # left out in this order where a terminal is too narrow
+
+
+BAR = 29  # columns that the bar and the elapsed time take
+
+
+REFRESH_S = 0.1
+
+
+class Progress(Callback):
+    def __init__(self) -> None:
+        self.bar: Any = None
+
+    def on_fit_start(self, trainer) -> None:
+        self.shown_at = self.told_at = time.monotonic()
+        self.told_step = trainer.step
+        mpirun = "OMPI_COMM_WORLD_RANK" in os.environ  # gives ranks a terminal, wherever its own output goes
+        if trainer.rank or mpirun or not sys.stdout.isatty():
+            return
+        from rich import progress as rich
+
+        step, numbers = (rich.TextColumn("step"), rich.MofNCompleteColumn()), rich.TextColumn("{task.fields[numbers]}")
+        left = rich.TextColumn("left"), rich.TimeRemainingColumn(elapsed_when_finished=False)
+        self.narrow = (*step, numbers, *left)
+        self.wide = (*step, rich.BarColumn(20), numbers, rich.TimeElapsedColumn(), *left)
+        self.bar = rich.Progress(*self.wide, transient=True)
+        self.task = self.bar.add_task("", total=trainer.plan.max_steps, completed=trainer.step, numbers="")
+        self.bar.start()
+        Terminal.console = self.bar.console
+
+    def on_step_end(self, trainer) -> None:
+        if self.bar is not None:
+            now = time.monotonic()
+            if trainer.metrics:
+                self.bar.update(self.task, completed=trainer.step, numbers=self._arrange(trainer))
+            elif now - self.shown_at > REFRESH_S:
+                self.bar.update(self.task, completed=trainer.step)
+                self.shown_at = now
+        elif trainer.metrics:
+            # Not by the log: a record for two handlers takes three times as long, and the numbers are in metrics.jsonl.
+            print(f"step {self._position(trainer)}  {describe(trainer.metrics)}{self._left(trainer)}", flush=True)
+
+    def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
+        log.info(
+            "step %s  %s", self._position(trainer), "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        )
+
+    def on_fit_end(self, trainer) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            Terminal.console = None
+
+    def _arrange(self, trainer) -> str:
+        """Step, loss, samples per second and time left fit into 80 columns; the rest is there where it fits too."""
+        metrics, text = dict(trainer.metrics), describe(trainer.metrics)
+        n = len(str(trainer.plan.max_steps or trainer.step))
+        room = self.bar.console.width - (len("step  left 0:00:00 ") + 2 * n + 1)
+        self.bar.columns = self.wide if len(text) + BAR <= room else self.narrow
+        for name in OPTIONAL:
+            if len(text) + 2 > room and name in metrics:  # the time left may be 100:00:00; a bar would give way to it
+                del metrics[name]
+                text = describe(metrics)
+        return text
+
+    def _position(self, trainer) -> str:
+        return f"{trainer.step}/{trainer.plan.max_steps}" if trainer.plan.max_steps else str(trainer.step)
+
+    def _left(self, trainer) -> str:
+        """At the pace since the line before."""
+        now, done = time.monotonic(), trainer.step - self.told_step
+        pace, self.told_at, self.told_step = (now - self.told_at) / done, now, trainer.step
+        if not trainer.plan.max_steps:
+            return ""
+        return f"  {timedelta(seconds=round(pace * (trainer.plan.max_steps - trainer.step)))} left"
+
+
+def describe(metrics: dict[str, float]) -> str:
+    return "  ".join(form.format(metrics[name]) for name, form in SHOWN.items() if name in metrics)

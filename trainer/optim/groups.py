@@ -1,0 +1,32 @@
+"""Parameter groups, and the optimizer that is made from them."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.errors import ConfigError
+
+Groups = Iterable[dict[str, Any]]
+
+
+def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
+    """Two groups: matrices, and what takes no weight decay: norms and biases, which is every parameter of fewer than
+    two dimensions."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2]},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def make_optimizer(optimizer: Callable[[Groups], Optimizer], module: nn.Module) -> Optimizer:
+    """Raises:
+    ConfigError: for settings that the optimizer refuses.
+    """
+    try:
+        return optimizer(parameter_groups(module))
+    except ValueError as error:
+        raise ConfigError(f"optimizer: {error}; mend optimizer.*") from error

@@ -1,0 +1,124 @@
+"""Learning rates as pure functions of the step: a factor on each group's own rate, warm-up included."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.config.duration import Duration
+from trainer.errors import ConfigError, require
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up, then `shape`, scaled with the batch.
+
+    Args:
+        warmup: A duration; the factor rises by the same amount each step to what `shape` begins with.
+        lr_scaling: `linear` (Goyal et al. 2017, arXiv:1706.02677) or `sqrt` (You et al. 2020, arXiv:1904.00962) of
+            global batch / reference_batch.
+        reference_batch: Samples of the batch for which the optimizer's rate was chosen.
+    """
+
+    warmup: int | str = 0
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    reference_batch: int = 256
+
+    def __post_init__(self) -> None:
+        Duration.parse(self.warmup, "schedule.warmup")
+        require("schedule.reference_batch", self.reference_batch, at_least=1)
+
+    def shape(self, progress: float) -> float:
+        """The factor at `progress` in [0, 1] of the steps after the warm-up."""
+        raise NotImplementedError
+
+    def resolve(self, total: int | None, batch: int, epoch_samples: int | None) -> "Rate":
+        """For a run of `total` steps (None: open end) with `batch` samples a step."""
+        warmup = Duration.parse(self.warmup, "schedule.warmup").steps("schedule.warmup", batch, epoch_samples)
+        if total is None and not isinstance(self, Constant):
+            name = re.sub(r"\B([A-Z])", r"_\1", type(self).__name__).lower()  # as the config has it
+            raise ConfigError(
+                f"trainer.max_steps=null: schedule={name} must know the end of the run; "
+                "give trainer.max_steps or trainer.max_epochs, or schedule=constant"
+            )
+        ratio = batch / self.reference_batch
+        scale = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.lr_scaling]
+        return Rate(self, warmup, max(1, (total or 0) - warmup), scale)
+
+
+@dataclass(frozen=True)
+class Rate:
+    schedule: Schedule
+    warmup: int  # steps
+    rest: int  # steps after the warm-up
+    scale: float
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup:
+            return self.scale * self.schedule.shape(0.0) * (step + 1) / self.warmup
+        return self.scale * self.schedule.shape(min(1.0, (step - self.warmup) / self.rest))
+
+
+@dataclass(frozen=True)
+class Constant(Schedule):
+    def shape(self, progress: float) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Linear(Schedule):
+    """Down to `floor`, a fraction of the peak."""
+
+    floor: float = 0.0
+
+    def shape(self, progress: float) -> float:
+        return self.floor + (1 - self.floor) * (1 - progress)
+
+
+@dataclass(frozen=True)
+class Cosine(Schedule):
+    """Half a cosine down to `floor` (Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts)."""
+
+    floor: float = 0.0
+
+    def shape(self, progress: float) -> float:
+        return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class OneCycle(Schedule):
+    """Cosine up from `start` to 1 in the first `rise` of the run, then down to `floor` (Smith and Topin 2018,
+    arXiv:1708.07120); `start` and `floor` are fractions of the peak."""
+
+    rise: float = 0.3
+    start: float = 0.04
+    floor: float = 4e-6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.rise < 1:
+            raise ConfigError(f"schedule.rise={self.rise}: must be between 0 and 1, without either")
+
+    def shape(self, progress: float) -> float:
+        low, x = (
+            (self.start, progress / self.rise)
+            if progress < self.rise
+            else (self.floor, (1 - progress) / (1 - self.rise))
+        )
+        return low + (1 - low) * 0.5 * (1 - math.cos(math.pi * x))
+
+
+@dataclass(frozen=True)
+class Cyclic(Schedule):
+    """Triangles between `floor` and 1, `cycles` of them (Smith 2017, arXiv:1506.01186)."""
+
+    cycles: int = 4
+    floor: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("schedule.cycles", self.cycles, at_least=1)
+
+    def shape(self, progress: float) -> float:
+        x = progress * self.cycles % 1.0
+        return self.floor + (1 - self.floor) * (1 - abs(2 * x - 1))

@@ -1,0 +1,148 @@
+"""The folder of a run, and the log in it."""
+
+import contextlib
+import itertools
+import logging
+import os
+import platform
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.checkpoint import locate
+from trainer.errors import ConfigError
+from trainer.files import Appended
+from trainer.log import Terminal, log, stop_log
+
+if TYPE_CHECKING:
+    from trainer.plan import Plan
+
+
+WRITTEN = ("logs", "tensorboard", "export")  # the folders in a run's
+
+
+CHECKPOINTED = "checkpointed"  # an empty file in the folder of a run that has written a checkpoint
+
+
+def make_run_dir(plan: "Plan", name: str) -> Path:
+    """The folder of the run: as given, or of the run that goes on, or a new one `runs/<name>-<time>`.
+
+    Raises:
+        ConfigError: where it, or the folder of its checkpoints, can't be written or holds another run.
+    """
+    options, resumed = plan.options, plan.resumed
+    root = Path(options.checkpoint.dir)
+    make_writable("trainer.checkpoint.dir", root)
+    given = options.run_dir or plan.manifest.get("run_dir")
+    if given is None:
+        name = re.sub("[^A-Za-z0-9._-]+", "-", name).lstrip(".-")
+        return make_new(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", root)
+    folder = Path(given)
+    refuse_astray(folder, options.run_dir)
+    saved = root / folder.name
+    restarted = int(os.environ.get("ECHELON_ATTEMPT", "0")) > 0
+    goes_on = resumed is not None and resumed.parent.name == folder.name
+    again = options.resume == "auto" or restarted or goes_on
+    ended, saves = (folder / "summary.json").exists(), (folder / CHECKPOINTED).exists()
+    if (ended or saves or (folder / "metrics.jsonl").exists()) and not again:
+        raise ConfigError(
+            f"trainer.run_dir={given}: holds a run already; go on by trainer.resume=auto, or give another"
+        )
+    if locate.checkpoints(saved) and (resumed is None or resumed.parent.resolve() != saved.resolve()):
+        raise ConfigError(
+            f"trainer.run_dir={given}: {saved} holds checkpoints of a run of this name; go on by trainer.resume=auto, "
+            "or give another trainer.run_dir or trainer.checkpoint.dir"
+        )
+    if again and not goes_on and (ended or saves):  # else it would begin at step 0, and cut its files off
+        raise ConfigError(
+            f"trainer.run_dir={given}: holds a run that has {'ended' if ended else 'written checkpoints'}, and {saved} "
+            "has no checkpoint of it; give the trainer.checkpoint.dir that has, or another trainer.run_dir"
+        )
+    make_writable("trainer.checkpoint.dir", saved)
+    make_writable("trainer.run_dir", folder)
+    return folder
+
+
+def refuse_astray(folder: Path, chosen: str | None) -> None:
+    """Nothing is written through links in a run's folder, nor where only a checkpoint says that the folder is."""
+    key = f"trainer.run_dir={folder}"
+    if folder.name in ("", ".."):
+        raise ConfigError(f"{key}: has no name, which the folder of its checkpoints takes; give runs/NAME")
+    if not chosen and (folder.is_absolute() or ".." in folder.parts) and not (folder / "logs").is_dir():
+        raise ConfigError(f"{key}: the checkpoint says so, and there is no run; give a trainer.run_dir of your own")
+    for path in (*folder.glob("*"), *(path for name in WRITTEN for path in (folder / name).rglob("*"))):
+        if path.is_symlink():
+            raise ConfigError(f"{key}: {path} is a link, and would be written through; give another trainer.run_dir")
+
+
+def make_new(stem: Path, root: Path) -> Path:
+    make_writable("trainer.run_dir", stem.parent)
+    for n in itertools.count(1):
+        folder = stem.with_name(f"{stem.name}-{n}") if n > 1 else stem
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            if not locate.checkpoints(root / folder.name):
+                return folder
+            folder.rmdir()
+    raise AssertionError("unreachable")
+
+
+def make_writable(key: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{key}={folder}: can't be written: {error.strerror}; give another folder") from None
+
+
+def start_log(run_dir: Path, rank: int) -> None:
+    """Events go to logs/rank<rank>.log; rank 0's also to the terminal. Of other ranks all output goes to their file."""
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    path = run_dir / "logs" / f"rank{rank}.log"
+    if rank:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        sys.stdout.flush()
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
+        handlers: list[logging.Handler] = [logging.StreamHandler()]
+    else:
+        handlers = [LogFile(path), Terminal()]
+    for handler in handlers:
+        if not isinstance(handler, Terminal):
+            handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    stop_log()
+    log.handlers = handlers
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+class LogFile(logging.Handler):
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.file = Appended(path)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.file.write(f"{self.format(record)}\n".encode(errors="backslashreplace"))  # of a name that is not UTF-8
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
+def versions() -> dict[str, str]:
+    import numpy
+    import torch
+
+    from trainer import __version__
+
+    return {
+        "echelon": __version__,
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+    }
