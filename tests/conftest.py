@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 from hypothesis import settings
-from troubled import watched
+from support import ranks
+from support.faults import watched
 
 # Before torch and transformers are imported; processes that a test starts inherit both.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

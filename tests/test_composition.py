@@ -1,7 +1,7 @@
 """docs/composition.md says what the callbacks say."""
 
-import composition
+from support import composition
 
 
 def test_the_page_is_up_to_date():
-    assert composition.PAGE.read_text() == composition.page(), "run python tests/composition.py"
+    assert composition.PAGE.read_text() == composition.page(), "run PYTHONPATH=tests python -m support.composition"

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
-from table import CHANGES, CODECS, OBSERVERS, name_of
+from support.callbacks import CHANGES, CODECS, OBSERVERS, name_of
+from support.ranks import run_ranks
 from toy_recipe import Toy
 
 from trainer.callback import Callback, arrange

@@ -6,7 +6,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from command import PYTHONPATH, QUICK, TOY, Result, run, toy
+from support.cli import PYTHONPATH, QUICK, TOY, Result, run, toy
 
 # What is typed, and indented what the line must say.
 WITHOUT_TORCH = """

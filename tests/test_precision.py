@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from command import environment
+from support.cli import environment
 from torch import nn
 from toy_recipe import Toy
 

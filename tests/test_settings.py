@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from composition import SETTINGS, refusal
-from ranks import run_ranks
-from table import CHANGES, CODECS, name_of
+from support.callbacks import CHANGES, CODECS, name_of
+from support.composition import SETTINGS, refusal
+from support.ranks import run_ranks
 from toy_recipe import Toy
 
 from trainer.config.options import DataOptions, DDPOptions, Options

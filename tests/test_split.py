@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import run_ranks
+from support.ranks import run_ranks
 from torch.utils.data import default_collate
 from toy_recipe import Toy
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from table import CHANGES, CODECS, OBSERVERS, name_of
+from support.callbacks import CHANGES, CODECS, OBSERVERS, name_of
+from support.ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_recipe import Toy
 

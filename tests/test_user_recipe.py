@@ -2,7 +2,7 @@
 
 import json
 
-from command import run
+from support.cli import run
 
 CONFIG = """\
 # @package _global_

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from command import lines, weights
-from ranks import run_ranks
+from support.cli import lines, weights
+from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from toy_recipe import Points, Toy

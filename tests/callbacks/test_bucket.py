@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ranks import run_ranks
+from support.ranks import run_ranks
 from torch import nn
 from toy_recipe import Toy
 

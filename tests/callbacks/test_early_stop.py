@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ranks import run_ranks
+from support.ranks import run_ranks
 from toy_recipe import Toy
 
 from trainer.callbacks.early_stop import EarlyStop

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from ranks import run_ranks
+from support.ranks import run_ranks
 from torch import nn
 from toy_recipe import Toy
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from net import Cluster, needs_cluster
-from ranks import run_ranks
+from support.network import Cluster, needs_cluster
+from support.ranks import run_ranks
 from toy_recipe import Toy
 
 from trainer.callback import Callback, Role, arrange

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
 from safetensors.numpy import load_file
+from support.ranks import run_ranks
 from torch import Tensor, nn
 from toy_recipe import Toy
 

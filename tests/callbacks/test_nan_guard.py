@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from table import CODECS
+from support.callbacks import CODECS
+from support.ranks import run_ranks
 from torch import Tensor, nn
 from toy_recipe import Toy
 

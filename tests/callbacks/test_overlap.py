@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from support.ranks import run_ranks
 from torch import Tensor, nn
 from toy_recipe import Toy
 

@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from written import hidden, holds, put, steps
+from support.checkpoints import hidden, holds, put, steps
 
 from trainer.checkpoint.fence import Superseded
 from trainer.checkpoint.locate import checkpoints, newest, resolve

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from written import NAMES, hidden, holds, steps
+from support.checkpoints import NAMES, hidden, holds, steps
 
 from trainer.checkpoint.commit import begin, commit
 from trainer.checkpoint.fence import ATTEMPT, Superseded, refuse_superseded

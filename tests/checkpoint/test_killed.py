@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from written import NAMES, hidden, holds, put
+from support.checkpoints import NAMES, hidden, holds, put
 
 from trainer.checkpoint import commit
 from trainer.checkpoint.locate import resolve

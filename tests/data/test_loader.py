@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from toy_recipe import Points, Toy

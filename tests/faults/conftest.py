@@ -4,8 +4,8 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-from command import run
-from troubled import RECOVERED, RUN
+from support.cli import run
+from support.faults import RECOVERED, RUN
 
 
 @pytest.fixture(autouse=True)

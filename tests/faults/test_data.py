@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import QUICK, ROOT, Result, lines, popen, run, weights
-from served import MISSING, NGINX, Proxy, served
 from shard_recipe import write_points
-from troubled import alive, tidy, wait_for
+from support.cli import QUICK, ROOT, Result, lines, popen, run, weights
+from support.faults import alive, tidy, wait_for
+from support.http import MISSING, NGINX, Proxy, served
 
 from trainer.data.sampling.order import Order
 

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from troubled import IMPATIENT, events, recorded, resumed, trouble, whole
+from support.faults import IMPATIENT, events, recorded, resumed, trouble, whole
 
 from trainer.launch.flight_recorder import odd_one
 

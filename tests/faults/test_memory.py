@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from troubled import events, trouble, whole
+from support.faults import events, trouble, whole
 
 from trainer.launch.restart_policy import GAVE_UP
 

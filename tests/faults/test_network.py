@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import MAIN, MARK, PYTHONPATH, run
-from net import Cluster, needs_cluster
-from troubled import IMPATIENT, RUN, free_port, troubling, wait_for, whole
+from support.cli import MAIN, MARK, PYTHONPATH, run
+from support.faults import IMPATIENT, RUN, free_port, troubling, wait_for, whole
+from support.network import Cluster, needs_cluster
 
 pytestmark = [needs_cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 SLOWLY = "callbacks.probe.step_s=0.5"  # so that a fault hits a step, not a checkpoint

@@ -7,8 +7,8 @@ import subprocess
 import time
 
 import pytest
-from command import MARK, environment
-from troubled import nobody_left, processes, tidy, watched
+from support.cli import MARK, environment
+from support.faults import nobody_left, processes, tidy, watched
 
 from trainer.checkpoint.commit import commit
 

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from command import MAIN, PYTHONPATH, popen, run
-from troubled import (
+from support.cli import MAIN, PYTHONPATH, popen, run
+from support.faults import (
     IMPATIENT,
     RUN,
     ended_s,

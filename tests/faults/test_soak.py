@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from command import MAIN, MARK, environment, run
-from troubled import RUN, events, nobody_left, processes, watched, whole
+from support.cli import MAIN, MARK, environment, run
+from support.faults import RUN, events, nobody_left, processes, watched, whole
 
 SOAK_S = float(os.environ.get("ECHELON_SOAK_S", "600"))
 STEPS, KILLS = 100, 6  # of one run

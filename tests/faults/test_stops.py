@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from command import Result, popen, run
-from troubled import (
+from support.cli import Result, popen, run
+from support.faults import (
     RUN,
     alive,
     below,

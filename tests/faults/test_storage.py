@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from command import MAIN, QUICK, popen, run
+from support.cli import MAIN, QUICK, popen, run
+from support.faults import RUN, events, free_port, resumed, troubling, wait_for, watched, whole
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from troubled import RUN, events, free_port, resumed, troubling, wait_for, watched, whole
 
 from trainer.checkpoint.manifest import MANIFEST
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import MARK, environment, popen, run
-from net import Cluster, needs_cluster
-from troubled import RUN, nobody_left, resumed, tidy, troubling, wait_for, whole
+from support.cli import MARK, environment, popen, run
+from support.faults import RUN, nobody_left, resumed, tidy, troubling, wait_for, whole
+from support.network import Cluster, needs_cluster
 
 from trainer.data.sampling.order import Order
 from trainer.process.environment import FRESH_STORE, Place, refuse_nodes

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from peered import NAMES, launch, off, steps
+from support.peers import NAMES, launch, off, steps
 
 NEEDS = {"lightning": ("lightning", "torchdata"), "accelerate": ("accelerate",), "dcp": ("torchdata",)}
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from peered import checkpoint, launch, off, saved, steps, stopped_at
-from strangers import Payload, payload
+from support.peers import checkpoint, launch, off, saved, steps, stopped_at
+from support.untrusted import Payload, payload
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 

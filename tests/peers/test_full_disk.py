@@ -5,7 +5,7 @@ import shutil
 import subprocess
 
 import pytest
-from peered import checkpoint, launch, samples, saved, steps
+from support.peers import checkpoint, launch, samples, saved, steps
 
 pytestmark = [
     pytest.mark.peers,

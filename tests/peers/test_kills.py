@@ -1,7 +1,7 @@
 """Peers: kill -9 of a rank after step 7, and in the middle of the checkpoint of step 8."""
 
 import pytest
-from peered import launch, off, samples, saved, steps
+from support.peers import launch, off, samples, saved, steps
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 

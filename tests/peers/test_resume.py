@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from peered import launch, off, samples, steps, stopped_at
+from support.peers import launch, off, samples, steps, stopped_at
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 

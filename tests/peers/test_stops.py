@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from peered import launch, saved, steps
+from support.peers import launch, saved, steps
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from command import MAIN, QUICK, environment, run
 from safetensors.torch import load_file
+from support.cli import MAIN, QUICK, environment, run
 
 MODULES = ("argparse", "bisect", "csv", "decimal", "heapq", "json", "logging", "pathlib", "random", "statistics")
 WORDS = [

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.checkpoints import put
 from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_expander
-from written import put
 
 from trainer.checkpoint.manifest import MANIFEST, Damaged, verify
 from trainer.checkpoint.serialize import load_state

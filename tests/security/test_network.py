@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command import QUICK, TOY, lines, popen, run
+from support.cli import QUICK, TOY, lines, popen, run
 
 WORDS = [*TOY, *QUICK, "trainer.devices=2", "trainer.max_steps=12", "trainer.run_dir=runs/r"]
 # Not eight zero bytes: to gloo that is another rank, in whose place the stranger then is (see docs/security.md).

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import PYTHONPATH, ROOT, toy
 from safetensors.torch import save_file
-from strangers import Payload, one_line, payload, sharded
+from support.cli import PYTHONPATH, ROOT, toy
+from support.untrusted import Payload, one_line, payload, sharded
 from torch import nn
 
 from trainer.checkpoint.commit import commit

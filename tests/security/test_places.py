@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import environment, toy
 from omegaconf import OmegaConf
-from strangers import one_line, sharded
+from support.cli import environment, toy
+from support.untrusted import one_line, sharded
 from toy_recipe import Toy
 
 from trainer.checkpoint.commit import commit

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import PYTHONPATH, TOY, Result, run
 from omegaconf import OmegaConf
+from support.cli import PYTHONPATH, TOY, Result, run
 
 from trainer.config.check import check_node, check_type, check_values, stage_node
 from trainer.config.redact import is_secret, secrets, without_secrets, word_without_secrets

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import ROOT, run, toy
 from omegaconf import OmegaConf
-from strangers import one_line
+from support.cli import ROOT, run, toy
+from support.untrusted import one_line
 
 from trainer.checkpoint.commit import commit
 from trainer.config.build import build

@@ -1,0 +1,141 @@
+"""Ranks: agreements between them, and what they run on."""
+
+import json
+import re
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+
+from trainer.comm.device import pick_backend, pick_device
+from trainer.comm.ranks import Ranks
+from trainer.errors import ConfigError
+from trainer.process.environment import Place
+
+CPU = torch.device("cpu")
+
+
+def agreements(place: Place) -> dict:
+    ranks = Ranks(place, "cpu", "auto", 60.0)
+    first = ranks.agree((place.rank, 2**40, -place.rank))
+    second = ranks.agree((1,))  # two under way, read in the other order
+    result = {
+        "sums": [second(), first()],
+        "gathered": ranks.gather({"name": "x" * place.rank * 7, "none": None, "rank": place.rank}),
+        "first": ranks.first(["from", place.rank]),
+        "groups": len({id(ranks.new_group()) for _ in range(2)}),
+        "timeouts": {
+            ranks.host._get_backend(CPU).options._timeout,
+            dist.group.WORLD._get_backend(CPU).options._timeout,
+        },
+    }
+    ranks.close()
+    return result | {"closed": not dist.is_initialized()}
+
+
+def test_agreements_are_the_same_on_all_ranks():
+    for result in run_ranks(3, agreements):
+        assert result["sums"] == [(3,), (3, 3 * 2**40, -3)]
+        assert result["gathered"] == [{"name": "x" * rank * 7, "none": None, "rank": rank} for rank in range(3)]
+        assert result["first"] == ["from", 0]
+        assert result["groups"] == 2
+        assert result["timeouts"] == {timedelta(seconds=60)}
+        assert result["closed"]
+
+
+def slow_to_receive(place: Place) -> tuple[int, int, list[set[int]]]:
+    ranks, gather, moved = Ranks(place, "cpu", "auto", 3.0), dist.gather, []
+
+    def slow(*args, **kwargs) -> None:
+        time.sleep(1.2 if place.rank == 0 else 0.0)
+        gather(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "gather", slow)
+        patch.setattr("trainer.comm.ranks.BROUGHT", 4 * 1000)  # of each rank a quarter at once
+        data = torch.full((900 + 600 * place.rank,), place.rank, dtype=torch.uint8)
+        brought = ranks.bring(data, lambda: moved.append(1))
+    (sums,) = ranks.agree((1,))()  # for which the others have not waited too long
+    ranks.close()
+    assert [len(each) for each in brought] == ([900, 1500, 2100, 2700] if place.rank == 0 else [])
+    return sums, len(moved), [set(each.tolist()) for each in brought]
+
+
+def test_what_rank_0_is_brought_may_take_longer_than_the_timeout():
+    """Of a piece at a time that is the limit."""
+    assert run_ranks(4, slow_to_receive) == [(4, 3, [{0}, {1}, {2}, {3}])] + [(4, 3, [])] * 3
+
+
+def late(place: Place) -> bool:
+    ranks, written = Ranks(place, "cpu", "auto", 60.0), Path(f"{place.store}-written")
+    if place.rank == 0:
+        time.sleep(0.5)
+        written.touch()
+    ranks.leave()
+    return written.exists()
+
+
+def test_no_rank_ends_before_rank_0():
+    """srun -K, mpirun and torchrun end all with the first that ends, and rank 0 may write a last checkpoint."""
+    assert all(run_ranks(3, late))
+
+
+def test_one_rank_starts_nothing():
+    ranks = Ranks(Place(), "cpu", "auto", 60.0)
+    assert not dist.is_initialized()
+    assert ranks.agree((1, 2))() == (1, 2)
+    assert ranks.gather({"a": 1}) == [{"a": 1}]
+    assert ranks.first("value") == "value"
+    assert [each.tolist() for each in ranks.bring(torch.arange(3), list)] == [[0, 1, 2]]
+    ranks.close()
+
+
+def test_devices(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device("auto", Place(3, 4, 3, 4)) == CPU
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert pick_device("cpu", Place(3, 4, 3, 4)) == CPU
+    second = Place(1, 2, 1, 2)
+    assert pick_device("auto", second) == pick_device("cuda", second) == torch.device("cuda", 1)
+    assert chosen == [1, 1]
+    message = (
+        "this node has 2 CUDA device(s), and a rank needs number 2; use trainer.devices=2 or trainer.accelerator=cpu"
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        pick_device("auto", Place(2, 3, 2, 3))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # one visible to each task
+    assert pick_device("auto", Place(2, 3, 2, 3, launcher="srun")) == torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match="this node has 1 CUDA"):
+        pick_device("auto", Place(2, 3, 2, 3, launcher="torchrun"))
+
+
+def test_backends(monkeypatch):
+    assert pick_backend("auto", CPU) == "gloo"
+    assert pick_backend("auto", torch.device("cuda", 0)) == "nccl"
+    assert pick_backend("gloo", torch.device("cuda", 0)) == "gloo"
+    with pytest.raises(ConfigError, match=r"trainer\.backend=nccl: needs CUDA.*use trainer\.backend=gloo"):
+        pick_backend("nccl", CPU)
+    monkeypatch.setattr(dist, "is_mpi_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"trainer\.backend=mpi: this torch was built without MPI.*gloo or nccl"):
+        pick_backend("mpi", CPU)
+
+
+def test_what_torch_notes_of_nccl_is_among_the_rest(monkeypatch, tmp_path):
+    def notes(*times: int) -> bytes:
+        return json.dumps({"version": "2", "entries": [{"time_created_ns": time} for time in times]}).encode()
+
+    ranks = Ranks.__new__(Ranks)
+    ranks.rank, ranks.world = 1, 3
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", lambda: notes(1, 4))
+    for nccl, times in ((notes(2, 5), [1, 2, 4, 5]), (b'{"version": "2"}', [1, 4]), (b"", [1, 4])):
+        monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda nccl=nccl: nccl, raising=False)
+        ranks.note_failure(RuntimeError, tmp_path)
+        noted = json.loads((tmp_path / "collectives-rank1.json").read_text())
+        assert [entry["time_created_ns"] for entry in noted["entries"]] == times and noted["version"] == "2"

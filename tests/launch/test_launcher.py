@@ -1,0 +1,420 @@
+"""Ranks, whoever starts them: torchrun, Open MPI, SLURM, or our own supervisor; and how they end when one fails."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.cli import MAIN, QUICK, ROOT, TOY, Result, lines, popen, run, weights
+
+from trainer import session
+from trainer.errors import ConfigError
+from trainer.launch import launcher
+from trainer.launch.failure import find
+from trainer.process.environment import Place, detect, first_host, refuse_crowd, refuse_nodes
+from trainer.summary import go_on, this_python
+
+SHORT = [*TOY, *QUICK, "+callbacks=[probe]", "trainer.max_steps=5", "trainer.validate_every=3"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainer.main"]
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *MAIN]
+needs_mpirun = pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun")
+ELASTIC = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+SLURM = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_STEP_ID": "1",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_JOB_NODELIST": "gpu[01-08]",
+}
+
+
+def mpi(rank: int, world: int, local_rank: int, local_world: int) -> dict[str, str]:
+    names = {"RANK": rank, "SIZE": world, "LOCAL_RANK": local_rank, "LOCAL_SIZE": local_world}
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()}
+
+
+def test_nobody_started_us():
+    job = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
+    assert detect({}) == detect(job) == Place()  # sbatch
+    assert detect(job | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}) == Place()  # salloc's shell
+    assert detect({}, devices=4, nodes=2) == Place()
+    assert (
+        detect(SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "0"}) == Place()
+    )  # srun --pty
+
+
+def test_torchrun():
+    assert detect(dict(ELASTIC)) == Place(5, 8, 1, 4, "", "torchrun")
+    assert detect(ELASTIC | SLURM | mpi(0, 1, 0, 1), devices=4, nodes=2).launcher == "torchrun"  # inside of both
+    assert detect({"RANK": "3", "WORLD_SIZE": "4"}, devices=1, nodes=4) == Place(3, 4, 0, 1, "", "torchrun")  # Kubeflow
+    assert detect(ELASTIC | {"ECHELON_STORE": "/s"}) == Place(5, 8, 1, 4, "/s", "echelon")
+
+
+def test_open_mpi(tmp_path):
+    env = mpi(1, 2, 1, 2) | {"PMIX_SERVER_TMPDIR": str(tmp_path), "PMIX_NAMESPACE": "77"}
+    assert detect(env) == Place(1, 2, 1, 2, f"{tmp_path}/echelon-77", "mpirun")
+    assert detect(mpi(0, 1, 0, 1)) == Place(0, 1, 0, 1, "", "mpirun")
+    assert detect(mpi(5, 8, 1, 4) | {"MASTER_ADDR": "gpu03"}, devices=4, nodes=2) == Place(5, 8, 1, 4, "", "mpirun")
+    assert detect(env | SLURM).launcher == "mpirun"  # mpirun inside of salloc
+    for lost in (mpi(5, 8, 1, 4) | {"PMIX_SERVER_TMPDIR": str(tmp_path)}, mpi(1, 2, 1, 2)):
+        with pytest.raises(ConfigError, match=r"mpirun: \d ranks .* need a meeting point; .*-x MASTER_ADDR="):
+            detect(lost)
+
+
+def test_slurm():
+    env = dict(SLURM)
+    assert detect(env, devices=4, nodes=2) == Place(5, 8, 1, 4, "", "srun")
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("gpu03", str(20000 + 4243))
+    one_task_a_node = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
+    assert detect(SLURM | one_task_a_node) == Place(1, 2, 0, 1, "", "srun")
+    assert detect(SLURM | one_task_a_node, devices=4, nodes=2) == Place(4, 8, 0, 4, "", "srun", starts=True)
+    assert detect(ELASTIC | SLURM | one_task_a_node | {"ECHELON_STORE": ""}, 4, 2) == Place(5, 8, 1, 4, "", "srun")
+    with pytest.raises(ConfigError, match=r"^srun with one task a node: .* need trainer\.run_dir=runs/NAME$"):
+        refuse_nodes(Place(0, 8, 0, 4, "", "srun", starts=True), {}, 2, None, None)
+    one_node = {"SLURM_STEP_NUM_NODES": "1", "SLURM_LOCALID": "5", "SLURM_STEP_TASKS_PER_NODE": "8"}
+    assert detect(SLURM | one_node) == Place(5, 8, 5, 8, "", "srun")
+    given = SLURM | {"MASTER_ADDR": "other", "MASTER_PORT": "1"}
+    detect(given)
+    assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("other", "1")
+    steps = [dict(SLURM), SLURM | {"SLURM_STEP_ID": "2"}]
+    for step in steps:
+        detect(step)
+    assert steps[0]["MASTER_PORT"] != steps[1]["MASTER_PORT"]  # two at a time in one job
+    for uneven in ({"SLURM_STEP_NUM_TASKS": "7"}, {"SLURM_STEP_TASKS_PER_NODE": "5,3"}):
+        with pytest.raises(
+            ConfigError, match=r"srun: \d tasks on 2 nodes are not the same number on each; use --ntasks"
+        ):
+            detect(SLURM | uneven)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    {
+        "gpu03": "gpu03",
+        "gpu03,cpu1": "gpu03",
+        "gpu[03-05,9],cpu1": "gpu03",
+        "gpu[7,9]": "gpu7",
+        "cpu1,gpu[03-05]": "cpu1",
+        "rack[1-2]n[03-04].site,x": "rack1n03.site",
+        "a-b[10-12]-ib": "a-b10-ib",
+    }.items(),
+)
+def test_first_host(nodes, first):
+    assert first_host(nodes) == first
+
+
+def test_settings_that_contradict_the_launcher():
+    with pytest.raises(
+        ConfigError, match=r"trainer\.devices=3: torchrun started 4 rank\(s\) on this node; use trainer\.devices=4"
+    ):
+        detect(dict(ELASTIC), devices=3)
+    with pytest.raises(
+        ConfigError, match=r"trainer\.nodes=4: torchrun started 8 ranks on 2 node\(s\); leave trainer\.nodes out"
+    ):
+        detect(dict(ELASTIC), nodes=4)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> Path:
+    """A run on two ranks from one process."""
+    cwd = tmp_path_factory.mktemp("two")
+    result = run([*SHORT, "trainer.devices=2", "trainer.run_dir=runs/r"], cwd)
+    assert result.code == 0, result.err
+    return cwd
+
+
+def facts(run_dir: Path) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(run_dir.glob("facts-*.json"))]
+
+
+def test_one_process_starts_the_ranks(two):
+    ranks = facts(two / "runs" / "r")
+    assert [(rank["world"], rank["initialized"], rank["model"]) for rank in ranks] == [
+        (2, True, "DistributedDataParallel")
+    ] * 2
+    assert len({rank["pid"] for rank in ranks}) == 2 and len({rank["parent"] for rank in ranks}) == 1
+    assert len({rank["drawn"] for rank in ranks}) == 2
+    assert not [rank["pid"] for rank in ranks if Path(f"/proc/{rank['pid']}").exists()]
+
+
+def test_nothing_listens_but_on_loopback(two):
+    ranks = facts(two / "runs" / "r")
+    assert on_loopback(ranks)
+    assert not [address for rank in ranks for address in rank["parent listening"]]
+
+
+def on_loopback(ranks: list[dict]) -> bool:
+    addresses = {address for rank in ranks for address in rank["listening"]}
+    return bool(addresses) and addresses <= {"0100007F", "00000000000000000000000001000000"}  # 127.0.0.1, ::1
+
+
+def test_with_one_rank_nothing_distributed_is_started(two, tmp_path):
+    result = run([*SHORT, "+callbacks=[probe,grad_compress,overlap]", "trainer.run_dir=runs/r"], tmp_path)
+    assert result.code == 0, result.err
+    assert result.out.count("one rank, nothing to communicate: grad_compress, overlap will do nothing\n") == 1
+    (rank,) = facts(tmp_path / "runs" / "r")
+    assert (rank["world"], rank["initialized"], rank["model"], rank["listening"]) == (1, False, "Net", [])
+    close = [{key: pytest.approx(value, rel=1e-5) for key, value in line.items()} for line in lines(two / "runs" / "r")]
+    assert lines(tmp_path / "runs" / "r") == close
+
+
+def same(cwd: Path, two: Path) -> None:
+    assert lines(cwd / "runs" / "r") == lines(two / "runs" / "r")
+    assert weights("r", cwd, 5) == weights("r", two, 5)
+
+
+def test_torchrun_gives_the_same_numbers(two, tmp_path):
+    result = run([*SHORT, "trainer.run_dir=runs/r"], tmp_path, TORCHRUN)
+    assert result.code == 0, result.err
+    same(tmp_path, two)
+
+
+@needs_mpirun
+def test_mpirun_gives_the_same_numbers(two, tmp_path):
+    result = run([*SHORT, "trainer.run_dir=runs/r"], tmp_path, MPIRUN)
+    assert result.code == 0, result.err
+    assert "step 5/5" in result.out and "\x1b" not in result.out
+    same(tmp_path, two)
+    assert on_loopback(facts(tmp_path / "runs" / "r"))
+
+
+def test_slurm_gives_the_same_numbers(two, tmp_path):
+    """Two processes with what srun sets; test_slurm.py has srun itself."""
+    with socket.socket() as probe:
+        while True:
+            port = 20000 + time.monotonic_ns() % 10000
+            try:
+                probe.bind(("127.0.0.1", port))
+                break
+            except OSError:
+                continue
+    step = {
+        "SLURM_JOB_ID": str(port - 20000),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+    }
+    step |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    ranks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in (0, 1)]
+    tasks = [popen([*SHORT, "trainer.run_dir=runs/r"], tmp_path, **step, **rank) for rank in ranks]
+    ended = [(*task.communicate(timeout=60), task.returncode) for task in tasks]
+    assert [code for *_, code in ended] == [0, 0], ended
+    same(tmp_path, two)
+
+
+def trouble(what: str, rank: int, cwd: Path, *more: str, launcher: list[str] | None = None, **env: str) -> Result:
+    """A run on two ranks, of which one does `what` in step 3."""
+    typed = [f"callbacks.probe.trouble={what}", f"callbacks.probe.rank={rank}", "trainer.max_steps=100000"]
+    devices = [] if launcher else ["trainer.devices=2", "trainer.restarts=0"]
+    return run([*SHORT, *typed, *devices, *more, "trainer.run_dir=runs/r"], cwd, launcher, **env)
+
+
+def test_the_rank_that_failed_first_is_told_of(tmp_path):
+    result = trouble("raise", 1, tmp_path)
+    assert result.code == 1
+    assert result.err.startswith("echelon: rank 1 failed first:\nTraceback")
+    assert result.err.rstrip().endswith("RuntimeError: trouble at step 3")
+    assert result.err.count("Traceback") == 1 and "gloo" not in result.err
+    log = (tmp_path / "runs" / "r" / "logs" / "rank1.log").read_text()
+    assert "about to make trouble" not in result.out and "step 2/100000" in result.out
+    assert "about to make trouble" in log and "RuntimeError: trouble at step 3" in log
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, pytest.param(MPIRUN, marks=needs_mpirun)], ids=["torchrun", "mpirun"])
+def test_also_under_a_launcher(launcher, tmp_path):
+    result = trouble("raise", 1, tmp_path, launcher=launcher)
+    assert result.code == 1
+    first = result.err.rpartition("Root Cause")[2]  # torchrun's word
+    assert "RuntimeError: trouble at step 3" in first and "gloo" not in first
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["batch=13"], "batch=13: does not divide into 2 rank(s)"),
+        (["+callbacks=[average,ema]"], "average and ema both decide what average"),
+        (["trainer.backend='${oc.env:BACKEND_${oc.env:RANK}}'"], "trainer.backend=nccl: needs CUDA"),  # rank 1's alone
+    ],
+    ids=["before the ranks meet", "after", "of another rank"],
+)
+def test_an_error_of_all_ranks_is_one_line(typed, said, tmp_path):
+    cpu = "trainer.accelerator=cpu"
+    result = run([*TOY, *QUICK, *typed, cpu], tmp_path, TORCHRUN, BACKEND_0="gloo", BACKEND_1="nccl")
+    assert result.code == 1
+    told = [line for line in (result.out + result.err).splitlines() if line.startswith("echelon: ")]
+    assert len(told) == 1 and told[0].startswith(f"echelon: {said}"), result.err
+
+
+def test_where_no_torchrun_prints_it_the_rank_does(tmp_path):
+    """RANK and WORLD_SIZE by hand, or by Kubernetes."""
+    result = trouble("raise", 0, tmp_path, launcher=MAIN, RANK="0", WORLD_SIZE="1")
+    assert result.code == 1 and result.err.rstrip().endswith("RuntimeError: trouble at step 3")
+
+
+def test_a_rank_that_is_killed_ends_the_run(tmp_path):
+    result = trouble("SIGKILL", 1, tmp_path)
+    assert result.code == 128 + 9
+    assert result.err == "echelon: rank 1 was killed by SIGKILL; its log: runs/r/logs/rank1.log\n"
+    (tmp_path / "saved").mkdir()
+    again = trouble("SIGKILL", 1, tmp_path / "saved", "trainer.checkpoint.every_steps=2")
+    told, _, command = again.err.partition("; go on with ")
+    assert told == result.err.rstrip() and command.rstrip().endswith(" trainer.resume=ckpt/r")
+
+
+@pytest.mark.parametrize(
+    ("codes", "reported", "passed", "said", "code"),
+    [
+        ({0: 0, 1: 0}, {}, [], "", 0),
+        ({0: 75, 1: 75}, {}, [15], "", 75),
+        ({0: 1, 1: 78}, {0: (2.0, "late"), 1: (1.0, "echelon: early")}, [], "echelon: early", 78),
+        ({0: 1, 1: 78}, {0: (1.0, "early"), 1: (2.0, "late")}, [], "echelon: rank 0 failed first:\nearly", 1),
+        ({0: 1, 1: -9}, {0: (1.0, "reset")}, [], "echelon: rank 1 was killed by SIGKILL; its log: logs/rank1.log", 137),
+        ({0: 7, 1: 1}, {1: (1.0, "reset")}, [], "echelon: rank 0 ended with code 7; its log: logs/rank0.log", 7),
+        ({0: -6, 1: 1}, {1: (1.0, "early")}, [], "echelon: rank 1 failed first:\nearly", 1),  # NCCL's watchdog aborts
+        ({0: -6}, {}, [], "echelon: rank 0 was killed by SIGABRT; its log: logs/rank0.log", 134),
+        ({0: 130, 1: -15}, {}, [2, 2], "echelon: SIGINT: ended without a checkpoint", 130),
+    ],
+)
+def test_who_is_told_of(codes, reported, passed, said, code, tmp_path):
+    for rank, (when, text) in reported.items():
+        report = {"time": when, "text": text, "code": codes[rank], "in_collective": text == "reset"}
+        (tmp_path / f"error-{rank}.json").write_text(json.dumps(report))
+    failure = find(codes, range(2), tmp_path, Path("logs"), passed)
+    assert (failure.text, failure.code) == (said, code) if failure else not said
+
+
+def test_no_rank_outlives_its_launcher(tmp_path):
+    (private := tmp_path / "tmp").mkdir()
+    result = trouble("'parent SIGKILL'", 0, tmp_path, TMPDIR=str(private))  # waits for all that print
+    assert result.code == -9
+    left = [path for path in private.rglob("*") if path.is_file()]
+    assert left and not [path for path in left if b"SIGKILL" in path.read_bytes()]  # nor any other part of the config
+    ranks = facts(tmp_path / "runs" / "r")
+    assert len(ranks) == 2
+    deadline = time.monotonic() + 5
+    while alive := [rank["pid"] for rank in ranks if running(rank["pid"])]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.02)
+
+
+def start_under_mpirun(cwd: Path) -> tuple["subprocess.Popen[str]", list[int]]:
+    """It, and the ranks, once they have made a step."""
+    process = popen([*SHORT, "trainer.max_steps=100000", "trainer.run_dir=runs/r"], cwd, MPIRUN)
+    try:
+        deadline = time.monotonic() + 60
+        while len(ranks := facts(cwd / "runs" / "r")) < 2:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+    except BaseException:
+        process.kill()
+        process.communicate()
+        raise
+    return process, [rank["pid"] for rank in ranks]
+
+
+@needs_mpirun
+def test_no_rank_outlives_mpirun(tmp_path):
+    process, ranks = start_under_mpirun(tmp_path)
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 10
+    while (alive := [pid for pid in ranks if running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+    assert not alive
+
+
+@needs_mpirun
+@pytest.mark.slow
+def test_mpirun_passes_sigusr1_on(tmp_path):
+    """But at SIGTERM it takes no more output, and kills its ranks after a second."""
+    process, _ = start_under_mpirun(tmp_path)
+    process.send_signal(signal.SIGUSR1)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert "SIGUSR1: stopping after this step with a checkpoint" in out and "checkpoint  ckpt/r/step-" in out
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("executable", "here", "path", "called"),
+    [
+        ("checkout/.venv/bin/python", "checkout", "", ".venv/bin/python"),
+        ("checkout/.venv/bin/python", "elsewhere", "checkout/.venv/bin", "python"),
+        ("checkout/.venv/bin/python3", "elsewhere", "checkout/.venv/bin", "python"),
+        ("checkout/.venv/bin/python", "elsewhere", "usr/bin", "{}/checkout/.venv/bin/python"),
+        ("checkout/.venv/bin/python", "elsewhere", "", "{}/checkout/.venv/bin/python"),
+        ("checkout/.venv/bin/python", "checkout/.venv/bin", "", "./python"),
+    ],
+)
+def test_how_a_printed_command_calls_python(executable, here, path, called, tmp_path, monkeypatch):
+    """Of an environment that needn't be active, whose python is a link to the system's."""
+    for folder in ("usr/bin", "checkout/.venv/bin", "elsewhere"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "usr/bin/python").touch(mode=0o755)
+    for name in ("python", "python3"):
+        (tmp_path / "checkout/.venv/bin" / name).symlink_to(tmp_path / "usr/bin/python")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / executable))
+    monkeypatch.setenv("PATH", str(tmp_path / path) if path else str(tmp_path / "nothing"))
+    monkeypatch.chdir(tmp_path / here)
+    assert this_python() == called.format(tmp_path)
+    typed = ["trainer.resume=x", "batch=${a b}"]
+    rest = "-m trainer.main 'batch=${a b}' trainer.resume=ckpt/r"
+    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert go_on(typed, Path("ckpt/r")) == f"{called.format(tmp_path)} {rest}"
+    assert go_on(None, Path("ckpt/r")) == "trainer.resume=ckpt/r"
+    for name, value in ELASTIC.items():
+        monkeypatch.setenv(name, value)
+    assert go_on(typed, Path("ckpt/r")) == f"the same torchrun ... {rest}"
+    monkeypatch.setenv("ECHELON_STORE", "/s")
+    assert go_on(typed, Path("ckpt/r")) == f"{called.format(tmp_path)} {rest}"
+
+
+@pytest.mark.parametrize(("cores", "most"), [(1, 8), (2, 8), (64, 256)])
+def test_more_processes_than_a_node_can_bear(cores, most, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    refuse_crowd("auto")
+    refuse_crowd(most)
+    with pytest.raises(ConfigError, match=rf"^trainer\.devices={most + 1}: .* {cores} CPU core.*; use at most {most}"):
+        refuse_crowd(most + 1)
+
+
+def test_more_devices_than_there_are(monkeypatch):
+    monkeypatch.setattr(session, "count_gpus", lambda accelerator: 2)
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.devices=3: this node has 2 CUDA device\(s\); use trainer\.devices=2 or"
+    ):
+        launcher.start({"trainer": {"devices": 3}}, "run", [], Place())
+
+
+def test_a_process_is_left_with_all_but_the_interpreters_own_end():
+    """Which would end threads of gloo's, and the process with them."""
+    code = """
+import atexit, sys, threading, time
+from trainer.process.exit import leave
+class Ended:
+    def __del__(self): print("the interpreter ends")
+ended = Ended()
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (time.sleep(0.2), print("a thread"))).start()
+leave(7)
+"""
+    done = run(["-c", code], ROOT, [sys.executable])
+    assert done == (7, "a thread\nat exit\n", "")

@@ -1,0 +1,94 @@
+"""Writes docs/composition.md: pairs of callbacks, and callbacks with settings, that work or are refused, and why.
+
+    PYTHONPATH=tests python -m support.composition
+
+What the page says is refused is what `arrange` refuses; of what it says works, tests/test_contract.py trains what the
+page's head says.
+"""
+
+import itertools
+import re
+from pathlib import Path
+
+from support.callbacks import CHANGES, CODECS, OBSERVERS, Table, name_of
+from trainer.callback import arrange
+from trainer.callbacks.bucket.callback import Bucket
+from trainer.callbacks.grad_compress import GradCompress
+from trainer.errors import ConfigError
+
+PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
+SETTINGS = {
+    "clip": "trainer.clip_norm",
+    "fp16": "trainer.precision=fp16",
+    "find_unused_parameters": "trainer.ddp.find_unused_parameters",
+    "static_graph": "trainer.ddp.static_graph",
+    "gradient_as_bucket_view": "trainer.ddp.gradient_as_bucket_view",
+}
+# Knobs with which a callback refuses more than without them.
+KNOBS: Table = {
+    "bucket.first_mib": lambda: Bucket(first_mib=1.0),
+    "bucket.mibs": lambda: Bucket(mibs=[1.0, 25.0]),
+    "bucket.late": lambda: Bucket(late=["*bias"]),
+    "grad_compress.clip_norm": lambda: GradCompress("dgc", clip_norm=1.0),
+    "grad_compress.momentum": lambda: GradCompress("dgc", momentum=0.9),
+}
+ALL = {**CHANGES, **CODECS, **OBSERVERS, **KNOBS}
+HEAD = f"""# What composes
+
+Made by `tests/support/composition.py` from roles and conflicts of callbacks; a test fails where it is outdated. `+` is
+taken; a number is refused before the first step, for the reason below, which names the way out. Codecs are
+`grad_compress`, which is there once.
+
+`tests/test_contract.py` trains every pair of callbacks on 3 ranks (with bf16 for `grad_compress`), every codec
+alone, and with `overlap` and `local_sgd`, with accumulation and uneven batches; it holds them to plain
+training or to their bounds, and resumes them bit for bit. `tests/test_settings.py` trains most callbacks with each
+setting.
+
+{", ".join(f"`{name}`" for name in OBSERVERS)} compose with all of these, and with each other.
+"""
+
+
+def refusal(one: str, other: str) -> str:
+    """What `arrange` says of two callbacks, or of a callback and a setting; empty where it takes them."""
+    rows = [one] if other in SETTINGS else [one, other]
+    if "between nodes" in one + other and "hierarchical" not in rows:
+        rows.append("hierarchical")  # which it needs
+    try:
+        arrange({name_of(row): ALL[row]() for row in rows}, {other} & SETTINGS.keys())
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def more_refused() -> list[str]:
+    """Of each of `KNOBS`: what is refused with it alone."""
+    lines = []
+    for row in KNOBS:
+        plain = name_of(row) if name_of(row) in CHANGES else "dgc"
+        reasons = {refusal(row, other): None for other in (*CHANGES, *SETTINGS) if not refusal(plain, other)}
+        lines += [f"- `{row}`: {reason}" for reason in reasons if reason]
+    return lines
+
+
+def page() -> str:
+    for one, other in itertools.product(OBSERVERS, [*ALL, *SETTINGS]):
+        assert one == other or not refusal(one, other), (one, other)
+    rows, columns = [*CHANGES, *CODECS], [*CHANGES, *SETTINGS]
+    reasons: list[str] = []
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for row in rows:
+        cells = []
+        for column in columns:
+            reason = "" if row == column != "fp16" else re.sub(r"codec=\w+ (?=gather|keep)", "", refusal(row, column))
+            if reason and reason not in reasons:
+                reasons.append(reason)
+            cells.append(str(reasons.index(reason) + 1) if reason else "" if row == column != "fp16" else "+")
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    settings = [f"`{name}` is `{key}`." for name, key in SETTINGS.items() if name not in key.split(".")[-1:]]
+    numbered = [f"{number}. {reason}" for number, reason in enumerate(reasons, start=1)]
+    knobs = ["", "Some knobs refuse more:", "", *more_refused()]
+    return "\n".join([HEAD, *lines, "", " ".join(settings), "", *numbered, *knobs, ""])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,158 @@
+"""Files that are there whole or not at all; files that are appended to, on a full disk. On a real one: tests/faults."""
+
+import errno
+import io
+import logging
+import os
+import resource
+
+import pytest
+
+from trainer import files
+from trainer.files import Appended, write_whole
+from trainer.log import log
+from trainer.process.stdio import Output
+from trainer.run_dir import LogFile
+
+
+class Disk:
+    """Takes so many more bytes, as a real one does: part of a write, and then none."""
+
+    def __init__(self, monkeypatch, room: int) -> None:
+        self.room, self.write = room, os.write
+        monkeypatch.setattr(files.os, "write", self)
+
+    def __call__(self, file: int, content: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self.write(file, content[: self.room])
+        self.room -= written
+        return written
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What the log tells."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    monkeypatch.setattr(log, "handlers", [handler])
+    log.setLevel(logging.INFO)
+    return lines
+
+
+def test_what_a_full_disk_does_not_take_is_written_when_there_is_room(tmp_path, monkeypatch, said):
+    path = tmp_path / "new" / "file"
+    file, disk = Appended(path), Disk(monkeypatch, room=7)
+    for line in (b"one\n", b"two\n", b"three\n"):
+        assert file.write(line) == len(line)
+    assert path.read_bytes() == b"one\ntwo" and len(said) == 1
+    assert said[0].startswith(f"{path}: No space left on device; training goes on")
+    disk.room = 100
+    file.write(b"four\n")
+    assert path.read_bytes() == b"one\ntwo\nthree\nfour\n" and said[1:] == [f"{path}: written again"]
+    disk.room = 0
+    file.write(b"five\n")
+    disk.room = 100
+    file.close()
+    assert path.read_bytes().endswith(b"four\nfive\n") and len(said) == 4
+
+
+def test_what_is_kept_is_bounded_and_the_loss_is_told(tmp_path, monkeypatch, said):
+    monkeypatch.setattr(files, "MOST", 2048)
+    file, disk = Appended(tmp_path / "file"), Disk(monkeypatch, room=0)
+    lines = [b"%3d %s\n" % (n, b"x" * 95) for n in range(40)]
+    for line in lines:
+        file.write(line)
+    assert len(said) == 2 and said[1].endswith("more than 2 KiB could not be written: what comes now is lost")
+    disk.room = 10**6
+    file.write(b"end\n")
+    assert (tmp_path / "file").read_bytes() == b"".join(lines[:20]) + b"end\n"
+    file.close()
+
+
+def test_a_checkpoint_has_what_the_file_has_not(tmp_path, monkeypatch, said):
+    file, disk = Appended(tmp_path / "file"), Disk(monkeypatch, room=6)
+    for line in (b"one\n", b"two\n"):
+        file.write(line)
+    state = file.state_dict()
+    assert state == {"bytes": 6, "kept": "o\n"}
+    disk.room = 100
+    file.write(b"lost, as what comes after a checkpoint\n")
+    file.close()
+    again = Appended(tmp_path / "file")
+    again.go_on(state)
+    again.write(b"three\n")
+    assert (tmp_path / "file").read_bytes() == b"one\ntwo\nthree\n"
+    assert again.state_dict() == {"bytes": 14, "kept": ""}
+    again.close()
+    (tmp_path / "file").write_bytes(b"one\n")
+    Appended(tmp_path / "file").go_on({"bytes": 14, "kept": ""})
+    assert said[-1].endswith("lines are missing: 4 bytes, and the checkpoint knows of 14")
+
+
+def test_the_log_itself_may_be_on_that_disk(tmp_path, monkeypatch, said):
+    """What it tells of itself goes through itself."""
+    monkeypatch.setattr(files, "MOST", 1024)
+    log.addHandler(LogFile(tmp_path / "log"))
+    disk = Disk(monkeypatch, room=0)
+    for n in range(100):
+        log.info("line %d of a log", n)
+    assert len(said) == 102
+    disk.room = 10**6
+    log.info("end")
+    written = (tmp_path / "log").read_text().splitlines()
+    assert written[:2] == ["line 0 of a log", f"{tmp_path}/log: {said[1].split(': ', 1)[1]}"]
+    assert written[-2:] == [f"{tmp_path}/log: written again", "end"]
+    log.handlers[-1].close()
+
+
+class Full(io.RawIOBase):
+    """What standard output is when it goes into a file on a full disk."""
+
+    def __init__(self) -> None:
+        self.full, self.got = True, b""
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        raise AssertionError("it is not given up")
+
+    def write(self, content) -> int:
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.got += bytes(content)
+        return len(content)
+
+
+def test_standard_output_comes_back_with_the_room(said):
+    output = Output(io.BufferedWriter(disk := Full()), "utf-8", None, None, True)
+    print("lost", "x" * 10_000, file=output)
+    disk.full = False
+    print("here again", file=output)
+    output.flush()
+    assert disk.got.endswith(b"here again\n") and not said
+
+
+def test_one_large_write_is_no_loss_on_a_disk_with_room(tmp_path, said):
+    file = Appended(tmp_path / "file")
+    file.write(large := b"x" * (2 * files.MOST))
+    file.write(b"end")
+    file.close()
+    assert (tmp_path / "file").read_bytes() == large + b"end" and not said
+
+
+def test_what_can_not_be_written_leaves_what_was_there(tmp_path):
+    file = tmp_path / "a.json"
+    write_whole(file, b"1" * 100)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            write_whole(file, b"2" * 5000)  # part of it fits
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert file.read_bytes() == b"1" * 100 and os.listdir(tmp_path) == ["a.json"]
+    write_whole(file, b"2" * 5000)
+    assert file.read_bytes() == b"2" * 5000

@@ -1,0 +1,230 @@
+"""What is typed and what is seen: help, multirun, names of callbacks, the run's folder, lines, resume."""
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from support.cli import PYTHONPATH, QUICK, TOY, environment, run, toy
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import trainer
+from trainer.config.options import LONGEST_TMPDIR
+
+SHORT = [
+    "trainer.max_steps=4",
+    "trainer.checkpoint.every_steps=2",
+    "trainer.validate_every=2",
+    "trainer.log_every_steps=1",
+]
+
+
+@pytest.fixture(scope="module")
+def default(tmp_path_factory) -> tuple[Path, str]:
+    """A run with the default callbacks: its folder, and what it printed."""
+    cwd = tmp_path_factory.mktemp("default")
+    done = run([*TOY, *SHORT, "trainer.run_dir=runs/a", "trainer.accelerator=cpu"], cwd)
+    assert done.code == 0, done.err
+    assert done.err == ""
+    return cwd, done.out
+
+
+def test_help_lists_everything_and_imports_nothing_heavy(tmp_path):
+    code = "import sys; from trainer.main import command; command(['--version']); command(['--help'])\n"
+    code += "print(not {'torch', 'hydra', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.stdout.endswith("True\n")
+    assert re.match(rf"echelon-trainer {re.escape(trainer.__version__)} \(torch \d[^ ]*\)\n", done.stdout)
+    for name in ("bert_tiny", "bert_base", "bert_large", "ema", "overlap", "grad_compress", "adamw", "one_cycle"):
+        assert re.search(rf"^  {name} +\S.{{10,}}$", done.stdout, re.MULTILINE), name
+    assert "trainer.resume=ckpt/last.pt" in done.stdout
+    own = run(["--config-dir", TOY[1], "--help"], tmp_path)
+    assert "A small network on synthetic data" in own.out
+
+
+def test_the_folder_of_a_run(default):
+    cwd, _ = default
+    folder = cwd / "runs" / "a"
+    assert {path.name for path in folder.iterdir()} == {
+        ".lock", "checkpointed", "config.yaml", "logs", "metrics.jsonl", "summary.json", "tensorboard",
+    }  # fmt: skip
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [list(line)[:3] for line in lines] == [["step", "samples", "seconds"]] * 6
+    assert [(line["step"], "val/loss" in line) for line in lines] == [
+        (1, False), (2, False), (2, True), (3, False), (4, False), (4, True),
+    ]  # fmt: skip
+    assert {"train/loss", "train/lr", "train/grad_norm", "perf/samples_per_s"} <= lines[0].keys()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["val/loss"] == lines[-1]["val/loss"]
+    assert summary["steps"] == 4
+    assert summary["samples"] == 48
+    assert summary["stopped"] == "max_steps"
+    assert summary["checkpoint"] == "ckpt/a/step-00000004"
+    assert summary["best"]["metric"] == "val/loss"
+    assert {"seconds", "device", "versions", "precision", "ranks"} <= summary.keys()
+    config = OmegaConf.load(folder / "config.yaml")
+    assert config.trainer.max_steps == 4
+    assert (folder / "logs" / "rank0.log").read_text().count("step 4/4") == 1  # the validation's line
+    assert (cwd / "ckpt" / "last.pt").resolve() == (cwd / "ckpt" / "a" / "step-00000004").resolve()
+
+
+def test_tensorboard_has_the_numbers_and_the_config(default):
+    cwd, _ = default
+    events = EventAccumulator(str(cwd / "runs" / "a" / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4]
+    assert [event.step for event in events.Scalars("val/loss")] == [2, 4]
+    assert b"max_steps: 4" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+
+
+def test_lines_where_there_is_no_terminal(default):
+    _, out = default
+    assert re.search(r"^step 3/4  loss [\d.]+  lr [\d.e-]+  [\d,]+ samples/s  .* left$", out, re.MULTILINE)
+    assert "run         runs/a\ncheckpoint  ckpt/a/step-00000004\n" in out
+    assert "\x1b" not in out
+
+
+def test_multirun_makes_a_run_per_value(tmp_path):
+    done = toy(["-m", "optimizer.lr=1e-3,3e-3", "recipe.width=${batch}", "trainer.max_steps=2"], tmp_path)
+    assert done.code == 0, done.err
+    echoed = [shlex.split(line) for line in done.out.splitlines() if line.startswith("run runs/")]
+    assert [words[2:] for words in echoed] == [
+        [*TOY, *QUICK, f"optimizer.lr={lr}", "recipe.width=${batch}", "trainer.max_steps=2"]
+        for lr in ("0.001", "0.003")
+    ]
+    runs = sorted(path for path in (tmp_path / "runs").iterdir() if path.is_dir())
+    assert len(runs) == 2
+    assert sorted(OmegaConf.load(folder / "config.yaml").optimizer.lr for folder in runs) == [1e-3, 3e-3]
+    assert len({json.loads((folder / "summary.json").read_text())["train/loss"] for folder in runs}) == 2
+    assert len(list((tmp_path / "ckpt").glob("*/step-00000002"))) == 2
+
+
+def test_each_job_is_checked_before_the_first_runs(tmp_path):
+    done = toy(["recipe.width=16", "-m", "callbacks=[],[ema]", "batch=12,0"], tmp_path)  # -m may stand anywhere
+    assert (done.code, done.err) == (78, "echelon: batch=0: must be at least 1\n")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["multirun.yaml"]
+
+
+def test_names_of_callbacks(tmp_path):
+    shown = {}
+    for words in (
+        "callbacks=[ema]",
+        "+callbacks=[ema]",
+        "callbacks=[progress,ema]",
+        "callbacks=ema",
+        "callbacks=[tensorboard, ema]",
+        "~callbacks.progress",
+    ):
+        done = run([*TOY, words, "--cfg", "job"], tmp_path)
+        assert done.code == 0, done.err
+        shown[words] = set(OmegaConf.create(done.out).callbacks)
+    observers = {"progress", "tensorboard", "metrics_file", "throughput"}
+    assert shown.pop("~callbacks.progress") == observers - {"progress"}
+    assert set(map(frozenset, shown.values())) == {frozenset(observers | {"ema"})}
+
+
+def test_lists_of_callbacks_add_up(tmp_path):
+    """As where one more is typed at the end of the command that goes on."""
+    two = ["callbacks=[ema]", "+callbacks=[early_stop,ema]"]
+    done = run([*TOY, *two, "callbacks.ema.decay=0.9", "--cfg", "job"], tmp_path)
+    assert done.code == 0, done.err
+    shown = OmegaConf.create(done.out).callbacks
+    assert {"ema", "early_stop", "progress"} <= set(shown) and shown.ema.decay == 0.9
+    sweep = ["-m", "+callbacks=[],[probe]", "+callbacks=[ema]", "trainer.max_steps=1"]
+    done = toy(sweep, tmp_path)
+    assert done.code == 0, done.err
+    orders = re.findall("^callbacks, in order: (.*)$", done.out, re.MULTILINE)
+    assert [("ema" in order, "probe" in order) for order in orders] == [(True, False), (True, True)]
+
+
+def test_resume_auto_begins_where_there_is_nothing_and_goes_on_where_there_is(tmp_path):
+    words = [*SHORT, "trainer.run_dir=runs/r", "trainer.resume=auto", "trainer.clip_norm=inf"]
+    assert "resumed" not in toy(words, tmp_path).out
+    file = tmp_path / "ckpt/r/step-00000004/MANIFEST.json"
+    content = {key: value for key, value in json.loads(file.read_text()).items() if key != "sha256"}
+    content["versions"]["torch"] = content["settings"]["optimizer._target_"] = "1.0\x1b[2J\n"  # nothing that is obeyed
+    content["sha256"] = hashlib.sha256(json.dumps(content, indent=1).encode()).hexdigest()
+    file.write_text(json.dumps(content, indent=1))
+    changed = ["trainer.precision=bf16", "optimizer.lr=0.002", "data.workers=1"]
+    done = toy([*words, *changed, "trainer.max_steps=6"], tmp_path)
+    told = re.findall(r"^warning: resume: (.* was .* and is .*)$", done.out, re.MULTILINE)
+    assert told == [
+        r"optimizer._target_ was 1.0\u001b[2J\n and is trainer.optim.factories.adamw",
+        "optimizer.lr was 0.001 and is 0.002",
+        "trainer.max_steps was 4 and is 6",
+        "trainer.precision was fp32 and is bf16",
+        rf"torch was 1.0\u001b[2J\n and is {torch.__version__}",
+    ]
+    assert "resumed from ckpt/r/step-00000004 at step 4, sample 48" in done.out
+    assert json.loads((tmp_path / "runs/r/summary.json").read_text())["steps"] == 6
+
+
+def test_a_finished_run_that_is_resumed_has_its_numbers_still(default):
+    cwd, _ = default
+    file = cwd / "runs" / "a" / "summary.json"
+    before = json.loads(file.read_text())
+    again = run([*TOY, *SHORT, "trainer.accelerator=cpu", "trainer.resume=ckpt/a"], cwd)
+    assert again.code == 0, again.err
+    after = json.loads(file.read_text())
+    volatile = ("seconds", "checkpoint")
+    assert {k: v for k, v in after.items() if k not in volatile} == {
+        k: v for k, v in before.items() if k not in volatile
+    }
+    numbers = again.out.partition(": the last step is done\n")[2].partition("run    ")[0]
+    train, perf, val = numbers.splitlines()
+    assert re.fullmatch(r"train       loss 0\.\d{1,6}  lr 0\.0005  grad_norm \S+", train)
+    assert re.fullmatch(r"perf        samples_per_s \d{0,2},?[\d.]{1,5}", perf)
+    assert re.fullmatch(r"val         loss 0\.\d{1,6}", val)
+
+
+def test_weights_alone_from_another_run(default, tmp_path):
+    """The first numbers are those that the other run's weights give, and everything else begins anew."""
+    cwd, _ = default
+    words = ["trainer.max_steps=0", f"trainer.init_from={cwd}/ckpt/last.pt", "trainer.run_dir=runs/r"]
+    done = toy(words, tmp_path)
+    assert done.code == 0, done.err
+    summary, trained = (json.loads((run / "summary.json").read_text()) for run in (tmp_path / "runs/r", cwd / "runs/a"))
+    assert summary["val/loss"] == trained["val/loss"]
+    assert (summary["steps"], summary["samples"]) == (0, 0)
+
+
+FAILING = """
+import errno
+from toy_recipe import Toy
+
+class Failing(Toy):
+    def export(self, model, folder):
+        raise OSError(errno.ENOSPC, "No space left on device", "weights")
+"""
+
+
+def test_an_export_that_fails_leaves_the_summary(tmp_path):
+    (tmp_path / "failing.py").write_text(FAILING)
+    path = f"{tmp_path}{os.pathsep}{PYTHONPATH}"
+    words = ["recipe._target_=failing.Failing", "trainer.allow_targets=[failing]", "trainer.max_steps=1"]
+    done = toy([*words, "trainer.run_dir=runs/r"], tmp_path, PYTHONPATH=path)
+    assert done.code == 1 and done.err.startswith("echelon: weights: No space left on device; make room"), done.err
+    assert json.loads((tmp_path / "runs/r/summary.json").read_text())["steps"] == 1
+    assert "checkpoint  ckpt/r/step-00000001\n" in done.out and "export  " not in done.out
+
+
+@pytest.mark.parametrize("longer", [0, 1])
+def test_a_place_for_temporary_files_may_be_as_long_as_the_sockets_of_data_workers_allow(longer, tmp_path):
+    with tempfile.TemporaryDirectory() as folder:
+        (place := Path(folder, "x" * (LONGEST_TMPDIR + longer - len(folder) - 1))).mkdir()
+        result = toy(["data.workers=1", "batch=12", "trainer.max_steps=2"], tmp_path, TMPDIR=str(place))
+    if longer:
+        assert result.code == 78 and result.err.startswith(
+            f"echelon: data.workers=1: TMPDIR={place} is too long a name"
+        )
+        assert result.err.count("\n") == 1 and not (tmp_path / "runs").exists()
+    else:
+        assert result.code == 0, result.err

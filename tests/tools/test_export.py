@@ -1,0 +1,180 @@
+"""The command that exports from any checkpoint: its weights, and one line for what can't be."""
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from support.cli import Result, run
+from toy_recipe import Toy
+
+from trainer.callback import Callback
+from trainer.checkpoint import serialize
+from trainer.config.options import DataOptions, Options
+from trainer.tools.export import main
+from trainer.trainer import Trainer
+
+TRUSTED = "trainer.allow_targets=[mine,toy_recipe]"
+EXPORT = [sys.executable, "-m", "trainer.tools.export"]
+RECIPE = """
+from pathlib import Path
+
+from safetensors.torch import save_file
+from toy_recipe import Toy as Base
+
+class Toy(Base):
+    def __init__(self, width: int = 8):
+        super().__init__(width=width)
+
+    def data(self, split):
+        points = super().data(split)
+        points.fingerprint = Path("points.txt").read_text()
+        return points
+
+class Exporting(Toy):
+    def export(self, model, folder):
+        save_file(model.state_dict(), folder / "exported.safetensors")
+"""
+CONFIG = """
+# @package _global_
+recipe: {_target_: mine.Exporting, width: 8}
+batch: 12
+trainer: {max_steps: 4, allow_targets: [mine, toy_recipe], run_dir: runs/r, checkpoint: {every_steps: 2, keep: 9}}
+data: {workers: 0}
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A folder with a run of 4 steps that kept an average, by a name of its own, which its export was of."""
+    folder = tmp_path_factory.mktemp("export")
+    (folder / "mine.py").write_text(RECIPE)
+    (folder / "points.txt").write_text("release 1")
+    (folder / "conf" / "recipe").mkdir(parents=True)
+    (folder / "conf" / "recipe" / "mine.yaml").write_text(CONFIG)
+    average = "+callbacks.avg={_target_: trainer.callbacks.ema.EMA, decay: 0.5}"
+    done = run(["--config-dir", "conf", "recipe=mine", average, "~callbacks.tensorboard"], folder)
+    assert done.code == 0, done.err
+    return folder
+
+
+@pytest.fixture
+def cwd(trained: Path, tmp_path: Path) -> Path:
+    shutil.copytree(trained, tmp_path / "copy", symlinks=True)
+    return tmp_path / "copy"
+
+
+def export(cwd: Path, checkpoint: str, folder: str = "out/deep") -> Result:
+    return run([checkpoint, folder, TRUSTED], cwd, EXPORT)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_last_is_the_runs_own_export_and_an_older_one_its_average(cwd):
+    before = files(cwd / "ckpt") | files(cwd / "runs")
+    for _ in range(2):  # into a folder that is there, too
+        done = export(cwd, "ckpt/last.pt")
+        assert done.code == 0, done.err
+    assert files(cwd / "out" / "deep") == files(cwd / "runs" / "r" / "export")
+    assert export(cwd, "ckpt/r/step-00000002").code == 0
+    average = load_file(cwd / "ckpt/r/step-00000002/callbacks.safetensors")
+    exported = load_file(cwd / "out/deep/exported.safetensors")
+    assert {f"avg/{name}": tensor.tolist() for name, tensor in exported.items()} == {
+        name: tensor.tolist() for name, tensor in average.items()
+    }
+    assert files(cwd / "ckpt") | files(cwd / "runs") == before
+
+
+def damage(cwd: Path) -> None:
+    (cwd / "ckpt/r/step-00000004/model.safetensors").write_bytes(b"")
+
+
+def other_model(cwd: Path) -> None:
+    path = cwd / "runs/r/config.yaml"
+    path.write_text(path.read_text().replace("width: 8", "width: 12"))
+
+
+def fewer_layers(cwd: Path) -> None:
+    (cwd / "mine.py").write_text((cwd / "mine.py").read_text().replace("width=width", "width=width, depth=1"))
+
+
+def other_data(cwd: Path) -> None:
+    (cwd / "points.txt").write_text("release 2")
+
+
+def no_export(cwd: Path) -> None:
+    path = cwd / "runs/r/config.yaml"
+    path.write_text(path.read_text().replace("mine.Exporting", "mine.Toy"))
+
+
+def no_config(cwd: Path) -> None:
+    (cwd / "runs/r/config.yaml").unlink()
+
+
+def a_file(cwd: Path) -> None:
+    (cwd / "out").write_text("")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "checkpoint", "message"),
+    [
+        (None, "nowhere", "CHECKPOINT=nowhere: .*nowhere: is missing; give ckpt/last.pt or a folder step-"),
+        (None, "ckpt/r", "CHECKPOINT=ckpt/r: .*MANIFEST.json: is missing; give ckpt/last.pt or a folder step-"),
+        (damage, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: .*model.safetensors: 0 bytes, its manifest says"),
+        (other_model, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: .* of another shape .*; give weights of this model"),
+        (fewer_layers, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: 0 weights are missing, 2 unknown"),
+        (other_data, "ckpt/last.pt", r"CHECKPOINT=ckpt/last.pt: its data has changed since \(was \w{12}, is \w{12}\);"),
+        (no_export, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: Toy has no `export`"),
+        (no_config, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: its run's runs/r/config.yaml is not here"),
+        (a_file, "ckpt/last.pt", "FOLDER=out: can't be written: File exists; give another folder"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_can_not_be_exported_is_one_line(spoil, checkpoint, message, cwd, monkeypatch, capsys):
+    if spoil:
+        spoil(cwd)
+    before = files(cwd / "ckpt") | files(cwd / "runs")
+    monkeypatch.chdir(cwd)
+    monkeypatch.syspath_prepend(str(cwd))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.setattr(sys, "argv", ["export", checkpoint, "out", TRUSTED])
+    assert main() == 78
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.match(f"echelon: {message}", error)
+    assert files(cwd / "ckpt") | files(cwd / "runs") == before
+
+
+def test_what_is_not_exported_is_not_read(cwd, monkeypatch):
+    """What ranks keep of their own may be larger than all else, times the ranks."""
+    read, real = [], serialize.load_file
+    monkeypatch.setattr(serialize, "load_file", lambda path: read.append(os.readlink(path)) or real(path))
+    monkeypatch.chdir(cwd)
+    monkeypatch.syspath_prepend(str(cwd))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.setattr(sys, "argv", ["export", "ckpt/last.pt", "out", TRUSTED])
+    assert main() == 0
+    assert {Path(name).name for name in read} == {"model.safetensors", "callbacks.safetensors"}
+
+
+class Stops(Callback):
+    def on_step_end(self, trainer) -> None:
+        trainer.stop("signal")
+
+
+class Exporting(Toy):
+    def export(self, model, folder: Path) -> None:
+        raise AssertionError("not before the end")
+
+
+def test_a_run_that_is_stopped_says_how_to_export_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Trainer(Exporting(), {"stops": Stops()}, batch=12, options=Options(run_dir="runs/r"), data=DataOptions(0)).fit()
+    (command,) = re.findall("^export with (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert shlex.split(command)[1:] == ["-m", "trainer.tools.export", "ckpt/r/step-00000001", "runs/r/export"]
