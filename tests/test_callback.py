@@ -9,6 +9,7 @@ from trainer.errors import ConfigError
 class Both(Callback):
     role = Role.OPTIMIZER
     also = (Role.COMPRESS,)
+    provides = frozenset({"both_ways"})
 
 
 class Compress(Callback):
@@ -18,6 +19,7 @@ class Compress(Callback):
 class Measure(Callback):
     role = Role.MEASURE
     also = (Role.OBSERVE,)
+    provides = frozenset({"measure"})
 
 
 @pytest.mark.parametrize("other", [Compress, Both])
@@ -30,8 +32,8 @@ def test_a_role_that_a_callback_has_beside_its_own_is_taken(other):
 
 
 class Refuses(Callback):
-    conflicts = {Role.COMPRESS: "why; one way out", Both: "why; another", "clip": "why; a third"}
-    requires = {Measure: "add it"}
+    conflicts = {Role.COMPRESS: "why; one way out", "both_ways": "why; another", "clip": "why; a third"}
+    requires = {"measure": "add it"}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from trainer.checkpoint.manifest import verify
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError, DataError
 from trainer.monitors.metrics_file import MetricsFile
-from trainer.parallel.ddp import buckets
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -244,7 +243,7 @@ def test_init_from_refuses_a_damaged_checkpoint():
 
 class Layout(Callback):
     def on_fit_end(self, trainer) -> None:
-        self.buckets = buckets(trainer.model)
+        self.buckets = trainer.strategy.buckets()
 
 
 def bucketed(place: Place, max_steps: int, bucket_mib: float, unused: bool) -> list[list[int]]:

@@ -237,7 +237,7 @@ def test_a_signal_ends_a_validation_and_a_resume_makes_it_again(world, tmp_path,
 
 def test_a_stop_asked_for_in_a_step_leaves_its_validation_to_the_resume(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Trainer, "_wishes", lambda trainer: (trainer.step == 1, 0, 0))
+    monkeypatch.setattr(Trainer, "_requests", lambda trainer: (trainer.step == 1, 0, 0))
     assert signalled(Place()) == ("signal", 2, [])
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)

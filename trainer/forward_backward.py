@@ -1,20 +1,53 @@
-"""The losses of a step's micro-batches, weighed so that the mean over ranks is exact."""
+"""The forward and backward passes of a step, micro-batch by micro-batch."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
+from trainer.data.batch import Step
 from trainer.errors import DataError
+from trainer.parallel.strategy import Strategy
+
+# A step's data, and what waits for the weight of all ranks' items -> the losses of the micro-batches, detached.
+# Gradients are in the parameters afterwards, reduced over ranks.
+ForwardBackward = Callable[[Step, Callable[[], int]], list[Tensor]]
 
 
-def share(loss: Tensor, ours: int, total: int) -> Tensor:
-    """A mean over `ours / world` items, scaled so that DDP's mean over ranks is the mean over all `total` items."""
+class Accumulate:
+    """Forward and backward of each micro-batch in turn; the last one reduces the sum.
+
+    Args:
+        loss_of: `recipe.loss`, under autocast if the precision has it.
+        unused: DDP looks for unused parameters, so no micro-batch can be left out.
+    """
+
+    def __init__(self, loss_of: Callable[..., Tensor], strategy: Strategy, scaler: GradScaler, unused: bool) -> None:
+        self.loss_of, self.strategy, self.scaler, self.unused = loss_of, strategy, scaler, unused
+
+    def __call__(self, data: Step, total: Callable[[], int]) -> list[Tensor]:
+        losses: list[Tensor] = []
+        for batch, weight in zip(data.batches, data.weights, strict=True):
+            self.strategy.sync_gradients(len(losses) + 1 == len(data.weights))
+            loss = self.loss_of(self.strategy.model, batch)
+            if not weight:
+                loss = zero_loss(self.strategy.parameters, self.unused)
+            losses.append(loss.detach())  # without its graph
+            self.scaler.scale(weigh_loss(loss, weight * self.strategy.data_world, total())).backward()
+        return losses
+
+
+def weigh_loss(loss: Any, ours: int, total: int) -> Any:
+    """Scale a mean over `ours / world` items so that the mean over ranks is the mean over all `total` items."""
     if ours == total:
         return loss
     return loss / (total / ours) if ours else loss * 0.0
 
 
-def no_loss(parameters: list[nn.Parameter], unused: bool) -> Tensor:
-    """Zero, with a gradient of zero for each parameter: for a micro-batch of no items, whose mean may be NaN."""
+def zero_loss(parameters: list[nn.Parameter], unused: bool) -> Tensor:
+    """Return zero with a gradient of zero for each parameter, for a micro-batch of no items: their mean may be NaN."""
     if unused:
         raise DataError(
             "a micro-batch of weight 0: DDP can't leave it out with trainer.ddp.find_unused_parameters=true; "

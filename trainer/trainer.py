@@ -1,19 +1,18 @@
 """The training loop. What every run needs is here; what some runs need is a callback."""
 
-import gc
 import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.linalg import vector_norm
-from torch.nn.utils import clip_grad_norm_
+from torch import nn
 from torch.optim import Optimizer
 
 from trainer import training_state
@@ -26,15 +25,15 @@ from trainer.config.options import DataOptions, Options
 from trainer.data.bad_samples import Quarantine
 from trainer.data.batch import Step
 from trainer.data.loader import Loader
-from trainer.forward_backward import no_loss, share
+from trainer.forward_backward import Accumulate, ForwardBackward
 from trainer.log import log, show_log, stop_log
 from trainer.monitors import replica_check
 from trainer.optim.factories import adamw
 from trainer.optim.groups import Groups, make_optimizer
 from trainer.optim.schedule import Constant, Schedule
-from trainer.parallel import ddp
-from trainer.parallel.ddp import distribute
-from trainer.parallel.warmup import rehearse
+from trainer.parallel.ddp import DDP
+from trainer.parallel.strategy import SingleDevice, Strategy, to_device, trained
+from trainer.parallel.warmup import buffers_kept
 from trainer.plan import Plan
 from trainer.precision import Precision
 from trainer.process.environment import Place, detect
@@ -62,7 +61,7 @@ class Trainer:
         ConfigError, DataError: for what can't work, before any step.
     """
 
-    rehearsing, passes, tries = False, 2, list[dict[str, Any]]()  # see trainer/parallel/warmup.py
+    rehearsing = False  # passes are discarded
     begins: Callable[[], Any] = staticmethod(lambda: None)  # called when nothing can refuse the run any more
     reduce: Reduce | None = None  # the chain, where a callback has wrapped it
     typed: Sequence[str] | None = None  # the arguments, for the command that goes on; None: made in Python
@@ -111,6 +110,7 @@ class Trainer:
         self.quarantine = Quarantine(self)
         self.step, self.samples, self.seconds = 0, 0, 0.0  # done so far; all that data loading needs is `samples`
         self.lag, self.validated_step = 0, -1  # lag: steps by which the weights are behind, while a callback defers
+        self.bad, self.requests, self.weight = 0, [0, 0, 0], 0  # of this step, summed over ranks
         self.metrics: dict[str, float] = {}  # numbers of this step, if it is one to log
         self.last_metrics = self.metrics  # of the last that was
         self.validation: dict[str, float] = {}  # of the last validation, which was at `validated_step`
@@ -122,30 +122,40 @@ class Trainer:
         if idle := [n for n, c in self.callbacks.items() if c.communicates and self.world == 1]:
             log.info("one rank, nothing to communicate: %s will do nothing", ", ".join(idle))
         active = [callback for name, callback in self.callbacks.items() if name not in idle]
-        self.defers = any(callback.defers for callback in active)
+        self.defers = any("defers" in callback.provides for callback in active)
         self._hooks = {hook: [getattr(c, hook) for c in active if overrides(c, hook)] for hook in HOOKS}
 
     def _build(self, optimizer: Callable[[Groups], Optimizer]) -> None:
         torch.manual_seed(self.options.seed)
         self.ddp = self.options.ddp.arguments()
-        module = self.recipe.model().to(self.device)
+        build = self.recipe.model
+        for build_model in self._hooks["build_model"]:
+            build = partial(build_model, self, build)
+        module = to_device(build(), self.device)
         if not module.training:  # as `from_pretrained` leaves it; parts that the recipe has set to eval stay so
             module.train()
         self.module = self._wrap("wrap_model", module)
-        self.model = self.eval_model = self.global_model = self.module  # trains, is validated, is saved
+        self.eval_model = self.global_model = self.module  # is validated, is saved
         self.loss_of = self.precision.cast(self.recipe.loss)
-        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
-        if self.world > 1:
-            if self._hooks["wrap_reduce"]:  # otherwise DDP's own reducer runs, which is in C++
-                self.reduce = self._wrap("wrap_reduce", AllReduce(self.ranks.new_group()))
-            self.model = distribute(self)
+        self.parameters = trained(self.module)
+        if self.world > 1 and self._hooks["wrap_reduce"]:  # otherwise DDP's own reducer runs, which is in C++
+            self.reduce = self._wrap("wrap_reduce", AllReduce(self.ranks.new_group()))
+        distribute = next(iter(self._hooks["distribute"]), type(self)._distribute)
+        self.strategy: Strategy = distribute(self, self.module)
+        self.parameters = self.strategy.parameters
         self.optimizer = self._wrap("wrap_optimizer", make_optimizer(optimizer, self.module))
+        self.clips = self.options.clip_norm is not None
         self.peak_lr = [group["lr"] for group in self.optimizer.param_groups]
         self.scaler = self.precision.scaler
         cuda = [torch.cuda.default_generators[self.device.index]] if self.device.type == "cuda" else []
         self.generators = [torch.default_generator, *cuda]
         self.seed_base = mix(self.options.seed, 5, self.rank)
-        self.loader = Loader(self.recipe, self.plan, self.rank, self.world, self.device, self.ranks.place.local_world)
+        unused = self.options.ddp.find_unused_parameters
+        self.forward_backward: ForwardBackward = self._wrap(
+            "wrap_forward_backward", Accumulate(self.loss_of, self.strategy, self.scaler, unused)
+        )
+        data_rank, data_world = self.strategy.data_rank, self.strategy.data_world
+        self.loader = Loader(self.recipe, self.plan, data_rank, data_world, self.device, self.ranks.place.local_world)
         if self.plan.resumed:
             training_state.refuse_other_model(self, self.plan.resumed)
         refuse_unknown_metrics(self)
@@ -170,8 +180,7 @@ class Trainer:
     def close(self) -> None:
         """End the process groups. The weights stay in `module`."""
         # DDP goes first: a reducer that holds a group last waits, with the GIL, for a thread that may wait for the GIL.
-        self.model = self.module
-        gc.collect()
+        self.strategy.unwrap()
         self.ranks.leave()
         stop_log()
 
@@ -179,9 +188,10 @@ class Trainer:
         self.stream = self.loader.train(self.plan.manifest.get("samples", 0))
         first = next(self.stream)  # data that can't be used is refused before anything changes
         if self.world > 1:
-            rehearse(self, first.batches[0])
-        self.buckets = ddp.buckets(self.model)
-        self.stream = chain([first], self.stream)
+            self._rehearse(first.batches[0])
+        self.buckets = self.strategy.buckets()
+        self.stream = self._wrap("wrap_batches", chain(iter([first]), self.stream))
+        del first  # an exhausted iterator lets its data go
         if self.plan.resumed:
             training_state.load(self, self.plan.resumed)
         elif self.options.init_from:
@@ -195,40 +205,60 @@ class Trainer:
         training_state.leave_newer(self)
         training_state.validate_again(self)
 
+    def _distribute(self, model: nn.Module) -> Strategy:
+        if self.world == 1:
+            return SingleDevice(model)
+        return DDP(model, self.rank, self.world, self.device, self.ddp, self.reduce, lambda: self.step)
+
+    def _rehearse(self, batch: Any) -> None:
+        """Discard a few passes on `batch`, so that the layout of the gradients is settled before the first step.
+
+        A layout that a resumed run settled after another step would change the order of summation, so the last bits.
+        """
+
+        def run_pass() -> None:
+            self.loss_of(self.strategy.model, batch).backward()
+            self.optimizer.zero_grad(set_to_none=True)
+
+        self.rehearsing = True
+        with buffers_kept(self.module):
+            self.strategy.warm_up(run_pass)
+            for rehearse in self._hooks["rehearse"]:
+                rehearse(self, run_pass)
+        self.rehearsing = False
+
     def _train_step(self, data: Step) -> None:
         for generator in self.generators:
-            generator.manual_seed(self.seed_base + self.step * GOLDEN & MASK >> 1)
-        agreed = self.ranks.agree((len(data.bad), *self._wishes(), sum(data.weights)))  # beside the forward pass
-        factor = self.plan.rate(self.step)
+            generator.manual_seed((self.seed_base + self.step * GOLDEN) & (MASK >> 1))
         for group, peak in zip(self.optimizer.param_groups, self.peak_lr):
-            group["lr"] = peak * factor
-        self.data, self.losses, done = data, [], self.step + 1
-        self.logged = done % self.options.log_every_steps == 0 or done == self.plan.max_steps
-        for i, (batch, weight) in enumerate(zip(data.batches, data.weights), start=1):
-            if self.accumulate > 1:
-                self.model.require_backward_grad_sync = i == self.accumulate  # DDP reduces on the last micro-batch only
-            loss = self.loss_of(self.model, batch)
-            if not weight:
-                loss = no_loss(self.parameters, self.options.ddp.find_unused_parameters)
-            if i == 1:
-                self.bad, *self.wishes, self.weight = agreed()
-            self.losses.append(loss)  # with its graph: the next one reuses its leaves
-            self.scaler.scale(share(loss, weight * self.world, self.weight)).backward()
+            group["lr"] = peak * self.plan.rate(self.step)
+        total = self._agree(data)  # one int64 all-reduce, beside the first forward pass
+        self.data, self.losses = data, self.forward_backward(data, total)
         self.scaler.unscale_(self.optimizer)  # a no-op unless fp16
         self.emit("on_before_optimizer_step")
-        if self.options.clip_norm is not None:
-            self.grad_norm = clip_grad_norm_(self.parameters, self.options.clip_norm)
-        elif self.logged and not self.defers:
-            norms = [vector_norm(p.grad) for p in self.parameters if p.grad is not None]
-            self.grad_norm = vector_norm(torch.stack(norms or [torch.zeros(())]))
+        if self.clips or self.logged:
+            self.grad_norm = self.strategy.clip(self.options.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         for p in self.parameters:
             p.grad = None  # what zero_grad does, at a tenth of its cost
-        self.step, self.samples = done, self.samples + self.batch
+        self.step, self.samples = self.step + 1, self.samples + self.batch
 
-    def _wishes(self) -> tuple[int, int, int]:
-        """What this rank would like the step to end with: stop, save, validate. The clock is rank 0's."""
+    def _agree(self, data: Step) -> Callable[[], int]:
+        """Start to sum over ranks what this step is about; return what waits for the weight of all items."""
+        done = self.step + 1
+        self.logged = done % self.options.log_every_steps == 0 or done == self.plan.max_steps
+        sums = self.ranks.agree((len(data.bad), *self._requests(), sum(data.weights)))
+
+        @cache
+        def total() -> int:
+            self.bad, *self.requests, self.weight = sums()
+            return self.weight
+
+        return total
+
+    def _requests(self) -> tuple[int, int, int]:
+        """Return what this rank asks the step to end with: stop, save, validate. The clock is rank 0's."""
         if self.rank:
             return bool(self.signals.name), 0, 0
         now, plan = time.monotonic(), self.plan
@@ -241,7 +271,7 @@ class Trainer:
         self.last_metrics = self.metrics or self.last_metrics
         if self.bad:
             self.quarantine.take(self)
-        stop, save, validate = self.wishes
+        stop, save, validate = self.requests
         if stop or (self.world == 1 and self.signals.name):
             self.stop("signal")
         self._check_limit()

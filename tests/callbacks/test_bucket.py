@@ -2,6 +2,7 @@
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,8 +22,6 @@ from trainer.callbacks.overlap.callback import Overlap
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError
 from trainer.optim.factories import sgd
-from trainer.parallel import warmup
-from trainer.parallel.ddp import buckets
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -103,7 +102,7 @@ class Count(Callback):
         return counted
 
     def on_fit_end(self, trainer) -> None:
-        self.buckets = len(buckets(trainer.model))
+        self.buckets = len(trainer.strategy.buckets())
 
 
 class Slow(Callback):
@@ -123,16 +122,24 @@ class Slow(Callback):
         return slowed
 
 
-def few_are_slow(trainer, batch: Any) -> float:
+def few_are_slow(trainer, run_pass, ranks) -> float:
     """Instead of a measured time: one rank is the slower the fewer buckets there are, the others are fast."""
-    warmup.run_pass(trainer, batch)
-    return 1 / max(1, len(buckets(trainer.model))) if trainer.rank == trainer.world - 1 else 0.001
+    run_pass()
+    return 1 / max(1, len(trainer.strategy.buckets())) if trainer.rank == trainer.world - 1 else 0.001
 
 
 class Small(Bucket):
     """For a model of 32 KiB; 3 and 4 lay it out alike."""
 
     sizes = (3 * KIB, 4 * KIB, 16 * KIB, 64 * KIB)
+
+
+class Timed(Small):
+    """Takes what `few_are_slow` gives for the times."""
+
+    def rehearse(self, trainer, run_pass) -> None:
+        with patch.object(callback, "time_pass", partial(few_are_slow, trainer)):
+            super().rehearse(trainer, run_pass)
 
 
 WITH = {
@@ -282,13 +289,11 @@ def tried(
     **ddp: Any,
 ) -> tuple[dict[str, torch.Tensor], Count]:
     count = Count()
-    callbacks: dict[str, Callback] = {"bucket": Small("auto"), "slow": Slow(slow == "calls"), **WITH[with_]()}
+    kind = Small if slow == "calls" else Timed
+    callbacks: dict[str, Callback] = {"bucket": kind("auto"), "slow": Slow(slow == "calls"), **WITH[with_]()}
     if "grad_compress" not in callbacks:
         callbacks["count"] = count
-    if slow == "calls":
-        return fit(place, callbacks, steps=steps, name=name, resume=resume, **ddp), count
-    with patch.object(warmup, "time_pass", few_are_slow):
-        return fit(place, callbacks, steps=steps, name=name, resume=resume, **ddp), count
+    return fit(place, callbacks, steps=steps, name=name, resume=resume, **ddp), count
 
 
 def log(name: str = "run", rank: int = 0) -> str:

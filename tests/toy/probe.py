@@ -157,7 +157,7 @@ def facts(trainer) -> dict[str, Any]:
         "world": trainer.world,
         "drawn": np.random.random(),  # of NumPy's own generator, unseeded
         "initialized": dist.is_initialized(),
-        "model": type(trainer.model).__name__,
+        "model": type(trainer.strategy.model).__name__,
         "listening": listening(own - sockets(launcher())),  # mpirun may leave its own open in a rank
         "parent listening": listening(sockets(launcher()) | sockets(os.getppid())),
     }

@@ -18,7 +18,7 @@ class ActivationCheckpoint(Callback):
         every: Recompute each `every`-th of them, counting from the first.
     """
 
-    role = Role.MODEL
+    role = Role.RECOMPUTE
 
     def __init__(self, blocks: list[str] | None = None, every: int = 1) -> None:
         if every < 1:

@@ -4,6 +4,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainer.callback import Callback, Role
 from trainer.errors import ConfigError
@@ -32,7 +33,7 @@ class EMA(Callback):
         if self.restored is not None:
             self.model.load_state_dict(self.restored)
         self.step = trainer.step  # whose weights the average has taken in
-        self.pairs = list(self.model.parameters()), list(trainer.module.parameters())
+        self.pairs: tuple[list[Tensor], list[Tensor]] = list(self.model.parameters()), list(trainer.module.parameters())
         self.buffers = list(self.model.buffers()), list(trainer.module.buffers())
 
     def on_step_end(self, trainer) -> None:

@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.callback import Callback, Role
-from trainer.callbacks.hierarchical import Hierarchical, TwoLevel
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec, ErrorFeedback, merge
 from trainer.comm.codecs.registry import conflicts, make, refuse
 from trainer.comm.reduce import AllReduce, Reduce
+from trainer.comm.two_level import TwoLevel
 from trainer.errors import ConfigError, require, require_one_of
 from trainer.log import log
 
@@ -64,7 +64,7 @@ class GradCompress(Callback):
         fed_back = isinstance(self.codec, ErrorFeedback)
         self.setting = {"codec": codec, "feedback": fed_back, "level": level, "keeps": bool(self.codec.kept)}
         if level == "inter":
-            self.requires = {Hierarchical: "level=inter compresses between nodes; add it, or use level=all"}
+            self.requires = {"hierarchical": "level=inter compresses between nodes; add it, or use level=all"}
 
     def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
         self.names = {p: name for name, p in trainer.module.named_parameters()}
@@ -110,6 +110,12 @@ class GradCompress(Callback):
             told = str(error)
         if told := next(filter(None, trainer.ranks.gather(told)), ""):  # maybe another rank's
             raise ConfigError(told)
+
+    def on_step_undone(self, trainer) -> None:
+        """Forget what was kept back: a number that is not finite would never leave it."""
+        if self.codec.kept or self.codec.shared:
+            self.codec.forget()
+            log.warning("grad_compress: what the codec had kept back is dropped")
 
     def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Optimizer:
         momenta = [group.get("momentum") or group.get("betas") for group in optimizer.param_groups]

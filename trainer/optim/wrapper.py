@@ -6,7 +6,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 
-class Stepped:
+class OptimizerProxy:
     """Stands for `optimizer`, with another `step`."""
 
     def __init__(self, optimizer: Optimizer, step: Callable[[], None]) -> None:

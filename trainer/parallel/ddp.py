@@ -1,8 +1,10 @@
 """The model in torch's DistributedDataParallel, with the Reduce chain for its reducer."""
 
+import gc
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
@@ -10,39 +12,76 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.comm.bucket import Bucket
 from trainer.comm.reduce import Background, Reduce
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.parallel.strategy import clip_gradients, trained
 
 
-def distribute(trainer: "Trainer") -> DistributedDataParallel:
-    """The model as DDP lays it out by `trainer.ddp`, with the trainer's chain for its reducer where there is one."""
-    device_ids = [trainer.device.index] if trainer.device.type == "cuda" else None
-    model = DistributedDataParallel(trainer.module, device_ids=device_ids, **trainer.ddp)
-    if trainer.reduce:
-        model.register_comm_hook(None, comm_hook(trainer, trainer.reduce))
-    return model
+class DDP:
+    """A copy of the model on each rank (Li et al. 2020, arXiv:2006.15704).
 
+    Args:
+        arguments: Keywords of DistributedDataParallel.
+        reduce: The chain in the place of DDP's own reducer, which is in C++; None leaves that.
+        step: Gives the step whose gradients are reduced.
+    """
 
-def comm_hook(trainer: "Trainer", reduce: Reduce) -> Callable[[None, dist.GradBucket], "Future[Tensor]"]:
-    background = Background(trainer.device)
+    lockstep, syncing = False, True
 
-    def hook(_: None, bucket: dist.GradBucket) -> Future[Tensor]:
-        done = background.submit(reduce, bucket.buffer(), Bucket.of(bucket.parameters(), trainer.step))
+    def __init__(
+        self,
+        module: nn.Module,
+        rank: int,
+        world: int,
+        device: torch.device,
+        arguments: dict[str, Any],
+        reduce: Reduce | None,
+        step: Callable[[], int],
+    ) -> None:
+        self.module, self.device, self.arguments = module, device, arguments
+        self.data_rank, self.data_world, self.parameters = rank, world, trained(module)
+        self.reduce, self.step, self.background = reduce, step, Background(device) if reduce else None
+        self.lay_out({})
+
+    def lay_out(self, arguments: dict[str, Any]) -> None:
+        """Wrap the model anew. The DDP before it goes first, with its buckets and its hooks on parameters."""
+        self.arguments |= arguments
+        self.unwrap()
+        device_ids = [self.device.index] if self.device.type == "cuda" else None
+        self.model = DistributedDataParallel(self.module, device_ids=device_ids, **self.arguments)
+        if self.reduce:
+            self.model.register_comm_hook(None, self._reduce_bucket)
+
+    def unwrap(self) -> None:
+        self.model = self.module
+        gc.collect()  # DDP is in a cycle: until it goes, so many gradients stay in its buckets
+
+    def sync_gradients(self, on: bool) -> None:
+        if on != self.syncing:
+            self.syncing = on
+            if isinstance(self.model, DistributedDataParallel):
+                self.model.require_backward_grad_sync = on
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        return clip_gradients(self.parameters, max_norm)
+
+    def warm_up(self, run_pass: Callable[[], None]) -> None:
+        """Run two passes: DDP rebuilds its buckets after the first. With a static graph it does so after the second."""
+        for _ in range(3 if self.arguments["static_graph"] else 2):
+            run_pass()
+
+    def buckets(self) -> list[list[int]]:
+        """Return DDP's buckets, which decide the order of summation."""
+        if not isinstance(self.model, DistributedDataParallel):
+            return []
+        assert self.model.logger is not None
+        self.model.logger.set_runtime_stats_and_log()  # DDP itself does so at the next forward pass only
+        # Not there with find_unused_parameters, which keeps the first layout.
+        text = self.model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
+        names = (name for name, p in self.module.named_parameters() if p.requires_grad)
+        known = [i for i, name in enumerate(names) if name not in self.model.parameters_to_ignore]  # DDP counts those
+        return [[known[int(i)] for i in bucket.split()] for bucket in text.split(",") if bucket.strip()]
+
+    def _reduce_bucket(self, _: None, bucket: dist.GradBucket) -> "Future[Tensor]":
+        assert self.background and self.reduce
+        done = self.background.submit(self.reduce, bucket.buffer(), Bucket.of(bucket.parameters(), self.step()))
         # DDP takes an exception that a future was given for its value; one in a `then` it raises.
         return done.then(lambda done: done.value())
-
-    return hook
-
-
-def buckets(model: nn.Module) -> list[list[int]]:
-    """DDP's layout after the rehearsal, as indices of the trainer's parameters; it decides the order of summation."""
-    if not isinstance(model, DistributedDataParallel):
-        return []
-    assert model.logger is not None
-    model.logger.set_runtime_stats_and_log()  # DDP itself does so at the next forward pass only
-    # Not there with find_unused_parameters, which keeps the first layout.
-    text = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
-    names = (name for name, p in model.module.named_parameters() if p.requires_grad)
-    known = [i for i, name in enumerate(names) if name not in model.parameters_to_ignore]  # DDP counts those only
-    return [[known[int(i)] for i in bucket.split()] for bucket in text.split(",") if bucket.strip()]

@@ -2,6 +2,8 @@
 
 import inspect
 import math
+from collections.abc import Callable
+from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -9,11 +11,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.callback import Callback, Role
-from trainer.callbacks.bucket.delayed import Late
-from trainer.callbacks.overlap.callback import Overlap
+from trainer.callbacks.bucket.delayed import DelayedParameters
+from trainer.comm.ranks import Ranks
 from trainer.errors import ConfigError, require
 from trainer.log import log
+from trainer.parallel.ddp import DDP
+from trainer.parallel.warmup import time_pass
 
+TIMED = 5  # passes of each layout that `auto` tries
 ORDER = "DDP then keeps the order in which the model defines its parameters, and a first bucket would be sent last"
 
 
@@ -50,6 +55,7 @@ class Bucket(Callback):
             raise ConfigError(f"callbacks.bucket.mibs={mibs}: has every size, so {other} says nothing; leave one out")
         self.mib: float | Literal["auto"] = mib
         self.first_mib, self.mibs, self.late = first_mib, mibs, late
+        self.tries = list[dict[str, Any]]()  # arguments of DDP, for `auto` to choose from
         self.conflicts = refused = dict[Any, str]()
         if first_mib or mibs:
             key = "first_mib" if first_mib else "mibs"
@@ -57,13 +63,13 @@ class Bucket(Callback):
             refused["find_unused_parameters"] = f"{ORDER}; {off}"
         if late:
             off = "leave callbacks.bucket.late out"
-            refused[Overlap] = f"it sends in an order of its own; {off}"
+            refused["own_order"] = f"it sends in an order of its own; {off}"
             for key in ("find_unused_parameters", "static_graph"):
                 refused[key] = f"what no rank has used DDP alone knows; set trainer.ddp.{key}=false or {off}"
 
     def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
         if self.late:
-            self.after = Late(trainer, model, self.late)
+            self.after = DelayedParameters(trainer, model, self.late)
         if self.mib != "auto":
             trainer.ddp |= self._layout(self.mib)
         elif chosen := recorded(trainer.plan.manifest, trainer.world):
@@ -71,8 +77,14 @@ class Bucket(Callback):
             trainer.ddp |= self._layout(chosen)
         else:
             total = sum(p.nbytes for p in model.parameters() if p.requires_grad) / 2**20
-            trainer.tries = [self._layout(mib) for mib in (*(mib for mib in self.sizes if mib < total), total)]
+            self.tries = [self._layout(mib) for mib in (*(mib for mib in self.sizes if mib < total), total)]
         return model
+
+    def rehearse(self, trainer, run_pass: Callable[[], None]) -> None:
+        if self.tries:
+            assert isinstance(trainer.strategy, DDP)  # no other callback of this role lays the gradients out
+            trainer.strategy.lay_out(fastest(trainer.strategy, trainer.ranks, self.tries, run_pass))
+            trainer.strategy.warm_up(run_pass)
 
     def on_step_end(self, trainer) -> None:
         if self.late:
@@ -87,6 +99,24 @@ class Bucket(Callback):
             key = f"mibs={self.mibs}" if self.mibs else f"first_mib={self.first_mib}"
             raise ConfigError(f"callbacks.bucket.{key}: torch {torch.__version__} has one size for all; leave it out")
         return {"bucket_cap_mb": None if self.mibs else mib, "bucket_cap_mb_list": mibs}
+
+
+def fastest(strategy: DDP, ranks: Ranks, tries: list[dict[str, Any]], run_pass: Callable[[], None]) -> dict[str, Any]:
+    """Return the one of `tries` with the smallest median of each pass's slowest rank. A collective."""
+    layouts: list[list[list[int]]] = []
+    measured: list[tuple[float, dict[str, Any]]] = []
+    for arguments in tries:
+        strategy.lay_out(arguments)
+        strategy.warm_up(run_pass)
+        layout = strategy.buckets()
+        if layout not in layouts or not layout:  # unknown with find_unused_parameters
+            layouts.append(layout)
+            times = ranks.gather([time_pass(run_pass, ranks) for _ in range(TIMED)])
+            measured.append((median(map(max, zip(*times, strict=True))), arguments))
+    _, chosen = min(measured, key=lambda one: one[0])
+    each = ", ".join(f"{s * 1000:.1f} ms at {arguments['bucket_cap_mb']:.4g} MiB" for s, arguments in measured)
+    log.info("rehearsal: a pass takes %s: buckets of %.4g MiB", each, chosen["bucket_cap_mb"])
+    return chosen
 
 
 def recorded(manifest: dict[str, Any], world: int) -> float | None:

@@ -1,22 +1,19 @@
 """Parameters that DDP leaves out, and that are reduced together after its buckets."""
 
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.callback import TrainerProtocol
 from trainer.comm.bucket import Bucket
 from trainer.comm.reduce import AllReduce
 from trainer.errors import ConfigError, nearest
 
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
-
-class Late:
+class DelayedParameters:
     """Reduces the parameters that match `patterns` through the trainer's chain, after the backward pass.
 
     DDP is told to leave them out. Its own way, `delay_all_reduce_named_params`, goes around the chain and waits for
@@ -26,7 +23,7 @@ class Late:
         ConfigError: for a pattern without a parameter, and where none is left for DDP.
     """
 
-    def __init__(self, trainer: "Trainer", model: nn.Module, patterns: list[str]) -> None:
+    def __init__(self, trainer: TrainerProtocol, model: nn.Module, patterns: list[str]) -> None:
         named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
         found: dict[Tensor, None] = {}
         for pattern in patterns:
@@ -49,8 +46,8 @@ class Late:
 
     def _note(self, p: Tensor) -> None:
         """At the first of the step's last micro-batch."""
-        model = self.trainer.model
-        if not self.queued and model is not self.trainer.module and model.require_backward_grad_sync:
+        strategy = self.trainer.strategy
+        if not self.queued and strategy.model is not self.trainer.module and strategy.syncing:
             self.queued = True
             queue = torch.autograd.Variable._execution_engine.queue_callback
             queue(lambda: queue(self._reduce))  # behind DDP's, which is there at the end: the chain is one at a time
@@ -70,7 +67,7 @@ class Late:
 
     def check(self) -> None:
         """After a step. Where none has had a gradient, nothing was reduced."""
-        if self.trainer.model is not self.trainer.module and not self.reduced:
+        if self.trainer.strategy.model is not self.trainer.module and not self.reduced:
             self._refuse(list(self.params))
         self.reduced = False
 

@@ -2,24 +2,22 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
+from trainer.callback import TrainerProtocol
 from trainer.checkpoint.serialize import load_optimizer_state, optimizer_state
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Kept
 from trainer.comm.reduce import Background, Reduce
 from trainer.errors import ConfigError, require, require_one_of
 
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
-
 
 @dataclass
-class Outer:
+class OuterOptimizer:
     """How common weights move by a pseudo-gradient: SGD with Nesterov's momentum; 1 and 0 are the average.
 
     `mix` is the share of a rank's own weights in what it goes on with.
@@ -33,7 +31,7 @@ class Outer:
     arrived: Kept = field(default_factory=Kept)
 
     @classmethod
-    def of(cls, kind: str, lr: float | None, momentum: float | None, mix: float | None, delay: int) -> "Outer":
+    def of(cls, kind: str, lr: float | None, momentum: float | None, mix: float | None, delay: int) -> "OuterOptimizer":
         """As local_sgd's knobs say it, None where they leave it to what is usual.
 
         Raises:
@@ -60,7 +58,7 @@ class Outer:
 class Fragment:
     """Parameters that meet at the same steps: the weights that all ranks have in common, and a mean on its way."""
 
-    def __init__(self, params: list[Tensor], outer: Outer, reduce: Reduce, background: Background) -> None:
+    def __init__(self, params: list[Tensor], outer: OuterOptimizer, reduce: Reduce, background: Background) -> None:
         self.params, self.outer, self.reduce, self.background = params, outer, reduce, background
         self.bucket = Bucket.of(params, 0, "weights")
         self.flight: Future[Tensor] | None = None
@@ -141,13 +139,13 @@ def average_model(reduce: Reduce, module: nn.Module, mean: nn.Module) -> None:
         average(reduce, part(module), part(mean))
 
 
-def own_state(trainer: "Trainer") -> dict[str, Any]:
+def own_state(trainer: TrainerProtocol) -> dict[str, Any]:
     """This rank's weights and moments, for `load_own`."""
     optimizer = optimizer_state(trainer.optimizer, trainer.module)
     return {"model": trainer.module.state_dict(), "optimizer": optimizer, "kind": type(trainer.optimizer).__name__}
 
 
-def load_own(trainer: "Trainer", state: dict[str, Any]) -> None:
+def load_own(trainer: TrainerProtocol, state: dict[str, Any]) -> None:
     """Moments of another kind of optimizer are left behind, which the run's owner has accepted."""
     trainer.module.load_state_dict(state["model"])
     if state["kind"] == type(trainer.optimizer).__name__:

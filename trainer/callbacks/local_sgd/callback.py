@@ -9,7 +9,7 @@ from torch import Tensor
 from trainer.callback import Callback, Role
 from trainer.callbacks.local_sgd.averaging import (
     Fragment,
-    Outer,
+    OuterOptimizer,
     average,
     average_model,
     buffers,
@@ -18,7 +18,6 @@ from trainer.callbacks.local_sgd.averaging import (
     own_state,
     partition,
 )
-from trainer.callbacks.overlap.callback import Overlap
 from trainer.comm.reduce import AllReduce, Background, Reduce
 from trainer.errors import ConfigError, require
 from trainer.log import log
@@ -46,9 +45,9 @@ class LocalSGD(Callback):
     role = Role.SYNC
     exact = False
     communicates = True
-    defers = True
+    provides = frozenset({"defers"})
     conflicts = {
-        Overlap: "no gradients are reduced between meetings; leave overlap out, local_sgd.delay hides the meetings",
+        "own_order": "no gradients are reduced between meetings; leave overlap out, local_sgd.delay hides the meetings",
         Role.AVERAGE: "it would average one rank's own weights; leave it out, what is validated is an average already",
         "fp16": "each rank would have a loss scale of its own; use trainer.precision=bf16",
     }
@@ -69,7 +68,7 @@ class LocalSGD(Callback):
         require("callbacks.local_sgd.fragments", fragments, at_least=1, below=every + 1)
         require("callbacks.local_sgd.delay", delay, at_least=0, below=every)
         self.every, self.warmup_steps, self.delay, self.count = every, warmup_steps, delay, fragments
-        self.outer = Outer.of(outer, outer_lr, outer_momentum, mix, delay)
+        self.outer = OuterOptimizer.of(outer, outer_lr, outer_momentum, mix, delay)
         self.kept = {"common": self.outer.common, "velocity": self.outer.velocity, "arrived": self.outer.arrived}
         self.fragments: list[Fragment] = []  # none before the ranks part
         self.averaged_step = -1  # whose weights `global_model` has
@@ -99,7 +98,7 @@ class LocalSGD(Callback):
         if self.own:
             load_own(trainer, self.own)
             self.own = {}
-        trainer.model = trainer.module
+        trainer.strategy.unwrap()
         for params in partition(trainer.parameters, self.count):
             self.fragments.append(Fragment(params, self.outer, self.reduce, self.background))
         if len(self.due) not in (0, len(self.fragments)):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from trainer.callback import Callback, Role
-from trainer.callbacks.nan_guard.rollback import buffers, forget, put, state
+from trainer.callbacks.nan_guard.rollback import buffers, put, state
 from trainer.errors import NumericsError, require, require_one_of
 from trainer.log import log
 
@@ -39,7 +39,7 @@ class NanGuard(Callback):
         most: Actions in a row, after which the run ends.
     """
 
-    role = Role.MEASURE
+    role = Role.GUARD
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class NanGuard(Callback):
             put(self.copies, now)
         else:
             put(self.buffers, buffers(trainer))
-            forget(trainer)
+            trainer.emit("on_step_undone")
         for p in trainer.parameters:
             p.grad = None
         self.left_out.append([first, step, why])

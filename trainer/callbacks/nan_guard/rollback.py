@@ -1,25 +1,20 @@
 """All that a step changes, as it is in memory, so that it can be put back."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.callback import Role
-from trainer.callbacks.grad_compress import GradCompress
-from trainer.log import log
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.callback import Role, TrainerProtocol
 
 
-def buffers(trainer: "Trainer") -> list[Tensor]:
+def buffers(trainer: TrainerProtocol) -> list[Tensor]:
     """What a forward pass changes."""
     return list(trainer.module.buffers())
 
 
-def state(trainer: "Trainer") -> Iterator[Tensor]:
+def state(trainer: TrainerProtocol) -> Iterator[Tensor]:
     """All that a step changes, as it is in memory; buffers that no checkpoint has, too."""
     yield from (tensor.detach() for tensor in (*trainer.module.parameters(), *trainer.module.buffers()))
     for callback in trainer.callbacks.values():
@@ -41,11 +36,3 @@ def tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors(item)
-
-
-def forget(trainer: "Trainer") -> None:
-    """What codecs have kept back: what is not finite would never leave it."""
-    for name, callback in trainer.callbacks.items():
-        if isinstance(callback, GradCompress) and (callback.codec.kept or callback.codec.shared):
-            callback.codec.forget()
-            log.warning("what %s had kept back is dropped", name)

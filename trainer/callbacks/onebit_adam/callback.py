@@ -32,7 +32,7 @@ class OneBitAdam(Callback):
     also = (Role.REDUCE, Role.COMPRESS, Role.SYNC)  # after the warm-up nothing else is reduced
     exact = False
     communicates = True
-    defers = True
+    provides = frozenset({"defers"})
     conflicts = {
         "fp16": "each rank would skip steps of its own, in which the others wait for it; use trainer.precision=bf16",
         "find_unused_parameters": f"{UNUSED}; set trainer.ddp.find_unused_parameters=false or leave onebit_adam out",
@@ -77,7 +77,7 @@ class OneBitAdam(Callback):
                 f"callbacks.onebit_adam.warmup_steps={self.warmup_steps}: at step {trainer.step} AdamW has no variance "
                 f"to freeze; set it to more than {trainer.step}, or resume from a checkpoint that has AdamW's state"
             )
-        trainer.model = trainer.module
+        trainer.strategy.unwrap()
         self.adam.freeze(frozen_step, self.ends, **self.errors)
         self.frozen = self.adam
 

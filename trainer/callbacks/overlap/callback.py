@@ -1,6 +1,6 @@
 """Sends each bucket of gradients in the order in which the next forward pass needs them, and steps it only then."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.callback import Callback, Role
-from trainer.callbacks.overlap.deferred import Pending, Steps
+from trainer.callbacks.overlap.deferred import BucketedStep, DeferredBucket
 from trainer.callbacks.overlap.send_order import PASSES, Record
 from trainer.comm.bucket import Bucket
 from trainer.comm.reduce import Background, Reduce
 from trainer.log import log
-from trainer.optim.wrapper import Stepped
+from trainer.optim.wrapper import OptimizerProxy
 
 
 class Overlap(Callback):
@@ -27,7 +27,7 @@ class Overlap(Callback):
 
     role = Role.OPTIMIZER
     communicates = True
-    defers = True
+    provides = frozenset({"defers", "own_order"})
     conflicts = {
         "clip": "the global norm is known only after all buckets; set trainer.clip_norm=null or leave overlap out",
         "fp16": "loss scaling must see all gradients first; use trainer.precision=bf16 or leave overlap out",
@@ -35,13 +35,12 @@ class Overlap(Callback):
     }
 
     def __init__(self) -> None:
-        self.pending: dict[Pending, None] = {}  # sent, and not stepped yet
+        self.pending: dict[DeferredBucket, None] = {}  # sent, and not stepped yet
         self.sent, self.fresh = 0, True  # buckets of this step; no forward pass of this step yet
         self.unused: set[Tensor] = set()  # by this rank, in the step whose buckets are pending
 
     def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
         trainer.ddp["bucket_cap_mb"] = trainer.ddp["bucket_cap_mb"] or 1.0  # MiB: what is on its way is not stopped
-        trainer.passes = max(trainer.passes, PASSES)
         return model
 
     def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
@@ -50,17 +49,20 @@ class Overlap(Callback):
         return self.record.timed(reduce)
 
     def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Any:
-        self.trainer, self.steps = trainer, Steps(optimizer)
-        return Stepped(optimizer, self.defer)
+        self.trainer, self.steps = trainer, BucketedStep(optimizer)
+        return OptimizerProxy(optimizer, self.defer)
+
+    def rehearse(self, trainer, run_pass: Callable[[], None]) -> None:
+        for _ in range(PASSES - len(self.record.passes)):
+            run_pass()
 
     def on_fit_start(self, trainer) -> None:
         log.info("overlap: train/grad_norm is not reported, for no moment has all reduced gradients")
         needs = self.record.end()
-        self.buckets = [Pending(params) for params in self.record.layout]
+        self.buckets = [DeferredBucket(params) for params in self.record.layout]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.order: list[int] = trainer.ranks.first(self.record.order())
-        trainer.model = trainer.module  # without DDP around it
-        trainer.model.require_backward_grad_sync = True
+        trainer.strategy.unwrap()
         trainer.module.register_forward_pre_hook(lambda module, _: self._share_buffers(module))
         for module, params in needs.items():
             buckets = dict.fromkeys(self.bucket_of[p] for p in params if p in self.bucket_of)
@@ -82,7 +84,7 @@ class Overlap(Callback):
     def _collect(self, p: Tensor) -> None:
         """Backward has the gradient of `p`: send what is next in the order, as far as it is there."""
         bucket = self.bucket_of[p]
-        bucket.missing -= {p} if self.trainer.model.require_backward_grad_sync else set()  # the step's last micro-batch
+        bucket.missing -= {p} if self.trainer.strategy.syncing else set()  # the step's last micro-batch
         if not bucket.missing:
             bucket.fill()
             self._send()
@@ -100,7 +102,7 @@ class Overlap(Callback):
         if self.trainer.options.ddp.find_unused_parameters:
             self._send_unused()
         elif self.sent < len(self.order):
-            names = {p: name for name, p in self.trainer.module.named_parameters()}
+            names: dict[Tensor, str] = {p: name for name, p in self.trainer.module.named_parameters()}
             missing = [names[p] for bucket in self.buckets for p in bucket.params if p in bucket.missing]
             raise RuntimeError(
                 f"overlap: no gradient for {', '.join(missing)} in the last micro-batch of a step; use every parameter "
@@ -123,7 +125,7 @@ class Overlap(Callback):
         self._send()
 
     @torch.no_grad()
-    def _finish(self, buckets: Mapping[Pending, None]) -> None:
+    def _finish(self, buckets: Mapping[DeferredBucket, None]) -> None:
         """Waits for these, and steps them, and what else has arrived by then."""
         if needed := self.pending.keys() & buckets.keys():
             for bucket in needed:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from trainer.comm.bucket import Bucket
 
 
-class Pending:
+class DeferredBucket:
     """One of DDP's buckets: the flat tensor of its gradients, and their mean to come."""
 
     def __init__(self, params: list[Tensor]) -> None:
@@ -26,7 +26,7 @@ class Pending:
             p.grad = None
 
 
-class Steps:
+class BucketedStep:
     """`optimizer`'s step, for the parameters of some buckets at a time: no other is walked."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -37,7 +37,7 @@ class Steps:
         """The settings of its groups, as a scheduler has them, for the steps to come."""
         self.settings = [{**group, "params": []} for group in self.optimizer.param_groups]
 
-    def step(self, buckets: Collection[Pending], unused: Container[Tensor]) -> None:
+    def step(self, buckets: Collection[DeferredBucket], unused: Container[Tensor]) -> None:
         """All parameters of `buckets` but the `unused` ones, by the mean of their gradients."""
         groups = [{**group, "params": []} for group in self.settings]
         for bucket in buckets:

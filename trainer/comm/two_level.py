@@ -1,0 +1,34 @@
+"""The mean in two levels: inside each node, then across nodes."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.comm.bucket import Bucket
+from trainer.comm.reduce import AllReduce, Reduce, all_gather, reduce_scatter
+
+
+class TwoLevel:
+    """The mean over all ranks, of which `inside` are this node's; `across` reduces what this rank has of it."""
+
+    def __init__(self, inside: dist.ProcessGroup, across: AllReduce) -> None:
+        self.inside, self.per_node, self.local_rank = inside, inside.size(), inside.rank()
+        self.nodes, self.node = across.size, across.group.rank()
+        self.across: Reduce = across
+
+    def own(self, bucket: Bucket) -> Bucket:
+        """What of it this rank sends across; nothing where it has more ranks than elements."""
+        size = -(-sum(stop - start for _, start, stop in bucket.pieces) // self.per_node)
+        return bucket.cut(self.local_rank * size, (self.local_rank + 1) * size)
+
+    def __call__(self, flat: Tensor, bucket: Bucket) -> Tensor:
+        size = -(-flat.numel() // self.per_node)  # of a rank's shard; the last ones may be shorter, or empty
+        padded = flat.new_zeros(size * self.per_node)
+        torch.mul(flat, 1.0 / self.per_node, out=padded[: flat.numel()])
+        shard = padded.new_empty(size)
+        reduce_scatter(shard, padded, self.inside)
+        own = shard[: max(0, flat.numel() - self.local_rank * size)]
+        if own.numel():
+            own.copy_(self.across(own, self.own(bucket)))
+        all_gather(padded, shard, self.inside)
+        return flat.copy_(padded[: flat.numel()])

@@ -1,0 +1,84 @@
+"""How a model is laid out over the ranks: the contract, and the one device that has nobody to share with."""
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.linalg import vector_norm
+from torch.nn.utils import clip_grad_norm_
+
+
+class Strategy(Protocol):
+    """What the step needs of a layout. DDP is one; sharding and pipelines are others."""
+
+    model: nn.Module  # called by the recipe's loss
+    parameters: list[nn.Parameter]  # this rank's trained ones, taken after the model was distributed
+    data_rank: int  # this rank among those that read different data
+    data_world: int  # their number, by which a batch is split
+    lockstep: bool  # forward passes communicate: every rank makes as many as the others, validation included
+    syncing: bool  # whether the backward pass reduces
+
+    def sync_gradients(self, on: bool) -> None:
+        """Say, before each micro-batch, whether its backward pass reduces."""
+        ...
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """Scale the gradients to a global norm of at most `max_norm`; return the norm before, a scalar."""
+        ...
+
+    def warm_up(self, run_pass: Callable[[], None]) -> None:
+        """Run as many discarded passes as the layout of the gradients takes to settle."""
+        ...
+
+    def buckets(self) -> list[list[int]]:
+        """Return the layout of the gradients as indices of `parameters`; empty without one."""
+        ...
+
+    def unwrap(self) -> None:
+        """Call the bare model from here on: its backward pass reduces nothing."""
+        ...
+
+
+class SingleDevice:
+    """One rank: the model itself."""
+
+    data_rank, data_world, lockstep, syncing = 0, 1, False, True
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.parameters = model, trained(model)
+
+    def sync_gradients(self, on: bool) -> None:
+        self.syncing = on
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        return clip_gradients(self.parameters, max_norm)
+
+    def warm_up(self, run_pass: Callable[[], None]) -> None:
+        """Nothing settles."""
+
+    def buckets(self) -> list[list[int]]:
+        return []
+
+    def unwrap(self) -> None:
+        """The model is bare."""
+
+
+def to_device(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move the model; one on the meta device stays, for its strategy to materialise."""
+    tensors = chain(model.parameters(), model.buffers())
+    return model if any(tensor.is_meta for tensor in tensors) else model.to(device)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """List the parameters that have gradients."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
+    """Clip gradients that this rank has whole; measure their norm only, if `max_norm` is None."""
+    if max_norm is not None:
+        return clip_grad_norm_(parameters, max_norm)
+    norms = [vector_norm(p.grad) for p in parameters if p.grad is not None]
+    return vector_norm(torch.stack(norms or [torch.zeros(())]))
