@@ -224,8 +224,10 @@ def test_a_conflict_with_a_setting_names_a_feature():
     """One that was renamed would be guarded against no more."""
     on = Options(clip_norm=1.0, precision="fp16", ddp=DDPOptions(None, True, True, True))
     features = Plan.features(SimpleNamespace(options=on))
+    capabilities = {capability for make in ALL.values() for capability in make().provides}
     for row, make in ALL.items():
-        assert {key for key in make().conflicts if isinstance(key, str)} <= features, row
+        assert {key for key in make().conflicts if isinstance(key, str)} <= features | capabilities, row
+        assert make().requires.keys() <= capabilities, row
 
 
 def test_conflicts_are_reported_all_at_once():

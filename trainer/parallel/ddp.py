@@ -80,7 +80,7 @@ class DDP:
         known = [i for i, name in enumerate(names) if name not in self.model.parameters_to_ignore]  # DDP counts those
         return [[known[int(i)] for i in bucket.split()] for bucket in text.split(",") if bucket.strip()]
 
-    def _reduce_bucket(self, _: None, bucket: dist.GradBucket) -> "Future[Tensor]":
+    def _reduce_bucket(self, _: None, bucket: dist.GradBucket) -> Future[Tensor]:
         assert self.background and self.reduce
         done = self.background.submit(self.reduce, bucket.buffer(), Bucket.of(bucket.parameters(), self.step()))
         # DDP takes an exception that a future was given for its value; one in a `then` it raises.
