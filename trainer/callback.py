@@ -74,8 +74,8 @@ class TrainerProtocol(Protocol):
         """The layout of the gradients when the first step began, as indices of `parameters`."""
         ...
 
-    def emit(self, event: str, *args: Any) -> None:
-        """Call this hook of all callbacks."""
+    def emit(self, hook: str, *args: Any) -> None:
+        """Call this event of all callbacks."""
         ...
 
     def stop(self, reason: str) -> None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from trainer import training_state
 from trainer.callback import HOOKS, Callback, overrides
 from trainer.checkpoint.pretrained import load_weights
+from trainer.checkpoint.retention import parse_best
 from trainer.checkpoint.saver import Saver
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import AllReduce, Reduce
@@ -25,6 +26,8 @@ from trainer.config.options import DataOptions, Options
 from trainer.data.bad_samples import Quarantine
 from trainer.data.batch import Step
 from trainer.data.loader import Loader
+from trainer.data.source import Samples
+from trainer.errors import ConfigError
 from trainer.forward_backward import Accumulate, ForwardBackward
 from trainer.log import log, show_log, stop_log
 from trainer.monitors import replica_check
@@ -42,7 +45,7 @@ from trainer.process.signals import Signals
 from trainer.rng import GOLDEN, MASK, mix
 from trainer.run_dir import make_run_dir, start_log
 from trainer.summary import report
-from trainer.validation import evaluate, refuse_unknown_metrics
+from trainer.validation import Evaluator
 
 
 class Trainer:
@@ -158,7 +161,14 @@ class Trainer:
         self.loader = Loader(self.recipe, self.plan, data_rank, data_world, self.device, self.ranks.place.local_world)
         if self.plan.resumed:
             training_state.refuse_other_model(self, self.plan.resumed)
-        refuse_unknown_metrics(self)
+        validation = self.plan.validation
+        self.evaluator = Evaluator(
+            self.recipe, self.loader.validate, self.ranks, self.precision,
+            samples=sum(validation.counts) if isinstance(validation, Samples) else 0,
+            max_bad=self.plan.data.max_bad, lockstep=self.strategy.lockstep,
+            stopping=lambda: self.signals.name, beat=self.heartbeat.beat,
+        )  # fmt: skip
+        self._refuse_unknown_metrics()
 
     def fit(self) -> None:
         """Train to the end, or until stopped. Weights, optimizer and callbacks are left as the last step made them."""
@@ -306,13 +316,26 @@ class Trainer:
         self.validated_at = time.monotonic()
         if self.plan.validation is None:
             return False
-        if (metrics := evaluate(self)) is None:
+        if (metrics := self.evaluator.evaluate(self.eval_model)) is None:
             self.stop_reason = "signal"  # also where the run would have ended here
             return False
         self.validation, self.validated_step = metrics, self.step
         self.seconds = time.monotonic() - self.started
         self.emit("on_validation_end", self.validation)
         return training_state.note_best(self)
+
+    def _refuse_unknown_metrics(self) -> None:
+        """Refuse, before the first step, to watch what validation will not give."""
+        watched = {f"callbacks.{name}.metric": c.metric for name, c in self.callbacks.items() if c.metric}
+        if self.options.checkpoint.keep_best:
+            watched["trainer.checkpoint.keep_best"] = parse_best(self.options.checkpoint.keep_best)[0]
+        if watched and self.plan.validation is None:
+            key, name = watched.popitem()
+            raise ConfigError(
+                f"{key}={name}: the recipe's data('val') is None; give it validation data, or leave this out"
+            )
+        if watched:
+            self.evaluator.refuse_unknown(watched, self.eval_model)
 
     def stop(self, reason: str) -> None:
         """End after this step. Call it on all ranks or on none: it is not a collective."""
