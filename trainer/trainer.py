@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,7 @@ class Trainer:
         self.step, self.samples, self.seconds = 0, 0, 0.0  # done so far; all that data loading needs is `samples`
         self.lag, self.validated_step = 0, -1  # lag: steps by which the weights are behind, while a callback defers
         self.bad, self.requests, self.weight = 0, [0, 0, 0], 0  # of this step, summed over ranks
+        self._sums: Callable[[], tuple[int, ...]] | None = None
         self.metrics: dict[str, float] = {}  # numbers of this step, if it is one to log
         self.last_metrics = self.metrics  # of the last that was
         self.validation: dict[str, float] = {}  # of the last validation, which was at `validated_step`
@@ -240,10 +241,10 @@ class Trainer:
     def _train_step(self, data: Step) -> None:
         for generator in self.generators:
             generator.manual_seed((self.seed_base + self.step * GOLDEN) & (MASK >> 1))
-        for group, peak in zip(self.optimizer.param_groups, self.peak_lr):
-            group["lr"] = peak * self.plan.rate(self.step)
-        total = self._agree(data)  # one int64 all-reduce, beside the first forward pass
-        self.data, self.losses = data, self.forward_backward(data, total)
+        for group, lr in zip(self.optimizer.param_groups, self._learning_rates()):
+            group["lr"] = lr
+        self._agree(data)  # one int64 all-reduce, beside the first forward pass
+        self.data, self.losses = data, self.forward_backward(data, self._total_weight)
         self.scaler.unscale_(self.optimizer)  # a no-op unless fp16
         self.emit("on_before_optimizer_step")
         if self.clips or self.logged:
@@ -254,18 +255,22 @@ class Trainer:
             p.grad = None  # what zero_grad does, at a tenth of its cost
         self.step, self.samples = self.step + 1, self.samples + self.batch
 
-    def _agree(self, data: Step) -> Callable[[], int]:
-        """Start to sum over ranks what this step is about; return what waits for the weight of all items."""
+    def _learning_rates(self) -> list[float]:
+        factor = self.plan.rate(self.step)
+        return [peak * factor for peak in self.peak_lr]
+
+    def _agree(self, data: Step) -> None:
+        """Start to sum over ranks what this step is about."""
         done = self.step + 1
         self.logged = done % self.options.log_every_steps == 0 or done == self.plan.max_steps
-        sums = self.ranks.agree((len(data.bad), *self._requests(), sum(data.weights)))
+        self._sums = self.ranks.agree((len(data.bad), *self._requests(), sum(data.weights)))
 
-        @cache
-        def total() -> int:
-            self.bad, *self.requests, self.weight = sums()
-            return self.weight
-
-        return total
+    def _total_weight(self) -> int:
+        """Wait for the sums; return the weight of all ranks' items."""
+        if self._sums is not None:
+            self.bad, *self.requests, self.weight = self._sums()
+            self._sums = None
+        return self.weight
 
     def _requests(self) -> tuple[int, int, int]:
         """Return what this rank asks the step to end with: stop, save, validate. The clock is rank 0's."""
