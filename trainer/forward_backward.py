@@ -29,13 +29,14 @@ class Accumulate:
 
     def __call__(self, data: Step, total: Callable[[], int]) -> list[Tensor]:
         losses: list[Tensor] = []
-        for batch, weight in zip(data.batches, data.weights, strict=True):
+        for batch, weight in data:
             self.strategy.sync_gradients(len(losses) + 1 == len(data.weights))
             loss = self.loss_of(self.strategy.model, batch)
             if not weight:
                 loss = zero_loss(self.strategy.parameters, self.unused)
             losses.append(loss.detach())  # without its graph
             self.scaler.scale(weigh_loss(loss, weight * self.strategy.data_world, total())).backward()
+            del batch, loss  # before the batch after the next is uploaded
         return losses
 
 
