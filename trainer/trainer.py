@@ -40,7 +40,7 @@ from trainer.precision import Precision
 from trainer.process.environment import Place, detect
 from trainer.process.heartbeat import Heartbeat
 from trainer.process.signals import Signals
-from trainer.rng import GOLDEN, MASK, mix
+from trainer.rng import GOLDEN, MASK, STEP, mix
 from trainer.run_dir import make_run_dir, start_log
 from trainer.summary import report
 from trainer.validation import evaluate, refuse_unknown_metrics
@@ -151,7 +151,7 @@ class Trainer:
         self.scaler = self.precision.scaler
         cuda = [torch.cuda.default_generators[self.device.index]] if self.device.type == "cuda" else []
         self.generators = [torch.default_generator, *cuda]
-        self.seed_base = mix(self.options.seed, 5, self.rank)
+        self.seed_base = mix(self.options.seed, STEP, self.rank)
         unused = self.options.ddp.find_unused_parameters
         self.forward_backward: ForwardBackward = self._wrap(
             "wrap_forward_backward", Accumulate(self.loss_of, self.strategy, self.scaler, unused)

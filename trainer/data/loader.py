@@ -22,7 +22,7 @@ from trainer.data.source import Samples
 from trainer.data.workers import start_workers
 from trainer.errors import EXIT_CODES, UnavailableError
 from trainer.log import log
-from trainer.rng import mix
+from trainer.rng import ITERABLE, mix
 
 CPU = torch.device("cpu")
 AHEAD = 1.5  # steps that the workers load ahead: they go on while one is computed
@@ -156,7 +156,7 @@ class Loader:
         return iter(lambda: list(itertools.islice(refs, self.split.micro)), [])
 
     def _replay(self, source: Iterable[Any], endless: bool) -> Generator[Micro]:
-        return replay(source, self.weight or count_samples, mix(self.seed, 4, self.rank), endless)
+        return replay(source, self.weight or count_samples, mix(self.seed, ITERABLE, self.rank), endless)
 
     def _load(
         self, source: Samples, micro_refs: Iterator[list[Ref]], needs: Needs, lanes: int, ahead: int

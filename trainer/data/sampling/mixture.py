@@ -11,15 +11,12 @@ from numpy.typing import NDArray
 
 from trainer.data.sampling.order import Order, Ref, permutation, piece
 from trainer.errors import DataError
-from trainer.rng import mix
+from trainer.rng import MIXTURE_ORDER, MIXTURE_PLACES, mix
 
 DRAWS = 4096  # positions of which every data set has its share, to a sample; they are shuffled among themselves
 
 
 LEAST = 1e-3  # of the whole; less would have no sample in some of the `DRAWS`
-
-
-ORDER, PLACES = 6, 7  # purposes of `mix`
 
 
 class Mixture:
@@ -47,7 +44,7 @@ class Mixture:
         shares = [weight / total for weight in weights]
         self.ends = list(accumulate(shares))  # the last one is 1, and taken for it
         self.orders = [
-            Order(each, mix(seed, ORDER, i), max(1, round(lanes * share)), block)
+            Order(each, mix(seed, MIXTURE_ORDER, i), max(1, round(lanes * share)), block)
             for i, (each, share) in enumerate(zip(counts, shares, strict=True))
         ]
         self.first_shards = list(accumulate(map(len, counts), initial=0))
@@ -95,7 +92,7 @@ class Mixture:
         if number not in self._drawn:
             before, after = self._before(number * DRAWS), self._before((number + 1) * DRAWS)
             drawn = np.repeat(np.arange(len(self.orders)), after - before)
-            sources = drawn[permutation(DRAWS, self.seed, PLACES, number)]
+            sources = drawn[permutation(DRAWS, self.seed, MIXTURE_PLACES, number)]
             positions = np.empty(DRAWS, np.int64)
             for source, first in enumerate(before.tolist()):
                 mine = sources == source

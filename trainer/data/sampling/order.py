@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.rng import mix_each
-
-SHARDS, BLOCK = 1, 2  # purposes of `mix` after the seed; 3 and up are other modules'
+from trainer.rng import BLOCK, SHARDS, mix_each
 
 
 class Ref(NamedTuple):
