@@ -102,7 +102,9 @@ def fetch(given: Connection, remote: Mapping[int, Remote], needs: Needs, lanes: 
         now = time.time_ns()
         for place, number in enumerate(window.last):
             try:
-                os.utime(remote[number].file, ns=(now - place, now))  # what is needed last goes first
+                os.utime(
+                    remote[number].file, ns=(now - place, now), follow_symlinks=False
+                )  # what is needed last goes first
             except OSError:  # it is not there, or another user's
                 ask_for(number)
         time.sleep(LOOK_S)
