@@ -29,7 +29,7 @@ class Accumulate:
 
     def __call__(self, data: Step, total: Callable[[], int]) -> list[Tensor]:
         losses, last, strategy = list[Tensor](), len(data.weights) - 1, self.strategy
-        for batch, weight in zip(data.batches, data.weights, strict=True):
+        for batch, weight in data:
             strategy.sync_gradients(len(losses) == last)
             loss = self.loss_of(strategy.model, batch)
             if not weight:
@@ -37,6 +37,7 @@ class Accumulate:
             losses.append(loss.detach())
             self.graph = loss.grad_fn  # of the last one only: the next forward pass reuses its leaves
             self.scaler.scale(weigh_loss(loss, weight * strategy.data_world, total())).backward()
+            del batch, loss  # before the batch after the next is uploaded
         return losses
 
 

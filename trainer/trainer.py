@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import default_collate
 
 from trainer import training_state
 from trainer.callback import HOOKS, Callback, overrides
@@ -23,8 +24,8 @@ from trainer.checkpoint.saver import Saver
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.config.options import DataOptions, Options
-from trainer.data.bad_samples import Quarantine
-from trainer.data.batch import Step
+from trainer.data.bad_samples import BadSamples, allowed
+from trainer.data.batch import Split, Step
 from trainer.data.loader import Loader
 from trainer.data.source import Samples
 from trainer.errors import ConfigError
@@ -42,7 +43,7 @@ from trainer.precision import Precision
 from trainer.process.environment import Place, detect
 from trainer.process.heartbeat import Heartbeat
 from trainer.process.signals import Signals
-from trainer.rng import GOLDEN, MASK, mix
+from trainer.rng import GOLDEN, MASK, STEP, mix
 from trainer.run_dir import make_run_dir, start_log
 from trainer.summary import report
 from trainer.validation import Evaluator
@@ -110,7 +111,8 @@ class Trainer:
         self.saver = Saver(self)  # refuses a folder that another process writes: nothing is in its log then
         start_log(self.run_dir, self.rank)
         self.heartbeat = Heartbeat.of(self)
-        self.quarantine = Quarantine(self)
+        limit = allowed(self.plan.data.max_bad, self.plan.epoch_samples or 0)
+        self.quarantine = BadSamples(self.run_dir / "quarantine.jsonl", limit, self.ranks.gather, self.rank)
         self.step, self.samples, self.seconds = 0, 0, 0.0  # done so far; all that data loading needs is `samples`
         self.lag, self.validated_step = 0, -1  # lag: steps by which the weights are behind, while a callback defers
         self.bad, self.requests, self.weight = 0, [0, 0, 0], 0  # of this step, summed over ranks
@@ -153,13 +155,18 @@ class Trainer:
         self.scaler = self.precision.scaler
         cuda = [torch.cuda.default_generators[self.device.index]] if self.device.type == "cuda" else []
         self.generators = [torch.default_generator, *cuda]
-        self.seed_base = mix(self.options.seed, 5, self.rank)
+        self.seed_base = mix(self.options.seed, STEP, self.rank)
         unused = self.options.ddp.find_unused_parameters
         self.forward_backward: ForwardBackward = self._wrap(
             "wrap_forward_backward", Accumulate(self.loss_of, self.strategy, self.scaler, unused)
         )
-        data_rank, data_world = self.strategy.data_rank, self.strategy.data_world
-        self.loader = Loader(self.recipe, self.plan, data_rank, data_world, self.device, self.ranks.place.local_world)
+        plan, strategy, options = self.plan, self.strategy, self.options
+        self.loader = Loader(
+            plan.source, plan.order, Split(self.batch, strategy.data_world, plan.accumulate), plan.data,
+            validation=plan.validation, rank=strategy.data_rank, seed=options.seed, timeout_s=options.timeout_s,
+            device=self.device, ranks_on_node=self.ranks.place.local_world,
+            collate=getattr(self.recipe, "collate", default_collate), weight=getattr(self.recipe, "weight", None),
+        )  # fmt: skip
         if self.plan.resumed:
             training_state.refuse_other_model(self, self.plan.resumed)
         validation = self.plan.validation
@@ -196,10 +203,11 @@ class Trainer:
         stop_log()
 
     def _start(self) -> None:
-        self.stream = self.loader.train(self.plan.manifest.get("samples", 0))
+        stop = math.inf if self.plan.max_steps is None else self.plan.max_steps * self.batch
+        self.stream = self.loader.train(self.plan.manifest.get("samples", 0), stop=stop)
         first = next(self.stream)  # data that can't be used is refused before anything changes
         if self.world > 1:
-            self._rehearse(first.batches[0])
+            self._rehearse(first.peek())
         self.buckets = self.strategy.buckets()
         self.stream = self._wrap("wrap_batches", chain(iter([first]), self.stream))
         del first  # an exhausted iterator lets its data go
@@ -285,7 +293,8 @@ class Trainer:
         replica_check.check(self)
         self.last_metrics = self.metrics or self.last_metrics
         if self.bad:
-            self.quarantine.take(self)
+            assert self.plan.epoch_samples
+            self.quarantine.take(self.step, (self.samples - 1) // self.plan.epoch_samples, self.data.bad)
         stop, save, validate = self.requests
         if stop or (self.world == 1 and self.signals.name):
             self.stop("signal")
