@@ -13,7 +13,7 @@ from toy_recipe import Toy
 
 from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.config.options import DataOptions, Options
-from trainer.data.batch import Step
+from trainer.data.batch import Split, Step
 from trainer.forward_backward import ForwardBackward
 from trainer.parallel.ddp import DDP
 from trainer.parallel.strategy import Strategy
@@ -90,11 +90,35 @@ class Timer(Callback):
         self.rehearsed += 1
 
 
+class Unequal(Callback):
+    """Gives the ranks 1 : 2 : 5 of a batch, and even shares from the third step on."""
+
+    role = Role.BATCH
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.refs: list[tuple[int, int]] = []
+
+    def split(self, trainer, position: int) -> Split:
+        even = position >= 2 * trainer.batch
+        return Split(trainer.batch, (8, 8, 8) if even else (3, 6, 15), accumulate=2 if even else 3)
+
+    def on_step_end(self, trainer) -> None:
+        self.sizes.append(len(trainer.data.refs))
+        self.refs += [(ref.epoch, ref.shard) for ref in trainer.data.refs]
+
+
 def train(place: Place, double: str, steps: int = STEPS) -> tuple[list[Any], dict[str, float], list[int]]:
     """What comes of it: the weights, the metrics of validation, and what the double counts."""
-    callbacks: dict[str, dict[str, Callback]] = {"": {}, "sharded": {"shard": Sharded()}, "timer": {"timer": Timer()}}
+    callbacks: dict[str, dict[str, Callback]] = {
+        "": {},
+        "still": {},
+        "sharded": {"shard": Sharded()},
+        "timer": {"timer": Timer()},
+        "unequal": {"unequal": Unequal()},
+    }
     trainer = Trainer(
-        Toy(dropout=0.1),
+        Toy(dropout=0.0 if double in ("unequal", "still") else 0.1),
         callbacks[double],
         batch=24,
         accumulate=2,
@@ -107,6 +131,8 @@ def train(place: Place, double: str, steps: int = STEPS) -> tuple[list[Any], dic
     for callback in callbacks[double].values():
         if isinstance(callback, Sharded):
             counts = [callback.strategy.passes]
+        elif isinstance(callback, Unequal):
+            counts = [*callback.sizes, *(number for ref in callback.refs for number in ref)]
         elif isinstance(callback, Timer):
             counts = [len(callback.wait_s), len(callback.pass_s), callback.rehearsed]
     return [p.detach().numpy() for p in trainer.module.parameters()], trainer.validation, counts
@@ -132,6 +158,19 @@ def test_a_timer_sees_each_step_and_changes_no_bit(plain):
     for (weights, _, counts), (expected, _, _) in zip(run_ranks(WORLD, train, "timer"), plain, strict=True):
         assert all((a == b).all() for a, b in zip(weights, expected, strict=True))
         assert counts == [STEPS, STEPS, 1]
+
+
+def test_unequal_shares_that_change_during_a_run(plain, tmp_path):
+    """The mean is as exact, and every sample of the epoch is trained on once."""
+    unequal = run_ranks(WORLD, train, "unequal")
+    for rank, (weights, _, counts) in enumerate(unequal):
+        assert counts[:STEPS] == [(3, 6, 15)[rank]] * 2 + [8] * 2
+        assert all((a == b).all() for a, b in zip(weights, unequal[0][0], strict=True))
+    numbers = [counts[STEPS:] for _, _, counts in unequal]
+    seen = sorted(ref for own in numbers for ref in zip(own[::2], own[1::2], strict=True))
+    assert seen == [(0, shard) for shard in range(96)]
+    for own, expected in zip(unequal[0][0], run_ranks(WORLD, train, "still")[0][0], strict=True):
+        assert abs(own - expected).max() < 1e-6
 
 
 def test_only_the_role_that_shards_distributes():

@@ -204,7 +204,8 @@ class Trainer:
 
     def _start(self) -> None:
         stop = math.inf if self.plan.max_steps is None else self.plan.max_steps * self.batch
-        self.stream = self.loader.train(self.plan.manifest.get("samples", 0), stop=stop)
+        split_at = next((partial(split, self) for split in self._hooks["split"]), None)
+        self.stream = self.loader.train(self.plan.manifest.get("samples", 0), split_at, stop)
         first = next(self.stream)  # data that can't be used is refused before anything changes
         if self.world > 1:
             self._rehearse(first.peek())
