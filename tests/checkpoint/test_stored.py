@@ -49,9 +49,9 @@ class Losses(Callback):
 
 def train(place: Place, steps: int, resume: str | None, run_dir: str) -> tuple[Tensors, Tensors, list[float]]:
     """The state at `STEP`, if it came by, the state at the end, and this rank's losses."""
-    losses, callbacks = Losses(), {"ema": EMA(0.9)} if place.world > 1 else {}
+    losses, callbacks = Losses(), dict[str, Callback]()
     if place.world > 1:
-        callbacks["grad_compress"] = GradCompress("topk", density=0.1)
+        callbacks = {"ema": EMA(0.9), "grad_compress": GradCompress("topk", density=0.1)}
     trainer = Trainer(
         Toy(width=8, depth=1), {**callbacks, "losses": losses}, batch=12, place=place, data=DataOptions(workers=0),
         options=Options(max_steps=steps, run_dir=run_dir, resume=resume, checkpoint=CheckpointOptions()),
