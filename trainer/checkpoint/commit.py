@@ -57,7 +57,7 @@ def commit(
     attempt = attempt or begin(run_dir)
     sweep(run_dir, attempt.number)
     with _whole_or_nothing(run_dir, step, attempt):
-        return _rename(run_dir, step, stage(run_dir, step, files, attempt, moved), manifest, attempt)
+        return _rename(run_dir, step, _write(run_dir, step, files, attempt, moved), manifest, attempt)
 
 
 def stage(
@@ -68,10 +68,9 @@ def stage(
     Raises:
         OSError: from the disk, also if too little of it is free.
     """
-    staging = staged(run_dir, step, attempt)
-    _preflight(run_dir, sum(content.nbytes for content in files.values()))
-    staging.mkdir(exist_ok=True)
-    return write_files(staging, files, moved)
+    entries = _write(run_dir, step, files, attempt, moved)
+    sync(staged(run_dir, step, attempt))
+    return entries
 
 
 def commit_staged(
@@ -137,6 +136,15 @@ def _whole_or_nothing(run_dir: Path, step: int, attempt: Attempt) -> Iterator[No
         put_back(run_dir, attempt.number)
         refuse_superseded(run_dir, attempt)
         raise
+
+
+def _write(
+    run_dir: Path, step: int, files: Mapping[str, memoryview], attempt: Attempt, moved: Callable[[], object]
+) -> Entries:
+    staging = staged(run_dir, step, attempt)
+    _preflight(run_dir, sum(content.nbytes for content in files.values()))
+    staging.mkdir(exist_ok=True)
+    return write_files(staging, files, moved)
 
 
 def _rename(run_dir: Path, step: int, entries: Entries, manifest: Mapping[str, Any], attempt: Attempt) -> Path:

@@ -59,13 +59,12 @@ class Damaged(ConfigError):
 
 
 def write_files(folder: Path, files: Mapping[str, memoryview], moved: Callable[[], object]) -> Entries:
-    """Writes new files, and returns their entries when all are on the disk. Calls `moved` after each piece."""
+    """Writes new files, and returns their entries when their bytes are on the disk. Calls `moved` after each piece."""
     entries: Entries = {}
     with _opened(folder) as descriptor:
         for name in sorted(files):
             assert FILE.fullmatch(name), name
             entries[name] = [files[name].nbytes, _write(descriptor, name, files[name], moved)]
-        _sync(descriptor)
     return entries
 
 
