@@ -344,6 +344,6 @@ class Trainer:
             thing = wrap(self, thing)
         return thing
 
-    def emit(self, hook: str, *args: Any) -> None:
-        for call in self._hooks[hook]:
+    def emit(self, event: str, *args: Any) -> None:
+        for call in self._hooks[event]:
             call(self, *args)

@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from trainer.callback import overrides
+from trainer.callback import TrainerProtocol, overrides
 from trainer.checkpoint import fence, retention
 from trainer.checkpoint.compare import differences, plain
 from trainer.checkpoint.lock import Claim
@@ -17,13 +17,12 @@ from trainer.checkpoint.manifest import Damaged
 from trainer.checkpoint.saver import Saver, State
 from trainer.checkpoint.serialize import load_optimizer_state, load_state, optimizer_state, rank_section
 from trainer.config.schema import fits
+from trainer.data.bad_samples import Quarantine
 from trainer.errors import ConfigError, printable
 from trainer.log import log
-from trainer.plan import refuse_differences
+from trainer.plan import Plan, refuse_differences
+from trainer.process.heartbeat import Heartbeat
 from trainer.run_dir import versions
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 EXPORT_S = 86400.0  # a recipe's export may take as long as it takes
 
@@ -35,12 +34,38 @@ SECTIONS = {**COUNTERS, "best": dict, "model": dict, "optimizer": dict, "callbac
 SECTIONS |= {"quarantine": dict}
 
 
-def saved_in(trainer: "Trainer") -> Path:
+class SavedTrainer(TrainerProtocol, Protocol):
+    """What is read of a trainer to save it, and set to put it back."""
+
+    saver: Saver
+    heartbeat: Heartbeat
+    quarantine: Quarantine
+    settings: dict[str, Any]  # of the config, for the manifest
+    validation: dict[str, float]  # the metrics of the last validation
+    validated_step: int  # when that was
+    bests: list[dict[str, Any]]  # validations that were the best, the newest last
+    loaded: tuple[int, int] | None  # step and validated_step of the checkpoint that the run goes on from
+    started: float
+    saved_at: float
+    stop_reason: str
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def best(self) -> dict[str, Any]: ...
+
+    def validate(self) -> bool:
+        """Walk the validation data."""
+        ...
+
+
+def saved_in(trainer: SavedTrainer) -> Path:
     """Names the folder of this run's checkpoints."""
     return Path(trainer.options.checkpoint.dir) / trainer.run_dir.name
 
 
-def claim(trainer: "Trainer", refused: ExitStack) -> Claim | None:
+def claim(trainer: SavedTrainer, refused: ExitStack) -> Claim | None:
     """Takes the right to write the run, on rank 0; `refused` gives it back.
 
     Raises:
@@ -53,14 +78,14 @@ def claim(trainer: "Trainer", refused: ExitStack) -> Claim | None:
     return taken
 
 
-def make_saver(trainer: "Trainer", claim: Claim | None) -> Saver:
+def make_saver(trainer: SavedTrainer, claim: Claim | None) -> Saver:
     """Makes what writes the trainer's checkpoints. A collective."""
     shared = any(overrides(callback, "rank_state_dict") for callback in trainer.plan.callbacks.values())
     options = trainer.options.checkpoint
     return Saver(saved_in(trainer), options, trainer.ranks, trainer.heartbeat, claim, shared)
 
 
-def save(trainer: "Trainer", last: bool = False) -> None:
+def save(trainer: SavedTrainer, last: bool = False) -> None:
     """Begins a checkpoint of this step; waits for the last. A collective.
 
     Raises:
@@ -79,7 +104,7 @@ def save(trainer: "Trainer", last: bool = False) -> None:
             trainer.heartbeat.beat(patience_s=EXPORT_S)  # rank 0 may have something to export
 
 
-def check(trainer: "Trainer") -> None:
+def check(trainer: SavedTrainer) -> None:
     """Takes what has become of a checkpoint, at a step's end. A collective.
 
     Raises:
@@ -90,13 +115,13 @@ def check(trainer: "Trainer") -> None:
     trainer.saver.check(ends=bool(trainer.stop_reason))
 
 
-def state(trainer: "Trainer") -> State:
+def state(trainer: SavedTrainer) -> State:
     """Gives what this rank has for a checkpoint."""
     own = {name: state for name, callback in trainer.callbacks.items() if (state := callback.rank_state_dict())}
     return State({}, own, {}) if trainer.rank else State(state_dict(trainer), own, manifest(trainer, sorted(own)))
 
 
-def state_dict(trainer: "Trainer") -> dict[str, Any]:
+def state_dict(trainer: SavedTrainer) -> dict[str, Any]:
     """Gives what all ranks have alike, live."""
     return {
         **tensors(trainer),
@@ -112,19 +137,20 @@ def state_dict(trainer: "Trainer") -> dict[str, Any]:
     }
 
 
-def tensors(trainer: "Trainer") -> dict[str, Any]:
+def tensors(trainer: SavedTrainer) -> dict[str, Any]:
     """Gives the large part of `state_dict`, live."""
     optimizer = optimizer_state(trainer.optimizer, trainer.module)
     return {"model": trainer.global_model.state_dict(), "optimizer": optimizer}
 
 
-def manifest(trainer: "Trainer", rank_states: list[str]) -> dict[str, Any]:
+def manifest(trainer: SavedTrainer, rank_states: list[str]) -> dict[str, Any]:
     """Describes the run to a resume. `rank_states` are the callbacks of which each rank has a state of its own."""
     measured = trainer.validation if trainer.validated_step == trainer.step else {}
     return {
         "run_dir": str(trainer.run_dir),
         "samples": trainer.samples,
         "world": trainer.world,
+        "uneven": trainer.plan.uneven,
         "identity": trainer.plan.identity() | model_identity(trainer),
         "buckets": trainer.buckets,
         "ddp": trainer.ddp,
@@ -135,7 +161,7 @@ def manifest(trainer: "Trainer", rank_states: list[str]) -> dict[str, Any]:
     }
 
 
-def settings(trainer: "Trainer") -> dict[str, Any]:
+def settings(trainer: SavedTrainer) -> dict[str, Any]:
     """Lists what a resume compares and takes: the trainer's own settings, and those of a command's config."""
     plan = trainer.plan
     return {
@@ -148,14 +174,14 @@ def settings(trainer: "Trainer") -> dict[str, Any]:
     }
 
 
-def model_identity(trainer: "Trainer") -> dict[str, str]:
+def model_identity(trainer: SavedTrainer) -> dict[str, str]:
     """Names the model, by its weights' names, shapes and types, and the optimizer."""
     shapes = "".join(f"{name} {tuple(p.shape)} {p.dtype};" for name, p in trainer.module.state_dict().items())
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     return {"model": hashlib.sha256(shapes.encode()).hexdigest(), "optimizer": type(optimizer).__name__}
 
 
-def refuse_other_model(trainer: "Trainer", path: Path) -> None:
+def refuse_other_model(trainer: SavedTrainer, path: Path) -> None:
     """Raises:
     ConfigError: the checkpoint is of another model or optimizer than the trainer's.
     """
@@ -168,7 +194,7 @@ def refuse_other_model(trainer: "Trainer", path: Path) -> None:
     refuse_differences(saved, {"optimizer": own["optimizer"]}, trainer.options.accept)
 
 
-def load(trainer: "Trainer", path: Path) -> None:
+def load(trainer: SavedTrainer, path: Path) -> None:
     """Puts a checkpoint's state back. It was verified when it was chosen, and is of this model.
 
     Raises:
@@ -197,7 +223,7 @@ def load(trainer: "Trainer", path: Path) -> None:
     _tell_differences(trainer, other_world)
 
 
-def _load_rank_states(trainer: "Trainer", name: str, state: dict[str, Any], other_world: bool) -> None:
+def _load_rank_states(trainer: SavedTrainer, name: str, state: dict[str, Any], other_world: bool) -> None:
     sections = (state.get(rank_section(rank), {}) for rank in range(trainer.plan.manifest["world"]))
     states = [section[name] for section in sections if name in section]
     callback = trainer.callbacks[name]
@@ -207,7 +233,7 @@ def _load_rank_states(trainer: "Trainer", name: str, state: dict[str, Any], othe
             log.warning("resume: %s has nothing to do with one rank; what it had kept back is left out", name)
 
 
-def _tell_differences(trainer: "Trainer", other_world: bool) -> None:
+def _tell_differences(trainer: SavedTrainer, other_world: bool) -> None:
     saved = trainer.plan.manifest
     for difference in differences(saved, manifest(trainer, [])):
         log.warning("resume: %s", difference)
@@ -254,7 +280,7 @@ def _of_its_kind(path: Path, what: str) -> Iterator[None]:
         raise Damaged(f"{told}; go on from another checkpoint") from error
 
 
-def is_saved(trainer: "Trainer") -> bool:
+def is_saved(trainer: SavedTrainer) -> bool:
     """Tells whether the checkpoint that the run goes on from is its own, and says all that there is to say."""
     resumed = trainer.plan.resumed
     if resumed is None or (trainer.step, trainer.validated_step) != trainer.loaded:
@@ -262,7 +288,7 @@ def is_saved(trainer: "Trainer") -> bool:
     return os.path.realpath(resumed.parent) == os.path.realpath(saved_in(trainer))
 
 
-def refuse_superseded(trainer: "Trainer") -> None:
+def refuse_superseded(trainer: SavedTrainer) -> None:
     """Raises:
     Superseded: another process writes the run now.
     """
@@ -270,7 +296,7 @@ def refuse_superseded(trainer: "Trainer") -> None:
         fence.refuse_superseded(saved_in(trainer), trainer.saver.attempt)
 
 
-def leave_newer(trainer: "Trainer") -> None:
+def leave_newer(trainer: SavedTrainer) -> None:
     """Sets aside what was written after the step from which this run goes on. Call it when the run is sure to begin."""
     if trainer.rank:
         return
@@ -280,20 +306,20 @@ def leave_newer(trainer: "Trainer") -> None:
     trainer.quarantine.begin()
 
 
-def validate_again(trainer: "Trainer") -> None:
+def validate_again(trainer: SavedTrainer) -> None:
     """Validates before the first step if a signal has left that out at the step of the checkpoint. A collective."""
     due = trainer.plan.resumed and trainer.plan.validates_at(trainer.step) and not trainer.stop_reason
     if due and trainer.validated_step != trainer.step and trainer.validate():
         save(trainer)
 
 
-def best(trainer: "Trainer") -> dict[str, Any]:
+def best(trainer: SavedTrainer) -> dict[str, Any]:
     """Gives the best validation; if `keep_best` asks for its checkpoint, the best of those that could be written."""
     lost = trainer.saver.failed if trainer.options.checkpoint.keep_best else set[int]()
     return next((found for found in reversed(trainer.bests) if found.get("step") not in lost), {})
 
 
-def note_best(trainer: "Trainer") -> bool:
+def note_best(trainer: SavedTrainer) -> bool:
     """Remembers the best validation, by `checkpoint.keep_best` or else the loss. Returns whether it wants a checkpoint.
     A collective: only rank 0 knows whether one could be written."""
     before = trainer.ranks.first(trainer.best)

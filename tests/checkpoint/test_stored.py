@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from safetensors.torch import load_file
+from support.ranks import run_ranks
 from toy_recipe import Toy
 
 from trainer.callback import Callback
