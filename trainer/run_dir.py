@@ -43,7 +43,9 @@ def make_run_dir(plan: "Plan", name: str) -> Path:
     refuse_astray(folder)
     saved = root / folder.name
     restarted = int(os.environ.get("ECHELON_ATTEMPT", "0")) > 0
-    goes_on = resumed is not None and (resumed.parent.name == folder.name or _same(resumed.parent, saved))
+    goes_on = resumed is not None and (
+        not options.run_dir or resumed.parent.name == folder.name or _same(resumed.parent, saved)
+    )
     again = options.resume == "auto" or restarted or goes_on
     ended, saves = (folder / "summary.json").exists(), (folder / CHECKPOINTED).exists()
     if (ended or saves or (folder / "metrics.jsonl").exists()) and not again:
@@ -66,18 +68,28 @@ def make_run_dir(plan: "Plan", name: str) -> Path:
 
 
 def _run_of(resumed: Path | None, manifest: Mapping[str, Any], root: Path) -> str | None:
-    """Names the folder of the run that a checkpoint is of, if it is a run's here and has that checkpoint: the manifest
-    may be a stranger's."""
+    """Names the folder of the run that a checkpoint is of, if that run's checkpoints are where this one is. The
+    manifest may be a stranger's.
+
+    Raises:
+        ConfigError: the folder is outside of the current one, and no run's.
+    """
     if resumed is None:
         return None
     given = manifest["run_dir"]
     try:
         folder = Path(given)
-        own = _same(resumed.parent, root / folder.name) or (folder / CHECKPOINTED).read_text() == str(resumed.parent)
-        if own and is_run(folder):
-            return given
+        own = _same(resumed.parent, root / folder.name)
+        own = own or (is_run(folder) and (folder / CHECKPOINTED).read_text() == str(resumed.parent))
     except (OSError, ValueError):  # a name that no file can have
-        pass
+        own = False
+    if own:
+        if (folder.is_absolute() or ".." in folder.parts) and not is_run(folder):
+            raise ConfigError(
+                f"trainer.run_dir={folder}: the checkpoint says so, and there is no run; give a trainer.run_dir of "
+                "your own"
+            )
+        return given
     log.info("resume: no run of this checkpoint is in %s; it goes on in a new folder", printable(given)[:200])
     return None
 
