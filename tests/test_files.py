@@ -87,7 +87,9 @@ def test_a_checkpoint_has_what_the_file_has_not(tmp_path, monkeypatch, said):
     assert again.state_dict() == {"bytes": 14, "kept": ""}
     again.close()
     (tmp_path / "file").write_bytes(b"one\n")
-    Appended(tmp_path / "file").go_on({"bytes": 14, "kept": ""})
+    again = Appended(tmp_path / "file")
+    again.go_on({"bytes": 14, "kept": ""})
+    again.write(b"")
     assert said[-1].endswith("lines are missing: 4 bytes, and the checkpoint knows of 14")
 
 

@@ -543,3 +543,74 @@ def test_what_ranks_have_kept_and_none_can_merge_is_refused_before_a_model_is_ma
     with pytest.raises(ConfigError, match=told):
         make(recipe, {"own": Own()}, resume="auto")
     make(resume="auto", max_steps=6).fit()
+
+
+@pytest.mark.parametrize("max_steps", [4, 2])
+def test_a_resume_with_nothing_to_do_rewrites_nothing(max_steps):
+    """Neither the config nor the checkpoint says what no step was trained with."""
+    make(validate_every=2).fit()
+    files = [*Path("ckpt/r").rglob("*.*"), Path("runs/r/config.yaml")]
+    Path("runs/r/config.yaml").write_text("lr: 0.05")
+    before = {path: path.read_bytes() for path in files if path.is_file()}
+    trainer = make(resume="auto", max_steps=max_steps, validate_every=2, clip_norm=0.5)
+    trainer.begins = lambda: Path("runs/r/config.yaml").write_text("lr: 0.5")
+    trainer.fit()
+    assert trainer.step == 4 and {path: path.read_bytes() for path in before} == before
+
+
+def test_a_process_that_another_has_superseded_cuts_nothing_of_the_others(monkeypatch):
+    """It was stopped before its first step, and taken for dead."""
+    make(callbacks={"metrics_file": MetricsFile()}, log_every_steps=1).fit()
+    lines = Path("runs/r/metrics.jsonl").read_bytes()
+    trainer = make(
+        callbacks={"metrics_file": MetricsFile()}, resume="ckpt/r/step-00000002", log_every_steps=1, max_steps=6
+    )
+    trainer.begins = lambda: commit.begin(Path("ckpt/r"))
+    with pytest.raises(ConfigError, match="nothing is to be done"):
+        trainer.fit()
+    assert Path("runs/r/metrics.jsonl").read_bytes() == lines
+    failed = make(
+        callbacks={"metrics_file": MetricsFile()}, resume="ckpt/r/step-00000002", log_every_steps=1, max_steps=6
+    )
+
+    def broken(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(retention, "set_aside", broken)
+    with pytest.raises(OSError, match="Input/output"):
+        failed.fit()
+    assert Path("runs/r/metrics.jsonl").read_bytes() == lines
+
+
+def resumed_unevenly(place: Place, steps: int) -> int:
+    trainer = make(place=place, max_steps=steps, resume="auto")
+    trainer.fit()
+    return trainer.step
+
+
+def test_a_batch_that_ranks_do_not_divide_is_resumed_on_as_many_again():
+    make(max_steps=2).fit()  # 12 samples, on 1 rank
+    assert run_ranks(5, resumed_unevenly, 4) == [4] * 5
+    assert run_ranks(5, resumed_unevenly, 6) == [6] * 5
+
+
+ODD = {
+    "seconds": "1", "best": {"metric": "val/loss", "value": "x", "step": 1}, "validation": {"a": "b"}, "step": True,
+    "quarantine": {}, "callbacks": {"metrics_file": {"bytes": -5, "kept": ""}}, "model": {}, "optimizer": {},
+    "scaler": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ODD)
+def test_a_state_of_another_kind_is_one_line(key):
+    """Whole, and its sha256 right: a stranger's."""
+    make(callbacks={"metrics_file": MetricsFile()}).fit()
+    checkpoint = Path("ckpt/r/step-00000004")
+    own = verify(checkpoint)
+    files = {name: (checkpoint / name).read_bytes() for name in own["files"]}
+    files["state.json"] = json.dumps({**json.loads(files["state.json"]), key: ODD[key]}).encode()
+    rest = {name: value for name, value in own.items() if name not in WRITTEN}
+    commit.commit(Path("ckpt/r"), 4, {name: memoryview(content) for name, content in files.items()}, rest)
+    with pytest.raises(ConfigError, match=r"^trainer\.resume") as error:
+        make(callbacks={"metrics_file": MetricsFile()}, resume="auto", max_steps=6).fit()
+    assert "\n" not in str(error.value)

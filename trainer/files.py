@@ -3,29 +3,35 @@
 import json
 import math
 import os
+import re
 import secrets
+import time
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from trainer.errors import ConfigError
 from trainer.log import log
-
-if TYPE_CHECKING:
-    pass
-
 
 MOST = 1 << 20  # bytes kept of a file
 
+TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
+ABANDONED_S = 3600.0  # after which nobody writes to a temporary file any more
+
 
 class Appended:
-    """What can't be written is kept, and written with what comes when there is room again; of more than `MOST` bytes
-    the newest is lost. The log tells of both, once. Nothing is opened before the first write."""
+    """A file that grows. What the disk does not take is kept, and written when there is room again; of more than `MOST`
+    bytes the newest is lost. The log tells of both, once. Nothing is opened or cut before the first write."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.kept = path, b""
         self.file: int | None = None
+        self.saved: dict[str, Any] | None = None  # to be taken back
         self.trouble = 0  # told of: 1, it can't be written; 2, something was lost
 
     def write(self, content: bytes) -> int:
+        """Appends, now or when there is room."""
+        self._take_back()
         if self.kept:
             self.flush()  # there may be room again
         lost = bool(self.kept) and len(self.kept) + len(content) > MOST
@@ -36,9 +42,11 @@ class Appended:
         return len(content)
 
     def flush(self, durably: bool = False) -> None:
+        """Writes what is kept."""
+        self._take_back()
         try:
             if self.file is None:
-                self.path.parent.mkdir(exist_ok=True)
+                self.path.parent.mkdir(parents=True, exist_ok=True)
                 self.file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             while self.kept:
                 self.kept = self.kept[os.write(self.file, self.kept) :]
@@ -52,6 +60,7 @@ class Appended:
             log.info("%s: written again", self.path)
 
     def close(self) -> None:
+        """Writes what is kept, and lets go of the file."""
         if self.kept:
             self.flush()
         if self.file is not None:
@@ -59,13 +68,27 @@ class Appended:
             self.file = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What the file has, on the disk, and what else it should have."""
+        """Tells how many bytes are on the disk, and what the file should have beside."""
+        self._take_back()
         if self.file is not None:
             self.flush(durably=True)
         return {"bytes": self.path.stat().st_size if self.path.exists() else 0, "kept": self.kept.decode()}
 
     def go_on(self, state: dict[str, Any]) -> None:
-        """Cuts off what was written after `state` was taken."""
+        """Cuts off, before the first write, what was written after `state` was taken.
+
+        Raises:
+            ConfigError: `state` is none.
+        """
+        size, kept = (state.get("bytes"), state.get("kept")) if isinstance(state, dict) else (None, None)
+        if type(size) is not int or size < 0 or not isinstance(kept, str):
+            raise ConfigError(f"trainer.resume: the checkpoint does not say how much of {self.path} counts")
+        self.saved = state
+
+    def _take_back(self) -> None:
+        if self.saved is None:
+            return
+        state, self.saved = self.saved, None
         found = self.path.stat().st_size if self.path.exists() else 0
         if found < state["bytes"]:
             text = "%s: lines are missing: %d bytes, and the checkpoint knows of %d"
@@ -82,7 +105,8 @@ class Appended:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Its bytes are on the disk when this returns; of two writers at once, either. An error leaves what was there."""
+    """Replaces a file. Its bytes are on the disk when this returns; of two writers at once, those of either. An error
+    leaves what was there."""
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -94,12 +118,29 @@ def write_whole(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def sweep_temporary(folder: Path, older_s: float = ABANDONED_S) -> None:
+    """Deletes what killed processes have left of `write_whole` in a folder."""
+    for path in folder.glob(".*.tmp"):
+        with suppress(OSError):
+            if TEMPORARY.fullmatch(path.name) and time.time() - path.lstat().st_mtime >= older_s:
+                path.unlink()
+
+
+def readable(folder: Path) -> None:
+    """Gives files in a folder the permissions that new ones get: some libraries write theirs for the owner alone."""
+    os.umask(mask := os.umask(0))
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(path.stat().st_mode | 0o666 & ~mask)
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all; a number that JSON has no form for becomes null."""
+    """Replaces a file by JSON; a number that JSON has no form for becomes null."""
     write_whole(path, f"{json.dumps(finite(value), indent=1, allow_nan=False)}\n".encode())
 
 
 def finite(value: Any) -> Any:
+    """Replaces numbers that JSON has no form for by None."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -57,8 +57,9 @@ class Plan:
         self.callbacks = arrange(callbacks, self.features())
         reads = place.rank > 0 and place.local_rank == 0
         self.resumed, self.manifest = self._find_checkpoint(place.rank, each, hashes=reads)
-        uneven = len(set(node_range(options.nodes))) > 1 or self.manifest.get("world", world) != world
-        self.micro, self.accumulate = split_batch(batch, world, micro_batch, accumulate, uneven)
+        self.uneven = len(set(node_range(options.nodes))) > 1 or self.manifest.get("world", world) != world
+        self.uneven |= self.manifest.get("uneven", False)  # on so many ranks as before, too: the same split
+        self.micro, self.accumulate = split_batch(batch, world, micro_batch, accumulate, self.uneven)
         if self.resumed and self.manifest["world"] != world:
             refuse_unmerged(self.callbacks, self.manifest, world)
         if options.init_from and not self.resumed:
@@ -204,10 +205,10 @@ def refuse_other_manifests(manifest: Mapping[str, Any], key: str) -> None:
     """Whole, and its sha256 right, it may still be of something else, or of someone who means harm."""
     kinds = {"run_dir": str, "samples": int, "world": int, "identity": dict, "buckets": list, "ddp": dict}
     wrong = [name for name, kind in kinds.items() if not fits(manifest.get(name), kind)]
-    may = {"rank_states": list[str], "settings": dict, "versions": dict}
+    may = {"rank_states": list[str], "settings": dict, "versions": dict, "uneven": bool}
     wrong += [name for name, kind in may.items() if name in manifest and not fits(manifest[name], kind)]
     wrong += [name for name in ("model", "optimizer", "data") if name not in (manifest.get("identity") or ())]
-    if wrong or manifest["samples"] < 0 or not 0 < manifest["world"] <= MOST_RANKS:
+    if wrong or not 0 <= manifest["samples"] < 1 << 62 or not 0 < manifest["world"] <= MOST_RANKS:
         raise ConfigError(
             f"{key}: its manifest is none of a run ({', '.join(wrong) or 'samples or world'}); "
             "give a checkpoint that Echelon has written"

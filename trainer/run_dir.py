@@ -9,11 +9,13 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint import locate
-from trainer.errors import ConfigError
+from trainer.checkpoint.lock import CHECKPOINTED
+from trainer.errors import ConfigError, printable
 from trainer.files import Appended
 from trainer.log import Terminal, log, stop_log
 
@@ -24,34 +26,33 @@ if TYPE_CHECKING:
 WRITTEN = ("logs", "tensorboard", "export")  # the folders in a run's
 
 
-CHECKPOINTED = "checkpointed"  # an empty file in the folder of a run that has written a checkpoint
-
-
 def make_run_dir(plan: "Plan", name: str) -> Path:
-    """The folder of the run: as given, or of the run that goes on, or a new one `runs/<name>-<time>`.
+    """Makes the folder of the run: as given, or of the run that goes on, or a new one `runs/<name>-<time>`.
 
     Raises:
-        ConfigError: where it, or the folder of its checkpoints, can't be written or holds another run.
+        ConfigError: it, or the folder of its checkpoints, can't be written, holds another run, or is no run's.
     """
     options, resumed = plan.options, plan.resumed
     root = Path(options.checkpoint.dir)
     make_writable("trainer.checkpoint.dir", root)
-    given = options.run_dir or plan.manifest.get("run_dir")
+    given = options.run_dir or _run_of(resumed, plan.manifest, root)
     if given is None:
         name = re.sub("[^A-Za-z0-9._-]+", "-", name).lstrip(".-")
         return make_new(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", root)
     folder = Path(given)
-    refuse_astray(folder, options.run_dir)
+    refuse_astray(folder)
     saved = root / folder.name
     restarted = int(os.environ.get("ECHELON_ATTEMPT", "0")) > 0
-    goes_on = resumed is not None and resumed.parent.name == folder.name
+    goes_on = resumed is not None and (
+        not options.run_dir or resumed.parent.name == folder.name or _same(resumed.parent, saved)
+    )
     again = options.resume == "auto" or restarted or goes_on
     ended, saves = (folder / "summary.json").exists(), (folder / CHECKPOINTED).exists()
     if (ended or saves or (folder / "metrics.jsonl").exists()) and not again:
         raise ConfigError(
             f"trainer.run_dir={given}: holds a run already; go on by trainer.resume=auto, or give another"
         )
-    if locate.checkpoints(saved) and (resumed is None or resumed.parent.resolve() != saved.resolve()):
+    if locate.checkpoints(saved) and (resumed is None or not _same(resumed.parent, saved)):
         raise ConfigError(
             f"trainer.run_dir={given}: {saved} holds checkpoints of a run of this name; go on by trainer.resume=auto, "
             "or give another trainer.run_dir or trainer.checkpoint.dir"
@@ -66,19 +67,57 @@ def make_run_dir(plan: "Plan", name: str) -> Path:
     return folder
 
 
-def refuse_astray(folder: Path, chosen: str | None) -> None:
-    """Nothing is written through links in a run's folder, nor where only a checkpoint says that the folder is."""
+def _run_of(resumed: Path | None, manifest: Mapping[str, Any], root: Path) -> str | None:
+    """Names the folder of the run that a checkpoint is of, if that run's checkpoints are where this one is. The
+    manifest may be a stranger's.
+
+    Raises:
+        ConfigError: the folder is outside of the current one, and no run's.
+    """
+    if resumed is None:
+        return None
+    given = manifest["run_dir"]
+    folder = Path(given)
+    try:
+        own = _same(resumed.parent, root / folder.name)
+        own = own or (is_run(folder) and (folder / CHECKPOINTED).read_text() == str(resumed.parent))
+    except (OSError, ValueError):  # a name that no file can have
+        own = False
+    if own:
+        if (folder.is_absolute() or ".." in folder.parts) and not is_run(folder):
+            raise ConfigError(
+                f"trainer.run_dir={folder}: the checkpoint says so, and there is no run; give a trainer.run_dir of "
+                "your own"
+            )
+        return given
+    log.info("resume: no run of this checkpoint is in %s; it goes on in a new folder", printable(given)[:200])
+    return None
+
+
+def is_run(folder: Path) -> bool:
+    """Tells whether a run has been written here."""
+    started = (folder / ".lock").is_file() or (folder / "logs" / "events.jsonl").is_file()
+    return started or any((folder / "logs").glob("rank*.log"))
+
+
+def refuse_astray(folder: Path) -> None:
+    """Refuses a folder that is neither new nor a run's, or in which a link would be written through."""
     key = f"trainer.run_dir={folder}"
     if folder.name in ("", ".."):
         raise ConfigError(f"{key}: has no name, which the folder of its checkpoints takes; give runs/NAME")
-    if not chosen and (folder.is_absolute() or ".." in folder.parts) and not (folder / "logs").is_dir():
-        raise ConfigError(f"{key}: the checkpoint says so, and there is no run; give a trainer.run_dir of your own")
+    if folder.is_dir() and any(folder.iterdir()) and not is_run(folder):
+        raise ConfigError(f"{key}: holds files that are no run's; give another trainer.run_dir")
     for path in (*folder.glob("*"), *(path for name in WRITTEN for path in (folder / name).rglob("*"))):
         if path.is_symlink():
             raise ConfigError(f"{key}: {path} is a link, and would be written through; give another trainer.run_dir")
 
 
+def _same(one: Path, other: Path) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
 def make_new(stem: Path, root: Path) -> Path:
+    """Makes a folder of this name, or with a number behind it."""
     make_writable("trainer.run_dir", stem.parent)
     for n in itertools.count(1):
         folder = stem.with_name(f"{stem.name}-{n}") if n > 1 else stem
@@ -91,6 +130,11 @@ def make_new(stem: Path, root: Path) -> Path:
 
 
 def make_writable(key: str, folder: Path) -> None:
+    """Makes the folder that `key` names.
+
+    Raises:
+        ConfigError: it can't be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -100,7 +144,7 @@ def make_writable(key: str, folder: Path) -> None:
 
 
 def start_log(run_dir: Path, rank: int) -> None:
-    """Events go to logs/rank<rank>.log; rank 0's also to the terminal. Of other ranks all output goes to their file."""
+    """Sends events to logs/rank<rank>.log, rank 0's also to the terminal; other ranks send all output there."""
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     path = run_dir / "logs" / f"rank{rank}.log"
     if rank:
@@ -122,6 +166,8 @@ def start_log(run_dir: Path, rank: int) -> None:
 
 
 class LogFile(logging.Handler):
+    """A handler whose file may be on a full disk."""
+
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.file = Appended(path)
@@ -135,6 +181,7 @@ class LogFile(logging.Handler):
 
 
 def versions() -> dict[str, str]:
+    """Lists the versions that numbers may depend on."""
     import numpy
     import torch
 

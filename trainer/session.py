@@ -45,7 +45,7 @@ def train(config: dict[str, Any], name: str, typed: list[str], place: Place | No
     )  # torch adds its number
     if trainer.world == 1 and not os.isatty(0):  # else somebody may be in a debugger
         trainer.heartbeat.watch(2 * trainer.options.timeout_s)
-    trainer.saver.settings |= flat(without_secrets(config))
+    trainer.settings |= flat(without_secrets(config))
     if trainer.rank == 0:
         trainer.begins = lambda: save_config(without_secrets(config), trainer.run_dir)
     describe(trainer, settings(NCCLOptions, config["nccl"]))

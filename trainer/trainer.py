@@ -20,7 +20,6 @@ from trainer import training_state
 from trainer.callback import HOOKS, Callback, overrides
 from trainer.checkpoint.pretrained import load_weights
 from trainer.checkpoint.retention import parse_best
-from trainer.checkpoint.saver import Saver
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.config.options import DataOptions, Options
@@ -99,20 +98,22 @@ class Trainer:
                 batch=batch, micro_batch=micro_batch, accumulate=accumulate, data=data or DataOptions(),
                 options=replace(options, precision=self.precision.name), place=place, each=self.ranks.each,
             )  # fmt: skip
-            self._open_run()
+            self._open_run(refused)
             refused.callback(self.saver.close)
             self._set_hooks()
             self._build(optimizer)
             refused.pop_all()
 
-    def _open_run(self) -> None:
+    def _open_run(self, refused: ExitStack) -> None:
         run_dir = "" if self.rank else str(make_run_dir(self.plan, self.name))
         self.run_dir = Path(self.ranks.first(run_dir))
-        self.saver = Saver(self)  # refuses a folder that another process writes: nothing is in its log then
+        claim = training_state.claim(self, refused)  # of a run that another process writes the log stays as it is
         start_log(self.run_dir, self.rank)
         self.heartbeat = Heartbeat.of(self)
         limit = allowed(self.plan.data.max_bad, self.plan.epoch_samples or 0)
         self.quarantine = BadSamples(self.run_dir / "quarantine.jsonl", limit, self.ranks.gather, self.rank)
+        self.saver = training_state.make_saver(self, claim)
+        self.settings: dict[str, Any] = {}  # of the config, for the manifest
         self.step, self.samples, self.seconds = 0, 0, 0.0  # done so far; all that data loading needs is `samples`
         self.lag, self.validated_step = 0, -1  # lag: steps by which the weights are behind, while a callback defers
         self.bad, self.requests, self.weight = 0, [0, 0, 0], 0  # of this step, summed over ranks
@@ -120,8 +121,9 @@ class Trainer:
         self.metrics: dict[str, float] = {}  # numbers of this step, if it is one to log
         self.last_metrics = self.metrics  # of the last that was
         self.validation: dict[str, float] = {}  # of the last validation, which was at `validated_step`
-        self.best: dict[str, Any] = {}
-        self.accumulate, self.checkpoint, self.stop_reason = self.plan.accumulate, self.plan.resumed, ""
+        self.loaded: tuple[int, int] | None = None  # the step, and the last one validated, of the checkpoint resumed
+        self.bests: list[dict[str, Any]] = []  # validations that were the best; the newest last
+        self.accumulate, self.stop_reason = self.plan.accumulate, ""
 
     def _set_hooks(self) -> None:
         self.callbacks = self.plan.callbacks
@@ -220,10 +222,12 @@ class Trainer:
         self.started, self.saved_at, self.validated_at = now - self.seconds, now, now
         self._check_limit()
         self.heartbeat.beat(self.step)
+        training_state.refuse_superseded(self)
         self.emit("on_fit_start")
-        self.begins()
-        training_state.leave_newer(self)
-        training_state.validate_again(self)
+        if not (self.stop_reason and training_state.is_saved(self)):  # else there is nothing to do
+            self.begins()
+            training_state.leave_newer(self)
+            training_state.validate_again(self)
 
     def _distribute(self, model: nn.Module) -> Strategy:
         if self.world == 1:
@@ -303,8 +307,8 @@ class Trainer:
         if (validate or self.plan.validates_at(self.step)) and self.stop_reason != "signal":  # else as a resume begins
             save |= self.validate()
         if (save or self.plan.saves_at(self.step)) and not self.stop_reason:  # the last one is `_finish`'s
-            self.saver.save()
-        self.saver.check()
+            training_state.save(self)
+        training_state.check(self)
         self.heartbeat.beat(self.step)
 
     def _check_limit(self) -> None:
@@ -352,6 +356,16 @@ class Trainer:
         if watched:
             self.evaluator.refuse_unknown(watched, self.eval_model)
 
+    @property
+    def best(self) -> dict[str, Any]:
+        """The best validation: its metric, value and step."""
+        return training_state.best(self)
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest checkpoint of this run, or the one that it goes on from."""
+        return self.saver.newest or self.plan.resumed
+
     def stop(self, reason: str) -> None:
         """End after this step. Call it on all ranks or on none: it is not a collective."""
         self.stop_reason = self.stop_reason or reason
@@ -359,7 +373,7 @@ class Trainer:
     def _finish(self) -> None:
         with ExitStack() as every:  # last first, also if one of them raises
             every.callback(report, self)
-            every.callback(self.saver.save, last=True)
+            every.callback(training_state.save, self, last=True)
             if self.stop_reason != "signal" and self.validated_step != self.step:
                 self.validate()
 

@@ -1,32 +1,128 @@
-"""What a trainer saves, and how it takes it back."""
+"""The state of a trainer: what a checkpoint has of it, and how it is put back."""
 
 import hashlib
-import json
 import math
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from trainer.checkpoint import retention
+from trainer.callback import TrainerProtocol, overrides
+from trainer.checkpoint import fence, retention
 from trainer.checkpoint.compare import differences, plain
-from trainer.checkpoint.fence import refuse_superseded
+from trainer.checkpoint.lock import Claim
 from trainer.checkpoint.manifest import Damaged
-from trainer.checkpoint.serialize import Packed, load_optimizer_state, load_state, optimizer_state, pack
-from trainer.errors import ConfigError
+from trainer.checkpoint.saver import Saver, State
+from trainer.checkpoint.serialize import load_optimizer_state, load_state, optimizer_state, rank_section
+from trainer.config.schema import fits
+from trainer.data.bad_samples import BadSamples
+from trainer.errors import ConfigError, printable
 from trainer.log import log
-from trainer.plan import refuse_differences
+from trainer.plan import Plan, refuse_differences
+from trainer.process.heartbeat import Heartbeat
 from trainer.run_dir import versions
 
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+EXPORT_S = 86400.0  # a recipe's export may take as long as it takes
+
+OPTIONS = ("precision", "deterministic", "max_steps", "max_epochs", "clip_norm")  # of `trainer`: what changes weights
+
+COUNTERS = {"step": int, "samples": int, "seconds": float, "validation": dict, "validated_step": int}
+
+SECTIONS = {**COUNTERS, "best": dict, "model": dict, "optimizer": dict, "callbacks": dict, "scaler": dict}
+SECTIONS |= {"quarantine": dict}
 
 
-def saved_in(trainer: "Trainer") -> Path:
-    """The folder of this run's checkpoints."""
+class SavedTrainer(TrainerProtocol, Protocol):
+    """What is read of a trainer to save it, and set to put it back."""
+
+    saver: Saver
+    heartbeat: Heartbeat
+    quarantine: BadSamples
+    settings: dict[str, Any]  # of the config, for the manifest
+    validation: dict[str, float]  # the metrics of the last validation
+    validated_step: int  # when that was
+    bests: list[dict[str, Any]]  # validations that were the best, the newest last
+    loaded: tuple[int, int] | None  # step and validated_step of the checkpoint that the run goes on from
+    started: float
+    saved_at: float
+    stop_reason: str
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def best(self) -> dict[str, Any]: ...
+
+    def validate(self) -> bool:
+        """Walk the validation data."""
+        ...
+
+
+def saved_in(trainer: SavedTrainer) -> Path:
+    """Names the folder of this run's checkpoints."""
     return Path(trainer.options.checkpoint.dir) / trainer.run_dir.name
 
 
-def state_dict(trainer: "Trainer") -> dict[str, Any]:
+def claim(trainer: SavedTrainer, refused: ExitStack) -> Claim | None:
+    """Takes the right to write the run, on rank 0; `refused` gives it back.
+
+    Raises:
+        ConfigError: another process writes it.
+    """
+    if trainer.rank:
+        return None
+    taken = Claim(saved_in(trainer), trainer.run_dir)
+    refused.callback(taken.close)
+    return taken
+
+
+def make_saver(trainer: SavedTrainer, claim: Claim | None) -> Saver:
+    """Makes what writes the trainer's checkpoints. A collective."""
+    shared = any(overrides(callback, "rank_state_dict") for callback in trainer.plan.callbacks.values())
+    options = trainer.options.checkpoint
+    return Saver(saved_in(trainer), options, trainer.ranks, trainer.heartbeat, claim, shared)
+
+
+def save(trainer: SavedTrainer, last: bool = False) -> None:
+    """Begins a checkpoint of this step; waits for the last. A collective.
+
+    Raises:
+        ConfigError: the last one can't be written, and no signal has asked for it or none is before.
+    """
+    trainer.emit("on_flush")
+    trainer.saved_at = time.monotonic()
+    trainer.seconds = trainer.saved_at - trainer.started
+    validated, stopped = trainer.validated_step == trainer.step, trainer.stop_reason == "signal"
+    try:
+        trainer.saver.save(
+            trainer.step, lambda: state(trainer), last, must=validated, stopped=stopped, have=is_saved(trainer)
+        )
+    finally:
+        if last:
+            trainer.heartbeat.beat(patience_s=EXPORT_S)  # rank 0 may have something to export
+
+
+def check(trainer: SavedTrainer) -> None:
+    """Takes what has become of a checkpoint, at a step's end. A collective.
+
+    Raises:
+        ConfigError: too many in a row have failed.
+    """
+    if trainer.rank == 0 and trainer.step == trainer.heartbeat.began + 2:  # overlap has made its state by now
+        trainer.saver.reserve(tensors(trainer))
+    trainer.saver.check(ends=bool(trainer.stop_reason))
+
+
+def state(trainer: SavedTrainer) -> State:
+    """Gives what this rank has for a checkpoint."""
+    own = {name: state for name, callback in trainer.callbacks.items() if (state := callback.rank_state_dict())}
+    return State({}, own, {}) if trainer.rank else State(state_dict(trainer), own, manifest(trainer, sorted(own)))
+
+
+def state_dict(trainer: SavedTrainer) -> dict[str, Any]:
+    """Gives what all ranks have alike, live."""
     return {
         **tensors(trainer),
         "callbacks": {name: callback.state_dict() for name, callback in trainer.callbacks.items()},
@@ -41,54 +137,53 @@ def state_dict(trainer: "Trainer") -> dict[str, Any]:
     }
 
 
-def tensors(trainer: "Trainer") -> dict[str, Any]:
-    """The large part of `state_dict`, live."""
+def tensors(trainer: SavedTrainer) -> dict[str, Any]:
+    """Gives the large part of `state_dict`, live."""
     optimizer = optimizer_state(trainer.optimizer, trainer.module)
     return {"model": trainer.global_model.state_dict(), "optimizer": optimizer}
 
 
-def rank_states(trainer: "Trainer") -> dict[str, Packed]:
-    """On rank 0, what the callbacks of each rank keep of their own: a section a rank. A collective."""
-    own = {name: state for name, callback in trainer.callbacks.items() if (state := callback.rank_state_dict())}
-    if not own:
-        return {}
-    parts = pack(rank_section(trainer.rank), own)
-    contents, files = (trainer.ranks.bring(part, trainer.heartbeat.beat) for part in parts)
-    sections = enumerate(zip(contents, files, strict=True))
-    return {rank_section(rank): Packed(json.loads(c.numpy().tobytes()), f.numpy().data) for rank, (c, f) in sections}
-
-
-def rank_section(rank: int) -> str:
-    return f"rank-{rank:05d}"
-
-
-def manifest(trainer: "Trainer", rank_states: Mapping[str, Packed]) -> dict[str, Any]:
+def manifest(trainer: SavedTrainer, rank_states: list[str]) -> dict[str, Any]:
+    """Describes the run to a resume. `rank_states` are the callbacks of which each rank has a state of its own."""
     measured = trainer.validation if trainer.validated_step == trainer.step else {}
     return {
         "run_dir": str(trainer.run_dir),
         "samples": trainer.samples,
         "world": trainer.world,
+        "uneven": trainer.plan.uneven,
         "identity": trainer.plan.identity() | model_identity(trainer),
         "buckets": trainer.buckets,
         "ddp": trainer.ddp,
-        "rank_states": sorted(rank_states[rank_section(0)].content) if rank_states else [],  # the callbacks with some
-        "settings": plain(trainer.saver.settings),
-        "metrics": {
-            name: value for name, value in measured.items() if math.isfinite(value)
-        },  # else no candidate for best
+        "rank_states": rank_states,
+        "settings": plain(settings(trainer)),
+        "metrics": {name: value for name, value in measured.items() if math.isfinite(value)},  # candidates for the best
         "versions": versions(),
     }
 
 
-def model_identity(trainer: "Trainer") -> dict[str, str]:
+def settings(trainer: SavedTrainer) -> dict[str, Any]:
+    """Lists what a resume compares and takes: the trainer's own settings, and those of a command's config."""
+    plan = trainer.plan
+    return {
+        "micro_batch": plan.micro,
+        "accumulate": plan.accumulate,
+        "trainer.accelerator": trainer.device.type,
+        "trainer.backend": trainer.ranks.backend,
+        **{f"trainer.{name}": getattr(plan.options, name) for name in OPTIONS},
+        **trainer.settings,
+    }
+
+
+def model_identity(trainer: SavedTrainer) -> dict[str, str]:
+    """Names the model, by its weights' names, shapes and types, and the optimizer."""
     shapes = "".join(f"{name} {tuple(p.shape)} {p.dtype};" for name, p in trainer.module.state_dict().items())
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     return {"model": hashlib.sha256(shapes.encode()).hexdigest(), "optimizer": type(optimizer).__name__}
 
 
-def refuse_other_model(trainer: "Trainer", path: Path) -> None:
+def refuse_other_model(trainer: SavedTrainer, path: Path) -> None:
     """Raises:
-    ConfigError: where the checkpoint is of another model or optimizer than the trainer's.
+    ConfigError: the checkpoint is of another model or optimizer than the trainer's.
     """
     saved, own = trainer.plan.manifest["identity"], model_identity(trainer)
     if saved["model"] != own["model"]:
@@ -99,36 +194,48 @@ def refuse_other_model(trainer: "Trainer", path: Path) -> None:
     refuse_differences(saved, {"optimizer": own["optimizer"]}, trainer.options.accept)
 
 
-def load(trainer: "Trainer", path: Path) -> None:
-    """Put back what `save` took; the checkpoint was verified when it was chosen, and is of this model."""
-    saved, own = trainer.plan.manifest, model_identity(trainer)
-    own_section, other_world = rank_section(trainer.rank), saved["world"] != trainer.world
+def load(trainer: SavedTrainer, path: Path) -> None:
+    """Puts a checkpoint's state back. It was verified when it was chosen, and is of this model.
+
+    Raises:
+        Damaged: its parts are not those of one run.
+    """
+    saved, other_world = trainer.plan.manifest, trainer.plan.manifest["world"] != trainer.world
+    own_section = rank_section(trainer.rank)
     state = load_state(path, saved["files"], lambda name: other_world or name == own_section or name[:5] != "rank-")
-    for key in ("step", "samples"):  # data goes by the manifest's, counters by the state's
-        if state.get(key) != saved[key]:
-            told = f"trainer.resume={path}: state.json is at {key} {state.get(key)}, its manifest at {saved[key]}"
-            raise Damaged(f"{told}: not what one run has written; go on from another checkpoint")
-    trainer.module.load_state_dict(state["model"])
-    if saved["identity"]["optimizer"] == own["optimizer"]:  # else its state is left behind, as accepted
-        load_optimizer_state(trainer.optimizer, trainer.module, state["optimizer"])
-    if state["scaler"]:  # empty where the run was not in fp16
-        trainer.scaler.load_state_dict(state["scaler"])
-    for name in ("step", "samples", "seconds", "best", "validation", "validated_step"):
+    _refuse_odd(state, saved, path)
+    with _of_its_kind(path, "model or optimizer"):
+        trainer.module.load_state_dict(state["model"])
+        if saved["identity"]["optimizer"] == model_identity(trainer)["optimizer"]:  # else left behind, as accepted
+            load_optimizer_state(trainer.optimizer, trainer.module, state["optimizer"])
+        if state["scaler"]:  # empty where the run was not in fp16
+            trainer.scaler.load_state_dict(state["scaler"])
+    for name in COUNTERS:
         setattr(trainer, name, state[name])
-    trainer.saver.best = trainer.best
+    trainer.bests, trainer.loaded = [state["best"]], (trainer.step, trainer.validated_step)
     trainer.quarantine.load_state_dict(state["quarantine"])
     for name, callback in trainer.callbacks.items():
-        if name in state["callbacks"]:
-            callback.load_state_dict(state["callbacks"][name])
-    rank_states = [state[rank_section(rank)] for rank in range(saved["world"]) if rank_section(rank) in state]
-    for name, callback in trainer.callbacks.items():
-        states = [each[name] for each in rank_states if name in each]
-        if states:
-            callback.load_rank_state_dict(callback.merge_rank_states(states) if other_world else states[0])
-            if trainer.world == 1 and callback.communicates:
-                log.warning("resume: %s has nothing to do with one rank; what it had kept back is left out", name)
+        with _of_its_kind(path, f"callbacks.{name}"):
+            if name in state["callbacks"]:
+                callback.load_state_dict(state["callbacks"][name])
+            _load_rank_states(trainer, name, state, other_world)
     log.info("resumed from %s at step %d, sample %d", path, trainer.step, trainer.samples)
-    for difference in differences(saved, manifest(trainer, {})):
+    _tell_differences(trainer, other_world)
+
+
+def _load_rank_states(trainer: SavedTrainer, name: str, state: dict[str, Any], other_world: bool) -> None:
+    sections = (state.get(rank_section(rank), {}) for rank in range(trainer.plan.manifest["world"]))
+    states = [section[name] for section in sections if name in section]
+    callback = trainer.callbacks[name]
+    if states:
+        callback.load_rank_state_dict(callback.merge_rank_states(states) if other_world else states[0])
+        if trainer.world == 1 and callback.communicates:
+            log.warning("resume: %s has nothing to do with one rank; what it had kept back is left out", name)
+
+
+def _tell_differences(trainer: SavedTrainer, other_world: bool) -> None:
+    saved = trainer.plan.manifest
+    for difference in differences(saved, manifest(trainer, [])):
         log.warning("resume: %s", difference)
     if other_world:
         log.info(
@@ -140,35 +247,89 @@ def load(trainer: "Trainer", path: Path) -> None:
         log.info("resume: this recipe's data is an iterable of batches; the %d steps before are replayed", trainer.step)
 
 
-def leave_newer(trainer: "Trainer") -> None:
-    """What was written after the step from which this run goes on counts no more. Not before it is sure to begin."""
+def _refuse_odd(state: dict[str, Any], saved: dict[str, Any], path: Path) -> None:
+    """Whole, and its sha256 right, a checkpoint may still be of someone who means harm."""
+    way_out = "not what one run has written; go on from another checkpoint"
+    wrong = [name for name, kind in SECTIONS.items() if not fits(state.get(name), kind)]
+    if not wrong:
+        best, quarantine = state["best"], state["quarantine"]
+        parts = {"best": [best.get("metric", ""), best.get("value", 0.0), best.get("step", 0)]}
+        parts |= {"quarantine": [quarantine.get("epoch"), quarantine.get("count")]}
+        parts |= {"validation": list(state["validation"].values())}
+        kinds = {"best": tuple[str, float, int], "quarantine": tuple[int, int], "validation": list[float]}
+        wrong = [name for name in parts if not fits(parts[name], kinds[name])]
+    if wrong:
+        raise Damaged(f"trainer.resume={path}: its state has no {' or '.join(wrong)} of a run: {way_out}")
+    for key in ("step", "samples"):  # data goes by the manifest's, counters by the state's
+        if state[key] != saved[key]:
+            told = f"trainer.resume={path}: state.json is at {key} {state[key]}, its manifest at {saved[key]}"
+            raise Damaged(f"{told}: {way_out}")
+
+
+@contextmanager
+def _of_its_kind(path: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and type(error) is not RuntimeError:  # of memory, or of another rank
+            raise
+        why = printable(f"{type(error).__name__}: {error}")[:300]
+        told = f"trainer.resume={path}: its state of {what} can't be taken back ({why})"
+        raise Damaged(f"{told}; go on from another checkpoint") from error
+
+
+def is_saved(trainer: SavedTrainer) -> bool:
+    """Tells whether the checkpoint that the run goes on from is its own, and says all that there is to say."""
+    resumed = trainer.plan.resumed
+    if resumed is None or (trainer.step, trainer.validated_step) != trainer.loaded:
+        return False
+    return os.path.realpath(resumed.parent) == os.path.realpath(saved_in(trainer))
+
+
+def refuse_superseded(trainer: SavedTrainer) -> None:
+    """Raises:
+    Superseded: another process writes the run now.
+    """
+    if trainer.rank == 0:
+        fence.refuse_superseded(saved_in(trainer), trainer.saver.attempt)
+
+
+def leave_newer(trainer: SavedTrainer) -> None:
+    """Sets aside what was written after the step from which this run goes on. Call it when the run is sure to begin."""
     if trainer.rank:
         return
-    assert trainer.saver.attempt is not None
-    refuse_superseded(saved_in(trainer), trainer.saver.attempt)
-    trainer.quarantine.begin()
+    refuse_superseded(trainer)
     if trainer.plan.resumed and (aside := retention.set_aside(saved_in(trainer), trainer.step)):
         log.warning("resume: another history begins at step %d; set aside: %s", trainer.step, ", ".join(aside))
+    trainer.quarantine.begin()
 
 
-def validate_again(trainer: "Trainer") -> None:
-    """Before the first step: what a signal has ended, or left out, at the step of the checkpoint. A collective."""
+def validate_again(trainer: SavedTrainer) -> None:
+    """Validates before the first step if a signal has left that out at the step of the checkpoint. A collective."""
     due = trainer.plan.resumed and trainer.plan.validates_at(trainer.step) and not trainer.stop_reason
     if due and trainer.validated_step != trainer.step and trainer.validate():
-        trainer.saver.save()
+        save(trainer)
 
 
-def note_best(trainer: "Trainer") -> bool:
-    """Remember the best validation, by `checkpoint.keep_best` or else the loss; whether it wants a checkpoint. A
-    collective: only rank 0 knows whether one could be written."""
-    trainer.best = trainer.ranks.first(trainer.best)
+def best(trainer: SavedTrainer) -> dict[str, Any]:
+    """Gives the best validation; if `keep_best` asks for its checkpoint, the best of those that could be written."""
+    lost = trainer.saver.failed if trainer.options.checkpoint.keep_best else set[int]()
+    return next((found for found in reversed(trainer.bests) if found.get("step") not in lost), {})
+
+
+def note_best(trainer: SavedTrainer) -> bool:
+    """Remembers the best validation, by `checkpoint.keep_best` or else the loss. Returns whether it wants a checkpoint.
+    A collective: only rank 0 knows whether one could be written."""
+    before = trainer.ranks.first(trainer.best)
     wanted = trainer.options.checkpoint.keep_best or next((m for m in trainer.validation if m == "val/loss"), None)
     if wanted is None:
         return False
     name, sign = retention.parse_best(wanted)
     value = trainer.validation.get(name, math.nan)
-    before = [trainer.best["value"]] if trainer.best.get("metric") == wanted else []  # else of another setting
-    if not math.isfinite(value) or any(sign * value >= sign * best for best in before):
+    worse = before.get("metric") == wanted and sign * value >= sign * before["value"]  # else it is another setting's
+    if not math.isfinite(value) or worse:
         return False
-    trainer.best = {"metric": wanted, "value": value, "step": trainer.step}
+    trainer.bests.append({"metric": wanted, "value": value, "step": trainer.step})
     return trainer.options.checkpoint.keep_best is not None

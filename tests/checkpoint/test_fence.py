@@ -135,3 +135,15 @@ def test_nothing_is_written_through_a_link(run: Path) -> None:
     (run / ATTEMPT).unlink()
     os.mkfifo(run / ATTEMPT)
     assert [begin(run).number, begin(run).number] == [1, 2]
+
+
+def test_an_attempt_can_be_counted_after_any_that_the_file_says(run: Path) -> None:
+    """A stranger's folder may say the greatest: the next one is read again, and fences."""
+    run.mkdir(parents=True)
+    (run / ATTEMPT).write_text("attempt 999999999, process 1 on host".ljust(256))
+    first = begin(run)
+    refuse_superseded(run, first)
+    second = begin(run)
+    assert (first.number, second.number) == (1, 2)
+    with pytest.raises(Superseded):
+        refuse_superseded(run, first)

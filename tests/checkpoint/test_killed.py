@@ -26,12 +26,17 @@ WRITERS = """
 import ctypes, os, signal, sys, traceback
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from trainer.checkpoint.commit import begin, commit, publish
+from trainer.checkpoint.commit import begin, commit, publish, stage
+from trainer.checkpoint.fence import Attempt
 from trainer.checkpoint.retention import retain
 
-def write(run, step, fill):
-    files = dict.fromkeys(("model.safetensors", "state.json"), memoryview(bytes([fill]) * 5000))
+def write(run, step, fill, kind):
+    names = ("rank-00001.safetensors", "rank-00001.json") if kind == "rank" else ("model.safetensors", "state.json")
+    files = dict.fromkeys(names, memoryview(bytes([fill]) * 5000))
     try:
+        if kind == "rank":
+            stage(run, step, files, Attempt(1, ""), lambda: None)
+            return 0
         attempt = begin(run)
         publish(commit(run, step, files, {}, attempt), attempt)
         retain(run, 2, None, None)
@@ -44,14 +49,14 @@ def write(run, step, fill):
 
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 for line in sys.stdin:
-    run, step, fill = line.split()
+    run, step, fill, kind = line.split()
     if pid := os.fork():
         print(pid, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
     else:
         ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1))  # PR_SET_PTRACER: strace is not its parent
         signal.sigwait({signal.SIGUSR1})
-        os._exit(write(Path(run), int(step), int(fill)))
+        os._exit(write(Path(run), int(step), int(fill), kind))
 """
 CHANGES = {"mkdir", "mkdirat", "write", "fsync", "rename", "renameat", "renameat2", "symlink", "symlinkat", "unlink"}
 CHANGES |= {"unlinkat", "rmdir", "fchmod", "chmod", "fallocate", "pwrite64"}
@@ -71,6 +76,8 @@ class Traced(NamedTuple):
 class Writers:
     """A context: processes that commit, each under strace from its first system call on."""
 
+    kind = "whole"  # or "rank": writes the files that a rank other than 0 has
+
     def __enter__(self) -> "Writers":
         words = [sys.executable, "-S", "-E", "-B", "-c", WRITERS, REPO]
         self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -82,7 +89,7 @@ class Writers:
 
     def write(self, run: Path, step: int, fill: int, *options: str) -> Traced:
         assert self.process.stdin and self.process.stdout
-        print(run, step, fill, file=self.process.stdin, flush=True)
+        print(run, step, fill, self.kind, file=self.process.stdin, flush=True)
         pid, log = int(self.process.stdout.readline()), run.parents[1] / "strace.log"
         words = ["strace", "--quiet=exit", "-y", "-s", "0", "-o", str(log), "-p", str(pid), *options]
         with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as strace:
@@ -131,6 +138,8 @@ def prepare(run: Path, case: str) -> tuple[int, set[tuple[int, int]]]:
         return 3, {(3, 3), (3, 9)}
     for step in (1, 2, 3):
         put(run, step)
+    if case == "a rank's own":
+        return 4, {(3, 3)}
     if case == "replace a damaged one":
         (run / "step-00000003" / "state.json").write_bytes(b"")
         return 3, {(2, 2), (3, 9)}
@@ -193,6 +202,15 @@ USUAL = {"mkdir", "fallocate", "write", "fsync", "rename", "symlink"}
 @pytest.mark.parametrize("case", CASES[:2])
 def test_killed_at_any_change_loses_nothing(writers: Writers, run: Path, case: str) -> None:
     assert sweep(writers, run, case, (KILL,), CHANGES) > USUAL
+
+
+def test_a_rank_killed_at_any_change_of_its_own_files_loses_nothing(
+    writers: Writers, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has no entries of it, so commits nothing; the next attempt deletes what is left."""
+    monkeypatch.setattr(writers, "kind", "rank")
+    calls = {"mkdir", "fallocate", "write", "fsync"}
+    assert sweep(writers, run, "a rank's own", (KILL, FULL), CHANGES) >= calls
 
 
 def test_an_error_at_any_change_loses_nothing(writers: Writers, run: Path) -> None:

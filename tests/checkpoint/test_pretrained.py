@@ -2,6 +2,7 @@
 
 import json
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +215,15 @@ def test_a_torn_checkpoint_is_no_folder_of_hugging_face(tmp_path: Path, state: d
     save_file({name: value for name, value in state.items() if name != "head.weight"}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"MANIFEST\.json: is missing; give a whole checkpoint"):
         taken(tmp_path)
+
+
+def test_a_file_that_unpacks_to_far_more_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """As torch.save makes none."""
+    torch.save({"weight": torch.zeros(1 << 20), "bias": torch.zeros(2)}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "bomb.pt", "w") as bomb:
+        for entry in plain.infolist():
+            bomb.writestr(entry.filename, plain.read(entry), zipfile.ZIP_DEFLATED)
+    with pytest.raises(ConfigError, match=r"bomb\.pt: unpacks to more than it is"):
+        load_weights(torch.nn.Linear(3, 2), str(tmp_path / "bomb.pt"))
+    with pytest.raises(ConfigError, match="of another shape"):
+        load_weights(torch.nn.Linear(3, 2), str(tmp_path / "plain.pt"))

@@ -47,29 +47,6 @@ def test_agreements_are_the_same_on_all_ranks():
         assert result["closed"]
 
 
-def slow_to_receive(place: Place) -> tuple[int, int, list[set[int]]]:
-    ranks, gather, moved = Ranks(place, "cpu", "auto", 3.0), dist.gather, []
-
-    def slow(*args, **kwargs) -> None:
-        time.sleep(1.2 if place.rank == 0 else 0.0)
-        gather(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "gather", slow)
-        patch.setattr("trainer.comm.ranks.BROUGHT", 4 * 1000)  # of each rank a quarter at once
-        data = torch.full((900 + 600 * place.rank,), place.rank, dtype=torch.uint8)
-        brought = ranks.bring(data, lambda: moved.append(1))
-    (sums,) = ranks.agree((1,))()  # for which the others have not waited too long
-    ranks.close()
-    assert [len(each) for each in brought] == ([900, 1500, 2100, 2700] if place.rank == 0 else [])
-    return sums, len(moved), [set(each.tolist()) for each in brought]
-
-
-def test_what_rank_0_is_brought_may_take_longer_than_the_timeout():
-    """Of a piece at a time that is the limit."""
-    assert run_ranks(4, slow_to_receive) == [(4, 3, [{0}, {1}, {2}, {3}])] + [(4, 3, [])] * 3
-
-
 def late(place: Place) -> bool:
     ranks, written = Ranks(place, "cpu", "auto", 60.0), Path(f"{place.store}-written")
     if place.rank == 0:
@@ -90,7 +67,6 @@ def test_one_rank_starts_nothing():
     assert ranks.agree((1, 2))() == (1, 2)
     assert ranks.gather({"a": 1}) == [{"a": 1}]
     assert ranks.first("value") == "value"
-    assert [each.tolist() for each in ranks.bring(torch.arange(3), list)] == [[0, 1, 2]]
     ranks.close()
 
 

@@ -152,12 +152,12 @@ def test_where_no_rank_moves_all_are_killed_with_their_stacks_in_the_logs(golden
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_12_a_rank_stops_while_it_hands_over_what_is_its_own(tmp_path):
-    """Its residual, to rank 0, for a checkpoint."""
+def test_12_a_rank_stops_while_it_writes_its_own_file(tmp_path):
+    """Of a checkpoint: its residual."""
     topk = ["+callbacks=[grad_compress]", "callbacks.grad_compress.codec=topk"]
     (straight := tmp_path / "straight").mkdir()
     assert run([*RUN, *topk], straight).code == 0
-    result = trouble("SIGSTOP", tmp_path, IMPATIENT, *topk, where="hand_over")
+    result = trouble("SIGSTOP", tmp_path, IMPATIENT, *topk, where="stage")
     assert result.code == 0 and HUNG in result.err and resumed(result.out) == [4], result.err
     assert ended_s(tmp_path) < 100
     whole(tmp_path, straight)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
+from trainer.checkpoint import commit
 from trainer.checkpoint.manifest import STEP
 
 Reach = Callable[[str], None]
@@ -20,11 +19,11 @@ def watch(trainer: Any, reach: Reach) -> None:
     watch_steps(trainer, reach)
     watch_commits(reach)
 
-    def gather(*args: Any, whole: Any = dist.gather, **kwargs: Any) -> None:
-        reach("hand_over")
-        whole(*args, **kwargs)
+    def stage(*args: Any, whole: Any = commit.stage) -> Any:
+        reach("stage")
+        return whole(*args)
 
-    dist.gather = gather
+    commit.stage = stage
 
     def take(*state: Any, copy: Any = trainer.saver.snapshot.take) -> Any:
         files = copy(*state)

@@ -21,7 +21,7 @@ from trainer.callback import Callback, Role
 from trainer.checkpoint import commit
 from trainer.log import log
 
-WRITING = ("mid_write", "before_commit", "after_commit", "retention")  # of a checkpoint, beside training
+WRITING = ("stage", "mid_write", "before_commit", "after_commit", "retention")  # of a checkpoint, beside training
 
 
 class Probe(Callback):

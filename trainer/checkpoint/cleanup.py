@@ -1,5 +1,6 @@
-"""What processes that were killed have left in a run's folder, by the attempts that it is of. Standard library only."""
+"""What killed processes have left in a run's folder, by the attempts that it is of. Standard library only."""
 
+import errno
 import math
 import os
 import shutil
@@ -15,12 +16,34 @@ def sweep(run_dir: Path, attempt: int) -> None:
 
 
 def put_back(run_dir: Path, attempt: float = math.inf) -> None:
-    """A process killed while it replaced a checkpoint may have left the old one under a hidden name only."""
+    """Gives a checkpoint its name back that a killed process was about to replace."""
     for old in _left(run_dir, "old-step", attempt):
         final = old.with_name(old.name.removeprefix(".old-").rpartition("-")[0])
         if not os.path.lexists(final):
             with suppress(OSError):  # another reader was faster, or this one may not write
                 os.rename(old, final)
+
+
+def move(folder: Path, to: Path) -> None:
+    """Renames a folder; copies it if an overlay's lower layer has it, whose folders can't be renamed."""
+    try:
+        os.rename(folder, to)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        shutil.copytree(folder, to, symlinks=True)
+        shutil.rmtree(folder)
+
+
+def delete(folder: Path, hidden: Path) -> None:
+    """Deletes a folder under a hidden name, so that no reader meets half of it; an overlay's lower layer as it is."""
+    try:
+        os.rename(folder, hidden)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        hidden = folder
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _left(run_dir: Path, kind: str, attempt: float) -> list[Path]:

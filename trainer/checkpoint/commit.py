@@ -2,34 +2,35 @@
 
     <dir>/last.pt                     link to the newest checkpoint
     <dir>/<run>/step-00001200/        a checkpoint; never changed once it has this name
-    <dir>/<run>/.tmp-* .trash-*       what a killed process leaves: the next that writes the run deletes it
-    <dir>/<run>/.old-*                being replaced by one of the same step: put back if that one didn't arrive
+    <dir>/<run>/.tmp-* .trash-*       left by a killed process: the next process that writes the run deletes it
+    <dir>/<run>/.old-*                being replaced by a checkpoint of the same step: put back if that one is missing
     <dir>/<run>/.bad-* .abandoned-*   damaged, or of a history that a resume has left: kept until someone deletes them
     <dir>/<run>/.lock                 held by the process that writes the run: one at a time
-    <dir>/<run>/ATTEMPT               the one that began last, where a lock fails too
+    <dir>/<run>/ATTEMPT               the process that began last, if a lock fails
 
-A process that was taken for dead, and goes on, commits nothing: see fence.py.
+Each rank stages the files that it alone has; rank 0 then writes the one manifest and does the one rename. A process
+that was taken for dead and goes on commits nothing: see fence.py.
 """
 
 import errno
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.cleanup import put_back, sweep
+from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.cleanup import move, put_back, sweep
 from trainer.checkpoint.fence import Attempt, next_attempt, refuse_superseded
-from trainer.checkpoint.locate import (
-    LAST,
-    folder,
-)
-from trainer.checkpoint.manifest import seal, sync
+from trainer.checkpoint.locate import LAST, folder
+from trainer.checkpoint.manifest import EVERY_S, Entries, seal, sync, write_files
 
 
 def begin(run_dir: Path) -> Attempt:
-    """From here on this process writes the run, and none that has begun before. What those have left is deleted: one
-    that is stopped in front of its last rename has nothing left to rename."""
+    """Makes this process the one that writes the run. Deletes what earlier processes were writing: one that is stopped
+    in front of its last rename has nothing left to rename."""
     make(run_dir)
     attempt = next_attempt(run_dir)
     sweep(run_dir, attempt.number)
@@ -47,34 +48,53 @@ def commit(
     """Makes `files`, by name, the run's checkpoint at `step`, replacing one that is there.
 
     `manifest` is JSON without NaN. `attempt` is what `begin` gave; None: one for this commit alone. `moved` is called
-    with each piece that is written. An error leaves the older checkpoints as they were, and nothing of this one.
+    after each piece that is written. An error leaves the older checkpoints as they were, and nothing of this one.
 
     Raises:
-        OSError: from the disk, also when too little of it is free. Superseded: another process writes the run now.
+        OSError: from the disk, also if too little of it is free. Superseded: another process writes the run now.
     """
     make(run_dir)
     attempt = attempt or begin(run_dir)
     sweep(run_dir, attempt.number)
-    _preflight(run_dir, sum(content.nbytes for content in files.values()))
-    final, staging = folder(run_dir, step), run_dir / f".tmp-{step:08d}-{attempt.number}"
-    try:
-        staging.mkdir()
-        seal(staging, step, files, manifest, moved)
-        refuse_superseded(run_dir, attempt)
-        if os.path.lexists(final):
-            os.rename(final, run_dir / f".old-{final.name}-{attempt.number}")
-        os.rename(staging, final)  # from here on it exists
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        put_back(run_dir, attempt.number)
-        refuse_superseded(run_dir, attempt)
-        raise
-    sync(run_dir)
-    return final
+    with _whole_or_nothing(run_dir, step, attempt):
+        return _rename(run_dir, step, _write(run_dir, step, files, attempt, moved), manifest, attempt)
+
+
+def stage(
+    run_dir: Path, step: int, files: Mapping[str, memoryview], attempt: Attempt, moved: Callable[[], object]
+) -> Entries:
+    """Writes the files that this rank has of the checkpoint at `step`. Any rank may be the first.
+
+    Raises:
+        OSError: from the disk, also if too little of it is free.
+    """
+    entries = _write(run_dir, step, files, attempt, moved)
+    sync(staged(run_dir, step, attempt))
+    return entries
+
+
+def commit_staged(
+    run_dir: Path, step: int, parts: list[Entries], manifest: Mapping[str, Any], attempt: Attempt
+) -> Path:
+    """Makes what the ranks have staged the run's checkpoint at `step`. `parts` has the entries of each rank.
+
+    Raises:
+        OSError, Superseded: as `commit`; also if this process does not see a rank's file.
+    """
+    with _whole_or_nothing(run_dir, step, attempt):
+        for rank, entries in enumerate(parts):
+            _refuse_unseen(staged(run_dir, step, attempt), rank, entries)
+        entries = {name: entry for part in parts for name, entry in part.items()}
+        return _rename(run_dir, step, entries, manifest, attempt)
+
+
+def discard(run_dir: Path, step: int, attempt: Attempt) -> None:
+    """Deletes what ranks have staged."""
+    shutil.rmtree(staged(run_dir, step, attempt), ignore_errors=True)
 
 
 def publish(checkpoint: Path, attempt: Attempt) -> None:
-    """After its commit: what it has replaced is deleted, and `last.pt` leads to it.
+    """Deletes what a committed checkpoint has replaced, and leads `last.pt` to it.
 
     Raises:
         OSError: the checkpoint is there all the same. Superseded: another process writes the run now.
@@ -85,10 +105,67 @@ def publish(checkpoint: Path, attempt: Attempt) -> None:
 
 
 def make(path: Path) -> None:
+    """Makes a folder and its parents, durably."""
     if not path.is_dir():
         make(path.parent)
         path.mkdir(exist_ok=True)
         sync(path.parent)
+
+
+def staged(run_dir: Path, step: int, attempt: Attempt) -> Path:
+    """Names the folder in which the checkpoint at `step` is made."""
+    return run_dir / f".tmp-{step:08d}-{attempt.number}"
+
+
+def link_newest(checkpoint: Path) -> None:
+    """Leads `last.pt` to a checkpoint."""
+    run_dir, root = checkpoint.parent, checkpoint.parent.parent
+    temporary = root / f".{LAST}-{run_dir.name}"
+    temporary.unlink(missing_ok=True)
+    os.symlink(f"{run_dir.name}/{checkpoint.name}", temporary)
+    os.rename(temporary, root / LAST)
+    sync(root)
+
+
+@contextmanager
+def _whole_or_nothing(run_dir: Path, step: int, attempt: Attempt) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        discard(run_dir, step, attempt)
+        put_back(run_dir, attempt.number)
+        refuse_superseded(run_dir, attempt)
+        raise
+
+
+def _write(
+    run_dir: Path, step: int, files: Mapping[str, memoryview], attempt: Attempt, moved: Callable[[], object]
+) -> Entries:
+    staging = staged(run_dir, step, attempt)
+    _preflight(run_dir, sum(content.nbytes for content in files.values()))
+    staging.mkdir(exist_ok=True)
+    return write_files(staging, files, moved)
+
+
+def _rename(run_dir: Path, step: int, entries: Entries, manifest: Mapping[str, Any], attempt: Attempt) -> Path:
+    final, staging = folder(run_dir, step), staged(run_dir, step, attempt)
+    seal(staging, step, entries, manifest)
+    refuse_superseded(run_dir, attempt)
+    if os.path.lexists(final):
+        move(final, run_dir / f".old-{final.name}-{attempt.number}")
+    os.rename(staging, final)  # from here on it exists
+    sync(run_dir)
+    return final
+
+
+def _refuse_unseen(staging: Path, rank: int, entries: Entries) -> None:
+    deadline = time.monotonic() + manifests.VISIBLE_S
+    for name, (size, _) in entries.items():
+        while not (staging / name).exists() or (staging / name).stat().st_size != size:
+            if time.monotonic() > deadline:
+                why = f"rank {rank} has written it, and rank 0 does not see it"
+                raise OSError(errno.ENOENT, why, str(staging / name))
+            time.sleep(EVERY_S)
 
 
 def _preflight(run_dir: Path, size: int) -> None:
@@ -96,12 +173,3 @@ def _preflight(run_dir: Path, size: int) -> None:
     if (free := disk.f_bavail * disk.f_frsize) < (need := 1.1 * size):
         text = f"a checkpoint needs about {need / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free"
         raise OSError(errno.ENOSPC, text, str(run_dir))
-
-
-def link_newest(checkpoint: Path) -> None:
-    run_dir, root = checkpoint.parent, checkpoint.parent.parent
-    temporary = root / f".{LAST}-{run_dir.name}"
-    temporary.unlink(missing_ok=True)
-    os.symlink(f"{run_dir.name}/{checkpoint.name}", temporary)
-    os.rename(temporary, root / LAST)
-    sync(root)

@@ -8,13 +8,16 @@ import errno
 import os
 import re
 import socket
+import time
 from pathlib import Path
 from typing import NamedTuple
 
+from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import sync
 from trainer.errors import ConfigError
 
 ATTEMPT = "ATTEMPT"
+MOST = 999_999_999  # then it counts from 1 again: a stranger's folder may say so
 LENGTH = 256  # of its text, with spaces behind it
 TEXT = re.compile(r"attempt ([0-9]{1,9}), process [0-9]+ on [A-Za-z0-9._-]+")
 
@@ -29,9 +32,9 @@ class Superseded(ConfigError):
 
 
 def next_attempt(run_dir: Path) -> Attempt:
-    """This process's, on the disk when this returns. Call it with the lock held; where two begin at once without one,
-    one of them is refused later. It is written in place: on a disk that is full, that takes no room."""
-    number = _last(run_dir).number + 1
+    """Writes down that this process begins, durably. Call it with the lock held: if two begin at once without one, one
+    of them is refused later. The file is written in place, which takes no room on a full disk."""
+    number = _last(run_dir).number % MOST + 1
     host = re.sub("[^A-Za-z0-9._-]", "-", socket.gethostname()[:100])
     own = Attempt(number, f"attempt {number}, process {os.getpid()} on {host}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -62,6 +65,14 @@ def refuse_superseded(run_dir: Path, own: Attempt) -> None:
             f"trainer.checkpoint.dir={run_dir.parent}: {last.text}, writes the run {run_dir.name} now, and this is "
             f"{own.text}, which was taken for dead; it ends here, nothing is to be done"
         )
+
+
+def see_attempt(run_dir: Path, attempt: Attempt) -> bool:
+    """Tells whether this process sees what another has written down, which a network's disk may show late."""
+    deadline = time.monotonic() + manifest.VISIBLE_S
+    while (seen := _last(run_dir) == attempt) is False and time.monotonic() < deadline:
+        time.sleep(manifest.EVERY_S)
+    return seen
 
 
 def _last(run_dir: Path) -> Attempt:

@@ -5,7 +5,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.checkpoint.cleanup import put_back
+from trainer.checkpoint.cleanup import move, put_back
 from trainer.checkpoint.manifest import MANIFEST, STEP, Damaged, verify
 from trainer.errors import ConfigError
 from trainer.log import log
@@ -110,6 +110,10 @@ def _way_out(target: Path) -> str:
 
 
 def hide(path: Path, why: str) -> Path:
-    hidden = path.with_name(f".{why}-{path.name}-{os.urandom(4).hex()}")
-    os.rename(path, hidden)
+    """Moves a checkpoint to a hidden name."""
+    move(path, hidden := hidden_name(path, why))
     return hidden
+
+
+def hidden_name(path: Path, why: str) -> Path:
+    return path.with_name(f".{why}-{path.name}-{os.urandom(4).hex()}")

@@ -3,14 +3,52 @@
 import errno
 import fcntl
 import os
+import shutil
 import socket
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from trainer.checkpoint.commit import make
+from trainer.checkpoint.commit import begin, make
+from trainer.checkpoint.fence import ATTEMPT
 from trainer.errors import ConfigError
+from trainer.files import sweep_temporary
 from trainer.log import log
 
+CHECKPOINTED = "checkpointed"  # a file in the folder of a run that has checkpoints; says where
+
 _held: dict[Path, int] = {}  # descriptors: to close any of a file's gives its lock back
+
+
+class Claim:
+    """The right to write a run: its folder of checkpoints, and the run's own folder, which saves elsewhere if any."""
+
+    def __init__(self, folder: Path, run_dir: Path | None = None) -> None:
+        """Raises:
+        ConfigError: another process writes this run.
+        """
+        self.folder, self.run_dir = folder, run_dir
+        with ExitStack() as refused:
+            refused.callback(self.close)
+            lock(folder)
+            if run_dir is not None:
+                lock(run_dir, "trainer.run_dir")
+                sweep_temporary(run_dir, older_s=0.0)  # no other process writes there
+            self.attempt = begin(folder)
+            refused.pop_all()
+
+    def mark(self) -> None:
+        """Notes in the run's own folder that it has checkpoints, and where."""
+        if self.run_dir is not None:
+            text, file = str(self.folder.resolve()), self.run_dir / CHECKPOINTED
+            if not file.exists() or file.read_text() != text:
+                file.write_text(text)
+
+    def close(self) -> None:
+        """Lets others write the run. Folders in which it has written nothing go."""
+        for folder in filter(None, (self.folder, self.run_dir)):
+            if (folder.resolve() / ".lock") in _held:
+                _remove_empty(folder)
+            unlock(folder)
 
 
 def lock(run_dir: Path, key: str = "trainer.checkpoint.dir") -> None:
@@ -39,6 +77,13 @@ def lock(run_dir: Path, key: str = "trainer.checkpoint.dir") -> None:
                 f"wait for it to end, or use another {key}"
             ) from None
         log.warning("%s can't be locked (%s): see to it that no other process writes this run", path, error.strerror)
+
+
+def _remove_empty(folder: Path) -> None:
+    files = [path for path in folder.rglob("*") if not path.is_dir()]
+    with suppress(OSError):
+        if all(path.name in (".lock", ATTEMPT) or not path.stat().st_size for path in files):
+            shutil.rmtree(folder)
 
 
 def unlock(run_dir: Path) -> None:

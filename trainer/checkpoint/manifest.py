@@ -17,7 +17,8 @@ from trainer.errors import ConfigError
 MANIFEST = "MANIFEST.json"
 
 
-FORMAT = 2
+FORMAT = 3  # since 3 each rank has a JSON file of its own, which a reader of 2 would not look for
+READABLE = (2, FORMAT)
 
 
 MANIFEST_BYTES = 64 << 20  # more is refused
@@ -38,6 +39,9 @@ FILE = re.compile(r"[A-Za-z0-9._-]+")
 PAUSES_S = (0.2, 1.0)  # between reads
 
 
+Entries = dict[str, list[int | str]]  # name of a file -> its size and sha256
+
+
 # What the system says of damage; any other OSError (permissions, too many open files) is not the checkpoint's.
 DAMAGE = {
     errno.ENOENT: "is missing",
@@ -54,20 +58,24 @@ class Damaged(ConfigError):
     """A checkpoint that is not what its writer wrote; the message names the file and what differs."""
 
 
-def seal(
-    folder: Path, step: int, files: Mapping[str, memoryview], manifest: Mapping[str, Any], moved: Callable[[], object]
-) -> None:
-    """Writes `files` and then their manifest, and returns when all of it is on the disk. Calls `moved` with each
-    piece."""
-    assert not manifest.keys() & {"format", "step", "files", "sha256"}, manifest.keys()
-    entries: dict[str, list[int | str]] = {}
+def write_files(folder: Path, files: Mapping[str, memoryview], moved: Callable[[], object]) -> Entries:
+    """Writes new files, and returns their entries when their bytes are on the disk. Calls `moved` after each piece."""
+    entries: Entries = {}
     with _opened(folder) as descriptor:
         for name in sorted(files):
             assert FILE.fullmatch(name), name
             entries[name] = [files[name].nbytes, _write(descriptor, name, files[name], moved)]
-        content = _render({"format": FORMAT, "step": step, **manifest, "files": entries})
-        _write(descriptor, MANIFEST, memoryview(content), moved)
-        os.fsync(descriptor)
+    return entries
+
+
+def seal(folder: Path, step: int, entries: Entries, manifest: Mapping[str, Any]) -> None:
+    """Writes the manifest of the files in `folder`, and returns when it is on the disk."""
+    assert not manifest.keys() & {"format", "step", "files", "sha256"}, manifest.keys()
+    files = {name: entries[name] for name in sorted(entries)}
+    with _opened(folder) as descriptor:
+        content = _render({"format": FORMAT, "step": step, **manifest, "files": files})
+        _write(descriptor, MANIFEST, memoryview(content), lambda: None)
+        _sync(descriptor)
 
 
 def verify(checkpoint: Path, hashes: bool = True) -> dict[str, Any]:
@@ -128,7 +136,15 @@ def _verify(checkpoint: Path, hashes: bool) -> dict[str, Any]:
 def sync(folder: Path) -> None:
     """Makes the names in `folder` durable."""
     with _opened(folder) as descriptor:
-        os.fsync(descriptor)
+        _sync(descriptor)
+
+
+def _sync(folder: int) -> None:
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):  # FUSE, 9p and others can't sync a folder
+            raise
 
 
 def _write(folder: int, name: str, content: memoryview, moved: Callable[[], object]) -> str:
@@ -178,11 +194,11 @@ def _read(checkpoint: Path, descriptor: int) -> dict[str, Any]:
         ):
             files = manifest["files"].items()
             plain = all(FILE.fullmatch(name) and [type(x) for x in entry] == [int, str] for name, entry in files)
-            if plain and manifest["format"] == FORMAT and type(manifest["step"]) is int:
+            if plain and manifest["format"] in READABLE and type(manifest["step"]) is int:
                 return manifest
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass  # the same answer as for a manifest that is well-formed and wrong
-    raise Damaged(f"{checkpoint / MANIFEST}: damaged, edited, or of another format than {FORMAT}")
+    raise Damaged(f"{checkpoint / MANIFEST}: damaged, edited, or of another format than {READABLE}")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ Nothing that a file asks for is run: torch's files are read by its unpickler of 
 """
 
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,10 @@ def load_weights(module: nn.Module, source: str) -> None:
 
 def _read(file: Path, own: list[str]) -> dict[str, Tensor]:
     try:
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                if sum(entry.file_size for entry in archive.infolist()) > file.stat().st_size:
+                    raise ValueError("unpacks to more than it is: torch.save compresses nothing")
         found = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
         return unwrapped(found, own)
     except Exception as error:  # of bytes that may be anything

@@ -1,12 +1,13 @@
 """Which checkpoints stay, and which are set aside."""
 
 import os
-import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from trainer.checkpoint.cleanup import delete
 from trainer.checkpoint.commit import link_newest
-from trainer.checkpoint.locate import LAST, checkpoints, hide, step_of
+from trainer.checkpoint.locate import LAST, checkpoints, hidden_name, hide, step_of
 from trainer.checkpoint.manifest import Damaged, sync, verify
 
 
@@ -18,16 +19,23 @@ def retain(run_dir: Path, keep: int, best: str | None, every: int | None) -> Non
     one without the metric is no candidate. Validity here is the manifest and the sizes; at least two stay.
     """
     assert keep >= 2
-    metrics: dict[Path, dict[str, float]] = {}
+    metrics: dict[Path, Any] = {}
     for checkpoint in checkpoints(run_dir):
         with suppress(Damaged):
-            metrics[checkpoint] = verify(checkpoint, hashes=False).get("metrics", {})
+            metrics[checkpoint] = verify(checkpoint, hashes=False).get("metrics")
     name, sign = parse_best(best or "")
-    scores = {path: sign * values[name] for path, values in metrics.items() if name in values}
+    values = {path: found.get(name) for path, found in metrics.items() if isinstance(found, dict)}
+    scores = {path: sign * value for path, value in values.items() if isinstance(value, int | float)}
     leader = min(scores, key=lambda path: scores[path], default=None)
+    failed: list[OSError] = []
     for checkpoint in list(metrics)[:-keep]:
         if checkpoint != leader and not (every and step_of(checkpoint) % every == 0):
-            shutil.rmtree(hide(checkpoint, "trash"), ignore_errors=True)
+            try:
+                delete(checkpoint, hidden_name(checkpoint, "trash"))
+            except OSError as error:
+                failed.append(error)
+    if failed:
+        raise failed[0]
 
 
 def parse_best(best: str) -> tuple[str, int]:

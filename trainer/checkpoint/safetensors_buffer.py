@@ -22,7 +22,7 @@ class Image:
     Tensors lie in the order of their element's size, largest first, so each is aligned, as its readers expect.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], pinned: bool = True) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.kinds = kinds(tensors)
         header: dict[str, object] = {}
         end = 0
@@ -36,7 +36,7 @@ class Image:
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         first = len(text).to_bytes(8, "little") + text
-        pinned = pinned and any(tensor.is_cuda for tensor in tensors.values())
+        pinned = any(tensor.is_cuda for tensor in tensors.values())
         self.bytes = torch.empty(len(first) + end, dtype=torch.uint8, pin_memory=pinned)
         self.bytes[: len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
         data = self.bytes[len(first) :]

@@ -1,181 +1,277 @@
-"""Writes checkpoints beside training: a copy of the state at a step's end, which a thread hashes and commits."""
+"""Writes checkpoints beside training: a copy of the state at a step's end, which a thread hashes and writes."""
 
+import errno
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from trainer import training_state
-from trainer.checkpoint import commit, compare, locate, retention
-from trainer.checkpoint.fence import Attempt, refuse_superseded
-from trainer.checkpoint.lock import lock, unlock
-from trainer.checkpoint.serialize import Packed
+from trainer.checkpoint import commit, locate, retention
+from trainer.checkpoint.fence import Attempt, refuse_superseded, see_attempt
+from trainer.checkpoint.lock import Claim
+from trainer.checkpoint.manifest import Entries
+from trainer.checkpoint.serialize import rank_section
 from trainer.checkpoint.snapshot import Snapshot
+from trainer.comm.ranks import Ranks
+from trainer.config.options import CheckpointOptions
 from trainer.errors import ConfigError
 from trainer.log import log
-from trainer.run_dir import CHECKPOINTED
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.process.heartbeat import Heartbeat
 
 
-EXPORT_S = 86400.0  # a recipe's export may take as long as it takes
+class State(NamedTuple):
+    """What a rank gives to a checkpoint: sections of tensors and plain values."""
+
+    common: dict[str, Any]  # rank 0's, for all; empty on the others
+    own: dict[str, Any]  # of this rank alone
+    manifest: dict[str, Any]  # JSON; rank 0's
 
 
 class Saver:
-    """One checkpoint at a time is being written, by rank 0; the other ranks hand over what is theirs.
+    """One checkpoint at a time is being written: what all ranks have alike by rank 0, what a rank has alone by itself.
 
-    A failed write is logged and training goes on, the older checkpoints are still there, until `max_failures` in a row.
-    A process that ends by itself waits for the thread: the interpreter joins those of an executor.
+    A failed write is logged and training goes on, for the older checkpoints are still there, until `max_failures` in a
+    row. A process that ends by itself waits for the thread: the interpreter joins those of an executor.
+
+    Args:
+        folder: Of the run's checkpoints.
+        claim: Rank 0's right to write it; None on the others.
+        shared: Ranks may have states of their own.
     """
 
-    def __init__(self, trainer: "Trainer") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        options: CheckpointOptions,
+        ranks: Ranks,
+        heartbeat: Heartbeat,
+        claim: Claim | None,
+        shared: bool = False,
+    ) -> None:
         """Raises:
-        ConfigError: another process writes this run.
+        ConfigError: ranks have states of their own, and don't see the same folder.
         """
-        self.trainer, self.options = trainer, trainer.options.checkpoint
-        self.folder = training_state.saved_in(trainer)
-        self.attempt = self._claim() if trainer.rank == 0 else None
-        self.settings = compare.own(trainer)  # and what the config says, where a command has made the trainer
-        self.snapshot = Snapshot()
-        self.thread = ThreadPoolExecutor(1, "checkpoint", _give_way)
-        self.writing: Future[Path | OSError] | None = None
+        self.folder, self.options, self.ranks, self.heartbeat, self.claim = folder, options, ranks, heartbeat, claim
+        self.attempt = claim.attempt if claim else Attempt(0, "")
+        self.shares = shared and ranks.world > 1
+        self.snapshot, self.own = Snapshot(), Snapshot()
+        self.thread = ThreadPoolExecutor(1, "checkpoint", _lower_priority)
+        self.writing: Future[Path | Entries | OSError] | None = None
+        self.staging = False  # all ranks stage their files: rank 0 commits when all have told that they are done
+        self.asking: Callable[[], tuple[int, ...]] | None = None  # how many are
         self.room: Future[None] | None = None  # when there is memory for the first copy
-        self.steps = 0  # of this process
-        self.asked = self.step = -1  # when one was asked for, and of what is or was written last
-        self.best = self.noted = dict[str, Any]()  # the best that is written, and with what is being written
-        self.error: OSError | None = None  # of the last that is settled
+        self.asked = self.step = -1  # when a checkpoint was asked for; the step of the one written last
+        self.manifest: dict[str, Any] = {}  # of that one
+        self.newest: Path | None = None  # that this process has written
+        self.failed: set[int] = set()  # steps
+        self.error: OSError | None = None  # of the last one that is settled
         self.failures = 0  # in a row
         self.closing = False
+        if self.shares:
+            self._refuse_other_disks()
 
-    def save(self, last: bool = False) -> None:
-        """Write a checkpoint of this step, unless there is one; the last is waited for. A collective.
+    def reserve(self, state: dict[str, Any]) -> None:
+        """Allocates memory for such a state, beside training, unless a checkpoint was asked for already."""
+        if self.asked < 0:
+            self.room = self.thread.submit(self.snapshot.reserve, state)
+
+    def save(
+        self,
+        step: int,
+        state: Callable[[], State],
+        last: bool = False,
+        must: bool = False,
+        stopped: bool = False,
+        have: bool = False,
+    ) -> None:
+        """Writes a checkpoint of this step, unless one was asked for; waits for the last. A collective.
+
+        Args:
+            must: Is not left out while another one is written.
+            stopped: The last one may fail if there is one before: somebody will start the run again.
+            have: There is one of this step that says the same.
 
         Raises:
-            ConfigError: the last one can't be written; not where a signal has asked for it, and there is one before.
+            ConfigError: the last one can't be written.
         """
-        trainer = self.trainer
-        trainer.emit("on_flush")
-        trainer.saved_at = time.monotonic()
-        trainer.seconds = trainer.saved_at - trainer.started
-        if self.asked != trainer.step:
-            self.asked = trainer.step
-            if self._meet(waits=trainer.rank == 0 and (last or self._is_free())):
-                ranks = training_state.rank_states(trainer)
-                if trainer.rank == 0:
-                    self._begin(ranks)
+        if self.asked != step:
+            self.asked = step
+            begins = self.ranks.rank == 0 and not have and (last or must or self._is_free(step))
+            if self._meet(begins, tells=not last):
+                self._begin(step, state())
         if last:
-            self._meet(waits=True)
-            trainer.heartbeat.beat(patience_s=EXPORT_S)  # rank 0 may have something to export
-            if self.error and trainer.stop_reason == "signal" and (older := locate.checkpoints(self.folder)):
-                log.error("the last step, %d, is in no checkpoint; %s is the newest", trainer.step, older[-1])
+            self._meet(waits=True, tells=False)
+            if self.error and stopped and (older := locate.checkpoints(self.folder)):
+                log.error("the last step, %d, is in no checkpoint; %s is the newest", step, older[-1])
             elif self.error:
                 raise self._refusal(f"the checkpoint of the last step, {self.step}, failed")
 
-    def check(self) -> None:
-        """At a step's end.
+    def check(self, ends: bool = False) -> None:
+        """Takes what has become of a checkpoint, at a step's end. A collective while ranks write files of their own.
 
         Raises:
-            ConfigError: too many checkpoints in a row have failed.
+            ConfigError: too many checkpoints in a row have failed; not if the run ends, for then the last one decides.
         """
-        self.steps += 1
-        if self.steps == 2 and self.asked < 0 and self.trainer.rank == 0:  # overlap has made the first one now
-            self.room = self.thread.submit(self.snapshot.reserve, training_state.tensors(self.trainer))
-        if self.writing is not None and self.writing.done():
+        if self.staging:
+            self._ask()
+        elif self.writing is not None and self.writing.done():
             self._settle()
-        if self.failures >= self.options.max_failures and not self.trainer.stop_reason:  # else the last one decides
+        if self.failures >= self.options.max_failures and not ends:
             raise self._refusal(f"{self.failures} checkpoints in a row failed")
 
     def close(self) -> None:
-        """Waits for what is being written, and lets others write the run."""
+        """Waits for what is being written, and lets others write the run. What ranks still stage is given up."""
         self.closing = True
-        self._moved()
+        if not self.staging:
+            self._moved()
         self.thread.shutdown()
-        if self.writing is not None and self.writing.exception() is None:
+        if self.staging and self.claim:
+            commit.discard(self.folder, self.step, self.attempt)
+        elif self.writing is not None and not self.staging and self.writing.exception() is None:
             self._settle()
-        self.trainer.heartbeat.beat()
-        self._let_go()
+        self.heartbeat.beat()
+        if self.claim:
+            self.claim.close()
 
     def _moved(self) -> None:
-        """With each piece that is written: who waits for this process to end sees by it a slow disk from one that
-        hangs. Otherwise training is what has to move."""
+        """Beats after each piece that is written while the process ends: who waits for it tells a slow disk from one
+        that hangs. Otherwise training is what has to move."""
+        if self.closing and self.staging:
+            raise OSError(errno.ECANCELED, "the run has ended before all ranks had written their files")
         if self.closing and self.writing is not None:
-            self.trainer.heartbeat.beat(busy=True)
+            self.heartbeat.beat(busy=True)
 
-    def _claim(self) -> Attempt:
-        with ExitStack() as refused:
-            refused.callback(self._let_go)
-            lock(self.folder)
-            lock(self.trainer.run_dir, "trainer.run_dir")  # another may save elsewhere
-            attempt = commit.begin(self.folder)
-            refused.pop_all()
-        return attempt
+    def _refuse_other_disks(self) -> None:
+        self.attempt = Attempt(*self.ranks.first(self.attempt))
+        seen = self.ranks.each(see_attempt(self.folder, self.attempt))
+        if blind := [str(rank) for rank, sees in enumerate(seen) if not sees]:
+            raise ConfigError(
+                f"trainer.checkpoint.dir={self.options.dir}: rank {', '.join(blind)} does not see rank 0's "
+                f"{self.folder}, where each rank writes a file of its own; give all the same folder, on a shared disk"
+            )
 
-    def _let_go(self) -> None:
-        unlock(self.folder)
-        unlock(self.trainer.run_dir)
-
-    def _is_free(self) -> bool:
-        """Whether a checkpoint can be begun, or is worth waiting for. A validated step's, maybe the best, always is."""
-        step, writing = self.trainer.step, self.writing is not None and not self.writing.done()
-        if writing and self.options.when_busy == "skip" and self.trainer.validated_step != step:
+    def _is_free(self, step: int) -> bool:
+        """Tells whether a checkpoint can be begun, or is worth waiting for."""
+        writing = self.writing is not None and (self.staging or not self.writing.done())
+        if writing and self.options.when_busy == "skip":
             log.warning("checkpoint of step %d left out: that of step %d is still being written", step, self.step)
             return False
         return True
 
-    def _meet(self, waits: bool) -> bool:
-        """All ranks go on together; where rank 0 `waits`, when nothing is being written any more. It tells the others
-        again and again, for each of their waits has a limit: a host that is gone is noticed. Returns whether it waits
-        at all. A collective."""
-        began, wanted, busy = time.monotonic(), 0, 1
+    def _meet(self, waits: bool, tells: bool) -> bool:
+        """Lets all ranks go on together, once nothing is being written, if rank 0 `waits`. It tells the others again
+        and again, for each of their waits has a limit: a host that is gone is noticed. Returns whether it waits. A
+        collective."""
+        began, wanted, busy = time.monotonic(), waits, True
+        if self.asking is not None:
+            self.asking()  # is answered below
+            self.asking = None
         while busy:
-            if waits and self.writing is not None and wait([self.writing], self.trainer.options.timeout_s / 4).done:
-                self._settle()
-            wanted, busy = self.trainer.ranks.agree((int(waits), int(waits and self.writing is not None)))()
-            self.trainer.heartbeat.beat()
-        if waits and (waited := time.monotonic() - began) > 1.0 and not self.trainer.stop_reason:
+            if wanted and self.writing is not None:
+                over = wait([self.writing], self.ranks.timeout.total_seconds() / 4).done
+                if over and not self.staging:
+                    self._settle()
+            done = self.staging and self.writing is not None and self.writing.done()
+            votes = (int(waits), int(waits and self.writing is not None), int(done))
+            wanted, busy, staged = self.ranks.agree(votes)()
+            self.heartbeat.beat()
+            if wanted and staged == self.ranks.world:
+                self._hand_in()
+        if waits and tells and (waited := time.monotonic() - began) > 1.0:
             log.warning("waited %.1f s for the checkpoint of step %d to be written", waited, self.step)
         return wanted > 0
 
-    def _begin(self, ranks: dict[str, Packed]) -> None:
+    def _begin(self, step: int, state: State) -> None:
         if self.room is not None:
             self.room.result()
-        files = self.snapshot.take(training_state.state_dict(self.trainer), ranks)
-        self.step, self.noted = self.trainer.step, self.trainer.best
-        self.writing = self.thread.submit(self._write, self.step, files, training_state.manifest(self.trainer, ranks))
+        files: dict[str, memoryview] = self.snapshot.take(state.common) if state.common else {}
+        if state.own:
+            section = rank_section(self.ranks.rank)
+            files |= self.own.take({section: state.own}, f"{section}.json")
+        self.step, self.manifest = step, state.manifest
+        self.staging = self.shares and self.ranks.agree((int(bool(state.own)),))()[0] > 0
+        if self.staging:
+            self.writing = self.thread.submit(self._stage, step, files)
+        elif self.claim:
+            self.writing = self.thread.submit(self._commit, step, files)
+
+    def _ask(self) -> None:
+        """Learns, beside the next step, how many ranks have written their files."""
+        assert self.writing is not None
+        if self.asking is not None and self.asking()[0] == self.ranks.world:
+            self.asking = None
+            self._hand_in()
+        else:
+            self.asking = self.ranks.agree((int(self.writing.done()),))
+
+    def _hand_in(self) -> None:
+        """Gives rank 0 the entries of all files, or the reasons why there are none. A collective."""
+        assert self.writing is not None
+        staged = self.writing.result()  # raises what is our own mistake
+        self.staging, self.writing = False, None
+        parts = self.ranks.gather(staged if isinstance(staged, dict) else str(staged))
+        if self.claim:
+            self.writing = self.thread.submit(self._commit_staged, self.step, parts)
 
     def _settle(self) -> None:
-        """Takes what became of the one that was being written."""
+        """Takes what has become of the one that was being written."""
         assert self.writing is not None
         written = self.writing.result()  # raises what is our own mistake
         self.writing = None
         if isinstance(written, OSError):
             self.failures, self.error = self.failures + 1, written
-            if self.options.keep_best and self.trainer.best.get("step") == self.step:
-                self.trainer.best = self.best
-        else:
-            self.failures, self.error, self.best, self.trainer.checkpoint = 0, None, self.noted, written
+            self.failed.add(self.step)
+        elif isinstance(written, Path):
+            self.failures, self.error, self.newest = 0, None, written
 
-    def _write(self, step: int, files: dict[str, memoryview], manifest: dict[str, Any]) -> Path | OSError:
-        assert self.attempt is not None  # it is rank 0's
-        self.snapshot.wait()
+    def _stage(self, step: int, files: dict[str, memoryview]) -> Entries | OSError:
+        self._wait_for_copies()
         try:
-            written = commit.commit(self.folder, step, files, manifest, self.attempt, self._moved)
+            return commit.stage(self.folder, step, files, self.attempt, self._moved)
+        except OSError as error:
+            return error
+
+    def _commit_staged(self, step: int, parts: list[Entries | str]) -> Path | OSError:
+        failed = [f"rank {rank}: {part}" for rank, part in enumerate(parts) if isinstance(part, str)]
+
+        def staged() -> Path:
+            if failed:
+                commit.discard(self.folder, step, self.attempt)
+                raise OSError("; ".join(failed))
+            entries = [part for part in parts if isinstance(part, dict)]
+            return commit.commit_staged(self.folder, step, entries, self.manifest, self.attempt)
+
+        return self._publish(step, staged)
+
+    def _commit(self, step: int, files: dict[str, memoryview]) -> Path | OSError:
+        self._wait_for_copies()
+        return self._publish(
+            step, lambda: commit.commit(self.folder, step, files, self.manifest, self.attempt, self._moved)
+        )
+
+    def _publish(self, step: int, committed: Callable[[], Path]) -> Path | OSError:
+        try:
+            written = committed()
         except OSError as error:
             log.error("checkpoint of step %d failed, training goes on: %s", step, error)
             return error
+        assert self.claim
         with _told(f"checkpoint of step {step} is written, but the run's folder does not say so"):
-            (self.trainer.run_dir / CHECKPOINTED).touch()
+            self.claim.mark()
         with _told(f"checkpoint of step {step} is written, but {locate.LAST} does not lead to it"):
             commit.publish(written, self.attempt)
         with _told(f"checkpoint of step {step} is written, but older ones can't be removed"):
             refuse_superseded(self.folder, self.attempt)
             retention.retain(self.folder, self.options.keep, self.options.keep_best, self.options.keep_every)
         return written
+
+    def _wait_for_copies(self) -> None:
+        self.snapshot.wait()
+        self.own.wait()
 
     def _refusal(self, what: str) -> ConfigError:
         return ConfigError(
@@ -192,7 +288,7 @@ def _told(what: str) -> Iterator[None]:
         log.warning("%s: %s", what, error)
 
 
-def _give_way() -> None:
-    """This thread gets what others leave of the processor, and a tenth where they would leave nothing."""
+def _lower_priority() -> None:
+    """Leaves the processor to other threads, but for a tenth of it."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

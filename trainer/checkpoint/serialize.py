@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.checkpoint.manifest import Damaged, opened
-from trainer.checkpoint.safetensors_buffer import DTYPES, Image
+from trainer.checkpoint.safetensors_buffer import DTYPES
 from trainer.errors import ConfigError
 
 STATE = "state.json"
@@ -26,28 +26,23 @@ STATE_BYTES = 256 << 20  # more is refused
 SECTION = re.compile(r"[A-Za-z0-9_-]{1,99}")  # becomes a file name
 
 
-class Packed(NamedTuple):
-    """A section of a state, as a checkpoint has it."""
-
-    content: Any  # of state.json
-    file: memoryview  # SECTION.safetensors; empty: it has no tensors
-
-
 def load_state(
     folder: Path, names: Collection[str], wanted: Callable[[str], bool] = lambda section: True
 ) -> dict[str, Any]:
-    """What a `Snapshot` had of the sections that are `wanted`, on the CPU. Tensors stored once come back as one
-    tensor, any kind of dict as a dict. `names`: the files of its manifest; no other is read.
+    """Reads the sections that are `wanted`, on the CPU. Tensors stored once come back as one tensor, any kind of dict
+    as a dict. `names` are the files of the manifest; no other file is read.
 
     Raises:
-        Damaged: a file that none can have been.
+        Damaged: a file that no `Snapshot` can have made.
     """
     path = folder / STATE
     try:
-        if STATE not in names:
-            raise ValueError("its manifest does not name it")
-        with opened(folder, STATE) as file:
-            content = strict_json(file, STATE_BYTES)
+        content = _read_json(folder, STATE, names)
+        for name in sorted(names):
+            section = name.removesuffix(".json")
+            if name not in (STATE, section) and wanted(section):
+                path = folder / name
+                content |= {section: _read_json(folder, name, names)[section]}
         return {
             section: _decode(value, _read_tensors(folder, names, section))
             for section, value in content.items()
@@ -59,15 +54,9 @@ def load_state(
         raise Damaged(f"{path}: not a state that can be read ({type(error).__name__}: {error})") from error
 
 
-def pack(section: str, state: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """A section as the bytes (n,) of its JSON and of its file, for the way from rank to rank: see `Packed`."""
-    packing = Pack()
-    content = json.dumps(packing.encode(dict(state), (section,)), allow_nan=False).encode("ascii")
-    image = Image(packing.tensors, pinned=False)  # to pin what is used once costs more than it gains
-    image.copy(packing.tensors)
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8), image.bytes[: None if packing.tensors else 0]
+def rank_section(rank: int) -> str:
+    """Names the section of what a rank has of its own."""
+    return f"rank-{rank:05d}"
 
 
 def optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, dict[str, Any]]:
@@ -135,6 +124,13 @@ class Pack:
             self.tensors[name] = data
             self.names[key] = name
         return self.names[key]
+
+
+def _read_json(folder: Path, name: str, names: Collection[str]) -> Any:
+    if name not in names:
+        raise ValueError("its manifest does not name it")
+    with opened(folder, name) as file:
+        return strict_json(file, STATE_BYTES)
 
 
 def _read_tensors(folder: Path, names: Collection[str], section: str) -> dict[str, Tensor]:

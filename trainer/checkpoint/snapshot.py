@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.safetensors_buffer import Image, kinds
-from trainer.checkpoint.serialize import SECTION, STATE, Pack, Packed
+from trainer.checkpoint.serialize import SECTION, STATE, Pack
 
 
 class Snapshot:
@@ -18,7 +18,7 @@ class Snapshot:
         self.copied: torch.Event | None = None
 
     def reserve(self, state: Mapping[str, Any]) -> None:
-        """Has memory for such a state ready: what is new to the process costs several times what a copy does."""
+        """Allocates memory for such a state: a first copy into new memory takes several times as long."""
         for section, value in state.items():
             packing = Pack()
             packing.encode(value, (section,))
@@ -26,11 +26,11 @@ class Snapshot:
                 self.images[section] = Image(packing.tensors)
                 self.images[section].touch()
 
-    def take(self, state: Mapping[str, Any], packed: Mapping[str, Packed] | None = None) -> dict[str, memoryview]:
-        """Name -> content of a file: SECTION.safetensors for the tensors of each section of `state`, state.json for all
-        else. Valid from `wait` until the next call. `packed`: further sections, which are not copied.
+    def take(self, state: Mapping[str, Any], file: str = STATE) -> dict[str, memoryview]:
+        """Copies a state, and returns its files: SECTION.safetensors for the tensors of each section, `file` for the
+        rest. They are valid from `wait` until the next call.
 
-        A tensor's name there is its path in the section, joined with "/", so a module's state_dict keeps its own names.
+        The name of a tensor is its path in the section, joined with "/", so a module's state_dict keeps its own names.
         Tensors that are the same memory are stored once, under the first name. Layout in memory is not kept.
 
         Raises:
@@ -51,13 +51,9 @@ class Snapshot:
         self.images = images
         self.copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
         files = {f"{section}.safetensors": image.buffer for section, image in images.items()}
-        for section, part in (packed or {}).items():
-            content[section] = part.content
-            if part.file:
-                files[f"{section}.safetensors"] = part.file
-        return {**files, STATE: memoryview(json.dumps(content, allow_nan=False, indent=1).encode("ascii"))}
+        return {**files, file: memoryview(json.dumps(content, allow_nan=False, indent=1).encode("ascii"))}
 
     def wait(self) -> None:
-        """For the copies of what is on a GPU, where they are only enqueued."""
+        """Waits for copies from a GPU, which `take` only enqueues."""
         if self.copied is not None:
             self.copied.synchronize()

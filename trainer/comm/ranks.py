@@ -12,14 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.comm.device import pick_backend, pick_device
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
-
-BROUGHT = 64 << 20  # bytes that are on their way to rank 0 at once
-
 
 COLLECTIVES = 2000  # the last so many are kept, for `Ranks.note_failure`
 
@@ -37,9 +34,9 @@ class Ranks:
         self.rank, self.world, self.place = place.rank, place.world, place
         self.device = pick_device(accelerator, place)
         self.backend = pick_backend(backend, self.device)
+        self.timeout = timedelta(seconds=timeout_s)
         if self.world == 1:
             return
-        self.timeout = timedelta(seconds=timeout_s)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(COLLECTIVES))
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         store = dist.FileStore(place.store, self.world) if place.store else None
@@ -101,24 +98,6 @@ class Ranks:
         rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
         dist.all_gather(rows, torch.nn.functional.pad(data, (0, longest - data.numel())), group=group)
         return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
-
-    def bring(self, data: Tensor, moved: Callable[[], object]) -> list[Tensor]:
-        """Bytes (n,) of each rank, in the order of ranks, to rank 0, however long that takes; nothing to the others.
-        They come in pieces, each within the limit of a collective, after which `moved` is called."""
-        if self.world == 1:
-            return [data]
-        sizes, piece = self.gather(data.numel()), BROUGHT // self.world
-        brought = [] if self.rank else [torch.empty(size, dtype=torch.uint8) for size in sizes]
-        for start in range(0, max(sizes), piece):
-            length = min(piece, max(sizes) - start)
-            own = data[start : start + length]
-            rows = [torch.empty(length, dtype=torch.uint8) for _ in brought]
-            dist.gather(torch.nn.functional.pad(own, (0, length - own.numel())), rows or None, group=self.host)
-            for whole, row in zip(brought, rows, strict=True):
-                part = whole[start : start + length]
-                part.copy_(row[: part.numel()])
-            moved()
-        return brought
 
     def each(self, value: Any) -> list[Any]:
         """As `gather`, however long it takes: rank 0 may have a corpus to prepare."""

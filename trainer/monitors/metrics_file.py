@@ -19,7 +19,8 @@ class MetricsFile(Callback):
             return
         self.file = Appended(trainer.run_dir / "metrics.jsonl")
         self.file.go_on(self.saved)
-        self.file.flush()  # it is there from the beginning
+        if not self.file.path.exists():
+            self.file.flush()  # it is there from the beginning
 
     def on_step_end(self, trainer) -> None:
         if trainer.metrics:

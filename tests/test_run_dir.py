@@ -1,0 +1,140 @@
+"""The folder of a run is new, or a run's: whatever a setting or a stranger's manifest says."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_recipe import Toy
+
+from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.errors import ConfigError
+from trainer.monitors.metrics_file import MetricsFile
+from trainer.process.environment import Place
+from trainer.trainer import Trainer
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def make(recipe: Any = None, **options: Any) -> Trainer:
+    checkpoint = CheckpointOptions(**{"every_steps": 2, **options.pop("checkpoint", {})})
+    return Trainer(
+        recipe or Toy(), {"metrics_file": MetricsFile()}, batch=12, place=Place(),
+        options=Options(**{"max_steps": 4, "checkpoint": checkpoint, **options}), data=DataOptions(workers=0),
+    )  # fmt: skip
+
+
+def contents(folder: str) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["conf", ".ssh", "runs/mine"])
+def test_a_folder_of_the_users_own_is_refused(name):
+    Path(name).mkdir(parents=True)
+    Path(name, "config.yaml").write_text("precious")
+    with pytest.raises(ConfigError, match=rf"^trainer\.run_dir={name}: holds files that are no run's; give another"):
+        make(run_dir=name)
+    assert contents(name) == {f"{name}/config.yaml": b"precious"}
+
+
+@pytest.mark.parametrize("name", ["conf", "runs/r", ".ssh", "a\0b", "x" * 5000, "\ud800"])
+def test_a_strangers_manifest_sends_a_run_into_no_folder_of_the_users(name, monkeypatch):
+    """Not even of a run: that one's checkpoints are elsewhere."""
+    make(run_dir="runs/r").fit()
+    shutil.copytree("ckpt/r", Path("downloads", name if name in ("conf", ".ssh") else "r"))
+    for folder in ("conf", ".ssh"):
+        Path(folder).mkdir()
+        Path(folder, "config.yaml").write_text("precious")
+    before = contents("conf") | contents(".ssh") | contents("runs/r")
+    found = next(Path("downloads").iterdir())
+    real = Trainer._open_run
+
+    def forged(trainer: Trainer, *args: Any) -> None:
+        trainer.plan.manifest["run_dir"] = name
+        real(trainer, *args)
+
+    monkeypatch.setattr(Trainer, "_open_run", forged)
+    trainer = make(resume=str(found), max_steps=6)
+    trainer.fit()
+    assert trainer.run_dir.parent == Path("runs") and trainer.run_dir != Path("runs/r") and trainer.step == 6
+    assert contents("conf") | contents(".ssh") | contents("runs/r") == before
+
+
+def test_a_run_goes_on_where_its_checkpoints_are_a_link_or_are_saved_elsewhere_from_now_on():
+    make(run_dir="runs/r").fit()
+    Path("disk").mkdir()
+    shutil.move("ckpt/r", "disk/of another name")
+    os.symlink("../disk/of another name", "ckpt/r")
+    for resume in ("ckpt/r", "ckpt/last.pt"):
+        again = make(resume=resume, run_dir="runs/r", max_steps=6)
+        again.fit()
+        assert again.run_dir == Path("runs/r")
+    again = make(resume="ckpt/r", max_steps=8)
+    again.fit()
+    assert again.run_dir == Path("runs/r")
+    moved = make(resume="ckpt/r", max_steps=10, checkpoint={"dir": "big"})
+    moved.fit()
+    assert moved.run_dir == Path("runs/r") and list(Path("big/r").glob("step-*"))
+
+
+class Broken(Toy):
+    def model(self) -> Any:
+        raise ConfigError("recipe.width=0: must be more")
+
+
+@pytest.mark.parametrize("run_dir", [None, "runs/r"])
+def test_a_refused_run_leaves_no_folder(run_dir):
+    with pytest.raises(ConfigError, match="recipe"):
+        make(Broken(), run_dir=run_dir)
+    assert list(Path("runs").iterdir()) == list(Path("ckpt").iterdir()) == []
+
+
+def test_temporary_files_of_a_killed_process_are_swept():
+    left = Path("runs/r/.0123456789abcdef.tmp")
+    make(run_dir="runs/r").fit()
+    left.write_text("half")
+    other = Path("runs/r/.mine.tmp")
+    other.write_text("not ours")
+    make(run_dir="runs/r", resume="auto", max_steps=6).fit()
+    assert not left.exists() and other.exists()
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_that_can_not_sync_a_folder(number, monkeypatch):
+    real = os.fsync
+
+    def fsync(file: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{file}"):
+            raise OSError(number, os.strerror(number))
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    make(run_dir="runs/r").fit()
+    assert make(run_dir="runs/r", resume="auto", max_steps=6).plan.resumed
+
+
+def lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an overlay's lower layer: a folder can't be renamed, unless this process has made it."""
+    real, old = os.rename, {path.resolve() for path in Path("ckpt/r").iterdir() if path.is_dir()}
+
+    def rename(source: Any, target: Any) -> None:
+        if not Path(source).is_symlink() and Path(source).resolve() in old:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(source))
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+
+
+def test_checkpoints_in_an_images_layer_are_thinned_out_and_set_aside(monkeypatch):
+    make(run_dir="runs/r", max_steps=8, checkpoint={"keep": 9}).fit()
+    lower(monkeypatch)
+    trainer = make(resume="ckpt/r/step-00000006", run_dir="runs/r", max_steps=10)
+    trainer.fit()
+    assert sorted(path.name for path in Path("ckpt/r").glob("step-*")) == ["step-00000008", "step-00000010"]
+    assert len(list(Path("ckpt/r").glob(".abandoned-step-00000008-*"))) == 1
+    assert not list(Path("ckpt/r").glob(".trash-*"))
