@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from trainer.checkpoint import locate
 from trainer.errors import ConfigError
 from trainer.files import Appended
-from trainer.log import Terminal, log, stop_log
+from trainer.log import Lines, Terminal, set_handlers
 
 if TYPE_CHECKING:
     from trainer.plan import Plan
@@ -114,11 +114,8 @@ def start_log(run_dir: Path, rank: int) -> None:
         handlers = [LogFile(path), Terminal()]
     for handler in handlers:
         if not isinstance(handler, Terminal):
-            handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    stop_log()
-    log.handlers = handlers
-    log.setLevel(logging.INFO)
-    log.propagate = False
+            handler.setFormatter(Lines("%(asctime)s %(levelname)s %(message)s"))
+    set_handlers(*handlers)
 
 
 class LogFile(logging.Handler):
@@ -127,7 +124,7 @@ class LogFile(logging.Handler):
         self.file = Appended(path)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.file.write(f"{self.format(record)}\n".encode(errors="backslashreplace"))  # of a name that is not UTF-8
+        self.file.write(f"{self.format(record)}\n".encode())
 
     def close(self) -> None:
         self.file.close()

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.comm.nccl import NCCLOptions
-from trainer.config.build import arguments, build, settings
+from trainer.config.build import arguments, build, build_options
 from trainer.config.options import DataOptions, Options
-from trainer.config.redact import HIDDEN, secrets, without_secrets
-from trainer.config.schema import ANY_NAME, NO_DEFAULT, Knob, describe, fits, knobs, options_knobs
+from trainer.config.redact import HIDDEN, redact, redacted_keys
+from trainer.config.schema import ANY_NAME, NO_DEFAULT, Knob, describe, fits, knobs, option_parameters
 from trainer.config.targets import ALLOWED, refuse_nested, refuse_target
 from trainer.errors import ConfigError, nearest, require
 
@@ -24,7 +24,7 @@ def check(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: for the first that is not.
     """
-    if hidden := secrets(config):
+    if hidden := redacted_keys(config):
         raise ConfigError(f"{hidden[0]}={HIDDEN}: is a secret that was not printed; give its value")
     for key in config:
         if key not in TOP:
@@ -38,8 +38,8 @@ def check(config: Mapping[str, Any]) -> None:
         require(key, config[key], at_least=1)
     check_type("callbacks", config["callbacks"], dict)
     for key, options in (("trainer", Options), ("data", DataOptions), ("nccl", NCCLOptions)):
-        check_values(key, config[key], options_knobs(options))
-        settings(options, config[key])  # refuses what is out of range
+        check_values(key, config[key], option_parameters(options))
+        build_options(options, config[key])  # refuses what is out of range
     allow = (*ALLOWED, *config["trainer"].get("allow_targets", ()))
     for name, node in config["callbacks"].items():
         if not isinstance(node, Mapping) or "_target_" not in node:
@@ -99,7 +99,7 @@ def check_values(key: str, values: Any, known: Mapping[str, Knob]) -> None:
             raise ConfigError(f"{key}.{name}={shown(name, value)}: no such key; {nearest(name, known)}")
         kind = known[name].annotation if name in known else Any
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-            check_values(f"{key}.{name}", value, options_knobs(kind))
+            check_values(f"{key}.{name}", value, option_parameters(kind))
         else:
             check_type(f"{key}.{name}", value, kind)
 
@@ -113,5 +113,5 @@ def check_type(key: str, value: Any, kind: Any) -> None:
 
 def shown(key: str, value: Any) -> str:
     """As YAML has it."""
-    text = str(without_secrets({key: value})[key])
+    text = str(redact({key: value})[key])
     return {"None": "null", "True": "true", "False": "false"}.get(text, text)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.config.redact import remove_with_secrets, word_without_secrets
+from trainer.config.redact import redact_argument, remove_if_secret
 from trainer.errors import ConfigError, nearest
 
 HERE = Path(__file__).parent.parent
@@ -33,7 +33,7 @@ class Job(NamedTuple):
     typed: list[str]  # the arguments that lead to this config, to be shown
 
 
-def own_folders(arguments: list[str]) -> list[Path]:
+def config_dirs(arguments: list[str]) -> list[Path]:
     """What --config-dir names."""
     names = [b for a, b in itertools.pairwise(arguments) if a in ("--config-dir", "-cd")]
     names += [a.partition("=")[2] for a in arguments if a.startswith("--config-dir=")]
@@ -60,7 +60,7 @@ def compose(arguments: list[str], folders: list[Path]) -> list[Job]:
     def collect(config: DictConfig) -> None:
         chosen = HydraConfig.get()
         overrides: Any = OmegaConf.to_container(chosen.overrides.task)  # as they are: they may hold ${...}
-        typed = [word_without_secrets(as_typed(override)) for override in overrides]
+        typed = [redact_argument(as_typed(override)) for override in overrides]
         swept.add(Path(chosen.sweep.dir, "multirun.yaml"))
         recipe = dict(chosen.runtime.choices).get("recipe", "")
         jobs.append(Job(OmegaConf.to_container(config, resolve=True), recipe, [*flags, *typed]))
@@ -80,7 +80,7 @@ def compose(arguments: list[str], folders: list[Path]) -> list[Job]:
         raise ConfigError(explain(error, folders)) from None
     sys.stderr.write(said.getvalue())
     for file in filter(Path.exists, swept):
-        remove_with_secrets(file)
+        remove_if_secret(file)
     return jobs
 
 
@@ -100,7 +100,7 @@ def explain(error: Exception, folders: list[Path]) -> str:
         known = choices(group, folders)
         return f"{group}={name}: there is no such {group.removesuffix('s')}; {nearest(name, known)}"
     if isinstance(error, OverrideParseException):
-        word = word_without_secrets(error.override.removeprefix("++"))
+        word = redact_argument(error.override.removeprefix("++"))
         shell, text = "'+callbacks=[a,b]'", "'recipe.text=\"a(b).txt\"'"
         return (
             f"{word}: can't be read as KEY=VALUE; quote it for the shell, as in {shell}, and text twice, as in {text}"

@@ -50,30 +50,30 @@ def is_secret(key: str) -> bool:
     return not WORDS.isdisjoint(words) or "".join(words).endswith(ENDS)
 
 
-def without_secrets(config: Any) -> Any:
+def redact(config: Any) -> Any:
     """A copy of a config, with stars for each secret that is given."""
     if isinstance(config, Mapping):
         return {
-            key: HIDDEN if is_secret(str(key)) and value not in (None, "") else without_secrets(value)
+            key: HIDDEN if is_secret(str(key)) and value not in (None, "") else redact(value)
             for key, value in config.items()
         }
     if isinstance(config, list):
-        return [without_secrets(item) for item in config]
-    return without_signatures(config) if isinstance(config, str) else config
+        return [redact(item) for item in config]
+    return redact_urls(config) if isinstance(config, str) else config
 
 
-def without_signatures(text: str) -> str:
+def redact_urls(text: str) -> str:
     """Without the user and password of each URL, and the query that signs it."""
     text = USER.sub(rf"\1{HIDDEN}@", text)
     return QUERY.sub(lambda query: f"?{HIDDEN}" if SIGNATURE.search(query[1]) else query[0], text)
 
 
-def secrets(config: Any, key: str = "") -> list[str]:
+def redacted_keys(config: Any, key: str = "") -> list[str]:
     """Keys for which a stored config has stars."""
     items = config.items() if isinstance(config, Mapping) else enumerate(config) if isinstance(config, list) else ()
     if isinstance(config, list) and any(map(is_hidden, config)):
         return [key]
-    found = [name for part, value in items for name in secrets(value, f"{key}.{part}".lstrip("."))]
+    found = [name for part, value in items for name in redacted_keys(value, f"{key}.{part}".lstrip("."))]
     return [key] if is_hidden(config) else found
 
 
@@ -81,17 +81,17 @@ def is_hidden(value: Any) -> bool:
     return value == HIDDEN or (isinstance(value, str) and (f"?{HIDDEN}" in value or f"://{HIDDEN}@" in value))
 
 
-def word_without_secrets(word: str) -> str:
+def redact_argument(word: str) -> str:
     """An argument as it was typed."""
     key, equals, _ = word.partition("=")
     if equals and is_secret(key):
         return f"{key}={HIDDEN}"
     word = PAIR.sub(lambda found: f"{found[1]}{found[2]}{HIDDEN}" if is_secret(found[1]) else found[0], word)
-    return without_signatures(word)
+    return redact_urls(word)
 
 
-def remove_with_secrets(file: Path) -> None:
+def remove_if_secret(file: Path) -> None:
     """A record of Hydra's, where one of its lines has a secret."""
     lines = file.read_text().splitlines()
-    if lines != list(map(word_without_secrets, lines)):
+    if lines != list(map(redact_argument, lines)):
         file.unlink()

@@ -59,7 +59,7 @@ def describe(kind: Any) -> str:
     return "null" if kind in (None, type(None)) else getattr(kind, "__name__", str(kind))
 
 
-def options_knobs(options: type) -> dict[str, Knob]:
+def option_parameters(options: type) -> dict[str, Knob]:
     hints = typing.get_type_hints(options)
     return {field.name: Knob(hints[field.name], field.default) for field in dataclasses.fields(options)}
 

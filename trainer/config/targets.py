@@ -52,12 +52,12 @@ def locate(key: str, target: str, allow: tuple[str, ...]) -> Callable[..., Any]:
     if home.split(".")[0] in CLASSES_ONLY and not isinstance(found, type):
         raise ConfigError(f"{key}._target_={target}: is no class; call it in a function of your own package")
     if home.split(".")[0] == "webdataset":
-        make_webdataset_careful()
+        secure_webdataset()
         os.environ["WDS_SECURE"] = "1"  # in data workers that are started anew, too
     return found
 
 
-def make_webdataset_careful() -> None:
+def secure_webdataset() -> None:
     """No pickle, no pipe:, no rewritten URL, for whatever calls it in this process."""
     from webdataset import utils
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader
 
 from trainer.log import log
-from trainer.process.signals import start_worker
+from trainer.process.signals import ignore_stop_signals
 
 START_S = 30.0  # until processes that were forked run Python code
 FORK = multiprocessing.get_context("fork")  # they have what the rank has, whatever a library has set
@@ -35,7 +35,7 @@ def started(start: Callable[[Connection], T], end: Callable[[T], Any]) -> T:
 
 
 def begin(given: Connection, _: int = 0) -> None:
-    start_worker()
+    ignore_stop_signals()
     given.close()
 
 
