@@ -63,7 +63,8 @@ def printable(text: str, keep: str = "") -> str:
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return the way out of a name that is not among `names`."""
     known = sorted(names)
-    near = difflib.get_close_matches(name, known, 3, 0.5)
+    initials = "".join(word[:1] for word in name.split("_"))  # learning_rate: lr
+    near = difflib.get_close_matches(name, known, 3, 0.5) or [key for key in known if key == initials]
     return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known) or 'none'}"
 
 

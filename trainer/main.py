@@ -6,7 +6,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trainer import __version__
+import trainer
 from trainer.config.compose import CONF, TYPED, choices, compose, config_dirs
 from trainer.errors import STOPPED, ConfigError
 from trainer.process.environment import detect, refuse_nodes
@@ -28,7 +28,12 @@ USAGE = """Echelon trains PyTorch models; every distributed-training optimisatio
 
 
 def main() -> None:
+    """Run the command, and end the process with its exit code."""
     open_standard_descriptors()
+    if not (trainer.__doc__ or "").startswith("Echelon"):
+        sys.exit(f"echelon: {trainer.__file__} is another package's; give Echelon an environment of its own")
+    if "" not in sys.path and os.getcwd() not in sys.path and not getattr(sys.flags, "safe_path", False):
+        sys.path.append(os.getcwd())  # for the recipes of a user of the command `echelon`, as `python -m` does
     if {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID"} & set(os.environ):
         die_with_parent()  # torchrun's agent, or mpirun, which may be killed
     tolerate_closed_pipes()
@@ -44,7 +49,7 @@ def command(arguments: list[str]) -> int:
         print(usage(folders))
         return 0
     if "--version" in arguments:
-        print(f"echelon-trainer {__version__} (torch {metadata.version('torch')})")
+        print(f"echelon-trainer {trainer.__version__} (torch {metadata.version('torch')})")
         return 0
     from trainer.config.check import check
 

@@ -89,6 +89,7 @@ class Plan:
         self.validate_s = every.amount * 60 if every and every.unit == "minutes" else math.inf
         self.save_s = (options.checkpoint.every_minutes or math.inf) * 60
         if self.resumed:
+            refuse_other_recipe(recipe, self.manifest, self.identity(), options.accept)
             refuse_differences(self.manifest["identity"], self.identity(), options.accept)
         self.spec = self._agree(world, each, spec)
 
@@ -226,6 +227,9 @@ def refuse_more(options: Options, world: int) -> None:
 
 
 def refuse_incomplete(recipe: Any, callbacks: Mapping[str, Any]) -> None:
+    """Refuse a recipe without its three methods, and callbacks that are none."""
+    if not isinstance(callbacks, Mapping):
+        raise ConfigError("callbacks: must have names, as in {'ema': Ema()}; give a dict instead of a list")
     missing = [name for name in ("model", "data", "loss") if not callable(getattr(recipe, name, None))]
     if missing:
         has = f"recipe: {type(recipe).__name__} has no method {missing[0]!r}"
@@ -277,6 +281,16 @@ def refuse_unmerged(callbacks: Mapping[str, Callback], manifest: Mapping[str, An
                 f"are {world} now, and {type(callbacks[name]).__name__} has no merge_rank_states; resume on "
                 f"{manifest['world']}, give it one, or leave {name} out"
             )
+
+
+def refuse_other_recipe(recipe: Any, manifest: Mapping[str, Any], own: Mapping[str, Any], accept: list[str]) -> None:
+    """Refuse another recipe's checkpoint by its name, where else the data's fingerprint would be told."""
+    was, now = str(manifest.get("settings", {}).get("recipe._target_", "")).rpartition(".")[2], type(recipe).__name__
+    if was not in ("", now) and own["data"] != manifest["identity"]["data"] and "data" not in accept:
+        raise ConfigError(
+            f"trainer.resume: the checkpoint is recipe {was}'s, and this run's is {now}; choose that recipe, or start "
+            "anew with trainer.resume=null"
+        )
 
 
 def refuse_differences(saved: Mapping[str, Any], own: Mapping[str, Any], accept: list[str]) -> None:

@@ -16,7 +16,7 @@ def arguments(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_options(options: type[T], values: Mapping[str, Any]) -> T:
-    """The dataclass `options` from its section; one inside of it likewise."""
+    """Return the dataclass `options` from its section of the config, and dataclasses inside of it from theirs."""
     given = dict(values)
     for name, knob in option_parameters(options).items():
         if dataclasses.is_dataclass(knob.annotation) and name in given:
@@ -25,6 +25,6 @@ def build_options(options: type[T], values: Mapping[str, Any]) -> T:
 
 
 def build(key: str, node: Mapping[str, Any], allow: tuple[str, ...]) -> Any:
-    """The object that `node` describes, or with `_partial_` a function that still takes its first arguments."""
+    """Return the object that `node` describes; with `_partial_` a function that still takes its first arguments."""
     target = locate(key, node["_target_"], allow)
     return functools.partial(target, **arguments(node)) if node.get("_partial_") else target(**arguments(node))

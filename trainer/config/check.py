@@ -1,4 +1,4 @@
-"""Checks a composed config against the constructors' signatures, before torch is imported."""
+"""Checks a composed config against the signatures of constructors, before torch is imported."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,20 +15,29 @@ from trainer.errors import ConfigError, nearest, require
 TOP = ("recipe", "callbacks", "optimizer", "schedule", "batch", "micro_batch", "accumulate", "trainer", "data", "nccl")
 
 
+GROUPS = ("optimizer", "schedule")
+
+
+# A recipe's YAML that names another optimizer is merged over the default one, whose keys stay.
+OWN_CHOICE = "for one of your own write conf/{0}/NAME.yaml, and in the recipe's defaults 'override /{0}: NAME'"
+
+
 STAGES = {"decoders": ("extension", "bytes"), "map": ("sample",)}  # of `data`: functions, and what they are called with
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Every key known, every value of its type and in its range, nothing missing.
+    """Refuse keys that are unknown or missing, and values of another type or out of range.
 
     Raises:
-        ConfigError: for the first that is not.
+        ConfigError: The first of these.
     """
     if hidden := redacted_keys(config):
         raise ConfigError(f"{hidden[0]}={HIDDEN}: is a secret that was not printed; give its value")
     for key in config:
         if key not in TOP:
-            raise ConfigError(f"{key}={shown(key, config[key])}: no such key; {nearest(key, TOP)}")
+            inner = [f"{name}.{key}" for name in TOP if isinstance(config.get(name), Mapping) and key in config[name]]
+            way_out = f"did you mean {' or '.join(inner)}?" if inner else nearest(key, TOP)
+            raise ConfigError(f"{key}={shown(key, config[key])}: no such key; {way_out}")
     for key in TOP:
         if key not in config:
             raise ConfigError(f"{key}: is missing; a run can't be without it")
@@ -61,7 +70,11 @@ def refuse_missing(node: Any, key: str) -> None:
 
 
 def check_node(key: str, node: Any, allow: tuple[str, ...]) -> None:
-    """One `_target_` with its arguments."""
+    """Check one `_target_` with its arguments."""
+    if isinstance(node, Mapping) and isinstance(node.get(key), Mapping):
+        raise ConfigError(
+            f"{key}.{key}: is one level too deep; begin the YAML file with the line '# @package _global_'"
+        )
     if not isinstance(node, Mapping) or "_target_" not in node:
         raise ConfigError(f"{key}={shown(key, node)}: has no _target_; choose one by {key}=NAME, see --help")
     target = node["_target_"]
@@ -71,7 +84,10 @@ def check_node(key: str, node: Any, allow: tuple[str, ...]) -> None:
     refuse_target(key, target, target, allow)
     known = knobs(key, target, allow)
     refuse_nested(key, arguments(node))
-    check_values(key, arguments(node), known)
+    if node.get("_partial_"):  # its first arguments are no keys
+        known = {name: knob for name, knob in known.items() if knob.default is not NO_DEFAULT or name == ANY_NAME}
+    own = key in GROUPS and not target.startswith("trainer.")
+    check_values(key, arguments(node), known, f"; {OWN_CHOICE.format(key)}" if own else "")
     for name, knob in known.items():
         if knob.default is NO_DEFAULT and name not in node and name != ANY_NAME and not node.get("_partial_"):
             raise ConfigError(f"{key}.{name}: is missing; give {key}.{name}=VALUE")
@@ -84,7 +100,7 @@ def check_stages(data: Mapping[str, Any], allow: tuple[str, ...]) -> None:
 
 
 def stage_node(key: str, item: Any) -> Mapping[str, Any]:
-    """A name is the function itself, which gets no arguments before it is called."""
+    """Return an item of `data.decoders` or `data.map` as a node. A name stands for the function, without arguments."""
     if isinstance(item, str):
         return {"_target_": item, "_partial_": True}
     if not isinstance(item, Mapping) or "_target_" not in item:
@@ -92,11 +108,11 @@ def stage_node(key: str, item: Any) -> Mapping[str, Any]:
     return item
 
 
-def check_values(key: str, values: Any, known: Mapping[str, Knob]) -> None:
+def check_values(key: str, values: Any, known: Mapping[str, Knob], hint: str = "") -> None:
     check_type(key, values, dict)
     for name, value in values.items():
         if name not in known and ANY_NAME not in known:
-            raise ConfigError(f"{key}.{name}={shown(name, value)}: no such key; {nearest(name, known)}")
+            raise ConfigError(f"{key}.{name}={shown(name, value)}: no such key; {nearest(name, known)}{hint}")
         kind = known[name].annotation if name in known else Any
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
             check_values(f"{key}.{name}", value, option_parameters(kind))
@@ -106,12 +122,12 @@ def check_values(key: str, values: Any, known: Mapping[str, Knob]) -> None:
 
 def check_type(key: str, value: Any, kind: Any) -> None:
     if not fits(value, kind):
-        typed = not isinstance(value, list) and not (isinstance(value, str) and "Literal" in str(kind))
-        but = f", not {describe(type(value))}" if typed else ""  # else its type is not what is wrong
+        other_type = not isinstance(value, list) and not (isinstance(value, str) and "Literal" in str(kind))
+        but = f", not {describe(type(value))}" if other_type else ""
         raise ConfigError(f"{key}={shown(key, value)}: must be {describe(kind)}{but}")
 
 
 def shown(key: str, value: Any) -> str:
-    """As YAML has it."""
+    """Return a value as YAML has it, without secrets."""
     text = str(redact({key: value})[key])
     return {"None": "null", "True": "true", "False": "false"}.get(text, text)

@@ -7,7 +7,7 @@ from trainer.config.duration import Duration
 from trainer.errors import ConfigError, nearest, require
 from trainer.process.environment import node_range
 
-ACCEPTABLE = ("seed", "batch", "data", "callbacks", "lanes", "block", "optimizer")  # what a resume compares
+ACCEPTABLE = ("seed", "batch", "data", "callbacks", "lanes", "block", "optimizer")  # keys that a resume compares
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class CheckpointOptions:
     keep: int = 2  # newest valid checkpoints kept; at least 2, for the newest may turn out to be damaged
     keep_best: str | None = None  # a metric, smaller is better: "val/loss"; "max val/accuracy" turns it round
     keep_every: int | None = None  # steps; checkpoints of multiples of it stay for ever
-    when_busy: Literal["wait", "skip"] = "wait"  # where the one before is still being written when one is due
+    when_busy: Literal["wait", "skip"] = "wait"  # if the one before is still being written when one is due
     max_failures: int = 3  # in a row, until the run stops
 
     def __post_init__(self) -> None:

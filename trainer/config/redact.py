@@ -1,5 +1,4 @@
-"""Keeps secrets out of what is printed and stored: values of keys that are named as such, passwords and signatures in
-URLs."""
+"""Hides secrets in text that is printed or stored: values of keys with such names, and parts of URLs."""
 
 import re
 from collections.abc import Mapping
@@ -9,7 +8,7 @@ from typing import Any
 HIDDEN = "***"
 
 
-# What makes a name a secret's: one of these words in it, or such an end, with or without `_` between its words.
+# A name is a secret's if it has one of these words, or such an end, with or without `_` between its words.
 WORDS = {"secret", "secrets", "password", "passwords", "passphrase", "passwd", "pwd", "credential", "credentials"}
 
 
@@ -51,7 +50,7 @@ def is_secret(key: str) -> bool:
 
 
 def redact(config: Any) -> Any:
-    """A copy of a config, with stars for each secret that is given."""
+    """Return a copy of a config, with stars for each secret that is given."""
     if isinstance(config, Mapping):
         return {
             key: HIDDEN if is_secret(str(key)) and value not in (None, "") else redact(value)
@@ -63,13 +62,13 @@ def redact(config: Any) -> Any:
 
 
 def redact_urls(text: str) -> str:
-    """Without the user and password of each URL, and the query that signs it."""
+    """Hide the user and password of each URL, and the query that signs it."""
     text = USER.sub(rf"\1{HIDDEN}@", text)
     return QUERY.sub(lambda query: f"?{HIDDEN}" if SIGNATURE.search(query[1]) else query[0], text)
 
 
 def redacted_keys(config: Any, key: str = "") -> list[str]:
-    """Keys for which a stored config has stars."""
+    """Return the keys for which a stored config has stars."""
     items = config.items() if isinstance(config, Mapping) else enumerate(config) if isinstance(config, list) else ()
     if isinstance(config, list) and any(map(is_hidden, config)):
         return [key]
@@ -82,7 +81,7 @@ def is_hidden(value: Any) -> bool:
 
 
 def redact_argument(word: str) -> str:
-    """An argument as it was typed."""
+    """Hide the secrets of a command's argument."""
     key, equals, _ = word.partition("=")
     if equals and is_secret(key):
         return f"{key}={HIDDEN}"
@@ -91,7 +90,7 @@ def redact_argument(word: str) -> str:
 
 
 def remove_if_secret(file: Path) -> None:
-    """A record of Hydra's, where one of its lines has a secret."""
+    """Remove a record of Hydra's if one of its lines has a secret."""
     lines = file.read_text().splitlines()
     if lines != list(map(redact_argument, lines)):
         file.unlink()
