@@ -36,7 +36,24 @@ batch=[1
 '+callbacks=[ema' '+callbacks=[overlap]'
     callbacks=[ema: can't be read as KEY=VALUE
 ~callbacks.progres
-    ~callbacks.progres: this run has none; see --cfg job
+    ~callbacks.progres: this run has none; did you mean ~callbacks.progress?
+~callbacks.xyzzy
+    ~callbacks.xyzzy: this run has none; see --cfg job
+--config-name=other
+    --config-name other: the only one is config; leave --config-name out
+lr=1e-3
+    lr=0.001: no such key; did you mean optimizer.lr?
+optimizer.learning_rate=1e-3
+    optimizer.learning_rate=0.001: no such key; did you mean lr?
+recipe=bare
+    recipe.recipe: is one level too deep; begin the YAML file with '# @package _global_'
+recipe=own_optimizer
+    optimizer.betas: no such key
+    for one of your own write conf/optimizer/NAME.yaml
+RANK=x WORLD_SIZE=2
+    RANK=x: is no number
+PMI_RANK=0 PMI_SIZE=3 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=3
+    mpirun: 3 ranks need a meeting point
 optimizer.lr=${foo}
     optimizer.lr: Interpolation key 'foo' not found; see --cfg job
 

@@ -60,3 +60,7 @@ class Net(nn.Module):
         for block in self.blocks:  # pyright: ignore[reportGeneralTypeIssues] a ModuleList
             x = x + block(x)
         return self.last(x)
+
+
+def plain_sgd(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr)

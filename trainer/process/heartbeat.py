@@ -59,6 +59,8 @@ class Heartbeat:
                 told = True
                 on_still()
             if log and self.left_s <= 0:
+                log.write(f"Timeout: no step for {self.still_s:g} s\n")
+                log.flush()
                 faulthandler.dump_traceback(log)
                 os._exit(1)
         if log:
