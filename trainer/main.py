@@ -9,7 +9,7 @@ from typing import Any
 import trainer
 from trainer.config.compose import CONF, TYPED, choices, compose, config_dirs
 from trainer.errors import STOPPED, ConfigError
-from trainer.process.environment import detect, refuse_nodes
+from trainer.process.environment import detect, raise_file_limit, refuse_nodes
 from trainer.process.exit import die_with_parent, exit_process, run_guarded
 from trainer.process.signals import StartupSignals
 from trainer.process.stdio import open_standard_descriptors, tolerate_closed_pipes
@@ -37,6 +37,7 @@ def main() -> None:
     if {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID"} & set(os.environ):
         die_with_parent()  # torchrun's agent, or mpirun, which may be killed
     tolerate_closed_pipes()
+    raise_file_limit()
     os.environ.setdefault("WDS_SECURE", "1")  # for a recipe that imports webdataset
     StartupSignals().__enter__()  # to the end of the process
     exit_process(run_guarded(lambda: command(sys.argv[1:])))

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import logging
 import os
 import platform
@@ -46,7 +47,7 @@ def make_run_dir(plan: "Plan", name: str) -> Path:
     restarted = int(os.environ.get("ECHELON_ATTEMPT", "0")) > 0
     goes_on = resumed is not None and resumed.parent.name == folder.name
     again = options.resume == "auto" or restarted or goes_on
-    ended, saves = (folder / "summary.json").exists(), (folder / CHECKPOINTED).exists()
+    ended, saves = has_ended(folder), (folder / CHECKPOINTED).exists()
     if (ended or saves or (folder / "metrics.jsonl").exists()) and not again:
         raise ConfigError(
             f"trainer.run_dir={given}: holds a run already; go on by trainer.resume=auto, or give another"
@@ -64,6 +65,16 @@ def make_run_dir(plan: "Plan", name: str) -> Path:
     make_writable("trainer.checkpoint.dir", saved)
     make_writable("trainer.run_dir", folder)
     return folder
+
+
+def has_ended(folder: Path) -> bool:
+    """Return whether the run has a summary of its end; one of a crash is none."""
+    try:
+        return json.loads((folder / "summary.json").read_text()).get("stopped") != "error"
+    except FileNotFoundError:
+        return False
+    except (ValueError, AttributeError):
+        return True
 
 
 def refuse_astray(folder: Path, chosen: str | None) -> None:

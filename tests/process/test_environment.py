@@ -1,5 +1,8 @@
 """Launchers that set PMI's variables, and variables that are no numbers."""
 
+import subprocess
+import sys
+
 import pytest
 
 from trainer.errors import ConfigError
@@ -27,3 +30,22 @@ def test_an_unknown_launcher_is_refused_instead_of_training_many_times():
 def test_a_variable_that_is_no_number_is_named(name, value):
     with pytest.raises(ConfigError, match=f"^{name}={value}: is no number"):
         detect({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"} | {name: value})
+
+
+def test_the_limit_of_open_files_is_raised():
+    code = "import resource; from trainer.process.environment import raise_file_limit; raise_file_limit(); "
+    code += "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    words = ["sh", "-c", 'ulimit -S -n 64; exec "$@"', "sh", sys.executable, "-c", code]
+    soft, hard = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    assert soft == hard != "64"
+
+
+def test_a_loopback_that_is_down_is_one_line():
+    code = "from trainer.process.environment import refuse_without_loopback as f\n"
+    code += "from trainer.process.exit import run_guarded; raise SystemExit(run_guarded(lambda: f() or 0))"
+    alone = [sys.executable, "-c", code]
+    assert subprocess.run(alone, capture_output=True, text=True, timeout=60).returncode == 0
+    down = subprocess.run(["unshare", "--net", *alone], capture_output=True, text=True, timeout=60)
+    if "unshare failed" in down.stderr or "Operation not permitted" in down.stderr:
+        pytest.skip("no network namespace of our own")
+    assert down.returncode == 78 and down.stderr.count("\n") == 1 and "ip link set lo up" in down.stderr

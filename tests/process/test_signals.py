@@ -20,7 +20,7 @@ import pytest
 from support.cli import MAIN, QUICK, TOY, Result, environment, lines, popen, run, weights
 from support.faults import free_port
 
-from trainer.process.signals import StopSignals
+from trainer.process.signals import StartupSignals, StopSignals
 
 RUN = [*TOY, *QUICK, "+callbacks=[probe]", "trainer.checkpoint.every_steps=null", "trainer.run_dir=runs/r"]
 
@@ -85,6 +85,26 @@ def test_sighup_is_heeded_but_under_nohup():
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGXCPU, signal.SIGPWR, signal.SIGIO])
+def test_what_batch_systems_send_before_they_kill_is_a_signal_to_stop(number):
+    before = signal.getsignal(number)
+    try:
+        signal.signal(number, signal.SIG_DFL)
+        with StartupSignals(), StopSignals() as heeded:
+            os.kill(os.getpid(), number)
+            deadline = time.monotonic() + 5
+            while not heeded.name and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert heeded.name == number.name and signal.getsignal(number) == signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN)  # a program's own handler stays
+        with StopSignals() as heeded:
+            os.kill(os.getpid(), number)
+            assert signal.getsignal(number) == signal.SIG_IGN
+        assert heeded.name == ""
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize(

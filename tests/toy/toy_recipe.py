@@ -1,5 +1,7 @@
 """A network of a few layers on synthetic data, for tests: what a user's own recipe looks like."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset

@@ -19,7 +19,7 @@ from trainer.launch.worker import train_under_launcher
 from trainer.log import log_to_terminal
 from trainer.plan import Plan, RunSpec
 from trainer.precision import Precision
-from trainer.process.environment import Place
+from trainer.process.environment import Place, refuse_without_loopback
 from trainer.run_dir import make_run_dir
 from trainer.session import build_components, end, train
 from trainer.summary import go_on
@@ -51,6 +51,7 @@ def start(config: dict[str, Any], name: str, argv: list[str], place: Place) -> i
 def start_ranks(config: dict[str, Any], name: str, argv: list[str], devices: int) -> int:
     """Decide all of the run here, where data is prepared and refusals end the command, then start the ranks."""
     log_to_terminal(0)
+    refuse_without_loopback()
     began = time.monotonic()
     components = build_components(config)
     del components["optimizer"]

@@ -1,6 +1,9 @@
 """The launcher that started this process, by its variables: torchrun, mpirun, srun, our supervisor, or none."""
 
+import contextlib
 import os
+import resource
+import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
@@ -163,6 +166,29 @@ def first_host(nodes: str) -> str:
         return name.split(",")[0]
     inside, _, tail = rest.partition("]")
     return first_host(name + inside.split(",")[0].split("-")[0] + tail)
+
+
+def refuse_without_loopback() -> None:
+    """Refuse to start ranks that could not meet.
+
+    Raises:
+        ConfigError: The loopback interface is down, as in a new network namespace.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("127.0.0.1", 9))  # sends nothing
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.devices: ranks of one node meet on the loopback interface: {error.strerror}; "
+                "switch it on by `ip link set lo up`, or give trainer.devices=1"
+            ) from None
+
+
+def raise_file_limit() -> None:
+    """Raise the limit of open files as far as the system allows: gloo has a socket for each other rank, and group."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def cores() -> int:
