@@ -25,7 +25,7 @@ def watched(seconds: float) -> "subprocess.Popen[str]":
 def test_a_rank_that_hangs_tells_its_collectives_then_its_stacks_and_ends():
     out, err = (process := watched(60)).communicate(timeout=30)
     assert (process.returncode, out) == (1, "begun\nstill\n")
-    assert err.startswith("Timeout: no step for 1 s\n") and 'File "<string>", line 8' in err
+    assert err.startswith("Timeout (0:00:01)!\n") and 'File "<string>", line 8' in err
 
 
 def test_time_in_which_a_process_is_suspended_does_not_count():

@@ -7,6 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -59,7 +60,7 @@ class Heartbeat:
                 told = True
                 on_still()
             if log and self.left_s <= 0:
-                log.write(f"Timeout: no step for {self.still_s:g} s\n")
+                log.write(f"Timeout ({timedelta(seconds=self.still_s)})!\n")
                 log.flush()
                 faulthandler.dump_traceback(log)
                 os._exit(1)
