@@ -46,9 +46,9 @@ lr=1e-3
 optimizer.learning_rate=1e-3
     optimizer.learning_rate=0.001: no such key; did you mean lr?
 recipe=bare
-    recipe.recipe: is one level too deep; begin the YAML file with '# @package _global_'
+    recipe.recipe: is one level too deep; begin the YAML file with the line '# @package _global_'
 recipe=own_optimizer
-    optimizer.betas: no such key
+    optimizer.betas=[0.9, 0.98]: no such key
     for one of your own write conf/optimizer/NAME.yaml
 RANK=x WORLD_SIZE=2
     RANK=x: is no number

@@ -84,8 +84,8 @@ def check_node(key: str, node: Any, allow: tuple[str, ...]) -> None:
     refuse_target(key, target, target, allow)
     known = knobs(key, target, allow)
     refuse_nested(key, arguments(node))
-    if node.get("_partial_"):  # its first arguments are no keys
-        known = {name: knob for name, knob in known.items() if knob.default is not NO_DEFAULT or name == ANY_NAME}
+    if key in GROUPS and node.get("_partial_") and known and next(iter(known.values())).default is NO_DEFAULT:
+        known = dict(list(known.items())[1:])  # its first argument is no key: the groups of parameters
     own = key in GROUPS and not target.startswith("trainer.")
     check_values(key, arguments(node), known, f"; {OWN_CHOICE.format(key)}" if own else "")
     for name, knob in known.items():
