@@ -22,8 +22,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainer.errors import STOPPED, ConfigError, exit_code, nearest, require, told
-from trainer.process.signals import heeded
+from trainer.errors import STOPPED, ConfigError, exit_code, message, nearest, require
+from trainer.process.signals import handled_signals
 
 Process = subprocess.Popen[Any]
 # What every process in a host gets: the interface to talk through, and one thread, for hosts share the cores.
@@ -204,19 +204,19 @@ def verdict(codes: list[int]) -> int:
 
 
 def stop(number: int, _: object) -> None:
-    for each in heeded():
+    for each in handled_signals():
         signal.signal(each, signal.SIG_IGN)  # a second signal shall not disturb the way out
     raise SystemExit(128 + number)
 
 
 def command(main: Callable[[], int]) -> None:
     """Ends with its exit code. A signal, too, goes by way of its `finally`s."""
-    for number in heeded():
+    for number in handled_signals():
         signal.signal(number, stop)
     try:
         sys.exit(main())
     except ConfigError as error:
-        print(told(error), file=sys.stderr)
+        print(message(error), file=sys.stderr)
         sys.exit(exit_code(error))
 
 

@@ -36,7 +36,24 @@ batch=[1
 '+callbacks=[ema' '+callbacks=[overlap]'
     callbacks=[ema: can't be read as KEY=VALUE
 ~callbacks.progres
-    ~callbacks.progres: this run has none; see --cfg job
+    ~callbacks.progres: this run has none; did you mean ~callbacks.progress?
+~callbacks.xyzzy
+    ~callbacks.xyzzy: this run has none; see --cfg job
+--config-name=other
+    --config-name other: the only one is config; leave --config-name out
+lr=1e-3
+    lr=0.001: no such key; did you mean optimizer.lr?
+optimizer.learning_rate=1e-3
+    optimizer.learning_rate=0.001: no such key; did you mean lr?
+recipe=bare
+    recipe.recipe: is one level too deep; begin the YAML file with the line '# @package _global_'
+recipe=own_optimizer
+    optimizer.betas=[0.9, 0.98]: no such key
+    for one of your own write conf/optimizer/NAME.yaml
+RANK=x WORLD_SIZE=2
+    RANK=x: is no number
+PMI_RANK=0 PMI_SIZE=3 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=3
+    mpirun: 3 ranks need a meeting point
 optimizer.lr=${foo}
     optimizer.lr: Interpolation key 'foo' not found; see --cfg job
 
@@ -132,8 +149,6 @@ trainer.devices=2 batch=13
     batch=13: does not divide into 2 rank(s); nearest that do: batch=12, batch=14
 trainer.devices=1 micro_batch=5
     batch=12: does not divide into 1 rank(s), micro_batch=5; nearest that do: batch=10, batch=15; or micro_batch=4
-trainer.devices=100000
-    trainer.devices=100000: each is a process, and this node has
     CPU core(s); use at most
 trainer.nodes=2
     trainer.nodes=2: start it on each node, with torchrun --nnodes=2 ... or srun

@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from support.cli import PYTHONPATH, QUICK, TOY, environment, run, toy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import trainer
-from trainer.config.options import LONGEST_TMPDIR
 
 SHORT = [
     "trainer.max_steps=4",
@@ -214,17 +212,3 @@ def test_an_export_that_fails_leaves_the_summary(tmp_path):
     assert done.code == 1 and done.err.startswith("echelon: weights: No space left on device; make room"), done.err
     assert json.loads((tmp_path / "runs/r/summary.json").read_text())["steps"] == 1
     assert "checkpoint  ckpt/r/step-00000001\n" in done.out and "export  " not in done.out
-
-
-@pytest.mark.parametrize("longer", [0, 1])
-def test_a_place_for_temporary_files_may_be_as_long_as_the_sockets_of_data_workers_allow(longer, tmp_path):
-    with tempfile.TemporaryDirectory() as folder:
-        (place := Path(folder, "x" * (LONGEST_TMPDIR + longer - len(folder) - 1))).mkdir()
-        result = toy(["data.workers=1", "batch=12", "trainer.max_steps=2"], tmp_path, TMPDIR=str(place))
-    if longer:
-        assert result.code == 78 and result.err.startswith(
-            f"echelon: data.workers=1: TMPDIR={place} is too long a name"
-        )
-        assert result.err.count("\n") == 1 and not (tmp_path / "runs").exists()
-    else:
-        assert result.code == 0, result.err

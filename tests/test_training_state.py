@@ -329,7 +329,7 @@ def test_a_refused_resume_changes_nothing():
     for refused in ({"checkpoint": {"keep_best": "val/typo"}}, {"callbacks": {"early_stop": EarlyStop()}}):
         with pytest.raises(ConfigError, match=r"val/typo|validates nothing"):
             trainer = make(resume="ckpt/r/step-00000002", max_steps=6, accept=["callbacks"], **refused)
-            trainer.begins = lambda: Path("runs/r/config.yaml").write_text("another")
+            trainer.on_accepted = lambda: Path("runs/r/config.yaml").write_text("another")
             trainer.fit()
     after = {str(p): p.read_bytes() for d in ("runs", "ckpt") for p in Path(d).rglob("*") if p.is_file()}
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}

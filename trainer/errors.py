@@ -1,70 +1,78 @@
-"""The errors that are the user's to mend: `main` prints them as one line, without a traceback."""
+"""Errors that the user can mend, which are printed as one line; and the exit codes of all ends."""
 
 import difflib
 import errno
 import traceback
 from collections.abc import Collection, Iterable
 
+# Exit codes of a run, beside 0, 1 (any other exception) and 128 + N (ended by signal N). docs/launch.md has the table.
+UNAVAILABLE = 69  # sysexits' EX_UNAVAILABLE
+NUMERICS = 70
+DATA = 71
+STOPPED = 75  # a signal stopped the run, which has a checkpoint; the same command goes on (sysexits' EX_TEMPFAIL)
+GAVE_UP = 76  # the same failure came at the same step again and again
+CONFIG = 78  # sysexits' EX_CONFIG
+HUNG = 124  # no rank moved for too long (as of `timeout`)
+
+FINAL = (NUMERICS, DATA, CONFIG)  # another attempt would meet the same error
+
 
 class ConfigError(ValueError):
-    """A setting that can't work: the message names the key, its value, the reason and the way out. Exit code 78."""
+    """A setting that can't work. The message names the key, its value, the reason and the way out. Exit code 78."""
 
 
 class DataError(ValueError):
-    """Data that is missing, damaged or not what it was: the message names the file and the way out. Exit code 71."""
+    """Data that is missing, damaged or changed. The message names the file and the way out. Exit code 71."""
 
 
 class UnavailableError(Exception):
-    """Data that may be had another time: a server or a disk that gave nothing for too long. The message names it. Exit
-    code 69 (sysexits' EX_UNAVAILABLE)."""
+    """Data that may come back: a server or a disk gave nothing for too long. The message names it. Exit code 69."""
 
 
 class NumericsError(ArithmeticError):
-    """Numbers that training can't go on from: the message names the step and the way out. Exit code 70."""
+    """Numbers that training can't go on from. The message names the step and the way out. Exit code 70."""
 
 
-EXIT_CODES = {UnavailableError: 69, NumericsError: 70, DataError: 71, ConfigError: 78}
+EXIT_CODES = {UnavailableError: UNAVAILABLE, NumericsError: NUMERICS, DataError: DATA, ConfigError: CONFIG}
 
 
-FINAL = (70, 71, 78)  # another try would meet the same
-
-
-def told(error: BaseException) -> str:
-    """What the user reads of it: one line where it is theirs to mend, else the traceback."""
+def message(error: BaseException) -> str:
+    """Return the text that the user reads: one line for an error that the user can mend, else the traceback."""
     if isinstance(error, tuple(EXIT_CODES)):
-        return f"echelon: {error}"
+        return f"echelon: {printable(str(error))}"
+    trace = printable("".join(traceback.format_exception(error)), keep="\n")
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
-        advice = (
-            "a smaller micro_batch (the batch stays), '+callbacks=[activation_checkpoint]' or trainer.precision=bf16"
-        )
-        return f"{''.join(traceback.format_exception(error))}echelon: out of memory; try {advice}\n"
+        ways = "a smaller micro_batch (the batch stays), '+callbacks=[activation_checkpoint]' or trainer.precision=bf16"
+        return f"{trace}echelon: out of memory; try {ways}\n"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        where = error.filename or "a file of the run"
-        return (
-            f"echelon: {where}: {error.strerror}; make room, then trainer.resume=auto goes on from the last checkpoint"
-        )
-    return "".join(traceback.format_exception(error))
+        file = printable(str(error.filename or "a file of the run, or of /dev/shm, which data workers need"))
+        way_out = "make room, then trainer.resume=auto goes on from the last checkpoint"
+        return f"echelon: {file}: {error.strerror}; {way_out}"
+    return trace
 
 
 def exit_code(error: BaseException) -> int:
     return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
 
 
-def printable(text: str) -> str:
-    """On one line, and without what a terminal obeys: of a stranger's."""
-    return "".join(c if c.isprintable() else "?" for c in text)
+def printable(text: str, keep: str = "") -> str:
+    """Return `text` without characters that steer a terminal or begin a line, but for those in `keep`."""
+    return "".join(c if c.isprintable() or c in keep else "?" for c in text)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The way out of a name that is not among `names`."""
+    """Return the way out of a name that is not among `names`."""
     known = sorted(names)
-    near = difflib.get_close_matches(name, known, 3, 0.5)
+    initials = "".join(word[:1] for word in name.split("_"))  # learning_rate: lr
+    near = difflib.get_close_matches(name, known, 3, 0.5) or [key for key in known if key == initials]
     return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known) or 'none'}"
 
 
 def require_one_of(key: str, value: str, known: Collection[str]) -> None:
-    """Raises:
-    ConfigError: for a word that is none of these. Of a config `check` has said so already; from Python it is said here.
+    """Refuse a word that is not among `known`: one that comes from Python, for `check` refuses those of a config.
+
+    Raises:
+        ConfigError: The word is unknown.
     """
     if value not in known:
         raise ConfigError(f"{key}={value}: is unknown; {nearest(value, known)}")
@@ -77,8 +85,10 @@ def require(
     above: float | None = None,
     below: float | None = None,
 ) -> None:
-    """Raises:
-    ConfigError: for a number outside of the range, and for NaN. None passes.
+    """Refuse a number outside of the range, and NaN. None passes.
+
+    Raises:
+        ConfigError: The number is out of range.
     """
     if value is not None and at_least is not None and not value >= at_least:
         raise ConfigError(f"{key}={value}: must be at least {at_least}")
@@ -86,6 +96,3 @@ def require(
         raise ConfigError(f"{key}={value}: must be more than {above}")
     if value is not None and below is not None and not value < below:
         raise ConfigError(f"{key}={value}: must be less than {below}")
-
-
-STOPPED = 75  # exit code: stopped by a signal with a checkpoint; start again to go on (sysexits' EX_TEMPFAIL)

@@ -1,27 +1,22 @@
-"""The logger of a run, and what it shows on the terminal."""
+"""The logger of a run, and its handlers."""
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    pass
-
+from trainer.errors import printable
 
 log = logging.getLogger("echelon")
 
 
-def show_log(rank: int) -> None:
-    """Rank 0's events to the terminal, until `start_log` knows of a folder for them too."""
-    stop_log()
-    log.handlers = [logging.NullHandler() if rank else Terminal()]
-    log.setLevel(logging.INFO)
-    log.propagate = False
+class Lines(logging.Formatter):
+    """Formats a record as text that can't steer a terminal; its message takes one line, a traceback several."""
 
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = printable(record.message)
+        return super().formatMessage(record)
 
-def stop_log() -> None:
-    for handler in log.handlers:
-        handler.close()
-    log.handlers = []
+    def formatException(self, ei: Any) -> str:
+        return printable(super().formatException(ei), keep="\n")
 
 
 class Terminal(logging.Handler):
@@ -29,13 +24,33 @@ class Terminal(logging.Handler):
 
     console: Any = None
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(Lines())
+
     def emit(self, record: logging.LogRecord) -> None:
-        message = (
-            record.getMessage()
-            if record.levelno < logging.WARNING
-            else f"{record.levelname.lower()}: {record.getMessage()}"
-        )
+        prefix = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        message = f"{prefix}{self.format(record)}"
         if Terminal.console is not None:
             Terminal.console.print(message, markup=False, highlight=False, soft_wrap=True)
         else:
             print(message, flush=True)
+
+
+def set_handlers(*handlers: logging.Handler) -> None:
+    """Close the handlers that `log` has, and give it these."""
+    for handler in log.handlers:
+        handler.close()
+    log.handlers = list(handlers)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+def log_to_terminal(rank: int) -> None:
+    """Show rank 0's events on the terminal, until there is a folder for the log."""
+    set_handlers(logging.NullHandler() if rank else Terminal())
+
+
+def stop_log() -> None:
+    """Close and remove all handlers."""
+    set_handlers()

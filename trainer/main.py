@@ -1,19 +1,18 @@
-"""The command: compose configs with Hydra, check them, then train or start the ranks that do."""
+"""The command: composes configs with Hydra, checks them, then trains or starts the ranks that do."""
 
 import os
 import sys
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trainer import __version__
-from trainer.config.compose import CONF, TYPED, choices, compose, own_folders
-from trainer.errors import STOPPED, ConfigError, exit_code, told
-from trainer.process.environment import detect, refuse_crowd, refuse_nodes
-from trainer.process.exit import die_with_parent, leave, let_first_tell
-from trainer.process.signals import Start
-from trainer.process.stdio import outlive_readers
+import trainer
+from trainer.config.compose import CONF, TYPED, choices, compose, config_dirs
+from trainer.errors import STOPPED, ConfigError
+from trainer.process.environment import detect, raise_file_limit, refuse_nodes
+from trainer.process.exit import die_with_parent, exit_process, run_guarded
+from trainer.process.signals import StartupSignals
+from trainer.process.stdio import open_standard_descriptors, tolerate_closed_pipes
 
 USAGE = """Echelon trains PyTorch models; every distributed-training optimisation is a callback.
 
@@ -29,39 +28,29 @@ USAGE = """Echelon trains PyTorch models; every distributed-training optimisatio
 
 
 def main() -> None:
-    if {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK"} & set(os.environ):
+    """Run the command, and end the process with its exit code."""
+    open_standard_descriptors()
+    if not (trainer.__doc__ or "").startswith("Echelon"):
+        sys.exit(f"echelon: {trainer.__file__} is another package's; give Echelon an environment of its own")
+    if "" not in sys.path and os.getcwd() not in sys.path and not getattr(sys.flags, "safe_path", False):
+        sys.path.append(os.getcwd())  # for the recipes of a user of the command `echelon`, as `python -m` does
+    if {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID"} & set(os.environ):
         die_with_parent()  # torchrun's agent, or mpirun, which may be killed
-    outlive_readers()
+    tolerate_closed_pipes()
+    raise_file_limit()
     os.environ.setdefault("WDS_SECURE", "1")  # for a recipe that imports webdataset
-    Start().__enter__()  # to the end of the process
-    leave(guarded(lambda: command(sys.argv[1:])))
-
-
-def guarded(call: Callable[[], int]) -> int:
-    """The exit code of `call`; of a user's mistake one line is printed, of ours the traceback."""
-    try:
-        return call()
-    except Exception as error:
-        let_first_tell()
-        print(told(error), file=sys.stderr, flush=True)
-        return exit_code(error)
-    except KeyboardInterrupt:
-        return 130
+    StartupSignals().__enter__()  # to the end of the process
+    exit_process(run_guarded(lambda: command(sys.argv[1:])))
 
 
 def command(arguments: list[str]) -> int:
-    """The exit code of the worst of the jobs that `arguments` describe."""
-    if arguments[:1] == ["--resolved"]:
-        die_with_parent(int(os.environ["ECHELON_PARENT"]))  # before anything that takes time
-        from trainer.launch.worker import train_as_rank
-
-        return train_as_rank(int(arguments[1]), arguments[2:])
-    folders = [CONF, *own_folders(arguments)]
+    """Run the jobs that `arguments` describe, and return the worst exit code."""
+    folders = [CONF, *config_dirs(arguments)]
     if {"-h", "--help"} & set(arguments):
         print(usage(folders))
         return 0
     if "--version" in arguments:
-        print(f"echelon-trainer {__version__} (torch {metadata.version('torch')})")
+        print(f"echelon-trainer {trainer.__version__} (torch {metadata.version('torch')})")
         return 0
     from trainer.config.check import check
 
@@ -75,14 +64,14 @@ def command(arguments: list[str]) -> int:
     for job in jobs:
         check(job.config)
     for job in jobs:
-        codes.append(guarded(lambda: run(*job)))  # noqa: B023 called at once
+        codes.append(run_guarded(lambda: run(*job)))  # noqa: B023 called at once
         if codes[-1] in (STOPPED, 130):
             break
     return max(codes)
 
 
 def usage(folders: list[Path]) -> str:
-    """With every choice of every group, and the first line of its file."""
+    """Return the help, with every choice of every group and the first line of its file."""
     lines = [USAGE]
     for group, typed in TYPED.items():
         lines.append(typed)
@@ -93,17 +82,15 @@ def usage(folders: list[Path]) -> str:
     return "\n".join(lines)
 
 
-def run(config: dict[str, Any], recipe: str, typed: list[str]) -> int:
-    """Train in this process, or start the ranks."""
+def run(config: dict[str, Any], recipe: str, argv: list[str]) -> int:
+    """Refuse what needs no torch, then train in this process or start the ranks."""
     from trainer.batch import split_batch
     from trainer.comm.nccl import NCCLOptions, applied
-    from trainer.config.build import settings
+    from trainer.config.build import build_options
     from trainer.config.options import Options
 
-    options = settings(Options, config["trainer"])
+    options = build_options(Options, config["trainer"])
     place = detect(os.environ, options.devices, options.nodes)
-    if (place.starts or not place.launcher) and options.accelerator != "cuda":
-        refuse_crowd(options.devices)
     refuse_nodes(place, os.environ, options.nodes, options.resume, options.run_dir)
     world = place.world if place.launcher else options.devices
     if isinstance(world, int) and not options.resume and isinstance(options.nodes, int):  # else the plan says
@@ -112,8 +99,8 @@ def run(config: dict[str, Any], recipe: str, typed: list[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from trainer.launch.launcher import start
 
-    with applied(settings(NCCLOptions, config["nccl"]), os.environ):
-        return start(config, recipe, typed, place)
+    with applied(build_options(NCCLOptions, config["nccl"]), os.environ):
+        return start(config, recipe, argv, place)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""All of a run that can be decided, and refused, before a model is built or a rank is started."""
+"""All decisions and refusals of a run that need no model."""
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from trainer.config.duration import Duration
 from trainer.config.options import DataOptions, Options
 from trainer.config.schema import fits
 from trainer.data.source import Samples, open_source
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DataError
 from trainer.log import log
 from trainer.optim.schedule import Schedule
 from trainer.process.environment import Place, node_range
@@ -23,15 +23,29 @@ from trainer.process.environment import Place, node_range
 MOST_RANKS = 1 << 20  # of a run that a checkpoint may be of
 
 
+@dataclass(frozen=True)
+class RunSpec:
+    """The decisions of a run as plain values: made once, by the launcher or else by rank 0, and given to all ranks."""
+
+    world: int
+    checkpoint: list[str] | None  # to go on from: its folder, which was verified, and the sha256 of its manifest
+    micro: int  # samples of a rank's micro-batch, at most
+    accumulate: int
+    max_steps: int | None
+    identity: dict[str, Any]  # the settings and data that must be the same for an exact resume
+    validation: str | None  # the fingerprint of the validation data
+
+
 class Plan:
-    """Callbacks in order, the split of the batch, the data, the length of the run, and the checkpoint to go on from.
+    """A rank's callbacks in order, its data, and the run's decisions.
 
     Args:
         options: `precision` as resolved for the device, where that is known.
-        each: Gives every rank what each of them passes.
+        each: Gives every rank the values of all ranks.
+        spec: The decisions, if a launcher has made them. The rank then checks only that it sees the same.
 
     Raises:
-        ConfigError, DataError: for anything that can't work.
+        ConfigError, DataError: A setting or the data can't work.
     """
 
     def __init__(
@@ -47,37 +61,59 @@ class Plan:
         data: DataOptions,
         place: Place,
         each: Callable[[Any], list[Any]],
+        spec: RunSpec | None = None,
     ) -> None:
         world = place.world
-        refuse_more(options, world)
-        rank_0_decides = replace(options, run_dir=None, checkpoint=replace(options.checkpoint, dir=""))
-        refuse_other_ranks({f"trainer.{key}": value for key, value in asdict(rank_0_decides).items()}, each)
+        if spec is None:
+            refuse_more(options, world)
+            rank_0_decides = replace(options, run_dir=None, checkpoint=replace(options.checkpoint, dir=""))
+            refuse_other_ranks({f"trainer.{key}": value for key, value in asdict(rank_0_decides).items()}, each)
         self.options, self.data, self.batch = options, data, batch
         refuse_incomplete(recipe, callbacks)
         self.callbacks = arrange(callbacks, self.features())
         reads = place.rank > 0 and place.local_rank == 0
-        self.resumed, self.manifest = self._find_checkpoint(place.rank, each, hashes=reads)
+        self.resumed, self.manifest = self._see_checkpoint(self._find_checkpoint(place.rank, each, spec), each, reads)
         self.uneven = len(set(node_range(options.nodes))) > 1 or self.manifest.get("world", world) != world
         self.uneven |= self.manifest.get("uneven", False)  # on so many ranks as before, too: the same split
-        self.micro, self.accumulate = split_batch(batch, world, micro_batch, accumulate, self.uneven)
+        split = split_batch(batch, world, micro_batch, accumulate, self.uneven)
+        split = (spec.micro, spec.accumulate) if spec else split
+        self.micro, self.accumulate = split
         if self.resumed and self.manifest["world"] != world:
             refuse_unmerged(self.callbacks, self.manifest, world)
         if options.init_from and not self.resumed:
             weights_files(options.init_from)
         self._open_data(recipe, place, each)
-        if self.order is None:  # an iterable's batches are as large as they are
+        if self.order is None and spec is None:  # an iterable's batches are as large as they are
             split_batch(batch, world, micro_batch, accumulate)
-        self.max_steps = self._max_steps()
+        self.max_steps = spec.max_steps if spec else self._max_steps()
         self.rate = schedule.resolve(self.max_steps, batch, self.epoch_samples)
         self.validate_every = every = self._every("trainer.validate_every", options.validate_every)
         self.validate_s = every.amount * 60 if every and every.unit == "minutes" else math.inf
         self.save_s = (options.checkpoint.every_minutes or math.inf) * 60
         if self.resumed:
+            refuse_other_recipe(recipe, self.manifest, self.identity(), options.accept)
             refuse_differences(self.manifest["identity"], self.identity(), options.accept)
-        refuse_other_ranks(self.identity() | {"max_steps": self.max_steps}, each)
+        self.spec = self._agree(world, each, spec)
+
+    def _agree(self, world: int, each: Callable[[Any], list[Any]], spec: RunSpec | None) -> RunSpec:
+        """Return the decisions of the launcher, else of rank 0, after a comparison with this rank's view.
+
+        Raises:
+            ConfigError: Ranks see different settings or data.
+            DataError: The data is no longer the data that the launcher saw.
+        """
+        found = getattr(self.validation, "fingerprint", None)
+        if spec is None:
+            refuse_other_ranks(self.identity() | {"max_steps": self.max_steps}, each)
+            checkpoint = [str(self.resumed), self.manifest["sha256"]] if self.resumed else None
+            own = RunSpec(world, checkpoint, self.micro, self.accumulate, self.max_steps, self.identity(), found)
+            return RunSpec(**each(asdict(own))[0])
+        if (spec.identity["data"], spec.validation) != (self.identity()["data"], found):
+            raise DataError("recipe.data: is not what it was when the run was planned; bring that back, then resume")
+        return spec
 
     def _open_data(self, recipe: Any, place: Place, each: Callable[[Any], list[Any]]) -> None:
-        """Rank 0 prepares what all see, then a rank of each other node what its node alone has; the rest find it."""
+        """Open the data in turns: rank 0 prepares shared files, one rank of each other node its node's."""
         seed, timeout_s = self.options.seed, self.options.timeout_s
         turn = 2 if place.local_rank else 1 if place.rank else 0
         for _ in range(turn):
@@ -107,24 +143,40 @@ class Plan:
         }
         return {name for name, active in on.items() if active}
 
-    def _find_checkpoint(self, rank: int, each: Callable[..., list[Any]], hashes: bool) -> tuple[Path | None, dict]:
-        """Rank 0 decides, and all go on from what it has found, or none; `hashes`: this one reads it for its node."""
-        options, found = self.options, None
+    def _find_checkpoint(self, rank: int, each: Callable[..., list[Any]], spec: RunSpec | None) -> list[str] | None:
+        """Return the checkpoint that the launcher found, else the one that rank 0 finds, and its manifest's sha256.
+
+        After a failure the launcher asks for the newest checkpoint: rank 0 finds it anew.
+        """
+        options = self.options
         if options.resume is None:
-            return None, {}
-        root = Path(options.checkpoint.dir)
+            return None
+        if spec and options.resume != "auto":
+            return spec.checkpoint
+        root, found = Path(options.checkpoint.dir), None
         if rank == 0:
             path = locate.resolve(options.resume, root, root / Path(options.run_dir).name if options.run_dir else None)
             found = path and [str(path), verify(path, hashes=False)["sha256"]]
         found = each(found)[0]
         if found is None:
             log.info("resume: there is no checkpoint in %s yet; a new run begins", root)
+        return found
+
+    def _see_checkpoint(
+        self, found: list[str] | None, each: Callable[..., list[Any]], hashes: bool
+    ) -> tuple[Path | None, dict[str, Any]]:
+        """Read the manifest on all ranks. With `hashes` this rank reads the files, too, for its node.
+
+        Raises:
+            ConfigError: A rank does not see the checkpoint.
+        """
+        if found is None:
             return None, {}
         manifest, unseen = see(path := Path(found[0]), found[1], hashes)
         for number, why in enumerate(each(unseen)):
             if why:
                 raise ConfigError(
-                    f"trainer.resume={options.resume}: rank {number} does not see rank 0's checkpoint ({why}); "
+                    f"trainer.resume={self.options.resume}: rank {number} does not see rank 0's checkpoint ({why}); "
                     "give all ranks the same trainer.checkpoint.dir, on a shared disk"
                 )
         refuse_other_manifests(manifest, f"trainer.resume={path}")
@@ -140,7 +192,7 @@ class Plan:
         return min(limits, default=None)
 
     def _every(self, key: str, text: int | str | None) -> Duration | None:
-        """In steps or minutes."""
+        """Parse a duration, and convert all but minutes into steps."""
         if text is None:
             return None
         every = Duration.parse(text, key)
@@ -157,7 +209,7 @@ class Plan:
         return every is not None and every.unit == "steps" and step % every.amount == 0
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same for a checkpoint to be continued exactly."""
+        """Return the settings and the data that must be the same for an exact resume."""
         data = self.source.fingerprint if isinstance(self.source, Samples) else "iterable"
         stateful = [
             name
@@ -177,6 +229,9 @@ def refuse_more(options: Options, world: int) -> None:
 
 
 def refuse_incomplete(recipe: Any, callbacks: Mapping[str, Any]) -> None:
+    """Refuse a recipe without its three methods, and callbacks that are none."""
+    if not isinstance(callbacks, Mapping):
+        raise ConfigError("callbacks: must have names, as in {'ema': Ema()}; give a dict instead of a list")
     missing = [name for name in ("model", "data", "loss") if not callable(getattr(recipe, name, None))]
     if missing:
         has = f"recipe: {type(recipe).__name__} has no method {missing[0]!r}"
@@ -190,7 +245,7 @@ def refuse_incomplete(recipe: Any, callbacks: Mapping[str, Any]) -> None:
 
 
 def refuse_other_ranks(own: Mapping[str, Any], each: Callable[[Any], list[Any]]) -> None:
-    """Ranks that a launcher starts with other arguments, or other data, would wait for each other for ever."""
+    """Refuse ranks with different arguments or data: they would wait for each other for ever."""
     first, *others = each(own)
     for rank, other in enumerate(others, start=1):
         for key, value in first.items():
@@ -202,7 +257,7 @@ def refuse_other_ranks(own: Mapping[str, Any], each: Callable[[Any], list[Any]])
 
 
 def refuse_other_manifests(manifest: Mapping[str, Any], key: str) -> None:
-    """Whole, and its sha256 right, it may still be of something else, or of someone who means harm."""
+    """Refuse a manifest that is whole but not a run's: it may be a stranger's."""
     kinds = {"run_dir": str, "samples": int, "world": int, "identity": dict, "buckets": list, "ddp": dict}
     wrong = [name for name, kind in kinds.items() if not fits(manifest.get(name), kind)]
     may = {"rank_states": list[str], "settings": dict, "versions": dict, "uneven": bool}
@@ -216,8 +271,10 @@ def refuse_other_manifests(manifest: Mapping[str, Any], key: str) -> None:
 
 
 def refuse_unmerged(callbacks: Mapping[str, Callback], manifest: Mapping[str, Any], world: int) -> None:
-    """Raises:
-    ConfigError: for a callback of whose ranks the checkpoint has a state each, where none says how to merge them.
+    """Refuse a resume on another number of ranks with a callback that can't merge the states of its ranks.
+
+    Raises:
+        ConfigError: The checkpoint has a state for each rank, and the callback has no merge_rank_states.
     """
     for name in sorted(callbacks.keys() & set(manifest.get("rank_states", ()))):
         if not overrides(callbacks[name], "merge_rank_states"):
@@ -228,22 +285,34 @@ def refuse_unmerged(callbacks: Mapping[str, Callback], manifest: Mapping[str, An
             )
 
 
+def refuse_other_recipe(recipe: Any, manifest: Mapping[str, Any], own: Mapping[str, Any], accept: list[str]) -> None:
+    """Refuse another recipe's checkpoint by its name, where else the data's fingerprint would be told."""
+    was, now = str(manifest.get("settings", {}).get("recipe._target_", "")).rpartition(".")[2], type(recipe).__name__
+    if was not in ("", now) and own["data"] != manifest["identity"]["data"] and "data" not in accept:
+        raise ConfigError(
+            f"trainer.resume: the checkpoint is recipe {was}'s, and this run's is {now}; choose that recipe, or start "
+            "anew with trainer.resume=null"
+        )
+
+
 def refuse_differences(saved: Mapping[str, Any], own: Mapping[str, Any], accept: list[str]) -> None:
-    """Compares what both name.
+    """Compare the keys that both have.
 
     Raises:
-        ConfigError: naming each key that differs, both values, and the override that accepts it.
+        ConfigError: A key differs. The message names both values and the override that accepts it.
     """
     different = [key for key in own if key in saved and saved[key] != own[key]]
     for key in different:
         if key in accept:
-            told = "resume: %s was %s and is %s, accepted; the run is not the one that was interrupted"
-            log.warning(told, key, saved[key], own[key])
+            text = "resume: %s was %s and is %s, accepted; the run is not the one that was interrupted"
+            log.warning(text, key, saved[key], own[key])
     refused = [key for key in different if key not in accept]
     if refused:
-        told = "; ".join(f"{key} was {short(saved[key])} in the checkpoint and is {short(own[key])}" for key in refused)
+        lines = "; ".join(
+            f"{key} was {short(saved[key])} in the checkpoint and is {short(own[key])}" for key in refused
+        )
         raise ConfigError(
-            f"trainer.resume: {told}; set it back, or accept it by 'trainer.accept=[{','.join(accept + refused)}]'"
+            f"trainer.resume: {lines}; set it back, or accept it by 'trainer.accept=[{','.join(accept + refused)}]'"
         )
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import logging
 import os
 import platform
@@ -17,7 +18,7 @@ from trainer.checkpoint import locate
 from trainer.checkpoint.lock import CHECKPOINTED
 from trainer.errors import ConfigError, printable
 from trainer.files import Appended
-from trainer.log import Terminal, log, stop_log
+from trainer.log import Lines, Terminal, log, set_handlers
 
 if TYPE_CHECKING:
     from trainer.plan import Plan
@@ -47,7 +48,7 @@ def make_run_dir(plan: "Plan", name: str) -> Path:
         not options.run_dir or resumed.parent.name == folder.name or _same(resumed.parent, saved)
     )
     again = options.resume == "auto" or restarted or goes_on
-    ended, saves = (folder / "summary.json").exists(), (folder / CHECKPOINTED).exists()
+    ended, saves = has_ended(folder), (folder / CHECKPOINTED).exists()
     if (ended or saves or (folder / "metrics.jsonl").exists()) and not again:
         raise ConfigError(
             f"trainer.run_dir={given}: holds a run already; go on by trainer.resume=auto, or give another"
@@ -65,6 +66,16 @@ def make_run_dir(plan: "Plan", name: str) -> Path:
     make_writable("trainer.checkpoint.dir", saved)
     make_writable("trainer.run_dir", folder)
     return folder
+
+
+def has_ended(folder: Path) -> bool:
+    """Return whether the run has a summary of its end; one of a crash is none."""
+    try:
+        return json.loads((folder / "summary.json").read_text()).get("stopped") != "error"
+    except FileNotFoundError:
+        return False
+    except (ValueError, AttributeError):
+        return True
 
 
 def _run_of(resumed: Path | None, manifest: Mapping[str, Any], root: Path) -> str | None:
@@ -158,11 +169,8 @@ def start_log(run_dir: Path, rank: int) -> None:
         handlers = [LogFile(path), Terminal()]
     for handler in handlers:
         if not isinstance(handler, Terminal):
-            handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    stop_log()
-    log.handlers = handlers
-    log.setLevel(logging.INFO)
-    log.propagate = False
+            handler.setFormatter(Lines("%(asctime)s %(levelname)s %(message)s"))
+    set_handlers(*handlers)
 
 
 class LogFile(logging.Handler):
@@ -173,7 +181,7 @@ class LogFile(logging.Handler):
         self.file = Appended(path)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.file.write(f"{self.format(record)}\n".encode(errors="backslashreplace"))  # of a name that is not UTF-8
+        self.file.write(f"{self.format(record)}\n".encode())
 
     def close(self) -> None:
         self.file.close()

@@ -1,83 +1,123 @@
 """From a checked config to a trained model, in this process."""
 
+import json
 import os
 import shlex
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 
 from trainer.checkpoint.compare import flat
 from trainer.comm.nccl import NCCLOptions, in_words
-from trainer.config.build import build, settings
+from trainer.config.build import build, build_options
 from trainer.config.check import ALLOWED
 from trainer.config.options import DataOptions, Options
-from trainer.config.redact import without_secrets
+from trainer.config.redact import redact
 from trainer.data.shards.transforms import build_stages
-from trainer.errors import STOPPED, ConfigError, DataError, UnavailableError
-from trainer.files import write_whole
+from trainer.errors import STOPPED, ConfigError, DataError, UnavailableError, message
+from trainer.files import Appended, write_json, write_whole
 from trainer.log import log
-from trainer.plan import Plan
+from trainer.plan import RunSpec
 from trainer.process.environment import Place
+from trainer.timeouts import STILL
 from trainer.trainer import Trainer
 from trainer.training_state import model_identity
 
+Report = Callable[[BaseException], None]
 
-def objects(config: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `Trainer` (but for its place and name) that `config` describes."""
-    options = settings(Options, config["trainer"])
+
+def build_components(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `Trainer` that `config` describes: all but the place, the name and the decisions."""
+    options = build_options(Options, config["trainer"])
     allow = (*ALLOWED, *options.allow_targets)
     return {
         **{key: build(key, config[key], allow) for key in ("recipe", "optimizer", "schedule")},
         "callbacks": {name: build(f"callbacks.{name}", node, allow) for name, node in config["callbacks"].items()},
         **{key: config[key] for key in ("batch", "micro_batch", "accumulate")},
         "options": options,
-        "data": settings(DataOptions, {**config["data"], **build_stages(config["data"], allow)}),
+        "data": build_options(DataOptions, {**config["data"], **build_stages(config["data"], allow)}),
     }
 
 
-def train(config: dict[str, Any], name: str, typed: list[str], place: Place | None = None) -> int:
-    trainer = make_trainer(config, name, place)
-    trainer.typed = typed
-    os.environ.setdefault(
-        "TORCH_FR_DUMP_TEMP_FILE", str(trainer.run_dir / "logs" / "nccl-rank")
-    )  # torch adds its number
+def train(
+    config: dict[str, Any],
+    name: str,
+    argv: list[str],
+    place: Place | None = None,
+    spec: RunSpec | None = None,
+    on_error: Report = lambda error: None,
+) -> int:
+    """Train to the end, and return the exit code.
+
+    Args:
+        spec: The decisions, if a launcher has made them.
+        on_error: Called with the error of a run that fails, before its clean-up.
+    """
+    trainer = make_trainer(config, name, place, spec)
+    trainer.argv, trainer.on_error = argv, on_error
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(trainer.run_dir / "logs" / "nccl-rank"))  # torch adds the rank
     if trainer.world == 1 and not os.isatty(0):  # else somebody may be in a debugger
-        trainer.heartbeat.watch(2 * trainer.options.timeout_s)
-    trainer.settings |= flat(without_secrets(config))
+        stderr = os.fdopen(os.dup(2), "a")  # a socket can't be opened by its path
+        trainer.heartbeat.watch(STILL * trainer.options.timeout_s, lambda: None, stderr)
+    trainer.settings |= flat(redact(config)) | arithmetic()
     if trainer.rank == 0:
-        trainer.begins = lambda: save_config(without_secrets(config), trainer.run_dir)
-    describe(trainer, settings(NCCLOptions, config["nccl"]))
-    trainer.fit()
-    return ended(STOPPED if trainer.stop_reason == "signal" else 0)
+        trainer.on_accepted = lambda: save_config(redact(config), trainer.run_dir)
+    describe(trainer, build_options(NCCLOptions, config["nccl"]))
+    try:
+        trainer.fit()
+    except Exception as error:
+        if trainer.rank == 0:
+            note_crash(trainer, error)
+        raise
+    return end(STOPPED if trainer.stop_reason == "signal" else 0)
 
 
-def ended(code: int) -> int:
-    """srun -K and mpirun send a signal as the first of them ends: all end with 75."""
+def end(code: int) -> int:
+    """Return `code`, and if it is 75 ignore what `srun -K` and mpirun send to the others as the first rank ends."""
     for number in (signal.SIGTERM, signal.SIGUSR1) if code == STOPPED else ():
         signal.signal(number, signal.SIG_IGN)
     return code
 
 
-def make_trainer(config: dict[str, Any], name: str, place: Place | None) -> Trainer:
-    """Raises:
-    UnavailableError: in ranks that are started again, for what was in order when the run was planned.
+def make_trainer(config: dict[str, Any], name: str, place: Place | None, spec: RunSpec | None = None) -> Trainer:
+    """Build the trainer.
+
+    Raises:
+        UnavailableError: A rank that is started again is refused something that was in order when the run was planned.
     """
-    planned = config.pop("planned", None)
     try:
-        trainer = Trainer(**objects(config), place=place, name=name)
-        if planned not in (None, found_data(trainer.plan)):
-            raise DataError("recipe.data: is not what it was when the run was planned; bring that back, then resume")
+        return Trainer(**build_components(config), place=place, name=name, spec=spec)
     except (ConfigError, DataError) as error:
         if os.environ.get("ECHELON_ATTEMPT", "0") == "0":
             raise
         raise UnavailableError(str(error)) from None
-    return trainer
 
 
-def found_data(plan: Plan) -> list[str | None]:
-    return [getattr(source, "fingerprint", None) for source in (plan.source, plan.validation)]
+def arithmetic() -> dict[str, Any]:
+    """Return the machine's part in the bits of a sum; a resume tells of a difference."""
+    cuda = {"machine.gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return {"machine.threads": torch.get_num_threads(), "machine.cpu": torch.backends.cpu.get_cpu_capability(), **cuda}
+
+
+def note_crash(trainer: Trainer, error: Exception) -> None:
+    """Write the error to rank 0's log and to summary.json: the terminal may be gone."""
+    text = message(error).rstrip()
+    log_file = Appended(trainer.run_dir / "logs" / "rank0.log")
+    log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} ERROR {text}\n".encode())
+    log_file.close()
+    file = trainer.run_dir / "summary.json"
+    if file.exists() and json.loads(file.read_text()).get("steps") == trainer.step:
+        return  # the steps are done, and have their summary
+    summary = {"stopped": "error", "error": text.rpartition("\n")[2], "steps": trainer.step, "samples": trainer.samples}
+    try:
+        write_json(file, summary)
+    except OSError as failure:
+        log.warning("%s is not written: %s", file, failure.strerror)
 
 
 def save_config(config: dict[str, Any], run_dir: Path) -> None:
@@ -91,8 +131,9 @@ def save_config(config: dict[str, Any], run_dir: Path) -> None:
 
 
 def describe(trainer: Trainer, nccl: NCCLOptions) -> None:
+    """Log what is trained, on what, and how."""
     plan, parameters = trainer.plan, sum(p.numel() for p in trainer.module.parameters())
-    log.info("run %s  %s", trainer.run_dir, shlex.join(trainer.typed or ()))
+    log.info("run %s  %s", trainer.run_dir, shlex.join(trainer.argv or ()))
     log.info(
         "%d rank(s) on %s, %s, %s parameters; batch %d = %d rank(s) x %d micro-batch(es) x %s%d samples",
         trainer.world, trainer.device.type, trainer.precision.name, f"{parameters:,}",

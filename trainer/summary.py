@@ -49,20 +49,20 @@ def report(trainer: "Trainer") -> None:
             trainer.recipe.export(trainer.eval_model.eval(), export)
             log.info("export      %s", export)
     elif trainer.checkpoint is not None:
-        log.info("go on with  %s", go_on(trainer.typed, trainer.checkpoint.parent))
+        log.info("go on with  %s", go_on(trainer.argv, trainer.checkpoint.parent))
         if exports:
             log.info("export with %s", export_from(trainer.checkpoint, export, trainer.options.allow_targets))
 
 
-def go_on(typed: Sequence[str] | None, saved: Path) -> str:
+def go_on(argv: Sequence[str] | None, saved: Path) -> str:
     """What continues a run from its folder of checkpoints: `last.pt` may be another run's by then.
 
-    Where someone else has started the ranks, that command is theirs; without `typed` the setting is all that we know.
+    Where someone else has started the ranks, that command is theirs; without `argv` the setting is all that we know.
     """
     resume = f"trainer.resume={saved}"
-    if typed is None:
+    if argv is None:
         return resume
-    words = ["-m", "trainer.main", *(word for word in typed if not word.startswith("trainer.resume=")), resume]
+    words = ["-m", "trainer.main", *(word for word in argv if not word.startswith("trainer.resume=")), resume]
     launcher = detect(os.environ).launcher
     ours = launcher in ("", "echelon")
     return shlex.join([this_python(), *words]) if ours else f"the same {launcher} ... {shlex.join(words)}"

@@ -29,7 +29,7 @@ from trainer.data.loader import Loader
 from trainer.data.source import Samples
 from trainer.errors import ConfigError
 from trainer.forward_backward import Accumulate, ForwardBackward
-from trainer.log import log, show_log, stop_log
+from trainer.log import log, log_to_terminal, stop_log
 from trainer.monitors import replica_check
 from trainer.optim.factories import adamw
 from trainer.optim.groups import Groups, make_optimizer
@@ -37,14 +37,15 @@ from trainer.optim.schedule import Constant, Schedule
 from trainer.parallel.ddp import DDP
 from trainer.parallel.strategy import SingleDevice, Strategy, to_device, trained
 from trainer.parallel.warmup import buffers_kept
-from trainer.plan import Plan
+from trainer.plan import Plan, RunSpec
 from trainer.precision import Precision
 from trainer.process.environment import Place, detect
 from trainer.process.heartbeat import Heartbeat
-from trainer.process.signals import Signals
+from trainer.process.signals import StopSignals
 from trainer.rng import GOLDEN, MASK, STEP, mix
 from trainer.run_dir import make_run_dir, start_log
 from trainer.summary import report
+from trainer.timeouts import STILL
 from trainer.validation import Evaluator
 
 
@@ -59,15 +60,17 @@ class Trainer:
         batch: Samples per optimizer step, over all ranks; `micro_batch` of them at a time per rank, `accumulate` times.
         place: This process among the ranks; None looks for a launcher's variables.
         name: Of the run's folder.
+        spec: The decisions of a launcher; None: rank 0 decides.
 
     Raises:
         ConfigError, DataError: for what can't work, before any step.
     """
 
     rehearsing = False  # passes are discarded
-    begins: Callable[[], Any] = staticmethod(lambda: None)  # called when nothing can refuse the run any more
+    on_accepted: Callable[[], Any] = staticmethod(lambda: None)  # called when nothing can refuse the run any more
+    on_error: Callable[[BaseException], Any] = staticmethod(lambda error: None)  # called before a failed run's clean-up
     reduce: Reduce | None = None  # the chain, where a callback has wrapped it
-    typed: Sequence[str] | None = None  # the arguments, for the command that goes on; None: made in Python
+    argv: Sequence[str] | None = None  # the arguments, for the command that goes on; None: made in Python
 
     def __init__(
         self,
@@ -83,12 +86,13 @@ class Trainer:
         data: DataOptions | None = None,
         place: Place | None = None,
         name: str = "run",
+        spec: RunSpec | None = None,
     ) -> None:
         self.recipe, self.batch, self.name = recipe, batch, name
         self.options = options = options or Options()
         place = place or detect(os.environ, options.devices, options.nodes)
         self.ranks = Ranks(place, options.accelerator, options.backend, options.timeout_s)
-        show_log(self.ranks.rank)
+        log_to_terminal(self.ranks.rank)
         self.rank, self.world, self.device = self.ranks.rank, self.ranks.world, self.ranks.device
         with ExitStack() as refused:
             refused.callback(self.ranks.close)  # peers that wait for this rank then hear of it
@@ -96,7 +100,7 @@ class Trainer:
             self.plan = Plan(
                 recipe, callbacks or {}, schedule or Constant(),
                 batch=batch, micro_batch=micro_batch, accumulate=accumulate, data=data or DataOptions(),
-                options=replace(options, precision=self.precision.name), place=place, each=self.ranks.each,
+                options=replace(options, precision=self.precision.name), place=place, each=self.ranks.each, spec=spec,
             )  # fmt: skip
             self._open_run(refused)
             refused.callback(self.saver.close)
@@ -109,7 +113,7 @@ class Trainer:
         self.run_dir = Path(self.ranks.first(run_dir))
         claim = training_state.claim(self, refused)  # of a run that another process writes the log stays as it is
         start_log(self.run_dir, self.rank)
-        self.heartbeat = Heartbeat.of(self)
+        self.heartbeat = Heartbeat(os.environ.get("ECHELON_HEARTBEAT", ""))
         limit = allowed(self.plan.data.max_bad, self.plan.epoch_samples or 0)
         self.quarantine = BadSamples(self.run_dir / "quarantine.jsonl", limit, self.ranks.gather, self.rank)
         self.saver = training_state.make_saver(self, claim)
@@ -182,20 +186,29 @@ class Trainer:
 
     def fit(self) -> None:
         """Train to the end, or until stopped. Weights, optimizer and callbacks are left as the last step made them."""
-        with Signals() as self.signals, ExitStack() as every:  # last first, also if one of them raises
-            every.push(lambda kind, *_: self.ranks.note_failure(kind, self.run_dir / "logs"))
-            self.signals.asked = lambda: self.ranks.note_failure(RuntimeError, self.run_dir / "logs")
+        with StopSignals() as self.signals, ExitStack() as every:  # last first, also if one of them raises
+            note = partial(self.ranks.note_failure, RuntimeError, self.run_dir / "logs")
+            self.signals.on_inspect = note
+            if self.world > 1:
+                stacks = None if self.heartbeat.file else (self.run_dir / "logs" / f"rank{self.rank}.log").open("a")
+                self.heartbeat.watch(STILL * self.options.timeout_s, note, stacks)
             for end in (self.heartbeat.close, self.saver.close, self.loader.close, self.quarantine.file.close):
                 every.callback(end)
             for end in reversed(self._hooks["on_fit_end"]):
                 every.callback(end, self)
+            every.push(self._tell_error)  # first: what follows may wait for a device that never answers
             self._start()
             while not self.stop_reason:
                 self._train_step(next(self.stream))
                 self._after_step()
             self._finish()
-        with Signals():  # a launcher may send one to all as the first of them ends
+        with StopSignals():  # a launcher may send one to all as the first of them ends
             self.close()
+
+    def _tell_error(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error:
+            self.on_error(error)
+            self.ranks.note_failure(kind, self.run_dir / "logs")
 
     def close(self) -> None:
         """End the process groups. The weights stay in `module`."""
@@ -225,7 +238,7 @@ class Trainer:
         training_state.refuse_superseded(self)
         self.emit("on_fit_start")
         if not (self.stop_reason and training_state.is_saved(self)):  # else there is nothing to do
-            self.begins()
+            self.on_accepted()
             training_state.leave_newer(self)
             training_state.validate_again(self)
 

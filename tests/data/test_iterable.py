@@ -16,7 +16,7 @@ from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.data.batch import count_samples
 from trainer.data.loader import Loader
 from trainer.errors import DataError
-from trainer.log import show_log, stop_log
+from trainer.log import log_to_terminal, stop_log
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -166,7 +166,7 @@ def test_batches_whose_samples_no_tensor_counts_are_taken_as_they_are(batch):
 
 @pytest.mark.parametrize(("world", "times"), [(1, 0), (2, 1)])
 def test_ranks_are_told_that_each_walks_its_own(world, times, capsys):
-    show_log(0)
+    log_to_terminal(0)
     loader = make_loader(Given(numbered), 0, world=world)
     list(itertools.islice(loader.train(0), 3))
     stop_log()

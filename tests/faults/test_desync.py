@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.faults import IMPATIENT, events, recorded, resumed, trouble, whole
 
-from trainer.launch.flight_recorder import odd_one
+from trainer.launch.flight_recorder import find_mismatch
 
 WEIGHTS = 756  # of the toy: what it makes could be taken for the gradients of a step
 
@@ -37,14 +37,14 @@ def note(logs: Path, rank: int, *sizes: int) -> None:
 def test_33_who_made_another_collective(tmp_path):
     note(tmp_path, 0, 5, 5, 7)
     note(tmp_path, 1, 5, 5, 7, 9)
-    assert odd_one(tmp_path, 0) == ""  # one against one
+    assert find_mismatch(tmp_path, 0) == ""  # one against one
     said = "echelon: rank {} made another collective than the others: gloo:all_reduce of [[{}]], ['Float']; theirs is "
     note(tmp_path, 2, 5, 5, 7)
-    assert odd_one(tmp_path, 0).startswith(said.format(1, 9))  # it waits where no other comes
+    assert find_mismatch(tmp_path, 0).startswith(said.format(1, 9))  # it waits where no other comes
     note(tmp_path, 2, 5, 5)
-    assert odd_one(tmp_path, 0) == ""  # all at different places of the same way
+    assert find_mismatch(tmp_path, 0) == ""  # all at different places of the same way
     note(tmp_path, 2, 5, 1, 5)
-    assert odd_one(tmp_path, 0) == f"{said.format(2, 1)}gloo:all_reduce of [[5]], ['Float']"
-    assert odd_one(tmp_path, time.time() + 60) == ""  # of an attempt before
+    assert find_mismatch(tmp_path, 0) == f"{said.format(2, 1)}gloo:all_reduce of [[5]], ['Float']"
+    assert find_mismatch(tmp_path, time.time() + 60) == ""  # of an attempt before
     (tmp_path / "collectives-rank0.json").write_text("torn")
-    assert odd_one(tmp_path, 0) == ""  # one against one
+    assert find_mismatch(tmp_path, 0) == ""  # one against one

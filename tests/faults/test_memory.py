@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.faults import events, trouble, whole
 
-from trainer.launch.restart_policy import GAVE_UP
+from trainer.errors import GAVE_UP
 
 pytestmark = pytest.mark.slow
 

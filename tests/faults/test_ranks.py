@@ -25,7 +25,7 @@ from support.faults import (
     whole,
 )
 
-from trainer.launch.restart_policy import GAVE_UP
+from trainer.errors import GAVE_UP
 
 HUNG = "echelon: rank(s) 1 did not end and had to be killed: the likely cause; its log: runs/r/logs/rank1.log"
 FAULTS = {

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 from support.cli import MAIN, QUICK, ROOT, TOY, Result, lines, popen, run, weights
 
-from trainer import session
 from trainer.errors import ConfigError
 from trainer.launch import launcher
-from trainer.launch.failure import find
-from trainer.process.environment import Place, detect, first_host, refuse_crowd, refuse_nodes
+from trainer.launch.failure import find_failure
+from trainer.process.environment import Place, detect, first_host, refuse_nodes
 from trainer.summary import go_on, this_python
 
 SHORT = [*TOY, *QUICK, "+callbacks=[probe]", "trainer.max_steps=5", "trainer.validate_every=3"]
@@ -288,7 +287,7 @@ def test_who_is_told_of(codes, reported, passed, said, code, tmp_path):
     for rank, (when, text) in reported.items():
         report = {"time": when, "text": text, "code": codes[rank], "in_collective": text == "reset"}
         (tmp_path / f"error-{rank}.json").write_text(json.dumps(report))
-    failure = find(codes, range(2), tmp_path, Path("logs"), passed)
+    failure = find_failure(codes, range(2), tmp_path, Path("logs"), passed)
     assert (failure.text, failure.code) == (said, code) if failure else not said
 
 
@@ -387,17 +386,8 @@ def test_how_a_printed_command_calls_python(executable, here, path, called, tmp_
     assert go_on(typed, Path("ckpt/r")) == f"{called.format(tmp_path)} {rest}"
 
 
-@pytest.mark.parametrize(("cores", "most"), [(1, 8), (2, 8), (64, 256)])
-def test_more_processes_than_a_node_can_bear(cores, most, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    refuse_crowd("auto")
-    refuse_crowd(most)
-    with pytest.raises(ConfigError, match=rf"^trainer\.devices={most + 1}: .* {cores} CPU core.*; use at most {most}"):
-        refuse_crowd(most + 1)
-
-
 def test_more_devices_than_there_are(monkeypatch):
-    monkeypatch.setattr(session, "count_gpus", lambda accelerator: 2)
+    monkeypatch.setattr(launcher, "count_gpus", lambda accelerator: 2)
     with pytest.raises(
         ConfigError, match=r"^trainer\.devices=3: this node has 2 CUDA device\(s\); use trainer\.devices=2 or"
     ):
@@ -408,13 +398,13 @@ def test_a_process_is_left_with_all_but_the_interpreters_own_end():
     """Which would end threads of gloo's, and the process with them."""
     code = """
 import atexit, sys, threading, time
-from trainer.process.exit import leave
+from trainer.process.exit import exit_process
 class Ended:
     def __del__(self): print("the interpreter ends")
 ended = Ended()
 atexit.register(print, "at exit")
 threading.Thread(target=lambda: (time.sleep(0.2), print("a thread"))).start()
-leave(7)
+exit_process(7)
 """
     done = run(["-c", code], ROOT, [sys.executable])
     assert done == (7, "a thread\nat exit\n", "")

@@ -10,9 +10,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from trainer.errors import STOPPED, UnavailableError, exit_code
-from trainer.launch.failure import HANGS, Failure, find
-from trainer.launch.restart_policy import GAVE_UP, Restarts
+from trainer.errors import GAVE_UP, HUNG, STOPPED, UnavailableError, exit_code
+from trainer.launch.failure import Failure, find_failure
+from trainer.launch.restart_policy import RestartPolicy
 from trainer.launch.supervisor import Supervisor
 from trainer.process import heartbeat
 from trainer.process.environment import Place
@@ -23,30 +23,30 @@ RAISED = Failure(1, "Traceback\nRuntimeError: x", 1, True)
 
 
 def test_restarts_are_used_up_by_what_gets_no_further_and_come_back_with_a_step():
-    restarts = Restarts(2)
+    restarts = RestartPolicy(2)
     failures = [Failure(0, f"echelon: {letter}", 137, False) for letter in "abcdefghi"]  # no two alike
     assert [restarts.decide(failure, Beat(0, 5, 0))[0] for failure in failures[:3]] == [0, 0, 137]
-    restarts = Restarts(2)
+    restarts = RestartPolicy(2)
     assert [restarts.decide(failure, Beat(0, step, 0))[0] for step, failure in enumerate(failures)] == [0] * 9
-    code, said = Restarts(0).decide(KILLED, Beat(0, 5, 0))
+    code, said = RestartPolicy(0).decide(KILLED, Beat(0, 5, 0))
     assert code == 137 and said == ""
 
 
 def test_what_another_try_would_meet_again_is_not_tried():
     for code in (70, 71, 78):
-        assert Restarts(3).decide(Failure(0, "echelon: x", code, True), Beat(0, 5, 0))[0] == code
-    assert Restarts(3).decide(RAISED, Beat(0, 0, 0)) == (1, "")  # not a step was made
-    assert Restarts(3).decide(KILLED, Beat(0, 0, 0))[0] == 0  # but a kill may have come from anywhere
-    assert Restarts(3).decide(RAISED, None) == (1, "")
+        assert RestartPolicy(3).decide(Failure(0, "echelon: x", code, True), Beat(0, 5, 0))[0] == code
+    assert RestartPolicy(3).decide(RAISED, Beat(0, 0, 0)) == (1, "")  # not a step was made
+    assert RestartPolicy(3).decide(KILLED, Beat(0, 0, 0))[0] == 0  # but a kill may have come from anywhere
+    assert RestartPolicy(3).decide(RAISED, None) == (1, "")
     away = Failure(0, "echelon: x", exit_code(UnavailableError("x")), True)
-    assert Restarts(3).decide(away, Beat(0, 5, 0))[0] == 0 == Restarts(3).decide(away, Beat(0, 0, 0))[0]
-    restarts = Restarts(9)
+    assert RestartPolicy(3).decide(away, Beat(0, 5, 0))[0] == 0 == RestartPolicy(3).decide(away, Beat(0, 0, 0))[0]
+    restarts = RestartPolicy(9)
     assert [restarts.decide(RAISED, Beat(4, 7, 0))[0] for _ in range(3)] == [0, 0, GAVE_UP]
 
 
 def test_what_was_away_may_be_back_after_a_while():
     """Also before the first step; for as long as any failure, and with time between."""
-    restarts = Restarts(3)
+    restarts = RestartPolicy(3)
     for beat in (Beat(0, 0, 0), None, None):
         assert restarts.decide(Failure(0, "echelon: a.tar: away", 69, True), beat)[0] == 0 and restarts.pause_s == 10
     assert restarts.decide(Failure(0, "echelon: a.tar: away", 69, True), None)[0] == 69
@@ -59,10 +59,10 @@ def test_the_same_failure_is_told_by_another_rank_each_time():
         "echelon: rank {0} was killed by SIGKILL; its log: runs/r/logs/rank{0}.log",
         "RuntimeError: <Batch at 0x7f{1}0> of pid 41{0}: Connection closed by peer [127.0.0.1]:2{0}731",
     ):
-        restarts = Restarts(3)
+        restarts = RestartPolicy(3)
         failures = [Failure(rank, text.format(rank, "abc"[rank]), 137, True) for rank in (0, 1, 2)]
         assert [restarts.decide(failure, Beat(4, 7, 0))[0] for failure in failures] == [0, 0, GAVE_UP]
-    restarts = Restarts(3)
+    restarts = RestartPolicy(3)
     others = [Failure(1, "OSError: [Errno 5] x", 1, True), Failure(1, "echelon: rank 1 ended with code 7", 7, False)]
     others += [Failure(1, "echelon: rank 1 ended with code 8", 8, False)]
     assert [restarts.decide(failure, Beat(4, 7, 0))[0] for failure in others] == [0, 0, 0]
@@ -70,7 +70,7 @@ def test_the_same_failure_is_told_by_another_rank_each_time():
 
 def test_what_never_came_to_a_step_is_no_loop():
     """A node that is short of something when ranks start may have it the next time."""
-    restarts = Restarts(3)
+    restarts = RestartPolicy(3)
     said = [restarts.decide(KILLED, None) for _ in range(4)]
     assert [code for code, _ in said] == [0, 0, 0, 137]
     assert said[0][1] == "echelon: failed before its first step; restart 1 of 3"
@@ -78,7 +78,7 @@ def test_what_never_came_to_a_step_is_no_loop():
 
 
 def test_pauses_grow():
-    restarts, pauses = Restarts(9), []
+    restarts, pauses = RestartPolicy(9), []
     for n in range(8):
         restarts.decide(Failure(0, "x" * n, 137, False), Beat(0, 5, 0))
         pauses.append(restarts.pause_s)
@@ -192,9 +192,9 @@ def test_a_rank_that_does_not_end_when_others_have_is_seen(code, tmp_path, monke
     codes = supervisor._wait(tmp_path)
     assert codes == {0: code, 1: code} and 40 <= clock.now < 50
     hangs.send_signal.assert_called_with(signal.SIGUSR2)
-    failure = find(codes, supervisor.ranks, tmp_path, Path("logs"), [])
+    failure = find_failure(codes, supervisor.ranks, tmp_path, Path("logs"), [])
     told = "echelon: rank(s) 2, 3 did not end when the others had; their stacks are in logs"
-    assert failure == Failure(2, told, HANGS, False)
+    assert failure == Failure(2, told, HUNG, False)
 
 
 def test_all_ranks_are_killed_before_one_is_waited_for(tmp_path, monkeypatch):
@@ -233,6 +233,6 @@ def test_who_lets_its_peers_fail_is_told_of(codes, own, rank, told, tmp_path):
         report = {"time": float(r), "text": text, "code": code, "in_collective": text == LOST}
         if code == 1:
             (tmp_path / f"error-{r}.json").write_text(json.dumps(report))
-    failure = find(codes, range(3), tmp_path, Path("logs"), [])
+    failure = find_failure(codes, range(3), tmp_path, Path("logs"), [])
     assert failure is not None and failure.rank == rank and told in failure.text.splitlines()[-1]
     assert failure.reported == (failure.text.splitlines()[-1] in (LOST, "its own"))

@@ -20,7 +20,7 @@ import pytest
 from support.cli import MAIN, QUICK, TOY, Result, environment, lines, popen, run, weights
 from support.faults import free_port
 
-from trainer.process.signals import Signals
+from trainer.process.signals import StartupSignals, StopSignals
 
 RUN = [*TOY, *QUICK, "+callbacks=[probe]", "trainer.checkpoint.every_steps=null", "trainer.run_dir=runs/r"]
 
@@ -72,11 +72,11 @@ def test_sighup_is_heeded_but_under_nohup():
     before = signal.getsignal(signal.SIGHUP)
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        with Signals() as ignored:
+        with StopSignals() as ignored:
             os.kill(os.getpid(), signal.SIGHUP)
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        with Signals() as heeded:
+        with StopSignals() as heeded:
             os.kill(os.getpid(), signal.SIGHUP)
             deadline = time.monotonic() + 5
             while not heeded.name and time.monotonic() < deadline:
@@ -85,6 +85,26 @@ def test_sighup_is_heeded_but_under_nohup():
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGXCPU, signal.SIGPWR, signal.SIGIO])
+def test_what_batch_systems_send_before_they_kill_is_a_signal_to_stop(number):
+    before = signal.getsignal(number)
+    try:
+        signal.signal(number, signal.SIG_DFL)
+        with StartupSignals(), StopSignals() as heeded:
+            os.kill(os.getpid(), number)
+            deadline = time.monotonic() + 5
+            while not heeded.name and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert heeded.name == number.name and signal.getsignal(number) == signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN)  # a program's own handler stays
+        with StopSignals() as heeded:
+            os.kill(os.getpid(), number)
+            assert signal.getsignal(number) == signal.SIG_IGN
+        assert heeded.name == ""
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +248,7 @@ def test_standard_error_may_be_a_socket(tmp_path):
 
 
 def test_a_name_that_is_not_utf_8_can_be_shown(tmp_path):
-    code = "import sys; from trainer.process.stdio import outlive_readers; outlive_readers()"
+    code = "import sys; from trainer.process.stdio import tolerate_closed_pipes; tolerate_closed_pipes()"
     code += "; print('a\\udcff'); print('a\\udcff', file=sys.stderr)"
     done = run([], tmp_path, [sys.executable, "-c", code], PYTHONIOENCODING="utf-8:strict")
     assert done == (0, "a\\udcff\n", "a\\udcff\n")

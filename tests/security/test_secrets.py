@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from support.cli import PYTHONPATH, TOY, Result, run
 
 from trainer.config.check import check_node, check_type, check_values, stage_node
-from trainer.config.redact import is_secret, secrets, without_secrets, word_without_secrets
+from trainer.config.redact import is_secret, redact, redact_argument, redacted_keys
 from trainer.config.schema import Knob
 from trainer.data.shards.discover import find_shards
 from trainer.errors import ConfigError, DataError
@@ -66,9 +66,9 @@ def test_configs_and_words() -> None:
         "a": {"password": 7, "token": None, "b": [{"api_key": "x", "c": "y"}]},
         "secret": {"d": 1},
     }
-    stored = without_secrets(config)
+    stored = redact(config)
     assert stored == {"a": {"password": "***", "token": None, "b": [{"api_key": "***", "c": "y"}]}, "secret": "***"}
-    assert secrets(stored) == ["a.password", "a.b.0.api_key", "secret"] and config["a"]["password"] == 7
+    assert redacted_keys(stored) == ["a.password", "a.b.0.api_key", "secret"] and config["a"]["password"] == 7
     for word, shown in (
         ("recipe.hub_token=a,b", "recipe.hub_token=***"),
         ("recipe.store={user: me, password: x y}", "recipe.store={user: me, password: ***}"),
@@ -77,7 +77,7 @@ def test_configs_and_words() -> None:
         ("optimizer.lr=1e-3", "optimizer.lr=1e-3"),
         ("~callbacks.progress", "~callbacks.progress"),
     ):
-        assert word_without_secrets(word) == shown
+        assert redact_argument(word) == shown
     with pytest.raises(ConfigError, match=r"recipe\.api_key=\*\*\*: must be int, not str"):
         check_type("recipe.api_key", "s3cr3t", int)
 
@@ -92,13 +92,13 @@ def test_queries_of_signed_urls() -> None:
         "s3://b/a?key=s3cr3t",
     ):
         hidden = f"{url.partition('?')[0]}?***"
-        stored = without_secrets({"shards": url, "several": [plain, url], "n": 1})
+        stored = redact({"shards": url, "several": [plain, url], "n": 1})
         assert stored == {"shards": hidden, "several": [plain, hidden], "n": 1}
-        assert secrets(stored) == ["shards", "several"]
-        assert word_without_secrets(f"recipe.shards='{url}'") == f"recipe.shards='{hidden}'"
-        assert word_without_secrets(f"recipe.shards=['{plain}','{url}']") == f"recipe.shards=['{plain}','{hidden}']"
-        assert "s3cr3t" not in word_without_secrets(f"recipe.shards=[{url},{plain}]")
-    assert without_secrets([plain]) == [plain] and word_without_secrets(f"a={plain}") == f"a={plain}"
+        assert redacted_keys(stored) == ["shards", "several"]
+        assert redact_argument(f"recipe.shards='{url}'") == f"recipe.shards='{hidden}'"
+        assert redact_argument(f"recipe.shards=['{plain}','{url}']") == f"recipe.shards=['{plain}','{hidden}']"
+        assert "s3cr3t" not in redact_argument(f"recipe.shards=[{url},{plain}]")
+    assert redact([plain]) == [plain] and redact_argument(f"a={plain}") == f"a={plain}"
 
 
 def test_users_and_passwords_in_urls() -> None:
@@ -110,10 +110,10 @@ def test_users_and_passwords_in_urls() -> None:
         ("mongodb+srv://u:s3@cr3t@h/x", "mongodb+srv://***@h/x"),
         ("https://s3cr3t@h/a b.tar?sig=s3cr3t", "https://***@h/a b.tar?***"),
     ):
-        assert without_secrets({"a": [text]}) == {"a": [hidden]} and secrets({"b": hidden}) == ["b"]
-        assert word_without_secrets(f"recipe.a='{text}'") == f"recipe.a='{hidden}'"
+        assert redact({"a": [text]}) == {"a": [hidden]} and redacted_keys({"b": hidden}) == ["b"]
+        assert redact_argument(f"recipe.a='{text}'") == f"recipe.a='{hidden}'"
     for plain in ("hf://datasets/a@main/b.tar", "https://h/@me", "me@h", "(?P<key>.*)=", "s3://b/a.tar?versionId=3"):
-        assert without_secrets(plain) == plain and secrets({"a": plain}) == []
+        assert redact(plain) == plain and redacted_keys({"a": plain}) == []
 
 
 def test_a_value_is_printed_without_them() -> None:

@@ -1,5 +1,7 @@
 """A network of a few layers on synthetic data, for tests: what a user's own recipe looks like."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -60,3 +62,7 @@ class Net(nn.Module):
         for block in self.blocks:  # pyright: ignore[reportGeneralTypeIssues] a ModuleList
             x = x + block(x)
         return self.last(x)
+
+
+def plain_sgd(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr)

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from trainer.config.schema import options_knobs
+from trainer.config.schema import option_parameters
 from trainer.config.targets import locate
 
 T = TypeVar("T")
@@ -15,16 +15,16 @@ def arguments(node: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in node.items() if name not in ("_target_", "_partial_")}
 
 
-def settings(options: type[T], values: Mapping[str, Any]) -> T:
-    """The dataclass `options` from its section; one inside of it likewise."""
+def build_options(options: type[T], values: Mapping[str, Any]) -> T:
+    """Return the dataclass `options` from its section of the config, and dataclasses inside of it from theirs."""
     given = dict(values)
-    for name, knob in options_knobs(options).items():
+    for name, knob in option_parameters(options).items():
         if dataclasses.is_dataclass(knob.annotation) and name in given:
-            given[name] = settings(knob.annotation, given[name])  # pyright: ignore[reportArgumentType] it is a type
+            given[name] = build_options(knob.annotation, given[name])  # pyright: ignore[reportArgumentType] it is a type
     return options(**given)
 
 
 def build(key: str, node: Mapping[str, Any], allow: tuple[str, ...]) -> Any:
-    """The object that `node` describes, or with `_partial_` a function that still takes its first arguments."""
+    """Return the object that `node` describes; with `_partial_` a function that still takes its first arguments."""
     target = locate(key, node["_target_"], allow)
     return functools.partial(target, **arguments(node)) if node.get("_partial_") else target(**arguments(node))

@@ -1,34 +1,43 @@
-"""Checks a composed config against the constructors' signatures, before torch is imported."""
+"""Checks a composed config against the signatures of constructors, before torch is imported."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from trainer.comm.nccl import NCCLOptions
-from trainer.config.build import arguments, build, settings
+from trainer.config.build import arguments, build, build_options
 from trainer.config.options import DataOptions, Options
-from trainer.config.redact import HIDDEN, secrets, without_secrets
-from trainer.config.schema import ANY_NAME, NO_DEFAULT, Knob, describe, fits, knobs, options_knobs
+from trainer.config.redact import HIDDEN, redact, redacted_keys
+from trainer.config.schema import ANY_NAME, NO_DEFAULT, Knob, describe, fits, knobs, option_parameters
 from trainer.config.targets import ALLOWED, refuse_nested, refuse_target
 from trainer.errors import ConfigError, nearest, require
 
 TOP = ("recipe", "callbacks", "optimizer", "schedule", "batch", "micro_batch", "accumulate", "trainer", "data", "nccl")
 
 
+GROUPS = ("optimizer", "schedule")
+
+
+# A recipe's YAML that names another optimizer is merged over the default one, whose keys stay.
+OWN_CHOICE = "for one of your own write conf/{0}/NAME.yaml, and in the recipe's defaults 'override /{0}: NAME'"
+
+
 STAGES = {"decoders": ("extension", "bytes"), "map": ("sample",)}  # of `data`: functions, and what they are called with
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Every key known, every value of its type and in its range, nothing missing.
+    """Refuse keys that are unknown or missing, and values of another type or out of range.
 
     Raises:
-        ConfigError: for the first that is not.
+        ConfigError: The first of these.
     """
-    if hidden := secrets(config):
+    if hidden := redacted_keys(config):
         raise ConfigError(f"{hidden[0]}={HIDDEN}: is a secret that was not printed; give its value")
     for key in config:
         if key not in TOP:
-            raise ConfigError(f"{key}={shown(key, config[key])}: no such key; {nearest(key, TOP)}")
+            inner = [f"{name}.{key}" for name in TOP if isinstance(config.get(name), Mapping) and key in config[name]]
+            way_out = f"did you mean {' or '.join(inner)}?" if inner else nearest(key, TOP)
+            raise ConfigError(f"{key}={shown(key, config[key])}: no such key; {way_out}")
     for key in TOP:
         if key not in config:
             raise ConfigError(f"{key}: is missing; a run can't be without it")
@@ -38,8 +47,8 @@ def check(config: Mapping[str, Any]) -> None:
         require(key, config[key], at_least=1)
     check_type("callbacks", config["callbacks"], dict)
     for key, options in (("trainer", Options), ("data", DataOptions), ("nccl", NCCLOptions)):
-        check_values(key, config[key], options_knobs(options))
-        settings(options, config[key])  # refuses what is out of range
+        check_values(key, config[key], option_parameters(options))
+        build_options(options, config[key])  # refuses what is out of range
     allow = (*ALLOWED, *config["trainer"].get("allow_targets", ()))
     for name, node in config["callbacks"].items():
         if not isinstance(node, Mapping) or "_target_" not in node:
@@ -61,7 +70,11 @@ def refuse_missing(node: Any, key: str) -> None:
 
 
 def check_node(key: str, node: Any, allow: tuple[str, ...]) -> None:
-    """One `_target_` with its arguments."""
+    """Check one `_target_` with its arguments."""
+    if isinstance(node, Mapping) and isinstance(node.get(key), Mapping):
+        raise ConfigError(
+            f"{key}.{key}: is one level too deep; begin the YAML file with the line '# @package _global_'"
+        )
     if not isinstance(node, Mapping) or "_target_" not in node:
         raise ConfigError(f"{key}={shown(key, node)}: has no _target_; choose one by {key}=NAME, see --help")
     target = node["_target_"]
@@ -71,7 +84,10 @@ def check_node(key: str, node: Any, allow: tuple[str, ...]) -> None:
     refuse_target(key, target, target, allow)
     known = knobs(key, target, allow)
     refuse_nested(key, arguments(node))
-    check_values(key, arguments(node), known)
+    if key in GROUPS and node.get("_partial_") and known and next(iter(known.values())).default is NO_DEFAULT:
+        known = dict(list(known.items())[1:])  # its first argument is no key: the groups of parameters
+    own = key in GROUPS and not target.startswith("trainer.")
+    check_values(key, arguments(node), known, f"; {OWN_CHOICE.format(key)}" if own else "")
     for name, knob in known.items():
         if knob.default is NO_DEFAULT and name not in node and name != ANY_NAME and not node.get("_partial_"):
             raise ConfigError(f"{key}.{name}: is missing; give {key}.{name}=VALUE")
@@ -84,7 +100,7 @@ def check_stages(data: Mapping[str, Any], allow: tuple[str, ...]) -> None:
 
 
 def stage_node(key: str, item: Any) -> Mapping[str, Any]:
-    """A name is the function itself, which gets no arguments before it is called."""
+    """Return an item of `data.decoders` or `data.map` as a node. A name stands for the function, without arguments."""
     if isinstance(item, str):
         return {"_target_": item, "_partial_": True}
     if not isinstance(item, Mapping) or "_target_" not in item:
@@ -92,26 +108,26 @@ def stage_node(key: str, item: Any) -> Mapping[str, Any]:
     return item
 
 
-def check_values(key: str, values: Any, known: Mapping[str, Knob]) -> None:
+def check_values(key: str, values: Any, known: Mapping[str, Knob], hint: str = "") -> None:
     check_type(key, values, dict)
     for name, value in values.items():
         if name not in known and ANY_NAME not in known:
-            raise ConfigError(f"{key}.{name}={shown(name, value)}: no such key; {nearest(name, known)}")
+            raise ConfigError(f"{key}.{name}={shown(name, value)}: no such key; {nearest(name, known)}{hint}")
         kind = known[name].annotation if name in known else Any
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-            check_values(f"{key}.{name}", value, options_knobs(kind))
+            check_values(f"{key}.{name}", value, option_parameters(kind))
         else:
             check_type(f"{key}.{name}", value, kind)
 
 
 def check_type(key: str, value: Any, kind: Any) -> None:
     if not fits(value, kind):
-        typed = not isinstance(value, list) and not (isinstance(value, str) and "Literal" in str(kind))
-        but = f", not {describe(type(value))}" if typed else ""  # else its type is not what is wrong
+        other_type = not isinstance(value, list) and not (isinstance(value, str) and "Literal" in str(kind))
+        but = f", not {describe(type(value))}" if other_type else ""
         raise ConfigError(f"{key}={shown(key, value)}: must be {describe(kind)}{but}")
 
 
 def shown(key: str, value: Any) -> str:
-    """As YAML has it."""
-    text = str(without_secrets({key: value})[key])
+    """Return a value as YAML has it, without secrets."""
+    text = str(redact({key: value})[key])
     return {"None": "null", "True": "true", "False": "false"}.get(text, text)

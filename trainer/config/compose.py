@@ -1,6 +1,7 @@
 """Composes configs with Hydra, and explains its errors in one line."""
 
 import contextlib
+import difflib
 import io
 import itertools
 import os
@@ -9,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.config.redact import remove_with_secrets, word_without_secrets
+from trainer.config.redact import redact_argument, remove_if_secret
 from trainer.errors import ConfigError, nearest
 
 HERE = Path(__file__).parent.parent
@@ -30,11 +31,11 @@ TYPED = {
 class Job(NamedTuple):
     config: Any
     recipe: str
-    typed: list[str]  # the arguments that lead to this config, to be shown
+    argv: list[str]  # the arguments that lead to this config, to be shown
 
 
-def own_folders(arguments: list[str]) -> list[Path]:
-    """What --config-dir names."""
+def config_dirs(arguments: list[str]) -> list[Path]:
+    """Return the folders that --config-dir names."""
     names = [b for a, b in itertools.pairwise(arguments) if a in ("--config-dir", "-cd")]
     names += [a.partition("=")[2] for a in arguments if a.startswith("--config-dir=")]
     for name in names:
@@ -48,24 +49,24 @@ def choices(group: str, folders: list[Path]) -> dict[str, Path]:
 
 
 def compose(arguments: list[str], folders: list[Path]) -> list[Job]:
-    """Hydra's part: groups, overrides, multirun. Without a job where it only shows something."""
+    """Compose the config of each job with Hydra: groups, overrides, multirun. No job if Hydra only shows something."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import DictConfig, OmegaConf
 
     jobs: list[Job] = []
-    swept: set[Path] = set()  # what Hydra writes of a multirun
+    swept: set[Path] = set()  # files that Hydra writes of a multirun
     flags = [word for folder in folders[1:] for word in ("--config-dir", str(folder))]
 
     def collect(config: DictConfig) -> None:
         chosen = HydraConfig.get()
         overrides: Any = OmegaConf.to_container(chosen.overrides.task)  # as they are: they may hold ${...}
-        typed = [word_without_secrets(as_typed(override)) for override in overrides]
+        argv = [redact_argument(original_override(override)) for override in overrides]
         swept.add(Path(chosen.sweep.dir, "multirun.yaml"))
         recipe = dict(chosen.runtime.choices).get("recipe", "")
-        jobs.append(Job(OmegaConf.to_container(config, resolve=True), recipe, [*flags, *typed]))
+        jobs.append(Job(OmegaConf.to_container(config, resolve=True), recipe, [*flags, *argv]))
 
-    words = merged([normal(word, folders) for word in arguments])
+    words = merge_callbacks([normalize(word, folders) for word in arguments])
     sys.argv[1:] = sorted(words, key=is_override)  # argparse takes positional arguments in one piece only
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print
     said = io.StringIO()
@@ -80,34 +81,38 @@ def compose(arguments: list[str], folders: list[Path]) -> list[Job]:
         raise ConfigError(explain(error, folders)) from None
     sys.stderr.write(said.getvalue())
     for file in filter(Path.exists, swept):
-        remove_with_secrets(file)
+        remove_if_secret(file)
     return jobs
 
 
-def as_typed(override: str) -> str:
-    """Without what `normal` and, in a multirun, Hydra make of it."""
+def original_override(override: str) -> str:
+    """Return an override without the changes that `normalize` and, in a multirun, Hydra have made."""
     if override.startswith("~"):
         return override.removesuffix("=null")
     return re.sub(r"\$\\{.*?\\}", lambda found: re.sub(r"\\(.)", r"\1", found[0]), override.removeprefix("++"))
 
 
 def explain(error: Exception, folders: list[Path]) -> str:
-    """Hydra's error in one line."""
+    """Return Hydra's error as one line with the way out."""
     from hydra.errors import MissingConfigException, OverrideParseException
 
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
         known = choices(group, folders)
+        if not group:
+            return f"--config-name {name}: the only one is config; leave --config-name out, and choose a recipe=NAME"
         return f"{group}={name}: there is no such {group.removesuffix('s')}; {nearest(name, known)}"
     if isinstance(error, OverrideParseException):
-        word = word_without_secrets(error.override.removeprefix("++"))
+        word = redact_argument(error.override.removeprefix("++"))
         shell, text = "'+callbacks=[a,b]'", "'recipe.text=\"a(b).txt\"'"
         return (
             f"{word}: can't be read as KEY=VALUE; quote it for the shell, as in {shell}, and text twice, as in {text}"
         )
     text = " ".join(str(error).split())
     if absent := re.search("delete from config. '(.*)' does not exist", text):
-        return f"~{absent[1]}: this run has none; see --cfg job"
+        group, _, name = absent[1].partition(".")
+        near = difflib.get_close_matches(name, choices(group, folders), 1)
+        return f"~{absent[1]}: this run has none; {f'did you mean ~{group}.{near[0]}?' if near else 'see --cfg job'}"
     reason, _, key = text.partition(" full_key: ")  # OmegaConf's
     return f"{key.split()[0]}: {reason}; see --cfg job" if key else f"{reason}; see --cfg job"
 
@@ -116,9 +121,12 @@ def is_override(word: str) -> bool:
     return word.startswith("~") or ("=" in word and not word.startswith("-"))
 
 
-def normal(word: str, folders: list[Path]) -> str:
-    """The argument as Hydra shall take it. Any key may be new to it: `check` knows them all, and says more.
-    `callbacks=[...]` and `+callbacks=[...]` mean the same, and may name a default one."""
+def normalize(word: str, folders: list[Path]) -> str:
+    """Return the argument in Hydra's form.
+
+    Hydra takes any key as new: `check` knows the keys, and its message says more. `callbacks=[...]` and
+    `+callbacks=[...]` mean the same, and may name a default callback.
+    """
     key, equals, value = word.partition("=")
     name = key.lstrip("+")
     if not equals or not name or word[0] in "-~" or re.search("[@/]", name) or name.startswith("hydra."):
@@ -133,8 +141,8 @@ def normal(word: str, folders: list[Path]) -> str:
     return f"++{name}={value}"
 
 
-def merged(words: list[str]) -> list[str]:
-    """With one list of callbacks, of which Hydra would heed the last only; without those that every run has."""
+def merge_callbacks(words: list[str]) -> list[str]:
+    """Merge all lists of callbacks into one, without the default ones: of several lists Hydra would take the last."""
     given = [re.findall(r"\[([^][]*)\]", word) for word in words if word.startswith("callbacks=")]
     if not given or [] in given:  # none, or one that Hydra shall refuse
         return words

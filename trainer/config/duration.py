@@ -1,4 +1,4 @@
-"""One vocabulary for every duration: "200 steps", "2 epochs", "1e6 samples", "30 minutes"; a bare number is steps."""
+"""Durations: "200 steps", "2 epochs", "1e6 samples", "30 minutes"; a bare number is steps."""
 
 import math
 import re

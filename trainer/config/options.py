@@ -1,7 +1,5 @@
 """The typed settings of a run: the keys `trainer`, `trainer.checkpoint`, `trainer.ddp` and `data`. Imports no torch."""
 
-import os
-import tempfile
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -9,10 +7,7 @@ from trainer.config.duration import Duration
 from trainer.errors import ConfigError, nearest, require
 from trainer.process.environment import node_range
 
-ACCEPTABLE = ("seed", "batch", "data", "callbacks", "lanes", "block", "optimizer")  # what a resume compares
-
-
-LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")  # a socket's name has 107 bytes
+ACCEPTABLE = ("seed", "batch", "data", "callbacks", "lanes", "block", "optimizer")  # keys that a resume compares
 
 
 @dataclass(frozen=True)
@@ -25,7 +20,7 @@ class CheckpointOptions:
     keep: int = 2  # newest valid checkpoints kept; at least 2, for the newest may turn out to be damaged
     keep_best: str | None = None  # a metric, smaller is better: "val/loss"; "max val/accuracy" turns it round
     keep_every: int | None = None  # steps; checkpoints of multiples of it stay for ever
-    when_busy: Literal["wait", "skip"] = "wait"  # where the one before is still being written when one is due
+    when_busy: Literal["wait", "skip"] = "wait"  # if the one before is still being written when one is due
     max_failures: int = 3  # in a row, until the run stops
 
     def __post_init__(self) -> None:
@@ -68,11 +63,6 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         require("data.workers", self.workers, at_least=0)
-        if self.workers and len(os.fsencode(folder := tempfile.gettempdir())) > LONGEST_TMPDIR:
-            raise ConfigError(
-                f"data.workers={self.workers}: TMPDIR={folder} is too long a name for their sockets; "
-                f"set TMPDIR to a folder of at most {LONGEST_TMPDIR} bytes, or data.workers=0"
-            )
         for key in ("prefetch", "lanes", "block"):
             require(f"data.{key}", getattr(self, key), at_least=1)
         require("data.max_bad", self.max_bad, at_least=0)

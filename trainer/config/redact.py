@@ -1,5 +1,4 @@
-"""Keeps secrets out of what is printed and stored: values of keys that are named as such, passwords and signatures in
-URLs."""
+"""Hides secrets in text that is printed or stored: values of keys with such names, and parts of URLs."""
 
 import re
 from collections.abc import Mapping
@@ -9,7 +8,7 @@ from typing import Any
 HIDDEN = "***"
 
 
-# What makes a name a secret's: one of these words in it, or such an end, with or without `_` between its words.
+# A name is a secret's if it has one of these words, or such an end, with or without `_` between its words.
 WORDS = {"secret", "secrets", "password", "passwords", "passphrase", "passwd", "pwd", "credential", "credentials"}
 
 
@@ -50,30 +49,30 @@ def is_secret(key: str) -> bool:
     return not WORDS.isdisjoint(words) or "".join(words).endswith(ENDS)
 
 
-def without_secrets(config: Any) -> Any:
-    """A copy of a config, with stars for each secret that is given."""
+def redact(config: Any) -> Any:
+    """Return a copy of a config, with stars for each secret that is given."""
     if isinstance(config, Mapping):
         return {
-            key: HIDDEN if is_secret(str(key)) and value not in (None, "") else without_secrets(value)
+            key: HIDDEN if is_secret(str(key)) and value not in (None, "") else redact(value)
             for key, value in config.items()
         }
     if isinstance(config, list):
-        return [without_secrets(item) for item in config]
-    return without_signatures(config) if isinstance(config, str) else config
+        return [redact(item) for item in config]
+    return redact_urls(config) if isinstance(config, str) else config
 
 
-def without_signatures(text: str) -> str:
-    """Without the user and password of each URL, and the query that signs it."""
+def redact_urls(text: str) -> str:
+    """Hide the user and password of each URL, and the query that signs it."""
     text = USER.sub(rf"\1{HIDDEN}@", text)
     return QUERY.sub(lambda query: f"?{HIDDEN}" if SIGNATURE.search(query[1]) else query[0], text)
 
 
-def secrets(config: Any, key: str = "") -> list[str]:
-    """Keys for which a stored config has stars."""
+def redacted_keys(config: Any, key: str = "") -> list[str]:
+    """Return the keys for which a stored config has stars."""
     items = config.items() if isinstance(config, Mapping) else enumerate(config) if isinstance(config, list) else ()
     if isinstance(config, list) and any(map(is_hidden, config)):
         return [key]
-    found = [name for part, value in items for name in secrets(value, f"{key}.{part}".lstrip("."))]
+    found = [name for part, value in items for name in redacted_keys(value, f"{key}.{part}".lstrip("."))]
     return [key] if is_hidden(config) else found
 
 
@@ -81,17 +80,17 @@ def is_hidden(value: Any) -> bool:
     return value == HIDDEN or (isinstance(value, str) and (f"?{HIDDEN}" in value or f"://{HIDDEN}@" in value))
 
 
-def word_without_secrets(word: str) -> str:
-    """An argument as it was typed."""
+def redact_argument(word: str) -> str:
+    """Hide the secrets of a command's argument."""
     key, equals, _ = word.partition("=")
     if equals and is_secret(key):
         return f"{key}={HIDDEN}"
     word = PAIR.sub(lambda found: f"{found[1]}{found[2]}{HIDDEN}" if is_secret(found[1]) else found[0], word)
-    return without_signatures(word)
+    return redact_urls(word)
 
 
-def remove_with_secrets(file: Path) -> None:
-    """A record of Hydra's, where one of its lines has a secret."""
+def remove_if_secret(file: Path) -> None:
+    """Remove a record of Hydra's if one of its lines has a secret."""
     lines = file.read_text().splitlines()
-    if lines != list(map(word_without_secrets, lines)):
+    if lines != list(map(redact_argument, lines)):
         file.unlink()

@@ -1,4 +1,4 @@
-"""The parameters of constructors, as their source has them, and which values fit them."""
+"""The parameters of constructors, read from source, and the values that fit them."""
 
 import ast
 import dataclasses
@@ -16,7 +16,7 @@ from trainer.config.targets import locate
 NO_DEFAULT = inspect.Parameter.empty
 
 
-ANY_NAME = "**"  # among the knobs of what takes any keyword
+ANY_NAME = "**"  # among the knobs of a function that takes any keyword
 
 
 PLAIN = {t.__name__: t for t in (int, float, bool, str, list, tuple, dict)} | {"Literal": Literal}
@@ -29,7 +29,10 @@ class Knob:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Plain types, unions, Literal, list and tuple of them; whole numbers are floats too. Anything else fits."""
+    """Return whether a value is of a plain type, or of unions, Literal, list and tuple of plain types.
+
+    A whole number fits float. Any value fits any other annotation.
+    """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, arg) for arg in args)
@@ -59,15 +62,17 @@ def describe(kind: Any) -> str:
     return "null" if kind in (None, type(None)) else getattr(kind, "__name__", str(kind))
 
 
-def options_knobs(options: type) -> dict[str, Knob]:
+def option_parameters(options: type) -> dict[str, Knob]:
     hints = typing.get_type_hints(options)
     return {field.name: Knob(hints[field.name], field.default) for field in dataclasses.fields(options)}
 
 
 @functools.cache
 def knobs(key: str, target: str, allow: tuple[str, ...]) -> dict[str, Knob]:
-    """The parameters of a class's constructor or of a function: from its module's source if that tells them, so that
-    checking a config imports no torch; else from the object itself."""
+    """Return the parameters of a function or of a class's constructor.
+
+    They come from the module's source, so that checking a config imports no torch; else from the object.
+    """
     module, _, name = target.rpartition(".")
     if source := source_of(module):
         tree = ast.parse(source.read_text())
@@ -75,7 +80,7 @@ def knobs(key: str, target: str, allow: tuple[str, ...]) -> dict[str, Knob]:
         found = _read(body[name], body) if name in body else None
         if found is not None:
             return found
-        for node in tree.body:  # a package's, which lies in one of its modules
+        for node in tree.body:  # a name that a package takes from one of its modules
             if isinstance(node, ast.ImportFrom) and not node.level and any(alias.name == name for alias in node.names):
                 return knobs(key, f"{node.module}.{name}", allow)
     parameters = inspect.signature(locate(key, target, allow)).parameters.values()
@@ -83,7 +88,7 @@ def knobs(key: str, target: str, allow: tuple[str, ...]) -> dict[str, Knob]:
 
 
 def source_of(module: str) -> Path | None:
-    """Found without an import of the packages that hold it."""
+    """Find a module's file without an import of its packages."""
     spec, places = None, None
     for part in module.split("."):
         spec = PathFinder.find_spec(part, places)
@@ -95,7 +100,7 @@ Definition = ast.ClassDef | ast.FunctionDef
 
 
 def _read(node: Definition, body: Mapping[str, Definition]) -> dict[str, Knob] | None:
-    """None where the constructor is not in this source."""
+    """Return the parameters; None if the constructor is not in this source."""
     if isinstance(node, ast.FunctionDef):
         return _parameters(node.args)
     for item in node.body:
@@ -125,7 +130,7 @@ def _parameters(args: ast.arguments) -> dict[str, Knob]:
 
 
 def _annotation(node: ast.expr | None) -> Any:
-    """The type, where it is made of plain ones; else Any."""
+    """Return the type if it is made of plain types, else Any."""
     try:
         return eval(ast.unparse(node), {"__builtins__": {}}, PLAIN) if node else Any
     except (NameError, TypeError, AttributeError, SyntaxError):

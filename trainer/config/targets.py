@@ -1,8 +1,10 @@
-"""What `_target_` may name: packages that are allowed, checked by name before an import and on the object after it."""
+"""The objects that `_target_` may name: those of allowed packages."""
 
 import importlib
 import os
 from collections.abc import Callable, Mapping
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any
 
 from trainer.errors import ConfigError
@@ -19,7 +21,13 @@ ALLOWED = (
 )
 
 
-CLASSES_ONLY = ("torch", "transformers")  # some of their functions run the code that they are pointed to
+OURS = ("trainer", "recipes")
+
+
+HOME = Path(__file__).parents[2]
+
+
+CLASSES_ONLY = ("torch", "transformers")  # some of their functions run other code that they are given by name
 
 
 def refuse_target(key: str, target: str, module: str, allow: tuple[str, ...]) -> None:
@@ -32,7 +40,7 @@ def refuse_target(key: str, target: str, module: str, allow: tuple[str, ...]) ->
 
 
 def refuse_nested(key: str, value: Any) -> None:
-    """Nothing is built inside of arguments: what takes one may build it without these checks."""
+    """Refuse a `_target_` inside of arguments: the object that takes it may build it without these checks."""
     if isinstance(value, Mapping) and "_target_" in value:
         raise ConfigError(f"{key}._target_={value['_target_']}: is inside of arguments; give a plain value")
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
@@ -41,24 +49,38 @@ def refuse_nested(key: str, value: Any) -> None:
 
 
 def locate(key: str, target: str, allow: tuple[str, ...]) -> Callable[..., Any]:
-    """The allowed packages are checked on the object too: a name may lead elsewhere by a module's imports."""
+    """Import the object, and check its own package too: a module may have imported the name from elsewhere."""
     module, _, name = target.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{key}._target_={target}: {error}; name an importable class or function") from None
+        way_out = foreign_package(module.partition(".")[0]) or f"{error}; name an importable class or function"
+        raise ConfigError(f"{key}._target_={target}: {way_out}") from None
     home = getattr(found, "__module__", None) or "builtins"
     refuse_target(key, target, home, allow)
     if home.split(".")[0] in CLASSES_ONLY and not isinstance(found, type):
         raise ConfigError(f"{key}._target_={target}: is no class; call it in a function of your own package")
     if home.split(".")[0] == "webdataset":
-        make_webdataset_careful()
+        secure_webdataset()
         os.environ["WDS_SECURE"] = "1"  # in data workers that are started anew, too
     return found
 
 
-def make_webdataset_careful() -> None:
-    """No pickle, no pipe:, no rewritten URL, for whatever calls it in this process."""
+def foreign_package(name: str) -> str:
+    """Return a line about another package that has the name of one of Echelon's; empty if there is none."""
+    spec = PathFinder.find_spec(name) if name in OURS else None
+    if spec is None or spec.origin is None:
+        return ""
+    found, own = Path(spec.origin), HOME / name / "__init__.py"
+    if found != own:
+        return f"{found} hides Echelon's package {name}; rename it, or start in another folder"
+    if name == "recipes" and found.stat().st_size:
+        return f"{found} is another package's, installed over Echelon's; give Echelon an environment of its own"
+    return ""
+
+
+def secure_webdataset() -> None:
+    """Switch pickle, pipe: and rewritten URLs off for all callers of webdataset in this process."""
     from webdataset import utils
 
     utils.enforce_security = True  # pyright: ignore[reportAttributeAccessIssue] it is there

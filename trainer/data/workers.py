@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader
 
 from trainer.log import log
-from trainer.process.signals import start_worker
+from trainer.process.signals import ignore_stop_signals
 
 START_S = 30.0  # until processes that were forked run Python code
 FILES = 1 << 16  # that may be open, where the system's hard limit allows it
@@ -37,7 +37,7 @@ def started(start: Callable[[Connection], T], end: Callable[[T], Any]) -> T:
 
 
 def begin(given: Connection, _: int = 0) -> None:
-    start_worker()
+    ignore_stop_signals()
     given.close()
 
 

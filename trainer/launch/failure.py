@@ -1,66 +1,96 @@
-"""What has ended an attempt of a node's ranks, by how each of them ended. No torch here."""
+"""The failure that ended an attempt, by how each rank of the node ended. Imports no torch."""
 
 import contextlib
 import json
+import re
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import STOPPED
+from trainer.errors import HUNG, STOPPED
 
-HANGS = 124  # exit code: no rank has moved for too long (as of `timeout`)
+# A data worker that was killed is no mistake of the rank that reports it: the kernel or a user may have killed any.
+KILLED_WORKER = re.compile("DataLoader worker .* killed by signal")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended an attempt: of the rank that failed first."""
+    """The failure of the rank that failed first."""
 
     rank: int
     text: str  # for the user
     code: int  # of the run
-    reported: bool  # by the rank itself, as an error of Python's
+    reported: bool  # by the rank itself, as an error of Python's that it made
 
 
-def find(
+def find_failure(
     codes: Mapping[int, int], ranks: Iterable[int], private: Path, logs: Path, passed: list[int]
 ) -> Failure | None:
-    """What failed first, or is likely to have made others fail; None where nothing did."""
+    """Return what failed first, or has likely made others fail; None if nothing failed.
+
+    Args:
+        codes: The exit code of each rank that has ended, negative for a signal.
+        private: The folder with the ranks' error reports.
+        passed: The signals to stop that the supervisor has passed on.
+    """
     if not codes:
-        return Failure(0, f"echelon: no rank has moved for too long; the stacks of all are in {logs}", HANGS, False)
+        return Failure(0, f"echelon: no rank has moved for too long; the stacks of all are in {logs}", HUNG, False)
     failed = {rank: code for rank, code in codes.items() if code not in (0, STOPPED)}
     hung = [rank for rank in ranks if rank not in codes]
     if not failed and hung:
         text = f"echelon: {named(hung)} did not end when the others had; their stacks are in {logs}"
-        return Failure(hung[0], text, HANGS, False)
+        return Failure(hung[0], text, HUNG, False)
     if not failed:
         return None
-    reports: dict[int, dict[str, Any]] = {}
-    for rank in failed:
-        with contextlib.suppress(OSError, ValueError):
-            reports[rank] = json.loads((private / f"error-{rank}.json").read_text())
-    # Killed from outside or by its own fault; not an abort, which may be what a peer's failure has led to.
-    silent = [rank for rank, code in failed.items() if rank not in reports and code != -signal.SIGABRT]
+    reports = read_reports(failed, private)
     if passed and not reports:
         name = signal.Signals(passed[0]).name
         return Failure(min(failed), f"echelon: {name}: ended without a checkpoint", 128 + passed[0], False)
-    if silent or not reports:
-        rank, code = next((rank, failed[rank]) for rank in silent or failed)
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        text = f"echelon: rank {rank} {how}; its log: {logs}/rank{rank}.log"
-        return Failure(rank, text, 128 - code if code < 0 else code, False)
+    if silent := find_silent(failed, reports):
+        return silent_failure(silent, failed, logs)
     # A rank that hangs or has gone lets its peers fail, in a collective.
     rank = min(reports, key=lambda rank: (reports[rank]["in_collective"], reports[rank]["time"]))
     text, code = reports[rank]["text"], reports[rank]["code"]
+    own = not KILLED_WORKER.search(text)
     text = text if text.startswith("echelon: ") else f"echelon: rank {rank} failed first:\n{text}"
     gone = [r for r in codes if codes[r] == 0]
     if not reports[rank]["in_collective"] or not (gone or hung):
-        return Failure(rank, text, code, True)
+        return Failure(rank, text, code, own)
     which, rank = named(gone or hung), (gone or hung)[0]
     how = "ended with code 0 before the others" if gone else "did not end and had to be killed"
     text = f"{text.rstrip()}\nechelon: {which} {how}: the likely cause; its log: {logs}/rank{rank}.log"
     return Failure(rank, text, code, False)
+
+
+def read_reports(failed: Iterable[int], private: Path) -> dict[int, dict[str, Any]]:
+    reports: dict[int, dict[str, Any]] = {}
+    for rank in failed:
+        with contextlib.suppress(OSError, ValueError):
+            reports[rank] = json.loads((private / f"error-{rank}.json").read_text())
+    return reports
+
+
+def find_silent(failed: Mapping[int, int], reports: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """Return the ranks that reported nothing and are the likely cause.
+
+    An abort may be what a peer's failure has led to. It is the cause if all reports are of collectives: a GPU's
+    assertion aborts its rank, and the peers wait for it.
+    """
+    silent = [rank for rank in failed if rank not in reports]
+    others = [rank for rank in silent if failed[rank] != -signal.SIGABRT]
+    return others or ([] if any(not report["in_collective"] for report in reports.values()) else silent)
+
+
+def silent_failure(silent: list[int], failed: Mapping[int, int], logs: Path) -> Failure:
+    rank = silent[0]
+    code = failed[rank]
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    text = f"echelon: rank {rank} {how}; its log: {logs}/rank{rank}.log"
+    if code == -signal.SIGABRT and len(failed) > 1 and len(silent) == len(failed):
+        text = f"echelon: all ranks were aborted: a collective timed out; their collectives are in {logs}"
+    return Failure(rank, text, 128 - code if code < 0 else code, False)
 
 
 def named(ranks: Iterable[int]) -> str:

@@ -1,4 +1,4 @@
-"""Forks the ranks of a node from one process that has loaded torch: a rank starts at once. Nothing else runs in it."""
+"""Forks the ranks of a node from one process that has loaded torch, so that a rank starts at once."""
 
 import contextlib
 import gc
@@ -15,19 +15,21 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from trainer.process.exit import die_with_parent
-from trainer.process.signals import STOP
+from trainer.process.exit import die_with_parent, exit_process, run_guarded
+from trainer.process.signals import STOP, StartupSignals
+from trainer.process.stdio import tolerate_closed_pipes
+from trainer.timeouts import REAP_S
 
-# What a rank runs, and what DDP and torch's optimizers would load in each: a second of a core and more for either.
-LOADED = ("trainer.session", "torch._dynamo")
+# The rank's own code, and modules that DDP and torch's optimizers would load in each rank, for a second of a core each.
+LOADED = ("trainer.launch.worker", "torch._dynamo")
 
 
-# So that nothing that asks for GPUs as it is loaded opens one: a process that is forked then could not.
+# Modules that ask for GPUs as they are loaded open none: a process that is forked later could not open it again.
 NO_GPU = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 class Rank:
-    """A process that a `ForkServer` forks, used as one of `subprocess.Popen`."""
+    """A process that a `ForkServer` forks, with the methods of `subprocess.Popen`."""
 
     def __init__(self, server: "ForkServer") -> None:
         self.server = server
@@ -39,7 +41,7 @@ class Rank:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Not where it is not there yet: it has nothing to stop."""
+        """Send a signal, but not to a rank that is not forked yet: it has nothing to stop."""
         with contextlib.suppress(ProcessLookupError):
             if self.pid is not None and self.poll() is None:
                 os.kill(self.pid, number)
@@ -51,13 +53,13 @@ class Rank:
         self.send_signal(signal.SIGKILL)
 
     def wait(self) -> None:
-        """Until it has ended, of which its server has to tell within 5 s."""
+        """Wait until the rank has ended. A server that does not tell of the end in time is killed."""
         lived = time.monotonic()
         while self.poll() is None or (self.server.dead and self.lives()):
             time.sleep(0.01)
             if self.lives():
                 lived = time.monotonic()
-            elif time.monotonic() - lived > 5:
+            elif time.monotonic() - lived > REAP_S:
                 self.server.kill()
 
     def lives(self) -> bool:
@@ -67,42 +69,48 @@ class Rank:
 
 
 class ForkServer:
-    """The process `python -m trainer.forkserver FD TYPED`, which ends with this one, and its ranks with it.
+    """The process `python -m trainer.launch.forkserver FD ARGV`, which ends with this one, and its ranks with it.
 
-    `dead`: it has ended; so have its ranks then, each as by SIGKILL.
+    Args:
+        argv: The arguments of the run, which `ps` shows.
+        env: Variables of all ranks, because libraries may read them as they load.
+
+    Attributes:
+        dead: The process has ended, and its ranks with it, each as by SIGKILL.
     """
 
-    def __init__(self, typed: list[str], env: dict[str, str]) -> None:
-        """`env`: variables of all ranks, for they may be read as libraries load."""
+    def __init__(self, argv: list[str], env: dict[str, str]) -> None:
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "trainer.launch.forkserver", str(theirs.fileno()), *typed]
+        command = [sys.executable, "-m", "trainer.launch.forkserver", str(theirs.fileno()), *argv]
         env = os.environ | NO_GPU | env | {"ECHELON_PARENT": str(os.getpid())}
         self.process = subprocess.Popen(command, env=env, start_new_session=True, pass_fds=[theirs.fileno()])
         theirs.close()
         self.ranks: list[Rank] = []
         self.dead = False
 
-    def fork(self, env: dict[str, str], resolved: int, log: int | None) -> Rank:
-        """A rank that runs `python -m trainer.main --resolved FD TYPED`, FD being its own of `resolved`. What it prints
-        goes to `log`; None: to where this process prints."""
+    def fork(self, env: dict[str, str], run: int, log: int | None) -> Rank:
+        """Fork a rank that runs `run_rank(FD, ARGV)`, where FD is its own descriptor of the file `run`.
+
+        Its output goes to `log`; if that is None, to the output of this process.
+        """
         rank = Rank(self)
         self.ranks.append(rank)
         request = json.dumps(env).encode()
         with contextlib.suppress(OSError):  # it is dead
-            socket.send_fds(self.channel, [request], [resolved] if log is None else [resolved, log])
+            socket.send_fds(self.channel, [request], [run] if log is None else [run, log])
         return rank
 
     def hear(self) -> None:
-        """Takes what it has told meanwhile."""
+        """Take in what the server has told meanwhile."""
         while not self.dead:
             try:
-                told = self.channel.recv(1 << 12, socket.MSG_DONTWAIT)
+                news = self.channel.recv(1 << 12, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except OSError:
-                told = b""
-            if told:
-                number, pid, code = json.loads(told)
+                news = b""
+            if news:
+                number, pid, code = json.loads(news)
                 rank = self.ranks[number]
                 rank.pid = pid
                 if code is not None:  # the other thread that hears may have taken it already
@@ -123,12 +131,11 @@ class ForkServer:
 
 
 class Server:
-    """In the process itself: forks a rank for each request, and tells of it, and of its end: its number, process and
-    exit code."""
+    """The server in its own process: forks a rank for each request, and tells its number, process and exit code."""
 
-    def __init__(self, channel: socket.socket, typed: list[str]) -> None:
-        self.channel, self.typed = channel, typed
-        self.handlers: dict[int, Any] = {n: signal.signal(n, signal.SIG_IGN) for n in STOP}  # they are for the ranks
+    def __init__(self, channel: socket.socket, argv: list[str]) -> None:
+        self.channel, self.argv = channel, argv
+        self.handlers: dict[int, Any] = {n: signal.signal(n, signal.SIG_IGN) for n in STOP}  # ranks act on them
         gc.disable()
         for name in LOADED:
             importlib.import_module(name)
@@ -171,7 +178,7 @@ class Server:
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
             while child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                if child.si_code != os.CLD_EXITED:  # it could not end what it had started
+                if child.si_code != os.CLD_EXITED:  # it could not end its own children
                     with contextlib.suppress(OSError):
                         os.killpg(child.si_pid, signal.SIGKILL)
                 _, status = os.waitpid(child.si_pid, 0)
@@ -180,11 +187,11 @@ class Server:
     def _tell(self, pid: int, code: int | None) -> None:
         self.channel.send(json.dumps([self.numbers[pid], pid, code]).encode())
 
-    def _run(self, env: dict[str, str], resolved: int, *log: int) -> None:
-        """The rank, which does not return from here."""
+    def _run(self, env: dict[str, str], run: int, *log: int) -> None:
+        """Run the rank, and end its process."""
         import numpy as np
 
-        from trainer.main import main
+        from trainer.launch.worker import run_rank
 
         os.setsid()
         for descriptor in (self.channel.detach(), self.read, self.write):
@@ -199,8 +206,15 @@ class Server:
             os.dup2(descriptor, 2)
             os.close(descriptor)
         os.environ |= env
-        sys.argv[1:] = ["--resolved", str(resolved), *self.typed]
-        main()
+        die_with_parent(int(env["ECHELON_PARENT"]))
+        tolerate_closed_pipes()
+        signal.signal(signal.SIGUSR2, ignore_stacks)
+        StartupSignals().__enter__()  # to the end of the process
+        exit_process(run_guarded(lambda: run_rank(run, self.argv)))
+
+
+def ignore_stacks(*_: object) -> None:
+    """Stand for faulthandler, which a rank registers later, so that no listener takes SIGUSR2 for a signal to stop."""
 
 
 if __name__ == "__main__":

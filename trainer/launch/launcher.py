@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +11,26 @@ from omegaconf import OmegaConf
 
 from trainer.checkpoint import locate
 from trainer.comm.device import count_gpus, pick_backend
-from trainer.config.build import settings
+from trainer.config.build import build_options
 from trainer.config.options import Options
 from trainer.errors import ConfigError
 from trainer.launch.supervisor import Supervisor
 from trainer.launch.worker import train_under_launcher
-from trainer.log import show_log
-from trainer.plan import Plan
+from trainer.log import log_to_terminal
+from trainer.plan import Plan, RunSpec
 from trainer.precision import Precision
-from trainer.process.environment import Place
+from trainer.process.environment import Place, refuse_without_loopback
 from trainer.run_dir import make_run_dir
-from trainer.session import ended, found_data, objects, train
+from trainer.session import build_components, end, train
 from trainer.summary import go_on
+from trainer.timeouts import PLANNING, START_S, STILL
 
 
-def start(config: dict[str, Any], name: str, typed: list[str], place: Place) -> int:
-    """The exit code: 0, or 75 where a signal stopped the run."""
+def start(config: dict[str, Any], name: str, argv: list[str], place: Place) -> int:
+    """Train, and return the exit code: 0, or 75 if a signal stopped the run."""
     if place.launcher and not place.starts:
-        return train_under_launcher(config, name, typed, place)
-    options = settings(Options, config["trainer"])
+        return train_under_launcher(config, name, argv, place)
+    options = build_options(Options, config["trainer"])
     gpus = count_gpus(options.accelerator)
     devices = (gpus or 1) if isinstance(options.devices, str) else options.devices
     if gpus and devices > gpus:
@@ -37,42 +39,47 @@ def start(config: dict[str, Any], name: str, typed: list[str], place: Place) -> 
             f"use trainer.devices={gpus} or trainer.accelerator=cpu"
         )
     pick_backend(options.backend, torch.device("cuda" if gpus else "cpu"))
-    if not gpus:  # else the ranks ask: this process makes no context on a GPU
+    if not gpus:  # else the ranks check it: this process makes no context on a GPU
         Precision(options.precision, torch.device("cpu"))
     if devices == 1:
-        return train(config, name, typed, place)
-    if place.starts:  # the ranks of all nodes plan together; none is started again alone
-        return supervise(config, typed, place, 0, math.inf)
-    return start_ranks(config, name, typed, devices)
+        return train(config, name, argv, place)
+    if place.starts:  # rank 0 plans for all nodes; no rank is started again alone
+        return supervise(config, None, argv, place, 0, math.inf)
+    return start_ranks(config, name, argv, devices)
 
 
-def start_ranks(config: dict[str, Any], name: str, typed: list[str], devices: int) -> int:
-    """Plans the run as a rank would, so that what can't work ends here and data is prepared once; then starts them."""
-    show_log(0)
+def start_ranks(config: dict[str, Any], name: str, argv: list[str], devices: int) -> int:
+    """Decide all of the run here, where data is prepared and refusals end the command, then start the ranks."""
+    log_to_terminal(0)
+    refuse_without_loopback()
     began = time.monotonic()
-    made = objects(config)
-    del made["optimizer"]
-    plan, options = Plan(**made, place=Place(world=devices), each=lambda value: [value]), made["options"]
-    planned_s, config = time.monotonic() - began, {**config, "planned": found_data(plan)}
-    found = {"run_dir": str(make_run_dir(plan, name)), "devices": devices}
-    found |= {"resume": str(plan.resumed)} if plan.resumed else {}
-    del made, plan  # the ranks open the data themselves
-    config = {**config, "trainer": config["trainer"] | found}
-    # Planning took here what nobody can foresee; ranks find the data prepared.
-    return supervise(config, typed, Place(0, devices, 0, devices, starts=True), options.restarts, 60 + 10 * planned_s)
+    components = build_components(config)
+    del components["optimizer"]
+    plan, options = Plan(**components, place=Place(world=devices), each=lambda value: [value]), components["options"]
+    planning_s = time.monotonic() - began
+    spec, decided = plan.spec, {"run_dir": str(make_run_dir(plan, name)), "devices": devices}
+    decided |= {"resume": spec.checkpoint[0]} if spec.checkpoint else {}
+    del components, plan  # the ranks open the data themselves
+    config = {**config, "trainer": config["trainer"] | decided}
+    start_s = START_S + PLANNING * planning_s  # ranks find the data prepared
+    return supervise(config, spec, argv, Place(0, devices, 0, devices, starts=True), options.restarts, start_s)
 
 
-def supervise(config: dict[str, Any], typed: list[str], place: Place, restarts: int, start_s: float) -> int:
+def supervise(
+    config: dict[str, Any], spec: RunSpec | None, argv: list[str], place: Place, restarts: int, start_s: float
+) -> int:
+    """Start this node's ranks, with the decisions that they find made, and again after a failure."""
     options = config["trainer"]
     run_dir = Path(options["run_dir"])
     saved = Path(options["checkpoint"]["dir"]) / run_dir.name
 
-    def resolved(moved: bool) -> str:
+    def describe_run(moved: bool) -> str:
         again = {"resume": "auto"} if moved and locate.checkpoints(saved) else {}
-        return OmegaConf.to_yaml(OmegaConf.create({**config, "trainer": options | again}))
+        run = {"config": {**config, "trainer": options | again}, "spec": asdict(spec) if spec else None}
+        return OmegaConf.to_yaml(OmegaConf.create(run))
 
-    def further() -> str:
-        return f"; go on with {go_on(typed, saved)}" if any(saved.glob("step-*")) else ""
+    def resume_hint() -> str:
+        return f"; go on with {go_on(argv, saved)}" if any(saved.glob("step-*")) else ""
 
-    logs, still_s = run_dir / "logs", 2 * options["timeout_s"]
-    return ended(Supervisor(resolved, typed, place, logs, further, restarts, still_s, start_s).run())
+    logs, still_s = run_dir / "logs", STILL * options["timeout_s"]
+    return end(Supervisor(describe_run, argv, place, logs, resume_hint, restarts, still_s, start_s).run())

@@ -1,38 +1,32 @@
-"""Whether a run whose ranks have failed is started again. No torch here."""
+"""Whether a run whose rank failed is started again. Imports no torch."""
 
 import re
 import signal
 from collections import Counter
 
-from trainer.errors import EXIT_CODES, FINAL, UnavailableError
+from trainer.errors import FINAL, GAVE_UP, UNAVAILABLE
 from trainer.launch.failure import Failure
 from trainer.process.heartbeat import Beat
+from trainer.timeouts import AWAY_S, LONGEST_PAUSE_S
 
-GAVE_UP = 70  # exit code: the same failure at the same step, again and again (sysexits' EX_SOFTWARE)
-
-
-SAME = 3  # failures alike in a row of attempts, until the run is given up
+SAME = 3  # equal failures, after which the run is given up
 
 
-LONGEST_PAUSE_S = 30.0
-
-
-AWAY_S = 10.0  # the shortest one, after a failure of what data lies on
-
-
-class Restarts:
-    """Whether a run is started again: so many times in a row without a step that is further than any before."""
+class RestartPolicy:
+    """Allows `limit` attempts in a row of which none comes a step further than those before."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.used, self.furthest = limit, 0, -1
         self.alike: Counter[tuple[int, int, str]] = Counter()
-        self.pause_s = 0.0  # before the next
+        self.pause_s = 0.0  # before the next attempt
 
     def decide(self, failure: Failure, beat: Beat | None) -> tuple[int, str]:
-        """The exit code, 0 to start again, and what the user is told of it. `beat`: the last of the rank that failed;
-        None where it came to no step."""
+        """Return the run's exit code, 0 to start again, and a line for the user.
+
+        `beat` is the failed rank's last one; None if the rank came to no step.
+        """
         began, step = beat[:2] if beat else (0, 0)
-        away = failure.code == EXIT_CODES[UnavailableError]
+        away = failure.code == UNAVAILABLE
         mistake = failure.reported and step == began and self.furthest < 0 and not away  # there from the beginning
         if failure.code in FINAL or mistake or not self.limit:
             return failure.code, ""
@@ -46,10 +40,8 @@ class Restarts:
             killed = failure.code == 128 + signal.SIGKILL
             return GAVE_UP, f"echelon: the same {SAME} times after step {step}: given up{short if killed else ''}"
         if self.used == self.limit:
-            return (
-                failure.code,
-                f"echelon: {self.limit} restarts came no further than step {max(0, self.furthest)}: given up",
-            )
+            further = f"no further than step {max(0, self.furthest)}"
+            return failure.code, f"echelon: {self.limit} restarts came {further}: given up"
         self.used += 1
         self.pause_s = max(AWAY_S * away, min(LONGEST_PAUSE_S, 2.0 ** (self.used - 1) - 1))
         where = f"after step {step}" if beat else "before its first step"

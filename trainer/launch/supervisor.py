@@ -1,4 +1,4 @@
-"""Starts the ranks of one node, and again where one fails and that can help. No torch here."""
+"""Starts the ranks of one node, and again after a failure that another attempt may not meet. Imports no torch."""
 
 import contextlib
 import itertools
@@ -14,78 +14,82 @@ from typing import Any
 
 from trainer.errors import STOPPED
 from trainer.files import Appended
-from trainer.launch.failure import find
-from trainer.launch.flight_recorder import odd_one
+from trainer.launch.failure import find_failure
+from trainer.launch.flight_recorder import find_mismatch
 from trainer.launch.forkserver import ForkServer, Rank
-from trainer.launch.restart_policy import Restarts
+from trainer.launch.restart_policy import RestartPolicy
 from trainer.process.environment import Place, cores
 from trainer.process.heartbeat import Beat, last, read
-from trainer.process.signals import EARLY, Heard
+from trainer.process.signals import EARLY, WARNINGS, SignalListener
 from trainer.process.stdio import show_cursor
+from trainer.timeouts import PEERS_S, STACKS_S, SUSPENDED_S
 
 
 class Supervisor:
-    """Has what `python -m trainer.main --resolved FD TYPED` does forked once a rank on this node.
+    """Runs the ranks of a node as forks of one process, and restarts them.
 
-    Ranks meet in a file of a private folder, anew in each attempt, so no port is opened but gloo's on loopback; those
-    of several nodes by MASTER_ADDR and MASTER_PORT. Each is in a session of its own and is killed with this process.
-    Signals to stop are passed on; when a rank fails, the others get 5 s to end. What happened is told to the user, and
-    appended to events.jsonl in the folder of logs.
+    Ranks meet in a file of a private folder, anew in each attempt: no port is open but gloo's on loopback. Ranks of
+    several nodes meet by MASTER_ADDR and MASTER_PORT. Each rank has a session of its own and dies with this process.
+    Signals to stop are passed on. When a rank fails, the others get 5 s to end. The user is told what happened, and
+    events.jsonl in the folder of logs has it.
 
     Args:
-        resolved: The config of an attempt, as YAML; called with whether one before has made a step. It may hold
-            secrets, so it is in no file, but in memory at the descriptor FD, which goes with the processes.
-        typed: To be shown.
-        place: Of the first of them among all ranks.
-        logs: The folder for what the ranks print.
-        further: How to go on, for where no rank has reported an error.
-        restarts: See `Restarts`.
-        still_s: Seconds without a step of any rank, after which all are killed, and their stacks are in the logs.
-        start_s: That they have more, until the first of them has made its plan.
+        describe_run: Returns an attempt's config and decisions as YAML, given whether an attempt before made a step.
+            They may hold secrets, so they are in memory, at a descriptor that goes with the processes.
+        argv: The arguments of the run, to be shown.
+        place: The place of the node's first rank among all.
+        logs: The folder for the output of the ranks.
+        resume_hint: Returns how to go on, for a failure that no rank has reported.
+        restarts: The limit of `RestartPolicy`.
+        still_s: Seconds without a step of any rank, after which all are killed. Their stacks are in the logs.
+        start_s: Seconds allowed before the first rank has planned.
     """
 
     def __init__(
         self,
-        resolved: Callable[[bool], str],
-        typed: list[str],
+        describe_run: Callable[[bool], str],
+        argv: list[str],
         place: Place,
         logs: Path,
-        further: Callable[[], str],
+        resume_hint: Callable[[], str],
         restarts: int,
         still_s: float,
         start_s: float,
     ) -> None:
-        self.resolved, self.typed, self.place = resolved, typed, place
-        self.logs, self.further, self.still_s, self.start_s = logs, further, still_s, start_s
-        self.restarts = Restarts(restarts)
+        self.describe_run, self.argv, self.place = describe_run, argv, place
+        self.logs, self.resume_hint, self.still_s, self.start_s = logs, resume_hint, still_s, start_s
+        self.policy = RestartPolicy(restarts)
         self.server: ForkServer | None = None
         self.ranks: dict[int, Rank] = {}
-        self.passed: list[int] = []
-        self.moved = False  # whether an attempt has come a step further, so has left what it did not go on from
+        self.passed: list[int] = []  # signals to stop
+        self.moved = False  # an attempt has made a step, so has left what it did not go on from
         self.started, self.began = time.time(), time.monotonic()  # of the attempt
+        self.looked = self.awake = self.began  # when ranks were last looked at; since when this process runs
         logs.mkdir(parents=True, exist_ok=True)
         self.events = Appended(logs / "events.jsonl")
 
     def run(self) -> int:
-        """The run's exit code."""
-        with Heard(self._pass_on), contextlib.closing(self.events):
+        """Run attempts until one succeeds or the policy gives up, and return the run's exit code."""
+        with SignalListener(self._pass_on), contextlib.closing(self.events):
             try:
                 for attempt in itertools.count():
                     code = self._attempt(attempt)
                     if code is not None:
                         return code
-                    self._pause(self.restarts.pause_s)
+                    self._pause(self.policy.pause_s)
             finally:
                 if self.server:
                     self.server.close()
         raise AssertionError("unreachable")
 
     def _attempt(self, attempt: int) -> int | None:
-        """The run's exit code; None to start it again."""
-        memory = os.fdopen(os.memfd_create("config"), "wb", buffering=0)
+        """Return the run's exit code; None to start it again."""
+        memory = os.fdopen(os.memfd_create("run"), "wb", buffering=0)
+        Path(tempfile.gettempdir()).mkdir(mode=0o700, parents=True, exist_ok=True)  # a cleaner may have removed it
         with tempfile.TemporaryDirectory(prefix="echelon-") as folder, memory:
             private, self.started, self.began = Path(folder), time.time(), time.monotonic()
-            memory.write(self.resolved(self.moved).encode())
+            self.looked = self.began
+            memory.write(self.describe_run(self.moved).encode())
             try:
                 for local_rank in range(self.place.local_world):
                     self._start(memory.fileno(), local_rank, attempt, private)
@@ -98,28 +102,28 @@ class Supervisor:
                 ranks, self.ranks = list(self.ranks), {}
             if codes is None:
                 name = signal.Signals(self.passed[0]).name if self.passed else "a signal to a rank"
-                print(f"echelon: {name}: {EARLY}{self.further()}", file=sys.stderr, flush=True)
+                print(f"echelon: {name}: {EARLY}{self.resume_hint()}", file=sys.stderr, flush=True)
                 return 130 if name == "SIGINT" else STOPPED
-            failure = find(codes, ranks, private, self.logs, self.passed)
+            failure = find_failure(codes, ranks, private, self.logs, self.passed)
             if failure is None:
                 return max(codes.values())
             beat = read(private / f"heartbeat-{failure.rank}")
         self.moved |= beat is not None and beat.step > beat.began
-        code, decision = (failure.code, "") if self.passed else self.restarts.decide(failure, beat)
-        odd = odd_one(self.logs, self.started)
+        code, decision = (failure.code, "") if self.passed else self.policy.decide(failure, beat)
+        odd = find_mismatch(self.logs, self.started)
         self._note(attempt=attempt, rank=failure.rank, step=beat and beat[1], failed=failure.text, odd=odd, code=code)
         show_cursor()
-        text = failure.text.rstrip() + ("" if failure.reported or not code else self.further())
+        text = failure.text.rstrip() + ("" if failure.reported or not code else self.resume_hint())
         print(*filter(None, (text, odd, decision)), sep="\n", file=sys.stderr, flush=True)
         return code or None
 
-    def _start(self, resolved: int, local_rank: int, attempt: int, private: Path) -> None:
+    def _start(self, run: int, local_rank: int, attempt: int, private: Path) -> None:
         place, rank = self.place, self.place.rank + local_rank
         alone = place.world == place.local_world
         if self.server is None or self.server.dead:
             threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // place.local_world)))
             interface = {"GLOO_SOCKET_IFNAME": "lo"} if alone else {}
-            self.server = ForkServer(self.typed, {"OMP_NUM_THREADS": threads, **interface})
+            self.server = ForkServer(self.argv, {"OMP_NUM_THREADS": threads, **interface})
         env = {
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
@@ -131,11 +135,11 @@ class Supervisor:
             "ECHELON_ERROR_FILE": str(private / f"error-{rank}.json"),
         }
         with open(self.logs / f"rank{rank}.log", "ab") as log:
-            self.ranks[rank] = self.server.fork(env, resolved, log.fileno() if rank else None)
+            self.ranks[rank] = self.server.fork(env, run, log.fileno() if rank else None)
 
     def _pass_on(self, number: int) -> None:
         self.passed.append(number)
-        self._send(number)
+        self._send(signal.SIGTERM if number in WARNINGS else number)  # at SIGUSR2 ranks write their stacks
 
     def _send(self, number: int) -> None:
         for process in list(self.ranks.values()):
@@ -143,9 +147,11 @@ class Supervisor:
                 process.send_signal(number)
 
     def _wait(self, private: Path) -> dict[int, int] | None:
-        """Exit codes of the ranks that ended by themselves: once one has failed, the others have 5 s, and while rank 0
-        completes a checkpoint, and that moves, they have longer; fewer than all, too, where no rank moves. The others'
-        stacks are in their logs. None: asked to stop before any has begun."""
+        """Return the exit codes of the ranks that end by themselves; None if all are to stop before any has begun.
+
+        Once a rank has failed, the others have 5 s, or longer while rank 0 writes a checkpoint that grows. Ranks that
+        have not ended by then write their stacks into their logs, and have no code.
+        """
         codes: dict[int, int] = {}
         deadline = float("inf")
         while len(codes) < len(self.ranks) and time.monotonic() < deadline:
@@ -157,19 +163,23 @@ class Supervisor:
                 if self._is_still(private):
                     break
             elif deadline == float("inf") or (0 not in codes and self._completes(last(private / "heartbeat-0"))):
-                deadline = time.monotonic() + 5
+                deadline = time.monotonic() + PEERS_S
         if len(codes) < len(self.ranks):
             self._send(signal.SIGUSR2)
-            time.sleep(1)
+            time.sleep(STACKS_S)
         return codes
 
     def _is_still(self, private: Path) -> bool:
-        """Whether no rank has moved for too long."""
+        """Return whether no rank has moved for too long. Time while this process was suspended does not count."""
+        now = time.monotonic()
+        self.looked, before = now, self.looked
+        if now - before > SUSPENDED_S:
+            self.awake = now
         untils = [beat.until for beat in map(last, private.glob("heartbeat-*")) if beat]
-        return time.monotonic() - max(untils, default=self.began + self.start_s) >= self.still_s
+        return now - max(self.awake, max(untils, default=self.began + self.start_s)) >= self.still_s
 
     def _completes(self, beat: Beat | None) -> bool:
-        """Whether the rank writes a checkpoint before it ends, and has written a piece of it lately."""
+        """Return whether the rank writes a checkpoint before it ends, and has written a piece of it lately."""
         return beat is not None and bool(beat.busy) and time.monotonic() - beat.until < self.still_s
 
     def _pause(self, seconds: float) -> None:

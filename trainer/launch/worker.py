@@ -1,4 +1,4 @@
-"""A rank that the supervisor or a launcher has started, and what it reports when it fails."""
+"""One rank of a run, which the supervisor or a launcher has started; and its report when it fails."""
 
 import contextlib
 import faulthandler
@@ -14,65 +14,84 @@ from omegaconf import OmegaConf
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from trainer.errors import exit_code, told
+from trainer.errors import exit_code, message
+from trainer.plan import RunSpec
 from trainer.process.environment import Place
-from trainer.process.exit import let_first_tell
-from trainer.process.signals import Signals
+from trainer.process.exit import wait_for_first_rank
+from trainer.process.signals import StopSignals
 from trainer.session import train
+from trainer.timeouts import LAUNCHER_S
 
 
-def train_as_rank(descriptor: int, typed: list[str]) -> int:
-    """A rank that a `Supervisor` started. What it fails with goes to the file that the supervisor reads."""
+def run_rank(descriptor: int, argv: list[str]) -> int:
+    """Run a rank that a `Supervisor` started. If it fails, the supervisor reads the report."""
     faulthandler.enable()
     try:
-        text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)  # at no position: all ranks share it
-        os.close(descriptor)
-        config: Any = OmegaConf.to_container(OmegaConf.create(text.decode()))
-        log_file = Path(config["trainer"]["run_dir"], "logs", f"rank{os.environ['RANK']}.log")
-        signal.signal(signal.SIGUSR2, lambda *_: None)  # so that `Signals` hears of it, too
+        config, spec = read_run(descriptor)
+        run_dir = Path(config["trainer"]["run_dir"])
+        log_file = run_dir / "logs" / f"rank{os.environ['RANK']}.log"
         faulthandler.register(signal.SIGUSR2, log_file.open("a"), chain=True)  # all stacks, for the supervisor
         alone = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]  # else srun tells of another node's failure
-        return (train if alone else attempt)(config, Path(config["trainer"]["run_dir"]).name, typed)
+        return (train if alone else train_or_wait)(config, run_dir.name, argv, spec=spec, on_error=report)
     except BaseException as error:
-        text = told(error)
+        report(error)
+        text = message(error)
         if int(os.environ["RANK"]):
             print(text, file=sys.stderr)  # into this rank's log
-        report = {"time": time.time(), "text": text, "code": exit_code(error), "in_collective": in_collective(error)}
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(exit_code(error))  # an orderly end may wait for peers that wait for this rank
+
+
+def read_run(descriptor: int) -> tuple[dict[str, Any], RunSpec | None]:
+    """Return the config and the decisions from the launcher's memory, which all ranks share."""
+    text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)  # at position 0: the ranks share the position, too
+    os.close(descriptor)
+    run: Any = OmegaConf.to_container(OmegaConf.create(text.decode()))
+    return run["config"], RunSpec(**run["spec"]) if run["spec"] else None
+
+
+def report(error: BaseException) -> None:
+    """Write the error for the supervisor, before any clean-up that may hang or abort; the first error stays."""
+    path = Path(os.environ["ECHELON_ERROR_FILE"])
+    if not path.exists():
+        text, code = message(error), exit_code(error)
+        content = {"time": time.time(), "text": text, "code": code, "in_collective": in_collective(error)}
         with contextlib.suppress(OSError):
-            Path(os.environ["ECHELON_ERROR_FILE"]).write_text(json.dumps(report))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(report["code"])  # an orderly end may wait for peers that wait for this rank
+            path.write_text(json.dumps(content))
 
 
-def train_under_launcher(config: dict[str, Any], name: str, typed: list[str], place: Place) -> int:
-    """A rank that torchrun, mpirun or srun started. torchrun prints the first failure of all, as `record` noted it."""
+def train_under_launcher(config: dict[str, Any], name: str, argv: list[str], place: Place) -> int:
+    """Run a rank that torchrun, mpirun or srun started. torchrun prints the error that `record` noted first."""
     terminal = os.dup(2)
-    torchrun = "TORCHELASTIC_ERROR_FILE" in os.environ  # else nobody prints what `record` noted
+    torchrun = "TORCHELASTIC_ERROR_FILE" in os.environ  # else no launcher prints what `record` noted
     try:
-        return (record(attempt) if torchrun else attempt)(config, name, typed, place) or 0
+        return (record(train_or_wait) if torchrun else train_or_wait)(config, name, argv, place) or 0
     except Exception as error:
-        text = told(error)
+        text = message(error)
         if not os.path.sameopenfile(terminal, 2):
             print(text, file=sys.stderr)  # into this rank's log
         if not torchrun or text.startswith("echelon: "):
-            let_first_tell()
+            wait_for_first_rank()
             os.write(terminal, f"{text}\n".encode())
         sys.stdout.flush()
         os._exit(exit_code(error))
 
 
-def attempt(config: dict[str, Any], name: str, typed: list[str], place: Place | None = None) -> int:
+def train_or_wait(config: dict[str, Any], name: str, argv: list[str], *args: Any, **options: Any) -> int:
+    """Train. If a collective fails, let the launcher tell of the peer that failed before, and end this rank."""
     try:
-        return train(config, name, typed, place)
+        return train(config, name, argv, *args, **options)
     except Exception as error:
-        if in_collective(error):
-            time.sleep(8)  # a peer has failed before: the launcher tells of it, and ends this rank meanwhile
-            if Signals.heard:  # or has asked it to end, when that was still obeyed
-                os._exit(128 + signal.Signals[Signals.heard])
+        deadline = time.monotonic() + LAUNCHER_S * in_collective(error)
+        while time.monotonic() < deadline:
+            if StopSignals.received:  # the launcher had asked this rank to end while it still trained
+                os._exit(128 + signal.Signals[StopSignals.received])
+            time.sleep(0.1)
         raise
 
 
 def in_collective(error: BaseException) -> bool:
-    """Whether it may be a peer that has failed."""
+    """Return whether a peer may have failed before."""
     return isinstance(error, DistError) or "gloo/transport" in str(error)

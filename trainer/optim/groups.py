@@ -26,7 +26,10 @@ def make_optimizer(optimizer: Callable[[Groups], Optimizer], module: nn.Module) 
     """Raises:
     ConfigError: for settings that the optimizer refuses.
     """
+    groups = parameter_groups(module)
+    if not groups:
+        raise ConfigError("recipe.model(): no parameter requires a gradient; unfreeze some, there is nothing to train")
     try:
-        return optimizer(parameter_groups(module))
+        return optimizer(groups)
     except ValueError as error:
         raise ConfigError(f"optimizer: {error}; mend optimizer.*") from error

@@ -1,6 +1,9 @@
-"""Who has started this process, by its variables: torchrun, Open MPI, SLURM, our supervisor, or nobody. No torch."""
+"""The launcher that started this process, by its variables: torchrun, mpirun, srun, our supervisor, or none."""
 
+import contextlib
 import os
+import resource
+import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
@@ -11,37 +14,44 @@ FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torch's: ranks meet in a n
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands among the ranks."""
+    """This process's place among the ranks."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
-    store: str = ""  # a file to meet in; empty: by MASTER_ADDR and MASTER_PORT
-    launcher: str = ""  # torchrun, mpirun, srun or echelon; empty: nobody, one process
-    starts: bool = False  # it is not a rank yet: it starts those of its node, and `rank` is the first of them
+    store: str = ""  # a file to meet in; empty: ranks meet by MASTER_ADDR and MASTER_PORT
+    launcher: str = ""  # torchrun, mpirun, srun or echelon; empty: one process that no launcher started
+    starts: bool = False  # it is not a rank: it starts those of its node, and `rank` is the first of them
 
 
 def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: int | str = 1) -> Place:
-    """This process's place, from its launcher's variables. SLURM's own are translated into MASTER_ADDR and MASTER_PORT.
+    """Return this process's place, by its launcher's variables, and set the MASTER_ADDR and MASTER_PORT of srun.
 
     Raises:
-        ConfigError: where the launcher started another number of ranks than the settings say.
+        ConfigError: The launcher's variables are no numbers, or contradict the settings.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
-        world = int(env["WORLD_SIZE"])
+        world = _number(env, "WORLD_SIZE")
         place = Place(
-            int(env["RANK"]),
+            _number(env, "RANK"),
             world,
-            int(env.get("LOCAL_RANK", "0")),
-            int(env.get("LOCAL_WORLD_SIZE", str(world) if "LOCAL_RANK" in env else "1")),
+            _number(env, "LOCAL_RANK", 0),
+            _number(env, "LOCAL_WORLD_SIZE", world if "LOCAL_RANK" in env else 1),
             env.get("ECHELON_STORE", ""),
             "torchrun" if "ECHELON_STORE" not in env else "echelon" if env["ECHELON_STORE"] else "srun",
         )
     elif "OMPI_COMM_WORLD_RANK" in env:
         place = _open_mpi(env)
-    elif int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # not SLURM_NTASKS: in salloc's shell that is the job's
+    elif "PMI_RANK" in env and "MPI_LOCALRANKID" in env:  # srun may set PMI_RANK, too
+        place = _mpich(env)
+    elif _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1:  # not SLURM_NTASKS: in salloc's shell that is the job's
         place = _slurm(env, devices)
+    elif _number(env, "PMI_SIZE", 1) > 1:
+        raise ConfigError(
+            f"PMI_SIZE={env['PMI_SIZE']}: a launcher that Echelon doesn't know started this process; "
+            "use torchrun, srun, or the mpirun of Open MPI, MPICH or Intel MPI"
+        )
     else:
         return Place()
     per_node = place.local_world
@@ -59,11 +69,18 @@ def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: in
     return place
 
 
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    value = env[name] if default is None else env.get(name, str(default))
+    if not value.isdecimal():
+        raise ConfigError(f"{name}={value}: is no number, and a launcher's is; unset it, or start by torchrun or srun")
+    return int(value)
+
+
 def node_range(nodes: int | str) -> tuple[int, int]:
-    """The least and the most that `trainer.nodes` takes.
+    """Return the least and the most nodes that `trainer.nodes` names.
 
     Raises:
-        ConfigError: it means nothing.
+        ConfigError: The value is neither a number nor a range.
     """
     least, colon, most = str(nodes).partition(":")
     most = most if colon else least
@@ -75,11 +92,13 @@ def node_range(nodes: int | str) -> tuple[int, int]:
 def refuse_nodes(
     place: Place, env: Mapping[str, str], nodes: int | str, resume: str | None, run_dir: str | None
 ) -> None:
-    """torchrun starts all ranks again where one fails (`--max-restarts`) or a node comes or goes: they shall go on.
+    """Refuse settings with which ranks of several nodes, or ranks that torchrun starts again, could not go on.
+
+    torchrun starts all ranks again after a failure (`--max-restarts`), and after a node came or went. They must meet in
+    a new store then: in the old one they would find entries of the ranks before them (pytorch#135712).
 
     Raises:
-        ConfigError: nobody has started other nodes; or ranks would begin anew, or meet in what the ranks before them
-            have left (pytorch#135712); or what they print before they meet would have no place.
+        ConfigError: No launcher started the other nodes, or a setting is missing without which ranks can't go on.
     """
     if not place.launcher and nodes != 1:
         raise ConfigError(f"trainer.nodes={nodes}: start it on each node, with torchrun --nnodes={nodes} ... or srun")
@@ -99,7 +118,7 @@ def refuse_nodes(
 
 def _open_mpi(env: MutableMapping[str, str]) -> Place:
     rank, world, local_rank, local_world = (
-        int(env[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        _number(env, f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     )
     store = ""
     if world > 1 and "MASTER_ADDR" not in env:
@@ -114,22 +133,34 @@ def _open_mpi(env: MutableMapping[str, str]) -> Place:
     return Place(rank, world, local_rank, local_world, store, "mpirun")
 
 
+def _mpich(env: Mapping[str, str]) -> Place:
+    """Return the place that MPICH's or Intel MPI's mpirun gives. It offers ranks no place to meet in."""
+    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    rank, world, local_rank, local_world = (_number(env, name) for name in names)
+    if world > 1 and "MASTER_ADDR" not in env:
+        raise ConfigError(
+            f"mpirun: {world} ranks need a meeting point; start them with "
+            "`mpirun -genv MASTER_ADDR <first host> -genv MASTER_PORT 29500 ...`"
+        )
+    return Place(rank, world, local_rank, local_world, "", "mpirun")
+
+
 def _slurm(env: MutableMapping[str, str], devices: int | str) -> Place:
-    world, nodes = int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_STEP_NUM_NODES"])
+    world, nodes = _number(env, "SLURM_STEP_NUM_TASKS"), _number(env, "SLURM_STEP_NUM_NODES")
     if world % nodes or "," in env.get("SLURM_STEP_TASKS_PER_NODE", ""):
         raise ConfigError(
             f"srun: {world} tasks on {nodes} nodes are not the same number on each; use --ntasks-per-node"
         )
     env.setdefault("MASTER_ADDR", first_host(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]))
     env.setdefault("MASTER_PORT", str(20000 + (int(env["SLURM_JOB_ID"]) + int(env["SLURM_STEP_ID"])) % 20000))
-    rank = int(env["SLURM_PROCID"])
+    rank = _number(env, "SLURM_PROCID")
     if world == nodes and isinstance(devices, int) and devices > 1:
         return Place(rank * devices, world * devices, 0, devices, "", "srun", starts=True)
-    return Place(rank, world, int(env["SLURM_LOCALID"]), world // nodes, "", "srun")
+    return Place(rank, world, _number(env, "SLURM_LOCALID"), world // nodes, "", "srun")
 
 
 def first_host(nodes: str) -> str:
-    """The first of SLURM's compressed list: "gpu[03-05,9],cpu1" -> "gpu03"."""
+    """Return the first host of SLURM's compressed list: "gpu[03-05,9],cpu1" -> "gpu03"."""
     name, bracket, rest = nodes.partition("[")
     if not bracket or "," in name:
         return name.split(",")[0]
@@ -137,27 +168,35 @@ def first_host(nodes: str) -> str:
     return first_host(name + inside.split(",")[0].split("-")[0] + tail)
 
 
-def refuse_crowd(devices: int | str) -> None:
-    """A slip of the keyboard shall not start a thousand processes: 8 on any node, and 4 a core, are enough for tests on
-    CPUs, and no node has more GPUs than that.
+def refuse_without_loopback() -> None:
+    """Refuse to start ranks that could not meet.
 
     Raises:
-        ConfigError: for more.
+        ConfigError: The loopback interface is down, as in a new network namespace.
     """
-    most = max(8, 4 * cores())
-    if isinstance(devices, int) and devices > most:
-        raise ConfigError(
-            f"trainer.devices={devices}: each is a process, and this node has {cores()} CPU core(s); "
-            f"use at most {most} (8, or 4 a core)"
-        )
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("127.0.0.1", 9))  # sends nothing
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.devices: ranks of one node meet on the loopback interface: {error.strerror}; "
+                "switch it on by `ip link set lo up`, or give trainer.devices=1"
+            ) from None
+
+
+def raise_file_limit() -> None:
+    """Raise the limit of open files as far as the system allows: gloo has a socket for each other rank, and group."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def cores() -> int:
-    """CPU cores that this process may use: a batch system may give it some of the node's."""
+    """Return the number of CPU cores that this process may use: a batch system may give it some of the node's."""
     return len(os.sched_getaffinity(0))
 
 
-def is_first() -> bool:
-    """Whether this process tells what all know: rank 0 of a launcher's, or one that nobody has started."""
-    others = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "ECHELON_PARENT")
+def is_first_rank() -> bool:
+    """Return whether this process tells messages of all ranks: it is a launcher's rank 0, or has no launcher."""
+    others = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "ECHELON_PARENT")
     return not any(os.environ.get(name, "0") != "0" for name in others)

@@ -1,4 +1,4 @@
-"""How a process ends: after the one that tells, without the interpreter's own end, or with its parent."""
+"""The end of a process: after the rank that tells the error, without the interpreter's own end, or with its parent."""
 
 import atexit
 import contextlib
@@ -8,19 +8,40 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
+from trainer.errors import exit_code, message
 
-def let_first_tell() -> None:
-    """Call it before an error is printed that other ranks may have too. The first rank of a node tells at once, and as
-    it ends, torchrun and mpirun (and srun with -K) end the others: what they say after 5 s is theirs alone."""
-    if any(os.environ.get(name, "0") != "0" for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")):
+
+def wait_for_first_rank() -> None:
+    """Wait 5 s, but on the first rank of a node, before an error is printed that other ranks may have too.
+
+    The first rank prints at once, and as it ends, torchrun, mpirun and `srun -K` end the others.
+    """
+    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+    if any(os.environ.get(name, "0") != "0" for name in names):
         time.sleep(5)
 
 
-def leave(code: int) -> NoReturn:
-    """Ends this process as `sys.exit` does, but without the interpreter's own end: it would end a thread of gloo's that
-    lets go of a tensor just then, which aborts the process ("terminate called without an active exception")."""
+def run_guarded(call: Callable[[], int]) -> int:
+    """Return the exit code of `call`. Print one line for a user's mistake, and a traceback for ours."""
+    try:
+        return call()
+    except Exception as error:
+        wait_for_first_rank()
+        print(message(error), file=sys.stderr, flush=True)
+        return exit_code(error)
+    except KeyboardInterrupt:
+        return 130
+
+
+def exit_process(code: int) -> NoReturn:
+    """End this process as `sys.exit` does, but without the interpreter's own end.
+
+    That end may meet a gloo thread which is just releasing a tensor: the process would abort ("terminate called without
+    an active exception").
+    """
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] as multiprocessing ends its own
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -29,7 +50,7 @@ def leave(code: int) -> NoReturn:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """SIGKILL this process when its parent ends, however that ends (Linux); exit if `parent` has ended already."""
+    """Have the kernel kill this process when its parent ends (Linux); exit if `parent` has ended already."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if parent not in (None, os.getppid()):

@@ -1,90 +1,101 @@
-"""Shows to who started this rank how far it has come, and that it still moves. Standard library only."""
+"""Heartbeats: how far a rank has come, and whether it still moves. Standard library only."""
 
+import contextlib
 import faulthandler
 import os
 import struct
+import threading
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
-
+from typing import IO, Any, NamedTuple
 
 FORMAT = struct.Struct("<qqqd")
 
 
+TICK_S = 1.0  # at most
+
+
 class Beat(NamedTuple):
     began: int  # the step at which the rank began
-    step: int  # the one that it has done
-    busy: int  # whether it completes a checkpoint before it ends; each piece that is written is a beat then
-    until: float = 0.0  # its time and the patience it asks for, by the clock of the node that nobody sets
+    step: int  # the last step that the rank has done
+    busy: int  # whether the rank completes a checkpoint before it ends: each piece that it writes is a beat
+    until: float = 0.0  # the beat's time and the patience that it asks for, by the node's monotonic clock
 
 
 class Heartbeat:
-    """A file of the last `Beat`, for a supervisor. Without a path nobody looks."""
+    """A file with the last `Beat`, for the supervisor that reads it; without a path no file is written.
 
-    def __init__(self, path: str) -> None:
-        self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600) if path else None
+    A path in a folder that is gone, as of a launcher that has ended, counts as none.
+    """
+
+    def __init__(self, path: str = "") -> None:
+        self.file: int | None = None
+        with contextlib.suppress(FileNotFoundError):
+            self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600) if path else None
         self.began = self.step = -1
-        self.log: IO[str] | None = None
-        self._tell(0.0, False)
+        self.ended = threading.Event()
+        self.left_s = float("inf")  # until the rank counts as still
+        self.still_s = 0.0
+        self._write(0.0, False)
 
-    @classmethod
-    def of(cls, trainer: "Trainer") -> "Heartbeat":
-        """For who has started this rank, or else watched by itself, if it has peers."""
-        heartbeat = cls(os.environ.get("ECHELON_HEARTBEAT", ""))
-        if trainer.world > 1:
-            heartbeat.watch(2 * trainer.options.timeout_s, trainer.run_dir / "logs" / f"rank{trainer.rank}.log")
-        return heartbeat
+    def watch(self, still_s: float, on_still: Callable[[], Any], log: IO[str] | None = None) -> None:
+        """Call `on_still` after half of `still_s` seconds without a beat, counted from the next beat on.
 
-    def watch(self, still_s: float, log: Path | None = None) -> None:
-        """Where there is no supervisor: after `still_s` seconds without a beat write the stacks of all threads to
-        `log`, else to standard error, and end the process with code 1, by a thread of C's, which needs no lock of the
-        interpreter's."""
-        if self.file is None:
-            self.still_s, self.rearm_at = still_s, 0.0
-            self.log = log.open("a") if log else os.fdopen(os.dup(2), "a")  # by its path a socket can't be opened
+        With `log`, after all of them, write the stacks of all threads to it and end the process with code 1.
+        A thread counts its own ticks, so time in which the process is suspended does not count.
+        """
+        self.still_s = still_s
+        self.left_s = float("inf") if self.began < 0 else still_s
+        threading.Thread(target=self._tick, args=(on_still, log), name="heartbeat", daemon=True).start()
+
+    def _tick(self, on_still: Callable[[], Any], log: IO[str] | None) -> None:
+        tick_s, told = min(TICK_S, self.still_s / 20), False
+        while not self.ended.wait(tick_s):
+            self.left_s -= tick_s
+            if self.left_s > self.still_s / 2:
+                told = False
+            elif not told:
+                told = True
+                on_still()
+            if log and self.left_s <= 0:
+                log.write(f"Timeout ({timedelta(seconds=self.still_s)})!\n")
+                log.flush()
+                faulthandler.dump_traceback(log)
+                os._exit(1)
+        if log:
+            log.close()
 
     def close(self) -> None:
-        """Nobody watches any longer."""
-        if self.log:
-            faulthandler.cancel_dump_traceback_later()
-            self.log.close()
+        """End the watch, and close the file."""
+        self.ended.set()
         if self.file is not None:
             os.close(self.file)
-        self.log = self.file = None
-
-    def _rearm(self, patience_s: float) -> None:
-        now = time.monotonic()
-        if now > self.rearm_at or patience_s:  # not in every step: it starts a thread
-            assert self.log
-            faulthandler.dump_traceback_later(self.still_s + patience_s, exit=True, file=self.log)
-            self.rearm_at = now if patience_s else now + self.still_s / 10
+        self.file = None
 
     def beat(self, step: int | None = None, patience_s: float = 0.0, busy: bool = False) -> None:
-        """`step`: the one that is done, where another is. `patience_s`: what comes now may take so much longer."""
+        """Tell that the rank moves. `step`: done now. `patience_s`: what begins now may take so much longer."""
         if step is None and self.began < 0:
             return
         if step is not None:
             self.began, self.step = step if self.began < 0 else self.began, step
-        if self.log:
-            self._rearm(patience_s)
-        self._tell(patience_s, busy)
+        self.left_s = self.still_s + patience_s
+        self._write(patience_s, busy)
 
-    def _tell(self, patience_s: float, busy: bool) -> None:
+    def _write(self, patience_s: float, busy: bool) -> None:
         if self.file is not None:
             os.pwrite(self.file, FORMAT.pack(self.began, self.step, busy, time.monotonic() + patience_s), 0)
 
 
 def read(path: Path) -> Beat | None:
-    """None before the rank's first step."""
+    """Return the last beat; None before the rank's first step."""
     beat = last(path)
     return beat if beat and beat.began >= 0 else None
 
 
 def last(path: Path) -> Beat | None:
-    """None before the rank has made its plan."""
+    """Return the last beat, which may be from before the first step; None before the rank has planned."""
     try:
         return Beat(*FORMAT.unpack(path.read_bytes()))
     except (OSError, struct.error):

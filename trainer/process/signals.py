@@ -1,4 +1,4 @@
-"""What reaches a run from outside: requests to stop, and a terminal or pipe that is no longer there. No torch here."""
+"""Signals that ask a run to stop: who hears them, and what a run does then. Imports no torch."""
 
 import contextlib
 import multiprocessing
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import STOPPED
 from trainer.log import log
-from trainer.process.environment import is_first
+from trainer.process.environment import is_first_rank
 from trainer.process.exit import die_with_parent
 from trainer.process.stdio import show_cursor
 
@@ -20,25 +20,41 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # the last by SLURM, before a job's time ends
+# Users, terminals and batch systems send these to stop a job.
+ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+# Batch systems and the kernel send these before they kill. A program may use them for something else.
+WARNINGS = (signal.SIGUSR2, signal.SIGXCPU, signal.SIGPWR, signal.SIGIO)
+
+
+STOP = ASKED + WARNINGS
 
 
 EARLY = "stopped before the first step"
 
 
-def heeded() -> list[signal.Signals]:
-    """Those of `STOP` that a run acts on: under nohup SIGHUP is ignored, and stays so."""
-    return [n for n in STOP if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+def ignore(*_: object) -> None:
+    """Do nothing in the main thread: the wakeup descriptor has told the listener already."""
 
 
-class Heard:
-    """While entered, a thread calls `hear` with each signal to stop; those of an outer one rest.
+def handled_signals() -> list[signal.Signals]:
+    """Return the signals of `STOP` that a listener takes.
 
-    A Python handler only runs between two bytecodes of the main thread, so not during a collective; the interpreter's
-    wakeup descriptor is written at once. Outside the main thread it does nothing.
+    Under nohup SIGHUP is ignored, and stays so. A handler that a program set for one of `WARNINGS` stays.
+    """
+    asked = [n for n in ASKED if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    return asked + [n for n in WARNINGS if signal.getsignal(n) in (signal.SIG_DFL, ignore)]
+
+
+class SignalListener:
+    """A thread that calls `hear` with each signal to stop, while entered. Listeners entered before it rest.
+
+    A Python handler runs between two bytecodes of the main thread only, so not during a collective.
+    The interpreter writes to its wakeup descriptor at once. Outside the main thread a listener does nothing.
     """
 
-    asked: Callable[[], Any] = staticmethod(lambda: None)  # called in the thread at SIGUSR2: no rank moves
+    on_inspect: Callable[[], Any] = staticmethod(lambda: None)  # called at SIGUSR2 where that is no signal to stop
 
     def __init__(self, hear: Callable[[int], None]) -> None:
         self.hear = hear
@@ -46,11 +62,11 @@ class Heard:
     def __enter__(self) -> "Self":
         self._main = threading.current_thread() is threading.main_thread()
         if self._main:
-            Start.over = not isinstance(self, Start)
+            StartupSignals.over = not isinstance(self, StartupSignals)
             self._read, self._write = socket.socketpair()
             self._write.setblocking(False)
             self._fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-            self._handlers = {number: signal.signal(number, lambda *_: None) for number in heeded()}
+            self._handlers = {number: signal.signal(number, ignore) for number in handled_signals()}
             threading.Thread(target=self._watch, name="signals", daemon=True).start()
         return self
 
@@ -63,39 +79,41 @@ class Heard:
 
     def _watch(self) -> None:
         while number := self._read.recv(1):
-            if number[0] in STOP:
+            if number[0] in self._handlers:
                 self.hear(number[0])
             elif number[0] == signal.SIGUSR2:
-                self.asked()
+                self.on_inspect()
         self._read.close()
 
 
-class Start(Heard):
-    """Entered as the process begins. Until another is, there is nothing that a checkpoint would have to keep, and a
-    signal ends the process at once, with exit code 75 (130 for SIGINT); afterwards, as it would without."""
+class StartupSignals(SignalListener):
+    """The listener of a process that has no checkpoint to write yet: a signal ends the process at once.
+
+    The exit code is 75, or 130 for SIGINT. Once a run has listened for itself, it is 128 + the signal's number.
+    """
 
     over = False
 
     def __init__(self) -> None:
-        super().__init__(self._leave)
+        super().__init__(self._exit)
 
-    def _leave(self, number: int) -> None:
-        if Start.over or number == signal.SIGINT:
+    def _exit(self, number: int) -> None:
+        if StartupSignals.over or number == signal.SIGINT:
             os._exit(128 + number)
-        if is_first() and number != signal.SIGTERM:  # by which a launcher ends the others where one has failed
+        if is_first_rank() and number != signal.SIGTERM:  # launchers end the peers of a failed rank with SIGTERM
             with contextlib.suppress(OSError):
                 os.write(2, f"echelon: {signal.Signals(number).name}: {EARLY}\n".encode())
         os._exit(STOPPED)
 
 
-class Signals(Heard):
-    """While entered, the first signal to stop sets `name`; a SIGINT after that ends the process.
+class StopSignals(SignalListener):
+    """The listener of a run: the first signal sets `name`, and a SIGINT after that ends the process.
 
-    A second SIGTERM does not: who ends a whole job sends one to the ranks, and their launcher passes on its own.
+    A second SIGTERM ends nothing: who stops a whole job signals the ranks and their launcher, which passes it on.
     """
 
     name = ""
-    heard = ""  # the last of any in this process
+    received = ""  # the last signal to stop that any run in this process has heard
 
     def __init__(self) -> None:
         super().__init__(self._stop)
@@ -107,15 +125,15 @@ class Signals(Heard):
             show_cursor()
             os._exit(128 + signal.SIGINT)
         if not self.name:
-            self.name = Signals.heard = signal.Signals(number).name
+            self.name = StopSignals.received = signal.Signals(number).name
             again = "; again stops now" if number == signal.SIGINT else ""
             with contextlib.suppress(OSError):
                 log.info("%s: stopping after this step with a checkpoint%s", self.name, again)
 
 
-def start_worker() -> None:
-    """Of a rank: it ends when the rank has saved, not by a signal to all processes of a job."""
-    signal.set_wakeup_fd(-1)  # inherited: it is how the rank hears of its own signals
+def ignore_stop_signals() -> None:
+    """Make a data worker live until its rank has saved, whatever is sent to all processes of a job."""
+    signal.set_wakeup_fd(-1)  # the inherited one is the rank's
     for number in STOP:
         signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()

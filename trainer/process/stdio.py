@@ -1,60 +1,70 @@
-"""Standard output and error whose reader may go, and the terminal's cursor."""
+"""Standard input, output and error: closed ones, readers that go away, and the terminal's cursor."""
 
 import contextlib
 import errno
 import io
 import os
 import sys
-from typing import TYPE_CHECKING
 
-from trainer.process.signals import log
-
-if TYPE_CHECKING:
-    pass
-
+from trainer.log import log
 
 SHOW_CURSOR = b"\x1b[?25h"
 
 
+def open_standard_descriptors() -> None:
+    """Open /dev/null in place of each of the descriptors 0 to 2 that is closed, so that no other file takes its number.
+
+    Call it before the process opens anything.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number
+            os.set_inheritable(descriptor, True)
+
+
 def show_cursor() -> None:
-    """A progress bar hides it, and a process that is ended at once can't put it back."""
+    """Show the cursor that a progress bar has hidden: a process that is ended at once can't put it back."""
     with contextlib.suppress(OSError):
         if os.isatty(1):
             os.write(1, SHOW_CURSOR + b"\r\n")
 
 
 class Output(io.TextIOWrapper):
-    """Standard output or error whose reader may go (`| head`, a closed ssh session): what follows is lost, no more.
+    """Standard output or error that outlives its reader (`| head`, a closed ssh session): later text is dropped.
 
-    The log says so once. Python ignores SIGPIPE, so that a write raises instead. Into a file on a disk that is full
-    nothing more is lost than what comes meanwhile.
+    The log tells of the loss once. Python ignores SIGPIPE, so that a write raises instead.
+    While the disk of a file is full, only the text written meanwhile is lost.
     """
 
     def write(self, text: str, /) -> int:
         try:
             return super().write(text)
         except OSError as error:
-            self._lose(error)
+            self._drop(error)
             return len(text)
 
     def flush(self) -> None:
         try:
             super().flush()
         except OSError as error:
-            self._lose(error)
+            self._drop(error)
 
-    def _lose(self, error: OSError) -> None:
+    def _drop(self, error: OSError) -> None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             return
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self.fileno())  # what is still buffered goes there
+        os.dup2(null, self.fileno())  # the buffered text goes there
         os.close(null)
         log.info("%s is closed (%s): the run goes on, see metrics.jsonl and logs/", self.name, error.strerror)
 
 
-def outlive_readers() -> None:
-    """From now on `sys.stdout` and `sys.stderr` are `Output`, also of names that are not UTF-8; where a shell has
-    closed one (`>&-`), nowhere."""
+def tolerate_closed_pipes() -> None:
+    """Replace `sys.stdout` and `sys.stderr` by `Output`, which also shows names that are not UTF-8.
+
+    If a shell has closed one (`>&-`), its text goes nowhere.
+    """
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)
         new = (

@@ -14,13 +14,13 @@ from trainer.checkpoint.manifest import Damaged, verify
 from trainer.checkpoint.pretrained import put_weights
 from trainer.checkpoint.serialize import load_state
 from trainer.config.check import check
-from trainer.config.redact import secrets
+from trainer.config.redact import redacted_keys
 from trainer.data.source import Samples, open_source
 from trainer.errors import ConfigError
-from trainer.main import guarded
 from trainer.plan import refuse_other_manifests, short
+from trainer.process.exit import run_guarded
 from trainer.run_dir import make_writable
-from trainer.session import objects
+from trainer.session import build_components
 
 
 def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
@@ -43,7 +43,7 @@ def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
         raise ConfigError(f"{key}: its run's {config} is not here; call this where the run was started")
     settings = read_config(config, changes, key)
     check(settings)
-    made = objects(settings)
+    made = build_components(settings)
     recipe, seed = made["recipe"], settings["trainer"]["seed"]
     if not hasattr(recipe, "export"):
         raise ConfigError(f"{key}: {type(recipe).__name__} has no `export`; give the recipe one")
@@ -64,7 +64,7 @@ def read_config(file: Path, changes: list[str], key: str) -> dict[str, Any]:
         found = OmegaConf.load(file)
         own: Any = {"trainer": {"allow_targets": []}, "data": {"allow_pipe": False}}
         settings: Any = OmegaConf.to_container(OmegaConf.merge(found, own, OmegaConf.from_dotlist(changes)))
-        hidden = secrets(settings)
+        hidden = redacted_keys(settings)
     except Exception as error:  # YAML's or OmegaConf's
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"{key}: {file} can't be read ({reason}); give the one that the run has written") from None
@@ -89,7 +89,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="where the recipe puts what it exports")
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="in place of what the run's config.yaml says")
     arguments = parser.parse_args()
-    return guarded(lambda: export(arguments.checkpoint, arguments.folder, arguments.changes) or 0)
+    return run_guarded(lambda: export(arguments.checkpoint, arguments.folder, arguments.changes) or 0)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from trainer.data.shards.parquet import of_rows
 from trainer.data.shards.tar import split_name
 from trainer.data.shards.writer import refuse_member, write_shards
 from trainer.errors import ConfigError, DataError, UnavailableError, require
-from trainer.main import guarded
+from trainer.process.exit import run_guarded
 
 
 def index(shards: list[str], workers: int, **where: Any) -> None:
@@ -166,7 +166,7 @@ def main() -> int:
     del arguments["command"]
     if call is not pack:  # Ctrl-C would wait for threads and what they download; a part of that is never taken for it
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    return guarded(lambda: call(**arguments) or 0)
+    return run_guarded(lambda: call(**arguments) or 0)
 
 
 if __name__ == "__main__":

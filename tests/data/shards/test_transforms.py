@@ -30,7 +30,7 @@ from trainer.data.shards.writer import write_shards
 from trainer.data.source import open_source
 from trainer.errors import DataError
 from trainer.process.environment import Place
-from trainer.session import objects
+from trainer.session import build_components
 from trainer.trainer import Trainer
 
 ALLOW = ("webdataset", "own_stages")
@@ -231,6 +231,6 @@ def test_the_command_takes_them_and_workers_change_no_bit(tmp_path: Path, monkey
     monkeypatch.syspath_prepend(str(tmp_path))
     config: Any = OmegaConf.to_container(OmegaConf.load("runs/two/config.yaml"))
     config["data"]["workers"], config["trainer"]["run_dir"] = 0, "runs/none"
-    Trainer(**objects(config), place=Place()).fit()
+    Trainer(**build_components(config), place=Place()).fit()
     assert lines(Path("runs/none")) == lines(Path("runs/two"))
     assert weights("none", tmp_path, 6) == weights("two", tmp_path, 6)

@@ -18,7 +18,7 @@ from urllib import request
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
-from trainer.config.redact import without_signatures
+from trainer.config.redact import redact_urls
 from trainer.errors import ConfigError, DataError, UnavailableError, printable
 from trainer.log import log
 from trainer.process.exit import die_with_parent
@@ -85,7 +85,7 @@ def download(url: str, patience_s: float) -> Generator[tuple[int, bytes]]:
         except DataError:
             raise
         except Exception as error:  # urllib's, botocore's, aiohttp's
-            reason = printable(without_signatures(str(error)[:500])) or type(error).__name__
+            reason = printable(redact_urls(str(error)[:500])) or type(error).__name__
             if isinstance(error, InvalidURL):
                 raise ConfigError(
                     f"{shown(url)}: can't be asked for ({reason}); mend the URL: a space is %20"

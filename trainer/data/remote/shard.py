@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
 
 from trainer.config.options import DataOptions
-from trainer.config.redact import without_signatures
+from trainer.config.redact import redact_urls
 from trainer.data.remote.decompress import plain_name, unpack
 from trainer.data.remote.download import download, path_of, shown
 from trainer.data.remote.eviction import claim, is_at, make_room, open_regular
@@ -142,7 +142,7 @@ class Remote(NamedTuple):
             words += ["--allow-pipe"] if self.url.startswith("pipe:") else []
             raise ConfigError(
                 f"{self}: changed since it was indexed; restore it, or index it again: "
-                f"python -m trainer.tools.shards {shlex.join([*words, without_signatures(self.url)])}"
+                f"python -m trainer.tools.shards {shlex.join([*words, redact_urls(self.url)])}"
             )
 
     def _reserve(self, file: BinaryIO, size: int) -> None:

@@ -11,7 +11,7 @@ from urllib.parse import SplitResult, urlsplit
 from braceexpand import braceexpand
 
 from trainer.config.options import DataOptions
-from trainer.config.redact import without_signatures
+from trainer.config.redact import redact_urls
 from trainer.data.remote.decompress import LONGEST_START, is_packed, starts_packed
 from trainer.data.remote.download import SCHEMES, shown, words_of
 from trainer.data.remote.shard import Remote
@@ -32,7 +32,7 @@ def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | 
         try:
             names = [str(pattern)] if os.path.isfile(pattern) else list(braceexpand(str(pattern)))
         except ValueError as error:
-            told = without_signatures(f"{pattern}: not a pattern ({error})")
+            told = redact_urls(f"{pattern}: not a pattern ({error})")
             raise DataError(f"{told}; write braces as {{000..009}} or {{a,b}}") from None
         for name in names:
             if name.startswith("pipe:") and not os.path.isfile(name):
@@ -68,7 +68,7 @@ def parsed(url: str) -> SplitResult:
     try:
         return urlsplit(url)
     except ValueError as error:
-        raise ConfigError(f"{without_signatures(url)}: is no URL ({error}); mend it") from None
+        raise ConfigError(f"{redact_urls(url)}: is no URL ({error}); mend it") from None
 
 
 def refuse_program(name: str, allowed: bool) -> None:
@@ -92,7 +92,7 @@ def refuse_program(name: str, allowed: bool) -> None:
 def _files(name: str, of: str) -> list[str]:
     found = [name] if os.path.isfile(name) else glob.glob(name, recursive=True)
     found = [file for file in found if os.path.isfile(file) and not file.endswith(".idx")]
-    told = without_signatures(f"{name}{of}")
+    told = redact_urls(f"{name}{of}")
     if not found and re.match(r"[A-Za-z][\w+.-]*:", name):
         raise DataError(f"{told}: no such file, and no URL of file, {', '.join(SCHEMES)}, which alone are read")
     if not found:

@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors.numpy import save
 
-from trainer.config.targets import make_webdataset_careful
+from trainer.config.targets import secure_webdataset
 from trainer.data.shards.decoders import refuse_pickled
 from trainer.data.shards.tar import split_name
 from trainer.errors import DataError
@@ -35,7 +35,7 @@ def write_shards(
     # Here, for it takes a second and reading needs none of it.
     from webdataset.writer import TarWriter, default_handlers
 
-    make_webdataset_careful()
+    secure_webdataset()
     encoders = {**default_handlers, "int": default_handlers["cls"], "safetensors": save}
     folder.mkdir(parents=True, exist_ok=True)
     if old := next(folder.glob(f"{prefix}-*.tar"), None):

@@ -1,0 +1,38 @@
+"""A rank that is watched by itself: one that hangs ends, one that was suspended goes on."""
+
+import signal
+import subprocess
+import sys
+import time
+
+WATCHED = """
+import sys, time
+from trainer.process.heartbeat import Heartbeat
+heartbeat = Heartbeat()
+heartbeat.watch(1.0, lambda: print("still", flush=True), sys.stderr)
+heartbeat.beat(1)
+print("begun", flush=True)
+time.sleep(float(sys.argv[1]))
+print("done", flush=True)
+"""
+
+
+def watched(seconds: float) -> "subprocess.Popen[str]":
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", WATCHED, str(seconds)], stdout=pipe, stderr=pipe, text=True)
+
+
+def test_a_rank_that_hangs_tells_its_collectives_then_its_stacks_and_ends():
+    out, err = (process := watched(60)).communicate(timeout=30)
+    assert (process.returncode, out) == (1, "begun\nstill\n")
+    assert err.startswith("Timeout (0:00:01)!\n") and 'File "<string>", line 8' in err
+
+
+def test_time_in_which_a_process_is_suspended_does_not_count():
+    process = watched(0.2)
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGCONT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out.replace("still\n", ""), err) == (0, "done\n", "")

@@ -1,0 +1,22 @@
+"""Standard descriptors that a daemon has closed."""
+
+import os
+import subprocess
+import sys
+
+from support.cli import environment
+
+OPENS = """
+import os, sys
+from trainer.process.stdio import open_standard_descriptors
+open_standard_descriptors()
+with open(sys.argv[1], "w") as file:
+    file.write(" ".join([str(file.fileno()), *(os.readlink(f"/proc/self/fd/{n}") for n in range(3))]))
+"""
+
+
+def test_no_file_takes_the_number_of_a_closed_one(tmp_path):
+    words = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", OPENS, str(tmp_path / "found")]
+    assert subprocess.run(words, env=environment(), timeout=60).returncode == 0
+    number, *opened = (tmp_path / "found").read_text().split()
+    assert int(number) > 2 and opened == [os.devnull] * 3
