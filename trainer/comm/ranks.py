@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from itertools import chain
@@ -19,6 +20,9 @@ from trainer.errors import ConfigError
 from trainer.process.environment import Place
 
 BROUGHT = 64 << 20  # bytes that are on their way to rank 0 at once
+
+
+RING = 32  # ranks up to which gloo's ring collectives are used: 62 hops of 50 us hide behind a forward pass
 
 
 COLLECTIVES = 2000  # the last so many are kept, for `Ranks.note_failure`
@@ -42,10 +46,19 @@ class Ranks:
         self.timeout = timedelta(seconds=timeout_s)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(COLLECTIVES))
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-        store = dist.FileStore(place.store, self.world) if place.store else None
-        dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world, timeout=self.timeout)
+        dist.init_process_group(
+            self.backend,
+            store=dist.FileStore(place.store, self.world) if place.store else None,
+            rank=self.rank,
+            world_size=self.world,
+            timeout=self.timeout,
+            # NCCL connects now, on this device. Without it torch 2.15 guesses one from the rank's number.
+            device_id=self.device if self.backend == "nccl" else None,
+        )
         self.host = self.new_group("gloo")
         self.patient = self.new_group("gloo", timedelta(days=30))
+        if self.world > RING:
+            self.agree_thread, self.agree_group = ThreadPoolExecutor(1, "agree"), self.new_group("gloo")
 
     def new_group(self, backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
         """Every thread or stream that communicates owns one. A collective: call it on all ranks."""
@@ -76,10 +89,17 @@ class Ranks:
         return per_node
 
     def agree(self, values: tuple[int, ...]) -> Callable[[], tuple[int, ...]]:
-        """Start summing `values` over ranks, and return what waits for the sums."""
+        """Start summing `values` over ranks, and return a function that waits for the sums.
+
+        The sums are made beside the caller: by gloo's thread in 2 (N - 1) hops, one after the other, or from `RING`
+        ranks on by a thread of ours in log2 N rounds. With 50 us a hop, 1,000 ranks take 0.5 ms instead of 100 ms.
+        """
         if self.world == 1:
             return lambda: values
         word = torch.tensor(values, dtype=torch.int64)
+        if self.world > RING:
+            rows = self.agree_thread.submit(all_gather, word, self.agree_group)
+            return lambda: tuple(rows.result().sum(0).tolist())
         work = dist.all_reduce(word, group=self.host, async_op=True)
         assert work is not None
 
@@ -90,17 +110,14 @@ class Ranks:
         return sums
 
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """A JSON value of each rank, in the order of ranks, on all of them."""
+        """Gather a JSON value of each rank, in the order of ranks, on all of them."""
         if self.world == 1:
             return [value]
         group = group or self.host
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
-        longest = max(int(size) for size in sizes)
-        rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
-        dist.all_gather(rows, torch.nn.functional.pad(data, (0, longest - data.numel())), group=group)
-        return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+        sizes = all_gather(torch.tensor([data.numel()]), group).flatten().tolist()
+        rows = all_gather(torch.nn.functional.pad(data, (0, max(sizes) - data.numel())), group)
+        return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def bring(self, data: Tensor, moved: Callable[[], object]) -> list[Tensor]:
         """Bytes (n,) of each rank, in the order of ranks, to rank 0, however long that takes; nothing to the others.
@@ -159,3 +176,25 @@ class Ranks:
         """At once: peers that wait for this rank hear of it."""
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def all_gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather (n,) of each rank of `group`, on the host -> (ranks, n), on all of them.
+
+    gloo's own takes N - 1 hops, one after the other. Above `RING` ranks, ceil(log2 N) rounds double what each has, for
+    any N (Bruck et al. 1997, the concatenation algorithm); as many bytes arrive.
+    """
+    rank, world, have = group.rank(), group.size(), 1
+    rows = own.new_empty(world, own.numel())
+    if world <= RING:
+        dist.all_gather(list(rows), own, group)
+        return rows
+    rows[0] = own
+    while have < world:  # row i is rank (rank + i)'s
+        count = min(have, world - have)
+        coming = dist.irecv(rows[have : have + count], group=group, group_src=(rank + have) % world)
+        dist.send(rows[:count], group=group, group_dst=(rank - have) % world)
+        assert coming is not None
+        coming.wait()
+        have += count
+    return rows.roll(rank, 0)
