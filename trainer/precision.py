@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils.deterministic
 
 from trainer.errors import ConfigError
 

@@ -347,7 +347,8 @@ class Net(nn.Module):
         return self.frozen(self.again(self.mid(self.conv(x).mean((2, 3))).tanh()))
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
 
 
 def built(name: str, device: str, dtype: torch.dtype) -> tuple[Net, Optimizer]:
