@@ -41,9 +41,8 @@ class Precision:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
             torch.use_deterministic_algorithms(True)  # loads Inductor, which reads its variable
-            torch.utils.deterministic.fill_uninitialized_memory = (
-                False  # NaN in each torch.empty: a write of all memory
-            )
+            # Else each torch.empty is filled with NaN: a write of all memory.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
             torch.backends.cudnn.benchmark = False  # it would choose kernels by their time
 
     def cast(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -61,19 +61,19 @@ class Ranks:
             self.agree_thread, self.agree_group = ThreadPoolExecutor(1, "agree"), self.new_group("gloo")
 
     def new_group(self, backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
-        """Every thread or stream that communicates owns one. A collective: call it on all ranks."""
+        """Make a group: every thread or stream that communicates owns one. A collective."""
         group = dist.new_group(backend=backend or self.backend, timeout=timeout or self.timeout)
         assert isinstance(group, dist.ProcessGroup)
         return group
 
     def new_groups(self, parts: list[list[int]]) -> dist.ProcessGroup:
-        """One for each of the `parts` that the ranks fall into; this rank's. A collective."""
+        """Make a group for each of the `parts` that the ranks fall into; return this rank's. A collective."""
         own, _ = dist.new_subgroups_by_enumeration(parts, timeout=self.timeout, backend=self.backend)
         assert isinstance(own, dist.ProcessGroup)
         return own
 
     def ranks_per_node(self) -> int:
-        """As the launcher started them.
+        """Return how many ranks the launcher started on each node.
 
         Raises:
             ConfigError: not as many on each node, or not node by node.
@@ -138,23 +138,25 @@ class Ranks:
         return brought
 
     def each(self, value: Any) -> list[Any]:
-        """As `gather`, however long it takes: rank 0 may have a corpus to prepare."""
+        """Gather as `gather` does, however long it takes: rank 0 may have a corpus to prepare."""
         return self.gather(value, self.patient if self.world > 1 else None)
 
     def first(self, value: Any) -> Any:
-        """Rank 0's JSON value, on all ranks, however long it takes."""
+        """Return rank 0's JSON value on all ranks, however long it takes."""
         return self.each(value if self.rank == 0 else None)[0]
 
     def share_buffers(self, module: nn.Module) -> None:
-        """Rank 0's on all ranks, as DDP does before a forward pass in training."""
+        """Copy rank 0's buffers to all ranks, as DDP does before a forward pass in training."""
         buffers = list(module.buffers())
         if self.world > 1 and buffers:
             assert dist.group.WORLD is not None
             dist._broadcast_coalesced(dist.group.WORLD, buffers, 250 << 20, 0)
 
     def note_failure(self, kind: type[BaseException] | None, logs: Path) -> None:
-        """Where a collective may have failed, the last ones of this rank go into the folder `logs`, by torch's flight
-        recorder: where ranks have gone apart, the last of one is not that of the others."""
+        """Write the last collectives of this rank into the folder `logs` if one may have failed.
+
+        torch's flight recorder has them. If ranks have gone apart, one rank's last is not that of the others.
+        """
         if self.world > 1 and kind and issubclass(kind, RuntimeError):
             with suppress(OSError, ValueError, KeyError):  # it would hide what has failed
                 torchs: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
@@ -166,14 +168,16 @@ class Ranks:
                 (logs / f"collectives-rank{self.rank}.json").write_text(noted)
 
     def leave(self) -> None:
-        """Ends the groups when all do. A collective: rank 0 may still write, and a launcher may end all ranks with the
-        first that ends."""
+        """End the groups when all ranks do. A collective.
+
+        Rank 0 may still write, and a launcher may end all ranks with the first that ends.
+        """
         if self.world > 1 and dist.is_initialized():
             self.first(None)
         self.close()
 
     def close(self) -> None:
-        """At once: peers that wait for this rank hear of it."""
+        """End the groups at once: peers that wait for this rank hear of it."""
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
