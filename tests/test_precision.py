@@ -1,5 +1,6 @@
 """Number formats: what is really computed in them, and what an overflow in fp16 does."""
 
+import os
 import subprocess
 import sys
 import warnings
@@ -10,6 +11,7 @@ from support.cli import environment
 from torch import nn
 from toy_recipe import Toy
 
+from trainer import main as command
 from trainer.callback import Callback
 from trainer.callbacks.overlap.callback import Overlap
 from trainer.config.options import CheckpointOptions, DataOptions, Options
@@ -120,15 +122,37 @@ def test_fp16_that_auto_has_chosen_is_seen_by_conflicts(tmp_path, monkeypatch):
         Trainer(Toy(), {"overlap": Overlap()}, batch=12, options=Options(precision="auto"), place=Place())
 
 
+def test_deterministic_is_refused_where_cublas_may_have_been_used(monkeypatch):
+    """cuBLAS has read its variable by then: the first deterministic operation would raise."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"allocation.all.allocated": device})
+    with pytest.raises(ConfigError, match=r"trainer\.deterministic=true: .*CUBLAS_WORKSPACE_CONFIG=:4096:8"):
+        Precision("fp32", torch.device("cuda"), True)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_the_command_sets_what_cublas_reads_once_before_any_rank_starts(monkeypatch):
+    """Also of a job of -m that is not deterministic: the next one may be, in the same process."""
+    seen = []
+    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k != "CUBLAS_WORKSPACE_CONFIG"})
+    monkeypatch.setattr("trainer.launch.launcher.start", lambda *_: seen.append(os.environ["CUBLAS_WORKSPACE_CONFIG"]))
+    command.run(
+        {"trainer": {"devices": 1}, "nccl": {}, "batch": 12, "micro_batch": None, "accumulate": None}, "toy", []
+    )
+    assert seen == [":4096:8"]
+
+
 def test_deterministic_is_all_that_torch_has_for_it():
     code = (
         "import os, sys, torch; from trainer.trainer import Precision\n"
         "torch.backends.cudnn.benchmark = True\n"
         "def tell(): print(torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark,\n"
-        "                  os.environ.get('CUBLAS_WORKSPACE_CONFIG'))\n"
+        "                  os.environ.get('CUBLAS_WORKSPACE_CONFIG'), torch.empty(99).isnan().all().item())\n"
         "Precision('fp32', torch.device('cpu'), deterministic=True), tell()\n"
         "Precision('fp32', torch.device('cuda'), deterministic=True), tell()\n"
         "import torch._inductor.config as inductor; print(inductor.deterministic)"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines() == ["False True None", "True False :4096:8", "True"]
+    assert done.stdout.splitlines() == ["False True None False", "True False :4096:8 False", "True"]

@@ -1,5 +1,6 @@
 """Callbacks that each read one number from the device in each step would make it wait for all of them: none does."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from toy_recipe import Toy
 
 from trainer.callback import Callback, Role
 from trainer.callbacks.grad_compress import GradCompress
+from trainer.callbacks.nan_guard.callback import NanGuard
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs import sparse
 from trainer.comm.ranks import Ranks
@@ -117,3 +119,21 @@ def test_codecs_read_nothing():
     for modes in run_ranks(2, codec_reads):
         assert modes.pop("blocksparse") == ["nonzero"]
         assert not any(modes.values()), modes
+
+
+def test_nan_guard_waits_for_the_device_once_a_step(monkeypatch):
+    """However many micro-batches and parameters there are: by one copy of two numbers."""
+    params = [torch.nn.Parameter(torch.ones(3, i + 1)) for i in range(5)]
+    for p in params[1:]:  # the first has no gradient
+        p.grad = torch.full_like(p, 2.0)
+    trainer: Any = SimpleNamespace(
+        losses=[torch.tensor(0.5), torch.tensor(float("nan")), torch.tensor(2.0)],
+        data=SimpleNamespace(weights=[2, 0, 4]), weight=6, world=1, device=torch.device("cpu"), parameters=params,
+        scaler=torch.amp.GradScaler("cpu", enabled=False), ranks=SimpleNamespace(agree=lambda values: lambda: values),
+    )  # fmt: skip
+    mode, copies, tolist = Reads(), [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: (copies.append(self.numel()), tolist(self))[1])
+    with mode:
+        bad, loss, norm = NanGuard()._agreed(trainer)
+    assert (copies, mode.steps) == ([2], [[]])
+    assert (bad, loss) == (0, 1.5) and norm == pytest.approx((4 * 3 * (2 + 3 + 4 + 5)) ** 0.5, rel=1e-6)

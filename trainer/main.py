@@ -97,6 +97,8 @@ def run(config: dict[str, Any], recipe: str, argv: list[str]) -> int:
         split_batch(config["batch"], world, config["micro_batch"], config["accumulate"])
     # Read when torch loads: idle OpenMP threads sleep. Spinning, they take the cores that ranks and data workers need.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Read at the process's first cuBLAS call. `trainer.deterministic` needs it; 32 MiB is what Hopper has anyway.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     from trainer.launch.launcher import start
 
     with applied(build_options(NCCLOptions, config["nccl"]), os.environ):

@@ -1,4 +1,4 @@
-"""One setting for number formats: the autocast region and the loss scaler that follow from it; one for their bits."""
+"""Number formats: the autocast region and the loss scaler that follow from one setting, and deterministic kernels."""
 
 import os
 from collections.abc import Callable
@@ -12,11 +12,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """`fp32`, `tf32` (Ampere and later: 10-bit mantissa in float32 matrix products), `bf16` or `fp16` autocast.
+    """The number formats of a run: `fp32`, `tf32`, or `bf16` and `fp16` autocast.
 
-    `auto` is bf16 where the GPU computes in it, else fp16; on a CPU fp32. fp16 comes with dynamic loss scaling
-    (Micikevicius et al. 2018, arXiv:1710.03740); elsewhere the scaler is disabled and every call to it is a no-op.
-    `deterministic`: a GPU's kernels that give the same bits every time; torch raises where an operation has none.
+    `auto` is bf16 on a GPU that computes in it, fp16 on other GPUs, and fp32 on a CPU. tf32 needs Ampere or later:
+    float32 matrix products have a 10-bit mantissa. fp16 has dynamic loss scaling (Micikevicius et al. 2018,
+    arXiv:1710.03740). With other formats the scaler is disabled, and every call to it is a no-op.
+
+    Args:
+        deterministic: Use kernels that give the same bits every time; if an operation has none, torch raises.
     """
 
     def __init__(self, name: str, device: torch.device, deterministic: bool = False) -> None:
@@ -30,11 +33,24 @@ class Precision:
         torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
         torch.backends.cudnn.allow_tf32 = name == "tf32"
         if deterministic and cuda:
+            if "CUBLAS_WORKSPACE_CONFIG" not in os.environ and used_cuda():
+                raise ConfigError(
+                    "trainer.deterministic=true: this process has used CUDA before, and cuBLAS reads its settings "
+                    "once; start the process with CUBLAS_WORKSPACE_CONFIG=:4096:8 in its environment"
+                )
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
-            torch.use_deterministic_algorithms(True)  # which loads Inductor, and that reads its variable
+            torch.use_deterministic_algorithms(True)  # loads Inductor, which reads its variable
+            # Else each torch.empty is filled with NaN: a write of all memory.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
             torch.backends.cudnn.benchmark = False  # it would choose kernels by their time
 
     def cast(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` under autocast. In float32 it is `function` itself: a null context takes 2 us of a small step."""
+        """Return `function` under autocast; in float32 `function` itself: a null context takes 2 us of a small step."""
         return torch.autocast(self.device.type, DTYPES[self.name])(function) if self.name in DTYPES else function
+
+
+def used_cuda() -> bool:
+    """Whether this process has allocated memory on a GPU, as whatever calls cuBLAS must."""
+    stats = map(torch.cuda.memory_stats, range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0))
+    return any(each.get("allocation.all.allocated") for each in stats)

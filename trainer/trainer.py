@@ -139,7 +139,7 @@ class Trainer:
 
     def _build(self, optimizer: Callable[[Groups], Optimizer]) -> None:
         torch.manual_seed(self.options.seed)
-        self.ddp = self.options.ddp.arguments()
+        self.ddp = self.options.ddp.arguments(self.device.type == "cuda")
         build = self.recipe.model
         for build_model in self._hooks["build_model"]:
             build = partial(build_model, self, build)

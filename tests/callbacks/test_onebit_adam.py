@@ -24,7 +24,7 @@ from trainer.callbacks.onebit_adam.callback import OneBitAdam
 from trainer.callbacks.onebit_adam.optimizer import OneBit, SignedMean
 from trainer.callbacks.overlap.callback import Overlap
 from trainer.comm.bucket import Bucket
-from trainer.comm.codecs.base import Kept
+from trainer.comm.codecs.base import Residuals
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import AllReduce
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
@@ -252,7 +252,9 @@ def ledger(place: Place, shapes: list[int], steps: int) -> dict[str, Any]:
     ranks = Ranks(place, "cpu", "gloo", 60.0)
     generator = torch.Generator().manual_seed(place.rank)
     params = [torch.empty(n, dtype=torch.float64) for n in shapes]
-    mean = SignedMean(AllReduce(ranks.new_group()), Bucket.of(params, 0), params[0].new_empty(0), Kept(), Kept())
+    mean = SignedMean(
+        AllReduce(ranks.new_group()), Bucket.of(params, 0), params[0].new_empty(0), Residuals(), Residuals()
+    )
     given = came = torch.zeros(sum(shapes), dtype=torch.float64)
     for _ in range(steps):
         vector = torch.randn(sum(shapes), generator=generator, dtype=torch.float64)
@@ -326,7 +328,7 @@ def alone(place: Place) -> dict[str, Any]:
         late.grad[1, 0] = step >= 3
         unused.grad = gradient.clone() if step < 3 else None
         if step == 3:
-            onebit.freeze(0, AllReduce(ranks.new_group()), Kept(), Kept())
+            onebit.freeze(0, AllReduce(ranks.new_group()), Residuals(), Residuals())
         before = [p.detach().clone() for p in (even, late, unused)]
         onebit.step()
         for key, p, old in zip(steps, (even, late, unused), before, strict=True):

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -356,3 +357,10 @@ def test_a_parameter_without_a_gradient_is_an_error(tmp_path, monkeypatch):
     for kind, text, step in run_ranks(3, broken_run, Sometimes, 0.0005):
         assert (kind, step) == ("RuntimeError", 0)
         assert text.startswith("overlap: no gradient for rare.bias, rare.weight in the last micro-batch of a step; ")
+
+
+@pytest.mark.parametrize(("backend", "asked", "mib"), [("gloo", None, 1.0), ("nccl", None, 25.0), ("nccl", 4.0, 4.0)])
+def test_buckets_are_small_unless_each_is_a_call_of_nccl(backend, asked, mib):
+    trainer: Any = SimpleNamespace(ddp={"bucket_cap_mb": asked}, ranks=SimpleNamespace(backend=backend))
+    Overlap().wrap_model(trainer, nn.Linear(1, 1))
+    assert trainer.ddp["bucket_cap_mb"] == mib

@@ -310,6 +310,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd-momentum": lambda params: SGD(params, lr=0.01, momentum=0.9, nesterov=True),
     "sgd-fused": lambda params: SGD(params, lr=0.01, momentum=0.9, fused=True),
     "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "asgd": lambda params: torch.optim.ASGD(params, lr=0.01),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
     "master": Master,
 }
@@ -334,7 +335,8 @@ class Net(nn.Module):
         return self.frozen(self.again(self.mid(self.conv(x).mean((2, 3))).tanh()))
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
 
 
 def built(name: str, device: str, dtype: torch.dtype) -> tuple[Net, Optimizer]:
@@ -367,7 +369,10 @@ def layout(optimizer: Optimizer, net: Net) -> dict[str, Any]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_goes_on_bit_for_bit(tmp_path: Path, name: str, dtype: torch.dtype, device: str) -> None:
+def test_training_goes_on_bit_for_bit(
+    tmp_path: Path, name: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     if (name, dtype, device) == ("sgd-fused", torch.bfloat16, "cpu"):
         pytest.skip("torch 2.13 doesn't update such parameters (pytorch#191763)")
     straight, straight_optimizer = built(name, device, dtype)
@@ -389,6 +394,27 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path, name: str, dtype: torch.dt
     assert same(dict(straight.state_dict()), dict(resumed.state_dict()))
     assert same(optimizer_state(straight_optimizer, straight), optimizer_state(resumed_optimizer, resumed))
     assert same(middle, state["optimizer"])  # what was loaded is a copy
+
+
+@pytest.mark.parametrize(
+    ("key", "flag", "device", "dtype"),
+    [
+        ("step", None, "cpu", torch.float64),
+        ("mu_product", None, "cpu", torch.float64),
+        ("step", "fused", "meta", torch.float32),
+        ("step", "capturable", "meta", torch.float32),
+        ("mu_product", "capturable", "meta", torch.float64),
+    ],
+)
+def test_scalars_of_an_optimizer_stay_on_the_host_unless_it_has_them_on_its_device(key, flag, device, dtype) -> None:
+    """NAdam would wait for the device once a parameter."""
+    net = nn.Linear(2, 2, bias=False, device="meta")
+    optimizer = SGD([{"params": net.parameters(), **({flag: True} if flag else {})}])
+    saved = {"weight": {key: torch.tensor(0.5, dtype=torch.float64), "exp_avg": torch.ones(2, 2)}}
+    load_optimizer_state(optimizer, net, saved)
+    state = optimizer.state[net.weight]
+    assert (state[key].device.type, state[key].dtype) == (device, dtype)
+    assert state["exp_avg"].device.type == "meta"
 
 
 def test_optimizer_state_is_by_name(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Ranks: agreements between them, and what they run on."""
 
 import json
+import os
 import re
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +21,13 @@ from trainer.process.environment import Place
 CPU = torch.device("cpu")
 
 
-def agreements(place: Place) -> dict:
+def agreements(place: Place, ring: int) -> dict:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.comm.ranks.RING", ring)
+        return agree(place)
+
+
+def agree(place: Place) -> dict:
     ranks = Ranks(place, "cpu", "auto", 60.0)
     first = ranks.agree((place.rank, 2**40, -place.rank))
     second = ranks.agree((1,))  # two under way, read in the other order
@@ -37,14 +45,59 @@ def agreements(place: Place) -> dict:
     return result | {"closed": not dist.is_initialized()}
 
 
-def test_agreements_are_the_same_on_all_ranks():
-    for result in run_ranks(3, agreements):
-        assert result["sums"] == [(3,), (3, 3 * 2**40, -3)]
-        assert result["gathered"] == [{"name": "x" * rank * 7, "none": None, "rank": rank} for rank in range(3)]
+@pytest.mark.parametrize(("world", "ring"), [(3, 32), (2, 0), (3, 0), (4, 0), (5, 0)])
+def test_agreements_are_the_same_on_all_ranks(world, ring):
+    """By gloo's ring, and in rounds of an all-gather, also where the ranks are no power of two."""
+    for result in run_ranks(world, agreements, ring):
+        total = world * (world - 1) // 2
+        assert result["sums"] == [(world,), (total, world * 2**40, -total)]
+        assert result["gathered"] == [{"name": "x" * rank * 7, "none": None, "rank": rank} for rank in range(world)]
         assert result["first"] == ["from", 0]
         assert result["groups"] == 2
         assert result["timeouts"] == {timedelta(seconds=60)}
         assert result["closed"]
+
+
+def rounds(place: Place) -> tuple[int, int]:
+    """How many messages an agreement takes, and how many are in the thread of the caller."""
+    sent, send = list[threading.Thread](), dist.send
+
+    def counted(*args, **kwargs) -> None:
+        sent.append(threading.current_thread())
+        send(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.comm.ranks.RING", 0)
+        patch.setattr(dist, "send", counted)
+        ranks = Ranks(place, "cpu", "auto", 60.0)
+        ranks.agree((1,))()
+        ranks.close()
+    return len(sent), sent.count(threading.main_thread())
+
+
+@pytest.mark.parametrize(("world", "expected"), [(2, 1), (3, 2), (4, 2), (5, 3)])
+def test_an_agreement_of_many_ranks_takes_log2_n_rounds_beside_the_caller(world, expected):
+    assert run_ranks(world, rounds) == [(expected, 0)] * world
+
+
+def lost_peer(place: Place) -> float:
+    """Seconds until an agreement fails that one rank never comes to."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.comm.ranks.RING", 0)
+        ranks = Ranks(place, "cpu", "auto", 2.0)
+        began = time.monotonic()
+        if place.rank == 2:
+            time.sleep(4)
+        else:
+            with pytest.raises(RuntimeError, match="Timed out"):
+                ranks.agree((1,))()
+        ranks.close()
+    return time.monotonic() - began
+
+
+def test_an_agreement_in_rounds_has_the_limit_of_a_collective():
+    first, second, _ = run_ranks(3, lost_peer)
+    assert 1.5 < max(first, second) < 4
 
 
 def late(place: Place) -> bool:
@@ -90,6 +143,18 @@ def test_devices(monkeypatch):
     assert pick_device("auto", Place(2, 3, 2, 3, launcher="srun")) == torch.device("cuda", 0)
     with pytest.raises(ConfigError, match="this node has 1 CUDA"):
         pick_device("auto", Place(2, 3, 2, 3, launcher="torchrun"))
+
+
+@pytest.mark.parametrize(("device", "bound"), [("cuda:1", torch.device("cuda", 1)), ("cpu", None)])
+def test_nccl_is_bound_to_the_device_of_the_rank(device, bound, monkeypatch):
+    """Not to the one of LOCAL_RANK, which mpirun and srun may deal in another way."""
+    told = []
+    monkeypatch.setattr("trainer.comm.ranks.pick_device", lambda *_: torch.device(device))
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **more: told.append((args, more["device_id"])))
+    monkeypatch.setattr(Ranks, "new_group", lambda *_: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    Ranks(Place(5, 8, 1, 4), "auto", "auto", 60.0)
+    assert told == [(("nccl" if bound else "gloo",), bound)]
 
 
 def test_backends(monkeypatch):

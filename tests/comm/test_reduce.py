@@ -14,12 +14,16 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from trainer.comm.bucket import Bucket, Piece
 from trainer.comm.ranks import Ranks
-from trainer.comm.reduce import AllReduce, Background
-from trainer.parallel.ddp import comm_hook
+from trainer.comm.reduce import AllReduce, Background, Reduce, Reduced
+from trainer.parallel import ddp
 from trainer.process.environment import Place
 
 CPU = torch.device("cpu")
-HERE: Any = SimpleNamespace(device=CPU, step=0)
+
+
+def through(reduce: Reduce, module: nn.Module, place: Place, arguments: dict[str, Any]) -> nn.Module:
+    """The module in DDP, with `reduce` for its reducer."""
+    return ddp.DDP(module, place.rank, place.world, CPU, arguments, reduce, lambda: 0).model
 
 
 def gradients_by(place: Place, ours: bool) -> list[np.ndarray]:
@@ -27,9 +31,8 @@ def gradients_by(place: Place, ours: bool) -> list[np.ndarray]:
     ranks = Ranks(place, "cpu", "gloo", 60.0)
     torch.manual_seed(0)
     module = nn.Sequential(*[nn.Linear(33, 33) for _ in range(6)])
-    model = DDP(module, bucket_cap_mb=0.01)
-    if ours:
-        model.register_comm_hook(None, comm_hook(HERE, AllReduce(ranks.new_group())))
+    reduce = AllReduce(ranks.new_group()) if ours else None
+    model = DDP(module, bucket_cap_mb=0.01) if not reduce else through(reduce, module, place, {"bucket_cap_mb": 0.01})
     generator = torch.Generator().manual_seed(place.rank)
     result = []
     for _ in range(3):
@@ -69,12 +72,11 @@ def test_rows_are_swapped_and_gathered():
 
 def backward_with_a_lost_peer(place: Place) -> str:
     ranks = Ranks(place, "cpu", "gloo", 60.0)
-    model = DDP(nn.Linear(3, 3))
 
     def reduce(flat: torch.Tensor, bucket: Bucket) -> torch.Tensor:
         raise ConnectionResetError("peer is gone")
 
-    model.register_comm_hook(None, comm_hook(HERE, reduce))
+    model = through(reduce, nn.Linear(3, 3), place, {})
     try:
         model(torch.ones(1, 3)).sum().backward()
         message = ""
@@ -148,3 +150,15 @@ def test_what_codecs_gather_and_swap():
     for rank, (rows, swapped) in enumerate(run_ranks(3, gathered)):
         assert rows == [[0, 7], [1, 7], [2, 7]]
         assert swapped == [[rank], [10 + rank], [20 + rank]]
+
+
+def test_on_a_stream_a_result_has_arrived_when_the_stream_is_through_with_it():
+    done = Reduced()
+    assert not done.arrived()
+    done.set_result(torch.ones(1))
+    assert done.arrived()  # on a thread
+    through: Any = SimpleNamespace(query=lambda: False)
+    done.event = through
+    assert done.done() and not done.arrived()  # enqueued only
+    through.query = lambda: True
+    assert done.arrived()

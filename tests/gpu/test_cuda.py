@@ -63,7 +63,7 @@ def test_batches_arrive_whole_and_in_order_while_the_device_computes():
 
 def test_loading_looks_one_batch_ahead_and_no_further():
     taken = itertools.count()
-    source = (Micro({"x": torch.zeros(1) + next(taken)}, 1, []) for _ in itertools.count())
+    source = (Micro({"x": torch.zeros(1) + next(taken)}, 1, [], []) for _ in itertools.count())
     ahead = upload(source, torch.device("cuda", torch.cuda.current_device()))
     next(ahead)
     assert next(taken) == 2

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from trainer.callback import Callback, Role
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec, ErrorFeedback, merge
-from trainer.comm.codecs.registry import conflicts, make, refuse
+from trainer.comm.codecs.registry import make, refuse
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.comm.two_level import TwoLevel
 from trainer.errors import ConfigError, require, require_one_of
@@ -153,3 +153,28 @@ class GradCompress(Callback):
 
     def merge_rank_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         return {key: merge([state[key] for state in states]) for key in states[0]}
+
+
+def conflicts(
+    name: str, codec: Codec, level: str, momentum: float | None, clip_norm: float | None
+) -> dict[Role | str, str]:
+    """Return what the codec can't run with, as `Callback.conflicts` has it."""
+    refused: dict[Role | str, str] = {}
+    if codec.kept:
+        refused["fp16"] = (
+            f"codec={name} keeps gradients from step to step, in units of a loss scale that changes, and would keep "
+            "those of a step that the scaler skips; use trainer.precision=bf16, or codec=fp16"
+        )
+        refused["find_unused_parameters"] = (
+            f"codec={name} would send what it kept of a parameter that no rank has used, and DDP drops that; "
+            "set trainer.ddp.find_unused_parameters=false, or use a codec that keeps nothing"
+        )
+    if momentum or clip_norm:
+        knob = "momentum" if momentum else "clip_norm"
+        refused[Role.SYNC] = f"{knob} is of gradients, not of weights; leave callbacks.grad_compress.{knob} out"
+    if codec.gathers and level == "all":
+        refused[Role.REDUCE] = (
+            f"codec={name} gathers what all ranks send, and nothing is left to reduce in another way; "
+            "use callbacks.grad_compress.level=inter with hierarchical, or leave one out"
+        )
+    return refused

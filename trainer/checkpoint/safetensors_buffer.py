@@ -1,7 +1,9 @@
 """Tensors as the bytes of a safetensors file, in memory that is used again for the next."""
 
 import json
+import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +38,9 @@ class Image:
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         first = len(text).to_bytes(8, "little") + text
-        pinned = any(tensor.is_cuda for tensor in tensors.values())
-        self.bytes = torch.empty(len(first) + end, dtype=torch.uint8, pin_memory=pinned)
+        self.bytes = torch.empty(len(first) + end, dtype=torch.uint8)
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            pin(self.bytes)
         self.bytes[: len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
         data = self.bytes[len(first) :]
         self.views: dict[str, Tensor] = {}
@@ -63,3 +66,11 @@ class Image:
 def kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, bool]]:
     """What an image depends on."""
     return {name: (tensor.dtype, tensor.shape, tensor.is_cuda) for name, tensor in tensors.items()}
+
+
+def pin(memory: Tensor) -> None:
+    """Lock its pages, for a device to copy beside the host. torch's pinned memory is rounded up to a power of two."""
+    cuda: Any = torch.cuda.cudart()
+    start = memory.data_ptr()
+    torch.cuda.check_error(cuda.cudaHostRegister(start, memory.numel(), 0))
+    weakref.finalize(memory.untyped_storage(), cuda.cudaHostUnregister, start).atexit = False

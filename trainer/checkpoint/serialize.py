@@ -194,16 +194,20 @@ def _trained(optimizer: Optimizer, module: nn.Module) -> dict[str, tuple[nn.Para
 
 
 def _place(value: Any, key: str, parameter: nn.Parameter, group: Mapping[str, Any]) -> Any:
-    """A copy where the optimizer expects it: with the parameter, and laid out like it; "step" mostly on the host."""
+    """Copy `value` to where the optimizer expects it: with the parameter and laid out like it; scalars on the host.
+
+    torch's optimizers keep "step" there, NAdam its mu_product, ASGD its eta and mu, unless fused or capturable.
+    """
     if isinstance(value, dict):
         return {k: _place(v, k, parameter, group) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_place(v, key, parameter, group) for v in value)
     if not isinstance(value, Tensor):
         return value
-    if key == "step":  # torch's rule, see Optimizer.load_state_dict
-        hosted = not (group.get("fused") or group.get("capturable"))
-        return value.to("cpu", copy=True) if hosted else value.to(parameter.device, torch.float32, copy=True)
+    if key == "step" or (parameter.dim() and not value.dim()):
+        if not (group.get("fused") or group.get("capturable")):
+            return value.to("cpu", copy=True)
+        return value.to(parameter.device, torch.float32 if key == "step" else value.dtype, copy=True)
     if value.shape == parameter.shape:
         return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
     return value.to(parameter.device, copy=True)

@@ -1,12 +1,9 @@
-"""What a flat tensor of gradients holds: pieces of parameters, in order."""
+"""The layout of a flat tensor of gradients: pieces of parameters, in order."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    pass
 
 
 class Piece(NamedTuple):
@@ -18,7 +15,7 @@ class Piece(NamedTuple):
 
 
 class Bucket:
-    """What a flat tensor holds: pieces of parameters, in order; mostly whole ones.
+    """The layout of a flat tensor: pieces of parameters, in order; mostly whole ones.
 
     Args:
         step: The step whose gradients these are, for what depends on it: `trainer.step` may have moved on.
@@ -37,7 +34,7 @@ class Bucket:
         return cls((Piece(p, 0, p.numel()) for p in params), step, kind)
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """A view of each piece; in the parameter's shape where it is whole."""
+        """Return a view of each piece; a whole piece has its parameter's shape."""
         parts = flat.split([stop - start for _, start, stop in self.pieces])
         return [
             part.view_as(p) if stop - start == p.numel() else part
@@ -45,7 +42,7 @@ class Bucket:
         ]
 
     def gradients(self, flat: Tensor) -> list[Tensor]:
-        """A view of each whole parameter's part, laid out in memory as the parameter is: DDP fills its buckets so."""
+        """Return a view of each whole parameter's part, with the parameter's strides: DDP fills its buckets so."""
         parts = flat.split([p.numel() for p, _, _ in self.pieces])
         return [
             part.as_strided(p.shape, p.stride(), part.storage_offset()) if dense(p) else part.view_as(p)
@@ -53,7 +50,7 @@ class Bucket:
         ]
 
     def cut(self, start: int, stop: int) -> "Bucket":
-        """What elements `start` to `stop` of the flat tensor hold; fewer where that is past its end."""
+        """Return the layout of elements `start` to `stop`; fewer if `stop` is past the end."""
         pieces, offset = [], 0
         for p, first, last in self.pieces:
             low, high = max(first, first + start - offset), min(last, first + stop - offset)
@@ -64,5 +61,5 @@ class Bucket:
 
 
 def dense(p: Tensor) -> bool:
-    """Whether its elements fill one stretch of memory, in any order."""
+    """Tell whether its elements fill one stretch of memory, in any order."""
     return sum((size - 1) * stride for size, stride in zip(p.shape, p.stride())) + 1 == p.numel()

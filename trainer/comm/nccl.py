@@ -97,7 +97,7 @@ class NCCLOptions:
             raise ConfigError("nccl.ib_disable=true: nccl.net=IB asks for what it disables; set one of them to null")
 
     def environment(self) -> dict[str, str]:
-        """The variables of what is set."""
+        """Return the variables of the keys that are set."""
         values = {name: getattr(self, name) for name in VARIABLES}
         if self.buffer_mib is not None:
             values["buffer_mib"] = int(self.buffer_mib * 2**20)
@@ -116,7 +116,7 @@ def refuse_unknown(setting: str, name: str, names: tuple[str, ...]) -> None:
 
 
 def refuse_names(key: str, text: str, names: tuple[str, ...]) -> None:
-    """Of the form NAMES, or FUNCTION:NAMES;FUNCTION:NAMES;... where NAMES may begin with ^, for all but those."""
+    """Refuse all but NAMES, or FUNCTION:NAMES;FUNCTION:NAMES;... NAMES may begin with ^, for all but those."""
     for part in text.split(";"):
         function, colon, listed = part.rpartition(":")
         if colon:
@@ -132,7 +132,7 @@ def refuse_names(key: str, text: str, names: tuple[str, ...]) -> None:
 
 @contextmanager
 def applied(options: NCCLOptions, environ: MutableMapping[str, str]) -> Iterator[None]:
-    """For the processes that start inside, and the groups that first communicate inside.
+    """Set the variables for processes that start inside, and for groups that first communicate inside.
 
     `python -m trainer.main` does this around a run; with a Trainer made in Python:
 
@@ -140,7 +140,7 @@ def applied(options: NCCLOptions, environ: MutableMapping[str, str]) -> Iterator
             Trainer(recipe, batch=64).fit()
 
     Raises:
-        ConfigError: where `environ` has another value already.
+        ConfigError: `environ` has another value already.
     """
     wanted = options.environment()
     for key, variable in VARIABLES.items():
@@ -159,7 +159,7 @@ def applied(options: NCCLOptions, environ: MutableMapping[str, str]) -> Iterator
 
 
 def in_words(options: NCCLOptions, backend: str, world: int, environ: Mapping[str, str]) -> str:
-    """What NCCL is told, from the config and from elsewhere; empty where there is nothing to say."""
+    """Say in a line what NCCL is told, by the config and by the environment; empty if that is nothing."""
     wanted = options.environment()
     said = " ".join(f"{name}={value}" for name, value in wanted.items())
     if backend != "nccl" or world == 1:

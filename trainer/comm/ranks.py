@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from itertools import chain
@@ -17,6 +18,9 @@ from torch import nn
 from trainer.comm.device import pick_backend, pick_device
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
+
+RING = 32  # ranks up to which gloo's ring collectives are used: 62 hops of 50 us hide behind a forward pass
+
 
 COLLECTIVES = 2000  # the last so many are kept, for `Ranks.note_failure`
 
@@ -39,25 +43,34 @@ class Ranks:
             return
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(COLLECTIVES))
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-        store = dist.FileStore(place.store, self.world) if place.store else None
-        dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world, timeout=self.timeout)
+        dist.init_process_group(
+            self.backend,
+            store=dist.FileStore(place.store, self.world) if place.store else None,
+            rank=self.rank,
+            world_size=self.world,
+            timeout=self.timeout,
+            # NCCL connects now, on this device. Without it torch 2.15 guesses one from the rank's number.
+            device_id=self.device if self.backend == "nccl" else None,
+        )
         self.host = self.new_group("gloo")
         self.patient = self.new_group("gloo", timedelta(days=30))
+        if self.world > RING:
+            self.agree_thread, self.agree_group = ThreadPoolExecutor(1, "agree"), self.new_group("gloo")
 
     def new_group(self, backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
-        """Every thread or stream that communicates owns one. A collective: call it on all ranks."""
+        """Make a group: every thread or stream that communicates owns one. A collective."""
         group = dist.new_group(backend=backend or self.backend, timeout=timeout or self.timeout)
         assert isinstance(group, dist.ProcessGroup)
         return group
 
     def new_groups(self, parts: list[list[int]]) -> dist.ProcessGroup:
-        """One for each of the `parts` that the ranks fall into; this rank's. A collective."""
+        """Make a group for each of the `parts` that the ranks fall into; return this rank's. A collective."""
         own, _ = dist.new_subgroups_by_enumeration(parts, timeout=self.timeout, backend=self.backend)
         assert isinstance(own, dist.ProcessGroup)
         return own
 
     def ranks_per_node(self) -> int:
-        """As the launcher started them.
+        """Return how many ranks the launcher started on each node.
 
         Raises:
             ConfigError: not as many on each node, or not node by node.
@@ -73,10 +86,17 @@ class Ranks:
         return per_node
 
     def agree(self, values: tuple[int, ...]) -> Callable[[], tuple[int, ...]]:
-        """Start summing `values` over ranks, and return what waits for the sums."""
+        """Start summing `values` over ranks, and return a function that waits for the sums.
+
+        The sums are made beside the caller: by gloo's thread in 2 (N - 1) hops, one after the other, or from `RING`
+        ranks on by a thread of ours in log2 N rounds. With 50 us a hop, 1,000 ranks take 0.5 ms instead of 100 ms.
+        """
         if self.world == 1:
             return lambda: values
         word = torch.tensor(values, dtype=torch.int64)
+        if self.world > RING:
+            rows = self.agree_thread.submit(all_gather, word, self.agree_group)
+            return lambda: tuple(rows.result().sum(0).tolist())
         work = dist.all_reduce(word, group=self.host, async_op=True)
         assert work is not None
 
@@ -87,36 +107,35 @@ class Ranks:
         return sums
 
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """A JSON value of each rank, in the order of ranks, on all of them."""
+        """Gather a JSON value of each rank, in the order of ranks, on all of them."""
         if self.world == 1:
             return [value]
         group = group or self.host
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
-        longest = max(int(size) for size in sizes)
-        rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
-        dist.all_gather(rows, torch.nn.functional.pad(data, (0, longest - data.numel())), group=group)
-        return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+        sizes = all_gather(torch.tensor([data.numel()]), group).flatten().tolist()
+        rows = all_gather(torch.nn.functional.pad(data, (0, max(sizes) - data.numel())), group)
+        return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def each(self, value: Any) -> list[Any]:
-        """As `gather`, however long it takes: rank 0 may have a corpus to prepare."""
+        """Gather as `gather` does, however long it takes: rank 0 may have a corpus to prepare."""
         return self.gather(value, self.patient if self.world > 1 else None)
 
     def first(self, value: Any) -> Any:
-        """Rank 0's JSON value, on all ranks, however long it takes."""
+        """Return rank 0's JSON value on all ranks, however long it takes."""
         return self.each(value if self.rank == 0 else None)[0]
 
     def share_buffers(self, module: nn.Module) -> None:
-        """Rank 0's on all ranks, as DDP does before a forward pass in training."""
+        """Copy rank 0's buffers to all ranks, as DDP does before a forward pass in training."""
         buffers = list(module.buffers())
         if self.world > 1 and buffers:
             assert dist.group.WORLD is not None
             dist._broadcast_coalesced(dist.group.WORLD, buffers, 250 << 20, 0)
 
     def note_failure(self, kind: type[BaseException] | None, logs: Path) -> None:
-        """Where a collective may have failed, the last ones of this rank go into the folder `logs`, by torch's flight
-        recorder: where ranks have gone apart, the last of one is not that of the others."""
+        """Write the last collectives of this rank into the folder `logs` if one may have failed.
+
+        torch's flight recorder has them. If ranks have gone apart, one rank's last is not that of the others.
+        """
         if self.world > 1 and kind and issubclass(kind, RuntimeError):
             with suppress(OSError, ValueError, KeyError):  # it would hide what has failed
                 torchs: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
@@ -128,13 +147,37 @@ class Ranks:
                 (logs / f"collectives-rank{self.rank}.json").write_text(noted)
 
     def leave(self) -> None:
-        """Ends the groups when all do. A collective: rank 0 may still write, and a launcher may end all ranks with the
-        first that ends."""
+        """End the groups when all ranks do. A collective.
+
+        Rank 0 may still write, and a launcher may end all ranks with the first that ends.
+        """
         if self.world > 1 and dist.is_initialized():
             self.first(None)
         self.close()
 
     def close(self) -> None:
-        """At once: peers that wait for this rank hear of it."""
+        """End the groups at once: peers that wait for this rank hear of it."""
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def all_gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather (n,) of each rank of `group`, on the host -> (ranks, n), on all of them.
+
+    gloo's own takes N - 1 hops, one after the other. Above `RING` ranks, ceil(log2 N) rounds double what each has, for
+    any N (Bruck et al. 1997, the concatenation algorithm); as many bytes arrive.
+    """
+    rank, world, have = group.rank(), group.size(), 1
+    rows = own.new_empty(world, own.numel())
+    if world <= RING:
+        dist.all_gather(list(rows), own, group)
+        return rows
+    rows[0] = own
+    while have < world:  # row i is rank (rank + i)'s
+        count = min(have, world - have)
+        coming = dist.irecv(rows[have : have + count], group=group, group_src=(rank + have) % world)
+        dist.send(rows[:count], group=group, group_dst=(rank - have) % world)
+        assert coming is not None
+        coming.wait()
+        have += count
+    return rows.roll(rank, 0)

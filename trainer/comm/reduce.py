@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,10 +10,6 @@ from torch import Tensor
 from torch.futures import Future
 
 from trainer.comm.bucket import Bucket
-
-if TYPE_CHECKING:
-    pass
-
 
 # Mean over ranks of a flat tensor, in place or not: same shape and dtype. Plain blocking code, run by `Background`.
 Reduce = Callable[[Tensor, Bucket], Tensor]
@@ -75,31 +71,43 @@ class AllReduce:
         return swapped
 
 
+class Reduced(Future[Tensor]):
+    """The future of a call that `Background` runs."""
+
+    event: Any = None  # the stream is through with the call
+
+    def arrived(self) -> bool:
+        """Tell whether the result is there. On a stream a future is done as soon as its call is enqueued."""
+        return self.done() and (self.event is None or self.event.query())
+
+
 class Background:
     """Runs calls one by one, in order, beside the caller: on a thread (CPU) or a stream (CUDA)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Of high priority: backward's kernels, which fill the device first, are waited for by nobody.
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.failed: Exception | None = None
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reduce")
 
-    def submit(self, call: Callable[..., Tensor], *args: Any) -> "Future[Tensor]":
-        """An exception in `call` is raised by the future's `wait`; on a stream, here."""
+    def submit(self, call: Callable[..., Tensor], *args: Any) -> Reduced:
+        """Start `call`. Its exception is raised by the future's `wait`; on a stream, here."""
         if self.stream is None:
-            done: Future[Tensor] = Future()
+            done = Reduced()
             self.thread.submit(self._run, done, call, *args)
             return done
-        done = Future(devices=[self.device])
+        done = Reduced(devices=[self.device])
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         for tensor in args:
             if isinstance(tensor, Tensor):
                 tensor.record_stream(self.stream)  # the caller may drop it: its memory stays
         with torch.cuda.stream(self.stream):
             done.set_result(call(*args))  # enqueued, not finished: `wait` makes the waiting stream wait
+            done.event = self.stream.record_event()
         return done
 
-    def _run(self, done: "Future[Tensor]", call: Callable[..., Tensor], *args: Any) -> None:
+    def _run(self, done: Reduced, call: Callable[..., Tensor], *args: Any) -> None:
         try:
             if self.failed:
                 raise self.failed  # peers wait for what has failed: nothing later may go in its place

@@ -17,7 +17,7 @@ class TwoLevel:
         self.across: Reduce = across
 
     def own(self, bucket: Bucket) -> Bucket:
-        """What of it this rank sends across; nothing where it has more ranks than elements."""
+        """Return the part that this rank sends across; empty if the node has more ranks than it has elements."""
         size = -(-sum(stop - start for _, start, stop in bucket.pieces) // self.per_node)
         return bucket.cut(self.local_rank * size, (self.local_rank + 1) * size)
 

@@ -37,15 +37,16 @@ class DDPOptions:
     bucket_mib: float | None = None  # null: torch's 25, after a first bucket of 1
     find_unused_parameters: bool = False
     static_graph: bool = False
-    gradient_as_bucket_view: bool = False
+    gradient_as_bucket_view: bool | None = None  # null: on CUDA, where it saves a copy of the gradients
 
     def __post_init__(self) -> None:
         require("trainer.ddp.bucket_mib", self.bucket_mib, above=0)
 
-    def arguments(self) -> dict[str, Any]:
-        """For DistributedDataParallel."""
+    def arguments(self, cuda: bool) -> dict[str, Any]:
+        """Return the keywords of DistributedDataParallel."""
         values = asdict(self)
-        return {"bucket_cap_mb": values.pop("bucket_mib"), **values}
+        view = cuda if self.gradient_as_bucket_view is None else self.gradient_as_bucket_view
+        return {"bucket_cap_mb": values.pop("bucket_mib"), **values, "gradient_as_bucket_view": view}
 
 
 @dataclass(frozen=True)

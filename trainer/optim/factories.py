@@ -21,8 +21,9 @@ def adamw(
 def sgd(
     params: Groups, lr: float = 0.1, momentum: float = 0.9, nesterov: bool = False, weight_decay: float = 0.0
 ) -> Optimizer:
-    # Not fused: torch 2.13's fused SGD leaves bf16 parameters on the CPU as they are (pytorch#191763), and where fp16's
-    # scaler skips the first step, momentum starts as whatever was in that memory.
+    # Not fused: torch 2.13's fused SGD leaves bf16 parameters on the CPU as they are (pytorch#191763). On CUDA too its
+    # momentum begins as whatever was in that memory if fp16's scaler skips the first step. The price is a wait for the
+    # device in each step of fp16.
     return torch.optim.SGD(params, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
 
 

@@ -12,8 +12,7 @@ Groups = Iterable[dict[str, Any]]
 
 
 def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
-    """Two groups: matrices, and what takes no weight decay: norms and biases, which is every parameter of fewer than
-    two dimensions."""
+    """Return two groups: matrices, and parameters of fewer than two dimensions, which take no weight decay."""
     trained = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2]},
@@ -23,8 +22,10 @@ def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def make_optimizer(optimizer: Callable[[Groups], Optimizer], module: nn.Module) -> Optimizer:
-    """Raises:
-    ConfigError: for settings that the optimizer refuses.
+    """Make the optimizer of the module's parameter groups.
+
+    Raises:
+        ConfigError: the optimizer refuses its settings.
     """
     groups = parameter_groups(module)
     if not groups:

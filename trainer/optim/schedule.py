@@ -29,11 +29,11 @@ class Schedule:
         require("schedule.reference_batch", self.reference_batch, at_least=1)
 
     def shape(self, progress: float) -> float:
-        """The factor at `progress` in [0, 1] of the steps after the warm-up."""
+        """Return the factor at `progress` in [0, 1] of the steps after the warm-up."""
         raise NotImplementedError
 
     def resolve(self, total: int | None, batch: int, epoch_samples: int | None) -> "Rate":
-        """For a run of `total` steps (None: open end) with `batch` samples a step."""
+        """Return the rate of a run of `total` steps (None: open end) with `batch` samples a step."""
         warmup = Duration.parse(self.warmup, "schedule.warmup").steps("schedule.warmup", batch, epoch_samples)
         if total is None and not isinstance(self, Constant):
             name = re.sub(r"\B([A-Z])", r"_\1", type(self).__name__).lower()  # as the config has it

@@ -22,7 +22,7 @@ from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import AllReduce
 from trainer.config.options import Options
 from trainer.errors import ConfigError
-from trainer.parallel.ddp import comm_hook
+from trainer.parallel import ddp
 from trainer.process.environment import Place
 
 WORLD, STEPS, START = 3, 20, 2
@@ -48,11 +48,11 @@ class Reduced:
 
 def train(place: Place, rank: int, ours: bool) -> list[np.ndarray]:
     """Weights after 20 steps of a network in float64, in one bucket."""
-    ranks, here = Ranks(place, "cpu", "gloo", 60.0), SimpleNamespace(device=torch.device("cpu"), step=0)
+    ranks, here = Ranks(place, "cpu", "gloo", 60.0), SimpleNamespace(step=0)
     torch.manual_seed(0)
     layers = nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 24), nn.Tanh(), nn.Linear(24, 3)
     module = nn.Sequential(*layers).double()
-    group, model, codec = ranks.new_group(), DDP(module), PowerSGD(rank)
+    group, codec = ranks.new_group(), PowerSGD(rank)
     end, with_feedback = AllReduce(group), ErrorFeedback(codec)
     state = PowerSGDState(group, rank, START, min_compression_rate=1)
 
@@ -70,7 +70,11 @@ def train(place: Place, rank: int, ours: bool) -> list[np.ndarray]:
         with mock.patch.object(dist, "all_reduce", Reduced):
             return powerSGD_hook(state, bucket)
 
-    model.register_comm_hook(None, comm_hook(here, reduce) if ours else torchs)
+    if ours:
+        model = ddp.DDP(module, place.rank, place.world, torch.device("cpu"), {}, reduce, lambda: here.step).model
+    else:
+        model = DDP(module)
+        model.register_comm_hook(None, torchs)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(place.rank)
     for here.step in range(STEPS):

@@ -11,7 +11,7 @@ from torch.futures import Future
 from trainer.callback import TrainerProtocol
 from trainer.checkpoint.serialize import load_optimizer_state, optimizer_state
 from trainer.comm.bucket import Bucket
-from trainer.comm.codecs.base import Kept
+from trainer.comm.codecs.base import Residuals
 from trainer.comm.reduce import Background, Reduce
 from trainer.errors import ConfigError, require, require_one_of
 
@@ -26,9 +26,9 @@ class OuterOptimizer:
     lr: float
     momentum: float
     mix: float
-    common: Kept = field(default_factory=Kept)
-    velocity: Kept = field(default_factory=Kept)
-    arrived: Kept = field(default_factory=Kept)
+    common: Residuals = field(default_factory=Residuals)
+    velocity: Residuals = field(default_factory=Residuals)
+    arrived: Residuals = field(default_factory=Residuals)
 
     @classmethod
     def of(cls, kind: str, lr: float | None, momentum: float | None, mix: float | None, delay: int) -> "OuterOptimizer":

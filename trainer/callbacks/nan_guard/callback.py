@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from trainer.callback import Callback, Role
-from trainer.callbacks.nan_guard.rollback import buffers, put, state
+from trainer.callbacks.nan_guard.rollback import buffers, copy_into, state
 from trainer.errors import NumericsError, require, require_one_of
 from trainer.log import log
 
@@ -68,33 +68,33 @@ class NanGuard(Callback):
             self.in_a_row = 0
             return
         self.in_a_row += 1
-        told = f"callbacks.nan_guard: step {step}: {why}"
+        message = f"callbacks.nan_guard: step {step}: {why}"
         if self.action == "raise" or self.in_a_row > self.most:
             row = f", {self.in_a_row} in a row" if self.action != "raise" else ""
             way_out = "a smaller learning rate, trainer.clip_norm, or callbacks.nan_guard.action=rollback"
-            raise NumericsError(f"{told}{row}; try {way_out}")
+            raise NumericsError(f"{message}{row}; try {way_out}")
         first, now = step, list(state(trainer))
         if len(now) == len(self.copies):
             first = self.copied_at + 1
-            put(self.copies, now)
+            copy_into(now, self.copies)
         else:
-            put(self.buffers, buffers(trainer))
+            copy_into(buffers(trainer), self.buffers)
             trainer.emit("on_step_undone")
         for p in trainer.parameters:
             p.grad = None
         self.left_out.append([first, step, why])
-        log.warning("%s; %s", told, f"steps {first} to {step} are undone" if first < step else "it is left out")
+        log.warning("%s; %s", message, f"steps {first} to {step} are undone" if first < step else "it is left out")
 
     def on_fit_start(self, trainer) -> None:
         self.buffers = [buffer.clone() for buffer in buffers(trainer)]
         self._copy(trainer)  # of what is restored: a resumed run goes back to where an uninterrupted one does
 
     def on_flush(self, trainer) -> None:
-        """Where a checkpoint is made there is a copy too, so a run that goes on from it has the same one."""
+        """Copy at each checkpoint, so a run that goes on from it has the same copy."""
         self._copy(trainer)
 
     def on_step_end(self, trainer) -> None:
-        put(buffers(trainer), self.buffers)
+        copy_into(self.buffers, buffers(trainer))
         if trainer.metrics:
             trainer.metrics["train/left_out"] = sum(last - first + 1 for first, last, _ in self.left_out)
         if not self.copies or trainer.step % self.every == 0:
@@ -107,15 +107,19 @@ class NanGuard(Callback):
         if len(now) != len(self.copies):
             pin = trainer.device.type == "cuda"
             self.copies = [torch.empty_like(t, device="cpu", pin_memory=pin) for t in now]
-        put(now, self.copies)
+        copy_into(self.copies, now)
         self.copied_at = trainer.step
 
     def _agreed(self, trainer) -> tuple[int, float, float]:
-        """How many ranks have seen what is not finite, the mean loss, and the mean of the ranks' norms."""
+        """Return how many ranks have seen what is not finite, the mean loss, and the mean of the ranks' norms.
+
+        Waits for the device once.
+        """
+        zero = torch.zeros((), dtype=torch.float64, device=trainer.device)
         weighed = zip(trainer.losses, trainer.data.weights, strict=True)
-        loss = sum(loss.item() * weight for loss, weight in weighed if weight)
-        norms = [vector_norm(p.grad) for p in trainer.parameters if p.grad is not None]
-        norm = vector_norm(torch.stack(norms)).item() if norms else 0.0
+        total = sum((loss.double() * weight for loss, weight in weighed if weight), zero)
+        norms = torch._foreach_norm([p.grad for p in trainer.parameters if p.grad is not None] or [zero])
+        loss, norm = torch.stack([total, vector_norm(torch.stack(norms)).double()]).tolist()
         if trainer.scaler.is_enabled():  # an infinite gradient is fp16's scaler's to deal with
             norm = 0.0
         bad = not (math.isfinite(loss) and math.isfinite(norm))
@@ -123,7 +127,7 @@ class NanGuard(Callback):
         return bad, losses * UNIT / max(1, trainer.weight), norms * NORM_UNIT / trainer.world
 
     def _judge(self, trainer, bad: int, loss: float, norm: float) -> str:
-        """Why this step is not to be taken; empty where it is."""
+        """Return why this step is not to be taken; empty if it is."""
         if bad:
             return f"loss or gradient not finite on {bad} of {trainer.world} rank(s)"
         seen = {"loss": loss, "gradient norm": norm}

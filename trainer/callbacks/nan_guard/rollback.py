@@ -1,4 +1,4 @@
-"""All that a step changes, as it is in memory, so that it can be put back."""
+"""The state that a step changes, as it is in memory, so that it can be put back."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,12 +10,12 @@ from trainer.callback import Role, TrainerProtocol
 
 
 def buffers(trainer: TrainerProtocol) -> list[Tensor]:
-    """What a forward pass changes."""
+    """List the tensors that a forward pass changes."""
     return list(trainer.module.buffers())
 
 
 def state(trainer: TrainerProtocol) -> Iterator[Tensor]:
-    """All that a step changes, as it is in memory; buffers that no checkpoint has, too."""
+    """Yield the tensors that a step changes, also buffers that no checkpoint has."""
     yield from (tensor.detach() for tensor in (*trainer.module.parameters(), *trainer.module.buffers()))
     for callback in trainer.callbacks.values():
         if callback.role <= Role.AVERAGE:
@@ -24,10 +24,10 @@ def state(trainer: TrainerProtocol) -> Iterator[Tensor]:
         yield from tensors(values)
 
 
-def put(values: list[Tensor], to: list[Tensor]) -> None:
-    """A copy, in place; also of nothing, which torch takes for a mistake."""
-    if values:
-        torch._foreach_copy_(to, values)
+def copy_into(dst: list[Tensor], src: list[Tensor]) -> None:
+    """Copy in place; also no tensors, which torch refuses."""
+    if src:
+        torch._foreach_copy_(dst, src)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

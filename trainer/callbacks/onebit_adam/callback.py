@@ -7,7 +7,7 @@ from torch.optim import AdamW, Optimizer
 
 from trainer.callback import Callback, Role
 from trainer.callbacks.onebit_adam.optimizer import OneBit
-from trainer.comm.codecs.base import Kept, merge
+from trainer.comm.codecs.base import Residuals, merge
 from trainer.comm.reduce import AllReduce
 from trainer.errors import ConfigError, require
 from trainer.log import log
@@ -42,7 +42,7 @@ class OneBitAdam(Callback):
     def __init__(self, warmup_steps: int = 100) -> None:
         require("callbacks.onebit_adam.warmup_steps", warmup_steps, at_least=1)
         self.warmup_steps, self.restored_step = warmup_steps, 0
-        self.errors = {"worker": Kept(), "server": Kept()}
+        self.errors = {"worker": Residuals(), "server": Residuals()}
         self.names: dict[Tensor, str] = {}  # of the parameters, once they are known
         self.frozen: OneBit | None = None  # none in the warm-up
 

@@ -12,7 +12,7 @@ from torch.optim import AdamW
 
 from trainer.callbacks.local_sgd.averaging import flatten
 from trainer.comm.bucket import Bucket
-from trainer.comm.codecs.base import Kept
+from trainer.comm.codecs.base import Residuals
 from trainer.comm.codecs.sign import Sign
 from trainer.comm.reduce import AllReduce
 
@@ -31,7 +31,7 @@ class SignedMean:
         worker, server: For what is not sent of a rank's own vector, and of its shard's mean.
     """
 
-    def __init__(self, ends: AllReduce, bucket: Bucket, like: Tensor, worker: Kept, server: Kept) -> None:
+    def __init__(self, ends: AllReduce, bucket: Bucket, like: Tensor, worker: Residuals, server: Residuals) -> None:
         self.ends, self.codec = ends, Sign()
         count, rank = sum(stop - start for _, start, stop in bucket.pieces), ends.group.rank()
         size = -(-count // ends.size)
@@ -82,7 +82,7 @@ class OneBit:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
 
-    def freeze(self, frozen_step: int, ends: AllReduce, worker: Kept, server: Kept) -> None:
+    def freeze(self, frozen_step: int, ends: AllReduce, worker: Residuals, server: Residuals) -> None:
         """`frozen_step`: steps that the variance has seen; 0: as many as the momentum, and its bias is corrected now:
         an AdamW that goes on from it makes steps that are too short, if anything."""
         self.count = int(self.optimizer.state[self.params[0]]["step"])

@@ -40,7 +40,10 @@ class Overlap(Callback):
         self.unused: set[Tensor] = set()  # by this rank, in the step whose buckets are pending
 
     def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
-        trainer.ddp["bucket_cap_mb"] = trainer.ddp["bucket_cap_mb"] or 1.0  # MiB: what is on its way is not stopped
+        mib = (
+            25.0 if trainer.ranks.backend == "nccl" else 1.0
+        )  # what is on its way is not stopped; NCCL's calls are dear
+        trainer.ddp["bucket_cap_mb"] = trainer.ddp["bucket_cap_mb"] or mib
         return model
 
     def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
@@ -130,8 +133,7 @@ class Overlap(Callback):
         if needed := self.pending.keys() & buckets.keys():
             for bucket in needed:
                 bucket.mean.wait()
-            on_cpu = self.trainer.device.type == "cpu"  # on a GPU a future is done when the work is on its stream
-            there = [bucket for bucket in self.pending if bucket in needed or (on_cpu and bucket.mean.done())]
+            there = [bucket for bucket in self.pending if bucket in needed or bucket.mean.arrived()]
             unused = self._by_no_rank() if any(self.unused.intersection(bucket.params) for bucket in there) else ()
             self.steps.step(there, unused)
             for bucket in there:

@@ -4,10 +4,10 @@ from collections.abc import Collection, Container
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 from torch.optim import Optimizer
 
 from trainer.comm.bucket import Bucket
+from trainer.comm.reduce import Reduced
 
 
 class DeferredBucket:
@@ -16,7 +16,7 @@ class DeferredBucket:
     def __init__(self, params: list[Tensor]) -> None:
         self.params, self.bucket, self.missing = params, Bucket.of(params, 0), set(params)
         self.flat = params[0].new_empty(sum(p.numel() for p in params))
-        self.mean: Future[Tensor] = Future()
+        self.mean = Reduced()
 
     def fill(self) -> None:
         """With the gradients, zero for a parameter that has none, and frees them."""

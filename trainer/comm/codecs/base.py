@@ -1,4 +1,4 @@
-"""How a flat tensor travels: what a codec is, error feedback around any, and what both keep from step to step."""
+"""The contract of a codec, error feedback around any codec, and the residuals that both keep from step to step."""
 
 from collections.abc import Iterable, Mapping
 
@@ -23,24 +23,27 @@ class Codec:
     ranks, rank, seed = 1, 0, 0  # as `join` says
 
     def __init__(self) -> None:
-        self.kept: dict[str, Kept] = {}  # this rank's own
+        self.kept: dict[str, Residuals] = {}  # this rank's own
         self.shared: dict[str, dict[Tensor, Tensor]] = {}  # by parameter, the same on all ranks
-        self.rooms: dict[tuple[int, torch.dtype], Tensor] = {}
+        self.buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
-    def room(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """For a payload of as many elements as `like`: the same memory in every step, for on a CPU fresh memory takes
-        longer than what is done with it. One bucket is on its way at a time, so buckets of a size share it."""
+    def buffer(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return memory for a payload of as many elements as `like`, the same in every step.
+
+        On a CPU fresh memory takes longer than the codec. One bucket is on its way at a time, so buckets of a size
+        share it.
+        """
         key = like.numel(), dtype
-        if key not in self.rooms:
-            self.rooms[key] = torch.empty_like(like, dtype=dtype)
-        return self.rooms[key]
+        if key not in self.buffers:
+            self.buffers[key] = torch.empty_like(like, dtype=dtype)
+        return self.buffers[key]
 
     def join(self, ranks: int, rank: int, seed: int) -> None:
-        """Among how many payloads are averaged, which this one's is, and what random numbers are made from."""
+        """Take the number of payloads in a mean, the index of this rank's, and the seed of random numbers."""
         self.ranks, self.rank, self.seed = ranks, rank, seed
 
     def forget(self) -> None:
-        """What is kept from step to step is as at the beginning."""
+        """Drop all that is kept from step to step."""
         for kept in self.kept.values():
             for flat in kept.flats.values():
                 flat.zero_()
@@ -48,17 +51,17 @@ class Codec:
             values.clear()
 
     def encode(self, flat: Tensor, bucket: Bucket) -> Tensor:
-        """The payload, of a size that is the same on all ranks."""
+        """Return the payload, of a size that is the same on all ranks."""
         raise NotImplementedError
 
     def decode(self, payload: Tensor, out: Tensor, weight: float, bucket: Bucket) -> None:
-        """Adds `weight` times what the payload says to `out`."""
+        """Add `weight` times the payload's meaning to `out`."""
         raise NotImplementedError
 
     def mean(self, flat: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
-        """Puts the mean over ranks of what was sent of `flat` into `out`, and leaves in `flat` what was not sent.
+        """Put the mean over ranks of what was sent into `out`; leave in `flat` what was not sent.
 
-        `out` may be `flat`: then what was not sent is lost.
+        If `out` is `flat`, what was not sent is lost.
         """
         payload = self.encode(flat, bucket)
         if out is not flat:
@@ -82,7 +85,7 @@ class ErrorFeedback(Codec):
     def __init__(self, codec: Codec) -> None:
         super().__init__()
         self.codec, self.gathers = codec, codec.gathers
-        self.residual = Kept()
+        self.residual = Residuals()
         self.kept, self.shared = {**codec.kept, "residual": self.residual}, codec.shared
 
     def join(self, ranks: int, rank: int, seed: int) -> None:
@@ -102,7 +105,7 @@ class ErrorFeedback(Codec):
 Stretches = dict[str, dict[str, dict[str, Tensor]]]
 
 
-class Kept:
+class Residuals:
     """A value for each element that is reduced, zero at first: a flat tensor for each bucket that has asked for one.
 
     In float32 at least: in 16 bits small gradients would not add up.
@@ -128,7 +131,7 @@ class Kept:
         return self.flats[key]
 
     def take(self, bucket: Bucket) -> None:
-        """Of what was restored, all that is of this bucket.
+        """Lay out all that was restored for this bucket.
 
         Raises:
             ConfigError: other ranks have some of it.
@@ -138,7 +141,7 @@ class Kept:
             self.of(bucket, like.new_empty(sum(stop - start for _, start, stop in bucket.pieces)))
 
     def state(self, names: Mapping[Tensor, str]) -> Stretches:
-        """All of it, by name; also what was restored and no bucket has asked for yet."""
+        """Return all of it by name, also what was restored and no bucket has asked for yet."""
         asked: Stretches = {}
         for (kind, pieces), flat in self.flats.items():
             for view, (p, start, stop) in zip(Bucket(pieces, 0).split(flat), pieces, strict=True):
@@ -146,12 +149,12 @@ class Kept:
         return {kind: self.restored.get(kind, {}) | asked.get(kind, {}) for kind in self.restored | asked}
 
     def load(self, state: Stretches, names: Mapping[Tensor, str]) -> None:
-        """Buckets take their elements when they ask next, whatever pieces they are made of now."""
+        """Keep `state` until buckets ask for their elements, whatever pieces they are made of now."""
         self.flats, self.restored, self.names = {}, state, names
 
 
 def fill(view: Tensor, start: int, stop: int, stretches: Mapping[str, Tensor], name: str) -> None:
-    """Puts elements `start` to `stop`, which `stretches` have, into `view`.
+    """Put elements `start` to `stop`, which `stretches` have, into `view`.
 
     Raises:
         ConfigError: other ranks have them.
@@ -171,8 +174,11 @@ def fill(view: Tensor, start: int, stop: int, stretches: Mapping[str, Tensor], n
 
 
 def merge(states: Iterable[Stretches]) -> Stretches:
-    """The mean of each element over the ranks that had it: where every rank has it, or every one of a slow level, the
-    part that the residuals have in the next mean stays what it was, at any number of ranks."""
+    """Return the mean of each element over the ranks that had it.
+
+    If every rank has it, or every rank of a slow level, the residuals' part in the next mean stays the same at any
+    number of ranks.
+    """
     gathered: dict[tuple[str, str], list[tuple[str, Tensor]]] = {}
     for state in states:
         for kind, by_name in state.items():

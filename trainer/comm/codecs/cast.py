@@ -15,7 +15,7 @@ class BFloat16(Codec):
     """
 
     def mean(self, flat: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
-        payload = self.room(flat, torch.bfloat16).copy_(flat)
+        payload = self.buffer(flat, torch.bfloat16).copy_(flat)
         if out is not flat:
             flat -= payload
         out.copy_(reduce(payload, bucket))
@@ -33,7 +33,7 @@ class Float16(Codec):
         # (1,): the sum over ranks of each one's largest magnitude.
         bound = reduce(torch.maximum(-low, high).float().view(1), bucket.cut(0, 1)) * self.ranks
         scale = torch.exp2(torch.floor(torch.log2(65504.0 / bound.clamp(min=2.0**-100))))
-        payload = self.room(flat, torch.half).copy_(flat.mul_(scale))
+        payload = self.buffer(flat, torch.half).copy_(flat.mul_(scale))
         if out is not flat:
             flat.sub_(payload).div_(scale)
         out.copy_(reduce(payload, bucket)).div_(scale)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trainer.comm.bucket import Bucket
-from trainer.comm.codecs.base import Kept
+from trainer.comm.codecs.base import Residuals
 from trainer.comm.codecs.sparse import Sparse
 from trainer.comm.reduce import Reduce
 from trainer.errors import require
@@ -44,7 +44,7 @@ class DGC(Sparse):
         require("callbacks.grad_compress.clip_norm", clip_norm, above=0)
         require("callbacks.grad_compress.warmup_steps", warmup_steps, at_least=0)
         self.momentum, self.clip_norm, self.warmup_steps = momentum, clip_norm, warmup_steps
-        self.u, self.v = Kept(), Kept()
+        self.u, self.v = Residuals(), Residuals()
         self.kept = {"u": self.u, "v": self.v}
 
     def density_at(self, step: int) -> float:

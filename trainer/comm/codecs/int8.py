@@ -71,7 +71,7 @@ class Int8(Codec):
             part.copy_(dequantise(records[chunk]).view(-1)[: len(part)])
 
     def _blocks(self, flat: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
-        """What there is of these blocks, and (blocks, block) in float32 with zeros for what is past the end."""
+        """Return what there is of these blocks, and (blocks, block) in float32 with zeros past the end."""
         part = flat[chunk.start * self.block : chunk.stop * self.block]
         lacking = (chunk.stop - chunk.start) * self.block - len(part)
         return part, (pad(part, (0, lacking)) if lacking else part).view(-1, self.block).float()
@@ -84,7 +84,7 @@ class Int8(Codec):
 
 
 def quantise(x: Tensor, records: Tensor, noise: torch.Generator | None) -> None:
-    """Puts (blocks, block) float32 into (blocks, 4 + block) bytes."""
+    """Put (blocks, block) float32 into (blocks, 4 + block) bytes."""
     # A little more than the largest / 127: no rounding on the way takes a code past 127. Not 0, and its inverse finite.
     scale = x.abs().amax(1, keepdim=True).mul_((1 + 2**-20) / 127).clamp_(min=2.0**-120)
     records[:, :4].view(torch.float32).copy_(scale)

@@ -73,7 +73,7 @@ class PowerSGD(Codec):
         return q
 
     def _keep(self, param: Tensor, q: Tensor) -> None:
-        """Where the next step starts, but for rows from which nothing could ever come."""
+        """Return the start of the next step, but for rows from which nothing could ever come."""
         norms = torch.linalg.vector_norm(q, dim=1, keepdim=True)
         self.shared["q"][param] = torch.where((norms > 0) & norms.isfinite(), q, self.shared["q"][param])
 

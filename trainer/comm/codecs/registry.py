@@ -3,7 +3,6 @@
 import inspect
 from typing import Any
 
-from trainer.callback import Role
 from trainer.comm.codecs.base import Codec
 from trainer.comm.codecs.blocksparse import BlockSparse
 from trainer.comm.codecs.cast import BFloat16, Float16
@@ -27,8 +26,10 @@ CODECS: dict[str, type[Codec]] = {
 
 
 def make(name: str, knobs: dict[str, Any]) -> Codec:
-    """Raises:
-    ConfigError: for a codec that there is not, and a knob that this one does not have.
+    """Make the codec `name`.
+
+    Raises:
+        ConfigError: no such codec, or a knob that this one does not have.
     """
     require_one_of("callbacks.grad_compress.codec", name, CODECS)
     known = inspect.signature(CODECS[name]).parameters
@@ -42,8 +43,10 @@ def make(name: str, knobs: dict[str, Any]) -> Codec:
 
 
 def refuse(name: str, codec: Codec, feedback: bool | None, level: str) -> None:
-    """Raises:
-    ConfigError: for settings that mean nothing for this codec.
+    """Refuse settings that mean nothing for this codec.
+
+    Raises:
+        ConfigError: naming the setting.
     """
     if feedback and (codec.kept or codec.exact):
         why = "sends everything" if codec.exact else "keeps by itself what it does not send"
@@ -53,28 +56,3 @@ def refuse(name: str, codec: Codec, feedback: bool | None, level: str) -> None:
             "callbacks.grad_compress.level=inter: between nodes a rank has a part of each matrix, and "
             "codec=powersgd needs whole ones; use level=all, or another codec"
         )
-
-
-def conflicts(
-    name: str, codec: Codec, level: str, momentum: float | None, clip_norm: float | None
-) -> dict[Role | str, str]:
-    """What the codec can't run with: see `Callback.conflicts`."""
-    refused: dict[Role | str, str] = {}
-    if codec.kept:
-        refused["fp16"] = (
-            f"codec={name} keeps gradients from step to step, in units of a loss scale that changes, and would keep "
-            "those of a step that the scaler skips; use trainer.precision=bf16, or codec=fp16"
-        )
-        refused["find_unused_parameters"] = (
-            f"codec={name} would send what it kept of a parameter that no rank has used, and DDP drops that; "
-            "set trainer.ddp.find_unused_parameters=false, or use a codec that keeps nothing"
-        )
-    if momentum or clip_norm:
-        knob = "momentum" if momentum else "clip_norm"
-        refused[Role.SYNC] = f"{knob} is of gradients, not of weights; leave callbacks.grad_compress.{knob} out"
-    if codec.gathers and level == "all":
-        refused[Role.REDUCE] = (
-            f"codec={name} gathers what all ranks send, and nothing is left to reduce in another way; "
-            "use callbacks.grad_compress.level=inter with hierarchical, or leave one out"
-        )
-    return refused

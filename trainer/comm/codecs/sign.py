@@ -56,7 +56,7 @@ def pack(bits: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, count: int) -> Tensor:
-    """The first `count` bits, as bool."""
+    """Return the first `count` bits, as bool."""
     return table_of_bits(packed.device).bool().index_select(0, packed.int()).view(-1)[:count]
 
 

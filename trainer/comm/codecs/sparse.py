@@ -80,7 +80,7 @@ class Sparse(Codec):
         return values, starts.repeat_interleave(counts, output_size=k) + low
 
     def send(self, payload: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
-        """Puts the mean over ranks of the payloads into `out`."""
+        """Put the mean over ranks of the payloads into `out`."""
         assert isinstance(reduce, AllReduce)
         rows = reduce.gather(payload)
         out.zero_()
@@ -108,12 +108,12 @@ def largest(flat: Tensor, k: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def ascending(indices: Tensor) -> Tensor:
-    """On a CPU by numpy, which is several times as fast."""
+    """Use numpy on a CPU: it is several times as fast."""
     return torch.from_numpy(np.sort(indices.numpy())) if indices.device.type == "cpu" else indices.sort().values
 
 
 def estimate(bits: Tensor, k: int, step: int) -> tuple[Tensor, int]:
-    """A magnitude that slightly more than k elements reach, and twice as many elements as that should be.
+    """Return a magnitude that slightly more than k elements reach, and twice as many elements as that should be.
 
     Of every `stride`-th element, from another one at each step. The stride has no factor 2 or 3: most matrices' rows
     are multiples of these, and all of their columns should be seen.
@@ -134,7 +134,7 @@ def reaching(bits: Tensor, threshold: Tensor, room: int) -> Tensor:
 
 
 def reaching_cpu(bits: Tensor, threshold: Tensor, room: int) -> Tensor:
-    """The indices of the first `room` elements that reach the threshold.
+    """Return the indices of the first `room` elements that reach the threshold.
 
     By numpy: on one thread torch compares 3 times and finds indices 5 times slower, and fresh memory of the tensor's
     size costs more than all of this.

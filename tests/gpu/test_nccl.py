@@ -1,0 +1,137 @@
+"""NCCL on one device, as far as a group of one rank goes, and two gloo ranks that share the device."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from support.callbacks import CODECS
+from support.ranks import run_ranks
+from torch import Tensor, nn
+from toy_recipe import Toy
+
+from trainer.callback import Callback
+from trainer.callbacks.grad_compress import GradCompress
+from trainer.callbacks.overlap.callback import Overlap
+from trainer.comm.bucket import Bucket
+from trainer.comm.ranks import Ranks
+from trainer.comm.reduce import AllReduce, reduce_scatter
+from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
+from trainer.parallel.ddp import DDP
+from trainer.process.environment import Place
+from trainer.trainer import Trainer
+
+BACKEND, DEVICE = "nccl", torch.device("cuda", 0)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[AllReduce]:
+    """The end of the chain on a group of this process alone."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    bound = DEVICE if DEVICE.type == "cuda" else None
+    dist.init_process_group(BACKEND, store=store, rank=0, world_size=1, device_id=bound)
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    yield AllReduce(group)
+    dist.destroy_process_group()
+
+
+def test_ddp_through_the_chain_has_the_gradients_of_the_model(alone):
+    torch.manual_seed(0)
+    bare = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).to(DEVICE)
+    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).to(DEVICE)
+    module.load_state_dict(bare.state_dict())
+    view = {"bucket_cap_mb": 0.02, "gradient_as_bucket_view": True}
+    layout = DDP(module, 0, 1, DEVICE, view, alone, lambda: 0)
+    for _ in range(3):
+        x = torch.randn(8, 64, device=DEVICE)
+        for model in (bare, layout.model):
+            model.zero_grad()
+            model(x).square().sum().backward()
+        for a, b in zip(bare.parameters(), module.parameters(), strict=True):
+            assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
+    layout.unwrap()
+
+
+def test_what_codecs_gather_swap_and_scatter(alone):
+    rows = torch.arange(6.0, device=DEVICE).view(1, 6)
+    assert torch.equal(alone.gather(rows[0]), rows) and torch.equal(alone.swap(rows), rows)
+    own = torch.empty(6, device=DEVICE)
+    reduce_scatter(own, rows.view(-1), alone.group)
+    assert torch.equal(own, rows[0])
+
+
+# int8 and dgc draw random numbers on the device.
+@pytest.mark.parametrize("name", ["bf16", "fp16", "topk", "sign", "powersgd", "blocksparse"])
+def test_a_codec_sends_what_it_sends_on_a_cpu(name, alone):
+    torch.manual_seed(0)
+    gradients = [torch.randn(40, 30), torch.randn(30)]
+    results = []
+    for device in (torch.device("cpu"), DEVICE):
+        compress = CODECS[name]()
+        assert isinstance(compress, GradCompress)
+        compress.codec.join(1, 0, 0)
+        params = [g.to(device) for g in gradients]
+        for step in range(2):  # the second has residuals
+            flat = torch.cat([p.reshape(-1) for p in params])
+            compress.codec.mean(flat, flat, Bucket.of(params, step), alone if device == DEVICE else Itself())
+        results.append(flat.cpu())
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
+
+
+class Itself(AllReduce):
+    """The mean over one rank."""
+
+    def __init__(self) -> None:
+        self.size = 1
+
+    def __call__(self, flat: Tensor, bucket: Bucket) -> Tensor:
+        return flat
+
+    def gather(self, own: Tensor) -> Tensor:
+        return own[None]
+
+    def swap(self, rows: Tensor) -> Tensor:
+        return rows
+
+
+def two_on_one(place: Place, callback: type[Callback] | None) -> np.ndarray:
+    """Weights of a run of two ranks, which `pick_device` would refuse."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.comm.ranks.pick_device", lambda *_: DEVICE)
+        trainer = Trainer(
+            Toy(), {"c": callback()} if callback else {}, batch=12, place=place, data=DataOptions(workers=0),
+            options=Options(
+                max_steps=8, run_dir=f"runs/{callback}", backend="gloo", ddp=DDPOptions(0.002), precision="fp32",
+                checkpoint=CheckpointOptions(every_steps=None),
+            ),
+        )  # fmt: skip
+        trainer.fit()
+    return torch.cat([p.detach().flatten().cpu() for p in trainer.module.parameters()]).numpy()
+
+
+def test_overlap_has_the_weights_of_ddp_bit_for_bit():
+    plain, deferred = run_ranks(2, two_on_one, None, timeout_s=110), run_ranks(2, two_on_one, Overlap, timeout_s=110)
+    assert all((weights == plain[0]).all() for weights in (*plain, *deferred))
+
+
+def agreed_beside_the_device(place: Place) -> tuple[int, ...]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.comm.ranks.pick_device", lambda *_: DEVICE)
+        patch.setattr("trainer.comm.ranks.RING", 0)
+        ranks = Ranks(place, "auto", "gloo", 60.0)
+        if DEVICE.type == "cuda":
+            torch.cuda._sleep(2**31)  # about a second
+        sums = ranks.agree((1, place.rank))()
+        idle = DEVICE.type == "cuda" and torch.cuda.current_stream().query()
+        ranks.close()
+    assert not idle
+    return sums
+
+
+def test_ranks_agree_while_the_device_is_busy():
+    assert run_ranks(2, agreed_beside_the_device) == [(2, 1)] * 2
