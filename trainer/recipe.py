@@ -53,6 +53,7 @@ class Optional(Protocol):
 
     tokens_per_sample: int  # for perf/tokens_per_s
     flops_per_sample: float  # forward and backward, for perf/mfu
+    paths: tuple[str, ...]  # arguments that name files or folders: trainer.tools.export takes these from its command
 
     def weight(self, batch: Any) -> int:
         """Items that the loss averages over, counted on the CPU batch. Default: samples."""

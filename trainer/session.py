@@ -24,10 +24,10 @@ from trainer.trainer import Trainer
 from trainer.training_state import model_identity
 
 
-def objects(config: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `Trainer` (but for its place and name) that `config` describes."""
+def objects(config: dict[str, Any], allowed: tuple[str, ...] = ALLOWED) -> dict[str, Any]:
+    """Build the arguments of `Trainer` (but for its place and name) that `config` describes."""
     options = settings(Options, config["trainer"])
-    allow = (*ALLOWED, *options.allow_targets)
+    allow = (*allowed, *options.allow_targets)
     return {
         **{key: build(key, config[key], allow) for key in ("recipe", "optimizer", "schedule")},
         "callbacks": {name: build(f"callbacks.{name}", node, allow) for name, node in config["callbacks"].items()},

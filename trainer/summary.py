@@ -51,7 +51,7 @@ def report(trainer: "Trainer") -> None:
     elif trainer.checkpoint is not None:
         log.info("go on with  %s", go_on(trainer.typed, trainer.checkpoint.parent))
         if exports:
-            log.info("export with %s", export_from(trainer.checkpoint, export, trainer.options.allow_targets))
+            log.info("export with %s", export_from(trainer, trainer.checkpoint, export))
 
 
 def go_on(typed: Sequence[str] | None, saved: Path) -> str:
@@ -68,9 +68,12 @@ def go_on(typed: Sequence[str] | None, saved: Path) -> str:
     return shlex.join([this_python(), *words]) if ours else f"the same {launcher} ... {shlex.join(words)}"
 
 
-def export_from(checkpoint: Path, folder: Path, allow: list[str]) -> str:
-    """The command that exports a checkpoint."""
+def export_from(trainer: "Trainer", checkpoint: Path, folder: Path) -> str:
+    """Write the command that exports a checkpoint, with all that it does not take from the run's config."""
+    allow = trainer.options.allow_targets
     trusted = [f"trainer.allow_targets=[{','.join(allow)}]"] if allow else []
+    paths = {name: getattr(trainer.recipe, name, None) for name in getattr(trainer.recipe, "paths", ())}
+    trusted += [f"recipe.{name}={value}" for name, value in paths.items() if value is not None]
     return shlex.join([this_python(), "-m", "trainer.tools.export", str(checkpoint), str(folder), *trusted])
 
 

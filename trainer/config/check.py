@@ -18,8 +18,11 @@ TOP = ("recipe", "callbacks", "optimizer", "schedule", "batch", "micro_batch", "
 STAGES = {"decoders": ("extension", "bytes"), "map": ("sample",)}  # of `data`: functions, and what they are called with
 
 
-def check(config: Mapping[str, Any]) -> None:
-    """Every key known, every value of its type and in its range, nothing missing.
+def check(config: Mapping[str, Any], allowed: tuple[str, ...] = ALLOWED) -> None:
+    """Check that every key is known, every value of its type and in its range, and nothing missing.
+
+    Args:
+        allowed: Packages that a `_target_` may name, beside those of trainer.allow_targets.
 
     Raises:
         ConfigError: for the first that is not.
@@ -40,7 +43,7 @@ def check(config: Mapping[str, Any]) -> None:
     for key, options in (("trainer", Options), ("data", DataOptions), ("nccl", NCCLOptions)):
         check_values(key, config[key], options_knobs(options))
         settings(options, config[key])  # refuses what is out of range
-    allow = (*ALLOWED, *config["trainer"].get("allow_targets", ()))
+    allow = (*allowed, *config["trainer"].get("allow_targets", ()))
     for name, node in config["callbacks"].items():
         if not isinstance(node, Mapping) or "_target_" not in node:
             others = ", ".join(sorted(config["callbacks"].keys() - {name}))
