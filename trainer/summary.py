@@ -15,19 +15,20 @@ import torch
 from trainer.files import write_json
 from trainer.log import log
 from trainer.process.environment import detect
+from trainer.recipe_checks import call_summary
 from trainer.run_dir import versions
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-REASONS = {"max_steps": "the last step is done", "signal": "a signal asked for it"}
+ENDS = {"max_steps": ("finished", ""), "signal": ("stopped", ": a signal asked for it")}
 
 
 def report(trainer: "Trainer") -> None:
     """Rank 0 only."""
     if trainer.rank:
         return
-    task = trainer.recipe.summary() if hasattr(trainer.recipe, "summary") else {}
+    task = call_summary(trainer.recipe)
     file = trainer.run_dir / "summary.json"
     numbers = (trainer.last_metrics or earlier(file, trainer.step)) | trainer.validation | task
     try:
@@ -36,8 +37,8 @@ def report(trainer: "Trainer") -> None:
         if trainer.stop_reason != "signal":  # else it goes on, and there is a checkpoint
             raise
         log.warning("%s is not written: %s", file, error.strerror)
-    reason = REASONS.get(trainer.stop_reason, trainer.stop_reason)
-    log.info("stopped at step %d after %.1f s: %s", trainer.step, trainer.seconds, reason)
+    how, why = ENDS.get(trainer.stop_reason, ("stopped", f": {trainer.stop_reason}"))
+    log.info("%s at step %d after %.1f s%s", how, trainer.step, trainer.seconds, why)
     for group, told in grouped(numbers).items():
         log.info("%-11s %s", group, told)
     log.info("run         %s", trainer.run_dir)
@@ -46,6 +47,7 @@ def report(trainer: "Trainer") -> None:
     if trainer.stop_reason != "signal":
         if exports:
             export.mkdir(exist_ok=True)
+            log.info("exporting to %s", export)  # which may take minutes
             trainer.recipe.export(trainer.eval_model.eval(), export)
             log.info("export      %s", export)
     elif trainer.checkpoint is not None:
