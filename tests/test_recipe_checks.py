@@ -9,6 +9,7 @@ from support.ranks import run_ranks
 from torch import nn
 from toy_recipe import Toy
 
+from trainer import validation
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError, NumericsError
 from trainer.process.environment import Place
@@ -153,3 +154,37 @@ def test_a_second_fit_is_refused_and_deletes_nothing(tmp_path):
     with pytest.raises(ConfigError, match=r"^fit: this Trainer has run already; make another, .* trainer\.resume"):
         trainer.fit()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_counts_of_zero_are_the_metrics_own_fault():
+    recipe = with_method("metrics", lambda self, model, batch: {"a": (torch.zeros(()), 0), "b": (torch.ones(()), 0)})
+    with pytest.raises(ConfigError, match=r"^recipe.metrics\(\): the count of a, b is 0 in every batch of recipe.data"):
+        fit(recipe)
+
+
+def test_two_batches_are_tried_before_the_first_step():
+    """The second one, too: it may be what is wrong."""
+    made: list[str] = []
+
+    def metrics(self, model, batch):
+        made.append("metrics")
+        return {"a": (batch["x"].sum(), len(batch["x"]))} if len(made) == 1 else {"a": 0.0}
+
+    with pytest.raises(ConfigError, match=r"^recipe.metrics\(\): returned a value of type float for 'a'"):
+        Trainer(with_method("metrics", metrics), batch=6, options=Options(max_steps=4), data=DataOptions(0))
+    assert made == ["metrics"] * 2
+
+
+def test_the_trial_changes_no_bit():
+    def metrics(self, model, batch):
+        return {"a": (torch.rand(()) * model(batch["x"]).sum(), len(batch["x"]))}
+
+    plain = fit(Toy(dropout=0.5))
+    tried = fit(with_method("metrics", metrics).__class__(dropout=0.5))
+    assert all(map(torch.equal, plain.module.parameters(), tried.module.parameters()))
+
+
+def test_a_long_validation_says_how_far_it_is(monkeypatch, capsys):
+    monkeypatch.setattr(validation, "LOG_EVERY_S", 0.0)
+    fit(Toy())
+    assert "validation: 2 batches so far" in capsys.readouterr().out
