@@ -49,6 +49,8 @@ class Bert:
     The embedding has `vocab` rows, also if little text yields fewer tokens, so that the weights fit other text.
     """
 
+    paths = ("text", "cache")
+
     def __init__(
         self,
         text: str | list[str] | None = None,

@@ -1,5 +1,6 @@
-# Sourced by train and test. `setup EXTRAS` installs the project, once, into the active environment or into .venv of
-# the checkout, and sets $root (the checkout) and $python. A stamp in the environment makes the next call cost nothing.
+# Sourced by train and test. `setup EXTRAS` installs the project, once, into .venv of the checkout, or into the
+# environment that ECHELON_ENV names, and sets $root (the checkout) and $python. A stamp there makes the next call cost
+# nothing. An active environment is left alone: it may be another project's.
 
 fail() {
     echo "${0##*/}: $*" >&2
@@ -9,7 +10,8 @@ fail() {
 setup() {
     local extras=$1 env inputs
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-    env=${VIRTUAL_ENV:-${CONDA_PREFIX:-$root/.venv}}
+    env=${ECHELON_ENV:-$root/.venv}
+    [[ -d $env || $env == "$root/.venv" ]] || fail "ECHELON_ENV=$env: is no environment; make it by python3 -m venv $env"
     python=$env/bin/python
     inputs="$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum) $root"
     stamped "$env" "$inputs" "$extras" && return
@@ -31,7 +33,7 @@ stamped() {
 install() {
     local env=$1 extras=$2 base torch pins
     if ! "$python" -m pip --version &>/dev/null; then
-        [[ $env == "$root/.venv" ]] || fail "the active environment $env has no pip: run '$python -m ensurepip'"
+        [[ $env == "$root/.venv" ]] || fail "ECHELON_ENV=$env: has no pip; run '$python -m ensurepip'"
         base=$(find_python) || exit 1
         "$base" -m venv "$env" || fail "$base could not make the environment $env"
     fi
@@ -53,7 +55,7 @@ find_python() {
             return
         fi
     done
-    fail "no Python 3.10 or newer with venv and pip found; install one (Debian: apt-get install python3-venv) or activate an environment"
+    fail "no Python 3.10 or newer with venv and pip found; install one (Debian: apt-get install python3-venv) or name an environment by ECHELON_ENV"
 }
 
 # Prints the version of torch to hold pip to: the one that a user's own environment has, else the tested one; without an
@@ -68,7 +70,7 @@ choose_torch() {
         torch=$torch+cpu
         "$python" -m pip install -qq --no-deps "torch==$torch" >&2 ||
             fail "no NVIDIA GPU here, and pip's sources don't have torch $torch: call this once more with" \
-                "PIP_EXTRA_INDEX_URL=<PyTorch's CPU wheel index> before it, or activate an environment that has torch"
+                "PIP_EXTRA_INDEX_URL=<PyTorch's CPU wheel index> before it, or ECHELON_ENV=<an environment that has torch>"
     fi
     echo "$torch"
 }

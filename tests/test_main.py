@@ -176,7 +176,7 @@ def test_a_finished_run_that_is_resumed_has_its_numbers_still(default):
     assert {k: v for k, v in after.items() if k not in volatile} == {
         k: v for k, v in before.items() if k not in volatile
     }
-    numbers = again.out.partition(": the last step is done\n")[2].partition("run    ")[0]
+    numbers = re.split(r"finished at step \d+ after \S+ s\n", again.out)[1].partition("run    ")[0]
     train, perf, val = numbers.splitlines()
     assert re.fullmatch(r"train       loss 0\.\d{1,6}  lr 0\.0005  grad_norm \S+", train)
     assert re.fullmatch(r"perf        samples_per_s \d{0,2},?[\d.]{1,5}", perf)

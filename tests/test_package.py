@@ -130,20 +130,41 @@ def environment(folder: Path, torch: str = "exit 1", build: int = 0) -> Path:
     return log
 
 
+def test_an_active_environment_is_left_alone(checkout: Path, tmp_path: Path) -> None:
+    """It may be another project's, or have another checkout's editable install."""
+    others = [environment(tmp_path / name) for name in ("venv", "conda")]
+    own = environment(checkout / ".venv")
+    result = run(
+        [checkout / "scripts" / "train"],
+        tmp_path,
+        VIRTUAL_ENV=str(tmp_path / "venv"),
+        CONDA_PREFIX=str(tmp_path / "conda"),
+    )
+    assert result.returncode == 0, result.stderr
+    assert not [log for log in others if log.exists()]
+    assert own.read_text().endswith("-m trainer.main\n")
+
+
+def test_a_named_environment_must_be_there(checkout: Path, tmp_path: Path) -> None:
+    result = run([checkout / "scripts" / "train"], tmp_path, ECHELON_ENV=str(tmp_path / "none"))
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+    assert f"ECHELON_ENV={tmp_path}/none: is no environment" in result.stderr
+
+
 def test_the_second_call_installs_nothing(checkout: Path, tmp_path: Path) -> None:
-    log, active = environment(tmp_path / "env", torch="echo 2.12.1"), str(tmp_path / "env")
+    log, named = environment(tmp_path / "env", torch="echo 2.12.1"), str(tmp_path / "env")
     test, train = checkout / "scripts" / "test", checkout / "scripts" / "train"
-    result = run([test, "-k", "one test"], tmp_path, VIRTUAL_ENV=active)
+    result = run([test, "-k", "one test"], tmp_path, ECHELON_ENV=named)
     assert result.returncode == 0 and result.stderr.count("\n") == 1 and "installing" in result.stderr
     first = log.read_text().splitlines()
     assert first[-3:] == ["-m pip install -qq -e .[recipes,test]", "torch==2.12.1", "-m pytest -k one test"]
     for command, expected in ((test, "-m pytest"), (train, "-m trainer.main")):  # test's extras include train's
         log.write_text("")
-        assert run([command], tmp_path, VIRTUAL_ENV=active).stderr == ""
+        assert run([command], tmp_path, ECHELON_ENV=named).stderr == ""
         assert log.read_text() == expected + "\n"
     with (checkout / "constraints.txt").open("a") as file:
         file.write("# a new pin\n")
-    assert "installing" in run([train], tmp_path, VIRTUAL_ENV=active).stderr
+    assert "installing" in run([train], tmp_path, ECHELON_ENV=named).stderr
 
 
 @pytest.mark.skipif(not CPU_ONLY, reason="has an NVIDIA GPU: any build of torch is welcome")

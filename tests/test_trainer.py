@@ -14,7 +14,7 @@ from toy_recipe import Toy
 
 from trainer.callback import Callback
 from trainer.config.options import DataOptions, Options
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, NumericsError
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -130,7 +130,8 @@ class Diverging(Toy):
 
 
 def test_a_loss_that_is_not_finite_is_told_of_once():
-    make(Diverging(), options=Options(max_steps=4, log_every_steps=1, run_dir="runs/r")).fit()
+    with pytest.raises(NumericsError):
+        make(Diverging(), options=Options(max_steps=4, log_every_steps=1, run_dir="runs/r")).fit()
     assert Path("runs/r/logs/rank0.log").read_text().count("WARNING step 1: the loss is nan") == 1
 
 

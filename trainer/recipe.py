@@ -15,7 +15,7 @@ class Recipe(Protocol):
     """The three methods that every recipe has. Those below, in `Optional`, are called where a recipe has them."""
 
     def model(self) -> nn.Module:
-        """A fresh model on the CPU; the global seed is set before the call."""
+        """Make a model on the CPU; the global seed is set before the call."""
         ...
 
     def data(self, split: str) -> Data:
@@ -41,9 +41,11 @@ class Recipe(Protocol):
         ...
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Mean loss over the `weight(batch)` items of `batch`, a scalar. Calls `model`, which may be wrapped, once.
+        """Return the mean loss over the `weight(batch)` items of `batch`, a tensor of one number with its gradient.
 
-        Weight 0: the micro-batch contributes nothing, whatever its loss.
+        Call `model(...)` itself, once: on several ranks it is wrapped, and has no other methods of yours. A
+        micro-batch of weight 0 contributes nothing, whatever its loss. On several ranks a rehearsal calls `loss` two
+        times or more on the first micro-batch, before step 1: a side effect counts these calls, too.
         """
         ...
 
@@ -53,28 +55,37 @@ class Optional(Protocol):
 
     tokens_per_sample: int  # for perf/tokens_per_s
     flops_per_sample: float  # forward and backward, for perf/mfu
+    paths: tuple[str, ...]  # arguments that name files or folders: trainer.tools.export takes these from its command
 
     def weight(self, batch: Any) -> int:
-        """Items that the loss averages over, counted on the CPU batch. Default: samples."""
+        """Count the items that the loss averages over, on the CPU batch. Default: samples."""
         ...
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
-        """(sum, count) per name over `batch`, for validation. Default: the loss as `loss`. Count 0 is left out."""
+        """Return (sum, count) per name over `batch`, for validation. Default: the loss as `loss`.
+
+        Count 0 is left out. Two micro-batches are tried before step 1.
+        """
         ...
 
     def transform(self, sample: Any, rng: Generator) -> Any:
-        """One sample, as the model wants it, in a data worker, after `data.map`. `rng` is keyed by (seed, epoch,
-        sample)."""
+        """Make a sample what the model wants, in a data worker, after `data.map`.
+
+        `rng` is keyed by (seed, epoch, sample).
+        """
         ...
 
     def collate(self, samples: list[Any]) -> Any:
-        """A batch from samples. Default: torch's `default_collate`."""
+        """Make a batch from samples. Default: torch's `default_collate`."""
         ...
 
     def summary(self) -> dict[str, float]:
-        """Numbers about the data or the task that belong in summary.json and beside the final metrics."""
+        """Return numbers about the data or the task, for summary.json and beside the final metrics.
+
+        Rank 0 calls it before step 1 and at the end.
+        """
         ...
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """Writes the trained model for use elsewhere into `folder`; called on rank 0 after training."""
+        """Write the trained model for use elsewhere into `folder`; rank 0 calls it after training."""
         ...

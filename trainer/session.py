@@ -31,10 +31,10 @@ from trainer.training_state import model_identity
 Report = Callable[[BaseException], None]
 
 
-def build_components(config: dict[str, Any]) -> dict[str, Any]:
+def build_components(config: dict[str, Any], allowed: tuple[str, ...] = ALLOWED) -> dict[str, Any]:
     """Return the arguments of `Trainer` that `config` describes: all but the place, the name and the decisions."""
     options = build_options(Options, config["trainer"])
-    allow = (*ALLOWED, *options.allow_targets)
+    allow = (*allowed, *options.allow_targets)
     return {
         **{key: build(key, config[key], allow) for key in ("recipe", "optimizer", "schedule")},
         "callbacks": {name: build(f"callbacks.{name}", node, allow) for name, node in config["callbacks"].items()},

@@ -15,19 +15,20 @@ import torch
 from trainer.files import write_json
 from trainer.log import log
 from trainer.process.environment import detect
+from trainer.recipe_checks import call_summary
 from trainer.run_dir import versions
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-REASONS = {"max_steps": "the last step is done", "signal": "a signal asked for it"}
+ENDS = {"max_steps": ("finished", ""), "signal": ("stopped", ": a signal asked for it")}
 
 
 def report(trainer: "Trainer") -> None:
     """Rank 0 only."""
     if trainer.rank:
         return
-    task = trainer.recipe.summary() if hasattr(trainer.recipe, "summary") else {}
+    task = call_summary(trainer.recipe)
     file = trainer.run_dir / "summary.json"
     numbers = (trainer.last_metrics or earlier(file, trainer.step)) | trainer.validation | task
     try:
@@ -36,8 +37,8 @@ def report(trainer: "Trainer") -> None:
         if trainer.stop_reason != "signal":  # else it goes on, and there is a checkpoint
             raise
         log.warning("%s is not written: %s", file, error.strerror)
-    reason = REASONS.get(trainer.stop_reason, trainer.stop_reason)
-    log.info("stopped at step %d after %.1f s: %s", trainer.step, trainer.seconds, reason)
+    how, why = ENDS.get(trainer.stop_reason, ("stopped", f": {trainer.stop_reason}"))
+    log.info("%s at step %d after %.1f s%s", how, trainer.step, trainer.seconds, why)
     for group, told in grouped(numbers).items():
         log.info("%-11s %s", group, told)
     log.info("run         %s", trainer.run_dir)
@@ -46,12 +47,13 @@ def report(trainer: "Trainer") -> None:
     if trainer.stop_reason != "signal":
         if exports:
             export.mkdir(exist_ok=True)
+            log.info("exporting to %s", export)  # which may take minutes
             trainer.recipe.export(trainer.eval_model.eval(), export)
             log.info("export      %s", export)
     elif trainer.checkpoint is not None:
         log.info("go on with  %s", go_on(trainer.argv, trainer.checkpoint.parent))
         if exports:
-            log.info("export with %s", export_from(trainer.checkpoint, export, trainer.options.allow_targets))
+            log.info("export with %s", export_from(trainer, trainer.checkpoint, export))
 
 
 def go_on(argv: Sequence[str] | None, saved: Path) -> str:
@@ -68,9 +70,12 @@ def go_on(argv: Sequence[str] | None, saved: Path) -> str:
     return shlex.join([this_python(), *words]) if ours else f"the same {launcher} ... {shlex.join(words)}"
 
 
-def export_from(checkpoint: Path, folder: Path, allow: list[str]) -> str:
-    """The command that exports a checkpoint."""
+def export_from(trainer: "Trainer", checkpoint: Path, folder: Path) -> str:
+    """Write the command that exports a checkpoint, with all that it does not take from the run's config."""
+    allow = trainer.options.allow_targets
     trusted = [f"trainer.allow_targets=[{','.join(allow)}]"] if allow else []
+    paths = {name: getattr(trainer.recipe, name, None) for name in getattr(trainer.recipe, "paths", ())}
+    trusted += [f"recipe.{name}={value}" for name, value in paths.items() if value is not None]
     return shlex.join([this_python(), "-m", "trainer.tools.export", str(checkpoint), str(folder), *trusted])
 
 

@@ -24,10 +24,10 @@ from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.config.options import DataOptions, Options
 from trainer.data.bad_samples import BadSamples, allowed
-from trainer.data.batch import Split, Step
+from trainer.data.batch import Split, Step, count_samples
 from trainer.data.loader import Loader
 from trainer.data.source import Samples
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, NumericsError
 from trainer.forward_backward import Accumulate, ForwardBackward
 from trainer.log import log, log_to_terminal, stop_log
 from trainer.monitors import replica_check
@@ -42,6 +42,7 @@ from trainer.precision import Precision
 from trainer.process.environment import Place, detect
 from trainer.process.heartbeat import Heartbeat
 from trainer.process.signals import StopSignals
+from trainer.recipe_checks import CheckedLoss, build_model, call_summary, refuse_untrained, weight_of
 from trainer.rng import GOLDEN, MASK, STEP, mix
 from trainer.run_dir import make_run_dir, start_log
 from trainer.summary import report
@@ -128,6 +129,13 @@ class Trainer:
         self.loaded: tuple[int, int] | None = None  # the step, and the last one validated, of the checkpoint resumed
         self.bests: list[dict[str, Any]] = []  # validations that were the best; the newest last
         self.accumulate, self.stop_reason = self.plan.accumulate, ""
+        self.logged = True  # whether this step's numbers are measured
+        self.fitted, self.finite = False, None  # finite: whether a logged loss was; None: none was logged
+        if self.plan.epoch_samples and self.batch > self.plan.epoch_samples:
+            log.warning(
+                "batch=%d: recipe.data('train') has %d samples, so a step takes each %.4g times",
+                self.batch, self.plan.epoch_samples, self.batch / self.plan.epoch_samples,
+            )  # fmt: skip
 
     def _set_hooks(self) -> None:
         self.callbacks = self.plan.callbacks
@@ -140,15 +148,16 @@ class Trainer:
     def _build(self, optimizer: Callable[[Groups], Optimizer]) -> None:
         torch.manual_seed(self.options.seed)
         self.ddp = self.options.ddp.arguments(self.device.type == "cuda")
-        build = self.recipe.model
-        for build_model in self._hooks["build_model"]:
-            build = partial(build_model, self, build)
+        build = partial(build_model, self.recipe)
+        for hook in self._hooks["build_model"]:
+            build = partial(hook, self, build)
         module = to_device(build(), self.device)
         if not module.training:  # as `from_pretrained` leaves it; parts that the recipe has set to eval stay so
             module.train()
         self.module = self._wrap("wrap_model", module)
         self.eval_model = self.global_model = self.module  # is validated, is saved
-        self.loss_of = self.precision.cast(self.recipe.loss)
+        self.loss_of = self.precision.cast(CheckedLoss(self.recipe.loss, weight_of(self.recipe) or count_samples))
+        refuse_untrained(self.module)
         self.parameters = trained(self.module)
         if self.world > 1 and self._hooks["wrap_reduce"]:  # otherwise DDP's own reducer runs, which is in C++
             self.reduce = self._wrap("wrap_reduce", AllReduce(self.ranks.new_group()))
@@ -171,7 +180,7 @@ class Trainer:
             plan.source, plan.order, Split(self.batch, strategy.data_world, plan.accumulate), plan.data,
             validation=plan.validation, rank=strategy.data_rank, seed=options.seed, timeout_s=options.timeout_s,
             device=self.device, ranks_on_node=self.ranks.place.local_world,
-            collate=getattr(self.recipe, "collate", default_collate), weight=getattr(self.recipe, "weight", None),
+            collate=getattr(self.recipe, "collate", default_collate), weight=weight_of(self.recipe),
         )  # fmt: skip
         if self.plan.resumed:
             training_state.refuse_other_model(self, self.plan.resumed)
@@ -180,12 +189,15 @@ class Trainer:
             self.recipe, self.loader.validate, self.ranks, self.precision,
             samples=sum(validation.counts) if isinstance(validation, Samples) else 0,
             max_bad=self.plan.data.max_bad, lockstep=self.strategy.lockstep,
-            stopping=lambda: self.signals.name, beat=self.heartbeat.beat,
+            stopping=lambda: self.fitted and self.signals.name, beat=self.heartbeat.beat,
         )  # fmt: skip
-        self._refuse_unknown_metrics()
+        self._try_recipe()
 
     def fit(self) -> None:
         """Train to the end, or until stopped. Weights, optimizer and callbacks are left as the last step made them."""
+        if self.fitted:
+            raise ConfigError("fit: this Trainer has run already; make another, with trainer.resume to go on")
+        self.fitted = True
         with StopSignals() as self.signals, ExitStack() as every:  # last first, also if one of them raises
             note = partial(self.ranks.note_failure, RuntimeError, self.run_dir / "logs")
             self.signals.on_inspect = note
@@ -202,6 +214,7 @@ class Trainer:
                 self._train_step(next(self.stream))
                 self._after_step()
             self._finish()
+        self._refuse_never_finite()
         with StopSignals():  # a launcher may send one to all as the first of them ends
             self.close()
 
@@ -333,10 +346,12 @@ class Trainer:
         self.seconds = time.monotonic() - self.started
         ours = sum(loss.item() * weight for loss, weight in zip(self.losses, self.data.weights, strict=True))
         loss = sum(self.ranks.gather(ours)) / self.weight if self.weight else math.nan
+        if self.weight:
+            self.finite = bool(self.finite) or math.isfinite(loss)
         if self.weight and not math.isfinite(loss) and math.isfinite(self.last_metrics.get("train/loss", 0.0)):
             log.warning("step %d: the loss is %s; training goes on, but to nowhere", self.step, loss)
         metrics = {"train/loss": loss, "train/lr": self.optimizer.param_groups[0]["lr"]}
-        if not self.defers:
+        if not self.defers and (self.clips or self.logged):
             metrics["train/grad_norm"] = self.grad_norm.item()
         if self.scaler.is_enabled():
             metrics["train/loss_scale"] = self.scaler.get_scale()
@@ -356,8 +371,10 @@ class Trainer:
         self.emit("on_validation_end", self.validation)
         return training_state.note_best(self)
 
-    def _refuse_unknown_metrics(self) -> None:
-        """Refuse, before the first step, to watch what validation will not give."""
+    def _try_recipe(self) -> None:
+        """Try `summary` and `metrics` before the first step; refuse to watch what validation will not give."""
+        if self.rank == 0:
+            call_summary(self.recipe)
         watched = {f"callbacks.{name}.metric": c.metric for name, c in self.callbacks.items() if c.metric}
         if self.options.checkpoint.keep_best:
             watched["trainer.checkpoint.keep_best"] = parse_best(self.options.checkpoint.keep_best)[0]
@@ -366,8 +383,8 @@ class Trainer:
             raise ConfigError(
                 f"{key}={name}: the recipe's data('val') is None; give it validation data, or leave this out"
             )
-        if watched:
-            self.evaluator.refuse_unknown(watched, self.eval_model)
+        if self.plan.validation is not None:
+            self.evaluator.try_out(watched, self.eval_model)
 
     @property
     def best(self) -> dict[str, Any]:
@@ -383,7 +400,18 @@ class Trainer:
         """End after this step. Call it on all ranks or on none: it is not a collective."""
         self.stop_reason = self.stop_reason or reason
 
+    def _refuse_never_finite(self) -> None:
+        """Raise NumericsError if no logged loss was finite: such a run is no success. Its checkpoint is written."""
+        if self.finite is False and self.stop_reason != "signal":
+            raise NumericsError(
+                f"train/loss was finite at no logged step up to step {self.step}; lower optimizer.lr, or mend the data "
+                "or the loss"
+            )
+
     def _finish(self) -> None:
+        if not self.logged:  # a callback or a signal has ended the run at this step
+            speed = {name: value for name, value in self.last_metrics.items() if name.startswith("perf/")}
+            self.last_metrics = self._measure() | speed
         with ExitStack() as every:  # last first, also if one of them raises
             every.callback(report, self)
             every.callback(training_state.save, self, last=True)

@@ -1,7 +1,9 @@
 """Metrics over the validation data: sums and counts, so that unequal batches and ranks weigh what they should."""
 
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ from trainer.data.batch import Micro
 from trainer.errors import ConfigError, DataError, nearest
 from trainer.log import log
 from trainer.precision import Precision
+from trainer.recipe_checks import check_metrics
+
+LOG_EVERY_S = 10.0  # while a validation lasts longer
 
 Metrics = dict[str, tuple[Tensor, int]]  # name -> sum and count
 
@@ -52,7 +57,7 @@ class Evaluator:
         """Return the metrics; None, on all ranks, if a signal to stop has ended the validation. A collective.
 
         Raises:
-            DataError: on all ranks, if nothing was counted on any, or more samples are bad than may be.
+            ConfigError, DataError: on all ranks, if nothing was counted on any, or more samples are bad than may be.
             DistError: another rank has failed.
         """
         own: dict[str, Any] | None = {}
@@ -75,26 +80,34 @@ class Evaluator:
             return None
         if sum(counts):
             self._report_bad(sum(counts), next(first[0] for first in firsts if first))
-        if not any(ranks):
+        names = {name: None for rank in ranks for name in rank}  # in order; a rank may have had no batch
+        both = {name: [sum(rank[name][i] for rank in ranks if name in rank) for i in (0, 1)] for name in names}
+        values = {f"val/{name}": total / count for name, (total, count) in both.items() if count}
+        if not values and both and hasattr(self.recipe, "metrics"):
+            raise ConfigError(
+                f"recipe.metrics(): the count of {', '.join(both)} is 0 in every batch of recipe.data('val'); "
+                "return (sum, count) with the number of items in the sum"
+            )
+        if not values:
             raise DataError(
                 "recipe.data('val'): gave no batch, or only such of weight 0; "
                 "return what can be walked again for each validation: shards, a dataset or a list, not a generator"
             )
-        names = {name: None for rank in ranks for name in rank}  # in order; a rank may have had no batch
-        both = {name: [sum(rank[name][i] for rank in ranks if name in rank) for i in (0, 1)] for name in names}
-        return {f"val/{name}": total / count for name, (total, count) in both.items()}
+        return values
 
     @torch.no_grad()
-    def refuse_unknown(self, watched: Mapping[str, str], model: nn.Module) -> None:
-        """Refuse to watch a metric that validation does not give. One micro-batch tells what a recipe gives.
+    def try_out(self, watched: Mapping[str, str], model: nn.Module) -> None:
+        """Try the recipe's `metrics` on two micro-batches. A collective.
 
         Raises:
-            ConfigError: for one of `watched`, config key -> metric, with the nearest that there are. A collective.
+            ConfigError: They are no metrics, or none of them is one of `watched`, config key -> metric.
         """
         known = {"val/loss"}
         if hasattr(self.recipe, "metrics"):
-            with closing(self._each_batch(model, [])) as batches:
-                own = [f"val/{name}" for name in next(batches, None) or ()]
+            device = self.precision.device
+            cuda = [device] if device.type == "cuda" else []
+            with torch.random.fork_rng(cuda), closing(self._each_batch(model, [])) as batches:
+                own = [f"val/{name}" for metrics in islice(batches, 2) for name in metrics or ()]
             known = {name for names in self.ranks.gather(own) for name in names}
         for key, name in watched.items():
             if name not in known:
@@ -103,14 +116,18 @@ class Evaluator:
     def _sums(self, model: nn.Module, bad: list[str]) -> dict[str, Any] | None:
         """Sum each metric over this rank's part, and what it counts; None if a signal to stop was heard."""
         totals: dict[str, list[Any]] = {}
+        logged_at = time.monotonic()
         with closing(self._each_batch(model, bad)) as batches:
-            for metrics in batches:
+            for done, metrics in enumerate(batches, start=1):
                 if metrics is None:
                     return None
                 self.beat()
+                if time.monotonic() - logged_at > LOG_EVERY_S:
+                    logged_at = time.monotonic()
+                    log.info("validation: %d batches so far", done)
                 for name, (total, count) in metrics.items():
+                    both = totals.setdefault(name, [0.0, 0])
                     if count:  # else the sum may be 0 / 0
-                        both = totals.setdefault(name, [0.0, 0])
                         both[0] += total.double()
                         both[1] += count
         return {name: [float(total), count] for name, (total, count) in totals.items()}
@@ -167,5 +184,5 @@ class Evaluator:
 
     def _measure(self, model: nn.Module, batch: Any, weight: int) -> Metrics:
         if hasattr(self.recipe, "metrics"):
-            return self.recipe.metrics(model, batch)
+            return check_metrics(self.recipe.metrics(model, batch))
         return {"loss": (self.recipe.loss(model, batch) * weight, weight)}

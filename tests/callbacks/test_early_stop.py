@@ -1,6 +1,8 @@
 """When a metric has stopped improving, and what becomes of that across a resume."""
 
+import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ from toy_recipe import Toy
 from trainer.callbacks.early_stop import EarlyStop
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
+from trainer.monitors.metrics_file import MetricsFile
 from trainer.optim.factories import sgd
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
@@ -30,6 +33,7 @@ class Stops:
 def stopped_at(callback: EarlyStop, values: list[float]) -> int | None:
     trainer = Stops()
     for n, value in enumerate(values, start=1):
+        trainer.step = 5 * n
         callback.on_validation_end(trainer, {"other": 0.0, callback.metric: value})
         if trainer.reasons:
             return n
@@ -60,6 +64,27 @@ def test_the_count_survives_a_resume():
     assert stopped_at(second, [1.5]) == 1
 
 
+@pytest.mark.parametrize(("mode", "values"), [("min", [3.0, 1.25, 2.0]), ("max", [0.0, 1.25, 1.0])])
+def test_the_best_value_and_its_step_are_told(mode, values):
+    callback, trainer = EarlyStop(metric="val/x", patience=1, mode=mode), Stops()
+    for trainer.step, value in zip((10, 20, 30), values, strict=True):
+        callback.on_validation_end(trainer, {"val/x": value})
+    assert trainer.reasons == ["early_stop: val/x has not improved for 1 validations; its best was 1.25 at step 20"]
+
+
+def test_a_state_from_before_steps_were_kept():
+    callback, trainer = EarlyStop(patience=1), Stops()
+    callback.load_state_dict({"best": 0.5, "bad": 1})
+    callback.on_fit_start(trainer)
+    assert trainer.reasons == ["early_stop: val/loss has not improved for 1 validations; its best was 0.5"]
+
+
+def test_the_summary_has_the_loss_of_a_step_that_is_not_logged(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(Place())[0] == 9  # log_every_steps is 50
+    assert json.loads(Path("runs/r/summary.json").read_text())["train/loss"] > 0
+
+
 class Unvalidated(Toy):
     def data(self, split: str) -> Any:
         return super().data(split) if split == "train" else None
@@ -82,7 +107,7 @@ def test_without_validation_it_is_refused(recipe, every, reason, tmp_path, monke
 def run(place: Place, patience: int = 2, resume: str | None = None) -> tuple[int, str]:
     trainer = Trainer(
         Toy(),
-        {"early_stop": EarlyStop(patience=patience, min_delta=10.0)},
+        {"early_stop": EarlyStop(patience=patience, min_delta=10.0), "metrics_file": MetricsFile()},
         sgd,
         batch=12,
         options=Options(max_steps=20, validate_every=3, run_dir="runs/r", resume=resume),
@@ -93,15 +118,22 @@ def run(place: Place, patience: int = 2, resume: str | None = None) -> tuple[int
     return trainer.step, trainer.stop_reason
 
 
+STOP = r"early_stop: val/loss has not improved for 2 validations; its best was (\d\.\d+) at step 3"
+
+
 def test_all_ranks_stop_at_the_same_step(tmp_path, monkeypatch):
     """The first validation improves on nothing, the next two do not improve by 10."""
     monkeypatch.chdir(tmp_path)
-    assert run_ranks(3, run) == [(9, "early_stop: val/loss has not improved for 2 validations")] * 3
+    (step, reason), *others = run_ranks(3, run)
+    assert others == [(step, reason)] * 2
+    lines = map(json.loads, Path("runs/r/metrics.jsonl").read_text().splitlines())
+    best = next(line["val/loss"] for line in lines if line["step"] == 3)
+    assert step == 9 and re.fullmatch(STOP, reason)[1] == f"{best:.4g}"
 
 
 def test_a_run_that_it_stopped_stays_stopped_when_resumed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    stop = (9, "early_stop: val/loss has not improved for 2 validations")
-    assert run(Place()) == stop
+    stop = run(Place())
+    assert stop[0] == 9 and re.fullmatch(STOP, stop[1])
     assert run(Place(), resume="auto") == stop
     assert run(Place(), patience=3, resume="auto")[0] == 12

@@ -58,17 +58,35 @@ def prefixed(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
         lambda state: state,
         lambda state: {"model": state, "optimizer": {"lr": 0.1, "betas": (0.9, 0.99)}, "epoch": 3},
         lambda state: {"state_dict": prefixed(state, "model."), "hyper_parameters": {"width": 3}},
+        lambda state: {"state_dict": prefixed(state, "net.encoder.") | {"loss.weight": torch.ones(2)}},
         lambda state: prefixed(state, "module."),
         lambda state: {"model_state_dict": prefixed(state, "module._orig_mod.")},
         lambda state: prefixed(state, "_orig_mod.module."),
         lambda state: {name: value for name, value in state.items() if name != "embed.weight"},
         lambda state: {name: nn.Parameter(v) if v.is_floating_point() else v for name, v in state.items()},
     ],
-    ids=["bare", "model", "lightning", "ddp", "compiled", "compiled around ddp", "tied once", "parameters"],
+    ids=[
+        "bare",
+        "model",
+        "lightning",
+        "an attribute of it",
+        "ddp",
+        "compiled",
+        "compiled around ddp",
+        "tied once",
+        "parameters",
+    ],
 )
 def test_files_of_torch(tmp_path: Path, state: dict[str, Tensor], name: str, wrap: Any) -> None:
     torch.save(wrap(state), tmp_path / name)
     assert same(taken(tmp_path / name), state)
+
+
+def test_two_models_in_a_file_are_refused(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    """A teacher and a student, for example: nobody knows which is meant."""
+    torch.save(prefixed(state, "teacher.") | prefixed(state, "student."), tmp_path / "a.ckpt")
+    with pytest.raises(ConfigError, match=r"teacher\.embed\.weight"):
+        taken(tmp_path / "a.ckpt")
 
 
 def test_the_older_format_of_torch(tmp_path: Path, state: dict[str, Tensor]) -> None:

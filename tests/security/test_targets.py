@@ -24,6 +24,7 @@ bound = functools.partial(os.mkdir, "mark")
 class Kept:
     run = staticmethod(os.mkdir)
 """
+LAZY = {"name": "stranger", "module_file": "x", "import_structure": {"evil": ["export", "model", "data", "loss"]}}
 BUILDS = {"key": "x", "node": {"_target_": "os.mkdir", "path": "mark"}, "allow": ["os"]}
 
 
@@ -48,6 +49,10 @@ BUILDS = {"key": "x", "node": {"_target_": "os.mkdir", "path": "mark"}, "allow":
             {"class_reference": "x.X", "pretrained_model_name_or_path": "."},
         ),
         ("transformers.dynamic_module_utils.subprocess", {}),
+        ("transformers.utils.import_utils._LazyModule", LAZY),
+        ("transformers.training_args.TrainingArguments", {"output_dir": "mark"}),
+        ("torch.nn.modules.lazy._LazyProtocol", {}),
+        ("torch.nn.modules.module._IncompatibleKeys", {"missing_keys": [], "unexpected_keys": []}),
         ("aliases.mkdir", {"path": "mark"}),
         ("aliases.alias", {"path": "mark"}),
         ("aliases.bound", {}),
@@ -98,30 +103,83 @@ Path("mark").mkdir()
 class Recipe:
     pass
 """
-CONFIG = """
-recipe: {_target_: stranger.Recipe}
-trainer: {allow_targets: [stranger], seed: 0}
-"""
+CONFIG = {"trainer": {"allow_targets": ["stranger"], "seed": 0}}
 
 
-def test_the_config_beside_a_checkpoint_allows_nothing(tmp_path: Path) -> None:
-    """Of a whole download: code, a run's folder, a checkpoint that points to it. `export` would build its recipe."""
-    full = run(["--config-dir", str(ROOT / "tests/toy/conf"), "recipe=toy", "--cfg", "job"], tmp_path)
-    (tmp_path / "stranger.py").write_text(STRANGER)
-    (tmp_path / "run").mkdir()
-    config = OmegaConf.merge(OmegaConf.create(full.out), OmegaConf.create(CONFIG))
-    del config.recipe.samples, config.recipe.width, config.recipe.depth, config.recipe.dropout, config.recipe.dtype
-    OmegaConf.save(config, tmp_path / "run" / "config.yaml")
-    manifest = {"run_dir": "run", "samples": 0, "world": 1, "buckets": [], "ddp": {}}
-    identity = {"model": "", "optimizer": "", "data": ""}
-    commit(tmp_path / "ckpt" / "run", 1, {"state.json": memoryview(b"{}")}, {**manifest, "identity": identity})
-    export = [sys.executable, "-m", "trainer.tools.export", "ckpt/run/step-00000001", "out"]
-    result = run([], tmp_path, export, PYTHONPATH=f"{ROOT}:{tmp_path}")
+EXPORT = [sys.executable, "-m", "trainer.tools.export", "ckpt/run/step-00000001", "out"]
+
+
+@pytest.fixture(scope="module")
+def toy_config(tmp_path_factory) -> Any:
+    words = ["--config-dir", str(ROOT / "tests/toy/conf"), "recipe=toy", "--cfg", "job"]
+    return OmegaConf.create(run(words, tmp_path_factory.mktemp("config")).out)
+
+
+@pytest.fixture
+def download(toy_config: Any, tmp_path: Path) -> Any:
+    """Makes a whole download: code, a run's folder with a config, a checkpoint that points to it."""
+
+    def make(change: dict[str, Any]) -> Path:
+        (tmp_path / "stranger.py").write_text(STRANGER)
+        (tmp_path / "run").mkdir()
+        config = OmegaConf.merge(toy_config, CONFIG)
+        for name, node in change.items():
+            config[name] = node
+        OmegaConf.save(config, tmp_path / "run" / "config.yaml")
+        manifest = {"run_dir": "run", "samples": 0, "world": 1, "buckets": [], "ddp": {}}
+        identity = {"model": "", "optimizer": "", "data": ""}
+        commit(tmp_path / "ckpt" / "run", 1, {"state.json": memoryview(b"{}")}, {**manifest, "identity": identity})
+        return tmp_path
+
+    return make
+
+
+def test_the_config_beside_a_checkpoint_allows_nothing(download) -> None:
+    cwd = download({"recipe": {"_target_": "stranger.Recipe"}})
+    result = run([], cwd, EXPORT, PYTHONPATH=f"{ROOT}:{cwd}")
     assert (result.code, result.err) == (
         78,
         "echelon: recipe._target_=stranger.Recipe: stranger is not a package that configs may name; "
         "if you trust it, 'trainer.allow_targets=[stranger]'\n",
     )
-    assert not (tmp_path / "mark").exists()
-    run([], tmp_path, [*export, "trainer.allow_targets=[stranger]"], PYTHONPATH=f"{ROOT}:{tmp_path}")
-    assert (tmp_path / "mark").exists()
+    assert not (cwd / "mark").exists()
+    run([], cwd, [*EXPORT, "trainer.allow_targets=[stranger]"], PYTHONPATH=f"{ROOT}:{cwd}")
+    assert (cwd / "mark").exists()
+
+
+@pytest.mark.parametrize("target", ["transformers.utils.import_utils._LazyModule", "torch.nn.Linear"])
+def test_an_export_builds_of_other_packages_only_what_the_command_allows(download, target: str) -> None:
+    """The first imports module `stranger` as soon as an attribute of it is asked for."""
+    cwd = download({"recipe": {"_target_": target, **(LAZY if "Lazy" in target else {})}})
+    told = one_line(run([], cwd, EXPORT, PYTHONPATH=f"{ROOT}:{cwd}"), 78)
+    assert f"echelon: recipe._target_={target}: {target.split('.')[0]} is not a package that configs may name" in told
+    assert not (cwd / "mark").exists()
+    told = one_line(run([], cwd, [*EXPORT, "trainer.allow_targets=[transformers]"], PYTHONPATH=f"{ROOT}:{cwd}"), 78)
+    assert "is no public nn.Module or Optimizer" in told or "is not a package" in told
+    assert not (cwd / "mark").exists()
+
+
+def test_an_export_builds_neither_optimizer_nor_schedule(download) -> None:
+    recipe = {"_target_": "recipes.bert.Bert", "vocab": 512, "sequence": 32, "hidden": 32, "layers": 1, "heads": 2}
+    stranger = {"_target_": "stranger.Recipe"}
+    cwd = download({"recipe": {**recipe, "text": "private"}, "optimizer": stranger, "schedule": stranger})
+    run([], cwd, EXPORT, PYTHONPATH=f"{ROOT}:{cwd}")
+    assert not (cwd / "mark").exists()
+
+
+def test_an_export_takes_paths_from_the_command_alone(download) -> None:
+    """The stranger's config would have words of a private folder exported, and folders made elsewhere."""
+    recipe = {"_target_": "recipes.bert.Bert", "vocab": 512, "sequence": 32, "hidden": 32, "layers": 1, "heads": 2}
+    cwd = download({"recipe": {**recipe, "text": "private", "cache": "elsewhere"}})
+    (cwd / "private").mkdir()
+    for name in "ab":
+        (cwd / "private" / name).write_text("words of the user's own " * 200)
+    told = one_line(run([], cwd, EXPORT), 78)
+    assert told == (
+        "echelon: recipe.text=private: the run's config names this path; if you trust it, add 'recipe.text=private'\n"
+    )
+    told = one_line(run([], cwd, [*EXPORT, "recipe.text=private"]), 78)
+    assert told.startswith("echelon: recipe.cache=elsewhere: the run's config names this path; ")
+    assert not (cwd / "elsewhere").exists()
+    told = one_line(run([], cwd, [*EXPORT, "recipe.text=private", "recipe.cache=own"]), 78)
+    assert "its data has changed since" in told and (cwd / "own").is_dir()

@@ -169,12 +169,17 @@ class Stops(Callback):
 
 
 class Exporting(Toy):
+    paths, text, cache = ("text", "cache"), "my text", None
+
     def export(self, model, folder: Path) -> None:
         raise AssertionError("not before the end")
 
 
 def test_a_run_that_is_stopped_says_how_to_export_it(tmp_path, monkeypatch, capsys):
+    """Packages and paths are in the command, for none are taken from the run's config."""
     monkeypatch.chdir(tmp_path)
-    Trainer(Exporting(), {"stops": Stops()}, batch=12, options=Options(run_dir="runs/r"), data=DataOptions(0)).fit()
+    options = Options(run_dir="runs/r", allow_targets=["mine"])
+    Trainer(Exporting(), {"stops": Stops()}, batch=12, options=options, data=DataOptions(0)).fit()
     (command,) = re.findall("^export with (.*)$", capsys.readouterr().out, re.MULTILINE)
-    assert shlex.split(command)[1:] == ["-m", "trainer.tools.export", "ckpt/r/step-00000001", "runs/r/export"]
+    expected = ["-m", "trainer.tools.export", "ckpt/r/step-00000001", "runs/r/export"]
+    assert shlex.split(command)[1:] == [*expected, "trainer.allow_targets=[mine]", "recipe.text=my text"]

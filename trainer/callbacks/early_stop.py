@@ -1,4 +1,4 @@
-"""Stops the run when a validation metric has not improved for `patience` validations in a row."""
+"""A stop when a validation metric has not improved for `patience` validations in a row."""
 
 import math
 from typing import Any, Literal
@@ -22,7 +22,7 @@ class EarlyStop(Callback):
     ) -> None:
         require("callbacks.early_stop.patience", patience, at_least=1)
         self.metric, self.patience, self.min_delta, self.mode = metric, patience, min_delta, mode
-        self.best, self.bad = math.inf, 0
+        self.best, self.best_step, self.bad = math.inf, 0, 0
 
     def on_fit_start(self, trainer) -> None:
         if trainer.plan.validate_every is None:
@@ -35,15 +35,23 @@ class EarlyStop(Callback):
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
         value = metrics.get(self.metric, math.nan) * (1 if self.mode == "min" else -1)  # absent: nothing was counted
         improved = value < self.best - self.min_delta
-        self.best, self.bad = (value, 0) if improved else (self.best, self.bad + 1)
+        self.bad = 0 if improved else self.bad + 1
+        if improved:
+            self.best, self.best_step = value, trainer.step
         self._stop_if_due(trainer)
 
     def _stop_if_due(self, trainer) -> None:
         if self.bad >= self.patience:
-            trainer.stop(f"early_stop: {self.metric} has not improved for {self.patience} validations")
+            best = self.best if self.mode == "min" else -self.best
+            when = f" at step {self.best_step}" if self.best_step else ""
+            trainer.stop(
+                f"early_stop: {self.metric} has not improved for {self.patience} validations; "
+                f"its best was {best:.4g}{when}"
+            )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "bad": self.bad}
+        return {"best": self.best, "best_step": self.best_step, "bad": self.bad}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best, self.bad = state["best"], state["bad"]
+        self.best_step = state.get("best_step", 0)  # of a checkpoint from before there was one

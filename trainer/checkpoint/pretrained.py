@@ -5,6 +5,7 @@ Nothing that a file asks for is run: torch's files are read by its unpickler of 
 
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,6 @@ INDEX_BYTES = 64 << 20
 
 
 WRAPPINGS = ("state_dict", "model_state_dict", "model")  # what programs call the model's part of what they save
-
-
-PREFIXES = ("module.", "_orig_mod.", "model.")  # of DDP, torch.compile, a wrapper
 
 
 def weights_files(source: str) -> list[Path]:
@@ -104,12 +102,26 @@ def unwrapped(found: Any, own: list[str]) -> dict[str, Tensor]:
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
         raise ValueError("holds more than tensors by name")
 
-    def is_around(prefix: str) -> bool:
-        return all(name.startswith(prefix) for name in found) and not any(name.startswith(prefix) for name in own)
+    prefix = find_prefix(list(found), set(own))
+    if left_out := [name for name in found if not name.startswith(prefix)]:
+        log.info("left out, beside %s*: %s", printable(prefix), printable(", ".join(left_out)))
+    return {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
 
-    while found and (around := next(filter(is_around, PREFIXES), "")):
-        found = {name.removeprefix(around): value for name, value in found.items()}
-    return dict(found)
+
+def find_prefix(names: list[str], own: set[str]) -> str:
+    """Find what a wrapper has put before the model's names: DDP, torch.compile, an attribute of a LightningModule.
+
+    The prefix is the one that makes most of `names` the model's `own`; empty if two do so alike.
+    """
+    starts = (name[: len(name) - len(rest)] for name in names for rest in endings(name) if rest in own)
+    first, second = (*Counter(starts).most_common(2), ("", 0), ("", 0))[:2]
+    return first[0] if first[1] > second[1] else ""
+
+
+def endings(name: str) -> list[str]:
+    """`a.b.c` -> `a.b.c`, `b.c`, `c`."""
+    parts = name.split(".")
+    return [".".join(parts[i:]) for i in range(len(parts))]
 
 
 def put_weights(module: nn.Module, weights: Mapping[str, Tensor], key: str) -> None:

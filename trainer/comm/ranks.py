@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.comm.device import pick_backend, pick_device
 from trainer.errors import ConfigError

@@ -25,8 +25,11 @@ OWN_CHOICE = "for one of your own write conf/{0}/NAME.yaml, and in the recipe's 
 STAGES = {"decoders": ("extension", "bytes"), "map": ("sample",)}  # of `data`: functions, and what they are called with
 
 
-def check(config: Mapping[str, Any]) -> None:
-    """Refuse keys that are unknown or missing, and values of another type or out of range.
+def check(config: Mapping[str, Any], allowed: tuple[str, ...] = ALLOWED) -> None:
+    """Check that every key is known, every value of its type and in its range, and nothing missing.
+
+    Args:
+        allowed: Packages that a `_target_` may name, beside those of trainer.allow_targets.
 
     Raises:
         ConfigError: The first of these.
@@ -49,7 +52,7 @@ def check(config: Mapping[str, Any]) -> None:
     for key, options in (("trainer", Options), ("data", DataOptions), ("nccl", NCCLOptions)):
         check_values(key, config[key], option_parameters(options))
         build_options(options, config[key])  # refuses what is out of range
-    allow = (*ALLOWED, *config["trainer"].get("allow_targets", ()))
+    allow = (*allowed, *config["trainer"].get("allow_targets", ()))
     for name, node in config["callbacks"].items():
         if not isinstance(node, Mapping) or "_target_" not in node:
             others = ", ".join(sorted(config["callbacks"].keys() - {name}))

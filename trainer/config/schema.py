@@ -80,8 +80,9 @@ def knobs(key: str, target: str, allow: tuple[str, ...]) -> dict[str, Knob]:
         found = _read(body[name], body) if name in body else None
         if found is not None:
             return found
-        for node in tree.body:  # a name that a package takes from one of its modules
-            if isinstance(node, ast.ImportFrom) and not node.level and any(alias.name == name for alias in node.names):
+        for node in (node for node in tree.body if isinstance(node, ast.ImportFrom)):
+            inside = f"{node.module}".startswith(f"{module}.")  # a package's name, which one of its modules defines
+            if inside and any(alias.name == name for alias in node.names):
                 return knobs(key, f"{node.module}.{name}", allow)
     parameters = inspect.signature(locate(key, target, allow)).parameters.values()
     return {ANY_NAME if p.kind is p.VAR_KEYWORD else p.name: Knob(Any, p.default) for p in parameters}
@@ -91,6 +92,8 @@ def source_of(module: str) -> Path | None:
     """Find a module's file without an import of its packages."""
     spec, places = None, None
     for part in module.split("."):
+        if spec and not places:  # a module, which holds no others
+            return None
         spec = PathFinder.find_spec(part, places)
         places = spec and spec.submodule_search_locations
     return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None

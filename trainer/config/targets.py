@@ -10,15 +10,8 @@ from typing import Any
 from trainer.errors import ConfigError
 
 # Not all of `trainer`: its config module would build any target that its arguments allow.
-ALLOWED = (
-    "trainer.callbacks",
-    "trainer.monitors",
-    "trainer.optim",
-    "recipes",
-    "torch.nn",
-    "torch.optim",
-    "transformers",
-)
+OWN = ("trainer.callbacks", "trainer.monitors", "trainer.optim", "recipes")
+ALLOWED = (*OWN, "torch.nn", "torch.optim", "transformers")
 
 
 OURS = ("trainer", "recipes")
@@ -27,7 +20,7 @@ OURS = ("trainer", "recipes")
 HOME = Path(__file__).parents[2]
 
 
-CLASSES_ONLY = ("torch", "transformers")  # some of their functions run other code that they are given by name
+LIMITED = ("torch", "transformers")  # some of their functions and classes run the code that they are pointed to
 
 
 def refuse_target(key: str, target: str, module: str, allow: tuple[str, ...]) -> None:
@@ -58,12 +51,24 @@ def locate(key: str, target: str, allow: tuple[str, ...]) -> Callable[..., Any]:
         raise ConfigError(f"{key}._target_={target}: {way_out}") from None
     home = getattr(found, "__module__", None) or "builtins"
     refuse_target(key, target, home, allow)
-    if home.split(".")[0] in CLASSES_ONLY and not isinstance(found, type):
-        raise ConfigError(f"{key}._target_={target}: is no class; call it in a function of your own package")
+    if home.split(".")[0] in LIMITED:
+        refuse_unlimited(key, target, found)
     if home.split(".")[0] == "webdataset":
         secure_webdataset()
         os.environ["WDS_SECURE"] = "1"  # in data workers that are started anew, too
     return found
+
+
+def refuse_unlimited(key: str, target: str, found: Any) -> None:
+    """Take public modules and optimizers of torch and transformers only: their constructors import and run nothing."""
+    from torch import nn, optim
+
+    kinds = (nn.Module, optim.Optimizer)
+    private = any(part.startswith("_") for part in target.split("."))
+    if private or not (isinstance(found, type) and issubclass(found, kinds)):
+        raise ConfigError(
+            f"{key}._target_={target}: is no public nn.Module or Optimizer; call it in a function of your own package"
+        )
 
 
 def foreign_package(name: str) -> str:

@@ -20,7 +20,7 @@ from trainer.data.sampling.mixture import Mixture
 from trainer.data.sampling.order import Order, Ref, near_equal, walk
 from trainer.data.source import Samples
 from trainer.data.workers import start_workers
-from trainer.errors import EXIT_CODES, UnavailableError
+from trainer.errors import EXIT_CODES, ConfigError, UnavailableError
 from trainer.log import log
 from trainer.rng import ITERABLE, mix
 
@@ -217,6 +217,8 @@ class Fetch:
             self.source.reader.prefetch(coming)  # which the disk reads while these are decoded and passed on
             good, bad = self.source.batch(refs)
             batch = self.collate(good) if good else None
+            if good and batch is None:
+                raise ConfigError("recipe.collate(): returned None; return the batch")
             return batch, self.weight(batch) if good else 0, bad
         except tuple(EXIT_CODES) as error:  # of no class that only the recipe knows
             return next(kind for kind in EXIT_CODES if isinstance(error, kind))(str(error))

@@ -18,10 +18,10 @@ SHOWN = {
 }
 
 
-OPTIONAL = ("perf/mfu", "perf/tokens_per_s", "train/lr")  # left out in this order where a terminal is too narrow
+OPTIONAL = ("train/lr", "perf/mfu", "perf/tokens_per_s")  # left out in this order if a terminal is too narrow
 
-
-BAR = 29  # columns that the bar and the elapsed time take
+SHORT_BAR = 11  # columns
+BAR = 29  # columns of the long bar and the elapsed time
 
 
 REFRESH_S = 0.1
@@ -42,6 +42,7 @@ class Progress(Callback):
         step, numbers = (rich.TextColumn("step"), rich.MofNCompleteColumn()), rich.TextColumn("{task.fields[numbers]}")
         left = rich.TextColumn("left"), rich.TimeRemainingColumn(elapsed_when_finished=False)
         self.narrow = (*step, numbers, *left)
+        self.middle = (*step, rich.BarColumn(SHORT_BAR - 1), numbers, *left)
         self.wide = (*step, rich.BarColumn(20), numbers, rich.TimeElapsedColumn(), *left)
         self.bar = rich.Progress(*self.wide, transient=True)
         self.task = self.bar.add_task("", total=trainer.plan.max_steps, completed=trainer.step, numbers="")
@@ -57,8 +58,11 @@ class Progress(Callback):
                 self.bar.update(self.task, completed=trainer.step)
                 self.shown_at = now
         elif trainer.metrics:
-            # Not by the log: a record for two handlers takes three times as long, and the numbers are in metrics.jsonl.
-            print(f"step {self._position(trainer)}  {describe(trainer.metrics)}{self._left(trainer)}", flush=True)
+            line = f"step {self._position(trainer)}  {describe(trainer.metrics)}{self._left(trainer)}"
+            if trainer.rank:
+                log.info("%s", line)  # with the time, like all of its log
+            else:  # a record for two handlers takes three times as long, and the numbers are in metrics.jsonl
+                print(line, flush=True)
 
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
         log.info(
@@ -71,22 +75,26 @@ class Progress(Callback):
             Terminal.console = None
 
     def _arrange(self, trainer) -> str:
-        """Step, loss, samples per second and time left fit into 80 columns; the rest is there where it fits too."""
+        """Fit step, bar, loss, samples per second and time left into 80 columns, and more where there is room."""
         metrics, text = dict(trainer.metrics), describe(trainer.metrics)
         n = len(str(trainer.plan.max_steps or trainer.step))
         room = self.bar.console.width - (len("step  left 0:00:00 ") + 2 * n + 1)
-        self.bar.columns = self.wide if len(text) + BAR <= room else self.narrow
+        if len(text) + BAR <= room:
+            self.bar.columns = self.wide
+            return text
+        room -= SHORT_BAR + 2  # the time left may be 100:00:00
         for name in OPTIONAL:
-            if len(text) + 2 > room and name in metrics:  # the time left may be 100:00:00; a bar would give way to it
+            if len(text) > room and name in metrics:
                 del metrics[name]
                 text = describe(metrics)
+        self.bar.columns = self.middle if len(text) <= room else self.narrow
         return text
 
     def _position(self, trainer) -> str:
         return f"{trainer.step}/{trainer.plan.max_steps}" if trainer.plan.max_steps else str(trainer.step)
 
     def _left(self, trainer) -> str:
-        """At the pace since the line before."""
+        """Tell the time left at the pace since the line before."""
         now, done = time.monotonic(), trainer.step - self.told_step
         pace, self.told_at, self.told_step = (now - self.told_at) / done, now, trainer.step
         if not trainer.plan.max_steps:

@@ -19,6 +19,9 @@ PEAKS = {  # by the whole name that torch gives: boards of one chip differ
     "NVIDIA H100 NVL": (835.0, 417.5, 60.0),
     "NVIDIA H100 80GB HBM3": H100,
     "NVIDIA H200": H100,
+    "NVIDIA H200 NVL": (835.5, 417.5, 60.0),
+    "NVIDIA GH200 480GB": H100,
+    "NVIDIA L40S": (362.0, 183.0, 91.6),
 }
 
 

@@ -1,8 +1,9 @@
-"""python -m trainer.tools.export CHECKPOINT FOLDER [KEY=VALUE...]: what the recipe exports at a run's end, of any."""
+"""python -m trainer.tools.export CHECKPOINT FOLDER [KEY=VALUE...]: exports a checkpoint as a run's end would."""
 
 import argparse
 import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,31 @@ from trainer.checkpoint.pretrained import put_weights
 from trainer.checkpoint.serialize import load_state
 from trainer.config.check import check
 from trainer.config.redact import redacted_keys
+from trainer.config.targets import OWN, locate
 from trainer.data.source import Samples, open_source
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, printable
 from trainer.plan import refuse_other_manifests, short
 from trainer.process.exit import run_guarded
 from trainer.run_dir import make_writable
 from trainer.session import build_components
 
+# An export trains nothing: optimizer and schedule of the run's config are neither checked nor built.
+UNTRAINED = {
+    "optimizer": {"_target_": "trainer.optim.factories.adamw", "_partial_": True},
+    "schedule": {"_target_": "trainer.optim.schedule.Constant"},
+}
+
 
 def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
-    """Builds the recipe from the config in the run's folder, with `changes` as KEY=VALUE; takes the average's weights
-    if the run kept one. What that config allows to build or run doesn't count: it may be a stranger's.
+    """Build the recipe from the config in the run's folder, with `changes` as KEY=VALUE, and let it export the weights.
+
+    A run that kept an average exports the average. The config may be a stranger's: code of other packages, and the
+    recipe's `paths`, are taken from `changes` alone.
 
     Raises:
-        ConfigError: where the checkpoint or its run's config is missing or damaged, the recipe exports nothing or has
-            another model or other data by now, or the folder can't be written.
-        DataError: where that data can't be opened.
+        ConfigError: The checkpoint or its run's config is missing or damaged; the recipe exports nothing, or has
+            another model or other data by now; the folder can't be written.
+        DataError: The data can't be opened.
     """
     key, path = f"CHECKPOINT={checkpoint}", Path(os.path.realpath(checkpoint))
     try:
@@ -41,9 +51,10 @@ def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
     config = Path(manifest["run_dir"]) / "config.yaml"
     if not config.exists():
         raise ConfigError(f"{key}: its run's {config} is not here; call this where the run was started")
-    settings = read_config(config, changes, key)
-    check(settings)
-    made = build_components(settings)
+    settings = read_config(config, changes, key) | UNTRAINED
+    check(settings, OWN)
+    refuse_paths(settings, {change.partition("=")[0] for change in changes})
+    made = build_components(settings, OWN)
     recipe, seed = made["recipe"], settings["trainer"]["seed"]
     if not hasattr(recipe, "export"):
         raise ConfigError(f"{key}: {type(recipe).__name__} has no `export`; give the recipe one")
@@ -73,8 +84,23 @@ def read_config(file: Path, changes: list[str], key: str) -> dict[str, Any]:
     return settings
 
 
+def refuse_paths(settings: dict[str, Any], given: Collection[str]) -> None:
+    """Refuse files and folders that the config alone names, and the command does not.
+
+    Raises:
+        ConfigError: for the first of the recipe's `paths`.
+    """
+    node = settings["recipe"]
+    allow = (*OWN, *settings["trainer"]["allow_targets"])
+    for name in getattr(locate("recipe", node["_target_"], allow), "paths", ()):
+        key, value = f"recipe.{name}", node.get(name)
+        if value is not None and key not in given:
+            word = f"{key}={printable(str(value))}"
+            raise ConfigError(f"{word}: the run's config names this path; if you trust it, add '{word}'")
+
+
 def refuse_other_data(source: Any, saved: str, key: str) -> None:
-    """A recipe may export what it made of its data, as a tokenizer."""
+    """Refuse data of another fingerprint: a recipe may export a part of its data, a tokenizer for example."""
     own = source.fingerprint if isinstance(source, Samples) else "iterable"
     if own != saved:
         raise ConfigError(

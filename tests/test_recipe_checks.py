@@ -1,0 +1,190 @@
+"""What a recipe's methods may return: anything else is one line that names the method, what came, what is expected."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_ranks
+from torch import nn
+from toy_recipe import Toy
+
+from trainer import validation
+from trainer.config.options import DataOptions, Options
+from trainer.errors import ConfigError, NumericsError
+from trainer.process.environment import Place
+from trainer.recipe_checks import CheckedLoss
+from trainer.trainer import Trainer
+
+
+def fit(recipe: Any, place: Place | None = None, **options: Any) -> Trainer:
+    options = {"max_steps": 4, "log_every_steps": 1, **options}
+    trainer = Trainer(recipe, batch=12, options=Options(**options), data=DataOptions(0), place=place or Place())
+    trainer.fit()
+    return trainer
+
+
+def with_method(name: str, method: Any) -> Toy:
+    return type("Mine", (Toy,), {name: method})()
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+SUM, COUNT = "as the sum of 'a'", "as the count of 'a'"
+ONE_NUMBER = "return a tensor of one number, the mean over the batch"
+COUNTS = "return a dict of name -> (sum, count), a tensor of one number and an int"
+
+
+@pytest.mark.parametrize(
+    ("method", "returned", "message"),
+    [
+        ("model", None, "model(): returned None; return an nn.Module"),
+        ("model", "bert", "model(): returned a value of type str; return an nn.Module"),
+        ("model", nn.Identity(), "model(): the model has no parameters; return one with parameters that require"),
+        ("model", nn.Linear(2, 2).requires_grad_(False), "model(): all 2 parameters are frozen; return one with"),
+        ("loss", 0.5, f"loss(): returned a value of type float; {ONE_NUMBER}"),
+        ("loss", None, f"loss(): returned None; {ONE_NUMBER}"),
+        ("loss", (torch.zeros(()),), f"loss(): returned a value of type tuple; {ONE_NUMBER}"),
+        ("loss", {"loss": torch.zeros(())}, f"loss(): returned a value of type dict; {ONE_NUMBER}"),
+        ("loss", torch.zeros(12), f"loss(): returned a tensor of shape (12,); {ONE_NUMBER}"),
+        ("loss", torch.zeros(()), "loss(): returned a tensor of shape () without a gradient; return it with its"),
+        ("summary", [1.0], "summary(): returned a value of type list; return a dict of name -> number"),
+        ("summary", {"a": "b"}, "summary(): returned a value of type str for 'a'; return a dict of name -> number"),
+        ("metrics", 0.5, f"metrics(): returned a value of type float; {COUNTS}"),
+        ("metrics", {"a": torch.zeros(())}, f"metrics(): returned a tensor of shape () for 'a'; {COUNTS}"),
+        ("metrics", {"a": (0.5, 1)}, f"metrics(): returned a value of type float {SUM}; {COUNTS}"),
+        ("metrics", {"a": (torch.ones(3), 1)}, f"metrics(): returned a tensor of shape (3,) {SUM}; {COUNTS}"),
+        ("metrics", {"a": (torch.ones(1), "1")}, f"metrics(): returned a value of type str {COUNT}; {COUNTS}"),
+        ("weight", None, "weight(): returned a value of type NoneType; return the number of items, an int of 0 or"),
+        ("weight", 2.5, "weight(): returned 2.5; return the number of items, an int of 0 or more"),
+        ("weight", -1, "weight(): returned -1; return the number of items, an int of 0 or more"),
+        ("collate", None, "collate(): returned None; return the batch"),
+    ],
+)  # fmt: skip
+def test_one_line_before_the_first_step(method, returned, message):
+    recipe = with_method(method, lambda *_: returned)
+    steps: list[int] = []
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'recipe.{message}')}") as error:
+        trainer = None
+        options = Options(max_steps=4, log_every_steps=1)
+        trainer = Trainer(recipe, batch=12, options=options, data=DataOptions(0), place=Place())
+        trainer._hooks["on_step_end"].append(lambda trainer: steps.append(trainer.step))
+        trainer.fit()
+    assert "\n" not in str(error.value)
+    assert not steps
+
+
+def test_a_loss_of_no_items_needs_no_gradient():
+    """A micro-batch of weight 0 contributes nothing, whatever its loss; the next one is checked."""
+    loss = CheckedLoss(lambda model, batch: torch.zeros(()), weight=lambda batch: batch)
+    assert loss(nn.Identity(), 0) == 0
+    with pytest.raises(ConfigError, match="without a gradient"):
+        loss(nn.Identity(), 1)
+
+
+@pytest.mark.parametrize("count", [torch.tensor(3), 3.0])
+def test_a_weight_that_is_a_whole_number_of_another_type(count):
+    assert fit(with_method("weight", lambda *_: count)).step == 4
+
+
+def calls_a_method(place: Place) -> str:
+    class Model(nn.Linear):
+        def training_step(self, batch):
+            return self(batch["x"]).square().mean()
+
+    recipe = with_method("loss", lambda self, model, batch: model.training_step(batch))
+    type(recipe).model = lambda self: Model(8, 1)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        return str(fit(recipe, place).step)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_on_several_ranks_a_loss_calls_the_model_itself():
+    assert calls_a_method(Place()) == "4"
+    line = (
+        "recipe.loss(): uses model.training_step, which DistributedDataParallel has not; call model(...) itself, so "
+        "that ranks average its gradients"
+    )
+    assert run_ranks(2, calls_a_method) == [line, line]
+
+
+def test_a_misspelt_attribute_stays_the_users_own_error():
+    with pytest.raises(AttributeError, match="forwrd"):
+        fit(with_method("loss", lambda self, model, batch: model.forwrd(batch)))
+
+
+def nan_until(step: int) -> Toy:
+    seen: list[int] = []
+
+    def loss(self, model, batch):
+        seen.append(0)
+        return Toy.loss(self, model, batch) * (1.0 if len(seen) > step else float("nan"))
+
+    return with_method("loss", loss)
+
+
+def test_a_loss_that_was_never_finite_is_no_success():
+    with pytest.raises(NumericsError, match=r"^train/loss was finite at no logged step up to step 4; "):
+        fit(nan_until(99))
+
+
+def test_a_loss_that_was_finite_once_is_a_warning():
+    weights: list[int] = []
+
+    def loss(self, model, batch):
+        weights.append(0)
+        return Toy.loss(self, model, batch) * (float("nan") if len(weights) > 2 else 1.0)
+
+    assert fit(with_method("loss", loss)).step == 4
+
+
+def test_a_batch_larger_than_the_data_is_told(capsys):
+    recipe = Toy(samples=4)
+    fit(recipe)
+    assert "batch=12: recipe.data('train') has 4 samples, so a step takes each 3 times" in capsys.readouterr().out
+
+
+def test_a_second_fit_is_refused_and_deletes_nothing(tmp_path):
+    trainer = fit(Toy(), run_dir="runs/r")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"^fit: this Trainer has run already; make another, .* trainer\.resume"):
+        trainer.fit()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_counts_of_zero_are_the_metrics_own_fault():
+    recipe = with_method("metrics", lambda self, model, batch: {"a": (torch.zeros(()), 0), "b": (torch.ones(()), 0)})
+    with pytest.raises(ConfigError, match=r"^recipe.metrics\(\): the count of a, b is 0 in every batch of recipe.data"):
+        fit(recipe)
+
+
+def test_two_batches_are_tried_before_the_first_step():
+    """The second one, too: it may be what is wrong."""
+    made: list[str] = []
+
+    def metrics(self, model, batch):
+        made.append("metrics")
+        return {"a": (batch["x"].sum(), len(batch["x"]))} if len(made) == 1 else {"a": 0.0}
+
+    with pytest.raises(ConfigError, match=r"^recipe.metrics\(\): returned a value of type float for 'a'"):
+        Trainer(with_method("metrics", metrics), batch=6, options=Options(max_steps=4), data=DataOptions(0))
+    assert made == ["metrics"] * 2
+
+
+def test_the_trial_changes_no_bit():
+    def metrics(self, model, batch):
+        return {"a": (torch.rand(()) * model(batch["x"]).sum(), len(batch["x"]))}
+
+    plain = fit(Toy(dropout=0.5))
+    tried = fit(with_method("metrics", metrics).__class__(dropout=0.5))
+    assert all(map(torch.equal, plain.module.parameters(), tried.module.parameters()))
+
+
+def test_a_long_validation_says_how_far_it_is(monkeypatch, capsys):
+    monkeypatch.setattr(validation, "LOG_EVERY_S", 0.0)
+    fit(Toy())
+    assert "validation: 2 batches so far" in capsys.readouterr().out

@@ -1,0 +1,135 @@
+"""Checks of what a recipe's methods return. One line says which method, what came, and what is expected."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import ConfigError
+
+
+class CheckedLoss:
+    """`recipe.loss`: checked at its first call, called as it is from then on.
+
+    Args:
+        weight: Counts the items of a batch. A loss of no items needs no gradient.
+    """
+
+    def __init__(self, loss: Callable[..., Any], weight: Callable[[Any], int]) -> None:
+        self.loss, self.weight = loss, weight
+        self.call = self._check
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.call(model, batch)
+
+    def _check(self, model: nn.Module, batch: Any) -> Tensor:
+        try:
+            loss = self.loss(model, batch)
+        except AttributeError as error:
+            if hasattr(getattr(model, "module", None), error.name or ""):  # of the model that this one wraps
+                raise ConfigError(
+                    f"recipe.loss(): uses model.{error.name}, which {type(model).__name__} has not; call model(...) "
+                    "itself, so that ranks average its gradients"
+                ) from None
+            raise
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise refusal("loss", loss, "a tensor of one number, the mean over the batch")
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            if self.weight(batch):
+                raise refusal("loss", loss, "it with its gradient, no detach() and no no_grad()", " without a gradient")
+            return loss
+        self.call = self.loss
+        return loss
+
+
+def build_model(recipe: Any) -> nn.Module:
+    """Call `recipe.model`.
+
+    Raises:
+        ConfigError: It returns no module.
+    """
+    model = recipe.model()
+    if not isinstance(model, nn.Module):
+        raise refusal("model", model, "an nn.Module")
+    return model
+
+
+def refuse_untrained(model: nn.Module) -> None:
+    """Raise ConfigError if no parameter of the model trains."""
+    parameters = list(model.parameters())
+    if not any(p.requires_grad for p in parameters):
+        has = f"all {len(parameters)} parameters are frozen" if parameters else "the model has no parameters"
+        raise ConfigError(f"recipe.model(): {has}; return one with parameters that require a gradient")
+
+
+def check_metrics(found: Any) -> dict[str, tuple[Tensor, int]]:
+    """Return what `recipe.metrics` gave, with counts as plain ints.
+
+    Raises:
+        ConfigError: It gave something else than name -> (sum, count).
+    """
+    expected = "a dict of name -> (sum, count), a tensor of one number and an int"
+    if not isinstance(found, Mapping):
+        raise refusal("metrics", found, expected)
+    checked = {}
+    for name, pair in found.items():
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise refusal("metrics", pair, expected, f" for {name!r}")
+        total, count = pair
+        if not isinstance(total, Tensor) or total.numel() != 1:
+            raise refusal("metrics", total, expected, f" as the sum of {name!r}")
+        if not isinstance(count, Integral):
+            raise refusal("metrics", count, expected, f" as the count of {name!r}")
+        checked[name] = total, int(count)
+    return checked
+
+
+def weight_of(recipe: Any) -> Callable[[Any], int] | None:
+    """Return the recipe's `weight`, checked at each call; None without one."""
+    return partial(count_items, recipe.weight) if hasattr(recipe, "weight") else None
+
+
+def count_items(weight: Callable[[Any], Any], batch: Any) -> int:
+    """Return `weight(batch)` as an int.
+
+    Raises:
+        ConfigError: It is no whole number, or less than 0.
+    """
+    count = weight(batch)
+    try:
+        items = int(count)
+    except (TypeError, ValueError, RuntimeError):  # torch's, of a tensor of several numbers
+        items = -1
+    if items < 0 or items != count:
+        given = count if isinstance(count, int | float) else f"a value of type {type(count).__name__}"
+        raise ConfigError(f"recipe.weight(): returned {given}; return the number of items, an int of 0 or more")
+    return items
+
+
+def call_summary(recipe: Any) -> dict[str, float]:
+    """Return what `recipe.summary` gives; nothing without one.
+
+    Raises:
+        ConfigError: It gave something else than name -> number.
+    """
+    found = recipe.summary() if hasattr(recipe, "summary") else {}
+    expected = "a dict of name -> number"
+    if not isinstance(found, Mapping):
+        raise refusal("summary", found, expected)
+    for name, value in found.items():
+        if not isinstance(value, Real):
+            raise refusal("summary", value, expected, f" for {name!r}")
+    return {str(name): value if isinstance(value, int | float) else float(value) for name, value in found.items()}
+
+
+def refusal(method: str, value: Any, expected: str, where: str = "") -> ConfigError:
+    return ConfigError(f"recipe.{method}(): returned {describe(value)}{where}; return {expected}")
+
+
+def describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return "None" if value is None else f"a value of type {type(value).__name__}"
