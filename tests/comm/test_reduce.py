@@ -2,7 +2,6 @@
 
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,16 +9,18 @@ import pytest
 import torch
 from support.ranks import run_ranks
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from trainer.comm.bucket import Bucket, Piece
 from trainer.comm.ranks import Ranks
-from trainer.comm.reduce import AllReduce, Background
-from trainer.parallel.ddp import comm_hook
+from trainer.comm.reduce import AllReduce, Background, Reduce
+from trainer.parallel.ddp import DDP
 from trainer.process.environment import Place
 
 CPU = torch.device("cpu")
-HERE: Any = SimpleNamespace(device=CPU, step=0)
+
+
+def wrapped(place: Place, module: nn.Module, reduce: Reduce | None, **arguments: Any) -> nn.Module:
+    return DDP(module, place.rank, place.world, CPU, arguments, reduce, lambda: 0).model
 
 
 def gradients_by(place: Place, ours: bool) -> list[np.ndarray]:
@@ -27,9 +28,8 @@ def gradients_by(place: Place, ours: bool) -> list[np.ndarray]:
     ranks = Ranks(place, "cpu", "gloo", 60.0)
     torch.manual_seed(0)
     module = nn.Sequential(*[nn.Linear(33, 33) for _ in range(6)])
-    model = DDP(module, bucket_cap_mb=0.01)
-    if ours:
-        model.register_comm_hook(None, comm_hook(HERE, AllReduce(ranks.new_group())))
+    reduce = AllReduce(ranks.new_group()) if ours else None
+    model = wrapped(place, module, reduce, bucket_cap_mb=0.01)
     generator = torch.Generator().manual_seed(place.rank)
     result = []
     for _ in range(3):
@@ -69,12 +69,11 @@ def test_rows_are_swapped_and_gathered():
 
 def backward_with_a_lost_peer(place: Place) -> str:
     ranks = Ranks(place, "cpu", "gloo", 60.0)
-    model = DDP(nn.Linear(3, 3))
 
     def reduce(flat: torch.Tensor, bucket: Bucket) -> torch.Tensor:
         raise ConnectionResetError("peer is gone")
 
-    model.register_comm_hook(None, comm_hook(HERE, reduce))
+    model = wrapped(place, nn.Linear(3, 3), reduce)
     try:
         model(torch.ones(1, 3)).sum().backward()
         message = ""

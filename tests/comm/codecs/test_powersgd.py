@@ -12,7 +12,7 @@ from support.codecs import Job, average, balance
 from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.comm.bucket import Bucket
@@ -22,7 +22,7 @@ from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import AllReduce
 from trainer.config.options import Options
 from trainer.errors import ConfigError
-from trainer.parallel.ddp import comm_hook
+from trainer.parallel.ddp import DDP
 from trainer.process.environment import Place
 
 WORLD, STEPS, START = 3, 20, 2
@@ -52,7 +52,7 @@ def train(place: Place, rank: int, ours: bool) -> list[np.ndarray]:
     torch.manual_seed(0)
     layers = nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 24), nn.Tanh(), nn.Linear(24, 3)
     module = nn.Sequential(*layers).double()
-    group, model, codec = ranks.new_group(), DDP(module), PowerSGD(rank)
+    group, codec = ranks.new_group(), PowerSGD(rank)
     end, with_feedback = AllReduce(group), ErrorFeedback(codec)
     state = PowerSGDState(group, rank, START, min_compression_rate=1)
 
@@ -70,7 +70,11 @@ def train(place: Place, rank: int, ours: bool) -> list[np.ndarray]:
         with mock.patch.object(dist, "all_reduce", Reduced):
             return powerSGD_hook(state, bucket)
 
-    model.register_comm_hook(None, comm_hook(here, reduce) if ours else torchs)
+    if ours:
+        model = DDP(module, place.rank, place.world, here.device, {}, reduce, lambda: here.step).model
+    else:
+        model = DistributedDataParallel(module)
+        model.register_comm_hook(None, torchs)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(place.rank)
     for here.step in range(STEPS):
