@@ -52,12 +52,15 @@ def run_forked(
     with open(report[0]) as file:
         pid = int(file.readline())
         over = threading.Timer(timeout_s, os.kill, (pid, signal.SIGKILL))
+        over.daemon = True
         over.start()
-        code = int(file.readline())
-        for reader in readers:
-            reader.join(timeout_s)
-        late = over.finished.is_set()
-        over.cancel()
+        try:
+            code = int(file.readline())
+        finally:
+            late = over.finished.is_set()
+            over.cancel()
+    for reader in readers:
+        reader.join(timeout_s)
     if late or len(texts) < 2:
         raise subprocess.TimeoutExpired([module, *arguments], timeout_s, texts.get(1), texts.get(2))
     return code, texts[1], texts[2]
