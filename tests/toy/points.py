@@ -49,11 +49,11 @@ def watch_steps(trainer: Any, reach: Reach) -> None:
         reach("after_backward")
         of(optimizer)
 
-    validate = trainer.loader.validate
+    validate = trainer.evaluator.batches
     trainer.scaler.unscale_ = unscale
     trainer.stream = each("after_fetch", trainer.stream)
     trainer.loss_of = loss
-    trainer.loader.validate = lambda: each("eval", validate())
+    trainer.evaluator.batches = lambda: each("eval", validate())
     trainer.optimizer.register_step_pre_hook(lambda *_: reach("before_step"))
 
 
