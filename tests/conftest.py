@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from support import ranks
+from support import forked, ranks
 from support.faults import watched
 
 # Before torch and transformers are imported; processes that a test starts inherit both.
@@ -29,14 +29,27 @@ SHARED = ("resource_tracker", "forkserver", "torch_shm_manager")
 
 
 ROOT = Path(__file__).parents[1]
-BESIDE = 3  # tests of faults at a time: they wait most of the time
+WORKERS, FAULTS_WORKERS = 2, 3  # tests of faults wait most of the time
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    told = config.option.numprocesses is not None or config.option.collectonly or config.option.usepdb
-    if config.option.markexpr == "faults" and not told and "PYTEST_XDIST_WORKER" not in os.environ:
-        config.option.numprocesses, config.option.dist = BESIDE, "loadgroup"
+    """Run a suite in several processes. Single files run in this one, which starts sooner."""
+    option = config.option
+    given = option.numprocesses is not None or option.collectonly or option.usepdb or option.capture == "no"
+    if given or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    some = (
+        config.args_source is not pytest.Config.ArgsSource.TESTPATHS or option.keyword or getattr(option, "lf", False)
+    )
+    if option.markexpr == "faults":
+        option.numprocesses, option.dist = FAULTS_WORKERS, "loadgroup"
+    elif option.markexpr == config.getini("addopts")[-1] and not some:
+        option.numprocesses, option.dist = WORKERS, "loadgroup"
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # the modules: many tests collect garbage, and would go through all of torch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,12 +73,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def children() -> set[int]:
-    """Child processes, but for the ranks that are kept for the session; empty where there is no /proc."""
+    """Child processes, but for those that are kept for the session; empty where there is no /proc."""
     found: set[int] = set()
     for file in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # a thread that ended meanwhile
             found |= set(map(int, file.read_text().split()))
-    return found - {process.pid for process, _ in ranks.PEERS}
+    return found - {process.pid for process, _ in (*ranks.PEERS, *forked.SERVERS.values())}
 
 
 def command(pid: int) -> str:

@@ -6,7 +6,9 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.cli import PYTHONPATH, QUICK, TOY, Result, run, toy
+from support.cli import LOADED, PYTHONPATH, QUICK, TOY, Result, run, toy
+
+LIGHT = ("hydra", "omegaconf", "numpy")  # what is loaded where torch must not be
 
 # What is typed, and indented what the line must say.
 WITHOUT_TORCH = """
@@ -213,7 +215,7 @@ def parse(table: str) -> dict[str, list[str]]:
 CASES = {**parse(WITHOUT_TORCH), **parse(WITH_TORCH)}
 
 
-pytestmark = pytest.mark.timeout(300)  # the first test waits for all the processes
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("errors")]  # the first test waits for all processes
 
 
 @pytest.fixture(scope="module")
@@ -234,9 +236,11 @@ def results(tmp_path_factory) -> dict[str, tuple[Result, set[str]]]:
         (cwd / "empty").mkdir()
         words = shlex.split(typed.replace("BASE", str(base)))
         env = dict(word.split("=") for word in words if word.partition("=")[0].isupper())
-        path = f"{stub}{os.pathsep}{PYTHONPATH}" if typed in WITHOUT_TORCH else PYTHONPATH
+        path, loaded = (
+            (f"{stub}{os.pathsep}{PYTHONPATH}", LIGHT) if typed in parse(WITHOUT_TORCH) else (PYTHONPATH, LOADED)
+        )
         arguments = [word for word in words if word.partition("=")[0] not in env]
-        result = run([*TOY, *QUICK, *arguments], cwd, PYTHONPATH=path, **env)
+        result = run([*TOY, *QUICK, *arguments], cwd, loaded=loaded, PYTHONPATH=path, **env)
         return result, {str(path.relative_to(cwd)) for path in cwd.rglob("*")} - {
             "file",
             "empty",

@@ -95,9 +95,10 @@ def test_the_older_format_of_torch(tmp_path: Path, state: dict[str, Tensor]) -> 
 
 
 def test_a_model_that_has_a_module_keeps_its_names(tmp_path: Path) -> None:
-    module = nn.ModuleDict({"module": nn.Linear(2, 2)})
-    torch.save(module.state_dict(), tmp_path / "a.pt")
+    saved, module = (nn.ModuleDict({"module": nn.Linear(2, 2)}) for _ in range(2))
+    torch.save(saved.state_dict(), tmp_path / "a.pt")
     load_weights(module, str(tmp_path / "a.pt"))
+    assert same(module.state_dict(), saved.state_dict())
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin", INDEX, BIN_INDEX])

@@ -41,6 +41,7 @@ def test_no_rank_moves(golden, tmp_path):
     assert any("Timeout (0:00:12)!" in log and "in make_trouble" in log for log in logs)  # torchrun ends the others
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_agent_is_killed(golden, tmp_path):
     """No rank outlives it, and the same command goes on."""

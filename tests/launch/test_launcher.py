@@ -240,7 +240,7 @@ def test_also_under_a_launcher(launcher, tmp_path):
     ("typed", "said"),
     [
         (["batch=13"], "batch=13: does not divide into 2 rank(s)"),
-        (["+callbacks=[average,ema]"], "average and ema both decide what average"),
+        pytest.param(["+callbacks=[average,ema]"], "average and ema both decide", marks=pytest.mark.slow),
         (["trainer.backend='${oc.env:BACKEND_${oc.env:RANK}}'"], "trainer.backend=nccl: needs CUDA"),  # rank 1's alone
     ],
     ids=["before the ranks meet", "after", "of another rank"],

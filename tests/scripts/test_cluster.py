@@ -1,6 +1,5 @@
 """scripts/cluster.py: what its hosts send is counted and as slow as told, and it leaves nothing and touches nothing."""
 
-import contextlib
 import os
 import re
 import secrets
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.cli import environment
+from support.faults import alive
 from support.network import Cluster, namespaces, needs_cluster
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "cluster.py"
@@ -55,12 +55,6 @@ def transfer(cluster: Cluster, sender: int, receiver: int, size: int) -> float:
 def command(*words: str) -> "subprocess.CompletedProcess[str]":
     line = [sys.executable, str(SCRIPT), *words]
     return subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=30)
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 def eventually(true: Callable[[], bool]) -> bool:

@@ -7,12 +7,17 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from support.forked import run_forked
+
 ROOT = Path(__file__).parents[2]
 MAIN = [sys.executable, "-m", "trainer.main"]
 TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy", "trainer.allow_targets=[toy_recipe,probe]"]
 PYTHONPATH = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "toy")])
 MARK = "ECHELON_TEST_RUN"  # has the folder of a run, in the environment of all its processes
 QUICK = ["~callbacks.tensorboard"]  # whose import takes most of a second
+LOADED = ("trainer.main", "trainer.launch.launcher", "trainer.config.check", "torch._dynamo")
+# Variables that nothing reads before `main` runs. With others a run has an interpreter of its own.
+READ_LATE = {"HOME", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "TMPDIR", "WORLD_SIZE"}
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
 
 
@@ -34,16 +39,31 @@ def popen(arguments: list[str], cwd: Path, command: list[str] | None = None, **e
     return subprocess.Popen(words, cwd=cwd, env=env, stdout=pipe, stderr=pipe, text=True)
 
 
-def run(arguments: list[str], cwd: Path, command: list[str] | None = None, timeout_s: float = 60, **env: str) -> Result:
-    """To its end, which must come in time."""
-    with popen(arguments, cwd, command, **env) as process:
-        try:
-            out, err = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, err = process.communicate()
-            raise AssertionError(f"{arguments} did not end in time\n{out}\n{err}") from None
-    return Result(process.returncode, out, err)
+def run(
+    arguments: list[str],
+    cwd: Path,
+    command: list[str] | None = None,
+    timeout_s: float = 60,
+    loaded: tuple[str, ...] | None = None,
+    **env: str,
+) -> Result:
+    """Run it to its end, which must come in time.
+
+    `trainer.main` runs in a process that is forked from one which has `loaded`; in an interpreter of its own where
+    `env` has variables that are read as torch loads.
+    """
+    try:
+        if loaded or (not command and env.keys() <= READ_LATE):
+            env = environment(**{MARK: str(cwd)} | env)
+            return Result(*run_forked("trainer.main", arguments, cwd, env, loaded or LOADED, timeout_s))
+        with popen(arguments, cwd, command, **env) as process:
+            try:
+                out, err = process.communicate(timeout=timeout_s)
+            finally:
+                process.kill()
+        return Result(process.returncode, out, err)
+    except subprocess.TimeoutExpired as late:
+        raise AssertionError(f"{arguments} did not end in time\n{late.stdout}\n{late.stderr}") from None
 
 
 def toy(arguments: list[str], cwd: Path, **env: str) -> Result:

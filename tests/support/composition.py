@@ -39,10 +39,10 @@ Made by `tests/support/composition.py` from roles and conflicts of callbacks; a 
 taken; a number is refused before the first step, for the reason below, which names the way out. Codecs are
 `grad_compress`, which is there once.
 
-`tests/test_contract.py` trains every pair of callbacks on 3 ranks (with bf16 for `grad_compress`), every codec
-alone, and with `overlap` and `local_sgd`, with accumulation and uneven batches; it holds them to plain
-training or to their bounds, and resumes them bit for bit. `tests/test_settings.py` trains most callbacks with each
-setting.
+`tests/test_contract.py` trains on 3 ranks, with accumulation and uneven batches. Each run of the tests has every
+callback alone, every codec alone, and the pairs that change the same thing. `./scripts/test -m pairs` has every other
+pair (with bf16 for `grad_compress`), and every codec with `overlap` and `local_sgd`. The contract holds each to plain
+training or to its bound, and resumes it bit for bit. `tests/test_settings.py` trains most callbacks with each setting.
 
 {", ".join(f"`{name}`" for name in OBSERVERS)} compose with all of these, and with each other.
 """

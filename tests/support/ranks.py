@@ -1,10 +1,12 @@
 """Runs functions on several real processes that talk through gloo, and brings back what each returns."""
 
 import atexit
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -16,8 +18,9 @@ from typing import Any
 from trainer.process.environment import Place
 from trainer.process.exit import die_with_parent
 
-# Started when first needed and kept for the session: importing torch takes longer than most tests.
-CONTEXT = multiprocessing.get_context("spawn")
+# Forked when first needed and kept for the session: importing torch takes longer than most tests.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["trainer.trainer", "torch._dynamo"])  # DDP and torch's optimizers import the latter
 PEERS: list[tuple[Any, Connection]] = []
 
 
@@ -76,13 +79,19 @@ def _serve(pipe: Connection) -> None:
     die_with_parent()
     multiprocessing.set_start_method("fork", force=True)  # of data workers, as in a process that nobody spawned
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import numpy as np
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    np.random.seed()  # else all ranks would draw the same
+    modules = 0
     while True:
         folder, function, place, args = pipe.recv()
         os.chdir(folder)
+        if len(sys.modules) != modules:
+            gc.freeze()  # modules: each run collects garbage, and would go through all of torch
+            modules = len(sys.modules)
         try:
             pipe.send((True, function(place, *args)))
         except BaseException:

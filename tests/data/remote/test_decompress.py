@@ -19,15 +19,14 @@ from shard_recipe import Tars, write_points
 from support.cli import environment
 from support.http import MISSING, NGINX, Proxy, served
 from support.loaders import open_loader, whole
+from support.shards import samples
 
 import trainer.data.remote.download as fetch_module
 import trainer.data.remote.shard as remote_module
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.data.remote.decompress import MOST_AT_ONCE, unpack
-from trainer.data.sampling.order import walk
 from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
-from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.writer import write_shards
 from trainer.errors import ConfigError, DataError
 from trainer.process.environment import Place
@@ -75,13 +74,6 @@ def pack(paths: list[Path], folder: Path, kind: str = "gzip") -> list[Path]:
 
 def opened(data: Any, **more: Any) -> Index:
     return Index.open(find_shards(data, DataOptions(cache_dir="cache", **more)), workers=1)
-
-
-def samples(index: Index) -> list[dict[str, Any]]:
-    reader = ShardReader(index)
-    found = [reader.read(ref) for ref in walk(index.counts, 0, 1)]
-    reader.close()
-    return found
 
 
 def kept() -> list[str]:

@@ -177,7 +177,7 @@ def until(true: Callable[[], bool]) -> None:
 
 def forked() -> list[Any]:
     """Not the ranks of other tests, which wait for the next."""
-    return [child for child in multiprocessing.active_children() if "Spawn" not in type(child).__name__]
+    return [child for child in multiprocessing.active_children() if "ForkServer" not in type(child).__name__]
 
 
 def held(cache: Path) -> int:
