@@ -61,9 +61,10 @@ def refuse_same_batches(source: Any) -> None:
         isinstance(sampler, RandomSampler) and sampler.generator is None
     )  # drawn from torch: each rank has its own
     if isinstance(sampler, SequentialSampler | RandomSampler) and not shuffled:
+        kind = type(source.dataset).__name__
         raise DataError(
-            f"recipe.data('train'): a DataLoader over {type(source.dataset).__name__} gives every rank the "
-            "same batches; return the data set itself, whose samples are shared out, or give the DataLoader a DistributedSampler"
+            f"recipe.data('train'): a DataLoader over {kind} gives every rank the same batches; return the data set "
+            "itself, whose samples are shared out, or give the DataLoader a DistributedSampler"
         )
 
 
