@@ -16,6 +16,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -38,6 +39,8 @@ SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PAD, UNK, CLS, SEP, MASK = range(len(SPECIALS))
 SEQUENCES_PER_SHARD = 4096
 CODE_POINTS = 0x110000
+LONGEST_WORD = 100  # characters; WordPiece makes longer ones [UNK], and to learn from them takes their length squared
+LONG = re.compile(rf"\w{{{LONGEST_WORD + 1},}}")
 
 
 @dataclass(frozen=True)
@@ -72,9 +75,9 @@ def prepare(text: str | list[str] | None, cache: str | None, settings: Settings)
     identity = [FORMAT, importlib.metadata.version("tokenizers"), asdict(settings), list(source.files), files]
     folder = root / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     try:
-        if not folder.exists():
+        if not _is_whole(folder):
             with _lock(folder.with_suffix(".lock")):
-                if not folder.exists():
+                if not _is_whole(folder):
                     _build(source, folder, settings)
         return Corpus(folder, json.loads((folder / "meta.json").read_text()))
     except OSError as error:
@@ -116,11 +119,53 @@ def _build(source: Source, folder: Path, settings: Settings) -> None:
         "unigram_entropy_nats": float(-(share * np.log(share)).sum()),
         **asdict(settings),
     }
+    meta["content"] = {path.name: _size_and_sha256(path) for path in sorted(partial.iterdir())}
     (partial / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     log.info("text: %d + %d tokens in %s", meta["tokens"]["train"], meta["tokens"]["val"], folder)
+    for path in (*partial.iterdir(), partial):
+        _sync(path)  # a power cut would leave the folder, and nothing in its files
+    if folder.exists():
+        log.warning("text: %s is damaged; it is replaced", folder)
+        shutil.rmtree(folder)
     partial.rename(folder)
+    _sync(folder.parent)
     # Threads of tokenizers don't survive a fork, and data workers are forks: without this it warns in each of them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether the files have the sizes that `meta.json` says, and the vocabulary its bytes.
+
+    The content of shards is checked by their index. A cache written before sizes were noted is believed.
+    """
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        if "content" not in meta:
+            return len(Corpus(folder, meta).vocabulary()) == meta["vocabulary"]
+        sizes = {name: (folder / name).stat().st_size for name in meta["content"]}
+        vocabulary = _size_and_sha256(folder / "vocab.txt")
+        return (
+            all(sizes[n] == size for n, (size, _) in meta["content"].items())
+            and vocabulary == meta["content"]["vocab.txt"]
+        )
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _size_and_sha256(path: Path) -> list[Any]:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return [path.stat().st_size, digest.hexdigest()]
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 class _Survey:
@@ -184,7 +229,13 @@ def _learn_vocabulary(documents: Iterable[Document], alphabet: list[str], size: 
         limit_alphabet=len(alphabet),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((document.text for document in documents), trainer)
+    words, normal = tokenizer.pre_tokenizer, tokenizer.normalizer
+
+    def shorten(run: re.Match[str]) -> str:
+        found = words.pre_tokenize_str(normal.normalize_str(run[0]))
+        return " ".join(word for word, _ in found if len(word) <= LONGEST_WORD)
+
+    tokenizer.train_from_iterator((LONG.sub(shorten, document.text) for document in documents), trainer)
     ids = tokenizer.get_vocab()
     return sorted(ids, key=ids.__getitem__)
 

@@ -20,7 +20,7 @@ import torch
 from support.loaders import KeepBatches, Whole, open_loader, whole
 from support.ranks import run_ranks
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from toy_recipe import Points, Toy
 
 from trainer.config.options import DataOptions, Options
@@ -358,14 +358,70 @@ def test_bad_data_is_one_line_from_a_worker_too(error, where, workers):
         steps(make_loader(Broken(error("07.png", "is no image"), where), 0, 1, workers=workers), 0, 1)
 
 
-def test_any_other_error_comes_with_the_workers_traceback():
-    message = ""
-    try:
-        steps(make_loader(Broken(ZeroDivisionError("own"), "transform"), 0, 1, workers=1), 0, 1)
-    except ZeroDivisionError as error:
-        error.__traceback__ = None  # its frames hold the worker
-        message = str(error)
-    assert re.search(r"(?s)worker process 0.*test_loader\.py.*in fail.*own", message)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_recipes_names_the_sample_and_shows_the_recipes_lines_alone(workers):
+    loader = make_loader(Broken(ZeroDivisionError("own"), "transform"), 0, 1, workers=workers)
+    with pytest.raises(RuntimeError, match=r"^sample \d+: ZeroDivisionError: own\n  File ") as caught:
+        steps(loader, 0, 1)
+    files = re.findall(r'File "([^"]*)"', str(caught.value))
+    assert files and set(files) == {__file__}
+    assert "in fail" in str(caught.value)
+    caught.value.__traceback__ = None  # its frames hold the worker
+
+
+class OneIsOdd(Toy):
+    def __init__(self, odd: Any) -> None:
+        super().__init__()
+        self.odd = odd
+
+    def data(self, split: str) -> Any:
+        points = Points(24, torch.float32)
+        return Listed([self.odd if i == 7 else points[i]["x"] for i in range(24)])
+
+    def weight(self, batch: Any) -> int:
+        return len(batch)
+
+
+class Listed:
+    """As Hugging Face's: it inherits from nothing."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.items[i]
+
+
+@pytest.mark.parametrize("odd", [None, object(), torch.zeros(3)], ids=["None", "object", "ragged"])
+def test_a_sample_that_does_not_go_into_a_batch_is_named(odd):
+    with pytest.raises(RuntimeError, match=r"^sample 7: does not go into a batch: (TypeError|RuntimeError): "):
+        steps(make_loader(OneIsOdd(odd), 0, 1, workers=0), 0, 2)
+
+
+def test_what_has_items_and_a_length_is_a_data_set():
+    """Its rows were taken for batches."""
+    found = steps(make_loader(OneIsOdd(torch.zeros(8)), 0, 1, workers=0), 0, 2)
+    assert sorted(ref.shard for step in found for ref in step.refs) == list(range(24))
+    assert all(batch.shape == (6, 8) for step in found for batch in step.batches)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_data_loader_that_gives_all_ranks_the_same_is_refused(world, shuffle):
+    class Given(Toy):
+        def data(self, split: str) -> Any:
+            return DataLoader(Points(24, torch.float32), batch_size=6, shuffle=shuffle) if split == "train" else None
+
+    ranks = [make_loader(Given(), rank, world, workers=0) for rank in range(world)]
+    if world == 2 and not shuffle:
+        with pytest.raises(DataError, match=r"a DataLoader over Points gives every rank the same batches; return the"):
+            steps(ranks[0], 0, 1)
+        return
+    batches = [torch.cat([batch["x"] for batch in steps(loader, 0, 1)[0].batches]) for loader in ranks]
+    assert world == 1 or not torch.equal(*batches)
 
 
 class Hangs(Points):

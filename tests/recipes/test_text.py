@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import tarfile
 import threading
+import time
 import types
 from collections import Counter
 from pathlib import Path
@@ -21,7 +22,7 @@ from tokenizers.implementations import BertWordPieceTokenizer
 
 from recipes import corpus
 from recipes.corpus import CLS, SEP, SPECIALS, Settings, pack, prepare
-from recipes.text import PIECE, Source
+from recipes.text import PIECE, Document, Source
 from trainer.errors import ConfigError
 
 SMALL = Settings(vocab=300, sequence=16, val_fraction=0.2)
@@ -220,6 +221,49 @@ def test_built_once_by_many_at_the_same_time(folder: Path, tmp_path: Path, monke
     for task in tasks:
         task.join()
     assert len(made) == 3 and len(set(made)) == 1 and builds == [1]
+
+
+@pytest.mark.parametrize("name", ["vocab.txt", "train-000000.tar", "val-000000.tar", "meta.json"])
+@pytest.mark.parametrize("damage", ["empty", "gone", "flipped"])
+def test_a_damaged_cache_is_built_again(name: str, damage: str, folder: Path, tmp_path: Path):
+    """A power cut, for one, left files of no bytes under the final name."""
+    made = prepare(str(folder), str(tmp_path / "cache"), SMALL)
+    good, path = contents(made.folder), made.folder / name
+    if damage == "flipped" and name.endswith(".tar"):
+        pytest.skip("the index of the shard tells")
+    if damage == "gone":
+        path.unlink()
+    else:
+        content = path.read_bytes()
+        path.write_bytes(b"" if damage == "empty" else bytes([content[0] ^ 1]) + content[1:])
+    prepare(str(folder), str(tmp_path / "cache"), SMALL)
+    assert contents(made.folder) == good
+
+
+def test_a_cache_of_before_sizes_were_noted_is_taken(folder: Path, tmp_path: Path):
+    made = prepare(str(folder), str(tmp_path / "cache"), SMALL)
+    meta = json.loads((made.folder / "meta.json").read_text())
+    del meta["content"]
+    (made.folder / "meta.json").write_text(json.dumps(meta))
+    assert "content" not in prepare(str(folder), str(tmp_path / "cache"), SMALL).meta
+
+
+def test_a_long_line_without_spaces_takes_no_time(tmp_path: Path):
+    """To learn from words takes their length squared: 13 s of 200,000 characters."""
+    text = write(tmp_path / "text", {f"{i}.txt": "ACGT" * 40_000 + " one two" for i in range(2)})
+    began = time.process_time()
+    prepare(str(text), str(tmp_path / "cache"), SMALL)
+    assert time.process_time() - began < 5
+
+
+def test_words_are_learned_from_as_before_unless_they_are_long():
+    """Chinese has no spaces, and its words are characters."""
+    texts = ["\u4e2d\u6587" * 200 + " one_two" * 3, "one two three"]
+    alphabet = sorted(set("".join(texts)) - set(" "))
+    learned = corpus._learn_vocabulary([Document(str(i), text) for i, text in enumerate(texts)], alphabet, 60)
+    longer = [text + " " + "x" * 101 for text in texts]
+    assert learned == corpus._learn_vocabulary([Document(str(i), t) for i, t in enumerate(longer)], alphabet, 60)
+    assert {"\u4e2d", "\u6587", "one"} <= set(learned)
 
 
 def test_an_interrupted_build_leaves_nothing_to_be_taken_for_whole(folder: Path, tmp_path: Path):

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from trainer.data.batch import Micro, Split, count_samples
 from trainer.errors import DataError
@@ -46,6 +47,24 @@ def refuse_other_size(batch: Any, split: Split) -> None:
             f"recipe.data('train'): a batch has {samples} samples, and this run's micro-batch is {split.micro} ({cut})"
             f"; yield batches of {split.micro}, or give micro_batch={samples}, "
             f"accumulate={split.accumulate} and batch={samples * split.world * split.accumulate}"
+        )
+
+
+def refuse_same_batches(source: Any) -> None:
+    """Refuse a DataLoader that gives every rank the same batches: over a map-style data set, in an order of its own.
+
+    Raises:
+        DataError: with the way out.
+    """
+    sampler = source.sampler if isinstance(source, DataLoader) else None
+    shuffled = (
+        isinstance(sampler, RandomSampler) and sampler.generator is None
+    )  # drawn from torch: each rank has its own
+    if isinstance(sampler, SequentialSampler | RandomSampler) and not shuffled:
+        kind = type(source.dataset).__name__
+        raise DataError(
+            f"recipe.data('train'): a DataLoader over {kind} gives every rank the same batches; return the data set "
+            "itself, whose samples are shared out, or give the DataLoader a DistributedSampler"
         )
 
 

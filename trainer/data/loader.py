@@ -14,11 +14,11 @@ from trainer.config.options import DataOptions
 from trainer.data.bad_samples import Bad, stand_in
 from trainer.data.batch import Micro, Split, Step, count_samples, steps_from
 from trainer.data.device_prefetch import Upload, upload
-from trainer.data.iterable import refuse_other_size, replay, undisturbing
+from trainer.data.iterable import refuse_other_size, refuse_same_batches, replay, undisturbing
 from trainer.data.remote.prefetch import Needs, fetching, of_training, of_validation
 from trainer.data.sampling.mixture import Mixture
 from trainer.data.sampling.order import Order, Ref, near_equal, walk
-from trainer.data.source import Samples
+from trainer.data.source import SampleFault, Samples
 from trainer.data.workers import start_workers
 from trainer.errors import EXIT_CODES, ConfigError, UnavailableError
 from trainer.log import log
@@ -141,6 +141,7 @@ class Loader:
         self, source: Iterable[Any], steps: Callable[[int], Iterator[tuple[int, Split]]], start: int
     ) -> Iterator[Micro]:
         if self.split.world > 1:
+            refuse_same_batches(source)
             log.info("data is an iterable: each of %d ranks walks its own; see trainer/recipe.py", self.split.world)
         micros = self._run(self._replay(source, endless=True))
         first = next(micros)
@@ -216,10 +217,14 @@ class Fetch:
         try:
             self.source.reader.prefetch(coming)  # which the disk reads while these are decoded and passed on
             good, bad = self.source.batch(refs)
-            batch = self.collate(good) if good else None
+            left_out = {each.ref for each in bad}
+            kept = [ref for ref in refs if ref not in left_out]
+            batch = self.source.collate(kept, good, self.collate) if good else None
             if good and batch is None:
                 raise ConfigError("recipe.collate(): returned None; return the batch")
             return batch, self.weight(batch) if good else 0, bad
+        except SampleFault as error:
+            return error
         except tuple(EXIT_CODES) as error:  # of no class that only the recipe knows
             return next(kind for kind in EXIT_CODES if isinstance(error, kind))(str(error))
 

@@ -4,12 +4,14 @@ import hashlib
 import itertools
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.random import Generator
+from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from trainer.config.options import DataOptions
@@ -21,11 +23,16 @@ from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
 from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.transforms import Dropped, Maps
-from trainer.errors import ConfigError, DataError
+from trainer.errors import EXIT_CODES, ConfigError, DataError, printable
 from trainer.log import log
 from trainer.rng import RECIPE_DATA, SAMPLE, keyed, mix, seed_all
 
+OWN = str(Path(__file__).parent.parent)  # the folder of our code
 VIRTUAL_SHARDS = 65536  # a map-style dataset is cut into at most so many, so that shuffling moves single samples
+
+
+class SampleFault(RuntimeError):
+    """An error of the recipe's code or the data set's, as it made a sample. The sample is not a bad one."""
 
 
 class Samples:
@@ -76,7 +83,38 @@ class Samples:
                 raise
             except DataError as error:
                 bad.append(Bad(ref, str(error), *self.reader.name(ref)))
+            except (*EXIT_CODES, MemoryError):
+                raise
+            except Exception as error:
+                raise SampleFault(self._blame(ref, error)) from None
         return good, bad
+
+    def collate(self, refs: list[Ref], samples: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
+        """Return the batch of these samples.
+
+        Raises:
+            SampleFault: naming the sample that does not fit.
+        """
+        try:
+            return collate(samples)
+        except (*EXIT_CODES, MemoryError):
+            raise
+        except Exception as error:
+            for ref, sample in zip(refs, samples, strict=True):
+                for some in ([sample], [samples[0], sample]):
+                    try:
+                        collate(some)
+                    except Exception as same:
+                        raise SampleFault(self._blame(ref, same, "does not go into a batch: ")) from None
+            raise SampleFault(self._blame(refs[0], error, "and those after it do not make a batch: ")) from None
+
+    def _blame(self, ref: Ref, error: Exception, what: str = "") -> str:
+        """Return a message that names the sample, with the frames of the user's code alone."""
+        shard, key = self.reader.name(ref)
+        where = f"sample {key}" if isinstance(shard, int) else f"{shard}: sample {ref.offset} ({key!r})"
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(OWN)]
+        listed = "".join(traceback.format_list(frames)).rstrip()
+        return f"{printable(where)}: {what}{type(error).__name__}: {error}" + (f"\n{listed}" if listed else "")
 
 
 class MapReader:
@@ -128,7 +166,7 @@ def open_source(
         return mixture(data, split, transform, seed, options, timeout_s)
     if options.decoders and split == "train":
         raise ConfigError("data.decoders: recipe.data('train') has no shards, and nothing to decode; leave them out")
-    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+    if is_map_style(data):
         return map_style(data, split, transform, seed)
     if options.map:
         raise ConfigError(
@@ -140,6 +178,14 @@ def open_source(
             "return a list of batches, or an object whose __iter__ starts anew"
         )
     return data
+
+
+def is_map_style(data: Any) -> bool:
+    """Return whether items can be had by number, as from Hugging Face's data sets too, which inherit from nothing."""
+    if isinstance(data, Dataset):
+        return not isinstance(data, IterableDataset)
+    batches = isinstance(data, Sequence | np.ndarray | Tensor)  # a list of batches, or a tensor of them
+    return not batches and hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
 def map_style(data: Any, split: str, transform: Any, seed: int) -> Samples:
