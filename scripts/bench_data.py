@@ -25,14 +25,13 @@ import numpy as np
 import torch
 from bench_report import Goal, Row, machine, parser, report
 
-from trainer.config.options import DataOptions, Options
+from trainer.config.options import DataOptions
+from trainer.data.batch import Split
 from trainer.data.loader import Loader
 from trainer.data.shards.index import Index
 from trainer.data.shards.index_file import store
 from trainer.data.shards.writer import write_shards
-from trainer.optim.schedule import Constant
-from trainer.plan import Plan
-from trainer.process.environment import Place
+from trainer.data.source import Samples, open_source
 
 LARGE, TOKENS, SHARDS = 128 << 10, 1024, 16
 MILLIONS = 10_000_000
@@ -125,17 +124,16 @@ def raw(data: Data, workers: int) -> Iterator[int]:
 
 
 def loader(data: Data, workers: int) -> Loader:
-    recipe = Recipe(data)
-    plan = Plan(
-        recipe, {}, Constant(), batch=data.batch, micro_batch=None, accumulate=None, options=Options(),
-        data=DataOptions(workers=workers), place=Place(), each=lambda value: [value],
-    )  # fmt: skip
-    return Loader(recipe, plan, 0, 1, torch.device("cpu"))
+    options = DataOptions(workers=workers)
+    source = open_source(Recipe(data), "train", 0, options)
+    assert isinstance(source, Samples)
+    order = source.order(options.lanes, options.block)
+    return Loader(source, order, Split(data.batch), options, collate=collate, weight=len)
 
 
 def echelon(data: Data, workers: int) -> Iterator[int]:
     for step in loader(data, workers).train(0):
-        yield len(step.batches[0])
+        yield sum(step.weights)
 
 
 def pipeline(data: Data) -> Any:

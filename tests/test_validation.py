@@ -26,7 +26,6 @@ from trainer.errors import ConfigError, DataError
 from trainer.monitors.metrics_file import MetricsFile
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
-from trainer.validation import evaluate
 
 SIZE = 12
 
@@ -165,7 +164,7 @@ def test_a_collective_that_fails_does_not_hide_why_validation_did(tmp_path, monk
 
     monkeypatch.setattr(trainer.ranks, "gather", gather)
     with pytest.raises(OSError, match="no more memory"):
-        evaluate(trainer)
+        trainer.evaluator.evaluate(trainer.eval_model)
     trainer.close()
 
 

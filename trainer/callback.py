@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import Reduce
 from trainer.config.options import Options
-from trainer.data.batch import Step
+from trainer.data.batch import Split, Step
 from trainer.errors import ConfigError
 from trainer.forward_backward import ForwardBackward
 from trainer.parallel.strategy import Strategy
@@ -40,6 +40,7 @@ class TrainerProtocol(Protocol):
     ranks: Ranks
     precision: Precision
     run_dir: Path
+    batch: int  # samples per optimizer step, over all ranks
     ddp: dict[str, Any]  # arguments of DistributedDataParallel; `wrap_model` may change them
     rehearsing: bool  # passes are discarded
     # The model and its optimizer, once they are built.
@@ -74,8 +75,8 @@ class TrainerProtocol(Protocol):
         """The layout of the gradients when the first step began, as indices of `parameters`."""
         ...
 
-    def emit(self, event: str, *args: Any) -> None:
-        """Call this hook of all callbacks."""
+    def emit(self, hook: str, *args: Any) -> None:
+        """Call this event of all callbacks."""
         ...
 
     def stop(self, reason: str) -> None:
@@ -166,6 +167,13 @@ class Callback:
         """Return the steps' data, one item a step. Called in `fit`."""
         return steps
 
+    def split(self, trainer: TrainerProtocol, position: int) -> Split:
+        """Return the cut of the step that begins at this position of the stream of samples. One of role BATCH may.
+
+        It is the same on all ranks, and a pure function: loading asks ahead of the step, a resume asks again.
+        """
+        raise NotImplementedError
+
     def rehearse(self, trainer: TrainerProtocol, run_pass: Callable[[], None]) -> None:
         """Learn from discarded passes: `run_pass` is one forward and backward. Called in `fit`, on every rank."""
 
@@ -219,7 +227,7 @@ class Callback:
 HOOKS = tuple(
     name
     for name in vars(Callback)
-    if name.startswith(("on_", "wrap_")) or name in ("build_model", "distribute", "rehearse")
+    if name.startswith(("on_", "wrap_")) or name in ("build_model", "distribute", "split", "rehearse")
 )
 
 

@@ -28,14 +28,16 @@ class Accumulate:
         self.loss_of, self.strategy, self.scaler, self.unused = loss_of, strategy, scaler, unused
 
     def __call__(self, data: Step, total: Callable[[], int]) -> list[Tensor]:
-        losses: list[Tensor] = []
-        for batch, weight in zip(data.batches, data.weights, strict=True):
-            self.strategy.sync_gradients(len(losses) + 1 == len(data.weights))
-            loss = self.loss_of(self.strategy.model, batch)
+        losses, last, strategy = list[Tensor](), len(data.weights) - 1, self.strategy
+        for batch, weight in data:
+            strategy.sync_gradients(len(losses) == last)
+            loss = self.loss_of(strategy.model, batch)
             if not weight:
-                loss = zero_loss(self.strategy.parameters, self.unused)
-            losses.append(loss.detach())  # without its graph
-            self.scaler.scale(weigh_loss(loss, weight * self.strategy.data_world, total())).backward()
+                loss = zero_loss(strategy.parameters, self.unused)
+            losses.append(loss.detach())
+            self.graph = loss.grad_fn  # of the last one only: the next forward pass reuses its leaves
+            self.scaler.scale(weigh_loss(loss, weight * strategy.data_world, total())).backward()
+            del batch, loss  # before the batch after the next is uploaded
         return losses
 
 

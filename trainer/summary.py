@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.files import write_json
+from trainer.files import apply_umask, write_json
 from trainer.log import log
 from trainer.process.environment import detect
 from trainer.run_dir import versions
@@ -47,6 +47,7 @@ def report(trainer: "Trainer") -> None:
         if exports:
             export.mkdir(exist_ok=True)
             trainer.recipe.export(trainer.eval_model.eval(), export)
+            apply_umask(export)
             log.info("export      %s", export)
     elif trainer.checkpoint is not None:
         log.info("go on with  %s", go_on(trainer.typed, trainer.checkpoint.parent))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import default_collate
 
 from trainer import training_state
 from trainer.callback import HOOKS, Callback, overrides
 from trainer.checkpoint.pretrained import load_weights
+from trainer.checkpoint.retention import parse_best
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.config.options import DataOptions, Options
-from trainer.data.bad_samples import Quarantine
-from trainer.data.batch import Step
+from trainer.data.bad_samples import BadSamples, allowed
+from trainer.data.batch import Split, Step
 from trainer.data.loader import Loader
+from trainer.data.source import Samples
+from trainer.errors import ConfigError
 from trainer.forward_backward import Accumulate, ForwardBackward
 from trainer.log import log, show_log, stop_log
 from trainer.monitors import replica_check
@@ -38,10 +42,10 @@ from trainer.precision import Precision
 from trainer.process.environment import Place, detect
 from trainer.process.heartbeat import Heartbeat
 from trainer.process.signals import Signals
-from trainer.rng import GOLDEN, MASK, mix
+from trainer.rng import GOLDEN, MASK, STEP, mix
 from trainer.run_dir import make_run_dir, start_log
 from trainer.summary import report
-from trainer.validation import evaluate, refuse_unknown_metrics
+from trainer.validation import Evaluator
 
 
 class Trainer:
@@ -108,10 +112,12 @@ class Trainer:
         self.heartbeat = Heartbeat.of(self)
         self.saver = training_state.make_saver(self, claim)
         self.settings: dict[str, Any] = {}  # of the config, for the manifest
-        self.quarantine = Quarantine(self)
+        limit = allowed(self.plan.data.max_bad, self.plan.epoch_samples or 0)
+        self.quarantine = BadSamples(self.run_dir / "quarantine.jsonl", limit, self.ranks.gather, self.rank)
         self.step, self.samples, self.seconds = 0, 0, 0.0  # done so far; all that data loading needs is `samples`
         self.lag, self.validated_step = 0, -1  # lag: steps by which the weights are behind, while a callback defers
         self.bad, self.requests, self.weight = 0, [0, 0, 0], 0  # of this step, summed over ranks
+        self._sums: Callable[[], tuple[int, ...]] | None = None
         self.metrics: dict[str, float] = {}  # numbers of this step, if it is one to log
         self.last_metrics = self.metrics  # of the last that was
         self.validation: dict[str, float] = {}  # of the last validation, which was at `validated_step`
@@ -151,16 +157,28 @@ class Trainer:
         self.scaler = self.precision.scaler
         cuda = [torch.cuda.default_generators[self.device.index]] if self.device.type == "cuda" else []
         self.generators = [torch.default_generator, *cuda]
-        self.seed_base = mix(self.options.seed, 5, self.rank)
+        self.seed_base = mix(self.options.seed, STEP, self.rank)
         unused = self.options.ddp.find_unused_parameters
         self.forward_backward: ForwardBackward = self._wrap(
             "wrap_forward_backward", Accumulate(self.loss_of, self.strategy, self.scaler, unused)
         )
-        data_rank, data_world = self.strategy.data_rank, self.strategy.data_world
-        self.loader = Loader(self.recipe, self.plan, data_rank, data_world, self.device, self.ranks.place.local_world)
+        plan, strategy, options = self.plan, self.strategy, self.options
+        self.loader = Loader(
+            plan.source, plan.order, Split(self.batch, strategy.data_world, plan.accumulate), plan.data,
+            validation=plan.validation, rank=strategy.data_rank, seed=options.seed, timeout_s=options.timeout_s,
+            device=self.device, ranks_on_node=self.ranks.place.local_world,
+            collate=getattr(self.recipe, "collate", default_collate), weight=getattr(self.recipe, "weight", None),
+        )  # fmt: skip
         if self.plan.resumed:
             training_state.refuse_other_model(self, self.plan.resumed)
-        refuse_unknown_metrics(self)
+        validation = self.plan.validation
+        self.evaluator = Evaluator(
+            self.recipe, self.loader.validate, self.ranks, self.precision,
+            samples=sum(validation.counts) if isinstance(validation, Samples) else 0,
+            max_bad=self.plan.data.max_bad, lockstep=self.strategy.lockstep,
+            stopping=lambda: self.signals.name, beat=self.heartbeat.beat,
+        )  # fmt: skip
+        self._refuse_unknown_metrics()
 
     def fit(self) -> None:
         """Train to the end, or until stopped. Weights, optimizer and callbacks are left as the last step made them."""
@@ -187,10 +205,12 @@ class Trainer:
         stop_log()
 
     def _start(self) -> None:
-        self.stream = self.loader.train(self.plan.manifest.get("samples", 0))
+        stop = math.inf if self.plan.max_steps is None else self.plan.max_steps * self.batch
+        split_at = next((partial(split, self) for split in self._hooks["split"]), None)
+        self.stream = self.loader.train(self.plan.manifest.get("samples", 0), split_at, stop)
         first = next(self.stream)  # data that can't be used is refused before anything changes
         if self.world > 1:
-            self._rehearse(first.batches[0])
+            self._rehearse(first.peek())
         self.buckets = self.strategy.buckets()
         self.stream = self._wrap("wrap_batches", chain(iter([first]), self.stream))
         del first  # an exhausted iterator lets its data go
@@ -234,10 +254,10 @@ class Trainer:
     def _train_step(self, data: Step) -> None:
         for generator in self.generators:
             generator.manual_seed((self.seed_base + self.step * GOLDEN) & (MASK >> 1))
-        for group, peak in zip(self.optimizer.param_groups, self.peak_lr):
-            group["lr"] = peak * self.plan.rate(self.step)
-        total = self._agree(data)  # one int64 all-reduce, beside the first forward pass
-        self.data, self.losses = data, self.forward_backward(data, total)
+        for group, lr in zip(self.optimizer.param_groups, self._learning_rates()):
+            group["lr"] = lr
+        self._agree(data)  # one int64 all-reduce, beside the first forward pass
+        self.data, self.losses = data, self.forward_backward(data, self._total_weight)
         self.scaler.unscale_(self.optimizer)  # a no-op unless fp16
         self.emit("on_before_optimizer_step")
         if self.clips or self.logged:
@@ -248,18 +268,22 @@ class Trainer:
             p.grad = None  # what zero_grad does, at a tenth of its cost
         self.step, self.samples = self.step + 1, self.samples + self.batch
 
-    def _agree(self, data: Step) -> Callable[[], int]:
-        """Start to sum over ranks what this step is about; return what waits for the weight of all items."""
+    def _learning_rates(self) -> list[float]:
+        factor = self.plan.rate(self.step)
+        return [peak * factor for peak in self.peak_lr]
+
+    def _agree(self, data: Step) -> None:
+        """Start to sum over ranks what this step is about."""
         done = self.step + 1
         self.logged = done % self.options.log_every_steps == 0 or done == self.plan.max_steps
-        sums = self.ranks.agree((len(data.bad), *self._requests(), sum(data.weights)))
+        self._sums = self.ranks.agree((len(data.bad), *self._requests(), sum(data.weights)))
 
-        @cache
-        def total() -> int:
-            self.bad, *self.requests, self.weight = sums()
-            return self.weight
-
-        return total
+    def _total_weight(self) -> int:
+        """Wait for the sums; return the weight of all ranks' items."""
+        if self._sums is not None:
+            self.bad, *self.requests, self.weight = self._sums()
+            self._sums = None
+        return self.weight
 
     def _requests(self) -> tuple[int, int, int]:
         """Return what this rank asks the step to end with: stop, save, validate. The clock is rank 0's."""
@@ -274,7 +298,8 @@ class Trainer:
         replica_check.check(self)
         self.last_metrics = self.metrics or self.last_metrics
         if self.bad:
-            self.quarantine.take(self)
+            assert self.plan.epoch_samples
+            self.quarantine.take(self.step, (self.samples - 1) // self.plan.epoch_samples, self.data.bad)
         stop, save, validate = self.requests
         if stop or (self.world == 1 and self.signals.name):
             self.stop("signal")
@@ -310,7 +335,7 @@ class Trainer:
         self.validated_at = time.monotonic()
         if self.plan.validation is None:
             return False
-        if (metrics := evaluate(self)) is None:
+        if (metrics := self.evaluator.evaluate(self.eval_model)) is None:
             self.stop_reason = "signal"  # also where the run would have ended here
             return False
         self.validation, self.validated_step = metrics, self.step
@@ -327,6 +352,19 @@ class Trainer:
     def checkpoint(self) -> Path | None:
         """The newest checkpoint of this run, or the one that it goes on from."""
         return self.saver.newest or self.plan.resumed
+
+    def _refuse_unknown_metrics(self) -> None:
+        """Refuse, before the first step, to watch what validation will not give."""
+        watched = {f"callbacks.{name}.metric": c.metric for name, c in self.callbacks.items() if c.metric}
+        if self.options.checkpoint.keep_best:
+            watched["trainer.checkpoint.keep_best"] = parse_best(self.options.checkpoint.keep_best)[0]
+        if watched and self.plan.validation is None:
+            key, name = watched.popitem()
+            raise ConfigError(
+                f"{key}={name}: the recipe's data('val') is None; give it validation data, or leave this out"
+            )
+        if watched:
+            self.evaluator.refuse_unknown(watched, self.eval_model)
 
     def stop(self, reason: str) -> None:
         """End after this step. Call it on all ranks or on none: it is not a collective."""

@@ -17,7 +17,7 @@ from trainer.checkpoint.manifest import Damaged
 from trainer.checkpoint.saver import Saver, State
 from trainer.checkpoint.serialize import load_optimizer_state, load_state, optimizer_state, rank_section
 from trainer.config.schema import fits
-from trainer.data.bad_samples import Quarantine
+from trainer.data.bad_samples import BadSamples
 from trainer.errors import ConfigError, printable
 from trainer.log import log
 from trainer.plan import Plan, refuse_differences
@@ -39,7 +39,7 @@ class SavedTrainer(TrainerProtocol, Protocol):
 
     saver: Saver
     heartbeat: Heartbeat
-    quarantine: Quarantine
+    quarantine: BadSamples
     settings: dict[str, Any]  # of the config, for the manifest
     validation: dict[str, float]  # the metrics of the last validation
     validated_step: int  # when that was

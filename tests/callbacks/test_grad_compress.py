@@ -20,7 +20,6 @@ from trainer.comm.bucket import Bucket
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import AllReduce
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
-from trainer.data.loader import Loader
 from trainer.errors import ConfigError
 from trainer.optim.factories import sgd
 from trainer.optim.groups import parameter_groups
@@ -100,10 +99,10 @@ def torchs(place: Place, codec: str) -> list[np.ndarray]:
 
     model.register_comm_hook(None, hook)
     optimizer = slow_sgd(parameter_groups(module))
-    stream = Loader(recipe, trainer.plan, place.rank, place.world, trainer.device).train(0)
-    steps = [next(stream) for _ in range(STEPS)]
-    for n, step in enumerate([steps[0], steps[0], *steps]):
-        recipe.loss(model, step.batches[0]).backward()
+    stream = trainer.loader.train(0)
+    steps = [[batch for batch, _ in next(stream)] for _ in range(STEPS)]
+    for n, (batch,) in enumerate([steps[0], steps[0], *steps]):
+        recipe.loss(model, batch).backward()
         if n > 1:
             optimizer.step()
         optimizer.zero_grad()

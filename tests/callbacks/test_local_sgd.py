@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from support.loaders import KeepBatches
 from support.ranks import run_ranks
 from torch import Tensor, nn
 from toy_recipe import Toy
@@ -59,14 +60,14 @@ class Slow(Callback):
         return slow
 
 
-class Data(Callback):
+class Data(KeepBatches):
     """Each step's batch and the share of the loss that this rank's has."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[Any, float]] = []
 
     def on_step_end(self, trainer) -> None:
-        (batch,), (weight,) = trainer.data.batches, trainer.data.weights
+        (batch,), (weight,) = self.batches, trainer.data.weights
         self.steps.append((batch, weight * trainer.world / trainer.weight))
 
 

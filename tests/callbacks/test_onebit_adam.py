@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.loaders import KeepBatches
 from support.ranks import run_ranks
 from torch import nn
 from toy_recipe import Toy
@@ -55,7 +56,7 @@ def adam(groups: Any) -> torch.optim.Optimizer:
     return adamw(groups, lr=0.01, betas=BETAS, eps=EPS, weight_decay=DECAY)
 
 
-class Data(Callback):
+class Data(KeepBatches):
     """Each step's micro-batches with the share of the loss that this rank's have, its learning rate, its outcome."""
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class Data(Callback):
     def on_step_end(self, trainer) -> None:
         shares = [weight * trainer.world / trainer.weight for weight in trainer.data.weights]
         lr = trainer.optimizer.param_groups[0]["lr"]
-        batches = [{key: value.numpy() for key, value in batch.items()} for batch in trainer.data.batches]
+        batches = [{key: value.numpy() for key, value in batch.items()} for batch in self.batches]
         self.steps.append((list(zip(batches, shares, strict=True)), lr))
         self.weights.append(flat(trainer.module.parameters()))
 

@@ -8,17 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.loaders import KeepBatches, open_loader, whole
 from torch import Tensor
 from toy_recipe import Toy
 
-from trainer.callback import Callback
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.data.batch import count_samples
 from trainer.data.loader import Loader
 from trainer.errors import DataError
 from trainer.log import show_log, stop_log
-from trainer.optim.schedule import Constant
-from trainer.plan import Plan
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -57,12 +55,12 @@ class Given(Toy):
         return count_samples(batch)
 
 
-class Seen(Callback):
+class Seen(KeepBatches):
     def __init__(self) -> None:
-        self.batches: list[Tensor] = []
+        self.seen: list[Tensor] = []
 
     def on_step_end(self, trainer) -> None:
-        self.batches += [batch["x"] for batch in trainer.data.batches]
+        self.seen += [batch["x"] for batch in self.batches]
 
 
 def train(data: Any, run: str, stop: int, resume: str | None = None) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -74,17 +72,13 @@ def train(data: Any, run: str, stop: int, resume: str | None = None) -> tuple[li
     recipe = Given(data, Drawn())  # validation draws too, and a replay does not repeat it
     trainer = Trainer(recipe, {"seen": seen}, batch=BATCH, accumulate=ACCUMULATE, options=options, place=Place())
     trainer.fit()
-    return seen.batches, trainer.module.state_dict()
+    return seen.seen, trainer.module.state_dict()
 
 
 def make_loader(recipe: Any, rank: int, seed: int = 7, world: int = 2) -> Loader:
-    plan = Plan(
-        recipe, {}, Constant(),
-        batch=world * BATCH, micro_batch=None, accumulate=ACCUMULATE,
-        options=Options(seed=seed), data=DataOptions(),
-        place=Place(rank, world), each=lambda value: [value],
-    )  # fmt: skip
-    return Loader(recipe, plan, rank, world, torch.device("cpu"))
+    return open_loader(
+        recipe, rank, world, options=DataOptions(), batch=world * BATCH, accumulate=ACCUMULATE, seed=seed
+    )
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -117,7 +111,7 @@ def test_ranks_and_seeds_draw_differently():
     drawn = []
     for rank, seed in ((0, 7), (1, 7), (0, 8)):
         loader = make_loader(Given(Drawn), rank, seed)
-        drawn += [step.batches[0] for step in itertools.islice(loader.train(0), 3)]
+        drawn += [whole(step).batches[0] for step in itertools.islice(loader.train(0), 3)]
     assert len({float(batch["x"][0, 0]) for batch in drawn}) == 9
 
 
@@ -167,7 +161,7 @@ def test_batches_whose_samples_no_tensor_counts_are_taken_as_they_are(batch):
     recipe = Given(lambda: [batch])
     recipe.weight = lambda _: 6
     loader = make_loader(recipe, 0)
-    assert next(loader.train(0)).batches == [batch, batch]
+    assert whole(next(loader.train(0))).batches == [batch, batch]
 
 
 @pytest.mark.parametrize(("world", "times"), [(1, 0), (2, 1)])

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.loaders import KeepBatches, Whole, open_loader, whole
 from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from toy_recipe import Points, Toy
 
-from trainer.callback import Callback
 from trainer.config.options import DataOptions, Options
 from trainer.data.batch import count_samples
 from trainer.data.device_prefetch import map_tensors
@@ -33,8 +33,6 @@ from trainer.data.sampling.order import Order, Ref
 from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.writer import write_shards
 from trainer.errors import DataError, UnavailableError
-from trainer.optim.schedule import Constant
-from trainer.plan import Plan
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -64,18 +62,15 @@ class Augmented(Toy):
 
 
 def make_loader(recipe: Any, rank: int, world: int, timeout_s: float = 600, **data: int) -> Loader:
-    plan = Plan(
-        recipe, {}, Constant(),
-        batch=BATCH * world, micro_batch=None, accumulate=ACCUMULATE,
-        options=Options(seed=SEED, timeout_s=timeout_s), data=DataOptions(**{"lanes": 5, "block": 4, **data}),
-        place=Place(rank, world), each=lambda value: [value],
-    )  # fmt: skip
-    return Loader(recipe, plan, rank, world, CPU)
+    options = DataOptions(**{"lanes": 5, "block": 4, **data})
+    return open_loader(
+        recipe, rank, world, options=options, batch=BATCH * world, accumulate=ACCUMULATE, seed=SEED, timeout_s=timeout_s
+    )
 
 
-def steps(loader: Loader, start: int, count: int) -> list[Any]:
+def steps(loader: Loader, start: int, count: int) -> list[Whole]:
     stream = loader.train(start)
-    found = list(itertools.islice(stream, count))
+    found = [whole(step) for step in itertools.islice(stream, count)]
     stream.close()  # ends its workers
     return found
 
@@ -137,7 +132,7 @@ def test_validation_walks_each_sample_once(world, size):
     parts = [list(loader.validate()) for loader in loaders]
     refs = [ref for part in parts for micro in part for ref in micro.refs]
     assert refs == [Ref(0, i, 0) for i in range(size)]
-    assert all(len(micro.refs) <= loader.plan.micro for loader, part in zip(loaders, parts) for micro in part)
+    assert all(len(micro.refs) <= loader.split.micro for loader, part in zip(loaders, parts) for micro in part)
     x = torch.cat([micro.batch["x"] for part in parts for micro in part])
     assert torch.equal(x, torch.stack([Points(size, torch.float32)[i]["x"] for i in range(size)]))
     if world > size:
@@ -160,7 +155,7 @@ def test_a_validation_lists_nothing():
             return Huge() if split == "val" else Points(96, torch.float32)
 
     loader = make_loader(Validated(), 1, 2, workers=0)
-    assert next(loader.validate()).batch.tolist() == [5 * 10**10 + i for i in range(loader.plan.micro)]
+    assert next(loader.validate()).batch.tolist() == [5 * 10**10 + i for i in range(loader.split.micro)]
 
 
 class SomeValidation(Toy):
@@ -244,14 +239,14 @@ class LargeRecipe(Augmented):
 
 
 def test_a_large_dataset_is_cut_into_virtual_shards_and_still_permuted():
-    plan = make_loader(LargeRecipe(), 0, 1).plan
-    assert plan.source.counts == [2] * 35_000 + [1]  # at most 65,536 of them
-    assert plan.epoch_samples == 70_001
-    refs = plan.order.local(0, 70_001, 0, 1)
-    numbers = [int(plan.source.reader.read(ref)) for ref in refs]
+    loader = make_loader(LargeRecipe(), 0, 1)
+    assert loader.source.counts == [2] * 35_000 + [1]  # at most 65,536 of them
+    assert loader.order.samples == 70_001
+    refs = loader.order.local(0, 70_001, 0, 1)
+    numbers = [int(loader.source.reader.read(ref)) for ref in refs]
     assert sorted(numbers) == list(range(70_001))
     assert numbers != sorted(numbers)
-    assert [int(x) for x in plan.source.batch(refs[:5])[0]] == numbers[:5]
+    assert [int(x) for x in loader.source.batch(refs[:5])[0]] == numbers[:5]
 
 
 def write_tars(folder: Path) -> list[Path]:
@@ -276,14 +271,14 @@ class Tars(Toy):
         return {name: torch.from_numpy(sample[f"{name}.npy"]) for name in ("x", "y", "mask")}
 
 
-class Audit(Callback):
+class Audit(KeepBatches):
     """Which points each epoch of 2 and a half steps had, by their first coordinate."""
 
     def __init__(self) -> None:
         self.points: list[tuple[int, float]] = []
 
     def on_step_end(self, trainer) -> None:
-        x = torch.cat([batch["x"][:, 0] for batch in trainer.data.batches]).tolist()
+        x = torch.cat([batch["x"][:, 0] for batch in self.batches]).tolist()
         self.points += [(ref.epoch, value) for ref, value in zip(trainer.data.refs, x, strict=True)]
 
 
@@ -408,7 +403,7 @@ def test_workers_that_hang_as_they_are_forked_are_started_again(monkeypatch):
     hangs_at_fork.append(True)
     before, handler = multiprocessing.active_children(), signal.signal(signal.SIGTERM, lambda *_: None)  # as a run has
     loader = make_loader(Toy(), 0, 1, workers=2)
-    found = [step.batches[0]["x"] for step in itertools.islice(loader.train(0), 3)]
+    found = [whole(step).batches[0]["x"] for step in itertools.islice(loader.train(0), 3)]
     assert all(map(torch.equal, expected, found)) and not hangs_at_fork
     loader.close()
     signal.signal(signal.SIGTERM, handler)

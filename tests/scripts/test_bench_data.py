@@ -50,5 +50,5 @@ def test_what_a_table_says(bench: Any, tmp_path: Path) -> None:
 def test_a_resume_in_an_index_of_many(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "MILLIONS", 10_000)
     data = bench.many(tmp_path)
-    assert sum(bench.loader(data, 0).plan.source.counts) == 10_000
+    assert sum(bench.loader(data, 0).source.counts) == 10_000
     assert bench.resume_s(data, 10_000 - data.batch) > 0

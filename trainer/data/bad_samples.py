@@ -1,17 +1,14 @@
 """Samples that can't be read: left out of their micro-batch, written down, counted; too many of them end the run."""
 
 import json
-from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from trainer.data.sampling.order import Ref
 from trainer.errors import DataError
 from trainer.files import Appended
 from trainer.log import log
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
-
 
 LEAST = 10  # samples of an epoch that may be bad, however small it is
 
@@ -29,39 +26,41 @@ class Bad(NamedTuple):
         return {**self.ref._asdict(), "shard": self.shard, "key": self.key, "error": self.why}
 
 
-class Quarantine:
-    """quarantine.jsonl in the run's folder, written by rank 0: a line a sample, none lost or repeated by a resume."""
+class BadSamples:
+    """The list of an epoch's bad samples: a line for each in a file, which rank 0 writes. A resume loses and repeats
+    none.
 
-    def __init__(self, trainer: "Trainer") -> None:
-        self.file = Appended(trainer.run_dir / "quarantine.jsonl")
-        self.most = allowed(trainer.plan.data.max_bad, trainer.plan.epoch_samples or 0)
-        self.epoch = self.count = 0  # the bad ones of this epoch
+    Args:
+        path: Of the file.
+        limit: Bad samples that an epoch may have.
+        gather: Returns on every rank what each of them passes. A collective.
+    """
+
+    def __init__(self, path: Path, limit: int, gather: Callable[[Any], list[Any]], rank: int) -> None:
+        self.file, self.limit, self.gather, self.rank = Appended(path), limit, gather, rank
+        self.epoch = self.count = 0  # bad samples of this epoch
         self.saved = {"bytes": 0, "kept": ""}
 
     def begin(self) -> None:
-        """Cuts off what was written after the checkpoint that the run goes on from. Rank 0."""
+        """Cut off the lines that were written after the checkpoint of the resume. Rank 0 calls it."""
         self.file.go_on(self.saved)
 
-    def take(self, trainer: "Trainer") -> None:
-        """What this step's micro-batches have left out, on any rank. A collective.
+    def take(self, step: int, epoch: int, bad: Sequence[Bad]) -> None:
+        """Count and list the bad samples of a step, of all ranks. A collective.
 
         Raises:
-            DataError: on all ranks, for more than may be bad.
+            DataError: on all ranks, for more than the limit.
         """
-        step, epoch_samples = trainer.step, trainer.plan.epoch_samples
-        own = [{"step": step, **bad.line} for bad in trainer.data.bad]
-        found = [each for rank in trainer.ranks.gather(own) for each in rank]
-        assert epoch_samples
-        epoch = (trainer.samples - 1) // epoch_samples
+        found = [each for rank in self.gather([{"step": step, **one.line} for one in bad]) for each in rank]
         self.count = len(found) + (self.count if epoch == self.epoch else 0)
         self.epoch = epoch
-        if trainer.rank == 0:
+        if self.rank == 0:
             self.file.write("".join(json.dumps(each) + "\n" for each in found).encode())
             for each in found:
                 log.warning("step %d: left out: %s", step, each["error"])
-        if self.count > self.most:
+        if self.count > self.limit:
             raise DataError(
-                f"data.max_bad: {self.count} samples of epoch {self.epoch} could not be read, and {self.most} may be; "
+                f"data.max_bad: {self.count} samples of epoch {self.epoch} could not be read, and {self.limit} may be; "
                 f"the last: {found[-1]['error']}; all are in {self.file.path}"
             )
 
@@ -73,12 +72,12 @@ class Quarantine:
 
 
 def allowed(share: float, samples: int) -> int:
-    """How many of the samples may be bad."""
+    """Return how many of the samples may be bad."""
     return int(max(LEAST, share * samples)) if share else 0
 
 
 def stand_in(micros: Iterator[Any]) -> Generator[Any]:
-    """Where all samples of a micro-batch are bad, so that none could be made, another one takes part, with weight 0.
+    """Yield micro-batches; in place of one whose samples are all bad, another one with weight 0.
 
     Raises:
         DataError: for so many at the beginning.

@@ -1,37 +1,93 @@
-"""What one rank trains on between two optimizer steps, and how much that weighs."""
+"""The batches of one rank between two optimizer steps: how they are cut, and how much they weigh."""
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from trainer.data.bad_samples import Bad
-from trainer.data.sampling.order import Ref
+from trainer.data.device_prefetch import Upload
+from trainer.data.sampling.order import Ref, piece
 from trainer.errors import DataError
 
 
-class Step(NamedTuple):
-    """One entry a micro-batch, on the device."""
+@dataclass(frozen=True)
+class Split:
+    """The cut of a step's samples: over the ranks, then on each rank over micro-batches.
 
-    batches: list[Any]
-    weights: list[int]  # items that each micro-batch's loss averages over
-    refs: list[Ref]  # the samples, in order; empty for an iterable of batches
-    bad: list[Bad]  # those of them that are not in the batches
+    Args:
+        samples: Of the step, over all ranks.
+        shares: The number of ranks, which then have even shares; or the samples of each rank.
+        accumulate: Micro-batches of each rank. No rank has fewer samples.
+    """
+
+    samples: int
+    shares: int | tuple[int, ...] = 1
+    accumulate: int = 1
+
+    def __post_init__(self) -> None:
+        sizes = [self.share(rank) for rank in range(self.world)]
+        assert sum(sizes) == self.samples, f"{self}: the shares do not add up"
+        assert min(sizes) >= self.accumulate > 0, f"{self}: a micro-batch without samples"
+
+    @property
+    def world(self) -> int:
+        return self.shares if isinstance(self.shares, int) else len(self.shares)
+
+    def share(self, rank: int) -> int:
+        """Return the samples of `rank`."""
+        first, last = piece(self.samples, rank, self.shares)
+        return last - first
+
+    @property
+    def micro(self) -> int:
+        """The samples of the largest micro-batch on any rank."""
+        return -(-max(map(self.share, range(self.world))) // self.accumulate)
 
 
 class Micro(NamedTuple):
     batch: Any
-    weight: int
-    refs: list[Ref]
-    bad: list[Bad]
+    weight: int  # items that the loss of the batch averages over
+    refs: list[Ref]  # the samples, in order; empty for an iterable of batches
+    bad: list[Bad]  # the samples that are not in the batch
 
 
-def weight_of(recipe: Any) -> Callable[[Any], int]:
-    return getattr(recipe, "weight", count_samples)
+class Step:
+    """The micro-batches of one rank between two optimizer steps. Iterating gives each batch on the device, with its
+    weight, and once.
+
+    Weights and bad samples are known before. A batch stays on the host until the batch before it is given out, and the
+    step keeps no batch after it is given out.
+
+    Args:
+        micros: With an `Upload` for a batch.
+        following: First micro-batch of the next step, whose upload begins with the last batch of this one.
+    """
+
+    def __init__(self, micros: Sequence[Micro], following: Sequence[Micro] = ()) -> None:
+        self.weights = [micro.weight for micro in micros]
+        self.refs = [ref for micro in micros for ref in micro.refs]
+        self.bad = [bad for micro in micros for bad in micro.bad]
+        self._uploads: deque[Upload] = deque(micro.batch for micro in (*micros, *following))
+
+    def __iter__(self) -> Iterator[tuple[Any, int]]:
+        for weight in self.weights:
+            upload = self._uploads.popleft()
+            upload.wait()  # before the next begins, for it waits for all that has begun
+            if self._uploads:
+                self._uploads[0].begin()
+            yield upload.take(), weight
+        self._uploads.clear()
+
+    def peek(self) -> Any:
+        """Return the first batch, on the device, and keep it for the iteration."""
+        return self._uploads[0].wait()
 
 
 def count_samples(batch: Any) -> int:
-    """Length of the first tensor in `batch`."""
+    """Return the length of the first tensor in `batch`."""
     while not isinstance(batch, Tensor):
         if isinstance(batch, (list, tuple)) and batch:  # a union would be made anew on every step
             batch = batch[0]
@@ -42,3 +98,11 @@ def count_samples(batch: Any) -> int:
                 f"batch of type {type(batch).__name__} has no tensor to count samples by; give the recipe a `weight`"
             )
     return batch.shape[0]
+
+
+def steps_from(start: int, split_at: Callable[[int], Split]) -> Iterator[tuple[int, Split]]:
+    """Yield the first position of each step and its split, for ever."""
+    while True:
+        split = split_at(start)
+        yield start, split
+        start += split.samples

@@ -1,4 +1,4 @@
-"""Copies micro-batches to the device ahead of their use."""
+"""Copies batches to the device ahead of their use."""
 
 import copy
 import itertools
@@ -8,32 +8,62 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.data.batch import Micro
+
+class Upload:
+    """One batch on its way to the device.
+
+    Args:
+        stream: Of CUDA, on which batches are copied while others are computed.
+    """
+
+    def __init__(self, batch: Any, device: torch.device, stream: "torch.cuda.Stream | None") -> None:
+        self.batch, self.device, self.stream = batch, device, stream
+        self.begun = device.type == "cpu"
+
+    def begin(self) -> None:
+        if not self.begun:
+            with torch.cuda.stream(self.stream):
+                self.batch, self.begun = map_tensors(self.batch, self._copy), True
+
+    def wait(self) -> Any:
+        """Make the current stream wait for the copy; return it."""
+        self.begin()
+        if self.stream:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(self.stream)
+            map_tensors(self.batch, lambda t: t.record_stream(current) if t.is_cuda else None)
+        return self.batch
+
+    def take(self) -> Any:
+        """Return the batch and forget it."""
+        batch, self.batch = self.batch, None
+        return batch
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if self.stream and tensor.device.type == "cpu" and not tensor.is_pinned():
+            tensor = tensor.pin_memory()  # from other memory the copy would block this thread
+        return tensor.to(self.device, non_blocking=True)
 
 
-def upload(micros: Iterator[Micro], device: torch.device) -> Iterator[Micro]:
-    """On CUDA, copies the next micro-batch on a stream of its own while this one is computed."""
-    return copied_ahead(micros, device) if device.type == "cuda" else micros
-
-
-def copied_ahead(micros: Iterator[Micro], device: torch.device) -> Iterator[Micro]:
-    side = torch.cuda.Stream(device)
-
-    def copy(micro: Micro) -> Micro:
-        with torch.cuda.stream(side):
-            return micro._replace(batch=map_tensors(micro.batch, lambda t: t.to(device, non_blocking=True)))
-
-    ahead = [copy(micro) for micro in itertools.islice(micros, 1)]
-    while ahead:
-        current = torch.cuda.current_stream(device)
-        current.wait_stream(side)
-        micro = ahead.pop()
-        map_tensors(micro.batch, lambda t: t.record_stream(current))  # noqa: B023 used at once
-        ahead += [copy(m) for m in itertools.islice(micros, 1)]
-        yield micro
+def upload(micros: Iterator[Any], device: torch.device, stream: "torch.cuda.Stream | None") -> Iterator[Any]:
+    """Yield micro-batches with their `batch` on the device, and copy each while the one before is computed."""
+    if device.type == "cpu":
+        yield from micros
+        return
+    ahead: list[tuple[Any, Upload]] = []
+    for following in itertools.chain(micros, [None]):
+        given = ahead.pop() if ahead else None
+        if given:
+            given[1].wait()  # before the next begins, for it waits for all that has begun
+        if following is not None:
+            ahead.append((following._replace(batch=None), Upload(following.batch, device, stream)))
+            ahead[0][1].begin()
+        if given:
+            yield given[0]._replace(batch=given[1].take())
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return `value` with each tensor changed, in new containers of the same classes."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, MutableMapping):  # of its own class, as transformers' BatchEncoding

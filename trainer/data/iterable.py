@@ -2,17 +2,14 @@
 
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from trainer.data.batch import Micro, count_samples
+from trainer.data.batch import Micro, Split, count_samples
 from trainer.errors import DataError
 from trainer.rng import GOLDEN, MASK, seed_all
-
-if TYPE_CHECKING:
-    from trainer.plan import Plan
 
 
 def replay(source: Iterable[Any], weight: Callable[[Any], int], key: int, endless: bool) -> Generator[Micro]:
@@ -31,18 +28,24 @@ def replay(source: Iterable[Any], weight: Callable[[Any], int], key: int, endles
             raise DataError("recipe.data('train'): the iterable gave no batch; a generator must not end")
 
 
-def refuse_other_size(batch: Any, plan: "Plan", world: int) -> None:
-    """For `samples` and all rates are counted by the plan. What has no tensor to count by is taken as it is."""
+def refuse_other_size(batch: Any, split: Split) -> None:
+    """Refuse a batch that is no micro-batch of `split`, by which samples and all rates are counted.
+
+    A batch without a tensor to count by passes.
+
+    Raises:
+        DataError: for another number of samples.
+    """
     try:
         samples = count_samples(batch)
     except (DataError, IndexError):
         return
-    if samples != plan.micro:
-        split = f"batch={plan.batch}, {world} rank(s), accumulate={plan.accumulate}"
+    if samples != split.micro:
+        cut = f"batch={split.samples}, {split.world} rank(s), accumulate={split.accumulate}"
         raise DataError(
-            f"recipe.data('train'): a batch has {samples} samples, and this run's micro-batch is {plan.micro} ({split})"
-            f"; yield batches of {plan.micro}, or give micro_batch={samples}, "
-            f"accumulate={plan.accumulate} and batch={samples * world * plan.accumulate}"
+            f"recipe.data('train'): a batch has {samples} samples, and this run's micro-batch is {split.micro} ({cut})"
+            f"; yield batches of {split.micro}, or give micro_batch={samples}, "
+            f"accumulate={split.accumulate} and batch={samples * split.world * split.accumulate}"
         )
 
 

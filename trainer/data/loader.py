@@ -1,18 +1,19 @@
 """From an order to steps: the workers' batches, and micro-batches."""
 
 import itertools
-import sys
+import math
 import weakref
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from trainer.config.options import DataOptions
 from trainer.data.bad_samples import Bad, stand_in
-from trainer.data.batch import Micro, Step, weight_of
-from trainer.data.device_prefetch import upload
+from trainer.data.batch import Micro, Split, Step, count_samples, steps_from
+from trainer.data.device_prefetch import Upload, upload
 from trainer.data.iterable import refuse_other_size, replay, undisturbing
 from trainer.data.remote.prefetch import Needs, fetching, of_training, of_validation
 from trainer.data.sampling.mixture import Mixture
@@ -21,60 +22,94 @@ from trainer.data.source import Samples
 from trainer.data.workers import start_workers
 from trainer.errors import EXIT_CODES, UnavailableError
 from trainer.log import log
-from trainer.rng import mix
+from trainer.rng import ITERABLE, mix
 
-if TYPE_CHECKING:
-    from trainer.plan import Plan
+CPU = torch.device("cpu")
+AHEAD = 1.5  # steps that the workers load ahead: they go on while one is computed
 
 
 class Loader:
-    """Batches of one rank of `beside` on its node, as `plan` splits them; the recipe's `weight` and `collate` are used
-    where it has them."""
+    """Batches of one rank: steps for training, micro-batches for validation.
 
-    def __init__(self, recipe: Any, plan: "Plan", rank: int, world: int, device: torch.device, beside: int = 1) -> None:
-        self.recipe, self.plan, self.rank, self.world, self.device = recipe, plan, rank, world, device
-        self.beside = beside
-        self._running: weakref.WeakSet[Generator[Micro]] = weakref.WeakSet()  # weak: dropping one ends it as well
+    Args:
+        source: Samples by reference, or an iterable of batches.
+        order: Of the samples; None for an iterable.
+        split: Of a step, where `train` is given no other; its largest micro-batch is validation's.
+        validation: Data of the same two kinds, or None.
+        timeout_s: Wait for a data worker.
+        ranks_on_node: Ranks that have the folder of downloaded shards in common.
+        collate: A batch from samples.
+        weight: Items that the loss of a batch averages over; None counts samples.
+    """
 
-    def train(self, start: int) -> Iterator[Step]:
-        """Steps for ever, from position `start` of the stream of samples on."""
-        plan, source = self.plan, self.plan.source
-        if isinstance(source, Samples):
-            assert plan.order is not None
-            starts = range(start, sys.maxsize if plan.max_steps is None else plan.max_steps * plan.batch, plan.batch)
-            needs = partial(of_training, plan.order, starts, plan.accumulate, self.rank, self.world)
-            lanes = -(-plan.data.lanes // self.world)
-            micros = self._run(stand_in(self._load(source, self._ordered(plan.order, start), needs, lanes)))
+    def __init__(
+        self,
+        source: Samples | Iterable[Any],
+        order: Order | Mixture | None,
+        split: Split,
+        options: DataOptions,
+        *,
+        validation: Samples | Iterable[Any] | None = None,
+        rank: int = 0,
+        seed: int = 0,
+        timeout_s: float = 600.0,
+        device: torch.device = CPU,
+        ranks_on_node: int = 1,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        weight: Callable[[Any], int] | None = None,
+    ) -> None:
+        self.source, self.order, self.split, self.options, self.validation = source, order, split, options, validation
+        self.rank, self.seed, self.timeout_s, self.device = rank, seed, timeout_s, device
+        self.ranks_on_node, self.collate, self.weight = ranks_on_node, collate, weight
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._running: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()  # weak: dropping one ends it as well
+
+    def train(
+        self, start: int, split_at: Callable[[int], Split] | None = None, stop: float = math.inf
+    ) -> Iterator[Step]:
+        """Yield steps for ever, from position `start` of the stream of samples on.
+
+        Args:
+            split_at: Split of the step at a position. A pure function: a resume calls it anew.
+            stop: Position from which on no shard is downloaded ahead.
+        """
+        steps = partial(steps_from, split_at=split_at or (lambda _: self.split))
+        if isinstance(self.source, Samples):
+            micros = self._ordered(self.source, partial(steps, start), stop)
         else:
-            if self.world > 1:
-                log.info("data is an iterable: each of %d ranks walks its own; see trainer/recipe.py", self.world)
-            micros = self._run(self._replay(source, endless=True))
-            first = next(micros)
-            if not hasattr(self.recipe, "weight"):  # which may count otherwise
-                refuse_other_size(first.batch, plan, self.world)
-            micros = itertools.chain([first], micros)
-            micros = itertools.islice(micros, start // plan.batch * plan.accumulate, None)
-        micros = upload(micros, self.device)
-        while group := list(itertools.islice(micros, plan.accumulate)):
-            refs, bad = [ref for m in group for ref in m.refs], [each for m in group for each in m.bad]
-            yield Step([m.batch for m in group], [m.weight for m in group], refs, bad)
+            micros = self._iterated(self.source, steps, start)
+        more = self.device.type != "cpu"  # the first of the next step, which is uploaded during this one
+        ahead: list[Micro] = []
+        for _, split in steps(start):
+            new = itertools.islice(micros, split.accumulate + more - len(ahead))
+            ahead += [m._replace(batch=Upload(m.batch, self.device, self.stream)) for m in new]
+            now, ahead = ahead[: split.accumulate], ahead[split.accumulate :]
+            if not now:
+                return
+            step = Step(now, ahead)
+            del now
+            yield step
+            del step
 
     def validate(self) -> Iterator[Micro]:
-        """Every sample once, over all ranks, as stored; the last micro-batch may be smaller, or a rank have none."""
-        source = self.plan.validation
+        """Yield every sample once, over all ranks, as stored.
+
+        The last micro-batch may be smaller, or a rank have none.
+        """
+        source = self.validation
         assert source is not None
         if isinstance(source, Samples):
             parts = partial(self._stored, source)
-            micros = self._load(source, parts(), partial(of_validation, parts), 1)
+            micros = self._load(source, parts(), partial(of_validation, parts), 1, self.options.prefetch)
         else:
             micros = self._replay(source, endless=False)
-        return upload(self._run(undisturbing(micros)), self.device)
+        return upload(self._run(undisturbing(micros)), self.device, self.stream)
 
     def close(self) -> None:
-        """Ends what `train` and `validate` gave, and the workers; closes the files that this process has read."""
+        """End what `train` and `validate` gave, and the workers; close the files that this process has read."""
         for micros in list(self._running):
             micros.close()
-        for source in (self.plan.source, self.plan.validation):
+        for source in (self.source, self.validation):
             if isinstance(source, Samples):
                 source.reader.close()
 
@@ -82,45 +117,82 @@ class Loader:
         self._running.add(micros)
         return micros
 
-    def _ordered(self, order: Order | Mixture, start: int) -> Iterator[list[Ref]]:
-        parts = self.plan.accumulate
-        for first in itertools.count(start, self.plan.batch):
-            local = order.local(first, first + self.plan.batch, self.rank, self.world)
-            for part in range(parts):
-                yield local[slice(*near_equal(len(local), part, parts))]
+    def _ordered(
+        self, source: Samples, steps: Callable[[], Iterator[tuple[int, Split]]], stop: float
+    ) -> Iterator[Micro]:
+        order = self.order
+        assert order is not None
+
+        def needs() -> Iterator[set[int]]:
+            return of_training(order, itertools.takewhile(lambda step: step[0] < stop, steps()), self.rank)
+
+        lanes = -(-self.options.lanes // self.split.world)
+        each = AHEAD * self.split.accumulate / max(1, self.options.workers)
+        ahead = max(self.options.prefetch, math.ceil(each))
+        return self._run(stand_in(self._load(source, self._refs(order, steps()), needs, lanes, ahead)))
+
+    def _refs(self, order: Order | Mixture, steps: Iterator[tuple[int, Split]]) -> Iterator[list[Ref]]:
+        for start, split in steps:
+            local = order.local(start, start + split.samples, self.rank, split.shares)
+            for part in range(split.accumulate):
+                yield local[slice(*near_equal(len(local), part, split.accumulate))]
+
+    def _iterated(
+        self, source: Iterable[Any], steps: Callable[[int], Iterator[tuple[int, Split]]], start: int
+    ) -> Iterator[Micro]:
+        if self.split.world > 1:
+            log.info("data is an iterable: each of %d ranks walks its own; see trainer/recipe.py", self.split.world)
+        micros = self._run(self._replay(source, endless=True))
+        first = next(micros)
+        if self.weight is None:  # a weight may count otherwise
+            refuse_other_size(first.batch, self.split)
+        passed = itertools.takewhile(lambda step: step[0] < start, steps(0))
+        return itertools.islice(
+            itertools.chain(iter([first]), micros), sum(split.accumulate for _, split in passed), None
+        )
 
     def _stored(self, source: Samples) -> Iterator[list[Ref]]:
-        refs = walk(source.counts, self.rank, self.world)
-        return iter(lambda: list(itertools.islice(refs, self.plan.micro)), [])
+        refs = walk(source.counts, self.rank, self.split.world)
+        return iter(lambda: list(itertools.islice(refs, self.split.micro)), [])
 
     def _replay(self, source: Iterable[Any], endless: bool) -> Generator[Micro]:
-        return replay(source, weight_of(self.recipe), mix(self.plan.options.seed, 4, self.rank), endless)
+        return replay(source, self.weight or count_samples, mix(self.seed, ITERABLE, self.rank), endless)
 
-    def _load(self, source: Samples, micro_refs: Iterator[list[Ref]], needs: Needs, lanes: int) -> Generator[Micro]:
-        """The micro-batches of `micro_refs` through the workers, in this order; `needs` gives the shards of each."""
+    def _load(
+        self, source: Samples, micro_refs: Iterator[list[Ref]], needs: Needs, lanes: int, ahead: int
+    ) -> Generator[Micro]:
+        """Yield the micro-batches of `micro_refs`, in this order, from workers.
+
+        Args:
+            needs: Yields the shards of each micro-batch.
+            ahead: Micro-batches that each worker loads ahead.
+        """
         to_load, to_name, later = itertools.tee(micro_refs, 3)
-        workers, timeout_s = self.plan.data.workers, self.plan.options.timeout_s
+        workers, timeout_s = self.options.workers, self.timeout_s
         coming = itertools.islice(later, max(1, workers), None)  # the batches that the same workers read after these
         to_load = itertools.zip_longest(to_load, coming, fillvalue=[])
         loader = partial(
             DataLoader,
-            Fetch(source, self.recipe),  # pyright: ignore[reportArgumentType] by __getitem__ it is map-style
+            Fetch(source, self.collate, self.weight or count_samples),  # pyright: ignore[reportArgumentType] by __getitem__ it is map-style
             batch_size=None,  # what the sampler gives is a batch
             collate_fn=as_it_is,
             num_workers=workers,
-            prefetch_factor=self.plan.data.prefetch if workers else None,
+            prefetch_factor=ahead if workers else None,
             timeout=timeout_s if workers else 0,
             pin_memory=self.device.type == "cuda",
         )
         batches = start_workers(loader, to_load) if workers else loader(sampler=to_load)
         try:
-            with fetching(source.reader.remote(), needs, lanes, self.beside) as passed:
+            with fetching(source.reader.remote(), needs, lanes, self.ranks_on_node) as passed:
                 for fetched, refs in zip(batches, to_name, strict=False):
                     if isinstance(fetched, Exception):
                         raise fetched
                     passed()
                     batch, weight, bad = fetched
-                    yield Micro(batch, weight, refs, bad)
+                    micro = Micro(batch, weight, refs, bad)
+                    del fetched, batch  # the consumer alone keeps it
+                    yield micro
+                    del micro
         except RuntimeError as error:
             if "DataLoader timed out" not in str(error):
                 raise
@@ -136,8 +208,8 @@ class Fetch:
     message.
     """
 
-    def __init__(self, source: Samples, recipe: Any) -> None:
-        self.source, self.collate, self.weight = source, getattr(recipe, "collate", default_collate), weight_of(recipe)
+    def __init__(self, source: Samples, collate: Callable[[list[Any]], Any], weight: Callable[[Any], int]) -> None:
+        self.source, self.collate, self.weight = source, collate, weight
 
     def __getitem__(self, now_and_next: tuple[list[Ref], list[Ref]]) -> tuple[Any, int, list[Bad]] | Exception:
         refs, coming = now_and_next

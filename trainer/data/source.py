@@ -23,7 +23,7 @@ from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.transforms import Dropped, Maps
 from trainer.errors import ConfigError, DataError
 from trainer.log import log
-from trainer.rng import keyed, mix, seed_all
+from trainer.rng import RECIPE_DATA, SAMPLE, keyed, mix, seed_all
 
 VIRTUAL_SHARDS = 65536  # a map-style dataset is cut into at most so many, so that shuffling moves single samples
 
@@ -60,7 +60,7 @@ class Samples:
         return Mixture(counts, [weight for _, weight in self.mixed], self.seed, lanes, block)
 
     def __getitem__(self, ref: Ref) -> Any:
-        key = mix(self.seed, 3, ref.epoch, self.bases[ref.shard] + ref.offset)
+        key = mix(self.seed, SAMPLE, ref.epoch, self.bases[ref.shard] + ref.offset)
         seed_all(key)
         value = self.reader.read(ref)
         return value if self.transform is None else self.transform(value, keyed(key))
@@ -111,7 +111,9 @@ def open_source(
         DataError, ConfigError: for shards as `find_shards` and `Index.open` do.
         DataError: for data that is empty or can't be used again.
     """
-    seed_all(mix(seed, 4))  # the same for both splits: a `random_split` in `data` cuts both times at the same places
+    seed_all(
+        mix(seed, RECIPE_DATA)
+    )  # the same for both splits: a `random_split` in `data` cuts both times at the same places
     data, options = recipe.data(split), options or DataOptions()
     transform = getattr(recipe, "transform", None)
     if options.map:

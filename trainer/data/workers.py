@@ -2,6 +2,7 @@
 
 import itertools
 import multiprocessing
+import resource
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
@@ -13,13 +14,14 @@ from trainer.log import log
 from trainer.process.signals import start_worker
 
 START_S = 30.0  # until processes that were forked run Python code
+FILES = 1 << 16  # that may be open, where the system's hard limit allows it
 FORK = multiprocessing.get_context("fork")  # they have what the rank has, whatever a library has set
 
 T = TypeVar("T")
 
 
 def started(start: Callable[[Connection], T], end: Callable[[T], Any]) -> T:
-    """What `start` gives, once the processes that it forks run: each calls `begin` with the connection given to it.
+    """Return what `start` gives, once the processes that it forks run. Each calls `begin` with its connection.
 
     A process that is forked while another thread has a lock may wait for it for ever: one of gloo's threads that of the
     interpreter's thread states (python/cpython#112275: before 3.10.15 and 3.11.10). Such ones are started again.
@@ -40,7 +42,8 @@ def begin(given: Connection, _: int = 0) -> None:
 
 
 def start_workers(loader: Callable[..., DataLoader[Any]], refs: Iterator[Any]) -> Iterator[Any]:
-    """A DataLoader's batches, once all of its workers run."""
+    """Return a DataLoader's batches, once all of its workers run."""
+    raise_file_limit()
 
     def start(given: Connection) -> Any:
         nonlocal refs
@@ -51,3 +54,11 @@ def start_workers(loader: Callable[..., DataLoader[Any]], refs: Iterator[Any]) -
         return batches
 
     return started(start, lambda batches: batches._shutdown_workers())
+
+
+def raise_file_limit() -> None:
+    """Let this process and its workers open more files: torch has one open for each tensor that lies ready."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        most = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))

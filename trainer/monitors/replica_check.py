@@ -1,27 +1,24 @@
-"""Whether all ranks still have the same weights, to the bit: they start from the same, and take the same steps."""
+"""Compares the weights of all ranks bit for bit: they start from the same, and take the same steps."""
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.callback import TrainerProtocol
 from trainer.errors import NumericsError
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
-
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
-def check(trainer: "Trainer") -> None:
-    """Each `trainer.check_replicas_every` steps, but where ranks are meant to differ. A collective of 16 bytes a
-    tensor; for a moment it takes memory of 8 bytes an element of the largest.
+def check(trainer: TrainerProtocol) -> None:
+    """Compare after each `trainer.check_replicas_every` steps, unless a callback lets the ranks differ. A collective.
+
+    It sends 16 bytes a tensor. For a moment it takes 8 bytes an element of the largest tensor.
 
     Raises:
-        NumericsError: on all ranks, where one differs.
+        NumericsError: on all ranks, if one differs.
     """
     every = trainer.options.check_replicas_every
     if not every or trainer.step % every or trainer.world == 1 or trainer.global_model is not trainer.module:

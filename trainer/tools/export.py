@@ -17,6 +17,7 @@ from trainer.config.check import check
 from trainer.config.redact import secrets
 from trainer.data.source import Samples, open_source
 from trainer.errors import ConfigError
+from trainer.files import apply_umask
 from trainer.main import guarded
 from trainer.plan import refuse_other_manifests, short
 from trainer.run_dir import make_writable
@@ -56,6 +57,7 @@ def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
     put_weights(model, next(averages, None) or state["model"], key)
     make_writable("FOLDER", folder)
     recipe.export(model.eval(), folder)
+    apply_umask(folder)
     print(f"{path} -> {folder}")
 
 

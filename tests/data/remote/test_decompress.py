@@ -18,11 +18,11 @@ import torch
 from shard_recipe import Tars, write_points
 from support.cli import environment
 from support.http import MISSING, NGINX, Proxy, served
+from support.loaders import open_loader, whole
 
 import trainer.data.remote.download as fetch_module
 import trainer.data.remote.shard as remote_module
 from trainer.config.options import CheckpointOptions, DataOptions, Options
-from trainer.data.loader import Loader
 from trainer.data.remote.decompress import MOST_AT_ONCE, unpack
 from trainer.data.sampling.order import walk
 from trainer.data.shards.discover import find_shards
@@ -30,8 +30,6 @@ from trainer.data.shards.index import Index
 from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.writer import write_shards
 from trainer.errors import ConfigError, DataError
-from trainer.optim.schedule import Constant
-from trainer.plan import Plan
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -117,14 +115,10 @@ def steps(recipe: Any, world: int) -> list[Any]:
     """Two epochs of all ranks."""
     found = []
     for rank in range(world):
-        plan = Plan(
-            recipe, {}, Constant(), batch=12, micro_batch=None, accumulate=1, options=Options(seed=7),
-            data=DataOptions(workers=0, lanes=5, block=4, cache_dir="cache"),
-            place=Place(rank, world), each=lambda value: [value],
-        )  # fmt: skip
-        loader = Loader(recipe, plan, rank, world, torch.device("cpu"))
+        options = DataOptions(workers=0, lanes=5, block=4, cache_dir="cache")
+        loader = open_loader(recipe, rank, world, options=options)
         stream = loader.train(0)
-        found += [next(stream) for _ in range(16)]
+        found += [whole(next(stream)) for _ in range(16)]
         stream.close()
         loader.close()
     return found

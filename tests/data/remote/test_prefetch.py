@@ -17,12 +17,15 @@ import pytest
 import torch
 from shard_recipe import Tars, write_points
 from support.http import MISSING, NGINX, Proxy, served
+from support.loaders import open_loader
+from support.loaders import whole as whole_step
 from toy_recipe import Points
 
 import trainer.data.remote.prefetch as ahead_module
 import trainer.data.remote.shard as remote_module
 import trainer.data.shards.reader as read_module
-from trainer.config.options import DataOptions, Options
+from trainer.config.options import DataOptions
+from trainer.data.batch import Split
 from trainer.data.loader import Loader
 from trainer.data.remote.prefetch import DOWNLOADS, FAR, Window, fetching, of_training
 from trainer.data.remote.shard import Remote
@@ -31,9 +34,6 @@ from trainer.data.sampling.order import Order, Ref
 from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
 from trainer.errors import UnavailableError
-from trainer.optim.schedule import Constant
-from trainer.plan import Plan
-from trainer.process.environment import Place
 
 SHARDS, EACH, LANES, BATCH, BLOCK = 24, 8, 4, 8, 4  # a shard lasts for four batches, a block for two
 SIZE = 30720  # bytes of a shard
@@ -85,7 +85,7 @@ def test_the_window_by_hand() -> None:
 def test_a_window_holds_what_comes_next_and_no_more_than_fits(seed: int) -> None:
     rng = random.Random(seed)
     order = orders(seed)[seed % 2]
-    needs = list(of_training(order, range(0, 60 * 7, 7), 2, 1, 3))
+    needs = list(of_training(order, [(n * 7, Split(7, 3, 2)) for n in range(60)], 1))
     assert len(needs) == 120 and needs[0] == needs[1] == order.shards(0, 7, 1, 3)
     sizes = {shard: rng.randint(1, 9) for shard in range(40)}
     room, most = rng.randint(10, 60), rng.randint(2, 12)
@@ -159,16 +159,12 @@ class Validated(Tars):
 def loader(recipe: Tars, tmp_path: Path, shards: float = 99, lanes: int = LANES, **more: Any) -> Loader:
     """Reads nothing before it must. `shards`: for so many the folder has room."""
     data = DataOptions(0, lanes=lanes, block=BLOCK, cache_dir=str(tmp_path / "cache"), cache_gb=shards * SIZE / 1e9)
-    plan = Plan(
-        recipe, {}, Constant(), batch=BATCH, micro_batch=None, accumulate=2, options=Options(seed=5, **more),
-        data=data, place=Place(), each=lambda value: [value],
-    )  # fmt: skip
-    return Loader(recipe, plan, 0, 1, torch.device("cpu"))
+    return open_loader(recipe, options=data, batch=BATCH, accumulate=2, seed=5, **more)
 
 
 def shards_of(loader: Loader, steps: int) -> list[list[str]]:
     """Of each batch, those of its blocks."""
-    order, names = loader.plan.order, [shard.path.name for shard in loader.plan.source.reader.index.shards]
+    order, names = loader.order, [shard.path.name for shard in loader.source.reader.index.shards]
     return [sorted(names[i] for i in order.shards(n * BATCH, (n + 1) * BATCH, 0, 1)) for n in range(steps)]
 
 
@@ -204,11 +200,11 @@ def test_what_is_needed_next_is_asked_for_before_and_the_samples_are_the_same(
     proxy: Proxy, tmp_path: Path, own: list[str]
 ) -> None:
     steps, most = 30, 2 * LANES + DOWNLOADS
-    far = loader(Tars(all_of(proxy)), tmp_path, max_steps=steps)
+    far = loader(Tars(all_of(proxy)), tmp_path)
     needs = shards_of(far, steps)
-    stream, found, due = far.train(0), [], set[str]()
+    stream, found, due = far.train(0, stop=steps * BATCH), [], set[str]()
     for step in range(steps):
-        found.append(next(stream))
+        found.append(whole_step(next(stream)))
         if step == 0:
             first = list(own)
         coming = list[str]()
@@ -221,16 +217,16 @@ def test_what_is_needed_next_is_asked_for_before_and_the_samples_are_the_same(
     assert first == own and set(first) <= set(needs[0])
     assert len(due) == SHARDS and set(names(proxy).values()) == {1}
     near = loader(Tars(str(proxy.nginx.folder / "www" / "p-*.tar")), tmp_path)
-    for step, other in zip(found, near.train(0)):
+    for step, other in zip(found, map(whole_step, near.train(0))):
         assert step.refs == other.refs and not step.bad
         assert all(torch.equal(a["x"], b["x"]) for a, b in zip(step.batches, other.batches))
 
 
 @needs_nginx
 def test_nothing_is_fetched_for_steps_that_the_run_does_not_make(proxy: Proxy, tmp_path: Path) -> None:
-    far = loader(Tars(all_of(proxy)), tmp_path, max_steps=2)
+    far = loader(Tars(all_of(proxy)), tmp_path)
     due = {name for each in shards_of(far, 2) for name in each}
-    stream = far.train(0)
+    stream = far.train(0, stop=2 * BATCH)
     next(stream)
     until(lambda: due <= set(names(proxy)))
     time.sleep(0.1)
@@ -257,8 +253,8 @@ def test_with_little_room_next_to_nothing_is_fetched_twice_and_the_folder_stays_
     monkeypatch.setattr(read_module, "IDLE_S", 0.0)
     monkeypatch.setattr(remote_module, "SPARE_S", 0.25)
     far, steps, cache, most = loader(Tars(all_of(proxy)), tmp_path, 10.5), 12, tmp_path / "cache", 0
-    remote = far.plan.source.reader.remote()
-    needs = of_training(far.plan.order, range(0, steps * BATCH, BATCH), 2, 0, 1)
+    remote = far.source.reader.remote()
+    needs = of_training(far.order, [(n * BATCH, far.split) for n in range(steps)], 0)
     window = Window(needs, dict.fromkeys(remote, SIZE), 2 * LANES + DOWNLOADS, int(10.5 * SIZE))
     stream = far.train(0)
     for step in range(steps):
@@ -301,15 +297,15 @@ def test_it_ends_at_once_and_what_it_leaves_is_removed(proxy: Proxy, tmp_path: P
     assert time.monotonic() - started < 1 and not forked()
     assert list(cache.glob(".part-*"))
     proxy.well()
-    far.plan.source.reader.index.shards[0].path.drop()
-    far.plan.source.reader.index.shards[0].path.open().close()
+    far.source.reader.index.shards[0].path.drop()
+    far.source.reader.index.shards[0].path.open().close()
     assert not list(cache.glob(".part-*"))
 
 
 @needs_nginx
 def test_what_can_not_be_had_ends_the_batch_that_needs_it_and_none_before(proxy: Proxy, tmp_path: Path) -> None:
     far = loader(Tars(all_of(proxy)), tmp_path)
-    order, shards = far.plan.order, far.plan.source.reader.index.shards
+    order, shards = far.order, far.source.reader.index.shards
     needs = [{ref.shard for ref in order.local(n * BATCH, (n + 1) * BATCH, 0, 1)} for n in range(12)]
     at, number = next((n, i) for n in range(4, 12) for i in needs[n] if not any(i in each for each in needs[:n]))
     www = proxy.nginx.folder / "www"
@@ -328,7 +324,7 @@ def test_what_can_not_be_had_ends_the_batch_that_needs_it_and_none_before(proxy:
 def test_validation_has_the_next_ones_too(proxy: Proxy, tmp_path: Path, own: list[str]) -> None:
     far = loader(Validated(all_of(proxy)), tmp_path)
     stream = far.validate()
-    micro = far.plan.micro
+    micro = far.split.micro
     for n, _ in enumerate(stream):
         due = min(SHARDS, n * micro // EACH + 2 + DOWNLOADS)
         until(lambda: len(proxy.requests) >= due)  # noqa: B023 called at once

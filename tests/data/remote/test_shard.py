@@ -2,7 +2,9 @@
 
 import contextlib
 import fcntl
+import gzip
 import hashlib
+import os
 import re
 import signal
 import subprocess
@@ -28,6 +30,7 @@ from trainer.data.sampling.order import Ref, walk
 from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
 from trainer.data.shards.reader import ShardReader
+from trainer.data.shards.writer import write_shards
 from trainer.data.source import Samples
 from trainer.errors import ConfigError, DataError, UnavailableError
 
@@ -501,3 +504,35 @@ def test_a_folder_that_takes_nothing_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "cache").touch()
     with pytest.raises(DataError, match=r"a\.tar: can't be kept in .*cache \(.*\); .* another data\.cache_dir$"):
         Index.open(remote(tmp_path, "http://127.0.0.1/a.tar"))
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Remote:
+    """A compressed shard, and the folder for it."""
+    write_shards([{"__key__": str(i), "cls": i} for i in range(4)], tmp_path, "a", 4)
+    path = tmp_path / "a.tar.gz"
+    path.write_bytes(gzip.compress((tmp_path / "a-000000.tar").read_bytes()))
+    (tmp_path / "cache").mkdir()
+    return Remote.kept(f"file://{path}", str(tmp_path / "cache"), 1.0)
+
+
+@pytest.mark.parametrize("name", [".lock", ".part-{}", "{}"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_neighbour_in_the_folder_can_not_have_files_written_or_the_run_wait(
+    packed: Remote, name: str, kind: str, tmp_path: Path
+) -> None:
+    """Whoever may write to it puts a link to a file of ours in place of one of the folder's, or a pipe."""
+    victim, trap = tmp_path / "victim", packed.file.with_name(name.format(packed.file.name))
+    victim.write_text("precious" * 100)
+    if kind == "link":
+        trap.symlink_to(victim)
+    else:
+        os.mkfifo(trap)
+    signal.alarm(20)
+    try:
+        with pytest.raises(DataError, match=r"can't be kept in .*/cache \(") as refused:
+            packed.open()
+    finally:
+        signal.alarm(0)
+    assert "\n" not in str(refused.value)
+    assert victim.read_text() == "precious" * 100

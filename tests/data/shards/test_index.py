@@ -1,20 +1,29 @@
 """The index of tar shards: against `tarfile` and webdataset, against every kind of damage, and its storage."""
 
+import bz2
+import gzip
 import hashlib
 import io
+import lzma
 import os
 import random
+import shutil
+import subprocess
 import tarfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from webdataset.tariterators import base_plus_ext
 
+from trainer.config.options import DataOptions
 from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
 from trainer.data.shards.tar import split_name
 from trainer.errors import ConfigError, DataError
+
+TAR = shutil.which("tar")
 
 
 @pytest.fixture(autouse=True)
@@ -86,11 +95,41 @@ def test_every_cut_is_refused(tmp_path: Path) -> None:
     with tarfile.open(path) as tar:
         tar.getmembers()
         end = tar.offset
-    for size in [*range(0, end + 1024, 512), *range(1, end, 777)]:
+    for size in [*range(0, end + 512, 512), *range(1, end, 777)]:
         cut = copied(path, "cut.tar", raw[:size])
         with pytest.raises(DataError, match=r"cut\.tar: .* at byte \d+: cut, damaged"):
             Index.open([cut])
-    assert Index.open([copied(path, "whole.tar", raw[: end + 1024])]).counts == [4]
+    for blocks in (1, 2):  # a lone zero block: all members are there
+        assert Index.open([copied(path, f"whole{blocks}.tar", raw[: end + 512 * blocks])]).counts == [4]
+
+
+@pytest.mark.skipif(TAR is None, reason="needs GNU tar")
+@pytest.mark.parametrize("records", [["-b", "40"], ["-b", "2048"], ["--record-size=64K"], ["none"]])
+def test_an_end_that_could_be_a_cut_or_a_power_cut_is_refused_with_the_way_out(
+    tmp_path: Path, records: list[str]
+) -> None:
+    """GNU tar's larger records, and an archive without an end."""
+    (tmp_path / "k.txt").write_text("a")
+    path = tmp_path / "a.tar"
+    words = records if records != ["none"] else []
+    subprocess.run([str(TAR), *words, "-C", str(tmp_path), "-cf", str(path), "k.txt"], check=True)
+    if not words:
+        os.truncate(path, 1024)
+    with pytest.raises(
+        DataError, match=r"no end of archive at byte 1024: cut, .*; or, if it is whole, end it: truncate"
+    ) as no:
+        Index.open([path])
+    os.truncate(path, int(str(no.value).rpartition(" ")[2]))
+    assert Index.open([path]).counts == [1]
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_a_compressed_shard_may_be_named_tar(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+    content = write_tar(tmp_path / "plain.tar", numbered(4)).read_bytes()
+    (tmp_path / "a.tar").write_bytes(pack(content))
+    for _ in range(2):
+        index = Index.open(find_shards(str(tmp_path / "a.tar"), DataOptions(cache_dir=str(tmp_path / "cache"))))
+        assert index.counts == [4]
 
 
 def test_no_damage_of_headers_loses_a_sample(tmp_path: Path) -> None:
@@ -137,7 +176,6 @@ def test_zeros_to_the_end_of_the_file_are_no_end_marker(tmp_path: Path) -> None:
 
 def test_archives_that_are_not_plain_tars_are_refused(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", numbered(4))
-    import gzip
 
     others = {"a.tar.gz": gzip.compress(path.read_bytes()), "text.tar": b"hello\n" * 1000, "empty.tar": b""}
     others["two.tar"] = path.read_bytes() * 2

@@ -23,8 +23,9 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 import trainer.data.shards.index_file as stored_module
 import trainer.data.shards.reader as read_module
 from trainer.data.sampling.order import Ref, walk
+from trainer.data.shards.decoders import DECODERS, decode
 from trainer.data.shards.index import Index
-from trainer.data.shards.reader import ShardReader, decode
+from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.tar import _header as read_header
 from trainer.data.shards.writer import write_shards
 from trainer.data.source import Samples
@@ -443,7 +444,7 @@ def test_a_decoder_that_fails_for_want_of_something(
     def fail(_: bytes) -> None:
         raise raised
 
-    monkeypatch.setitem(read_module.DECODERS, "bin", fail)
+    monkeypatch.setitem(DECODERS, "bin", fail)
     with pytest.raises(kind):
         three.read(Ref(0, 0, 1))
 

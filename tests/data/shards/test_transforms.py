@@ -15,13 +15,13 @@ import torch
 import webdataset
 from omegaconf import OmegaConf
 from support.cli import PYTHONPATH, QUICK, ROOT, lines, run, weights
+from support.loaders import open_loader, whole
 from support.untrusted import payload
 from toy_recipe import Points, Toy
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from trainer.config.check import check_stages
-from trainer.config.options import DataOptions, Options
-from trainer.data.loader import Loader
+from trainer.config.options import DataOptions
 from trainer.data.sampling.order import Ref, walk
 from trainer.data.shards.index import Index
 from trainer.data.shards.reader import ShardReader
@@ -29,8 +29,6 @@ from trainer.data.shards.transforms import build_stages
 from trainer.data.shards.writer import write_shards
 from trainer.data.source import open_source
 from trainer.errors import DataError
-from trainer.optim.schedule import Constant
-from trainer.plan import Plan
 from trainer.process.environment import Place
 from trainer.session import objects
 from trainer.trainer import Trainer
@@ -140,15 +138,11 @@ class Images(Toy):
 
 def loaded(named: dict[str, Any], workers: int) -> list[Any]:
     check_stages(named, ALLOW)
-    plan = Plan(
-        Images(), {}, Constant(), batch=12, micro_batch=None, accumulate=1, options=Options(seed=7),
-        data=DataOptions(workers=workers, lanes=3, block=4, **build_stages(named, ALLOW)),
-        place=Place(), each=lambda value: [value],
-    )  # fmt: skip
-    loader = Loader(Images(), plan, 0, 1, torch.device("cpu"))
+    options = DataOptions(workers=workers, lanes=3, block=4, **build_stages(named, ALLOW))
+    loader = open_loader(Images(), options=options)
     stream = loader.train(0)
     try:
-        return [next(stream) for _ in range(4)]
+        return [whole(next(stream)) for _ in range(4)]
     finally:
         loader.close()
 

@@ -11,9 +11,7 @@ from trainer.comm.codecs.base import Codec
 from trainer.comm.codecs.chunks import chunks
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.errors import ConfigError, require_one_of
-from trainer.rng import mix
-
-NOISE = 6  # a purpose of `mix`
+from trainer.rng import INT8_NOISE, mix
 
 
 class Int8(Codec):
@@ -81,7 +79,7 @@ class Int8(Codec):
     def _generator(self, device: torch.device, bucket: Bucket) -> torch.Generator:
         """Never the global one: dropout draws from that at the same time."""
         first = bucket.pieces[0]
-        key = mix(self.seed, NOISE, bucket.step, self.rank, *first.param.shape, first.start, first.stop)
+        key = mix(self.seed, INT8_NOISE, bucket.step, self.rank, *first.param.shape, first.start, first.stop)
         return torch.Generator(device).manual_seed(key >> 1)
 
 

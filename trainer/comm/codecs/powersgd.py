@@ -7,9 +7,7 @@ from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec
 from trainer.comm.reduce import Reduce
 from trainer.errors import require
-from trainer.rng import mix
-
-START = 7  # a purpose of `mix`
+from trainer.rng import POWERSGD_START, mix
 
 
 class PowerSGD(Codec):
@@ -69,7 +67,7 @@ class PowerSGD(Codec):
         m, n = grad.flatten(1).shape
         q = self.shared["q"].get(param)
         if q is None or q.shape != (self.columns, n):
-            generator = torch.Generator().manual_seed(mix(self.seed, START, m, n) >> 1)
+            generator = torch.Generator().manual_seed(mix(self.seed, POWERSGD_START, m, n) >> 1)
             q = torch.randn(self.columns, n, generator=generator, dtype=grad.dtype)
             q = self.shared["q"][param] = q.to(grad.device)
         return q

@@ -44,6 +44,11 @@ def is_packed(name: str) -> bool:
     return PACKED.search(name) is not None
 
 
+def starts_packed(first: bytes) -> bool:
+    """Return whether bytes begin as those that `unpack` unpacks."""
+    return any(re.match(start, first) for start in STARTS)
+
+
 def plain_name(name: str) -> str:
     """Of what it unpacks to: `a.tgz` and `a.tar.gz` are `a.tar`."""
     return PACKED.sub(lambda found: ".tar" if found[1] else "", name)

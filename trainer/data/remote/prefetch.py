@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from typing import Any
 
+from trainer.data.batch import Split
 from trainer.data.remote.shard import Remote
 from trainer.data.sampling.mixture import Mixture
 from trainer.data.sampling.order import Order, Ref
@@ -101,7 +102,9 @@ def fetch(given: Connection, remote: Mapping[int, Remote], needs: Needs, lanes: 
         now = time.time_ns()
         for place, number in enumerate(window.last):
             try:
-                os.utime(remote[number].file, ns=(now - place, now))  # what is needed last goes first
+                os.utime(
+                    remote[number].file, ns=(now - place, now), follow_symlinks=False
+                )  # what is needed last goes first
             except OSError:  # it is not there, or another user's
                 ask_for(number)
         time.sleep(LOOK_S)
@@ -136,10 +139,11 @@ class Window:
             self.next = next(self.needs, None)
 
 
-def of_training(order: Order | Mixture, starts: range, micros: int, rank: int, world: int) -> Iterator[set[int]]:
-    """The shards of each of `micros` micro-batches of the batches that begin at `starts`."""
-    for start in starts:
-        yield from itertools.repeat(order.shards(start, start + starts.step, rank, world), micros)
+def of_training(order: Order | Mixture, steps: Iterable[tuple[int, Split]], rank: int) -> Iterator[set[int]]:
+    """Yield the shards of each micro-batch of the steps at these positions."""
+    for start, split in steps:
+        shards = order.shards(start, start + split.samples, rank, split.shares)
+        yield from itertools.repeat(shards, split.accumulate)
 
 
 def of_validation(parts: Callable[[], Iterable[list[Ref]]]) -> Iterator[set[int]]:

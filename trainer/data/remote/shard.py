@@ -14,7 +14,7 @@ from trainer.config.options import DataOptions
 from trainer.config.redact import without_signatures
 from trainer.data.remote.decompress import plain_name, unpack
 from trainer.data.remote.download import download, path_of, shown
-from trainer.data.remote.eviction import claim, is_at, make_room
+from trainer.data.remote.eviction import claim, is_at, make_room, open_regular
 from trainer.errors import ConfigError, DataError
 from trainer.log import log
 
@@ -94,7 +94,7 @@ class Remote(NamedTuple):
 
     def _find(self) -> BinaryIO | None:
         with contextlib.suppress(FileNotFoundError):
-            file = self.file.open("rb", buffering=0)
+            file = os.fdopen(open_regular(self.file, os.O_RDONLY), "rb", buffering=0)
             fcntl.flock(file, fcntl.LOCK_SH)
             with contextlib.suppress(PermissionError):  # another user's
                 os.utime(file.fileno(), ns=(time.time_ns(), os.fstat(file.fileno()).st_mtime_ns))
@@ -104,7 +104,7 @@ class Remote(NamedTuple):
         """None where another process does, or has."""
         part = self.file.with_name(f".part-{self.file.name}")
         with contextlib.ExitStack() as stack:
-            file = stack.enter_context(open(os.open(part, os.O_RDWR | os.O_CREAT, 0o644), "r+b"))
+            file = stack.enter_context(os.fdopen(open_regular(part, os.O_RDWR | os.O_CREAT), "r+b"))
             if not claim(file) or not is_at(file, part):
                 return None
             stack.callback(part.unlink, missing_ok=True)
@@ -157,7 +157,7 @@ class Remote(NamedTuple):
 
     @contextlib.contextmanager
     def _locked_folder(self) -> Iterator[None]:
-        with self.file.with_name(".lock").open("wb") as lock:
+        with open(self.file.with_name(".lock"), "ab", opener=open_regular) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 

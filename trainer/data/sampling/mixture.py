@@ -1,6 +1,6 @@
 """Several data sets as one stream, by weight: which of them a position draws from, and at which of its positions.
 
-The numbers are frozen, as those of `trainer.data.order` are. The state of the mixture is the same one integer.
+The numbers are frozen, as those of `trainer.data.sampling.order` are. The state of the mixture is the same one integer.
 """
 
 from collections.abc import Sequence
@@ -9,17 +9,14 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.sampling.order import Order, Ref, near_equal, permutation
+from trainer.data.sampling.order import Order, Ref, permutation, piece
 from trainer.errors import DataError
-from trainer.rng import mix
+from trainer.rng import MIXTURE_ORDER, MIXTURE_PLACES, mix
 
 DRAWS = 4096  # positions of which every data set has its share, to a sample; they are shuffled among themselves
 
 
 LEAST = 1e-3  # of the whole; less would have no sample in some of the `DRAWS`
-
-
-ORDER, PLACES = 6, 7  # purposes of `mix`
 
 
 class Mixture:
@@ -47,24 +44,24 @@ class Mixture:
         shares = [weight / total for weight in weights]
         self.ends = list(accumulate(shares))  # the last one is 1, and taken for it
         self.orders = [
-            Order(each, mix(seed, ORDER, i), max(1, round(lanes * share)), block)
+            Order(each, mix(seed, MIXTURE_ORDER, i), max(1, round(lanes * share)), block)
             for i, (each, share) in enumerate(zip(counts, shares, strict=True))
         ]
         self.first_shards = list(accumulate(map(len, counts), initial=0))
         self.samples, self.seed = sum(map(sum, counts)), seed  # an epoch of the run: as many as there are in all
         self._drawn: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
-    def local(self, start: int, stop: int, rank: int, world: int) -> list[Ref]:
+    def local(self, start: int, stop: int, rank: int, shares: int | Sequence[int]) -> list[Ref]:
         """The samples of `rank` at positions [start, stop): its part of each data set's lanes, as near as can be."""
-        return [self._ref(*place) for place in self._local(start, stop, rank, world)]
+        return [self._ref(*place) for place in self._local(start, stop, rank, shares)]
 
-    def shards(self, start: int, stop: int, rank: int, world: int) -> set[int]:
+    def shards(self, start: int, stop: int, rank: int, shares: int | Sequence[int]) -> set[int]:
         """As `Order.shards`."""
-        places = self._local(start, stop, rank, world)
+        places = self._local(start, stop, rank, shares)
         blocks = {(source, epoch, lane, row // self.orders[source].block) for source, epoch, lane, row in places}
         return {self.first_shards[i] + shard for i, *block in blocks for shard in self.orders[i].shards_of(*block)}
 
-    def _local(self, start: int, stop: int, rank: int, world: int) -> list[tuple[int, int, int, int]]:
+    def _local(self, start: int, stop: int, rank: int, shares: int | Sequence[int]) -> list[tuple[int, int, int, int]]:
         """Of each: the data set, and there the epoch, the lane, and the row in it."""
         sources, positions = self._draw(start, stop)
         depths: list[NDArray[np.float64]] = []  # how far a place is in its data set's lanes: all are merged by it
@@ -76,7 +73,7 @@ class Mixture:
                 by_lane = np.argsort(lanes, kind="stable")
                 depths.append((np.arange(len(mine)) + 0.5) / len(mine))
                 places.append(np.stack([np.full(len(mine), source), epochs, lanes, rows])[:, by_lane])
-        first, last = near_equal(stop - start, rank, world)
+        first, last = piece(stop - start, rank, shares)
         own = np.argsort(np.concatenate(depths), kind="stable")[first:last]
         return list(zip(*np.concatenate(places, axis=1)[:, own].tolist(), strict=True))
 
@@ -95,7 +92,7 @@ class Mixture:
         if number not in self._drawn:
             before, after = self._before(number * DRAWS), self._before((number + 1) * DRAWS)
             drawn = np.repeat(np.arange(len(self.orders)), after - before)
-            sources = drawn[permutation(DRAWS, self.seed, PLACES, number)]
+            sources = drawn[permutation(DRAWS, self.seed, MIXTURE_PLACES, number)]
             positions = np.empty(DRAWS, np.int64)
             for source, first in enumerate(before.tolist()):
                 mine = sources == source

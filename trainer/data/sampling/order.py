@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.rng import mix_each
-
-SHARDS, BLOCK = 1, 2  # purposes of `mix` after the seed; 3 and up are other modules'
+from trainer.rng import BLOCK, SHARDS, mix_each
 
 
 class Ref(NamedTuple):
@@ -42,6 +40,14 @@ def near_equal(total: int, part: int, parts: int) -> tuple[int, int]:
     return part * total // parts, (part + 1) * total // parts
 
 
+def piece(total: int, part: int, sizes: int | Sequence[int]) -> tuple[int, int]:
+    """Return the bounds of one contiguous piece: of so many near-equal ones, or of these sizes."""
+    if isinstance(sizes, int):
+        return near_equal(total, part, sizes)
+    first = sum(sizes[:part])
+    return first, first + sizes[part]
+
+
 class Order:
     """The endless training stream over shards of `counts` samples.
 
@@ -61,21 +67,24 @@ class Order:
         self._epochs: dict[int, tuple[list[int], list[int]]] = {}
         self._blocks: dict[tuple[int, int, int], list[int]] = {}
 
-    def local(self, start: int, stop: int, rank: int, world: int) -> list[Ref]:
-        """The samples of `rank` at positions [start, stop) of the stream.
+    def local(self, start: int, stop: int, rank: int, shares: int | Sequence[int]) -> list[Ref]:
+        """Return the samples of `rank` at positions [start, stop) of the stream.
 
         Positions are sorted by lane before they are cut: a rank keeps its lanes, and so its shards, for an epoch.
-        """
-        return [self.ref(*place) for place in self._local(start, stop, rank, world)]
 
-    def shards(self, start: int, stop: int, rank: int, world: int) -> set[int]:
+        Args:
+            shares: The number of ranks, which then have even shares; or the samples of each rank.
+        """
+        return [self.ref(*place) for place in self._local(start, stop, rank, shares)]
+
+    def shards(self, start: int, stop: int, rank: int, shares: int | Sequence[int]) -> set[int]:
         """Those that `local` reads from, and those of the rest of its blocks. Much cheaper than `local`."""
-        blocks = {(epoch, lane, row // self.block) for epoch, lane, row in self._local(start, stop, rank, world)}
+        blocks = {(epoch, lane, row // self.block) for epoch, lane, row in self._local(start, stop, rank, shares)}
         return {shard for block in blocks for shard in self.shards_of(*block)}
 
-    def _local(self, start: int, stop: int, rank: int, world: int) -> Iterator[tuple[int, int, int]]:
+    def _local(self, start: int, stop: int, rank: int, shares: int | Sequence[int]) -> Iterator[tuple[int, int, int]]:
         epochs, lanes, rows = self.places(start, stop)
-        first, last = near_equal(stop - start, rank, world)
+        first, last = piece(stop - start, rank, shares)
         mine = np.argsort(lanes, kind="stable")[first:last]
         return zip(epochs[mine].tolist(), lanes[mine].tolist(), rows[mine].tolist())
 

@@ -1,5 +1,6 @@
 """The shards that a recipe names: files, patterns, URLs of a few schemes, programs if allowed, and nothing else."""
 
+import contextlib
 import glob
 import os
 import re
@@ -11,7 +12,7 @@ from braceexpand import braceexpand
 
 from trainer.config.options import DataOptions
 from trainer.config.redact import without_signatures
-from trainer.data.remote.decompress import is_packed
+from trainer.data.remote.decompress import LONGEST_START, is_packed, starts_packed
 from trainer.data.remote.download import SCHEMES, shown, words_of
 from trainer.data.remote.shard import Remote
 from trainer.errors import ConfigError, DataError
@@ -50,8 +51,17 @@ def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | 
     def kept(url: str) -> Remote:
         return Remote.kept(url, options.cache_dir, options.cache_gb)
 
-    local = [kept(f"file://{path.absolute()}") if is_packed(path.name) else path for path in sorted(map(Path, files))]
+    local = [kept(f"file://{path.absolute()}") if unpacks(path) else path for path in sorted(map(Path, files))]
     return [*local, *map(kept, sorted(urls, key=Path))]
+
+
+def unpacks(path: Path) -> bool:
+    """Return whether a local file is compressed: by its name, and by its first bytes if it has no index yet."""
+    if is_packed(path.name) or os.path.exists(f"{path}.idx"):
+        return is_packed(path.name)
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return starts_packed(file.read(LONGEST_START))
+    return False
 
 
 def parsed(url: str) -> SplitResult:

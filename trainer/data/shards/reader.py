@@ -1,22 +1,16 @@
 """From the bytes of a tar shard to samples. Keeps no state that matters: any process may read any sample."""
 
 import contextlib
-import io
-import json
 import math
 import os
-import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any, BinaryIO, Literal
-
-import numpy as np
-from safetensors.numpy import load
+from typing import Any, BinaryIO
 
 from trainer.data.remote.shard import Remote
 from trainer.data.sampling.order import Ref
+from trainer.data.shards.decoders import decode
 from trainer.data.shards.index import Index, opened
 from trainer.data.shards.tar import members, read_at
 from trainer.errors import DataError, UnavailableError
@@ -154,66 +148,6 @@ class ShardReader:
     def _close(self, number: int) -> None:
         if number in self._open:
             self._open.pop(number)[0].close()
-
-
-def decode(extension: str, content: bytes, decoders: Sequence[Callable[[str, bytes], Any]] = ()) -> Any:
-    """By the first of a user's `decoders` that gives something, else by the last of the extensions; bytes where it is
-    none of `DECODERS`. As with WebDataset, one may give a `Continue`: another extension and content for the rest."""
-    going_on = getattr(sys.modules.get("webdataset.autodecode"), "Continue", ())
-    refuse_pickled(extension)
-    for decoder in decoders:
-        value = decoder(f".{extension}", content)
-        if isinstance(value, going_on):
-            extension, content = value.key.removeprefix("."), value.data
-            refuse_pickled(extension)
-        elif value is not None:
-            return value
-    own = DECODERS.get(extension.rpartition(".")[2])
-    return own(content) if own else content
-
-
-def refuse_pickled(extension: str) -> None:
-    if extension.lower().rpartition(".")[2] in PICKLED:
-        raise ValueError("unpickling can run any code: use npy, safetensors or json")
-
-
-def _image(content: bytes) -> Any:
-    from PIL import Image  # here, for who has no images needs no Pillow
-
-    return Image.open(io.BytesIO(content)).convert("RGB")
-
-
-def _npy(content: bytes) -> Any:
-    head = content[: 10 + int.from_bytes(content[8:10], "little")]
-    if (layout := _layout(head)) is None:
-        return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
-    shape, order, dtype, count = layout
-    return np.frombuffer(content, dtype, count, len(head)).reshape(shape, order=order).copy(order="K")
-
-
-@lru_cache(64)
-def _layout(head: bytes) -> tuple[tuple[int, ...], Literal["C", "F"], np.dtype[Any], int] | None:
-    """Of npy's version 1: NumPy parses it as Python, which takes ten times as long as all else, and is the same in all
-    samples of a shard. None for what is left to NumPy."""
-    if head[:8] != b"\x93NUMPY\x01\x00":
-        return None
-    shape, fortran, dtype = np.lib.format.read_array_header_1_0(io.BytesIO(head[8:]))
-    if dtype.hasobject or not dtype.itemsize or min(shape, default=1) < 1:
-        return None
-    return shape, "F" if fortran else "C", dtype, math.prod(shape)
-
-
-PICKLED = ("pyd", "pickle", "pkl", "pth", "pt")
-
-
-DECODERS: dict[str, Callable[[bytes], Any]] = {
-    **dict.fromkeys(("jpg", "jpeg", "png", "webp"), _image),
-    **dict.fromkeys(("txt", "text"), bytes.decode),
-    **dict.fromkeys(("cls", "int"), int),
-    "json": json.loads,
-    "npy": _npy,
-    "safetensors": load,
-}
 
 
 def _first_key(content: bytes) -> str | None:

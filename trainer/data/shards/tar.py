@@ -19,7 +19,7 @@ BLOCK = tarfile.BLOCKSIZE
 ZEROS = bytes(BLOCK)
 
 
-LONGEST_END = 2 * BLOCK + tarfile.RECORDSIZE  # two zero blocks, and zeros up to a full record
+LONGEST_END = 2 * BLOCK + tarfile.RECORDSIZE  # two zero blocks, and zeros up to a full record; one block will do
 
 
 GNU_NAME, GNU_LINK, PAX, PAX_SOLARIS, PAX_GLOBAL = EXTENDED = (b"L", b"K", b"x", b"X", b"g")
@@ -122,8 +122,11 @@ def scan(fd: int, where: object) -> tuple[NDArray[np.int64], str]:
         extensions.add(member.extension)
         rows[-1][1:] = end - rows[-1][0], crc32
     last = fetch(end, LONGEST_END + 1)
-    if any(last) or not 2 * BLOCK <= len(last) <= LONGEST_END:
+    if any(last):
         raise damaged(where, end, "no end of archive")
+    if not BLOCK <= len(last) <= LONGEST_END:  # a cut, or blocks that a power cut left unwritten, look the same
+        size = end + 2 * BLOCK
+        raise DataError(f"{damaged(where, end, 'no end of archive')}; or, if it is whole, end it: truncate -s {size}")
     sha256.update(last)
     return np.array(rows, np.int64).reshape(-1, 3), sha256.hexdigest()
 

@@ -9,7 +9,7 @@ from typing import Any
 from safetensors.numpy import save
 
 from trainer.config.targets import make_webdataset_careful
-from trainer.data.shards.reader import refuse_pickled
+from trainer.data.shards.decoders import refuse_pickled
 from trainer.data.shards.tar import split_name
 from trainer.errors import DataError
 

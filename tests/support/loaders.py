@@ -1,0 +1,68 @@
+"""Loaders without a trainer, and the batches that a step or a trainer gives out and does not keep."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch.utils.data import default_collate
+
+from trainer.callback import Callback
+from trainer.config.options import DataOptions
+from trainer.data.batch import Split, Step
+from trainer.data.loader import Loader
+from trainer.data.source import Samples, open_source
+
+
+def open_loader(
+    recipe: Any,
+    rank: int = 0,
+    world: int = 1,
+    *,
+    options: DataOptions,
+    batch: int = 12,
+    accumulate: int = 1,
+    seed: int = 7,
+    timeout_s: float = 600.0,
+) -> Loader:
+    source, validation = (open_source(recipe, split, seed, options, timeout_s) for split in ("train", "val"))
+    assert source is not None
+    return Loader(
+        source, source.order(options.lanes, options.block) if isinstance(source, Samples) else None,
+        Split(batch, world, accumulate), options, validation=validation, rank=rank, seed=seed, timeout_s=timeout_s,
+        collate=getattr(recipe, "collate", default_collate), weight=getattr(recipe, "weight", None),
+    )  # fmt: skip
+
+
+class Whole(NamedTuple):
+    """A step with its batches."""
+
+    batches: list[Any]
+    weights: list[int]
+    refs: list[Any]
+    bad: list[Any]
+
+
+def whole(step: Step) -> Whole:
+    return Whole([batch for batch, _ in step], step.weights, step.refs, step.bad)
+
+
+class KeepBatches(Callback):
+    """Keeps the batches of the last step."""
+
+    def wrap_forward_backward(self, trainer: Any, run: Any) -> Any:
+        def keep(data: Step, total: Any) -> Any:
+            self.batches: list[Any] = []
+            return run(Kept(data, self.batches), total)
+
+        return keep
+
+
+class Kept:
+    """A step whose batches are added to a list as they are given out."""
+
+    def __init__(self, step: Step, batches: list[Any]) -> None:
+        self.step, self.batches, self.weights = step, batches, step.weights
+
+    def __iter__(self) -> Iterator[tuple[Any, int]]:
+        for batch, weight in self.step:
+            self.batches.append(batch)
+            yield batch, weight

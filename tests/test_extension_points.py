@@ -1,0 +1,182 @@
+"""Doubles that do what later callbacks will do at each extension point: the numbers stay those of plain training."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+from torch import Tensor, nn
+from toy_recipe import Toy
+
+from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.config.options import DataOptions, Options
+from trainer.data.batch import Split, Step
+from trainer.forward_backward import ForwardBackward
+from trainer.parallel.ddp import DDP
+from trainer.parallel.strategy import Strategy
+from trainer.process.environment import Place
+from trainer.trainer import Trainer
+
+STEPS, WORLD = 4, 3
+
+
+class Lockstep(DDP):
+    """Copies of the model whose forward pass needs all ranks, as that of sharded parameters does."""
+
+    lockstep = True
+
+    def __init__(self, trainer: TrainerProtocol, model: nn.Module) -> None:
+        super().__init__(model, trainer.rank, trainer.world, trainer.device, trainer.ddp, None, lambda: trainer.step)
+        self.group = trainer.ranks.new_group()
+        self.passes = 0
+        model.register_forward_pre_hook(self._meet)
+
+    def _meet(self, *_: Any) -> None:
+        self.passes += 1
+        dist.all_reduce(torch.ones(1), group=self.group)
+
+
+class Sharded(Callback):
+    """Builds the model on the meta device, and gives it memory where it is distributed."""
+
+    role = Role.SHARD
+
+    def build_model(self, trainer, build: Callable[[], nn.Module]) -> nn.Module:
+        with torch.device("meta"):
+            return build()
+
+    def distribute(self, trainer, model: nn.Module) -> Strategy:
+        assert all(p.is_meta for p in model.parameters())
+        model.to_empty(device=trainer.device)
+        torch.manual_seed(trainer.options.seed)
+        model.load_state_dict(trainer.recipe.model().state_dict())
+        self.strategy = Lockstep(trainer, model)
+        return self.strategy
+
+
+class Timer(Callback):
+    """Times data and passes, as a step timer would."""
+
+    role = Role.MEASURE
+
+    def __init__(self) -> None:
+        self.wait_s: list[float] = []
+        self.pass_s: list[float] = []
+        self.rehearsed = 0
+
+    def wrap_batches(self, trainer, steps: Iterator[Step]) -> Iterator[Step]:
+        while True:
+            began = time.monotonic()
+            step = next(steps)
+            self.wait_s.append(time.monotonic() - began)
+            yield step
+
+    def wrap_forward_backward(self, trainer, run: ForwardBackward) -> ForwardBackward:
+        def timed(data: Step, total: Callable[[], int]) -> list[Tensor]:
+            began = time.monotonic()
+            losses = run(data, total)
+            self.pass_s.append(time.monotonic() - began)
+            return losses
+
+        return timed
+
+    def rehearse(self, trainer, run_pass: Callable[[], None]) -> None:
+        before = [p.detach().clone() for p in trainer.parameters]
+        run_pass()
+        assert trainer.rehearsing and all(map(torch.equal, before, trainer.parameters))
+        self.rehearsed += 1
+
+
+class Unequal(Callback):
+    """Gives the ranks 1 : 2 : 5 of a batch, and even shares from the third step on."""
+
+    role = Role.BATCH
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.refs: list[tuple[int, int]] = []
+
+    def split(self, trainer, position: int) -> Split:
+        even = position >= 2 * trainer.batch
+        return Split(trainer.batch, (8, 8, 8) if even else (3, 6, 15), accumulate=2 if even else 3)
+
+    def on_step_end(self, trainer) -> None:
+        self.sizes.append(len(trainer.data.refs))
+        self.refs += [(ref.epoch, ref.shard) for ref in trainer.data.refs]
+
+
+def train(place: Place, double: str, steps: int = STEPS) -> tuple[list[Any], dict[str, float], list[int]]:
+    """What comes of it: the weights, the metrics of validation, and what the double counts."""
+    callbacks: dict[str, dict[str, Callback]] = {
+        "": {},
+        "still": {},
+        "sharded": {"shard": Sharded()},
+        "timer": {"timer": Timer()},
+        "unequal": {"unequal": Unequal()},
+    }
+    trainer = Trainer(
+        Toy(dropout=0.0 if double in ("unequal", "still") else 0.1),
+        callbacks[double],
+        batch=24,
+        accumulate=2,
+        options=Options(max_steps=steps, clip_norm=1.0, validate_every=2, timeout_s=20.0),
+        data=DataOptions(workers=0),
+        place=place,
+    )
+    trainer.fit()
+    counts: list[int] = []
+    for callback in callbacks[double].values():
+        if isinstance(callback, Sharded):
+            counts = [callback.strategy.passes]
+        elif isinstance(callback, Unequal):
+            counts = [*callback.sizes, *(number for ref in callback.refs for number in ref)]
+        elif isinstance(callback, Timer):
+            counts = [len(callback.wait_s), len(callback.pass_s), callback.rehearsed]
+    return [p.detach().numpy() for p in trainer.module.parameters()], trainer.validation, counts
+
+
+@pytest.fixture
+def plain(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return run_ranks(WORLD, train, "")
+
+
+def test_a_model_from_the_meta_device_whose_ranks_pass_in_lockstep(plain):
+    """13 validation samples are 2, 1 and 1 micro-batches of the ranks: each makes 2 forward passes. Two of training a
+    step, two validations, two of the rehearsal."""
+    sharded = run_ranks(WORLD, train, "sharded")
+    for (weights, metrics, counts), (expected, numbers, _) in zip(sharded, plain, strict=True):
+        assert all((a == b).all() for a, b in zip(weights, expected, strict=True))
+        assert metrics == numbers
+        assert counts == [2 + 2 * STEPS + 2 * 2]
+
+
+def test_a_timer_sees_each_step_and_changes_no_bit(plain):
+    for (weights, _, counts), (expected, _, _) in zip(run_ranks(WORLD, train, "timer"), plain, strict=True):
+        assert all((a == b).all() for a, b in zip(weights, expected, strict=True))
+        assert counts == [STEPS, STEPS, 1]
+
+
+def test_unequal_shares_that_change_during_a_run(plain, tmp_path):
+    """The mean is as exact, and every sample of the epoch is trained on once."""
+    unequal = run_ranks(WORLD, train, "unequal")
+    for rank, (weights, _, counts) in enumerate(unequal):
+        assert counts[:STEPS] == [(3, 6, 15)[rank]] * 2 + [8] * 2
+        assert all((a == b).all() for a, b in zip(weights, unequal[0][0], strict=True))
+    numbers = [counts[STEPS:] for _, _, counts in unequal]
+    seen = sorted(ref for own in numbers for ref in zip(own[::2], own[1::2], strict=True))
+    assert seen == [(0, shard) for shard in range(96)]
+    for own, expected in zip(unequal[0][0], run_ranks(WORLD, train, "still")[0][0], strict=True):
+        assert abs(own - expected).max() < 1e-6
+
+
+def test_only_the_role_that_shards_distributes():
+    """Two would each lay the model out."""
+    from trainer.callback import arrange
+    from trainer.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="both decide how parameters and gradients are laid out"):
+        arrange({"one": Sharded(), "two": Sharded()}, set())

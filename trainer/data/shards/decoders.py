@@ -1,0 +1,132 @@
+"""From the bytes of a member to its value, by the member's extension, as WebDataset does it. Runs nothing of a
+stranger's, and takes no more memory than the bytes account for."""
+
+import ast
+import io
+import json
+import math
+import sys
+import zipfile
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+from safetensors.numpy import load
+
+PICKLED = ("pyd", "pickle", "pkl", "pth", "pt")
+FORMATS = ("JPEG", "PNG", "WEBP", "PPM")  # Pillow goes by the content, and for some of its formats runs a program
+PIXELS = 1 << 26  # of an image, however few bytes it has
+PIXELS_PER_BYTE = 100  # of a larger one
+LONGEST_HEADER = 10_000  # bytes, as NumPy has it
+UNPACKED = 1 << 30  # bytes of the arrays in an npz
+
+
+def decode(extension: str, content: bytes, decoders: Sequence[Callable[[str, bytes], Any]] = ()) -> Any:
+    """Return the value of a member: by the first of a user's `decoders` that gives one, else by its last extension.
+
+    A member whose extension is none of `DECODERS` stays bytes. As with WebDataset, a user's decoder may give a
+    `Continue`: another extension and content for the decoders after it.
+    """
+    going_on = getattr(sys.modules.get("webdataset.autodecode"), "Continue", ())
+    refuse_pickled(extension)
+    for decoder in decoders:
+        value = decoder(f".{extension}", content)
+        if isinstance(value, going_on):
+            extension, content = value.key.removeprefix("."), value.data
+            refuse_pickled(extension)
+        elif value is not None:
+            return value
+    own = DECODERS.get(extension.rpartition(".")[2])
+    return own(content) if own else content
+
+
+def refuse_pickled(extension: str) -> None:
+    if extension.lower().rpartition(".")[2] in PICKLED:
+        raise ValueError("unpickling can run any code: use npy, safetensors or json")
+
+
+def _image(content: bytes) -> Any:
+    from PIL import Image  # here, for data without images needs no Pillow
+
+    with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        if image.width * image.height > max(PIXELS, PIXELS_PER_BYTE * len(content)):
+            raise ValueError(f"{image.width} x {image.height} pixels in {len(content)} bytes")
+        return image.convert("RGB")
+
+
+def _npy(content: bytes) -> Any:
+    head = content[: 10 + int.from_bytes(content[8:10], "little")]
+    if (layout := _layout(head)) is None:
+        _refuse_larger(content)
+        return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+    shape, order, dtype, count = layout
+    return np.frombuffer(content, dtype, count, len(head)).reshape(shape, order=order).copy(order="K")
+
+
+@lru_cache(64)
+def _layout(head: bytes) -> tuple[tuple[int, ...], Literal["C", "F"], np.dtype[Any], int] | None:
+    """Return what a header of npy's version 1 says; None for an array that is left to NumPy.
+
+    NumPy parses a header as Python, which takes ten times as long as all else, and the header is the same in all
+    samples of a shard.
+    """
+    if head[:8] != b"\x93NUMPY\x01\x00":
+        return None
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(io.BytesIO(head[8:]))
+    if dtype.hasobject or not dtype.itemsize or min(shape, default=1) < 1:
+        return None
+    return shape, "F" if fortran else "C", dtype, math.prod(shape)
+
+
+def _refuse_larger(content: bytes) -> None:
+    """Refuse an array that says it has more bytes than there are: NumPy would take the memory first."""
+    start = 10 if content[6:7] == b"\x01" else 12
+    length = int.from_bytes(content[8:start], "little")
+    if length > LONGEST_HEADER:
+        raise ValueError(f"an array's header of {length} bytes")
+    header = ast.literal_eval(content[start : start + length].decode("latin1").strip())
+    size = math.prod(header["shape"]) * np.lib.format.descr_to_dtype(header["descr"]).itemsize
+    if size > len(content):
+        raise ValueError(f"an array of {size} bytes in {len(content)}")
+
+
+def _npz(content: bytes) -> dict[str, Any]:
+    with zipfile.ZipFile(io.BytesIO(content)) as file:
+        if (size := sum(member.file_size for member in file.infolist())) > UNPACKED:
+            raise ValueError(f"arrays of {size} bytes")
+        return {name.removesuffix(".npy"): _npy(file.read(name)) for name in file.namelist()}
+
+
+def _tenbin(content: bytes) -> list[Any]:
+    """Return WebDataset's arrays: chunks, by turns a header of int64 (dtype, name, shape) and an array's bytes."""
+    chunks: list[bytes] = []
+    at = 0
+    while at < len(content):
+        size = int.from_bytes(content[at + 8 : at + 16], "little", signed=True)
+        if content[at : at + 8] != b"~TenBin~" or not 0 <= size <= len(content) - at - 16:
+            raise ValueError(f"no tensor at byte {at}")
+        chunks.append(content[at + 16 : at + 16 + size])
+        at += 16 + -(-size // 64) * 64
+    arrays: list[Any] = []
+    for header, values in zip(chunks[::2], chunks[1::2], strict=True):
+        kind, _, dimensions, *shape = np.frombuffer(header, np.int64).tolist()
+        name = kind.to_bytes(8, "little").rstrip(b"\0").decode("ascii")
+        if name not in TENBIN or len(shape) != dimensions:
+            raise ValueError(f"no tensor's header: {header!r}")
+        arrays.append(np.frombuffer(values, name, math.prod(shape)).reshape(shape).copy())
+    return arrays
+
+
+TENBIN = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")
+
+DECODERS: dict[str, Callable[[bytes], Any]] = {
+    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "ppm"), _image),
+    **dict.fromkeys(("txt", "text", "transcript"), bytes.decode),
+    **dict.fromkeys(("cls", "cls2", "id", "index", "inx", "int"), int),
+    **dict.fromkeys(("json", "jsn"), json.loads),
+    "npy": _npy,
+    "npz": _npz,
+    "ten": _tenbin,
+    "safetensors": load,
+}
