@@ -77,8 +77,8 @@ def _run_of(resumed: Path | None, manifest: Mapping[str, Any], root: Path) -> st
     if resumed is None:
         return None
     given = manifest["run_dir"]
+    folder = Path(given)
     try:
-        folder = Path(given)
         own = _same(resumed.parent, root / folder.name)
         own = own or (is_run(folder) and (folder / CHECKPOINTED).read_text() == str(resumed.parent))
     except (OSError, ValueError):  # a name that no file can have

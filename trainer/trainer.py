@@ -382,6 +382,6 @@ class Trainer:
             thing = wrap(self, thing)
         return thing
 
-    def emit(self, event: str, *args: Any) -> None:
-        for call in self._hooks[event]:
+    def emit(self, hook: str, *args: Any) -> None:
+        for call in self._hooks[hook]:
             call(self, *args)
