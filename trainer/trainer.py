@@ -110,10 +110,10 @@ class Trainer:
         claim = training_state.claim(self, refused)  # of a run that another process writes the log stays as it is
         start_log(self.run_dir, self.rank)
         self.heartbeat = Heartbeat.of(self)
-        self.saver = training_state.make_saver(self, claim)
-        self.settings: dict[str, Any] = {}  # of the config, for the manifest
         limit = allowed(self.plan.data.max_bad, self.plan.epoch_samples or 0)
         self.quarantine = BadSamples(self.run_dir / "quarantine.jsonl", limit, self.ranks.gather, self.rank)
+        self.saver = training_state.make_saver(self, claim)
+        self.settings: dict[str, Any] = {}  # of the config, for the manifest
         self.step, self.samples, self.seconds = 0, 0, 0.0  # done so far; all that data loading needs is `samples`
         self.lag, self.validated_step = 0, -1  # lag: steps by which the weights are behind, while a callback defers
         self.bad, self.requests, self.weight = 0, [0, 0, 0], 0  # of this step, summed over ranks
@@ -343,16 +343,6 @@ class Trainer:
         self.emit("on_validation_end", self.validation)
         return training_state.note_best(self)
 
-    @property
-    def best(self) -> dict[str, Any]:
-        """The best validation: its metric, value and step."""
-        return training_state.best(self)
-
-    @property
-    def checkpoint(self) -> Path | None:
-        """The newest checkpoint of this run, or the one that it goes on from."""
-        return self.saver.newest or self.plan.resumed
-
     def _refuse_unknown_metrics(self) -> None:
         """Refuse, before the first step, to watch what validation will not give."""
         watched = {f"callbacks.{name}.metric": c.metric for name, c in self.callbacks.items() if c.metric}
@@ -365,6 +355,16 @@ class Trainer:
             )
         if watched:
             self.evaluator.refuse_unknown(watched, self.eval_model)
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """The best validation: its metric, value and step."""
+        return training_state.best(self)
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest checkpoint of this run, or the one that it goes on from."""
+        return self.saver.newest or self.plan.resumed
 
     def stop(self, reason: str) -> None:
         """End after this step. Call it on all ranks or on none: it is not a collective."""
