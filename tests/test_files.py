@@ -158,3 +158,15 @@ def test_what_can_not_be_written_leaves_what_was_there(tmp_path):
     assert file.read_bytes() == b"1" * 100 and os.listdir(tmp_path) == ["a.json"]
     write_whole(file, b"2" * 5000)
     assert file.read_bytes() == b"2" * 5000
+
+
+def test_an_exported_file_gets_the_permissions_of_a_new_one(tmp_path):
+    """Libraries that write to a temporary file first leave it to its owner alone."""
+    (tmp_path / "folder").mkdir()
+    (file := tmp_path / "folder" / "model.safetensors").touch(0o600)
+    before = os.umask(0o027)
+    try:
+        files.apply_umask(tmp_path)
+    finally:
+        os.umask(before)
+    assert file.stat().st_mode & 0o777 == 0o640

@@ -126,7 +126,7 @@ def sweep_temporary(folder: Path, older_s: float = ABANDONED_S) -> None:
                 path.unlink()
 
 
-def readable(folder: Path) -> None:
+def apply_umask(folder: Path) -> None:
     """Gives files in a folder the permissions that new ones get: some libraries write theirs for the owner alone."""
     os.umask(mask := os.umask(0))
     for path in folder.rglob("*"):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.files import write_json
+from trainer.files import apply_umask, write_json
 from trainer.log import log
 from trainer.process.environment import detect
 from trainer.recipe_checks import call_summary
@@ -49,6 +49,7 @@ def report(trainer: "Trainer") -> None:
             export.mkdir(exist_ok=True)
             log.info("exporting to %s", export)  # which may take minutes
             trainer.recipe.export(trainer.eval_model.eval(), export)
+            apply_umask(export)
             log.info("export      %s", export)
     elif trainer.checkpoint is not None:
         log.info("go on with  %s", go_on(trainer.argv, trainer.checkpoint.parent))

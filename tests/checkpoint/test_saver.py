@@ -208,12 +208,13 @@ def test_a_stop_whose_checkpoint_fails_relies_on_the_one_before(monkeypatch, cap
 def test_nor_does_one_whose_failures_become_too_many_in_that_step(monkeypatch, capsys):
     def at(step: int) -> None:
         if step == 5:
+            held.let_go()  # no sooner: the step before would end the run
             trainer.saver.writing.result()
             os.kill(os.getpid(), signal.SIGTERM)
             while not trainer.signals.name:
                 time.sleep(0.01)
 
-    Held(monkeypatch, errors=dict.fromkeys((4, 5), OSError(28, "No space left on device")))
+    held = Held(monkeypatch, step=4, errors=dict.fromkeys((4, 5), OSError(28, "No space left on device")))
     trainer = make(AtStep(at), 1000, max_failures=1)
     trainer.fit()
     assert (trainer.stop_reason, trainer.step, steps()) == ("signal", 5, [2])

@@ -19,6 +19,7 @@ from trainer.config.redact import redacted_keys
 from trainer.config.targets import OWN, locate
 from trainer.data.source import Samples, open_source
 from trainer.errors import ConfigError, printable
+from trainer.files import apply_umask
 from trainer.plan import refuse_other_manifests, short
 from trainer.process.exit import run_guarded
 from trainer.run_dir import make_writable
@@ -67,6 +68,7 @@ def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
     put_weights(model, next(averages, None) or state["model"], key)
     make_writable("FOLDER", folder)
     recipe.export(model.eval(), folder)
+    apply_umask(folder)
     print(f"{path} -> {folder}")
 
 
