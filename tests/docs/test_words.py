@@ -17,6 +17,7 @@ def blocks(markdown: str) -> Iterator[str]:
     """Yields paragraphs and items of lists, without code, tables, headings and addresses of links."""
     text = re.sub(r"^ *```.*?^ *```", "", markdown, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"^ *(\||#|\[[^]]+\]: |@).*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^.*\S {3,}\S.*$", "", text, flags=re.MULTILINE)  # tables of docstrings
     text = re.sub(r"`[^`]+`", "CODE", text)
     text = re.sub(r"\]\([^)]*\)", "]", text)
     yield from re.split(r"\n\s*\n|\n *(?:[-*]|\d+\.) ", "\n" + text)
