@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from trainer import errors
+
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("trainer/**/*.md")]
 RULES = [ROOT / "docs" / f"{name}.md" for name in ("step", "communication", "data", "checkpoints", "launch")]
@@ -30,3 +32,9 @@ def test_each_rule_comes_with_its_reason_and_its_test() -> None:
     assert len(rules) > 50
     order = re.compile(r"\*\*.*\bReason\b.*\bTest:\s.*\.", flags=re.DOTALL)
     assert not [f"{name}: {block}" for name, block in rules if not order.fullmatch(block)]
+
+
+def test_the_table_of_exit_codes_is_that_of_the_source() -> None:
+    named = {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)}
+    rows = re.findall(r"^\| (\d+) \|", (ROOT / "docs" / "launch.md").read_text(), flags=re.MULTILINE)
+    assert {int(code) for code in rows} == named | {0, 1, 130}
