@@ -65,7 +65,7 @@ class Maps:
             sample = apply(sample)
             if sample is None:
                 raise Dropped(
-                    f"data.map.{number}: gave None for sample {key!r}; a map returns a sample, and none can be dropped "
+                    f"data.map.{number}: gave None for sample {key!r}; a map returns a sample; none can be dropped "
                     "from an order that is planned: leave it out of the shards, or raise trainer.errors.DataError, "
                     "which data.max_bad counts"
                 )

@@ -1,0 +1,25 @@
+"""Each callback comes with a card and a config."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def is_callback(node: ast.AST) -> bool:
+    return isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Callback" for base in node.bases)
+
+
+def card(path: Path) -> tuple[str, Path]:
+    """Returns the name of the callback in the module `path`, and the place of its card."""
+    if path.stem == "callback":  # of a package
+        return path.parent.name, path.with_name("README.md")
+    return path.stem, path.with_suffix(".md")
+
+
+def test_every_callback_has_a_card_and_a_config() -> None:
+    files = [path for folder in ("callbacks", "monitors") for path in (ROOT / "trainer" / folder).rglob("*.py")]
+    cards = dict(card(path) for path in files if any(map(is_callback, ast.parse(path.read_text()).body)))
+    assert cards
+    assert {path.stem for path in (ROOT / "conf" / "callbacks").glob("*.yaml")} == cards.keys()
+    assert not [name for name, path in cards.items() if not path.exists()]

@@ -1,0 +1,86 @@
+"""Sentences of docs, docstrings and messages are short and open with their subject. ruff's D401 holds the verbs."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("trainer/**/*.md")]
+SOURCES = [*ROOT.glob("trainer/**/*.py"), *ROOT.glob("recipes/**/*.py")]
+MADE = ROOT / "docs" / "composition.md"  # by tests/composition.py from messages, which are read in their source
+MOST_WORDS = 25
+OPENERS = ("What", "Where", "Of", "That")
+
+
+def blocks(markdown: str) -> Iterator[str]:
+    """Yields paragraphs and items of lists, without code, tables, headings and addresses of links."""
+    text = re.sub(r"^ *```.*?^ *```", "", markdown, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^ *(\||#|\[[^]]+\]: |@).*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^.*\S {3,}\S.*$", "", text, flags=re.MULTILINE)  # tables of docstrings
+    text = re.sub(r"`[^`]+`", "CODE", text)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    yield from re.split(r"\n\s*\n|\n *(?:[-*]|\d+\.) ", "\n" + text)
+
+
+def sentences(block: str) -> list[str]:
+    text = re.sub(r"\b(et al|vs|Inc)\.", r"\1", " ".join(block.split()))
+    return re.split(r"(?<=[.?!])[)*\"]* (?=[\W\dA-Z])", text)
+
+
+def faults(text: str) -> Iterator[str]:
+    for block in blocks(text):
+        for sentence in sentences(block):
+            words = [word for word in sentence.split() if re.search(r"\w", word)]
+            if len(words) > MOST_WORDS:
+                yield f"{len(words)} words: {sentence}"
+            if words and words[0].strip('*_("') in OPENERS:
+                yield f"opens with {words[0]}: {sentence}"
+
+
+def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yields the docstrings, with each entry of Args and Raises as a paragraph."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+            yield node.body[0].lineno, re.sub(r"\n *(?=[\w*, ]+:\s)", "\n\n", text)
+
+
+def messages(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yields the texts of exceptions and of the log; a semicolon ends a sentence there."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            call = node.exc
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("log."):
+            call = node
+        else:
+            continue
+        for text in call.args[:1]:
+            parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+            said = "".join(str(part.value) if isinstance(part, ast.Constant) else "VALUE" for part in parts)
+            yield node.lineno, said.replace(";", ".\n\n")
+
+
+def test_sentences_of_pages() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {fault}" for path in PAGES if path != MADE for fault in faults(path.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_sentences_of_sources() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {fault}"
+        for path in SOURCES
+        for tree in [ast.parse(path.read_text())]
+        for line, text in [*docstrings(tree), *messages(tree)]
+        for fault in faults(text)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_a_long_sentence_is_found() -> None:
+    long = "word " * 26 + "end."
+    assert len(list(faults(f"Short one. {long}"))) == 1
+    assert len(list(faults(f"- Short one.\n- {long}\n"))) == 1
+    assert len(list(faults("It is so. Where it is not, tell."))) == 1
+    assert not list(faults(f"`{long}`\n\n```\n{long}\n```\n| {long} |\n"))

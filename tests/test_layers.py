@@ -1,0 +1,56 @@
+"""Imports, type-only and local ones too: none goes up in the table of docs/design.md, none in a circle."""
+
+import ast
+import re
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PATHS = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for folder in ("trainer", "recipes")
+    for path in (ROOT / folder).rglob("*.py")
+    if path != ROOT / "trainer" / "__init__.py"  # has the version, and imports nothing
+}
+
+
+def imported(path: Path) -> set[str]:
+    """Returns the modules of ours that `path` imports anywhere."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            both = [(node.module, f"{node.module}.{alias.name}") for alias in node.names]
+            names |= {submodule if submodule in PATHS else str(module) for module, submodule in both}
+    return names & PATHS.keys()
+
+
+IMPORTS = {name: imported(path) for name, path in PATHS.items()}
+ARROWS = [(name, other) for name, others in IMPORTS.items() for other in others]
+ROWS = re.findall(r"^\| (\d+) \| ([^|]+) \|", (ROOT / "docs" / "design.md").read_text(), flags=re.MULTILINE)
+LAYERS = [(name, int(number)) for number, names in ROWS for name in re.findall(r"`(\w+)`", names)]
+
+
+def top(module: str) -> str:
+    """Returns the name that the table has for a module: its package, or its own."""
+    return module.removeprefix("trainer.").split(".")[0]
+
+
+def test_the_table_names_each_module_once() -> None:
+    assert sorted(name for name, _ in LAYERS) == sorted({top(module) for module in PATHS})
+
+
+def test_no_import_goes_up() -> None:
+    layer = dict(LAYERS)
+    assert not [f"{one} imports {other}" for one, other in ARROWS if layer[top(other)] > layer[top(one)]]
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    TopologicalSorter(IMPORTS).prepare()  # a CycleError names the circle
+
+
+def test_no_callback_imports_another() -> None:
+    callbacks = [(one.split("."), other.split(".")) for one, other in ARROWS]
+    pairs = [(one[2], other[2]) for one, other in callbacks if one[1:2] == other[1:2] == ["callbacks"]]
+    assert not [f"{one} imports {other}" for one, other in pairs if one != other]
