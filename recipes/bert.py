@@ -1,10 +1,13 @@
 """Masked language modelling with BERT, on packed text.
 
-From BERT (Devlin et al. 2018, arXiv:1810.04805): the sizes base and large, 15 % of the tokens to predict, of these 80 %
-as `[MASK]`, 10 % as a random token, 10 % unchanged; and the same number of them in every sequence, which is its
-`max_predictions_per_seq`. From RoBERTa (Liu et al. 2019, arXiv:1907.11692): no next-sentence loss, sequences across
-documents, masks drawn anew each time, and table 9 for base and large: peak learning rate, warm-up, linear decay, batch
-8192, Adam's betas (0.9, 0.98) and epsilon 1e-6, weight decay 0.01, dropout 0.1, no gradient clipping.
+From BERT (Devlin et al. 2018, arXiv:1810.04805): the sizes base and large, and 15 % of the tokens to predict. 80 % of
+these become `[MASK]`, 10 % a random token, 10 % stay. Every sequence has equally many, BERT's
+`max_predictions_per_seq`.
+
+From RoBERTa (Liu et al. 2019, arXiv:1907.11692): no next-sentence loss, sequences across documents, and masks drawn
+anew each time. Its table 9 gives the values for base and large: peak learning rate, warm-up, linear decay, batch 8192,
+no gradient clipping. It also gives Adam's betas (0.9, 0.98) and epsilon 1e-6, weight decay 0.01 and dropout 0.1.
+
 Ours: the vocabulary (recipes/corpus.py), and all of bert_tiny.
 """
 
@@ -109,7 +112,7 @@ class Bert:
         return self.corpus.shards(split)
 
     def transform(self, sample: Mapping[str, Any], rng: Generator) -> dict[str, np.ndarray]:
-        """A sequence (T,) of token ids, `positions` (K,) in it, and `labels` (K,), the tokens that were there."""
+        """Mask a sequence (T,) of token ids at `positions` (K,); `labels` (K,) are the tokens that were there."""
         input_ids = sample["npy"].astype(np.int64)
         candidates = np.flatnonzero((input_ids != CLS) & (input_ids != SEP))
         positions = np.sort(rng.choice(candidates, self.masked, replace=False))
@@ -134,7 +137,7 @@ class Bert:
         }
 
     def summary(self) -> dict[str, float]:
-        """What a model that knows the frequencies of tokens and nothing else would reach as its loss."""
+        """Report the loss of a model that knows the tokens' frequencies and nothing else."""
         return {"unigram_entropy_nats": self.corpus.meta["unigram_entropy_nats"]}
 
     def export(self, model: nn.Module, folder: Path) -> None:

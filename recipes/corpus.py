@@ -5,9 +5,9 @@
 
 - The split is by document, by a hash of its name: a document stays in its split when others come and go.
 - The vocabulary is BERT's WordPiece, from the training split. Case and accents stay: they tell names in code apart.
-- A sequence is RoBERTa's FULL-SENTENCES (Liu et al. 2019, arXiv:1907.11692): `[CLS]`, the next T - 2 tokens of the
-  stream of documents, each ended by `[SEP]`, and `[SEP]`. The last sequence is filled up from the start of its split,
-  so there is no padding and no text is lost.
+- A sequence is RoBERTa's FULL-SENTENCES (Liu et al. 2019, arXiv:1907.11692). It has `[CLS]`, the next T - 2 tokens of
+  the documents, each ended by `[SEP]`, and `[SEP]`. The last sequence is filled up from the start of its split, so
+  there is no padding and no text is lost.
 """
 
 import fcntl
@@ -64,7 +64,7 @@ class Corpus:
 
 
 def prepare(text: str | list[str] | None, cache: str | None, settings: Settings) -> Corpus:
-    """The shards of `text` under `cache` (null: the user's cache folder), built if they are not there.
+    """Return the shards of `text` under `cache` (null: the user's cache folder), and build them if they are missing.
 
     Raises:
         ConfigError: for text that can't be used, and for a cache that can't be written.
@@ -213,10 +213,10 @@ def _tokenizer(tokens: list[str]) -> "Tokenizer":
 
 
 def _learn_vocabulary(documents: Iterable[Document], alphabet: list[str], size: int) -> list[str]:
-    """At most `size` tokens, in the order of their ids.
+    """Learn at most `size` tokens, and return them in the order of their ids.
 
-    The trainer numbers the `##` characters, and so breaks ties between merges, in the order of a hash table that is
-    seeded anew in each process. As special tokens they are numbered first, in our order.
+    The trainer breaks ties between merges by the numbers of the `##` characters. It numbers them in the order of a hash
+    table that is seeded anew in each process. As special tokens they are numbered first, in our order.
     """
     from tokenizers.trainers import WordPieceTrainer
 
@@ -241,7 +241,7 @@ def _learn_vocabulary(documents: Iterable[Document], alphabet: list[str], size: 
 
 
 def _write(split: str, survey: _Survey, tokens: list[str], folder: Path, settings: Settings) -> np.ndarray:
-    """Writes the shards of `split`; returns how often each token is in its text."""
+    """Write the shards of `split`; return how often each token is in its text."""
     from trainer.data.shards.writer import write_shards
 
     counts = np.zeros(len(tokens), np.int64)

@@ -134,7 +134,7 @@ class Source:
 
 
 def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Lists of about a MiB of text."""
+    """Yield lists of about a MiB of text."""
     batch, size = [], 0
     for document in documents:
         batch.append(document)
@@ -147,7 +147,7 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def show(documents: Iterable[Document], task: str, characters: int) -> Iterator[Document]:
-    """Passes the documents on, under a bar on a terminal, else with a log line now and then."""
+    """Pass the documents on, under a bar on a terminal, else with a log line now and then."""
     from rich.console import Console
     from rich.progress import Progress
 

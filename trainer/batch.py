@@ -6,14 +6,14 @@ from trainer.errors import ConfigError
 def split_batch(
     batch: int, world: int, micro_batch: int | None, accumulate: int | None, uneven: bool = False
 ) -> tuple[int, int]:
-    """(samples of the largest micro-batch, micro-batches per step) of a global `batch` over `world` ranks.
+    """Split a global `batch` over `world` ranks: samples of the largest micro-batch, micro-batches per step.
 
     Args:
-        uneven: Where ranks come and go: their parts may differ by a sample, `micro_batch` is the most that a
-            micro-batch has, and `accumulate` follows from it.
+        uneven: For ranks that come and go. Their parts may differ by a sample; `micro_batch` is an upper limit, and
+            `accumulate` follows from it.
 
     Raises:
-        ConfigError: where it does not divide, with the nearest batches that do.
+        ConfigError: for a batch that does not divide, with the nearest that do.
     """
     for key, value in (("batch", batch), ("micro_batch", micro_batch), ("accumulate", accumulate)):
         if value is not None and value < 1:
@@ -48,7 +48,7 @@ def _split_unevenly(batch: int, world: int, micro_batch: int | None, accumulate:
 
 
 def _other_sizes(batch: int, world: int, known: dict[str, int | None]) -> str:
-    """The nearest values of the other two keys for which this very batch divides."""
+    """Return the nearest values of the other two keys for which this batch divides."""
     if batch % world:
         return ""
     divisors = [d for d in range(1, batch // world + 1) if batch // world % d == 0]

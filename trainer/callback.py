@@ -21,7 +21,7 @@ from trainer.precision import Precision
 
 
 class PlanProtocol(Protocol):
-    """What a callback may read of the plan."""
+    """The part of the plan that a callback may read."""
 
     max_steps: int | None
     validate_every: Any  # a `Duration`; None: at the end only
@@ -185,7 +185,7 @@ class Callback:
         """Gradients are reduced and unscaled, not yet clipped."""
 
     def on_step_undone(self, trainer: TrainerProtocol) -> None:
-        """A guard has taken this step's gradients away: drop what was kept of the step."""
+        """Drop the state that was kept of this step: a guard has taken its gradients away."""
 
     def on_step_end(self, trainer: TrainerProtocol) -> None:
         """`trainer.step` counts the step; `trainer.metrics` has numbers if it is one to log."""

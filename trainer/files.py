@@ -20,8 +20,11 @@ ABANDONED_S = 3600.0  # after which nobody writes to a temporary file any more
 
 
 class Appended:
-    """A file that grows. What the disk does not take is kept, and written when there is room again; of more than `MOST`
-    bytes the newest is lost. The log tells of both, once. Nothing is opened or cut before the first write."""
+    """A file that grows. Lines that the disk does not take are kept, and written when there is room again.
+
+    Beyond `MOST` bytes the newest are lost. The log reports both, once. Nothing is opened or cut before the first
+    write.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.kept = path, b""
@@ -30,7 +33,7 @@ class Appended:
         self.trouble = 0  # told of: 1, it can't be written; 2, something was lost
 
     def write(self, content: bytes) -> int:
-        """Appends, now or when there is room."""
+        """Append, now or when there is room."""
         self._take_back()
         if self.kept:
             self.flush()  # there may be room again
@@ -42,7 +45,7 @@ class Appended:
         return len(content)
 
     def flush(self, durably: bool = False) -> None:
-        """Writes what is kept."""
+        """Write what is kept."""
         self._take_back()
         try:
             if self.file is None:
@@ -60,7 +63,7 @@ class Appended:
             log.info("%s: written again", self.path)
 
     def close(self) -> None:
-        """Writes what is kept, and lets go of the file."""
+        """Write what is kept, and lets go of the file."""
         if self.kept:
             self.flush()
         if self.file is not None:
@@ -105,7 +108,7 @@ class Appended:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replaces a file. Its bytes are on the disk when this returns; of two writers at once, those of either. An error
+    """Replace a file. Its bytes are on the disk when this returns; of two writers at once, those of either. An error
     leaves what was there."""
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
@@ -119,7 +122,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def sweep_temporary(folder: Path, older_s: float = ABANDONED_S) -> None:
-    """Deletes what killed processes have left of `write_whole` in a folder."""
+    """Delete what killed processes have left of `write_whole` in a folder."""
     for path in folder.glob(".*.tmp"):
         with suppress(OSError):
             if TEMPORARY.fullmatch(path.name) and time.time() - path.lstat().st_mtime >= older_s:
@@ -127,7 +130,7 @@ def sweep_temporary(folder: Path, older_s: float = ABANDONED_S) -> None:
 
 
 def apply_umask(folder: Path) -> None:
-    """Gives files in a folder the permissions that new ones get: some libraries write theirs for the owner alone."""
+    """Give files in a folder the permissions that new ones get: some libraries write theirs for the owner alone."""
     os.umask(mask := os.umask(0))
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
@@ -135,12 +138,12 @@ def apply_umask(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces a file by JSON; a number that JSON has no form for becomes null."""
+    """Replace a file by JSON; a number that JSON has no form for becomes null."""
     write_whole(path, f"{json.dumps(finite(value), indent=1, allow_nan=False)}\n".encode())
 
 
 def finite(value: Any) -> Any:
-    """Replaces numbers that JSON has no form for by None."""
+    """Replace numbers that JSON has no form for by None."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

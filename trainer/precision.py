@@ -14,8 +14,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Precision:
     """The number formats of a run: `fp32`, `tf32`, or `bf16` and `fp16` autocast.
 
-    `auto` is bf16 on a GPU that computes in it, fp16 on other GPUs, and fp32 on a CPU. tf32 needs Ampere or later:
-    float32 matrix products have a 10-bit mantissa. fp16 has dynamic loss scaling (Micikevicius et al. 2018,
+    `auto` is bf16 on a GPU that computes in it, fp16 on other GPUs, and fp32 on a CPU. With `tf32`, on Ampere or later,
+    float32 matrix products have a 10-bit mantissa. With `fp16`, loss scaling is dynamic (Micikevicius et al. 2018,
     arXiv:1710.03740). With other formats the scaler is disabled, and every call to it is a no-op.
 
     Args:

@@ -1,4 +1,4 @@
-"""What a user writes: a model, its data, its loss. No base class, no registry, nothing of Echelon imported."""
+"""The recipe, a user's part: a model, its data, its loss. No base class, no registry, no import of Echelon."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,24 +19,25 @@ class Recipe(Protocol):
         ...
 
     def data(self, split: str) -> Data:
-        """The data of `split` ("train" or "val"), the same on every rank. One of three kinds:
+        """Return the data of `split` ("train" or "val"), the same on every rank. There are four kinds:
 
-        - tar shards in WebDataset format, plain or compressed: a path, a glob pattern, a URL (http, https, s3, gs),
-          `pipe:PROGRAM ARGUMENTS` with data.allow_pipe=true, or a list of these. A sample is a dict of members. A
-          mixture of several data sets is a dict of such patterns and their weights; an epoch has as many samples as
-          there are in all, and validation walks each sample once, whatever its weight.
-        - a map-style torch `Dataset`. A checkpoint refuses other data by the class's name and the length; an attribute
+        - tar shards in WebDataset format, plain or compressed: a path, a glob pattern, a URL (http, https, s3, gs), or
+          a list of these. `pipe:PROGRAM ARGUMENTS` needs data.allow_pipe=true. A sample is a dict of members.
+        - a dict of such shards and their weights: a mixture. An epoch has as many samples as there are in all.
+          Validation walks each sample once, whatever its weight.
+        - a map-style torch `Dataset`. A checkpoint refuses other data by the class's name and the length. An attribute
           `fingerprint: str` of the dataset takes the place of the name, and should change with the content.
-        - any iterable of batches, of this rank, walked again when it ends: a generator for "train" must never end, and
-          for "val" is refused. A batch for "train" is a micro-batch: its first tensor is as long, but where
-          the recipe has a `weight`. Resuming replays it
-          from its start. It may draw from torch, which is seeded from (seed, rank, batch number) before each batch, and
-          from `random` and NumPy, if nothing else in the process does. Nobody tells it its rank: ask
-          `torch.distributed.get_rank()` where `torch.distributed.is_initialized()`, here or while it is walked; else
-          there is one rank, or none yet.
+        - any iterable of batches, of this rank, walked again when it ends. A generator for "train" must never end; one
+          for "val" is refused. A batch for "train" is a micro-batch, with as many samples in its first tensor, unless
+          the recipe has a `weight`. A resume replays the iterable from its start.
 
-        It is called once before any rank starts, so this is the place to prepare files (under a lock). The same three
-        are seeded before each call, alike for both splits, so that `random_split` cuts at the same places both times.
+        An iterable may draw from torch, which is seeded from (seed, rank, batch number) before each batch. It may draw
+        from `random` and NumPy if nothing else in the process does. It finds its rank by `torch.distributed.get_rank()`
+        if `torch.distributed.is_initialized()`, here or while it is walked. Else there is one rank, or none yet.
+
+        The method is called once before any rank starts, so it is the place to prepare files (under a lock). Before
+        each call, torch, `random` and NumPy are seeded, alike for both splits: `random_split` cuts at the same places
+        both times.
         """
         ...
 
@@ -51,7 +52,7 @@ class Recipe(Protocol):
 
 
 class Optional(Protocol):
-    """What a recipe may have beside; never inherited, here for reading and for types."""
+    """Optional parts of a recipe; never inherited, here for reading and for types."""
 
     tokens_per_sample: int  # for perf/tokens_per_s
     flops_per_sample: float  # forward and backward, for perf/mfu

@@ -28,7 +28,7 @@ WRITTEN = ("logs", "tensorboard", "export")  # the folders in a run's
 
 
 def make_run_dir(plan: "Plan", name: str) -> Path:
-    """Makes the folder of the run: as given, or of the run that goes on, or a new one `runs/<name>-<time>`.
+    """Make the folder of the run: as given, or of the run that goes on, or a new one `runs/<name>-<time>`.
 
     Raises:
         ConfigError: it, or the folder of its checkpoints, can't be written, holds another run, or is no run's.
@@ -128,7 +128,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def make_new(stem: Path, root: Path) -> Path:
-    """Makes a folder of this name, or with a number behind it."""
+    """Make a folder of this name, or with a number behind it."""
     make_writable("trainer.run_dir", stem.parent)
     for n in itertools.count(1):
         folder = stem.with_name(f"{stem.name}-{n}") if n > 1 else stem
@@ -141,7 +141,7 @@ def make_new(stem: Path, root: Path) -> Path:
 
 
 def make_writable(key: str, folder: Path) -> None:
-    """Makes the folder that `key` names.
+    """Make the folder that `key` names.
 
     Raises:
         ConfigError: it can't be written.
@@ -155,7 +155,7 @@ def make_writable(key: str, folder: Path) -> None:
 
 
 def start_log(run_dir: Path, rank: int) -> None:
-    """Sends events to logs/rank<rank>.log, rank 0's also to the terminal; other ranks send all output there."""
+    """Send events to logs/rank<rank>.log, rank 0's also to the terminal; other ranks send all output there."""
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     path = run_dir / "logs" / f"rank{rank}.log"
     if rank:
@@ -189,7 +189,7 @@ class LogFile(logging.Handler):
 
 
 def versions() -> dict[str, str]:
-    """Lists the versions that numbers may depend on."""
+    """List the versions that numbers may depend on."""
     import numpy
     import torch
 

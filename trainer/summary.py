@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,13 +18,36 @@ from trainer.process.environment import detect
 from trainer.recipe_checks import call_summary
 from trainer.run_dir import versions
 
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
-
 ENDS = {"max_steps": ("finished", ""), "signal": ("stopped", ": a signal asked for it")}
 
 
-def report(trainer: "Trainer") -> None:
+class FinishedTrainer(Protocol):
+    """The attributes of a trainer that the end of a run reads."""
+
+    argv: Sequence[str] | None
+    device: torch.device
+    eval_model: Any
+    last_metrics: dict[str, float]
+    options: Any
+    precision: Any
+    rank: int
+    recipe: Any
+    run_dir: Path
+    samples: int
+    seconds: float
+    step: int
+    stop_reason: str
+    validation: dict[str, float]
+    world: int
+
+    @property
+    def best(self) -> dict[str, Any]: ...
+
+    @property
+    def checkpoint(self) -> Path | None: ...
+
+
+def report(trainer: FinishedTrainer) -> None:
     """Rank 0 only."""
     if trainer.rank:
         return
@@ -58,9 +81,9 @@ def report(trainer: "Trainer") -> None:
 
 
 def go_on(argv: Sequence[str] | None, saved: Path) -> str:
-    """What continues a run from its folder of checkpoints: `last.pt` may be another run's by then.
+    """Return the command that continues a run from its folder of checkpoints: `last.pt` may be another run's by then.
 
-    Where someone else has started the ranks, that command is theirs; without `argv` the setting is all that we know.
+    If someone else has started the ranks, that command is theirs. Without a command line only the setting is known.
     """
     resume = f"trainer.resume={saved}"
     if argv is None:
@@ -71,7 +94,7 @@ def go_on(argv: Sequence[str] | None, saved: Path) -> str:
     return shlex.join([this_python(), *words]) if ours else f"the same {launcher} ... {shlex.join(words)}"
 
 
-def export_from(trainer: "Trainer", checkpoint: Path, folder: Path) -> str:
+def export_from(trainer: FinishedTrainer, checkpoint: Path, folder: Path) -> str:
     """Write the command that exports a checkpoint, with all that it does not take from the run's config."""
     allow = trainer.options.allow_targets
     trusted = [f"trainer.allow_targets=[{','.join(allow)}]"] if allow else []
@@ -81,7 +104,7 @@ def export_from(trainer: "Trainer", checkpoint: Path, folder: Path) -> str:
 
 
 def this_python() -> str:
-    """This interpreter, as short as works here. Links of its name lead out of an environment, so none is followed."""
+    """Name this interpreter as briefly as works here. Links lead out of an environment, so none is followed."""
     own = Path(os.path.realpath(os.path.dirname(sys.executable)), os.path.basename(sys.executable))
     if own.is_relative_to(here := Path.cwd()):
         return os.path.join(".", own.name) if own.parent == here else str(own.relative_to(here))
@@ -91,7 +114,7 @@ def this_python() -> str:
 
 
 def earlier(file: Path, step: int) -> dict[str, float]:
-    """The numbers of a run that a resume found at its end, so made no step: as that run's summary has them."""
+    """Return the numbers in the summary of a finished run, whose resume makes no step."""
     summary = json.loads(file.read_text()) if file.exists() else {}
     if summary.get("steps") != step:
         return {}
@@ -101,7 +124,7 @@ def earlier(file: Path, step: int) -> dict[str, float]:
 
 
 def grouped(numbers: Mapping[str, float]) -> dict[str, str]:
-    """What stands before the slash of a name -> its names and values in one line."""
+    """Group metrics by the part before the slash: each group's names and values in one line."""
     lines: dict[str, list[str]] = {}
     for name, value in numbers.items():
         group, _, rest = name.rpartition("/")
@@ -113,7 +136,7 @@ def readable(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
-def circumstances(trainer: "Trainer") -> dict[str, Any]:
+def circumstances(trainer: FinishedTrainer) -> dict[str, Any]:
     return {
         "best": trainer.best,
         "steps": trainer.step,

@@ -1,4 +1,4 @@
-"""The training loop. What every run needs is here; what some runs need is a callback."""
+"""The training loop: all that every run needs. A callback has all that only some runs need."""
 
 import math
 import os
@@ -342,7 +342,7 @@ class Trainer:
             self.stop("max_steps")
 
     def _measure(self) -> dict[str, float]:
-        """The numbers of this step. Waits for the device, and is a collective."""
+        """Measure the numbers of this step. Waits for the device; a collective."""
         self.seconds = time.monotonic() - self.started
         ours = sum(loss.item() * weight for loss, weight in zip(self.losses, self.data.weights, strict=True))
         loss = sum(self.ranks.gather(ours)) / self.weight if self.weight else math.nan

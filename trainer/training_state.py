@@ -35,7 +35,7 @@ SECTIONS |= {"quarantine": dict}
 
 
 class SavedTrainer(TrainerProtocol, Protocol):
-    """What is read of a trainer to save it, and set to put it back."""
+    """The attributes of a trainer that are saved and restored."""
 
     saver: Saver
     heartbeat: Heartbeat
@@ -66,7 +66,7 @@ def saved_in(trainer: SavedTrainer) -> Path:
 
 
 def claim(trainer: SavedTrainer, refused: ExitStack) -> Claim | None:
-    """Takes the right to write the run, on rank 0; `refused` gives it back.
+    """Take the right to write the run, on rank 0; `refused` gives it back.
 
     Raises:
         ConfigError: another process writes it.
@@ -79,7 +79,7 @@ def claim(trainer: SavedTrainer, refused: ExitStack) -> Claim | None:
 
 
 def make_saver(trainer: SavedTrainer, claim: Claim | None) -> Saver:
-    """Makes what writes the trainer's checkpoints. A collective."""
+    """Make what writes the trainer's checkpoints. A collective."""
     shared = any(overrides(callback, "rank_state_dict") for callback in trainer.plan.callbacks.values())
     options = trainer.options.checkpoint
     return Saver(saved_in(trainer), options, trainer.ranks, trainer.heartbeat, claim, shared)
@@ -105,7 +105,7 @@ def save(trainer: SavedTrainer, last: bool = False) -> None:
 
 
 def check(trainer: SavedTrainer) -> None:
-    """Takes what has become of a checkpoint, at a step's end. A collective.
+    """Take what has become of a checkpoint, at a step's end. A collective.
 
     Raises:
         ConfigError: too many in a row have failed.
@@ -116,13 +116,13 @@ def check(trainer: SavedTrainer) -> None:
 
 
 def state(trainer: SavedTrainer) -> State:
-    """Gives what this rank has for a checkpoint."""
+    """Give what this rank has for a checkpoint."""
     own = {name: state for name, callback in trainer.callbacks.items() if (state := callback.rank_state_dict())}
     return State({}, own, {}) if trainer.rank else State(state_dict(trainer), own, manifest(trainer, sorted(own)))
 
 
 def state_dict(trainer: SavedTrainer) -> dict[str, Any]:
-    """Gives what all ranks have alike, live."""
+    """Give what all ranks have alike, live."""
     return {
         **tensors(trainer),
         "callbacks": {name: callback.state_dict() for name, callback in trainer.callbacks.items()},
@@ -138,13 +138,13 @@ def state_dict(trainer: SavedTrainer) -> dict[str, Any]:
 
 
 def tensors(trainer: SavedTrainer) -> dict[str, Any]:
-    """Gives the large part of `state_dict`, live."""
+    """Give the large part of `state_dict`, live."""
     optimizer = optimizer_state(trainer.optimizer, trainer.module)
     return {"model": trainer.global_model.state_dict(), "optimizer": optimizer}
 
 
 def manifest(trainer: SavedTrainer, rank_states: list[str]) -> dict[str, Any]:
-    """Describes the run to a resume. `rank_states` are the callbacks of which each rank has a state of its own."""
+    """Describe the run to a resume. `rank_states` are the callbacks of which each rank has a state of its own."""
     measured = trainer.validation if trainer.validated_step == trainer.step else {}
     return {
         "run_dir": str(trainer.run_dir),
@@ -162,7 +162,7 @@ def manifest(trainer: SavedTrainer, rank_states: list[str]) -> dict[str, Any]:
 
 
 def settings(trainer: SavedTrainer) -> dict[str, Any]:
-    """Lists what a resume compares and takes: the trainer's own settings, and those of a command's config."""
+    """List the settings that a resume compares: the trainer's own, and those of a command's config."""
     plan = trainer.plan
     return {
         "micro_batch": plan.micro,
@@ -182,8 +182,10 @@ def model_identity(trainer: SavedTrainer) -> dict[str, str]:
 
 
 def refuse_other_model(trainer: SavedTrainer, path: Path) -> None:
-    """Raises:
-    ConfigError: the checkpoint is of another model or optimizer than the trainer's.
+    """Refuse a checkpoint of another model or optimizer than the trainer's.
+
+    Raises:
+        ConfigError: the checkpoint is of another model or optimizer than the trainer's.
     """
     saved, own = trainer.plan.manifest["identity"], model_identity(trainer)
     if saved["model"] != own["model"]:
@@ -195,7 +197,7 @@ def refuse_other_model(trainer: SavedTrainer, path: Path) -> None:
 
 
 def load(trainer: SavedTrainer, path: Path) -> None:
-    """Puts a checkpoint's state back. It was verified when it was chosen, and is of this model.
+    """Put a checkpoint's state back. It was verified when it was chosen, and is of this model.
 
     Raises:
         Damaged: its parts are not those of one run.
@@ -289,15 +291,17 @@ def is_saved(trainer: SavedTrainer) -> bool:
 
 
 def refuse_superseded(trainer: SavedTrainer) -> None:
-    """Raises:
-    Superseded: another process writes the run now.
+    """Refuse to go on if another process writes the run now.
+
+    Raises:
+        Superseded: another process writes the run now.
     """
     if trainer.rank == 0:
         fence.refuse_superseded(saved_in(trainer), trainer.saver.attempt)
 
 
 def leave_newer(trainer: SavedTrainer) -> None:
-    """Sets aside what was written after the step from which this run goes on. Call it when the run is sure to begin."""
+    """Set aside what was written after the step from which this run goes on. Call it when the run is sure to begin."""
     if trainer.rank:
         return
     refuse_superseded(trainer)
@@ -307,14 +311,14 @@ def leave_newer(trainer: SavedTrainer) -> None:
 
 
 def validate_again(trainer: SavedTrainer) -> None:
-    """Validates before the first step if a signal has left that out at the step of the checkpoint. A collective."""
+    """Validate before the first step if a signal has left that out at the checkpoint's step. A collective."""
     due = trainer.plan.resumed and trainer.plan.validates_at(trainer.step) and not trainer.stop_reason
     if due and trainer.validated_step != trainer.step and trainer.validate():
         save(trainer)
 
 
 def best(trainer: SavedTrainer) -> dict[str, Any]:
-    """Gives the best validation; if `keep_best` asks for its checkpoint, the best of those that could be written."""
+    """Give the best validation; if `keep_best` asks for its checkpoint, the best of those that could be written."""
     lost = trainer.saver.failed if trainer.options.checkpoint.keep_best else set[int]()
     return next((found for found in reversed(trainer.bests) if found.get("step") not in lost), {})
 

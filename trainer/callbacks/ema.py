@@ -11,10 +11,10 @@ from trainer.errors import ConfigError
 
 
 class EMA(Callback):
-    """After each step, average = decay * average + (1 - decay) * weights. Buffers are copied, not averaged.
+    """Averages the weights: after each step, average = decay * average + (1 - decay) * weights. Buffers are copied.
 
-    Memory: one copy of the model on its device. Where a callback defers steps, the average follows as soon as the
-    weights are there, so its numbers are the same.
+    Memory: one copy of the model on its device. If a callback defers steps, the average follows as soon as the weights
+    are there, so its numbers are the same.
 
     Args:
         decay: Weight of the past per step; the average spans about 1 / (1 - decay) steps.

@@ -18,10 +18,10 @@ from trainer.log import log
 
 
 class GradCompress(Callback):
-    """Encodes each bucket, reduces what the codec makes of it, and decodes that: lossy, unless the codec is exact.
+    """Encodes each bucket with a codec, reduces it, and decodes it: lossy, unless the codec is exact.
 
-    Residuals and momenta are this rank's own: they are saved for each rank, and at another number of ranks all start
-    from their mean, which keeps the part that they have in the next mean gradient.
+    Residuals and momenta are this rank's own, and saved for each rank. On another number of ranks all start from the
+    mean. The next mean gradient then holds the same part of them.
 
     Args:
         codec: What is sent; see trainer/callbacks/grad_compress.md.
@@ -95,7 +95,7 @@ class GradCompress(Callback):
         return compressed
 
     def on_fit_start(self, trainer) -> None:
-        """What was restored for DDP's buckets is laid out as is needed now, or refused before anything has changed."""
+        """Lay the restored residuals out for DDP's buckets of now, or refuse them before anything has changed."""
         if self.own is None:
             if any(kept.restored for kept in self.codec.kept.values()):
                 log.warning("resume: grad_compress.level=inter has nothing to do on one node; what it had kept waits")

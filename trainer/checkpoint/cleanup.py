@@ -1,4 +1,4 @@
-"""What killed processes have left in a run's folder, by the attempts that it is of. Standard library only."""
+"""The leftovers of killed processes in a run's folder, by their attempts. Standard library only."""
 
 import errno
 import math
@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 def sweep(run_dir: Path, attempt: int) -> None:
-    """Deletes what attempts up to this one have left; a later one may still be at work. Trash is nobody's."""
+    """Delete the leftovers of attempts up to this one; a later one may still be at work. Trash is nobody's."""
     put_back(run_dir, attempt)
     for path in (*_left(run_dir, "tmp", attempt), *_left(run_dir, "old", attempt), *run_dir.glob(".trash-*")):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def put_back(run_dir: Path, attempt: float = math.inf) -> None:
-    """Gives a checkpoint its name back that a killed process was about to replace."""
+    """Give a checkpoint its name back that a killed process was about to replace."""
     for old in _left(run_dir, "old-step", attempt):
         final = old.with_name(old.name.removeprefix(".old-").rpartition("-")[0])
         if not os.path.lexists(final):
@@ -25,7 +25,7 @@ def put_back(run_dir: Path, attempt: float = math.inf) -> None:
 
 
 def move(folder: Path, to: Path) -> None:
-    """Renames a folder; copies it if an overlay's lower layer has it, whose folders can't be renamed."""
+    """Rename a folder; copies it if an overlay's lower layer has it, whose folders can't be renamed."""
     try:
         os.rename(folder, to)
     except OSError as error:
@@ -36,7 +36,7 @@ def move(folder: Path, to: Path) -> None:
 
 
 def delete(folder: Path, hidden: Path) -> None:
-    """Deletes a folder under a hidden name, so that no reader meets half of it; an overlay's lower layer as it is."""
+    """Delete a folder under a hidden name, so that no reader meets half of it; an overlay's lower layer as it is."""
     try:
         os.rename(folder, hidden)
     except OSError as error:

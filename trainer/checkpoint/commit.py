@@ -29,7 +29,7 @@ from trainer.checkpoint.manifest import EVERY_S, Entries, seal, sync, write_file
 
 
 def begin(run_dir: Path) -> Attempt:
-    """Makes this process the one that writes the run. Deletes what earlier processes were writing: one that is stopped
+    """Make this process the one that writes the run. Delete what earlier processes were writing: one that is stopped
     in front of its last rename has nothing left to rename."""
     make(run_dir)
     attempt = next_attempt(run_dir)
@@ -45,10 +45,10 @@ def commit(
     attempt: Attempt | None = None,
     moved: Callable[[], object] = lambda: None,
 ) -> Path:
-    """Makes `files`, by name, the run's checkpoint at `step`, replacing one that is there.
+    """Commit `files`, by name, as the run's checkpoint at `step`, replacing one that is there.
 
-    `manifest` is JSON without NaN. `attempt` is what `begin` gave; None: one for this commit alone. `moved` is called
-    after each piece that is written. An error leaves the older checkpoints as they were, and nothing of this one.
+    `manifest` is JSON without NaN. `attempt` is the result of `begin`; None: one for this commit alone. `moved` is
+    called with each piece that is written. An error leaves the older checkpoints as they were, and nothing of this one.
 
     Raises:
         OSError: from the disk, also if too little of it is free. Superseded: another process writes the run now.
@@ -63,7 +63,7 @@ def commit(
 def stage(
     run_dir: Path, step: int, files: Mapping[str, memoryview], attempt: Attempt, moved: Callable[[], object]
 ) -> Entries:
-    """Writes the files that this rank has of the checkpoint at `step`. Any rank may be the first.
+    """Write the files that this rank has of the checkpoint at `step`. Any rank may be the first.
 
     Raises:
         OSError: from the disk, also if too little of it is free.
@@ -76,7 +76,7 @@ def stage(
 def commit_staged(
     run_dir: Path, step: int, parts: list[Entries], manifest: Mapping[str, Any], attempt: Attempt
 ) -> Path:
-    """Makes what the ranks have staged the run's checkpoint at `step`. `parts` has the entries of each rank.
+    """Make what the ranks have staged the run's checkpoint at `step`. `parts` has the entries of each rank.
 
     Raises:
         OSError, Superseded: as `commit`; also if this process does not see a rank's file.
@@ -89,12 +89,12 @@ def commit_staged(
 
 
 def discard(run_dir: Path, step: int, attempt: Attempt) -> None:
-    """Deletes what ranks have staged."""
+    """Delete what ranks have staged."""
     shutil.rmtree(staged(run_dir, step, attempt), ignore_errors=True)
 
 
 def publish(checkpoint: Path, attempt: Attempt) -> None:
-    """Deletes what a committed checkpoint has replaced, and leads `last.pt` to it.
+    """Delete what a committed checkpoint has replaced, and leads `last.pt` to it.
 
     Raises:
         OSError: the checkpoint is there all the same. Superseded: another process writes the run now.
@@ -105,7 +105,7 @@ def publish(checkpoint: Path, attempt: Attempt) -> None:
 
 
 def make(path: Path) -> None:
-    """Makes a folder and its parents, durably."""
+    """Make a folder and its parents, durably."""
     if not path.is_dir():
         make(path.parent)
         path.mkdir(exist_ok=True)

@@ -13,7 +13,7 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes settings JSON, which has no infinity."""
+    """Make settings JSON, which has no infinity."""
     return json.loads(json.dumps(settings, default=str), parse_constant=str)
 
 
@@ -30,7 +30,7 @@ def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
 
 
 def same(key: str, was: Any, now: Any) -> bool:
-    """Compares two values of a setting. Our own classes may have moved to another module since."""
+    """Compare two values of a setting. Our own classes may have moved to another module since."""
     if key.endswith("._target_") and all(str(name).startswith("trainer.") for name in (was, now)):
         return was.rpartition(".")[2] == now.rpartition(".")[2]
     return was == now
@@ -41,7 +41,7 @@ def part(key: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Writes a value on one line, without what a terminal obeys: a checkpoint may be anybody's."""
+    """Write a value on one line, without what a terminal obeys: a checkpoint may be anybody's."""
     text = json.dumps(value)
     text = text[1:-1] if isinstance(value, str) else text
     return text if len(text) < 100 else f"{text[:97]}..."

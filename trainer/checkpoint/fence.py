@@ -32,7 +32,7 @@ class Superseded(ConfigError):
 
 
 def next_attempt(run_dir: Path) -> Attempt:
-    """Writes down that this process begins, durably. Call it with the lock held: if two begin at once without one, one
+    """Write down that this process begins, durably. Call it with the lock held: if two begin at once without one, one
     of them is refused later. The file is written in place, which takes no room on a full disk."""
     number = _last(run_dir).number % MOST + 1
     host = re.sub("[^A-Za-z0-9._-]", "-", socket.gethostname()[:100])
@@ -56,8 +56,10 @@ def next_attempt(run_dir: Path) -> Attempt:
 
 
 def refuse_superseded(run_dir: Path, own: Attempt) -> None:
-    """Raises:
-    Superseded: another attempt has begun since.
+    """Refuse to go on if another process writes the run by now.
+
+    Raises:
+        Superseded: another attempt has begun since.
     """
     last = _last(run_dir)
     if last != own and last.number:

@@ -25,7 +25,7 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 
 def newest(run_dir: Path) -> Path | None:
-    """The newest valid checkpoint; damaged ones above it are put out of the way, with a warning. None: there is none.
+    """Find the newest valid checkpoint, or None. Damaged ones above it are set aside, with a warning.
 
     Raises:
         Damaged: there are checkpoints, and none is valid. They stay where they are.
@@ -48,7 +48,7 @@ def newest(run_dir: Path) -> Path | None:
 
 
 def resolve(resume: str, root: Path, run_dir: Path | None) -> Path | None:
-    """The checkpoint that `trainer.resume` means; None for `auto` where there is nothing to resume.
+    """Find the checkpoint that `trainer.resume` means; None for `auto` if there is nothing to resume.
 
     `auto` is the newest valid one of `run_dir` or, without that, of the run under `root` that was written last.
 
@@ -110,7 +110,7 @@ def _way_out(target: Path) -> str:
 
 
 def hide(path: Path, why: str) -> Path:
-    """Moves a checkpoint to a hidden name."""
+    """Move a checkpoint to a hidden name."""
     move(path, hidden := hidden_name(path, why))
     return hidden
 

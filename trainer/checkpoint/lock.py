@@ -23,8 +23,10 @@ class Claim:
     """The right to write a run: its folder of checkpoints, and the run's own folder, which saves elsewhere if any."""
 
     def __init__(self, folder: Path, run_dir: Path | None = None) -> None:
-        """Raises:
-        ConfigError: another process writes this run.
+        """Claim the run's folder of checkpoints.
+
+        Raises:
+            ConfigError: another process writes this run.
         """
         self.folder, self.run_dir = folder, run_dir
         with ExitStack() as refused:
@@ -37,7 +39,7 @@ class Claim:
             refused.pop_all()
 
     def mark(self) -> None:
-        """Notes in the run's own folder that it has checkpoints, and where."""
+        """Note in the run's own folder that it has checkpoints, and where."""
         if self.run_dir is not None:
             text, file = str(self.folder.resolve()), self.run_dir / CHECKPOINTED
             if not file.exists() or file.read_text() != text:

@@ -1,4 +1,4 @@
-"""What a valid checkpoint is: files, and a MANIFEST.json with the size and sha256 of each. Standard library only."""
+"""Valid checkpoints: files, and a MANIFEST.json with the size and sha256 of each. Standard library only."""
 
 import errno
 import hashlib
@@ -59,7 +59,7 @@ class Damaged(ConfigError):
 
 
 def write_files(folder: Path, files: Mapping[str, memoryview], moved: Callable[[], object]) -> Entries:
-    """Writes new files, and returns their entries when their bytes are on the disk. Calls `moved` after each piece."""
+    """Write new files, and return their entries when their bytes are on the disk. Call `moved` after each piece."""
     entries: Entries = {}
     with _opened(folder) as descriptor:
         for name in sorted(files):
@@ -69,7 +69,7 @@ def write_files(folder: Path, files: Mapping[str, memoryview], moved: Callable[[
 
 
 def seal(folder: Path, step: int, entries: Entries, manifest: Mapping[str, Any]) -> None:
-    """Writes the manifest of the files in `folder`, and returns when it is on the disk."""
+    """Write the manifest of the files in `folder`, and return when it is on the disk."""
     assert not manifest.keys() & {"format", "step", "files", "sha256"}, manifest.keys()
     files = {name: entries[name] for name in sorted(entries)}
     with _opened(folder) as descriptor:
@@ -79,8 +79,9 @@ def seal(folder: Path, step: int, entries: Entries, manifest: Mapping[str, Any])
 
 
 def verify(checkpoint: Path, hashes: bool = True) -> dict[str, Any]:
-    """The manifest, after a check of every file it names; without `hashes` their sizes only. What can't be read is read
-    again, for a network file system's trouble may pass.
+    """Check every file that the manifest names, and return the manifest. Without `hashes`, check only the sizes.
+
+    A file that can't be read is read again, for a network file system's trouble may pass.
 
     Raises:
         Damaged: naming the file and what differs.
@@ -97,7 +98,7 @@ def verify(checkpoint: Path, hashes: bool = True) -> dict[str, Any]:
 
 @contextmanager
 def opened(checkpoint: Path, name: str) -> Iterator[Path]:
-    """The file as a path that leads to it whatever takes its name meanwhile.
+    """Open the file, and return a path that leads to it even if another takes its name meanwhile.
 
     Raises:
         Damaged: it is a link, no plain file, or can't be read.
@@ -134,7 +135,7 @@ def _verify(checkpoint: Path, hashes: bool) -> dict[str, Any]:
 
 
 def sync(folder: Path) -> None:
-    """Makes the names in `folder` durable."""
+    """Make the names in `folder` durable."""
     with _opened(folder) as descriptor:
         _sync(descriptor)
 
@@ -148,8 +149,10 @@ def _sync(folder: int) -> None:
 
 
 def _write(folder: int, name: str, content: memoryview, moved: Callable[[], object]) -> str:
-    """A new file, its place on the disk claimed first. Returns its sha256. While it is hashed and written, other
-    threads have the interpreter."""
+    """Write a new file, claiming its place on the disk first, and return its sha256.
+
+    Other threads have the interpreter while the file is hashed and written.
+    """
     digest = hashlib.sha256()
     file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder)
     try:

@@ -29,7 +29,7 @@ WRAPPINGS = ("state_dict", "model_state_dict", "model")  # what programs call th
 
 
 def weights_files(source: str) -> list[Path]:
-    """What `trainer.init_from` means.
+    """Find the files that `trainer.init_from` means.
 
     Raises:
         ConfigError: no file, and no folder with one.
@@ -59,8 +59,10 @@ def _shards(folder: Path, index: str, key: str) -> list[Path]:
 
 
 def load_weights(module: nn.Module, source: str) -> None:
-    """Raises:
-    ConfigError: they can't be read, or are not this model's.
+    """Load the weights at `trainer.init_from` into the model.
+
+    Raises:
+        ConfigError: they can't be read, or are not this model's.
     """
     key, files, own = f"trainer.init_from={source}", weights_files(source), list(module.state_dict())
     weights: dict[str, Tensor] = {}
@@ -91,7 +93,7 @@ def _read(file: Path, own: list[str]) -> dict[str, Tensor]:
 
 
 def unwrapped(found: Any, own: list[str]) -> dict[str, Tensor]:
-    """The weights in what a program has saved, by the names that they have in the model itself, which has `own`.
+    """Return the weights in a program's saved object, by the model's own names, which are in `own`.
 
     Raises:
         ValueError: none, or something beside them.
@@ -125,8 +127,10 @@ def endings(name: str) -> list[str]:
 
 
 def put_weights(module: nn.Module, weights: Mapping[str, Tensor], key: str) -> None:
-    """Raises:
-    ConfigError: they are not this model's; `key` is what named them. The model is as it was.
+    """Put the weights into the model; a refused model is as it was.
+
+    Raises:
+        ConfigError: they are not this model's; `key` is what named them. The model is as it was.
     """
     own = module.state_dict()
     parameters = dict(module.named_parameters(remove_duplicate=False))

@@ -12,11 +12,11 @@ from trainer.checkpoint.manifest import Damaged, sync, verify
 
 
 def retain(run_dir: Path, keep: int, best: str | None, every: int | None) -> None:
-    """Deletes all valid checkpoints but the newest `keep`, the best one, and those of steps that `every` divides; one
-    that is not valid doesn't count.
+    """Delete valid checkpoints but the newest `keep`, the best one, and those of steps that `every` divides.
 
-    `best` is `trainer.checkpoint.keep_best`, of the manifests' "metrics". The older of equals is the better one, and
-    one without the metric is no candidate. Validity here is the manifest and the sizes; at least two stay.
+    A checkpoint that is not valid does not count. `best` is `trainer.checkpoint.keep_best`, of the manifests'
+    "metrics". The older of equals is the better one, and one without the metric is no candidate. Validity here is the
+    manifest and the sizes; at least two stay.
     """
     assert keep >= 2
     metrics: dict[Path, Any] = {}
@@ -39,13 +39,13 @@ def retain(run_dir: Path, keep: int, best: str | None, every: int | None) -> Non
 
 
 def parse_best(best: str) -> tuple[str, int]:
-    """The metric that `trainer.checkpoint.keep_best` names, and its sign: smaller is better, but for "max NAME"."""
+    """Parse `trainer.checkpoint.keep_best` into a metric and its sign: smaller is better, "max NAME" excepted."""
     name = best.removeprefix("max ")
     return name, 1 if name == best else -1
 
 
 def set_aside(run_dir: Path, after_step: int) -> list[str]:
-    """Renames the checkpoints above `after_step`, from where another history begins; returns their new names."""
+    """Rename the checkpoints above `after_step`, where another history begins; return their new names."""
     found = checkpoints(run_dir)
     older = [path for path in found if step_of(path) <= after_step]
     if older and older != found and os.path.lexists(run_dir.parent / LAST):  # not all file systems have links

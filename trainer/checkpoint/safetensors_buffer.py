@@ -49,12 +49,14 @@ class Image:
             self.views[name] = data[begin:end].view(tensor.dtype).view(tensor.shape)
 
     def touch(self) -> None:
-        """Makes the system give the memory now."""
+        """Make the system give the memory now."""
         for view in self.views.values():
             view.zero_()
 
     def copy(self, tensors: Mapping[str, Tensor]) -> None:
-        """Of the same names, shapes and dtypes. On a GPU it is only enqueued, in the current stream."""
+        """Copy tensors of the same names, shapes and dtypes. On a GPU the copy is only enqueued, in the current
+        stream.
+        """
         if tensors:
             torch._foreach_copy_([self.views[name] for name in tensors], list(tensors.values()), non_blocking=True)
 
@@ -64,7 +66,7 @@ class Image:
 
 
 def kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, bool]]:
-    """What an image depends on."""
+    """Return all that an image depends on."""
     return {name: (tensor.dtype, tensor.shape, tensor.is_cuda) for name, tensor in tensors.items()}
 
 

@@ -24,7 +24,7 @@ from trainer.process.heartbeat import Heartbeat
 
 
 class State(NamedTuple):
-    """What a rank gives to a checkpoint: sections of tensors and plain values."""
+    """A rank's part of a checkpoint: sections of tensors and plain values."""
 
     common: dict[str, Any]  # rank 0's, for all; empty on the others
     own: dict[str, Any]  # of this rank alone
@@ -52,8 +52,10 @@ class Saver:
         claim: Claim | None,
         shared: bool = False,
     ) -> None:
-        """Raises:
-        ConfigError: ranks have states of their own, and don't see the same folder.
+        """Prepare to write checkpoints into the folder.
+
+        Raises:
+            ConfigError: ranks have states of their own, and don't see the same folder.
         """
         self.folder, self.options, self.ranks, self.heartbeat, self.claim = folder, options, ranks, heartbeat, claim
         self.attempt = claim.attempt if claim else Attempt(0, "")
@@ -88,7 +90,7 @@ class Saver:
         stopped: bool = False,
         have: bool = False,
     ) -> None:
-        """Writes a checkpoint of this step, unless one was asked for; waits for the last. A collective.
+        """Write a checkpoint of this step, unless one was asked for; wait for the last. A collective.
 
         Args:
             must: Is not left out while another one is written.
@@ -111,7 +113,7 @@ class Saver:
                 raise self._refusal(f"the checkpoint of the last step, {self.step}, failed")
 
     def check(self, ends: bool = False) -> None:
-        """Takes what has become of a checkpoint, at a step's end. A collective while ranks write files of their own.
+        """Take what has become of a checkpoint, at a step's end. A collective while ranks write files of their own.
 
         Raises:
             ConfigError: too many checkpoints in a row have failed; not if the run ends, for then the last one decides.
@@ -124,7 +126,9 @@ class Saver:
             raise self._refusal(f"{self.failures} checkpoints in a row failed")
 
     def close(self) -> None:
-        """Waits for what is being written, and lets others write the run. What ranks still stage is given up."""
+        """Wait for the checkpoint that is being written, and let others write the run. Files that ranks still stage
+        are given up.
+        """
         self.closing = True
         if not self.staging:
             self._moved()
@@ -209,7 +213,7 @@ class Saver:
             self.asking = self.ranks.agree((int(self.writing.done()),))
 
     def _hand_in(self) -> None:
-        """Gives rank 0 the entries of all files, or the reasons why there are none. A collective."""
+        """Give rank 0 the entries of all files, or the reasons why there are none. A collective."""
         assert self.writing is not None
         staged = self.writing.result()  # raises what is our own mistake
         self.staging, self.writing = False, None
@@ -218,7 +222,7 @@ class Saver:
             self.writing = self.thread.submit(self._commit_staged, self.step, parts)
 
     def _settle(self) -> None:
-        """Takes what has become of the one that was being written."""
+        """Take what has become of the one that was being written."""
         assert self.writing is not None
         written = self.writing.result()  # raises what is our own mistake
         self.writing = None

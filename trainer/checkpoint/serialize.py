@@ -29,7 +29,7 @@ SECTION = re.compile(r"[A-Za-z0-9_-]{1,99}")  # becomes a file name
 def load_state(
     folder: Path, names: Collection[str], wanted: Callable[[str], bool] = lambda section: True
 ) -> dict[str, Any]:
-    """Reads the sections that are `wanted`, on the CPU. Tensors stored once come back as one tensor, any kind of dict
+    """Read the sections that are `wanted`, on the CPU. Tensors stored once come back as one tensor, any kind of dict
     as a dict. `names` are the files of the manifest; no other file is read.
 
     Raises:
@@ -60,12 +60,12 @@ def rank_section(rank: int) -> str:
 
 
 def optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, dict[str, Any]]:
-    """The state of each parameter that `optimizer` trains, by its name in `module`: live, not copied. No settings."""
+    """Return the state of each parameter that `optimizer` trains, by its name in `module`: live, without settings."""
     return {name: dict(optimizer.state.get(p, {})) for name, (p, _) in _trained(optimizer, module).items()}
 
 
 def load_optimizer_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Puts a copy of `optimizer_state` back, in the dtypes it had: torch's own way casts to the parameter's.
+    """Put a copy of `optimizer_state` back, in its own dtypes; torch would cast to the parameter's.
 
     Raises:
         ConfigError: the names are not those of the parameters that `optimizer` trains.
@@ -163,8 +163,10 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def strict_json(path: Path, most: int) -> Any:
-    """Raises:
-    ValueError: more than `most` bytes, NaN, a key twice, or no JSON.
+    """Parse JSON strictly.
+
+    Raises:
+        ValueError: more than `most` bytes, NaN, a key twice, or no JSON.
     """
     with path.open("rb") as file:
         content = file.read(most + 1)

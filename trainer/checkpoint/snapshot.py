@@ -27,7 +27,7 @@ class Snapshot:
                 self.images[section].touch()
 
     def take(self, state: Mapping[str, Any], file: str = STATE) -> dict[str, memoryview]:
-        """Copies a state, and returns its files: SECTION.safetensors for the tensors of each section, `file` for the
+        """Copy a state, and return its files: SECTION.safetensors for the tensors of each section, `file` for the
         rest. They are valid from `wait` until the next call.
 
         The name of a tensor is its path in the section, joined with "/", so a module's state_dict keeps its own names.
@@ -54,6 +54,6 @@ class Snapshot:
         return {**files, file: memoryview(json.dumps(content, allow_nan=False, indent=1).encode("ascii"))}
 
     def wait(self) -> None:
-        """Waits for copies from a GPU, which `take` only enqueues."""
+        """Wait for copies from a GPU, which `take` only enqueues."""
         if self.copied is not None:
             self.copied.synchronize()

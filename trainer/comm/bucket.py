@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -63,3 +64,8 @@ class Bucket:
 def dense(p: Tensor) -> bool:
     """Tell whether its elements fill one stretch of memory, in any order."""
     return sum((size - 1) * stride for size, stride in zip(p.shape, p.stride())) + 1 == p.numel()
+
+
+def flatten(tensors: Iterable[Tensor]) -> Tensor:
+    """Copy the tensors into one flat one, one after another."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])

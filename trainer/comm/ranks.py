@@ -88,8 +88,9 @@ class Ranks:
     def agree(self, values: tuple[int, ...]) -> Callable[[], tuple[int, ...]]:
         """Start summing `values` over ranks, and return a function that waits for the sums.
 
-        The sums are made beside the caller: by gloo's thread in 2 (N - 1) hops, one after the other, or from `RING`
-        ranks on by a thread of ours in log2 N rounds. With 50 us a hop, 1,000 ranks take 0.5 ms instead of 100 ms.
+        The sum runs beside the caller. Below `RING` ranks, gloo's thread takes 2 (N - 1) hops, one after the other.
+        From there on, a thread of ours takes log2 N rounds. With 50 us a hop, 1,000 ranks take 0.5 ms instead of 100
+        ms.
         """
         if self.world == 1:
             return lambda: values

@@ -25,10 +25,10 @@ def reduce_scatter(own: Tensor, rows: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """sent[r] goes to rank r of the group, into its received[this rank].
+    """Send sent[r] to rank r of the group, into its received[this rank].
 
-    On a CPU: gloo's collectives for this say that a peer may send only behind what they send themselves, so unless all
-    ranks start in the same moment, the two directions of a link take turns.
+    This is for a CPU. In gloo's own collectives a peer may send only behind its own message. Unless all ranks start in
+    the same moment, the two directions of a link would take turns.
     """
     ranks, own = dist.get_process_group_ranks(group), group.rank()
     received[own].copy_(sent[own])
@@ -48,12 +48,12 @@ class AllReduce:
         self.group, self.size = group, group.size()
 
     def __call__(self, flat: Tensor, bucket: Bucket) -> Tensor:
-        """Scales before it sums and by the reciprocal, as DDP's own reducer does: the same bits."""
+        """Average in place. Scaling by the reciprocal, before the sum, has the bits of DDP's own reducer."""
         dist.all_reduce(flat.mul_(1.0 / self.size), group=self.group)
         return flat
 
     def gather(self, own: Tensor) -> Tensor:
-        """(n,) of each rank, of the same n -> (ranks, n)."""
+        """Gather (n,) of each rank, of the same n, into (ranks, n)."""
         rows = own.new_empty(self.size, own.numel())
         if own.device.type == "cpu":
             exchange([own] * self.size, rows.unbind(), self.group)
@@ -62,7 +62,7 @@ class AllReduce:
         return rows
 
     def swap(self, rows: Tensor) -> Tensor:
-        """(ranks, n): row r goes to rank r, and what comes back are the rows that all ranks had for this one."""
+        """Swap rows (ranks, n): row r goes to rank r, and the rows that all ranks have for this one come back."""
         swapped = torch.empty_like(rows)
         if rows.device.type == "cpu":
             exchange(rows.unbind(), swapped.unbind(), self.group)

@@ -14,8 +14,11 @@ from trainer.rng import GOLDEN, MASK, seed_all
 
 
 def replay(source: Iterable[Any], weight: Callable[[Any], int], key: int, endless: bool) -> Generator[Micro]:
-    """Batches as they come, and a replay draws the same. `random` and NumPy are seeded at the start, for nothing of
-    ours draws from them between batches; torch before each batch, for training draws from it."""
+    """Yield batches as they come; a replay draws the same random numbers.
+
+    `random` and NumPy are seeded at the start, since nothing of ours draws from them between batches. Before each
+    batch, torch is seeded, since training draws from it.
+    """
     seed_all(key)
     while True:
         batch = None

@@ -204,9 +204,10 @@ class Loader:
 
 
 class Fetch:
-    """In a worker: a batch and its weight, while it is on the CPU, and the samples that could not be read; no batch
-    where that is all of them. An error of the data is returned: raised, it would have the worker's traceback in its
-    message.
+    """Loads in a worker: a batch, its weight while it is on the CPU, and the samples that could not be read.
+
+    If all samples are bad there is no batch. An error of the data is returned: if raised, its message would have the
+    worker's traceback.
     """
 
     def __init__(self, source: Samples, collate: Callable[[list[Any]], Any], weight: Callable[[Any], int]) -> None:

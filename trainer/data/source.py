@@ -1,4 +1,4 @@
-"""What a recipe's `data` may be, made one thing: samples by reference, or batches as they come."""
+"""A recipe's `data` in one of two forms: samples by reference, or batches as they come."""
 
 import hashlib
 import itertools
@@ -73,7 +73,7 @@ class Samples:
         return value if self.transform is None else self.transform(value, keyed(key))
 
     def batch(self, refs: list[Ref]) -> tuple[list[Any], list[Bad]]:
-        """The samples, without those that are damaged, and these."""
+        """Read the samples; return the good ones and the damaged ones."""
         good: list[Any] = []
         bad: list[Bad] = []
         for ref in refs:
@@ -143,7 +143,7 @@ class MapReader:
 def open_source(
     recipe: Any, split: str, seed: int, options: DataOptions | None = None, timeout_s: float = math.inf
 ) -> Samples | Iterable[Any] | None:
-    """The recipe's data of `split`; None where it has none (validation only).
+    """Open the recipe's data of `split`; None if there is none (validation only).
 
     Raises:
         DataError, ConfigError: for shards as `find_shards` and `Index.open` do.

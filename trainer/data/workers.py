@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 def started(start: Callable[[Connection], T], end: Callable[[T], Any]) -> T:
-    """Return what `start` gives, once the processes that it forks run. Each calls `begin` with its connection.
+    """Return the result of `start` once its forked processes run. Each calls `begin` with its connection.
 
-    A process that is forked while another thread has a lock may wait for it for ever: one of gloo's threads that of the
-    interpreter's thread states (python/cpython#112275: before 3.10.15 and 3.11.10). Such ones are started again.
+    A forked process may wait for ever for a lock that another thread had: one of gloo's threads, the lock of the
+    interpreter's thread states. Such processes are started again (python/cpython#112275: before 3.10.15 and 3.11.10).
     """
     while True:
         ready, given = FORK.Pipe(duplex=False)

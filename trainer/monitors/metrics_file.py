@@ -8,7 +8,7 @@ from trainer.files import Appended, finite
 
 
 class MetricsFile(Callback):
-    """What the file has is part of the checkpoint: a resume cuts off what was written after it."""
+    """Writes metrics.jsonl. Its length is part of the checkpoint: a resume cuts off later lines."""
 
     def __init__(self) -> None:
         self.file: Appended | None = None

@@ -40,5 +40,5 @@ def check(trainer: TrainerProtocol) -> None:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The sum of its bits as integers: one element that differs always shows."""
+    """Sum the tensor's bits as integers: one element that differs always shows."""
     return tensor.detach().reshape(-1).view(INTEGERS.get(tensor.element_size(), torch.int64)).sum()

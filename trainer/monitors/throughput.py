@@ -29,11 +29,11 @@ COLUMN = {"bf16": 0, "fp16": 0, "tf32": 1, "fp32": 2}
 
 
 class Throughput(Callback):
-    """Over the steps since the last log line; validation and checkpoints in between count as time.
+    """Measures speed over the steps since the last log line; validation and checkpoints in between count as time.
 
     Args:
-        peak_tflops: Of one device, for perf/mfu (Chowdhery et al. 2022, arXiv:2204.02311); null: by its name and the
-            run's precision, and no perf/mfu where the name is not in `PEAKS`.
+        peak_tflops: Of one device, for perf/mfu (Chowdhery et al. 2022, arXiv:2204.02311). null: by its name and the
+            run's precision. A name that is not in `PEAKS` has no perf/mfu.
     """
 
     role = Role.MEASURE

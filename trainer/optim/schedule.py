@@ -87,8 +87,10 @@ class Cosine(Schedule):
 
 @dataclass(frozen=True)
 class OneCycle(Schedule):
-    """Cosine up from `start` to 1 in the first `rise` of the run, then down to `floor` (Smith and Topin 2018,
-    arXiv:1708.07120); `start` and `floor` are fractions of the peak."""
+    """Cosine up from `start` to 1 in the first `rise` of the run, then down to `floor`.
+
+    Paper: Smith and Topin 2018, arXiv:1708.07120. `start` and `floor` are fractions of the peak.
+    """
 
     rise: float = 0.3
     start: float = 0.04

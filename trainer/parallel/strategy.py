@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 
 
 class Strategy(Protocol):
-    """What the step needs of a layout. DDP is one; sharding and pipelines are others."""
+    """The layout of a model, as the step needs it. DDP is one; sharding and pipelines are others."""
 
     model: nn.Module  # called by the recipe's loss
     parameters: list[nn.Parameter]  # this rank's trained ones, taken after the model was distributed
@@ -56,13 +56,13 @@ class SingleDevice:
         return clip_gradients(self.parameters, max_norm)
 
     def warm_up(self, run_pass: Callable[[], None]) -> None:
-        """Nothing settles."""
+        """Do nothing: no layout has to settle."""
 
     def buckets(self) -> list[list[int]]:
         return []
 
     def unwrap(self) -> None:
-        """The model is bare."""
+        """Do nothing: the model is bare."""
 
 
 def to_device(model: nn.Module, device: torch.device) -> nn.Module:

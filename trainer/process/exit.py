@@ -39,8 +39,8 @@ def run_guarded(call: Callable[[], int]) -> int:
 def exit_process(code: int) -> NoReturn:
     """End this process as `sys.exit` does, but without the interpreter's own end.
 
-    That end may meet a gloo thread which is just releasing a tensor: the process would abort ("terminate called without
-    an active exception").
+    The interpreter may end a gloo thread that is just releasing a tensor. The process would then abort ("terminate
+    called without an active exception").
     """
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] as multiprocessing ends its own
     atexit._run_exitfuncs()

@@ -39,8 +39,8 @@ def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
     recipe's `paths`, are taken from `changes` alone.
 
     Raises:
-        ConfigError: The checkpoint or its run's config is missing or damaged; the recipe exports nothing, or has
-            another model or other data by now; the folder can't be written.
+        ConfigError: The checkpoint or its run's config is missing or damaged. Or the recipe exports nothing, or has
+            another model or other data by now. Or the folder can't be written.
         DataError: The data can't be opened.
     """
     key, path = f"CHECKPOINT={checkpoint}", Path(os.path.realpath(checkpoint))

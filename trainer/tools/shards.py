@@ -25,7 +25,7 @@ from trainer.process.exit import run_guarded
 
 
 def index(shards: list[str], workers: int, **where: Any) -> None:
-    """Stores the index of each shard that has none, or has changed, beside it. Those at URLs are downloaded again."""
+    """Store the index beside each shard that has none, or has changed. Shards at URLs are downloaded again."""
     require("--workers", workers, at_least=1)
     made = Index.open(find_shards(shards, DataOptions(**where)), progress, workers, anew=True)
     print(f"{len(made.shards)} shards, {sum(made.counts)} samples, fingerprint {made.fingerprint[:16]}")
@@ -36,7 +36,7 @@ def progress(shard: str, done: int, total: int) -> None:
 
 
 def verify(shards: list[str], workers: int, **where: Any) -> None:
-    """Reads every byte, of what is kept here where it is, and compares it with the index.
+    """Read every byte, of cached shards in the cache, and compare it with the index.
 
     Raises:
         DataError: naming each shard that is not what was indexed.
@@ -69,7 +69,7 @@ def compare(path: Path | Remote) -> str:
 
 
 def stat(shards: list[str], workers: int, **where: Any) -> None:
-    """What there is, a line a shard, and in all."""
+    """Print the samples and bytes of each shard, and of all."""
     require("--workers", workers, at_least=1)
     made = Index.open(find_shards(shards, DataOptions(**where)), progress, workers)
     for shard in made.shards:

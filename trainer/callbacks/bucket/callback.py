@@ -120,5 +120,5 @@ def fastest(strategy: DDP, ranks: Ranks, tries: list[dict[str, Any]], run_pass: 
 
 
 def recorded(manifest: dict[str, Any], world: int) -> float | None:
-    """The size of the run that goes on, on which its bits depend; other ranks have other links, and other bits."""
+    """Return the size in the checkpoint, on which the bits depend. Another number of ranks has other links and bits."""
     return manifest["ddp"]["bucket_cap_mb"] if manifest and manifest["world"] == world else None

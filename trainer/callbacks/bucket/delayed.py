@@ -66,7 +66,7 @@ class DelayedParameters:
                 p.grad = gradient
 
     def check(self) -> None:
-        """After a step. Where none has had a gradient, nothing was reduced."""
+        """Check after a step that late parameters were reduced: without any gradient nothing is."""
         if self.trainer.strategy.model is not self.trainer.module and not self.reduced:
             self._refuse(list(self.params))
         self.reduced = False

@@ -10,7 +10,7 @@ from torch.futures import Future
 
 from trainer.callback import TrainerProtocol
 from trainer.checkpoint.serialize import load_optimizer_state, optimizer_state
-from trainer.comm.bucket import Bucket
+from trainer.comm.bucket import Bucket, flatten
 from trainer.comm.codecs.base import Residuals
 from trainer.comm.reduce import Background, Reduce
 from trainer.errors import ConfigError, require, require_one_of
@@ -74,7 +74,7 @@ class Fragment:
         self.due = due
 
     def land(self, step: int) -> None:
-        """Takes the mean of what was sent, where it is due."""
+        """Apply the mean of the sent weights, if it is due."""
         if self.flight is None or self.due != step:
             return
         outer, mean = self.outer, self.flight.wait()
@@ -115,16 +115,12 @@ def partition(params: list[Tensor], count: int) -> list[list[Tensor]]:
     return [part for part in parts if part]
 
 
-def flatten(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-
-
 def buffers(module: nn.Module) -> list[Tensor]:
     return [buffer for buffer in module.buffers() if buffer.is_floating_point()]
 
 
 def average(reduce: Reduce, ranks_own: Iterable[Tensor], means: Iterable[Tensor]) -> None:
-    """Puts the mean over ranks of each tensor into its place in `means`. A collective."""
+    """Put the mean over ranks of each tensor into its place in `means`. A collective."""
     if tensors := list(ranks_own):
         flat = reduce(flatten(tensors), Bucket((), 0))
         for mean, part in zip(means, flat.split([tensor.numel() for tensor in tensors]), strict=True):
@@ -132,7 +128,7 @@ def average(reduce: Reduce, ranks_own: Iterable[Tensor], means: Iterable[Tensor]
 
 
 def average_model(reduce: Reduce, module: nn.Module, mean: nn.Module) -> None:
-    """Puts the mean over ranks of `module` into `mean`; of buffers that are no floating-point numbers, this rank's."""
+    """Put the mean over ranks of `module` into `mean`. Buffers that are not floating-point are this rank's."""
     for own, common in zip(module.buffers(), mean.buffers(), strict=True):
         common.copy_(own)
     for part in (nn.Module.parameters, buffers):
@@ -140,7 +136,7 @@ def average_model(reduce: Reduce, module: nn.Module, mean: nn.Module) -> None:
 
 
 def own_state(trainer: TrainerProtocol) -> dict[str, Any]:
-    """This rank's weights and moments, for `load_own`."""
+    """Return this rank's weights and moments, for `load_own`."""
     optimizer = optimizer_state(trainer.optimizer, trainer.module)
     return {"model": trainer.module.state_dict(), "optimizer": optimizer, "kind": type(trainer.optimizer).__name__}
 
@@ -153,7 +149,7 @@ def load_own(trainer: TrainerProtocol, state: dict[str, Any]) -> None:
 
 
 def mean_of(states: list[Any]) -> Any:
-    """The mean of each floating-point tensor in nested dicts; of all else, the first's."""
+    """Return the mean of each floating-point tensor in nested dicts; all else is the first's."""
     first = states[0]
     if isinstance(first, dict):
         return {key: mean_of([state[key] for state in states]) for key in first}

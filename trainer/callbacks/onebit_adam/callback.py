@@ -16,13 +16,15 @@ UNUSED = "which parameters no rank has used, so must not be stepped, is known to
 
 
 class OneBitAdam(Callback):
-    """Tang et al. 2021, arXiv:2102.02888. At first it is AdamW. After the warm-up gradients are not reduced: each rank
-    adds its own to the momentum, and the mean of the ranks' momenta, as signs and with error feedback both ways, is
-    what the weights move by and what the next momentum starts from. Weights and moments are the same on all ranks.
+    """1-bit Adam (Tang et al. 2021, arXiv:2102.02888): AdamW in the warm-up, then no gradients are reduced.
 
-    At another number of ranks, worker errors become their mean and the shards of server errors are cut anew: the part
-    that they have in the next mean stays what it was. Memory: one copy of the parameters and 1 / N for N ranks;
-    two more during a step.
+    After the warm-up each rank adds its own gradient to the momentum. The ranks' momenta are averaged as signs, with
+    error feedback both ways. Their mean moves the weights, and the next momentum starts from it. Weights and moments
+    are the same on all ranks.
+
+    On another number of ranks, worker errors become their mean and the shards of server errors are cut anew. The next
+    mean then holds the same part of them. Memory: one copy of the parameters and 1 / N for N ranks; two more during a
+    step.
 
     Args:
         warmup_steps: Steps with plain AdamW; the paper has 15 to 20 % of the run, until the variance is stable.
@@ -99,8 +101,10 @@ class OneBitAdam(Callback):
 
 
 def adamw(optimizer: Optimizer) -> AdamW:
-    """Raises:
-    ConfigError: it is another, or an AdamW that does what is not done here.
+    """Return the AdamW that `optimizer` is.
+
+    Raises:
+        ConfigError: it is another, or an AdamW that does what is not done here.
     """
     if not isinstance(optimizer, AdamW):
         raise ConfigError(

@@ -10,20 +10,18 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
 
-from trainer.callbacks.local_sgd.averaging import flatten
-from trainer.comm.bucket import Bucket
+from trainer.comm.bucket import Bucket, flatten
 from trainer.comm.codecs.base import Residuals
 from trainer.comm.codecs.sign import Sign
 from trainer.comm.reduce import AllReduce
 
 
 class SignedMean:
-    """Each rank averages one shard of what all ranks send, and sends the mean to all (Tang et al. 2021,
-    arXiv:2102.02888). Both ways go the signs and the mean magnitude of each piece of a shard, which is a parameter or a
-    part of one.
+    """Averages vectors over ranks as signs: each rank averages one shard and sends its mean to all.
 
-    The sum over steps of what comes out, the mean over ranks of the worker errors and the server errors of all shards
-    add up to the sum of the means of what went in.
+    Both messages are the signs and the mean magnitude of each piece of a shard, a parameter or part of one. Paper: Tang
+    et al. 2021, arXiv:2102.02888. Nothing gets lost. Over steps, the outputs and the errors (the workers' mean, the
+    servers' all) add up to the mean inputs.
 
     Args:
         bucket: What the vector holds.
@@ -58,7 +56,7 @@ class SignedMean:
         return [flat[start : start + self.starts.step] for start in self.starts]
 
     def _encode(self, error: Tensor, bucket: Bucket) -> Tensor:
-        """What is sent of `error`, in which it leaves what is not."""
+        """Encode `error`, and leave the unsent part in it."""
         if not bucket.pieces:
             return error.new_empty(0, dtype=torch.uint8)
         payload = self.codec.encode(error, bucket)
@@ -67,8 +65,10 @@ class SignedMean:
 
 
 class OneBit:
-    """Stands for `optimizer`, whose steps are its own until `freeze`; then each rank adds its own gradients to the
-    momenta, and the weights move by the mean of those, over the root of the variance as it was.
+    """Stands for `optimizer`, which steps by itself until `freeze`.
+
+    Afterwards each rank adds its own gradients to the momenta. The weights move by the mean momentum over the root of
+    the frozen variance.
 
     The bias corrections stay, so that steps do not jump: the momentum's goes on, the variance's is frozen with it. An
     element whose frozen variance is zero is not moved: a sign is never zero.
@@ -83,8 +83,11 @@ class OneBit:
         return getattr(self.optimizer, name)
 
     def freeze(self, frozen_step: int, ends: AllReduce, worker: Residuals, server: Residuals) -> None:
-        """`frozen_step`: steps that the variance has seen; 0: as many as the momentum, and its bias is corrected now:
-        an AdamW that goes on from it makes steps that are too short, if anything."""
+        """Freeze the variance.
+
+        `frozen_step` is the number of steps that the variance has seen. 0 means as many as the momentum, and corrects
+        its bias now. An AdamW that resumes from it makes steps that are too short, if anything.
+        """
         self.count = int(self.optimizer.state[self.params[0]]["step"])
         for group in self.optimizer.param_groups if not frozen_step else ():
             correction = 1 - group["betas"][1] ** self.count

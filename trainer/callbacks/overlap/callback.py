@@ -17,12 +17,13 @@ from trainer.optim.wrapper import OptimizerProxy
 
 
 class Overlap(Callback):
-    """Backward does not wait for the network, as with ByteScheduler (Peng et al. 2019) and BytePS's cross-barrier. The
-    weights are plain DDP's with buckets of the same size, bit for bit, step for step; between steps they are one step
-    behind until `on_flush`.
+    """Hides the network behind the next forward pass, like ByteScheduler (Peng et al. 2019) and BytePS's cross-barrier.
 
-    After the rehearsal DDP is out of the way: gradients go into buckets of its layout, for the bits of its sums. Which
-    is sent when, rank 0 settles from the times of the rehearsal, and all follow.
+    The weights are plain DDP's with buckets of the same size, bit for bit, step for step. Between steps the weights are
+    one step behind, until `on_flush`.
+
+    The rehearsal ends DDP's part: gradients go into buckets of DDP's layout, for the bits of its sums. Rank 0 derives
+    the order of sending from the rehearsal's times, and all ranks follow it.
     """
 
     role = Role.OPTIMIZER
@@ -118,7 +119,9 @@ class Overlap(Callback):
         self.sent, self.fresh, self.trainer.lag = 0, True, 1
 
     def _send_unused(self) -> None:
-        """What has waited for gradients that this step does not have. What no rank has used is not stepped."""
+        """Send the buckets that still wait for gradients which this step lacks. A parameter that no rank has used is
+        not stepped.
+        """
         late = [bucket for bucket in self.buckets if bucket.missing]
         self.unused = {p for bucket in late for p in bucket.missing if p.grad is None}
         self.unused_by = self.trainer.ranks.agree(tuple(int(p in self.unused) for p in self.trainer.parameters))
@@ -129,7 +132,7 @@ class Overlap(Callback):
 
     @torch.no_grad()
     def _finish(self, buckets: Mapping[DeferredBucket, None]) -> None:
-        """Waits for these, and steps them, and what else has arrived by then."""
+        """Wait for these buckets, and step them and all others that have arrived."""
         if needed := self.pending.keys() & buckets.keys():
             for bucket in needed:
                 bucket.mean.wait()
@@ -141,6 +144,6 @@ class Overlap(Callback):
             self.trainer.lag = 1 if self.pending else 0
 
     def _by_no_rank(self) -> set[Tensor]:
-        """What none has used in the step whose buckets are pending."""
+        """Return the parameters that no rank has used in the pending step."""
         counts = zip(self.trainer.parameters, self.unused_by(), strict=True)
         return {p for p, count in counts if count == self.trainer.world}

@@ -34,7 +34,7 @@ class BucketedStep:
         self.group_of = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
     def note(self) -> None:
-        """The settings of its groups, as a scheduler has them, for the steps to come."""
+        """Note the settings of the optimizer's groups, as a scheduler has them, for the steps to come."""
         self.settings = [{**group, "params": []} for group in self.optimizer.param_groups]
 
     def step(self, buckets: Collection[DeferredBucket], unused: Container[Tensor]) -> None:

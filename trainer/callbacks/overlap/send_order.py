@@ -1,4 +1,4 @@
-"""What a forward pass needs when: which parameters a module uses, and the order in which to send what they wait for."""
+"""The order in which a forward pass needs parameters, and in which to send their buckets."""
 
 import math
 import time
@@ -14,8 +14,10 @@ PASSES = 5  # of a rehearsal: one is too noisy to settle an order by
 
 
 class Record:
-    """What the rehearsal shows, in seconds of the clock: when it called a module and had a parameter's gradient, and
-    how long it took to reduce. Of the last ones the pass with the shortest backward counts, which waited for least."""
+    """The times of the rehearsal, in seconds of the clock: of each module's call, gradient and reduction.
+
+    Among the last passes, the one with the shortest backward counts, since it has waited least.
+    """
 
     def __init__(self, module: nn.Module, params: list[nn.Parameter]) -> None:
         self.module = module
@@ -81,8 +83,10 @@ def now(device: torch.device) -> float:
 
 
 def needed_by(module: nn.Module, caller: nn.Module, called: set[nn.Module]) -> dict[nn.Module, list[Tensor]]:
-    """The parameters that must be there when a module is called: its own, and those of children that nobody calls, as
-    nn.MultiheadAttention uses its projection's weight but not the projection. `called` is what the rehearsal saw."""
+    """Return the parameters that a call of a module needs: its own, and those of children that nobody calls.
+
+    nn.MultiheadAttention uses its projection's weight so, but not the projection. `called` are the rehearsal's calls.
+    """
     caller = module if module in called else caller
     own: list[Tensor] = list(module.parameters(recurse=False))
     needed = {caller: own} if own else {}
@@ -93,10 +97,10 @@ def needed_by(module: nn.Module, caller: nn.Module, called: set[nn.Module]) -> d
 
 
 def send_order(ready_s: list[float], need_s: list[float], send_s: list[float]) -> list[int]:
-    """When each bucket is ready, when the next forward pass needs it, and how long it takes to send -> their order.
+    """Order buckets by the times when each is ready, is needed, and by the time that sending takes.
 
-    Whenever the link is free, what is needed first goes next, of what is ready then; what is on its way is not stopped
-    (ByteScheduler's order, Peng et al. 2019, settled beforehand).
+    Whenever the link is free, the bucket that is needed first goes next, among those that are ready. A bucket on its
+    way is not stopped (ByteScheduler's order, Peng et al. 2019, settled beforehand).
     """
     waiting, order, now = set(range(len(ready_s))), list[int](), min(ready_s)
     while waiting:

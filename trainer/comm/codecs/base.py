@@ -76,10 +76,10 @@ class Codec:
 
 
 class ErrorFeedback(Codec):
-    """Adds what `codec` did not send to the next step's gradient (Seide et al. 2014; Karimireddy et al. 2019,
-    arXiv:1901.09847): the sum of all that was sent, and the residual, is the sum of all gradients.
+    """Adds the part that `codec` did not send to the next step's gradient.
 
-    Memory: one copy of what is reduced.
+    Papers: Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847. All that was sent, and the residual, add up to
+    the sum of all gradients. Memory: one copy of the reduced tensor.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -176,8 +176,8 @@ def fill(view: Tensor, start: int, stop: int, stretches: Mapping[str, Tensor], n
 def merge(states: Iterable[Stretches]) -> Stretches:
     """Return the mean of each element over the ranks that had it.
 
-    If every rank has it, or every rank of a slow level, the residuals' part in the next mean stays the same at any
-    number of ranks.
+    If every rank has it, or every rank of a slow level, the next mean holds the same part of it as before. This is so
+    at any number of ranks.
     """
     gathered: dict[tuple[str, str], list[tuple[str, Tensor]]] = {}
     for state in states:

@@ -14,15 +14,16 @@ WORTHWHILE = 1 / 32  # of the blocks: to leave out fewer costs more than to send
 
 
 class BlockSparse(Codec):
-    """What OmniReduce sends (Fei et al. 2021, doi:10.1145/3452296.3472904), by all-reduce: ranks tell each other which
-    of their blocks hold anything but zeros, and reduce those that do on any rank.
+    """Sends blocks that are not zero, like OmniReduce (Fei et al. 2021, doi:10.1145/3452296.3472904), by all-reduce.
 
-    The mean is exact to the rounding of a sum in another order, and 0.0 where all have -0.0. A rank sends (N - 1) * P /
-    block / 8 bytes per step for P elements on N ranks, and 2 (N - 1) / N * itemsize * block for each block that is
-    reduced. How many those are is read on the host: it waits for a GPU.
+    Ranks tell each other which of their blocks hold anything but zeros, and reduce those that do on any rank. The mean
+    is exact to the rounding of a sum in another order, and 0.0 if all have -0.0.
+
+    For P elements on N ranks, a rank sends (N - 1) * P / block / 8 bytes per step. Each reduced block adds 2 (N - 1) /
+    N * itemsize * block. The number of blocks is read on the host, which waits for a GPU.
 
     Args:
-        block: Elements. What is left of a bucket after its last whole block is always sent.
+        block: Elements. The rest of a bucket after its last whole block is always sent.
     """
 
     exact: bool = True

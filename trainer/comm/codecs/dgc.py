@@ -13,23 +13,23 @@ from trainer.errors import require
 
 
 class DGC(Sparse):
-    """The largest of what has added up (Lin et al. 2018, arXiv:1712.01887): momentum correction, factor masking, local
-    clipping and a warm-up of the density.
+    """Deep gradient compression (Lin et al. 2018, arXiv:1712.01887): sends the largest accumulated elements.
 
-    For each element a velocity u = momentum * u + g and what has added up of it, v = v + u; the largest v are sent, and
-    where they are, u and v become zero. Keeps what is not sent itself: nothing is left to error feedback around it.
-    Memory: one copy of what is reduced, two with momentum. Bytes: 6 * density * n + n / 16384 from each rank
-    to each other.
+    It has momentum correction, factor masking, local clipping and a warm-up of the density. Each element has a velocity
+    u = momentum * u + g and its sum v = v + u. The largest v are sent, and their u and v become zero.
+
+    DGC keeps the unsent part itself: nothing is left to error feedback around it. Memory: one copy of the reduced
+    tensor, two with momentum. Bytes: 6 * density * n + n / 16384 from each rank to each other.
 
     Args:
         density: Share of a bucket's elements that a rank sends after the warm-up.
-        momentum: SGD's, which belongs here: the optimizer's own must be 0 then. 0 under an optimizer that has a first
+        momentum: SGD's, which belongs here: the optimizer's own must be 0 then. It is 0 under an optimizer with a first
             moment of its own, such as Adam.
-        clip_norm: Limit of the norm of each parameter's gradient over all ranks: a rank clips its own to
-            clip_norm / sqrt(ranks) before it adds up, as the authors' code does. Of a slice's, where a parameter
-            comes in slices. Two passes.
-        warmup_steps: Of these, from step 0, a fifth each sends 25 %, 6.25 %, 1.6 %, 0.4 % and 0.1 %, or `density`
-            where that is more.
+        clip_norm: Limit of the norm of each parameter's gradient over all ranks. A rank clips its own to clip_norm /
+            sqrt(ranks) before it adds up, as the authors' code does. A slice of a parameter is clipped alone. Two
+            passes.
+        warmup_steps: From step 0, a fifth of these each sends 25 %, 6.25 %, 1.6 %, 0.4 % and 0.1 %, or `density` if
+            that is more.
     """
 
     def __init__(

@@ -15,17 +15,15 @@ from trainer.rng import INT8_NOISE, mix
 
 
 class Int8(Codec):
-    """Each block in multiples of 1/127 of its largest magnitude, the step of the block (Alistarh et al. 2017,
-    arXiv:1610.02132, with 127 levels and that norm).
+    """Quantises each block to multiples of 1/127 of its largest magnitude, the block's step.
 
-    Sums are in float32, of shards: each rank gets its own shard of everyone's blocks (all-to-all), adds them up,
-    quantises the mean again, and all gather that. A rank sends 2 (N - 1) / N * P * (1 + 4 / block) bytes per step for P
-    elements on N ranks.
+    Paper: Alistarh et al. 2017, arXiv:1610.02132, with 127 levels and that norm. Sums are in float32, of shards. Each
+    rank gets its own shard of everyone's blocks (all-to-all), adds them up, and quantises the mean again. All gather
+    the means. For P elements on N ranks, a rank sends 2 (N - 1) / N * P * (1 + 4 / block) bytes per step.
 
-    Both roundings err by less than one step if stochastic, and are then unbiased (to 2^-17 of a step); by at most half
-    a step if nearest. A block with a value that is not finite comes out without a finite one.
-
-    With error feedback, the owner of a shard keeps what its second rounding lost, for all ranks.
+    Stochastic roundings err by less than one step, and are unbiased (to 2^-17 of a step). Nearest ones err by at most
+    half a step. A block with a value that is not finite comes out without a finite one. With error feedback, the owner
+    of a shard keeps the loss of its second rounding, for all ranks.
 
     Args:
         rounding: What is drawn for stochastic rounding depends on the seed, the step, the rank and what is reduced,

@@ -11,14 +11,14 @@ from trainer.rng import POWERSGD_START, mix
 
 
 class PowerSGD(Codec):
-    """Vogels et al. 2019, arXiv:1905.13727: one step of power iteration from where the last one ended.
+    """PowerSGD (Vogels et al. 2019, arXiv:1905.13727): one step of power iteration from where the last one ended.
 
-    A gradient of m x n (its first dimension x the others) goes as rank * (m + n) numbers where that is fewer. All else
-    goes as it is, beside the first factors: vectors, small matrices, and pieces that are not a whole parameter. Two
-    all-reduces per bucket. 16-bit gradients are computed with and sent in float32.
+    A gradient of m x n (its first dimension x the others) goes as rank * (m + n) numbers, if these are fewer. All else
+    goes as it is, beside the first factors: vectors, small matrices, and pieces that are not a whole parameter. A
+    bucket takes two all-reduces. 16-bit gradients are computed with and sent in float32.
 
-    What this rank did not send is its gradient minus P times its own Q. The paper has the mean of Qs there. Averaged
-    over ranks, which is all that the next mean gradient sees, both are the same.
+    This rank's residual is its gradient minus P times its own Q; the paper has the mean of Qs there. Averaged over
+    ranks, both are the same, and the next mean gradient sees only the average.
 
     Memory: rank * n numbers per matrix.
     """
@@ -58,7 +58,7 @@ class PowerSGD(Codec):
             self._keep(param, q)
 
     def compresses(self, piece: Tensor) -> bool:
-        """Of a bucket's pieces those that are whole have the parameter's shape."""
+        """Tell whether a piece is compressed. Whole pieces of a bucket have the parameter's shape."""
         m, n = (1, 1) if piece.dim() < 2 else piece.flatten(1).shape
         return self.columns * (m + n) < m * n
 

@@ -13,11 +13,11 @@ SPREAD = 0x0102040810204080
 
 
 class Sign(Codec):
-    """EF-signSGD (Karimireddy et al. 2019, arXiv:1901.09847): of each piece of a bucket, which is a parameter or a part
-    of one, the signs and the mean magnitude. Zero counts as positive.
+    """EF-signSGD (Karimireddy et al. 2019, arXiv:1901.09847): the signs and the mean magnitude of each piece.
 
-    A rank sends (N - 1) * (P / 8 + 4 per piece) bytes per step for P elements on N ranks: more than an all-reduce in
-    float32 from 64 ranks on. A piece with a value that is not finite comes out without a finite one.
+    A piece is a parameter or a part of one. Zero counts as positive. For P elements on N ranks, a rank sends (N - 1) *
+    (P / 8 + 4 per piece) bytes per step. From 64 ranks on, that is more than an all-reduce in float32. A piece with a
+    value that is not finite comes out without a finite one.
     """
 
     gathers: bool = True

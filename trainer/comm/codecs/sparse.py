@@ -31,10 +31,9 @@ CHUNK = 1 << 18  # elements that are looked at at once: what is made of them sta
 class Sparse(Codec):
     """Base class of codecs that send the `density * n` elements of largest magnitude, as values and indices of 16 bits.
 
-    `encode` and `decode` take the elements as they are; `mean` is the codec's own.
-
-    A pass is one operation over all elements. To select is three passes on a CPU (magnitude, comparison, indices), 1.4
-    times the tensor in bytes where the cache holds a chunk of 1 MiB; on a GPU a temporary of 1.25 tensors.
+    `encode` and `decode` take the elements as they are; `mean` is the codec's own. A pass is one operation over all
+    elements. A selection is three passes on a CPU: magnitude, comparison, indices. These move 1.4 times the tensor in
+    bytes if the cache holds a chunk of 1 MiB. On a GPU, a selection takes a temporary of 1.25 tensors.
     """
 
     gathers: bool = True
@@ -61,8 +60,11 @@ class Sparse(Codec):
         out.index_add_(0, indices, values.to(out.dtype), alpha=weight)
 
     def pack(self, values: Tensor, indices: Tensor, n: int) -> Tensor:
-        """int32: for each block of 65,536 of n elements, how many values belong to it and those before; the values; and
-        where each is in its block, in 16 bits. Integers, because a copy of floats may alter a NaN."""
+        """Pack values and indices into int32.
+
+        The payload has, for each block of 65,536 elements, the number of values up to its end. Then come the values,
+        and each one's place in its block, in 16 bits. Integers, because a copy of floats may alter a NaN.
+        """
         ends = torch.arange(BLOCK, n + BLOCK, BLOCK, device=indices.device)
         until = torch.searchsorted(indices, ends).int()
         parts = [until.view(torch.int16), values.to(self.dtype).view(torch.int16), indices.short()]
@@ -89,11 +91,11 @@ class Sparse(Codec):
 
 
 def largest(flat: Tensor, k: int, step: int) -> tuple[Tensor, Tensor]:
-    """(k,), (k,): values and ascending indices of the elements of largest magnitude; zeros are never among them.
+    """Return (k,), (k,): values and ascending indices of the elements of largest magnitude, never zeros.
 
-    Exact among the elements that reach the threshold: those of largest magnitude wherever `SIGMAS` did for enough of
-    them. Where fewer than k reach it one of them is there again, with the value 0. Not more than 2k and a margin are
-    looked at: the first of them, where a great many elements are equal. No host sync on a GPU.
+    The choice is exact among the elements that reach the threshold: those of largest magnitude, if `SIGMAS` did for
+    enough of them. If fewer than k reach it, one of them is repeated with the value 0. At most 2k and a margin are
+    looked at: the first of them, if a great many elements are equal. No host sync on a GPU.
     """
     flat = flat.float()
     bits = flat.view(torch.int32)
@@ -113,10 +115,10 @@ def ascending(indices: Tensor) -> Tensor:
 
 
 def estimate(bits: Tensor, k: int, step: int) -> tuple[Tensor, int]:
-    """Return a magnitude that slightly more than k elements reach, and twice as many elements as that should be.
+    """Estimate a magnitude that slightly more than k elements reach, and twice as many elements as that should be.
 
-    Of every `stride`-th element, from another one at each step. The stride has no factor 2 or 3: most matrices' rows
-    are multiples of these, and all of their columns should be seen.
+    The estimate takes every `stride`-th element, from another one at each step. The stride has no factor 2 or 3. Most
+    matrices' rows are multiples of these, and all of their columns should be seen.
     """
     stride = len(bits) // SAMPLES | 1
     stride += 2 * (stride % 3 == 0)
@@ -136,8 +138,8 @@ def reaching(bits: Tensor, threshold: Tensor, room: int) -> Tensor:
 def reaching_cpu(bits: Tensor, threshold: Tensor, room: int) -> Tensor:
     """Return the indices of the first `room` elements that reach the threshold.
 
-    By numpy: on one thread torch compares 3 times and finds indices 5 times slower, and fresh memory of the tensor's
-    size costs more than all of this.
+    On one thread, torch compares 3 times and finds indices 5 times slower than numpy. Fresh memory of the tensor's size
+    costs more than all of this.
     """
     everything, least, found = bits.numpy(), threshold.item(), []
     for start in range(0, len(bits), CHUNK):

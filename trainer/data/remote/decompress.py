@@ -36,8 +36,10 @@ END = -1
 
 
 def is_packed(name: str) -> bool:
-    """Raises:
-    DataError: by what is none of the three.
+    """Tell whether a shard is compressed, by its first bytes.
+
+    Raises:
+        DataError: by what is none of the three.
     """
     if PACKED_OTHERWISE.search(name):
         raise DataError(f"{name}: can't be unpacked; {WAY}")
@@ -50,7 +52,7 @@ def starts_packed(first: bytes) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Of what it unpacks to: `a.tgz` and `a.tar.gz` are `a.tar`."""
+    """Return the name of the unpacked shard: `a.tgz` and `a.tar.gz` are `a.tar`."""
     return PACKED.sub(lambda found: ".tar" if found[1] else "", name)
 
 

@@ -62,7 +62,7 @@ class Source(NamedTuple):
 
 
 def download(url: str, patience_s: float) -> Generator[tuple[int, bytes]]:
-    """The bytes at `url` with their positions, all or an error. A position of 0 begins anew.
+    """Yield all bytes at `url` with their positions, or raise. A position of 0 begins anew.
 
     Raises:
         DataError, ConfigError: for what is not there or not ours, and for what is no URL, at once.
@@ -150,7 +150,7 @@ def _by_program(url: str, done: int, mark: str | None) -> Source:
 
 
 class Program:
-    """What it writes is a shard. No shell; it is given nothing to read, and ends with this process at the latest."""
+    """A program whose output is a shard: without a shell or input, ended with this process at the latest."""
 
     def __init__(self, url: str) -> None:
         with contextlib.ExitStack() as stack:
@@ -163,8 +163,10 @@ class Program:
             stack.pop_all()
 
     def read(self) -> bytes:
-        """Raises:
-        OSError: no byte came in time, or after the last it failed.
+        """Read the program's next bytes.
+
+        Raises:
+            OSError: no byte came in time, or after the last it failed.
         """
         assert self.process.stdout
         ready = select.poll()
@@ -189,14 +191,14 @@ class Program:
         self.said.close()
 
     def _end(self) -> int:
-        """The exit code. Kills all of its group that still run, before its number may be another's."""
+        """Return the exit code. Kill the rest of its group first, before its number may be another's."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.wait()
 
     def _last(self) -> str:
-        """The last line that it has said."""
+        """Return the program's last line."""
         self.said.seek(max(0, self.said.seek(0, os.SEEK_END) - 4096))
         lines = re.split(r"[\r\n]+", self.said.read().decode(errors="replace").strip())
         line = URL.sub(r"\1\2", printable(lines[-1][-200:]))

@@ -37,12 +37,11 @@ Needs = Callable[[], Iterator[set[int]]]  # gives the numbers of each micro-batc
 
 @contextlib.contextmanager
 def fetching(remote: Mapping[int, Remote], needs: Needs, lanes: int, ranks: int) -> Iterator[Callable[[], None]]:
-    """Meanwhile a process downloads the shard of each lane, and its next, where the folder has room for both. What it
-    gives is to be called after each micro-batch.
+    """Download each lane's shard and its next one in a process, if the folder has room for both.
 
-    A process, for a thread would take the interpreter from training, random numbers from transforms (drivers draw
-    some for their pauses), and its locks into workers that are forked meanwhile. It tells of no failure: who needs the
-    shard meets it.
+    Call the result after each micro-batch. A thread would take the interpreter from training, and its locks into
+    workers that are forked meanwhile. It would also take random numbers from transforms, since drivers draw some for
+    their pauses. The process reports no failure: whoever needs the shard meets it.
 
     Args:
         remote: By number.
@@ -117,7 +116,7 @@ class Window:
         needs: Of each micro-batch in turn.
         sizes: Their bytes; shards without are left out.
         most: So many shards are enough.
-        room: Bytes that they may have together. Where the next micro-batch alone has more, the window is empty.
+        room: Bytes that they may have together. If the next micro-batch alone has more, the window is empty.
     """
 
     def __init__(self, needs: Iterator[set[int]], sizes: Mapping[int, int], most: int, room: int) -> None:
@@ -126,7 +125,7 @@ class Window:
         self.last: dict[int, int] = {}  # of each shard, the last micro-batch seen that needs it
 
     def move(self, done: int) -> Iterator[int]:
-        """The shards that come in when micro-batches before `done` go out."""
+        """Return the shards that come in when micro-batches before `done` go out."""
         for shard in [shard for shard, last in self.last.items() if last < done]:
             del self.last[shard]
         while self.next and len(self.last) < self.most and (number := self.next[0]) < done + FAR:

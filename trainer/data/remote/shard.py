@@ -28,7 +28,7 @@ AHEAD_S, SPARE_S = 1.0, 5.0  # of one that nobody waits for yet; for which what 
 
 
 class Remote(NamedTuple):
-    """What takes the place of a shard's path, where that is a URL, a compressed file, or what a program writes."""
+    """A shard that is a URL, a compressed file, or a program's output, in place of a path."""
 
     url: str  # with file:// before a path, and pipe: before a program
     file: Path  # where it is kept, unpacked
@@ -57,7 +57,7 @@ class Remote(NamedTuple):
         return not self.url.startswith("file://")
 
     def open(self) -> BinaryIO:
-        """The whole shard, which stays in the folder until this file is closed.
+        """Open the whole shard, which stays in the folder until this file is closed.
 
         Raises:
             DataError: it is not there, or the folder can't take it.
@@ -84,7 +84,7 @@ class Remote(NamedTuple):
             file.close()
 
     def drop(self) -> None:
-        """The next `open` downloads it."""
+        """Remove the shard; the next `open` downloads it."""
         self.file.unlink(missing_ok=True)
 
     def refuse_larger(self, size: int) -> None:
@@ -163,7 +163,7 @@ class Remote(NamedTuple):
 
 
 def key_of(url: str) -> str:
-    """What it is kept by: a file that was written again is another one."""
+    """Return the shard's key in the cache: a file that was written again is another one."""
     if url.startswith("file://"):
         about = os.stat(path_of(url))
         url = f"file://{os.path.realpath(path_of(url))} {about.st_size} {about.st_mtime_ns}"

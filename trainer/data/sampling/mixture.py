@@ -52,7 +52,9 @@ class Mixture:
         self._drawn: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def local(self, start: int, stop: int, rank: int, shares: int | Sequence[int]) -> list[Ref]:
-        """The samples of `rank` at positions [start, stop): its part of each data set's lanes, as near as can be."""
+        """Return the samples of `rank` at positions [start, stop): its part of each data set's lanes, as near as can
+        be.
+        """
         return [self._ref(*place) for place in self._local(start, stop, rank, shares)]
 
     def shards(self, start: int, stop: int, rank: int, shares: int | Sequence[int]) -> set[int]:
@@ -62,7 +64,7 @@ class Mixture:
         return {self.first_shards[i] + shard for i, *block in blocks for shard in self.orders[i].shards_of(*block)}
 
     def _local(self, start: int, stop: int, rank: int, shares: int | Sequence[int]) -> list[tuple[int, int, int, int]]:
-        """Of each: the data set, and there the epoch, the lane, and the row in it."""
+        """Return the data set of each position, and its epoch, lane and row there."""
         sources, positions = self._draw(start, stop)
         depths: list[NDArray[np.float64]] = []  # how far a place is in its data set's lanes: all are merged by it
         places: list[NDArray[np.int64]] = []

@@ -89,7 +89,7 @@ class Order:
         return zip(epochs[mine].tolist(), lanes[mine].tolist(), rows[mine].tolist())
 
     def places(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Of positions [start, stop): the epoch, the lane, and the row in it."""
+        """Return the epoch, lane and row of positions [start, stop)."""
         epochs, within = np.divmod(np.arange(start, stop), self.samples)
         rows, lanes = np.divmod(within, self.lanes)
         tail = rows == self.rows
@@ -104,14 +104,14 @@ class Order:
         return Ref(epoch, shards[index], item - starts[index])
 
     def shards_of(self, epoch: int, lane: int, number: int) -> list[int]:
-        """Of a lane's block."""
+        """Return the shards of a lane's block."""
         first = self.bounds[lane] + number * self.block
         last = min(first + self.block, self.bounds[lane + 1]) - 1
         shards, starts = self._epoch(epoch)
         return shards[bisect_right(starts, first) - 1 : bisect_right(starts, last)]
 
     def _epoch(self, epoch: int) -> tuple[list[int], list[int]]:
-        """The shards in this epoch's order, and where each starts in their concatenation."""
+        """Return the shards in this epoch's order, and where each starts in their concatenation."""
         if epoch not in self._epochs:
             shards = permutation(len(self.counts), self.seed, SHARDS, epoch)
             starts = list(accumulate((self.counts[shard] for shard in shards[:-1]), initial=0))
@@ -127,7 +127,7 @@ class Order:
 
 
 def _remember(cache: dict[Any, Any], limit: int, key: Any, value: Any) -> None:
-    """Adds to `cache`, forgetting the oldest entry beyond `limit`."""
+    """Add to `cache`, forgetting the oldest entry beyond `limit`."""
     if len(cache) >= limit:
         del cache[next(iter(cache))]
     cache[key] = value

@@ -66,10 +66,9 @@ def _npy(content: bytes) -> Any:
 
 @lru_cache(64)
 def _layout(head: bytes) -> tuple[tuple[int, ...], Literal["C", "F"], np.dtype[Any], int] | None:
-    """Return what a header of npy's version 1 says; None for an array that is left to NumPy.
+    """Parse a header of npy's version 1; None for an array that is left to NumPy.
 
-    NumPy parses a header as Python, which takes ten times as long as all else, and the header is the same in all
-    samples of a shard.
+    NumPy parses a header as Python, ten times slower than all else, though all samples of a shard have the same one.
     """
     if head[:8] != b"\x93NUMPY\x01\x00":
         return None

@@ -19,7 +19,7 @@ from trainer.errors import ConfigError, DataError
 
 
 def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | None = None) -> list[Path | Remote]:
-    """What a recipe names: paths, glob patterns, URLs and programs, with braces as `train-{000..009}.tar`; sorted.
+    """Find the shards that a recipe names: paths, globs, URLs, programs, with braces (`train-{000..009}.tar`); sorted.
 
     Raises:
         DataError: naming the pattern that matches no file, or that can't be looked up.
@@ -72,9 +72,11 @@ def parsed(url: str) -> SplitResult:
 
 
 def refuse_program(name: str, allowed: bool) -> None:
-    """Raises:
-    ConfigError: it may not be run.
-    DataError: it is none.
+    """Refuse a program that may not be run.
+
+    Raises:
+        ConfigError: it may not be run.
+        DataError: it is none.
     """
     if not allowed:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Where each sample of a tar shard lies, its checksum, and which shards these are; built once, stored beside them."""
+"""The index: each sample's place and checksum in its tar shard; built once, stored beside the shards."""
 
 import contextlib
 import hashlib
@@ -41,7 +41,7 @@ class Index:
         workers: int = 4,
         anew: bool = False,
     ) -> "Index":
-        """Reads the stored index of each shard; makes it where there is none.
+        """Read the stored index of each shard; make it if there is none.
 
         Args:
             progress: Called with (shard, shards done, shards to do) after each that had to be indexed.
@@ -105,7 +105,7 @@ def _size_and_time(path: Path) -> tuple[int, int]:
 
 
 def _find_stored(path: Path | Remote, anew: bool) -> Shard | None:
-    """The shard by its stored index, where that is usable; a line in the log where it can't be read."""
+    """Find the shard's stored index, if it is usable; one that can't be read is logged."""
     now = None if isinstance(path, Remote) else _size_and_time(path)
     if isinstance(path, Remote) and anew and (path.may_change or not path.file.exists()):
         return None

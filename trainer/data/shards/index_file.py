@@ -34,7 +34,7 @@ def file_of(path: Path | Remote) -> Path:
 
 
 def places_of(path: Path | Remote) -> Iterator[Path]:
-    """Where an index may be stored, the better place first."""
+    """Return the places where an index may be stored, the better one first."""
     yield Path(f"{file_of(path)}.idx")
     name = hashlib.sha256(os.fsencode(os.path.abspath(file_of(path)))).hexdigest()
     with contextlib.suppress(RuntimeError):  # there is no home folder
@@ -42,7 +42,7 @@ def places_of(path: Path | Remote) -> Iterator[Path]:
 
 
 def indexed(path: Path | Remote) -> Shard | None:
-    """What was indexed, whatever the shard is by now; None where nothing was."""
+    """Return the indexed shard, whatever it is by now; None if there is no index."""
     return next((shard for place in places_of(path) if (shard := stored_at(path, place))), None)
 
 
@@ -54,7 +54,7 @@ def stored_at(path: Path | Remote, index_path: Path) -> Shard | None:
 
 
 def load(path: Path | Remote, index_path: Path) -> tuple[Shard, Any] | None:
-    """The shard and its rows; None for a file that is damaged, or of another version.
+    """Load the shard and its rows; None for a file that is damaged, or of another version.
 
     Raises:
         OSError: it is gone, or can't be read.

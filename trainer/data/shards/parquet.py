@@ -12,11 +12,11 @@ MEMBER = re.compile(r"(?!json$)[a-z0-9][\w.-]*")  # webdataset's writer drops `_
 
 
 def of_rows(source: Path) -> Iterator[dict[str, Any]]:
-    """A null of bytes is no member, any other one JSON's.
+    """Yield samples of the rows. A null of bytes is no member, any other null is JSON's.
 
     Raises:
-        DataError: before the first sample, for a file that is none, and a column that has no form in a sample; later,
-            for what is damaged.
+        DataError: before the first sample, for another kind of file and for a column that has no form in a sample.
+            Later, for damage.
     """
     try:
         from pyarrow import parquet
@@ -48,8 +48,10 @@ def of_rows(source: Path) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def readable(source: Path) -> Iterator[None]:
-    """Raises:
-    DataError: for what pyarrow says of a damaged file.
+    """Turn pyarrow's errors of a damaged file into ours.
+
+    Raises:
+        DataError: for what pyarrow says of a damaged file.
     """
     from pyarrow import ArrowException
 

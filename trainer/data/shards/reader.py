@@ -48,7 +48,7 @@ class ShardReader:
         return self.__dict__ | {"_open": {}}
 
     def read(self, ref: Ref) -> dict[str, Any]:
-        """The decoded members of a sample by extension, and its `__key__`.
+        """Read the decoded members of a sample by extension, and its `__key__`.
 
         Raises:
             DataError: if the bytes are not those indexed, also when read again, or a member can't be decoded.
@@ -73,7 +73,7 @@ class ShardReader:
         return sample
 
     def name(self, ref: Ref) -> tuple[str, str | None]:
-        """The shard's, and the sample's key, if that can be read: of one that is bad."""
+        """Name a bad sample: its shard, and its key if that can be read."""
         shard, content = self.index.shards[ref.shard], b""
         with contextlib.suppress(OSError, UnavailableError):
             file, rows = self._shard(ref.shard)
@@ -137,11 +137,11 @@ class ShardReader:
         return file, rows
 
     def remote(self) -> dict[int, Remote]:
-        """The shards at URLs, by number."""
+        """Return the shards at URLs, by number."""
         return {i: shard.path for i, shard in enumerate(self.index.shards) if isinstance(shard.path, Remote)}
 
     def close(self) -> None:
-        """The files; `read` would open them again."""
+        """Close the files; `read` would open them again."""
         for number in list(self._open):
             self._close(number)
 
@@ -151,7 +151,7 @@ class ShardReader:
 
 
 def _first_key(content: bytes) -> str | None:
-    """Of bytes that may be damaged."""
+    """Find the first key in bytes that may be damaged."""
     try:
         return next(members(lambda offset, size: content[offset : offset + size], "")).key
     except (DataError, StopIteration):

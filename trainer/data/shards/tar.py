@@ -38,7 +38,9 @@ META = re.compile(r"__[^/]*__($|/)")
 
 
 class Member(NamedTuple):
-    """One entry of a tar; byte positions. What belongs to no sample (a folder, a link, `__meta__`) has the key None."""
+    """One entry of a tar, with byte positions. An entry without a sample (a folder, a link, `__meta__`) has the key
+    None.
+    """
 
     key: str | None
     extension: str
@@ -49,7 +51,7 @@ class Member(NamedTuple):
 
 
 def members(fetch: Callable[[int, int], bytes], where: object) -> Iterator[Member]:
-    """Walks a tar to its end or its first zero block; `fetch(offset, size)` gives fewer bytes at the end only.
+    """Walk a tar to its end or its first zero block; `fetch(offset, size)` gives fewer bytes only at the end.
 
     `tarfile.open` would take a damaged header for the end of the archive.
 
@@ -173,7 +175,7 @@ def _number(field: bytes) -> int:
 
 
 def _fields(header: Header, payload: bytes) -> dict[str, str]:
-    """What an extended header says of the next member. A PAX record is `LENGTH NAME=VALUE` and a newline."""
+    """Parse an extended header for the next member. A PAX record is `LENGTH NAME=VALUE` and a newline."""
     if len(payload) < header.size:
         raise ValueError("cut")
     if header.type in (GNU_NAME, GNU_LINK):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def build_stages(data: Mapping[str, Any], allow: tuple[str, ...]) -> dict[str, list[Callable[..., Any]]]:
-    """The functions that the section `data` of a config names.
+    """Build the functions that the section `data` of a config names.
 
     Raises:
         ConfigError: for what can't be built, or not be called as it will be.
@@ -57,8 +57,10 @@ class Maps:
         self.maps, self.transform = maps, transform
 
     def __call__(self, sample: Any, rng: "Generator") -> Any:
-        """Raises:
-        Dropped: a map gives None.
+        """Apply the maps in turn.
+
+        Raises:
+            Dropped: a map gives None.
         """
         key = sample.get("__key__") if isinstance(sample, Mapping) else None
         for number, apply in enumerate(self.maps):

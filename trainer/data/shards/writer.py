@@ -23,10 +23,10 @@ def quiet(*_: Any) -> None:
 def write_shards(
     samples: Iterable[Mapping[str, Any]], folder: Path, prefix: str, per_shard: int, progress: Progress = quiet
 ) -> list[Path]:
-    """Writes PREFIX-000000.tar and so on, each complete or absent, and returns them.
+    """Write PREFIX-000000.tar and so on, each complete or absent, and return them.
 
-    A sample is `__key__` and values by extension: bytes and text as they are, the rest by
-    WebDataset's encoders (npy, json, cls, png, ...) and those for int and safetensors, gzipped where it ends in `.gz`.
+    A sample is `__key__` and values by extension. Bytes and text go as they are, the rest by WebDataset's encoders
+    (npy, json, cls, png, ...) and those for int and safetensors. Extensions that end in `.gz` are gzipped.
 
     Raises:
         DataError: for a key or an extension that can't be read back, and if there are shards of that prefix already.
@@ -62,7 +62,7 @@ def write_shards(
 
 
 def contents(sample: Mapping[str, Any], encoders: Mapping[str, Callable[[Any], bytes]], path: Path) -> dict[str, bytes]:
-    """Of its members. What WebDataset adds as it reads (`__url__`) is none."""
+    """Return a sample's members, without those that WebDataset adds as it reads (`__url__`)."""
     found = {}
     for extension, value in sample.items():
         if extension.startswith("__"):
@@ -81,8 +81,10 @@ def contents(sample: Mapping[str, Any], encoders: Mapping[str, Callable[[Any], b
 
 
 def refuse_member(name: str, extension: str) -> None:
-    """Raises:
-    DataError: for what WebDataset would leave out, or reading refuse.
+    """Refuse a member that WebDataset would leave out, or reading refuse.
+
+    Raises:
+        DataError: for what WebDataset would leave out, or reading refuse.
     """
     if not extension or extension.startswith("_"):
         raise DataError(f"{name}: {extension!r} is no extension of a member; rename it, as 'jpg'")
