@@ -104,7 +104,7 @@ def test_in_a_folder_whose_name_is_not_utf_8():
         flip(path, member=3 * 1 + 1, at=512 + 130)
     train(Place(), (), 8, shards="data\udcff/p-*.tar", name="r")
     assert len(lines()) == 2
-    assert Path("runs/r/logs/rank0.log").read_text().count("left out: data\\udcff/p-") == 2
+    assert Path("runs/r/logs/rank0.log").read_text().count("left out: data?/p-") == 2
 
 
 def test_bytes_that_have_changed_since_they_were_indexed():

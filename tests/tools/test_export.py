@@ -91,6 +91,16 @@ def test_the_last_is_the_runs_own_export_and_an_older_one_its_average(cwd):
     assert files(cwd / "ckpt") | files(cwd / "runs") == before
 
 
+def test_a_run_from_before_its_monitors_moved(cwd):
+    """Its config names the modules in which they lay."""
+    path = cwd / "runs/r/config.yaml"
+    text = path.read_text()
+    path.write_text(text.replace("trainer.monitors.", "trainer.callbacks."))
+    assert path.read_text() != text
+    assert export(cwd, "ckpt/last.pt").code == 0
+    assert files(cwd / "out" / "deep") == files(cwd / "runs" / "r" / "export")
+
+
 def damage(cwd: Path) -> None:
     (cwd / "ckpt/r/step-00000004/model.safetensors").write_bytes(b"")
 

@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import pkgutil
+import re
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
+from trainer import monitors
 from trainer.callback import Role
 from trainer.checkpoint.manifest import Damaged, verify
 from trainer.checkpoint.pretrained import put_weights
@@ -53,6 +56,7 @@ def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
     if not config.exists():
         raise ConfigError(f"{key}: its run's {config} is not here; call this where the run was started")
     settings = read_config(config, changes, key) | UNTRAINED
+    settings["callbacks"] = without_monitors(settings["callbacks"])
     check(settings, OWN)
     refuse_paths(settings, {change.partition("=")[0] for change in changes})
     made = build_components(settings, OWN)
@@ -84,6 +88,13 @@ def read_config(file: Path, changes: list[str], key: str) -> dict[str, Any]:
     if hidden:
         raise ConfigError(f"{key}: {file} has no {', '.join(hidden)}, as a secret; add {hidden[0]}=VALUE")
     return settings
+
+
+def without_monitors(callbacks: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what shows numbers: an export has none, and an older run's config names other modules for them."""
+    names = {module.name for module in pkgutil.iter_modules(monitors.__path__)}
+    target = re.compile(rf"trainer\.\w+\.({'|'.join(names)})\.\w+")
+    return {name: node for name, node in callbacks.items() if not target.fullmatch(str(node.get("_target_")))}
 
 
 def refuse_paths(settings: dict[str, Any], given: Collection[str]) -> None:
