@@ -15,7 +15,7 @@ FUNCTIONS = [
 
 def test_functions_are_short() -> None:
     lines = {name: (node.end_lineno or 0) - node.lineno + 1 for name, node in FUNCTIONS}
-    assert not [f"{name}: {n} lines" for name, n in lines.items() if n > 40]
+    assert not [f"{name}: {n} lines" for name, n in lines.items() if n > 45]
 
 
 def test_the_step_is_on_one_screen() -> None:

@@ -151,7 +151,6 @@ trainer.devices=2 batch=13
     batch=13: does not divide into 2 rank(s); nearest that do: batch=12, batch=14
 trainer.devices=1 micro_batch=5
     batch=12: does not divide into 1 rank(s), micro_batch=5; nearest that do: batch=10, batch=15; or micro_batch=4
-    CPU core(s); use at most
 trainer.nodes=2
     trainer.nodes=2: start it on each node, with torchrun --nnodes=2 ... or srun
 RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 trainer.devices=3

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("trainer", "recipes", "conf", "tests", "scripts", "docs", ".ci")
-NOT_TEXT = {".pyc", ".png", ".gif", ".svg", ".gz", ".tar"}
+NOT_TEXT = {".safetensors", ".pyc", ".png", ".gif", ".svg", ".gz", ".tar"}
 CPU_ONLY = sys.platform == "linux" and not list(Path("/dev").glob("nvidia*")) and not shutil.which("nvidia-smi")
 
 

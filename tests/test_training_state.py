@@ -553,7 +553,7 @@ def test_a_resume_with_nothing_to_do_rewrites_nothing(max_steps):
     Path("runs/r/config.yaml").write_text("lr: 0.05")
     before = {path: path.read_bytes() for path in files if path.is_file()}
     trainer = make(resume="auto", max_steps=max_steps, validate_every=2, clip_norm=0.5)
-    trainer.begins = lambda: Path("runs/r/config.yaml").write_text("lr: 0.5")
+    trainer.on_accepted = lambda: Path("runs/r/config.yaml").write_text("lr: 0.5")
     trainer.fit()
     assert trainer.step == 4 and {path: path.read_bytes() for path in before} == before
 
@@ -565,7 +565,7 @@ def test_a_process_that_another_has_superseded_cuts_nothing_of_the_others(monkey
     trainer = make(
         callbacks={"metrics_file": MetricsFile()}, resume="ckpt/r/step-00000002", log_every_steps=1, max_steps=6
     )
-    trainer.begins = lambda: commit.begin(Path("ckpt/r"))
+    trainer.on_accepted = lambda: commit.begin(Path("ckpt/r"))
     with pytest.raises(ConfigError, match="nothing is to be done"):
         trainer.fit()
     assert Path("runs/r/metrics.jsonl").read_bytes() == lines

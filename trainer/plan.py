@@ -75,9 +75,8 @@ class Plan:
         self.resumed, self.manifest = self._see_checkpoint(self._find_checkpoint(place.rank, each, spec), each, reads)
         self.uneven = len(set(node_range(options.nodes))) > 1 or self.manifest.get("world", world) != world
         self.uneven |= self.manifest.get("uneven", False)  # on so many ranks as before, too: the same split
-        split = split_batch(batch, world, micro_batch, accumulate, self.uneven)
-        split = (spec.micro, spec.accumulate) if spec else split
-        self.micro, self.accumulate = split
+        parts = (spec.micro, spec.accumulate) if spec else None
+        self.micro, self.accumulate = parts or split_batch(batch, world, micro_batch, accumulate, self.uneven)
         if self.resumed and self.manifest["world"] != world:
             refuse_unmerged(self.callbacks, self.manifest, world)
         if options.init_from and not self.resumed:

@@ -175,6 +175,12 @@ class Trainer:
         self.forward_backward: ForwardBackward = self._wrap(
             "wrap_forward_backward", Accumulate(self.loss_of, self.strategy, self.scaler, unused)
         )
+        self._open_loader()
+        if self.plan.resumed:
+            training_state.refuse_other_model(self, self.plan.resumed)
+        self._try_recipe()
+
+    def _open_loader(self) -> None:
         plan, strategy, options = self.plan, self.strategy, self.options
         self.loader = Loader(
             plan.source, plan.order, Split(self.batch, strategy.data_world, plan.accumulate), plan.data,
@@ -182,16 +188,13 @@ class Trainer:
             device=self.device, ranks_on_node=self.ranks.place.local_world,
             collate=getattr(self.recipe, "collate", default_collate), weight=weight_of(self.recipe),
         )  # fmt: skip
-        if self.plan.resumed:
-            training_state.refuse_other_model(self, self.plan.resumed)
-        validation = self.plan.validation
+        validation = plan.validation
         self.evaluator = Evaluator(
             self.recipe, self.loader.validate, self.ranks, self.precision,
             samples=sum(validation.counts) if isinstance(validation, Samples) else 0,
-            max_bad=self.plan.data.max_bad, lockstep=self.strategy.lockstep,
+            max_bad=plan.data.max_bad, lockstep=strategy.lockstep,
             stopping=lambda: self.fitted and self.signals.name, beat=self.heartbeat.beat,
         )  # fmt: skip
-        self._try_recipe()
 
     def fit(self) -> None:
         """Train to the end, or until stopped. Weights, optimizer and callbacks are left as the last step made them."""

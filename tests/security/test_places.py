@@ -255,7 +255,7 @@ def test_a_shard_that_is_no_file_is_refused() -> None:
 def test_in_a_command_webdataset_is_careful(own: dict[str, str], careful: str) -> None:
     code = (
         "import sys, trainer.main as command; sys.argv[1:] = ['--version']\n"
-        "command.leave = print; command.main()\n"
+        "command.exit_process = print; command.main()\n"
         "from webdataset import utils; print(utils.enforce_security)"
     )
     words = [sys.executable, "-c", code]
