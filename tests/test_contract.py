@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from support.callbacks import CHANGES, CODECS, OBSERVERS, name_of
-from support.ranks import run_ranks
+from support.ranks import groups_left, run_ranks
 from toy_recipe import Toy
 
 from trainer.callback import Callback, arrange
@@ -184,9 +184,8 @@ def train_all(place: Place, cases: list[tuple[str, ...]]) -> list[dict[str, Any]
         except ConfigError as error:
             results.append({"refused": str(error)})
             continue
-        results.append(
-            {"straight": straight, "resumed": train(place, names, f"{run}-resumed", f"ckpt/{run}/step-00000003")}
-        )
+        resumed = train(place, names, f"{run}-resumed", f"ckpt/{run}/step-00000003")
+        results.append({"straight": straight, "resumed": resumed, "left": groups_left()})
     return results
 
 
@@ -274,6 +273,11 @@ OVERLAPPED = [
 def test_overlap_changes_no_bits(table, names):
     for rank, other in zip(table[names], table[without_overlap(names)], strict=True):
         assert rank["straight"]["weights"].tobytes() == other["straight"]["weights"].tobytes()
+
+
+@pytest.mark.parametrize("names", params(names for names in CASES if len(names) == 1), ids="+".join)
+def test_a_run_lets_its_process_groups_go(table, names):
+    assert [rank.get("left", 0) for rank in table[names]] == [0] * WORLD
 
 
 def distance(one: dict[str, Any], other: dict[str, Any], key: str) -> float:

@@ -5,12 +5,12 @@ import gc
 import multiprocessing
 import multiprocessing.connection
 import os
-import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -42,14 +42,17 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout_s: f
             place = Place(rank, world, rank, world, f"{folder}/store", "test") if world > 1 else Place()
             pipe.send((os.getcwd(), function, place, args))
         try:
-            return _collect(pipes, time.monotonic() + timeout_s)
-        except AssertionError:
+            answers = _collect(pipes, time.monotonic() + timeout_s)
+        except BaseException:  # a time limit of pytest's too: the ranks are busy with this function
             stop()
             raise
+        PEERS[:world] = [peer for peer, (_, left) in zip(PEERS, answers, strict=False) if not left]  # those have ended
+        return [value for value, _ in answers]
 
 
-def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
-    results: dict[int, Any] = {}
+def _collect(pipes: list[Connection], deadline: float) -> list[tuple[Any, int]]:
+    """Return of each rank what the function returned, and the threads that it left behind."""
+    results: dict[int, tuple[Any, int]] = {}
     while len(results) < len(pipes):
         waiting = [rank for rank in range(len(pipes)) if rank not in results]
         multiprocessing.connection.wait([pipes[rank] for rank in waiting], max(0.0, deadline - time.monotonic()))
@@ -57,22 +60,21 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
         assert ready, f"ranks {waiting} did not end in time"
         for rank in ready:
             try:
-                ok, value = pipes[rank].recv()
+                ok, value, left = pipes[rank].recv()
             except EOFError:
-                ok, value = False, "died"
+                ok, value, left = False, "died", 0
             assert ok, f"rank {rank}: {value}"
-            results[rank] = value
+            results[rank] = value, left
     return [results[rank] for rank in range(len(pipes))]
 
 
 @atexit.register
 def stop() -> None:
-    for process, pipe in PEERS:
+    peers, PEERS[:] = list(PEERS), []
+    for process, pipe in peers:
         pipe.close()
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.join()
-    PEERS.clear()
 
 
 def _serve(pipe: Connection) -> None:
@@ -93,9 +95,28 @@ def _serve(pipe: Connection) -> None:
             gc.freeze()  # modules: each run collects garbage, and would go through all of torch
             modules = len(sys.modules)
         try:
-            pipe.send((True, function(place, *args)))
+            ok, value = True, function(place, *args)
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            ok, value = False, traceback.format_exc()
         if dist.is_initialized():
             dist.destroy_process_group()
+        left = groups_left()  # as after an exception in a backward pass: each thread wakes 100 times a second for ever
+        pipe.send((ok, value, left))
+        if left:
+            return
         os.chdir(Path(folder).anchor)
+
+
+def groups_left() -> int:
+    """Count the threads of gloo that a collection of garbage leaves to this process."""
+    gc.collect()
+    deadline = time.monotonic() + 2  # a thread ends soon after its group
+    while (left := sum("gloo" in name for name in _threads())) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
+
+
+def _threads() -> Iterator[str]:
+    for comm in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # it has ended meanwhile
+            yield comm.read_text()

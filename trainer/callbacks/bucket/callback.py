@@ -90,6 +90,10 @@ class Bucket(Callback):
         if self.late:
             self.after.check()
 
+    def on_fit_end(self, trainer) -> None:
+        if self.late:
+            self.after.close()
+
     def _layout(self, mib: float) -> dict[str, Any]:
         """Arguments of DDP, to which a list of sizes comes before the one size."""
         mibs = self.mibs or (self.first_mib and [self.first_mib, mib])

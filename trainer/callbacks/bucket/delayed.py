@@ -42,7 +42,12 @@ class DelayedParameters:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
         for p in found:
             dist.broadcast(p.data, 0)  # as DDP does with its own
-            p.register_post_accumulate_grad_hook(self._note)
+        self.hooks = [p.register_post_accumulate_grad_hook(self._note) for p in found]
+
+    def close(self) -> None:
+        """Leave the parameters alone: their hooks keep the trainer alive, past Python's collector."""
+        for hook in self.hooks:
+            hook.remove()
 
     def _note(self, p: Tensor) -> None:
         """At the first of the step's last micro-batch."""

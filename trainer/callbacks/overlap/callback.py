@@ -39,6 +39,7 @@ class Overlap(Callback):
         self.pending: dict[DeferredBucket, None] = {}  # sent, and not stepped yet
         self.sent, self.fresh = 0, True  # buckets of this step; no forward pass of this step yet
         self.unused: set[Tensor] = set()  # by this rank, in the step whose buckets are pending
+        self.hooks: list[Any] = []
 
     def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
         mib = (
@@ -67,13 +68,16 @@ class Overlap(Callback):
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.order: list[int] = trainer.ranks.first(self.record.order())
         trainer.strategy.unwrap()
-        trainer.module.register_forward_pre_hook(lambda module, _: self._share_buffers(module))
+        self.hooks = [trainer.module.register_forward_pre_hook(lambda module, _: self._share_buffers(module))]
         for module, params in needs.items():
             buckets = dict.fromkeys(self.bucket_of[p] for p in params if p in self.bucket_of)
-            module.register_forward_pre_hook(lambda *_, buckets=buckets: self._finish(buckets))
-        trainer.module.register_forward_hook(lambda *_: self._finish(self.pending))  # what no module has asked for
-        for p in trainer.parameters:
-            p.register_post_accumulate_grad_hook(self._collect)
+            self.hooks += [module.register_forward_pre_hook(lambda *_, buckets=buckets: self._finish(buckets))]
+        rest = trainer.module.register_forward_hook(lambda *_: self._finish(self.pending))  # that no module has asked for
+        self.hooks += [rest, *(p.register_post_accumulate_grad_hook(self._collect) for p in trainer.parameters)]
+
+    def on_fit_end(self, trainer) -> None:
+        for hook in self.hooks:  # those of parameters keep the trainer alive, past Python's collector
+            hook.remove()
 
     def _share_buffers(self, module: nn.Module) -> None:
         """As DDP does, before the first forward pass of a step."""
