@@ -72,7 +72,7 @@ class Overlap(Callback):
         for module, params in needs.items():
             buckets = dict.fromkeys(self.bucket_of[p] for p in params if p in self.bucket_of)
             self.hooks += [module.register_forward_pre_hook(lambda *_, buckets=buckets: self._finish(buckets))]
-        rest = trainer.module.register_forward_hook(lambda *_: self._finish(self.pending))  # that no module has asked for
+        rest = trainer.module.register_forward_hook(lambda *_: self._finish(self.pending))
         self.hooks += [rest, *(p.register_post_accumulate_grad_hook(self._collect) for p in trainer.parameters)]
 
     def on_fit_end(self, trainer) -> None:
