@@ -28,7 +28,8 @@ class Accumulate:
         self.loss_of, self.strategy, self.scaler, self.unused = loss_of, strategy, scaler, unused
 
     def __call__(self, data: Step, total: Callable[[], int]) -> list[Tensor]:
-        losses, last, strategy = list[Tensor](), len(data.weights) - 1, self.strategy
+        losses: list[Tensor] = []
+        strategy, last = self.strategy, len(data.weights) - 1
         for batch, weight in data:
             strategy.sync_gradients(len(losses) == last)
             loss = self.loss_of(strategy.model, batch)

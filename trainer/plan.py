@@ -11,6 +11,7 @@ from trainer.callback import Callback, Role, arrange, overrides
 from trainer.checkpoint import locate
 from trainer.checkpoint.manifest import see, verify
 from trainer.checkpoint.pretrained import weights_files
+from trainer.checkpoint.retention import parse_best
 from trainer.config.duration import Duration
 from trainer.config.options import DataOptions, Options
 from trainer.config.schema import fits
@@ -129,7 +130,20 @@ class Plan:
                 f"trainer.validate_every={self.options.validate_every}: recipe.data('val') is None; "
                 "give it validation data, or trainer.validate_every=null"
             )
+        if self.validation is None and self.watched:
+            key, name = next(iter(self.watched.items()))
+            raise ConfigError(
+                f"{key}={name}: the recipe's data('val') is None; give it validation data, or leave this out"
+            )
         self.epoch_samples = self.order.samples if self.order else None
+
+    @property
+    def watched(self) -> dict[str, str]:
+        """Return which metrics of validation the run goes by: config key -> name."""
+        watched = {f"callbacks.{name}.metric": c.metric for name, c in self.callbacks.items() if c.metric}
+        if best := self.options.checkpoint.keep_best:
+            watched["trainer.checkpoint.keep_best"] = parse_best(best)[0]
+        return watched
 
     def features(self) -> set[str]:
         ddp = self.options.ddp

@@ -19,7 +19,6 @@ from torch.utils.data import default_collate
 from trainer import training_state
 from trainer.callback import HOOKS, Callback, overrides
 from trainer.checkpoint.pretrained import load_weights
-from trainer.checkpoint.retention import parse_best
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.config.options import DataOptions, Options
@@ -27,10 +26,11 @@ from trainer.data.bad_samples import BadSamples, allowed
 from trainer.data.batch import Split, Step, count_samples
 from trainer.data.loader import Loader
 from trainer.data.source import Samples
-from trainer.errors import ConfigError, NumericsError
+from trainer.errors import ConfigError
 from trainer.forward_backward import Accumulate, ForwardBackward
 from trainer.log import log, log_to_terminal, stop_log
 from trainer.monitors import replica_check
+from trainer.monitors.train_loss import TrainLoss
 from trainer.optim.factories import adamw
 from trainer.optim.groups import Groups, make_optimizer
 from trainer.optim.schedule import Constant, Schedule
@@ -130,7 +130,7 @@ class Trainer:
         self.bests: list[dict[str, Any]] = []  # validations that were the best; the newest last
         self.accumulate, self.stop_reason = self.plan.accumulate, ""
         self.logged = True  # whether this step's numbers are measured
-        self.fitted, self.finite = False, None  # finite: whether a logged loss was; None: none was logged
+        self.fitted, self.train_loss = False, TrainLoss(self.ranks)
         if self.plan.epoch_samples and self.batch > self.plan.epoch_samples:
             log.warning(
                 "batch=%d: recipe.data('train') has %d samples, so a step takes each %.4g times",
@@ -217,7 +217,8 @@ class Trainer:
                 self._train_step(next(self.stream))
                 self._after_step()
             self._finish()
-        self._refuse_never_finite()
+        if self.stop_reason != "signal":
+            self.train_loss.refuse_never_finite(self.step)  # the checkpoint is written
         with StopSignals():  # a launcher may send one to all as the first of them ends
             self.close()
 
@@ -283,8 +284,7 @@ class Trainer:
     def _train_step(self, data: Step) -> None:
         for generator in self.generators:
             generator.manual_seed((self.seed_base + self.step * GOLDEN) & (MASK >> 1))
-        for group, lr in zip(self.optimizer.param_groups, self._learning_rates()):
-            group["lr"] = lr
+        self._set_learning_rates()
         self._agree(data)  # one int64 all-reduce, beside the first forward pass
         self.data, self.losses = data, self.forward_backward(data, self._total_weight)
         self.scaler.unscale_(self.optimizer)  # a no-op unless fp16
@@ -297,9 +297,10 @@ class Trainer:
             p.grad = None  # what zero_grad does, at a tenth of its cost
         self.step, self.samples = self.step + 1, self.samples + self.batch
 
-    def _learning_rates(self) -> list[float]:
+    def _set_learning_rates(self) -> None:
         factor = self.plan.rate(self.step)
-        return [peak * factor for peak in self.peak_lr]
+        for group, peak in zip(self.optimizer.param_groups, self.peak_lr):
+            group["lr"] = peak * factor
 
     def _agree(self, data: Step) -> None:
         """Start to sum over ranks what this step is about."""
@@ -347,12 +348,7 @@ class Trainer:
     def _measure(self) -> dict[str, float]:
         """Measure the numbers of this step. Waits for the device; a collective."""
         self.seconds = time.monotonic() - self.started
-        ours = sum(loss.item() * weight for loss, weight in zip(self.losses, self.data.weights, strict=True))
-        loss = sum(self.ranks.gather(ours)) / self.weight if self.weight else math.nan
-        if self.weight:
-            self.finite = bool(self.finite) or math.isfinite(loss)
-        if self.weight and not math.isfinite(loss) and math.isfinite(self.last_metrics.get("train/loss", 0.0)):
-            log.warning("step %d: the loss is %s; training goes on, but to nowhere", self.step, loss)
+        loss = self.train_loss.measure(self.losses, self.data.weights, self.weight, self.step)
         metrics = {"train/loss": loss, "train/lr": self.optimizer.param_groups[0]["lr"]}
         if not self.defers and (self.clips or self.logged):
             metrics["train/grad_norm"] = self.grad_norm.item()
@@ -375,19 +371,11 @@ class Trainer:
         return training_state.note_best(self)
 
     def _try_recipe(self) -> None:
-        """Try `summary` and `metrics` before the first step; refuse to watch what validation will not give."""
+        """Try `summary` and `metrics` before the first step."""
         if self.rank == 0:
             call_summary(self.recipe)
-        watched = {f"callbacks.{name}.metric": c.metric for name, c in self.callbacks.items() if c.metric}
-        if self.options.checkpoint.keep_best:
-            watched["trainer.checkpoint.keep_best"] = parse_best(self.options.checkpoint.keep_best)[0]
-        if watched and self.plan.validation is None:
-            key, name = watched.popitem()
-            raise ConfigError(
-                f"{key}={name}: the recipe's data('val') is None; give it validation data, or leave this out"
-            )
         if self.plan.validation is not None:
-            self.evaluator.try_out(watched, self.eval_model)
+            self.evaluator.try_out(self.plan.watched, self.eval_model)
 
     @property
     def best(self) -> dict[str, Any]:
@@ -402,14 +390,6 @@ class Trainer:
     def stop(self, reason: str) -> None:
         """End after this step. Call it on all ranks or on none: it is not a collective."""
         self.stop_reason = self.stop_reason or reason
-
-    def _refuse_never_finite(self) -> None:
-        """Raise NumericsError if no logged loss was finite: such a run is no success. Its checkpoint is written."""
-        if self.finite is False and self.stop_reason != "signal":
-            raise NumericsError(
-                f"train/loss was finite at no logged step up to step {self.step}; lower optimizer.lr, or mend the data "
-                "or the loss"
-            )
 
     def _finish(self) -> None:
         if not self.logged:  # a callback or a signal has ended the run at this step

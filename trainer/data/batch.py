@@ -62,28 +62,38 @@ class Step:
     step keeps no batch after it is given out.
 
     Args:
-        micros: With an `Upload` for a batch.
+        micros: With an `Upload` for a batch that is not on the device yet.
         following: First micro-batch of the next step, whose upload begins with the last batch of this one.
     """
 
     def __init__(self, micros: Sequence[Micro], following: Sequence[Micro] = ()) -> None:
-        self.weights = [micro.weight for micro in micros]
-        self.refs = [ref for micro in micros for ref in micro.refs]
-        self.bad = [bad for micro in micros for bad in micro.bad]
-        self._uploads: deque[Upload] = deque(micro.batch for micro in (*micros, *following))
+        self.weights: list[int] = []
+        self.refs: list[Ref] = []
+        self.bad: list[Bad] = []
+        for _, weight, refs, bad in micros:
+            self.weights.append(weight)
+            self.refs += refs
+            self.bad += bad
+        self._batches = deque([micro.batch for micro in (*micros, *following)])
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         for weight in self.weights:
-            upload = self._uploads.popleft()
-            upload.wait()  # before the next begins, for it waits for all that has begun
-            if self._uploads:
-                self._uploads[0].begin()
-            yield upload.take(), weight
-        self._uploads.clear()
+            yield self._next(), weight
+        self._batches.clear()
 
     def peek(self) -> Any:
         """Return the first batch, on the device, and keep it for the iteration."""
-        return self._uploads[0].wait()
+        batch = self._batches[0]
+        return batch.wait() if isinstance(batch, Upload) else batch
+
+    def _next(self) -> Any:
+        batch = self._batches.popleft()
+        if not isinstance(batch, Upload):
+            return batch
+        batch.wait()  # before the next begins, for it waits for all that has begun
+        if self._batches:
+            self._batches[0].begin()
+        return batch.take()
 
 
 def count_samples(batch: Any) -> int:

@@ -10,15 +10,10 @@ from torch import Tensor
 
 
 class Upload:
-    """One batch on its way to the device.
+    """One batch on its way to the device of `stream`, on which batches are copied while others are computed."""
 
-    Args:
-        stream: Of CUDA, on which batches are copied while others are computed.
-    """
-
-    def __init__(self, batch: Any, device: torch.device, stream: "torch.cuda.Stream | None") -> None:
-        self.batch, self.device, self.stream = batch, device, stream
-        self.begun = device.type == "cpu"
+    def __init__(self, batch: Any, stream: torch.cuda.Stream) -> None:
+        self.batch, self.stream, self.begun = batch, stream, False
 
     def begin(self) -> None:
         if not self.begun:
@@ -28,10 +23,9 @@ class Upload:
     def wait(self) -> Any:
         """Make the current stream wait for the copy; return it."""
         self.begin()
-        if self.stream:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_stream(self.stream)
-            map_tensors(self.batch, lambda t: t.record_stream(current) if t.is_cuda else None)
+        current = torch.cuda.current_stream(self.stream.device)
+        current.wait_stream(self.stream)
+        map_tensors(self.batch, lambda t: t.record_stream(current) if t.is_cuda else None)
         return self.batch
 
     def take(self) -> Any:
@@ -40,14 +34,14 @@ class Upload:
         return batch
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        if self.stream and tensor.device.type == "cpu" and not tensor.is_pinned():
+        if tensor.device.type == "cpu" and not tensor.is_pinned():
             tensor = tensor.pin_memory()  # from other memory the copy would block this thread
-        return tensor.to(self.device, non_blocking=True)
+        return tensor.to(self.stream.device, non_blocking=True)
 
 
-def upload(micros: Iterator[Any], device: torch.device, stream: "torch.cuda.Stream | None") -> Iterator[Any]:
+def upload(micros: Iterator[Any], stream: "torch.cuda.Stream | None") -> Iterator[Any]:
     """Yield micro-batches with their `batch` on the device, and copy each while the one before is computed."""
-    if device.type == "cpu":
+    if stream is None:
         yield from micros
         return
     ahead: list[tuple[Any, Upload]] = []
@@ -56,7 +50,7 @@ def upload(micros: Iterator[Any], device: torch.device, stream: "torch.cuda.Stre
         if given:
             given[1].wait()  # before the next begins, for it waits for all that has begun
         if following is not None:
-            ahead.append((following._replace(batch=None), Upload(following.batch, device, stream)))
+            ahead.append((following._replace(batch=None), Upload(following.batch, stream)))
             ahead[0][1].begin()
         if given:
             yield given[0]._replace(batch=given[1].take())

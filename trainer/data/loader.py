@@ -78,11 +78,11 @@ class Loader:
             micros = self._ordered(self.source, partial(steps, start), stop)
         else:
             micros = self._iterated(self.source, steps, start)
-        more = self.device.type != "cpu"  # the first of the next step, which is uploaded during this one
-        ahead: list[Micro] = []
+        stream = self.stream
+        ahead: list[Micro] = []  # with a stream, the first of the next step, which is uploaded during this one
         for _, split in steps(start):
-            new = itertools.islice(micros, split.accumulate + more - len(ahead))
-            ahead += [m._replace(batch=Upload(m.batch, self.device, self.stream)) for m in new]
+            new = itertools.islice(micros, split.accumulate + (stream is not None) - len(ahead))
+            ahead += new if stream is None else [m._replace(batch=Upload(m.batch, stream)) for m in new]
             now, ahead = ahead[: split.accumulate], ahead[split.accumulate :]
             if not now:
                 return
@@ -103,7 +103,7 @@ class Loader:
             micros = self._load(source, parts(), partial(of_validation, parts), 1, self.options.prefetch)
         else:
             micros = self._replay(source, endless=False)
-        return upload(self._run(undisturbing(micros)), self.device, self.stream)
+        return upload(self._run(undisturbing(micros)), self.stream)
 
     def close(self) -> None:
         """End what `train` and `validate` gave, and the workers; close the files that this process has read."""
