@@ -27,15 +27,13 @@ class LocalSGD(Callback):
     """Steps of each rank alone, between synchronisations of the weights.
 
     Every `every` steps the ranks reduce how far each has come from the common weights: the pseudo-gradient. It goes
-    through the same chain as gradients. With `average`, the common weights become the mean (Stich
-    2018, arXiv:1805.09767; with a warm-up Lin et al. 2018, arXiv:1808.07217). With `nesterov`, they take DiLoCo's step
+    through the same chain as gradients. With `average`, the common weights become the mean (Stich 2018,
+    arXiv:1805.09767; with a warm-up Lin et al. 2018, arXiv:1808.07217). With `nesterov`, they take DiLoCo's step
     (Douillard et al. 2023, arXiv:2311.08105). With `fragments` and `delay` this is streaming DiLoCo (Douillard et al.
     2025, arXiv:2501.18512).
 
-
     Between synchronisations the ranks' weights and moments differ. Validation, checkpoints and export have the mean of
     the weights. Memory: two copies of the weights, with `nesterov` three.
-
 
     Args:
         every: Steps between two synchronisations of the same weights.
@@ -52,7 +50,7 @@ class LocalSGD(Callback):
     communicates = True
     provides = frozenset({"defers"})
     conflicts = {
-        "own_order": "no gradients are reduced between synchronisations, which local_sgd.delay hides; leave overlap out",
+        "own_order": "no gradient is reduced between synchronisations, which local_sgd.delay hides; leave overlap out",
         Role.AVERAGE: "it would average one rank's own weights; leave it out, for an average is validated already",
         "fp16": "each rank would have a loss scale of its own; use trainer.precision=bf16",
     }
