@@ -90,7 +90,7 @@ class Evaluator:
             )
         if not values:
             raise DataError(
-                "recipe.data('val'): gave no batch, or only such of weight 0; "
+                "recipe.data('val'): gave no batch, or only batches of weight 0; "
                 "return data that every validation can walk again: shards, a dataset or a list, not a generator"
             )
         return values
