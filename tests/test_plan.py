@@ -36,7 +36,7 @@ def test_ranks_do_not_decide_again(monkeypatch):
 
 def test_a_rank_that_sees_other_data_is_refused():
     spec = make_plan(Toy()).spec
-    with pytest.raises(DataError, match=r"^recipe\.data: is not what it was when the run was planned; bring that back"):
+    with pytest.raises(DataError, match=r"^recipe\.data: is not what it was when the run was planned; restore"):
         make_plan(Toy(samples=48), place=Place(1, 3, 1, 3), spec=spec)
 
 

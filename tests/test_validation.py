@@ -114,7 +114,7 @@ def test_nothing_to_count_is_refused_on_every_rank(recipe, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     results = run_ranks(2, refused, recipe)
     assert results[0] == results[1]
-    assert results[0].startswith("recipe.data('val'): gave no batch, or only such of weight 0; return what can be ")
+    assert results[0].startswith("recipe.data('val'): gave no batch, or only batches of weight 0; return data ")
 
 
 class FailsOnOne(Toy):

@@ -1,4 +1,4 @@
-"""The contract of an optimisation: what it may change, what it may watch, in which order, and with whom."""
+"""The contract of a callback: its hooks, its role, its conflicts, and the part of the trainer that it may use."""
 
 from collections.abc import Callable, Iterator, Mapping
 from enum import IntEnum
@@ -24,12 +24,12 @@ class PlanProtocol(Protocol):
     """The part of the plan that a callback may read."""
 
     max_steps: int | None
-    validate_every: Any  # a `Duration`; None: at the end only
-    manifest: dict[str, Any]  # of the checkpoint that the run goes on from; empty for a new run
+    validate_every: Any  # a `Duration`; None: only at the end
+    manifest: dict[str, Any]  # of the checkpoint that the run resumes; empty for a new run
 
 
 class TrainerProtocol(Protocol):
-    """The public surface of the trainer: what a callback may read, and what it may set. All else is the trainer's."""
+    """The public attributes of the trainer. A callback may read them, and set those that say so."""
 
     # The run.
     recipe: Any
@@ -41,16 +41,16 @@ class TrainerProtocol(Protocol):
     precision: Precision
     run_dir: Path
     batch: int  # samples per optimizer step, over all ranks
-    ddp: dict[str, Any]  # arguments of DistributedDataParallel; `wrap_model` may change them
-    rehearsing: bool  # passes are discarded
+    ddp: dict[str, Any]  # arguments of DistributedDataParallel; may be changed in `wrap_model`
+    rehearsing: bool  # the rehearsal runs, whose passes are discarded
     # The model and its optimizer, once they are built.
     module: nn.Module  # the recipe's, wrapped by callbacks, without a strategy around it
-    eval_model: nn.Module  # is validated and exported; may be set
-    global_model: nn.Module  # is saved; may be set
+    eval_model: nn.Module  # the model that is validated and exported; may be set
+    global_model: nn.Module  # the model that is saved; may be set
     parameters: list[nn.Parameter]
     optimizer: Any
     scaler: GradScaler
-    reduce: Reduce | None  # the chain, if a callback has wrapped it
+    reduce: Reduce | None  # the chain, if a callback has wrapped the reduction
     # The step.
     data: Step
     losses: list[Tensor]  # of this rank's micro-batches, detached
@@ -58,8 +58,8 @@ class TrainerProtocol(Protocol):
     step: int
     samples: int
     seconds: float
-    lag: int  # steps by which the weights are behind; may be set
-    metrics: dict[str, float]  # of this step, if it is one to log; may be added to
+    lag: int  # steps by which the weights are behind `step`; may be set
+    metrics: dict[str, float]  # of this step, if it is logged, else empty; may be added to
 
     @property
     def plan(self) -> PlanProtocol: ...
@@ -72,7 +72,7 @@ class TrainerProtocol(Protocol):
 
     @property
     def buckets(self) -> list[list[int]]:
-        """The layout of the gradients when the first step began, as indices of `parameters`."""
+        """The buckets of gradients when the first step began, as indices of `parameters`."""
         ...
 
     def emit(self, hook: str, *args: Any) -> None:
@@ -80,29 +80,29 @@ class TrainerProtocol(Protocol):
         ...
 
     def stop(self, reason: str) -> None:
-        """End after this step. Call it on all ranks or on none."""
+        """End the run after this step. Call it on all ranks or on none."""
         ...
 
 
 class Role(IntEnum):
-    """Callbacks wrap and run in this order, so the first wrap is the innermost.
+    """The order in which callbacks wrap and run: the first wrap is the innermost.
 
     MODEL, MEASURE and OBSERVE take any number of callbacks, the other roles one.
     """
 
-    MODEL = 0  # changes modules in a way that has no role of its own
+    MODEL = 0  # other changes of modules
     QUANTIZE = 1  # lower precision inside modules: FP8, 8-bit
     SPLIT = 2  # tensor or pipeline parallelism
     RECOMPUTE = 3  # activation checkpointing
     COMPILE = 4  # torch.compile, outside every change of modules
-    SHARD = 5  # DDP's buckets, FSDP
+    SHARD = 5  # the layout of parameters and gradients: DDP's buckets, FSDP
     REDUCE = 6  # how a bucket is summed: hierarchical
-    COMPRESS = 7  # bf16, top-k
-    SYNC = 8  # every step, every H steps
-    OPTIMIZER = 9  # overlap, sharded optimizer state
-    AVERAGE = 10  # EMA
+    COMPRESS = 7  # what is sent: bf16, top-k
+    SYNC = 8  # when ranks synchronise: every step, every H steps
+    OPTIMIZER = 9  # the optimizer's step: overlap, sharded state
+    AVERAGE = 10  # an average of the weights: EMA
     BATCH = 11  # the split of a step over ranks and micro-batches
-    GUARD = 12  # leaves steps out, or undoes them
+    GUARD = 12  # skips steps, or undoes them
     MEASURE = 13  # adds numbers to `trainer.metrics`
     OBSERVE = 14  # shows numbers, or stops the run
 
@@ -124,35 +124,35 @@ DECIDES = {
 
 
 class Callback:
-    """Base class: every hook is optional, and an unknown hook name is an error when the class is defined."""
+    """Base class of callbacks. Every hook is optional; an unknown hook name is an error when the class is defined."""
 
     role: ClassVar[Role] = Role.OBSERVE
-    also: ClassVar[tuple[Role, ...]] = ()  # roles that it fills beside its own, so no other callback may
-    exact: bool = True  # training gives the same numbers as without it, to rounding
-    communicates: ClassVar[bool] = False  # and does nothing else: with one rank it is idle, and the log says so
+    also: ClassVar[tuple[Role, ...]] = ()  # further roles that it fills, so no other callback may
+    exact: bool = True  # training gives the same numbers as without the callback, to rounding
+    communicates: ClassVar[bool] = False  # it only communicates: with one rank it is idle, and the log says so
     # Capabilities that others refuse or need. `defers`: gradients are not reduced, or not yet, when
     # on_before_optimizer_step runs. `own_order`: buckets are sent in an order of its own. `hierarchical`: two levels.
     provides: ClassVar[frozenset[str]] = frozenset()
-    metric: str = ""  # one that validation must give, `val/loss` for example
+    metric: str = ""  # a metric that validation must give, for example `val/loss`
     # A role, a capability, or the name of a feature of the trainer (`Plan.features`) -> reason and way out.
     conflicts: Mapping[Any, str] = {}
     requires: Mapping[str, str] = {}  # a capability -> reason and way out
 
-    # Set-up, each called once before training, in this order. Each takes the thing and returns the thing.
+    # Set-up: each hook is called once before training, in this order. Each takes an object and returns one of its kind.
     def build_model(self, trainer: TrainerProtocol, build: Callable[[], nn.Module]) -> nn.Module:
-        """Return what `build` returns: the recipe's model, on the CPU. A model on the meta device stays there."""
+        """Return the result of `build`: the recipe's model, on the CPU. A model on the meta device stays there."""
         return build()
 
     def wrap_model(self, trainer: TrainerProtocol, model: nn.Module) -> nn.Module:
-        """Return the module on its device, before it is distributed. Keep the parameters' names."""
+        """Return the module, which is on its device and not distributed yet. Keep the parameters' names."""
         return model
 
     def wrap_reduce(self, trainer: TrainerProtocol, reduce: Reduce) -> Reduce:
-        """Return the communication of one bucket: blocking code. Called with two ranks or more only."""
+        """Return the communication of one bucket, which is blocking code. Called only with two ranks or more."""
         return reduce
 
     def distribute(self, trainer: TrainerProtocol, model: nn.Module) -> Strategy:
-        """Return the layout of the model over the ranks, in the place of DDP. One callback of role SHARD may."""
+        """Return a layout of the model over the ranks instead of DDP. One callback of role SHARD may have this hook."""
         raise NotImplementedError
 
     def wrap_optimizer(self, trainer: TrainerProtocol, optimizer: Optimizer) -> Optimizer:
@@ -160,7 +160,7 @@ class Callback:
         return optimizer
 
     def wrap_forward_backward(self, trainer: TrainerProtocol, run: ForwardBackward) -> ForwardBackward:
-        """Return the passes of a step. Every rank must wait for the total weight once."""
+        """Return the forward and backward passes of a step. Every rank must wait for the total weight once."""
         return run
 
     def wrap_batches(self, trainer: TrainerProtocol, steps: Iterator[Step]) -> Iterator[Step]:
@@ -168,53 +168,53 @@ class Callback:
         return steps
 
     def split(self, trainer: TrainerProtocol, position: int) -> Split:
-        """Return the cut of the step that begins at this position of the stream of samples. One of role BATCH may.
+        """Return the split of the step at this position of the stream of samples. One callback of role BATCH may.
 
-        It is the same on all ranks, and a pure function: loading asks ahead of the step, a resume asks again.
+        The split is a pure function, the same on all ranks: loading asks ahead of the step, and a resume asks again.
         """
         raise NotImplementedError
 
     def rehearse(self, trainer: TrainerProtocol, run_pass: Callable[[], None]) -> None:
-        """Learn from discarded passes: `run_pass` is one forward and backward. Called in `fit`, on every rank."""
+        """Measure discarded passes: `run_pass` makes one forward and backward pass. Called in `fit`, on every rank."""
 
     # Events.
     def on_fit_start(self, trainer: TrainerProtocol) -> None:
-        """State is restored; no step has run."""
+        """Prepare for the first step: state is restored."""
 
     def on_before_optimizer_step(self, trainer: TrainerProtocol) -> None:
-        """Gradients are reduced and unscaled, not yet clipped."""
+        """Read or change the gradients: they are reduced and unscaled, not yet clipped."""
 
     def on_step_undone(self, trainer: TrainerProtocol) -> None:
-        """Drop the state that was kept of this step: a guard has taken its gradients away."""
+        """Drop state of this step: a guard has dropped the step's gradients."""
 
     def on_step_end(self, trainer: TrainerProtocol) -> None:
-        """`trainer.step` counts the step; `trainer.metrics` has numbers if it is one to log."""
+        """Follow a step: `trainer.step` counts it, and `trainer.metrics` has numbers if it is logged."""
 
     def on_flush(self, trainer: TrainerProtocol) -> None:
-        """Weights are about to be read: finish deferred work."""
+        """Finish deferred work: the weights are about to be read."""
 
     def on_validation_end(self, trainer: TrainerProtocol, metrics: dict[str, float]) -> None:
-        """`metrics` are the same on all ranks."""
+        """Take the metrics of a validation, the same on all ranks."""
 
     def on_fit_end(self, trainer: TrainerProtocol) -> None:
         """Release resources. Always called, also after an exception."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is needed to continue: tensors and JSON values. Keyed by parameter name, never by bucket."""
+        """Return the state that a resume needs: tensors and JSON values, keyed by parameter name, never by bucket."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned. Called before `on_fit_start`."""
+        """Take back the state of `state_dict`. Called before `on_fit_start`."""
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """Return what differs between ranks, saved for each. Empty on all ranks or on none."""
+        """Return the state that differs between ranks. Empty on all ranks or on none."""
         return {}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back this rank's state; at another number of ranks, what `merge_rank_states` makes of all."""
+        """Take back this rank's state, or with another number of ranks the merged state."""
 
     def merge_rank_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return what every rank starts from, if the checkpoint is of another number of ranks."""
+        """Merge the states of all ranks into one that every rank takes, if the number of ranks differs."""
         raise NotImplementedError
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -232,22 +232,22 @@ HOOKS = tuple(
 
 
 def overrides(callback: Callback, hook: str) -> bool:
-    """Tell whether the callback's class has this hook."""
+    """Return whether the callback's class defines this hook."""
     return getattr(type(callback), hook) is not getattr(Callback, hook)
 
 
 def present(key: Role | str, callbacks: Mapping[str, Callback], features: set[str]) -> list[str]:
-    """Return the names of what `key` means: a feature, the callbacks of a role, or those with a capability."""
+    """Return the names that match `key`: a setting, the callbacks of a role, or those with a capability."""
     if isinstance(key, Role):
         return [name for name, callback in callbacks.items() if callback.role == key]
     return [key for _ in features & {key}] + [name for name, callback in callbacks.items() if key in callback.provides]
 
 
 def arrange(callbacks: Mapping[str, Callback], features: set[str]) -> dict[str, Callback]:
-    """Sort by role and name, so that the order in the config cannot matter; refuse what cannot work.
+    """Sort callbacks by role and name, whatever their order in the config, and refuse conflicts.
 
     Raises:
-        ConfigError: naming every conflict at once.
+        ConfigError: The message names every conflict.
     """
     ordered = dict(sorted(callbacks.items(), key=lambda item: (item[1].role, item[0])))
     errors: list[str] = []

@@ -11,17 +11,17 @@ from trainer.data.batch import Step
 from trainer.errors import DataError
 from trainer.parallel.strategy import Strategy
 
-# A step's data, and what waits for the weight of all ranks' items -> the losses of the micro-batches, detached.
-# Gradients are in the parameters afterwards, reduced over ranks.
+# (a step's data, a function that waits for the total weight) -> the losses of the micro-batches, detached.
+# Afterwards the parameters have the gradients, reduced over ranks.
 ForwardBackward = Callable[[Step, Callable[[], int]], list[Tensor]]
 
 
 class Accumulate:
-    """Forward and backward of each micro-batch in turn; the last one reduces the sum.
+    """Forward and backward passes of one micro-batch after another. The last one reduces the sum of the gradients.
 
     Args:
         loss_of: `recipe.loss`, under autocast if the precision has it.
-        unused: DDP looks for unused parameters, so no micro-batch can be left out.
+        unused: DDP looks for unused parameters, so no micro-batch can have weight 0.
     """
 
     def __init__(self, loss_of: Callable[..., Tensor], strategy: Strategy, scaler: GradScaler, unused: bool) -> None:
@@ -36,24 +36,24 @@ class Accumulate:
             if not weight:
                 loss = zero_loss(strategy.parameters, self.unused)
             losses.append(loss.detach())
-            self.graph = loss.grad_fn  # of the last one only: the next forward pass reuses its leaves
+            self.graph = loss.grad_fn  # only the last one's: the next forward pass reuses its leaves
             self.scaler.scale(weigh_loss(loss, weight * strategy.data_world, total())).backward()
-            del batch, loss  # before the batch after the next is uploaded
+            del batch, loss  # so that two batches are on the device, not three
         return losses
 
 
 def weigh_loss(loss: Any, ours: int, total: int) -> Any:
-    """Scale a mean over `ours / world` items so that the mean over ranks is the mean over all `total` items."""
+    """Scale a mean over `ours / world` items, so that the mean over ranks is the mean over all `total` items."""
     if ours == total:
         return loss
     return loss / (total / ours) if ours else loss * 0.0
 
 
 def zero_loss(parameters: list[nn.Parameter], unused: bool) -> Tensor:
-    """Return zero with a gradient of zero for each parameter, for a micro-batch of no items: their mean may be NaN."""
+    """Return 0.0, with a gradient of zero for each parameter: the loss of a micro-batch without items may be NaN."""
     if unused:
         raise DataError(
             "a micro-batch of weight 0: DDP can't leave it out with trainer.ddp.find_unused_parameters=true; "
-            "set that to false, or give every micro-batch something to count"
+            "set that to false, or give every micro-batch a weight"
         )
     return torch.stack([p.sum().float() for p in parameters]).sum() * 0.0

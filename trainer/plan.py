@@ -1,4 +1,4 @@
-"""All decisions and refusals of a run that need no model."""
+"""The plan of a run: decisions and refusals that need no model."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -21,29 +21,29 @@ from trainer.log import log
 from trainer.optim.schedule import Schedule
 from trainer.process.environment import Place, node_range
 
-MOST_RANKS = 1 << 20  # of a run that a checkpoint may be of
+MOST_RANKS = 1 << 20  # more ranks in a manifest are refused
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """The decisions of a run as plain values: made once, by the launcher or else by rank 0, and given to all ranks."""
+    """The decisions of a run as plain values: made once, by the launcher or else by rank 0, for all ranks."""
 
     world: int
-    checkpoint: list[str] | None  # to go on from: its folder, which was verified, and the sha256 of its manifest
-    micro: int  # samples of a rank's micro-batch, at most
+    checkpoint: list[str] | None  # the one to resume: its verified folder, and the sha256 of its manifest
+    micro: int  # samples of the largest micro-batch
     accumulate: int
     max_steps: int | None
     identity: dict[str, Any]  # the settings and data that must be the same for an exact resume
-    validation: str | None  # the fingerprint of the validation data
+    validation: str | None  # fingerprint of the validation data
 
 
 class Plan:
-    """A rank's callbacks in order, its data, and the run's decisions.
+    """The callbacks of a rank in order, its data, and the decisions of the run.
 
     Args:
-        options: `precision` as resolved for the device, where that is known.
-        each: Gives every rank the values of all ranks.
-        spec: The decisions, if a launcher has made them. The rank then checks only that it sees the same.
+        options: With the precision of the device, if that is known.
+        each: Returns on every rank the values of all ranks.
+        spec: The decisions, if a launcher has made them. The rank then only compares its own view.
 
     Raises:
         ConfigError, DataError: A setting or the data can't work.
@@ -75,7 +75,7 @@ class Plan:
         reads = place.rank > 0 and place.local_rank == 0
         self.resumed, self.manifest = self._see_checkpoint(self._find_checkpoint(place.rank, each, spec), each, reads)
         self.uneven = len(set(node_range(options.nodes))) > 1 or self.manifest.get("world", world) != world
-        self.uneven |= self.manifest.get("uneven", False)  # on so many ranks as before, too: the same split
+        self.uneven |= self.manifest.get("uneven", False)  # also on as many ranks as before: the same split
         parts = (spec.micro, spec.accumulate) if spec else None
         self.micro, self.accumulate = parts or split_batch(batch, world, micro_batch, accumulate, self.uneven)
         if self.resumed and self.manifest["world"] != world:
@@ -83,7 +83,7 @@ class Plan:
         if options.init_from and not self.resumed:
             weights_files(options.init_from)
         self._open_data(recipe, place, each)
-        if self.order is None and spec is None:  # an iterable's batches are as large as they are
+        if self.order is None and spec is None:  # the batches of an iterable have the size that it gives
             split_batch(batch, world, micro_batch, accumulate)
         self.max_steps = spec.max_steps if spec else self._max_steps()
         self.rate = schedule.resolve(self.max_steps, batch, self.epoch_samples)
@@ -96,7 +96,7 @@ class Plan:
         self.spec = self._agree(world, each, spec)
 
     def _agree(self, world: int, each: Callable[[Any], list[Any]], spec: RunSpec | None) -> RunSpec:
-        """Return the decisions of the launcher, else of rank 0, after a comparison with this rank's view.
+        """Return the decisions of the launcher or else of rank 0, after a comparison with this rank's view.
 
         Raises:
             ConfigError: Ranks see different settings or data.
@@ -109,11 +109,11 @@ class Plan:
             own = RunSpec(world, checkpoint, self.micro, self.accumulate, self.max_steps, self.identity(), found)
             return RunSpec(**each(asdict(own))[0])
         if (spec.identity["data"], spec.validation) != (self.identity()["data"], found):
-            raise DataError("recipe.data: is not what it was when the run was planned; bring that back, then resume")
+            raise DataError("recipe.data: is not what it was when the run was planned; restore the data, then resume")
         return spec
 
     def _open_data(self, recipe: Any, place: Place, each: Callable[[Any], list[Any]]) -> None:
-        """Open the data in turns: rank 0 prepares shared files, one rank of each other node its node's."""
+        """Open the data in turns: rank 0, which prepares shared files; one rank of each other node; all others."""
         seed, timeout_s = self.options.seed, self.options.timeout_s
         turn = 2 if place.local_rank else 1 if place.rank else 0
         for _ in range(turn):
@@ -157,9 +157,9 @@ class Plan:
         return {name for name, active in on.items() if active}
 
     def _find_checkpoint(self, rank: int, each: Callable[..., list[Any]], spec: RunSpec | None) -> list[str] | None:
-        """Return the checkpoint that the launcher found, else the one that rank 0 finds, and its manifest's sha256.
+        """Return the checkpoint that the launcher or else rank 0 found, and its manifest's sha256.
 
-        After a failure the launcher asks for the newest checkpoint: rank 0 finds it anew.
+        A restart asks for the newest checkpoint, which rank 0 then looks for anew.
         """
         options = self.options
         if options.resume is None:
@@ -178,7 +178,7 @@ class Plan:
     def _see_checkpoint(
         self, found: list[str] | None, each: Callable[..., list[Any]], hashes: bool
     ) -> tuple[Path | None, dict[str, Any]]:
-        """Read the manifest on all ranks. With `hashes` this rank reads the files, too, for its node.
+        """Read the manifest on all ranks. With `hashes`, this rank also compares the hashes of all files, for its node.
 
         Raises:
             ConfigError: A rank does not see the checkpoint.
@@ -237,14 +237,14 @@ def refuse_more(options: Options, world: int) -> None:
     if world == 1 and (options.devices not in ("auto", 1) or node_range(options.nodes)[0] > 1):
         raise ConfigError(
             f"trainer.devices={options.devices}, trainer.nodes={options.nodes}: this is one process, and nobody "
-            "starts more; run it by python -m trainer.main or torchrun, or leave them out"
+            "starts more; use python -m trainer.main or torchrun, or leave these settings out"
         )
 
 
 def refuse_incomplete(recipe: Any, callbacks: Mapping[str, Any]) -> None:
-    """Refuse a recipe without its three methods, and callbacks that are none."""
+    """Refuse a recipe without its three methods, and callbacks of another class than Callback."""
     if not isinstance(callbacks, Mapping):
-        raise ConfigError("callbacks: must have names, as in {'ema': Ema()}; give a dict instead of a list")
+        raise ConfigError("callbacks: must have names, as in {'ema': EMA()}; give a dict instead of a list")
     missing = [name for name in ("model", "data", "loss") if not callable(getattr(recipe, name, None))]
     if missing:
         has = f"recipe: {type(recipe).__name__} has no method {missing[0]!r}"
@@ -258,7 +258,7 @@ def refuse_incomplete(recipe: Any, callbacks: Mapping[str, Any]) -> None:
 
 
 def refuse_other_ranks(own: Mapping[str, Any], each: Callable[[Any], list[Any]]) -> None:
-    """Refuse ranks with different arguments or data: they would wait for each other for ever."""
+    """Refuse ranks with different arguments or data: such ranks would wait for each other for ever."""
     first, *others = each(own)
     for rank, other in enumerate(others, start=1):
         for key, value in first.items():
@@ -270,7 +270,7 @@ def refuse_other_ranks(own: Mapping[str, Any], each: Callable[[Any], list[Any]])
 
 
 def refuse_other_manifests(manifest: Mapping[str, Any], key: str) -> None:
-    """Refuse a manifest that is whole but not a run's: it may be a stranger's."""
+    """Refuse a valid manifest that is no run's: it may be a stranger's."""
     kinds = {"run_dir": str, "samples": int, "world": int, "identity": dict, "buckets": list, "ddp": dict}
     wrong = [name for name, kind in kinds.items() if not fits(manifest.get(name), kind)]
     may = {"rank_states": list[str], "settings": dict, "versions": dict, "uneven": bool}
@@ -279,12 +279,12 @@ def refuse_other_manifests(manifest: Mapping[str, Any], key: str) -> None:
     if wrong or not 0 <= manifest["samples"] < 1 << 62 or not 0 < manifest["world"] <= MOST_RANKS:
         raise ConfigError(
             f"{key}: its manifest is none of a run ({', '.join(wrong) or 'samples or world'}); "
-            "give a checkpoint that Echelon has written"
+            "give a checkpoint that Echelon wrote"
         )
 
 
 def refuse_unmerged(callbacks: Mapping[str, Callback], manifest: Mapping[str, Any], world: int) -> None:
-    """Refuse a resume on another number of ranks with a callback that can't merge the states of its ranks.
+    """Refuse a resume on another number of ranks if a callback can't merge the ranks' states.
 
     Raises:
         ConfigError: The checkpoint has a state for each rank, and the callback has no merge_rank_states.
@@ -299,7 +299,7 @@ def refuse_unmerged(callbacks: Mapping[str, Callback], manifest: Mapping[str, An
 
 
 def refuse_other_recipe(recipe: Any, manifest: Mapping[str, Any], own: Mapping[str, Any], accept: list[str]) -> None:
-    """Refuse another recipe's checkpoint by its name, where else the data's fingerprint would be told."""
+    """Refuse another recipe's checkpoint by the recipe's name: a fingerprint of data would tell the user nothing."""
     was, now = str(manifest.get("settings", {}).get("recipe._target_", "")).rpartition(".")[2], type(recipe).__name__
     if was not in ("", now) and own["data"] != manifest["identity"]["data"] and "data" not in accept:
         raise ConfigError(
@@ -309,15 +309,15 @@ def refuse_other_recipe(recipe: Any, manifest: Mapping[str, Any], own: Mapping[s
 
 
 def refuse_differences(saved: Mapping[str, Any], own: Mapping[str, Any], accept: list[str]) -> None:
-    """Compare the keys that both have.
+    """Refuse a resume if a key that both have differs and is not in `accept`.
 
     Raises:
-        ConfigError: A key differs. The message names both values and the override that accepts it.
+        ConfigError: The message names each key, both values, and the setting that accepts the difference.
     """
     different = [key for key in own if key in saved and saved[key] != own[key]]
     for key in different:
         if key in accept:
-            text = "resume: %s was %s and is %s, accepted; the run is not the one that was interrupted"
+            text = "resume: %s was %s and is %s, accepted; the run does not repeat the interrupted one"
             log.warning(text, key, saved[key], own[key])
     refused = [key for key in different if key not in accept]
     if refused:

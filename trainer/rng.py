@@ -1,4 +1,4 @@
-"""Random numbers as pure functions of their purpose: one hash, and one generator a process that is set to a key."""
+"""Random numbers as pure functions of keys: one hash, and one generator a process, set to a key before each use."""
 
 import random
 from typing import Any
@@ -14,15 +14,15 @@ MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: multiples of it are far apart (Steele et al. 2014)
 
 
-# Purposes: the key of `mix` after the seed; in brackets the keys after it. The numbers are frozen: another one changes
-# the bits of runs. A new purpose takes a new number. Three numbers have two users each: with 4 and 6 the count of keys
-# differs; with 7 one user seeds a generator, and the other draws a place.
+# Purposes: each is a key of `mix`, between the seed and the keys in brackets. The numbers are frozen, since another
+# number changes the bits of runs. A new purpose takes a new number. Three numbers have two purposes each. With 4 and 6,
+# the number of keys differs. With 7, one purpose seeds a generator, and the other draws a place.
 SHARDS = 1  # (epoch, place): order of an epoch's shards
 BLOCK = 2  # (epoch, lane, block, place): order of the samples in a block
-SAMPLE = 3  # (epoch, sample): all that reading and transforming a sample draws
-RECIPE_DATA = 4  # (): all that the recipe's `data` draws
-ITERABLE = 4  # (rank): all that an iterable of batches draws
-STEP = 5  # (rank): all that a step draws, as dropout
+SAMPLE = 3  # (epoch, sample): reading and transforming a sample
+RECIPE_DATA = 4  # (): the recipe's `data`
+ITERABLE = 4  # (rank): an iterable of batches
+STEP = 5  # (rank): a step, such as its dropout
 MIXTURE_ORDER = 6  # (data set): seed of a data set's order in a mixture
 INT8_NOISE = 6  # (step, rank, *shape, start, stop): rounding of gradients
 MIXTURE_PLACES = 7  # (block, place): order of the data sets in a block of a mixture
@@ -30,9 +30,10 @@ POWERSGD_START = 7  # (rows, columns): first factor of a matrix
 
 
 def mix(*keys: int) -> int:
-    """Return a 64-bit hash of integers: a chain of splitmix64 (Steele et al. 2014), the same for ever.
+    """Return a 64-bit hash of integers: a chain of splitmix64 (Steele et al. 2014). It never changes.
 
-    No order may depend on NumPy's generators (their streams may change between versions) or Python's hash (salted).
+    The streams of NumPy's generators may change between versions, and Python's hash is salted: neither may decide an
+    order.
     """
     state = GOLDEN
     for key in keys:
@@ -46,7 +47,7 @@ def mix_each(*keys: int, last: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _scramble(state: Any) -> Any:
-    """Apply splitmix64's finalizer to an int below 2**64, or to an array of uint64, which wraps by itself."""
+    """Apply splitmix64's finalizer to an int below 2**64, or to an array of uint64, which wraps around by itself."""
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
     return state ^ (state >> 31)
@@ -62,14 +63,14 @@ GENERATOR = Generator(PHILOX)
 
 
 def keyed(key: int) -> Generator:
-    """Return what `Generator(Philox(key=key))` is, in a tenth of the time: the one of this process, set back."""
+    """Return this process's generator, set to the state of `Generator(Philox(key=key))`, in a tenth of the time."""
     FRESH["state"]["key"][0] = key
     PHILOX.state = FRESH
     return GENERATOR
 
 
 def seed_all(key: int) -> None:
-    """Seed what data draws from. No model draws from it: the trainer seeds torch anew before each step."""
+    """Seed the generators that data draws from. Before each step, the trainer seeds torch anew for the model."""
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     torch.default_generator.manual_seed(key)

@@ -265,9 +265,9 @@ class Trainer:
         return DDP(model, self.rank, self.world, self.device, self.ddp, self.reduce, lambda: self.step)
 
     def _rehearse(self, batch: Any) -> None:
-        """Discard a few passes on `batch`, so that the layout of the gradients is settled before the first step.
+        """Run a few passes on `batch` and discard their gradients, so that the buckets are final before the first step.
 
-        A layout that a resumed run settled after another step would change the order of summation, so the last bits.
+        Buckets decide the order of summation, so the last bits. A resumed run then has the same bits.
         """
 
         def run_pass() -> None:

@@ -1,4 +1,4 @@
-"""Metrics over the validation data: sums and counts, so that unequal batches and ranks weigh what they should."""
+"""Metrics over the validation data, from sums and counts: each item weighs the same, whatever its batch and rank."""
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -18,20 +18,20 @@ from trainer.log import log
 from trainer.precision import Precision
 from trainer.recipe_checks import check_metrics
 
-LOG_EVERY_S = 10.0  # while a validation lasts longer
+LOG_EVERY_S = 10.0  # between two lines about a long validation
 
 Metrics = dict[str, tuple[Tensor, int]]  # name -> sum and count
 
 
 class Evaluator:
-    """The recipe's metrics, or its loss, over all of the validation data.
+    """The recipe's metrics, or else its loss, over all validation data.
 
     Args:
-        batches: Walks this rank's part of the data once. Parts of ranks may be unequal, or empty.
-        samples: The number of samples in all parts; 0 if it is unknown.
-        max_bad: The share of them that may be unreadable.
-        lockstep: Every forward pass needs all ranks, so a rank that has no batch left repeats its last with weight 0.
-        stopping: Tells whether this rank has heard a signal to stop.
+        batches: Walks this rank's part of the data once. The ranks' parts may be unequal, or empty.
+        samples: The number of samples in all parts; 0 if unknown.
+        max_bad: The share of the samples that may be unreadable.
+        lockstep: Every forward pass needs all ranks. A rank without a batch repeats its last one, with weight 0.
+        stopping: Returns whether this rank has heard a signal to stop.
         beat: Called after each batch.
     """
 
@@ -54,10 +54,10 @@ class Evaluator:
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float] | None:
-        """Return the metrics; None, on all ranks, if a signal to stop has ended the validation. A collective.
+        """Return the metrics, or None on all ranks if a signal to stop has ended the validation. A collective.
 
         Raises:
-            ConfigError, DataError: on all ranks, if nothing was counted on any, or more samples are bad than may be.
+            ConfigError, DataError: on all ranks, if no rank counted an item, or too many samples are bad.
             DistError: another rank has failed.
         """
         own: dict[str, Any] | None = {}
@@ -67,7 +67,7 @@ class Evaluator:
         try:
             own = self._sums(model, bad)
         except Exception as error:
-            failure = error  # the other ranks wait for what this one has to say
+            failure = error  # the other ranks wait for this one's report
         try:
             reports = self.ranks.gather([own, len(bad), bad[:1], failure is not None])
         finally:
@@ -80,7 +80,7 @@ class Evaluator:
             return None
         if sum(counts):
             self._report_bad(sum(counts), next(first[0] for first in firsts if first))
-        names = {name: None for rank in ranks for name in rank}  # in order; a rank may have had no batch
+        names = {name: None for rank in ranks for name in rank}  # in order; a rank without a batch has none
         both = {name: [sum(rank[name][i] for rank in ranks if name in rank) for i in (0, 1)] for name in names}
         values = {f"val/{name}": total / count for name, (total, count) in both.items() if count}
         if not values and both and hasattr(self.recipe, "metrics"):
@@ -90,8 +90,8 @@ class Evaluator:
             )
         if not values:
             raise DataError(
-                "recipe.data('val'): gave no batch, or only such of weight 0; "
-                "return what can be walked again for each validation: shards, a dataset or a list, not a generator"
+                "recipe.data('val'): gave no batch, or only batches of weight 0; "
+                "return data that every validation can walk again: shards, a dataset or a list, not a generator"
             )
         return values
 
@@ -100,7 +100,7 @@ class Evaluator:
         """Try the recipe's `metrics` on two micro-batches. A collective.
 
         Raises:
-            ConfigError: They are no metrics, or none of them is one of `watched`, config key -> metric.
+            ConfigError: The recipe gives no metrics, or lacks one of `watched` (config key -> metric).
         """
         known = {"val/loss"}
         if hasattr(self.recipe, "metrics"):
@@ -114,7 +114,7 @@ class Evaluator:
                 raise ConfigError(f"{key}={name}: this run's validation gives no such metric; {nearest(name, known)}")
 
     def _sums(self, model: nn.Module, bad: list[str]) -> dict[str, Any] | None:
-        """Sum each metric over this rank's part, and what it counts; None if a signal to stop was heard."""
+        """Sum each metric and its count over this rank's part; return None at a signal to stop."""
         totals: dict[str, list[Any]] = {}
         logged_at = time.monotonic()
         with closing(self._each_batch(model, bad)) as batches:
@@ -133,8 +133,8 @@ class Evaluator:
         return {name: [float(total), count] for name, (total, count) in totals.items()}
 
     def _each_batch(self, model: nn.Module, bad: list[str]) -> Generator[Metrics | None]:
-        """Yield the metrics of each batch, and None at a signal; add to `bad` why samples are in no batch."""
-        training = [module for module in model.modules() if module.training]  # a recipe may freeze some
+        """Yield the metrics of each batch, and None at a signal. Add the reasons of bad samples to `bad`."""
+        training = [module for module in model.modules() if module.training]  # a recipe may freeze some modules
         model.eval()
         measure = self.precision.cast(self._measure)
         try:
@@ -151,14 +151,14 @@ class Evaluator:
                 module.training = True
 
     def _alone(self) -> Iterator[tuple[Micro | None, bool]]:
-        """Give this rank's batches, each of which counts; None at a signal."""
+        """Yield this rank's batches, all of which count, and None at a signal."""
         for micro in self.batches():
             yield micro, True
             if self.stopping():
                 yield None, False
 
     def _together(self) -> Iterator[tuple[Micro | None, bool]]:
-        """Give every rank as many batches: one that has no more gets its last again, which does not count."""
+        """Yield as many batches on every rank: a rank without further ones repeats its last, which does not count."""
         own, last = self.batches(), None
         while True:
             micro = next(own, None)
@@ -169,7 +169,7 @@ class Evaluator:
                 return
             last = micro or last
             if last is None:
-                raise DataError("recipe.data('val'): has no batch for some rank; give at least one for each")
+                raise DataError("recipe.data('val'): has no batch for some ranks; give at least one for each rank")
             yield last, micro is not None
 
     def _report_bad(self, count: int, first: str) -> None:

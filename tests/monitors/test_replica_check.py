@@ -60,7 +60,7 @@ def test_one_bit_on_one_rank_ends_all_at_the_next_look(more):
         assert step == 8
         assert said == (
             "trainer.check_replicas_every=4: after step 8 the weights of rank 2 are not those of most, last.weight "
-            "first; mend code that changes them on some ranks only, or hardware, and go on from a checkpoint before"
+            "first; mend code that changes them on some ranks only, or the hardware, and resume an earlier checkpoint"
         )
 
 

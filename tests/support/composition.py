@@ -35,14 +35,17 @@ KNOBS: Table = {
 ALL = {**CHANGES, **CODECS, **OBSERVERS, **KNOBS}
 HEAD = f"""# What composes
 
-Made by `tests/support/composition.py` from roles and conflicts of callbacks; a test fails where it is outdated. `+` is
-taken; a number is refused before the first step, for the reason below, which names the way out. Codecs are
-`grad_compress`, which is there once.
+`tests/support/composition.py` makes this page from the roles and conflicts of callbacks; a test fails if the page is
+outdated. `+` means that both run together. A number means that a run with both is refused before its first step; the
+reason under that number names the way out. A codec's row is `grad_compress` with that codec.
 
-`tests/test_contract.py` trains on 3 ranks, with accumulation and uneven batches. Each run of the tests has every
-callback alone, every codec alone, and the pairs that change the same thing. `./scripts/test -m pairs` has every other
-pair (with bf16 for `grad_compress`), and every codec with `overlap` and `local_sgd`. The contract holds each to plain
-training or to its bound, and resumes it bit for bit. `tests/test_settings.py` trains most callbacks with each setting.
+
+`tests/test_contract.py` trains the callbacks on 3 ranks, with accumulation and uneven batches. It compares the result
+with plain training or with the stated bound, and resumes it bit for bit. `./scripts/test` trains every callback and
+every codec alone, and the pairs that change the same thing. `./scripts/test -m pairs` trains every other pair (with
+bf16 for `grad_compress`), and every codec with `overlap` and `local_sgd`. `tests/test_settings.py` trains most
+callbacks with each setting.
+
 
 {", ".join(f"`{name}`" for name in OBSERVERS)} compose with all of these, and with each other.
 """

@@ -1,4 +1,4 @@
-"""Writes `metrics.jsonl`: one JSON object a line, never lost or repeated across a resume."""
+"""Writes `metrics.jsonl`: one JSON object a line. A resume loses and repeats no line."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ from trainer.files import Appended, finite
 
 
 class MetricsFile(Callback):
-    """Writes metrics.jsonl. Its length is part of the checkpoint: a resume cuts off later lines."""
+    """The writer of metrics.jsonl. A checkpoint has the length of the file, and a resume cuts off later lines."""
 
     def __init__(self) -> None:
         self.file: Appended | None = None
@@ -20,7 +20,7 @@ class MetricsFile(Callback):
         self.file = Appended(trainer.run_dir / "metrics.jsonl")
         self.file.go_on(self.saved)
         if not self.file.path.exists():
-            self.file.flush()  # it is there from the beginning
+            self.file.flush()  # the file exists from the beginning
 
     def on_step_end(self, trainer) -> None:
         if trainer.metrics:

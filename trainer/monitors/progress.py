@@ -1,4 +1,4 @@
-"""Shows how far the run is: a bar on a terminal, else a line for every logged step."""
+"""Shows how far the run is: a bar on a terminal, else a line for each logged step."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ SHOWN = {
 }
 
 
-OPTIONAL = ("train/lr", "perf/mfu", "perf/tokens_per_s")  # left out in this order if a terminal is too narrow
+OPTIONAL = ("train/lr", "perf/mfu", "perf/tokens_per_s")  # left out in this order if the terminal is too narrow
 
 SHORT_BAR = 11  # columns
 BAR = 29  # columns of the long bar and the elapsed time
@@ -34,7 +34,7 @@ class Progress(Callback):
     def on_fit_start(self, trainer) -> None:
         self.shown_at = self.told_at = time.monotonic()
         self.told_step = trainer.step
-        mpirun = "OMPI_COMM_WORLD_RANK" in os.environ  # gives ranks a terminal, wherever its own output goes
+        mpirun = "OMPI_COMM_WORLD_RANK" in os.environ  # mpirun gives ranks a terminal, wherever its own output goes
         if trainer.rank or mpirun or not sys.stdout.isatty():
             return
         from rich import progress as rich
@@ -60,8 +60,8 @@ class Progress(Callback):
         elif trainer.metrics:
             line = f"step {self._position(trainer)}  {describe(trainer.metrics)}{self._left(trainer)}"
             if trainer.rank:
-                log.info("%s", line)  # with the time, like all of its log
-            else:  # a record for two handlers takes three times as long, and the numbers are in metrics.jsonl
+                log.info("%s", line)  # with the time, as all lines of its log have
+            else:  # not logged: that takes three times as long, and the numbers are in metrics.jsonl
                 print(line, flush=True)
 
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
@@ -75,7 +75,7 @@ class Progress(Callback):
             Terminal.console = None
 
     def _arrange(self, trainer) -> str:
-        """Fit step, bar, loss, samples per second and time left into 80 columns, and more where there is room."""
+        """Fit step, bar, loss, samples per second and time left into 80 columns; a wider terminal gets more."""
         metrics, text = dict(trainer.metrics), describe(trainer.metrics)
         n = len(str(trainer.plan.max_steps or trainer.step))
         room = self.bar.console.width - (len("step  left 0:00:00 ") + 2 * n + 1)
@@ -94,7 +94,7 @@ class Progress(Callback):
         return f"{trainer.step}/{trainer.plan.max_steps}" if trainer.plan.max_steps else str(trainer.step)
 
     def _left(self, trainer) -> str:
-        """Tell the time left at the pace since the line before."""
+        """Return the time left, at the pace since the line before."""
         now, done = time.monotonic(), trainer.step - self.told_step
         pace, self.told_at, self.told_step = (now - self.told_at) / done, now, trainer.step
         if not trainer.plan.max_steps:

@@ -1,4 +1,4 @@
-"""Writes the numbers and the resolved config to `tensorboard/` in the run folder."""
+"""Writes the numbers and the config to `tensorboard/` in the run's folder."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ from trainer.files import Appended
 
 
 class TensorBoard(Callback):
-    """Events go to the file at once: torch's SummaryWriter has a thread for it, which takes the GIL from the steps."""
+    """A writer of TensorBoard's events without a thread: that of torch's SummaryWriter takes the GIL from the steps."""
 
     def __init__(self) -> None:
         self.file: Appended | None = None
@@ -38,7 +38,7 @@ class TensorBoard(Callback):
         self.records.write(self.Event(wall_time=time.time(), step=step, **content).SerializeToString())
 
     def _open(self, trainer) -> None:
-        # Not before the first step: they take most of a second. What protobuf generates, pyright does not see.
+        # Not before the first step: these imports take most of a second. Pyright does not see protobuf's classes.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -49,7 +49,7 @@ class TensorBoard(Callback):
         self.file = Appended(trainer.run_dir / "tensorboard" / name)
         self.records = RecordWriter(self.file)
         self._add(0, file_version="brain.Event:2")
-        # A resume hides what an earlier process wrote past this step.
+        # A resume hides the events of later steps that an earlier process wrote.
         self._add(trainer.step, session_log=SessionLog(status=SessionLog.START))
         config = trainer.run_dir / "config.yaml"
         if config.exists():

@@ -1,4 +1,4 @@
-"""Adds speed to the numbers: samples and tokens per second, and model FLOP utilisation where the peak is known."""
+"""Adds speed to the numbers: samples and tokens per second, and MFU (model FLOP utilisation) if the peak is known."""
 
 import time
 
@@ -10,7 +10,7 @@ from trainer.callback import Callback, Role
 A100, H100 = (312.0, 156.0, 19.5), (989.4, 494.7, 66.9)
 
 
-PEAKS = {  # by the whole name that torch gives: boards of one chip differ
+PEAKS = {  # by torch's full name of the device: boards with one chip differ
     "NVIDIA A100-PCIE-40GB": A100,
     "NVIDIA A100 80GB PCIe": A100,
     "NVIDIA A100-SXM4-40GB": A100,
@@ -29,11 +29,11 @@ COLUMN = {"bf16": 0, "fp16": 0, "tf32": 1, "fp32": 2}
 
 
 class Throughput(Callback):
-    """Measures speed over the steps since the last log line; validation and checkpoints in between count as time.
+    """Speed over the steps since the last logged one. The time of validation and checkpoints between them counts.
 
     Args:
-        peak_tflops: Of one device, for perf/mfu (Chowdhery et al. 2022, arXiv:2204.02311). null: by its name and the
-            run's precision. A name that is not in `PEAKS` has no perf/mfu.
+        peak_tflops: Peak of one device, for perf/mfu (Chowdhery et al. 2022, arXiv:2204.02311). null: from `PEAKS`, by
+            the device's name and the run's precision. A device that is not in `PEAKS` has no perf/mfu.
     """
 
     role = Role.MEASURE

@@ -1,4 +1,4 @@
-"""The model in torch's DistributedDataParallel, with the Reduce chain for its reducer."""
+"""The model in torch's DistributedDataParallel, with the Reduce chain as its communication hook."""
 
 import gc
 from collections.abc import Callable
@@ -20,8 +20,8 @@ class DDP:
 
     Args:
         arguments: Keywords of DistributedDataParallel.
-        reduce: The chain in the place of DDP's own reducer, which is in C++; None leaves that.
-        step: Gives the step whose gradients are reduced.
+        reduce: The chain; None: DDP's own reducer, which is in C++.
+        step: Returns the step whose gradients are reduced.
     """
 
     lockstep, syncing = False, True
@@ -42,7 +42,7 @@ class DDP:
         self.lay_out({})
 
     def lay_out(self, arguments: dict[str, Any]) -> None:
-        """Wrap the model anew. The DDP before it goes first, with its buckets and its hooks on parameters."""
+        """Wrap the model anew. The previous DDP is dropped first, with its buckets and its hooks on parameters."""
         self.arguments |= arguments
         self.unwrap()
         device_ids = [self.device.index] if self.device.type == "cuda" else None
@@ -52,7 +52,7 @@ class DDP:
 
     def unwrap(self) -> None:
         self.model = self.module
-        gc.collect()  # DDP is in a cycle: until it goes, so many gradients stay in its buckets
+        gc.collect()  # DDP is in a reference cycle: until it is collected, its buckets hold memory for all gradients
 
     def sync_gradients(self, on: bool) -> None:
         if on != self.syncing:
@@ -64,24 +64,26 @@ class DDP:
         return clip_gradients(self.parameters, max_norm)
 
     def warm_up(self, run_pass: Callable[[], None]) -> None:
-        """Run two passes: DDP rebuilds its buckets after the first. With a static graph it does so after the second."""
+        """Run two passes: DDP rebuilds its buckets after the first. With a static graph, run three."""
         for _ in range(3 if self.arguments["static_graph"] else 2):
             run_pass()
 
     def buckets(self) -> list[list[int]]:
-        """Return DDP's buckets, which decide the order of summation."""
+        """Return DDP's buckets. They decide the order of summation."""
         if not isinstance(self.model, DistributedDataParallel):
             return []
         assert self.model.logger is not None
-        self.model.logger.set_runtime_stats_and_log()  # DDP itself does so at the next forward pass only
-        # Not there with find_unused_parameters, which keeps the first layout.
+        self.model.logger.set_runtime_stats_and_log()  # else DDP does so only at the next forward pass
+        # Missing with find_unused_parameters, which keeps the first layout.
         text = self.model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
         names = (name for name, p in self.module.named_parameters() if p.requires_grad)
-        known = [i for i, name in enumerate(names) if name not in self.model.parameters_to_ignore]  # DDP counts those
+        known = [
+            i for i, name in enumerate(names) if name not in self.model.parameters_to_ignore
+        ]  # DDP counts these alone
         return [[known[int(i)] for i in bucket.split()] for bucket in text.split(",") if bucket.strip()]
 
     def _reduce_bucket(self, _: None, bucket: dist.GradBucket) -> Future[Tensor]:
         assert self.background and self.reduce
         done = self.background.submit(self.reduce, bucket.buffer(), Bucket.of(bucket.parameters(), self.step()))
-        # DDP takes an exception that a future was given for its value; one in a `then` it raises.
+        # DDP takes an exception that a future holds for its value, but raises one from a `then`.
         return done.then(lambda done: done.value())

@@ -1,4 +1,4 @@
-"""How a model is laid out over the ranks: the contract, and the one device that has nobody to share with."""
+"""The layout of a model over the ranks: its contract, and the layout on a single device."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -11,33 +11,33 @@ from torch.nn.utils import clip_grad_norm_
 
 
 class Strategy(Protocol):
-    """The layout of a model, as the step needs it. DDP is one; sharding and pipelines are others."""
+    """The layout of a model over the ranks, as the step needs it: DDP, sharding or pipelines."""
 
     model: nn.Module  # called by the recipe's loss
-    parameters: list[nn.Parameter]  # this rank's trained ones, taken after the model was distributed
+    parameters: list[nn.Parameter]  # this rank's trained parameters, after the model was distributed
     data_rank: int  # this rank among those that read different data
-    data_world: int  # their number, by which a batch is split
-    lockstep: bool  # forward passes communicate: every rank makes as many as the others, validation included
-    syncing: bool  # whether the backward pass reduces
+    data_world: int  # the number of such ranks, over which a batch is split
+    lockstep: bool  # forward passes communicate, so every rank makes as many, also in validation
+    syncing: bool  # the next backward pass reduces
 
     def sync_gradients(self, on: bool) -> None:
-        """Say, before each micro-batch, whether its backward pass reduces."""
+        """Switch the reduction in the next backward pass on or off. Called before each micro-batch."""
         ...
 
     def clip(self, max_norm: float | None) -> Tensor:
-        """Scale the gradients to a global norm of at most `max_norm`; return the norm before, a scalar."""
+        """Scale the gradients to a global norm of at most `max_norm`; return the norm before scaling, a scalar."""
         ...
 
     def warm_up(self, run_pass: Callable[[], None]) -> None:
-        """Run as many discarded passes as the layout of the gradients takes to settle."""
+        """Run discarded passes until the layout of the gradients no longer changes."""
         ...
 
     def buckets(self) -> list[list[int]]:
-        """Return the layout of the gradients as indices of `parameters`; empty without one."""
+        """Return the buckets of the gradients as indices of `parameters`; empty if there are none."""
         ...
 
     def unwrap(self) -> None:
-        """Call the bare model from here on: its backward pass reduces nothing."""
+        """Use the bare model from here on: its backward pass reduces nothing."""
         ...
 
 
@@ -56,7 +56,7 @@ class SingleDevice:
         return clip_gradients(self.parameters, max_norm)
 
     def warm_up(self, run_pass: Callable[[], None]) -> None:
-        """Do nothing: no layout has to settle."""
+        """Do nothing: there is no layout that changes."""
 
     def buckets(self) -> list[list[int]]:
         return []
@@ -66,7 +66,7 @@ class SingleDevice:
 
 
 def to_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move the model; one on the meta device stays, for its strategy to materialise."""
+    """Move the model to the device. A model on the meta device stays: its strategy materialises it."""
     tensors = chain(model.parameters(), model.buffers())
     return model if any(tensor.is_meta for tensor in tensors) else model.to(device)
 
@@ -77,7 +77,7 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
-    """Clip gradients that this rank has whole; measure their norm only, if `max_norm` is None."""
+    """Clip gradients that this rank has whole; if `max_norm` is None, only measure their norm."""
     if max_norm is not None:
         return clip_grad_norm_(parameters, max_norm)
     norms = [vector_norm(p.grad) for p in parameters if p.grad is not None]

@@ -1,4 +1,4 @@
-"""Discarded passes before the first step: what a layout settles only after them, and how long one takes."""
+"""Discarded passes before the first step: they leave no trace in buffers, and their time is measured."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from trainer.comm.ranks import Ranks
 
 @contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Put the module's buffers back at the end: discarded passes change running statistics."""
+    """Restore the module's buffers at the end: discarded passes change running statistics."""
     before = [buffer.clone() for buffer in module.buffers()]
     yield
     for buffer, value in zip(module.buffers(), before, strict=True):
@@ -20,7 +20,7 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
 
 
 def time_pass(run_pass: Callable[[], None], ranks: Ranks) -> float:
-    """Return the seconds that a pass takes from the moment when all ranks are ready. A collective."""
+    """Return the seconds that a pass takes once all ranks are ready. A collective."""
     wait(ranks.device)
     ranks.gather(None)
     began = time.monotonic()
@@ -30,6 +30,6 @@ def time_pass(run_pass: Callable[[], None], ranks: Ranks) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it."""
+    """Wait until the device has done all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

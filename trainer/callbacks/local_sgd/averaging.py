@@ -1,4 +1,4 @@
-"""Weights that differ between ranks: parts of them that meet at the same steps, averages, means of saved states."""
+"""Weights that differ between ranks: fragments that synchronise together, averages, means of saved states."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -56,7 +56,7 @@ class OuterOptimizer:
 
 
 class Fragment:
-    """Parameters that meet at the same steps: the weights that all ranks have in common, and a mean on its way."""
+    """Parameters that synchronise at the same steps: their common weights, and the reduction that is under way."""
 
     def __init__(self, params: list[Tensor], outer: OuterOptimizer, reduce: Reduce, background: Background) -> None:
         self.params, self.outer, self.reduce, self.background = params, outer, reduce, background

@@ -1,4 +1,4 @@
-"""Steps alone, and lets the ranks' weights meet every so many steps: local SGD and DiLoCo."""
+"""Each rank steps alone, and every few steps the ranks synchronise their weights: local SGD and DiLoCo."""
 
 from copy import deepcopy
 from typing import Any, Literal
@@ -24,22 +24,25 @@ from trainer.log import log
 
 
 class LocalSGD(Callback):
-    """Every `every` steps the mean over ranks of how far each has come, the pseudo-gradient, is what the common weights
-    move by: their average (Stich 2018, arXiv:1805.09767; with a warm-up Lin et al. 2018, arXiv:1808.07217) or DiLoCo's
-    step (Douillard et al. 2023, arXiv:2311.08105). It goes through the same chain as gradients. In fragments, and while
-    the next steps run, it is streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512).
+    """Steps of each rank alone, between synchronisations of the weights.
 
-    Between meetings the ranks' weights and moments differ; validation, checkpoints and export have the mean of the
-    weights. Memory: two copies of the weights, `nesterov` three.
+    Every `every` steps the ranks reduce how far each has come from the common weights: the pseudo-gradient. It goes
+    through the same chain as gradients. With `average`, the common weights become the mean (Stich 2018,
+    arXiv:1805.09767; with a warm-up Lin et al. 2018, arXiv:1808.07217). With `nesterov`, they take DiLoCo's step
+    (Douillard et al. 2023, arXiv:2311.08105). With `fragments` and `delay` this is streaming DiLoCo (Douillard et al.
+    2025, arXiv:2501.18512).
+
+    Between synchronisations the ranks' weights and moments differ. Validation, checkpoints and export have the mean of
+    the weights. Memory: two copies of the weights, with `nesterov` three.
 
     Args:
-        every: Steps between two meetings of the same weights.
-        warmup_steps: Steps with ordinary reduction of gradients before.
-        outer: What the common weights do with a pseudo-gradient.
-        outer_lr, outer_momentum: Of `nesterov`; null: 0.7 and 0.9, DiLoCo's.
-        fragments: Parts of the weights that meet one after another, evenly over `every` steps.
-        delay: Steps that go on before a meeting's outcome is taken.
-        mix: Of a rank's own weights in what it goes on with, where they have moved on during `delay`; null: 0.5.
+        every: Steps between two synchronisations of the same weights.
+        warmup_steps: The first steps, with ordinary reduction of gradients.
+        outer: How the common weights take a pseudo-gradient.
+        outer_lr, outer_momentum: Of `nesterov`; null: 0.7 and 0.9, as in DiLoCo.
+        fragments: Parts of the weights, which synchronise one after another, evenly over `every` steps.
+        delay: Steps between the sending of a synchronisation and its result.
+        mix: With `delay`, the share of a rank's own weights when it takes the result; null: 0.5.
     """
 
     role = Role.SYNC
@@ -47,8 +50,8 @@ class LocalSGD(Callback):
     communicates = True
     provides = frozenset({"defers"})
     conflicts = {
-        "own_order": "no gradients are reduced between meetings; leave overlap out, local_sgd.delay hides the meetings",
-        Role.AVERAGE: "it would average one rank's own weights; leave it out, what is validated is an average already",
+        "own_order": "no gradient is reduced between synchronisations, which local_sgd.delay hides; leave overlap out",
+        Role.AVERAGE: "it would average one rank's own weights; leave it out, for an average is validated already",
         "fp16": "each rank would have a loss scale of its own; use trainer.precision=bf16",
     }
 
