@@ -212,8 +212,6 @@ def parse(table: str) -> dict[str, list[str]]:
 
 
 CASES = {**parse(WITHOUT_TORCH), **parse(WITH_TORCH)}
-
-
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("errors")]  # the first test waits for all processes
 
 

@@ -9,10 +9,7 @@ from numpy.random import Generator, Philox
 from numpy.typing import NDArray
 
 MASK = (1 << 64) - 1
-
-
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: multiples of it are far apart (Steele et al. 2014)
-
 
 # Purposes: the key of `mix` after the seed; in brackets the keys after it. The numbers are frozen: another one changes
 # the bits of runs. A new purpose takes a new number. Three numbers have two users each: with 4 and 6 the count of keys
@@ -53,11 +50,7 @@ def _scramble(state: Any) -> Any:
 
 
 PHILOX = Philox(key=0)
-
-
 FRESH: Any = PHILOX.state
-
-
 GENERATOR = Generator(PHILOX)
 
 

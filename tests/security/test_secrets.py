@@ -38,7 +38,6 @@ WORDS = [
 ]  # fmt: skip
 TRUSTED = "trainer.allow_targets=[toy_recipe,private]"
 
-
 SECRET = (
     "token hf_token recipe.hub_token api_key apiKey OPENAI_API_KEY secret aws_secret_access_key access_key_id password "
     "db_password client_secret passphrase Authorization Proxy-Authorization bearer auth basic_auth pwd db_pwd cookie "

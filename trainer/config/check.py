@@ -13,15 +13,10 @@ from trainer.config.targets import ALLOWED, refuse_nested, refuse_target
 from trainer.errors import ConfigError, nearest, require
 
 TOP = ("recipe", "callbacks", "optimizer", "schedule", "batch", "micro_batch", "accumulate", "trainer", "data", "nccl")
-
-
 GROUPS = ("optimizer", "schedule")
-
 
 # A recipe's YAML that names another optimizer is merged over the default one, whose keys stay.
 OWN_CHOICE = "for one of your own write conf/{0}/NAME.yaml, and in the recipe's defaults 'override /{0}: NAME'"
-
-
 STAGES = {"decoders": ("extension", "bytes"), "map": ("sample",)}  # of `data`: functions, and what they are called with
 
 

@@ -14,10 +14,7 @@ from trainer.config.redact import redact_argument, remove_if_secret
 from trainer.errors import ConfigError, nearest
 
 HERE = Path(__file__).parent.parent
-
-
 CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # in a wheel, in a checkout
-
 
 TYPED = {
     "recipe": "recipe=NAME",

@@ -17,13 +17,10 @@ SHOWN = {
     "perf/mfu": "mfu {:.1%}",
 }
 
-
 OPTIONAL = ("train/lr", "perf/mfu", "perf/tokens_per_s")  # left out in this order if a terminal is too narrow
 
 SHORT_BAR = 11  # columns
 BAR = 29  # columns of the long bar and the elapsed time
-
-
 REFRESH_S = 0.1
 
 

@@ -14,26 +14,12 @@ from numpy.typing import NDArray
 from trainer.errors import DataError
 
 BLOCK = tarfile.BLOCKSIZE
-
-
 ZEROS = bytes(BLOCK)
-
-
 LONGEST_END = 2 * BLOCK + tarfile.RECORDSIZE  # two zero blocks, and zeros up to a full record; one block will do
-
-
 GNU_NAME, GNU_LINK, PAX, PAX_SOLARIS, PAX_GLOBAL = EXTENDED = (b"L", b"K", b"x", b"X", b"g")
-
-
 NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)$")  # key, and all that follows the first dot of the file's own name
-
-
 LONGEST_NAME, LONGEST_FIELDS = 4096, 1 << 20  # more is refused: it would take all memory, or all time
-
-
 SIZE = re.compile("[0-9]{1,20}")
-
-
 META = re.compile(r"__[^/]*__($|/)")
 
 
