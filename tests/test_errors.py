@@ -45,6 +45,8 @@ batch=[1
     --config-name other: the only one is config; leave --config-name out
 lr=1e-3
     lr=0.001: no such key; did you mean optimizer.lr?
+max_step=3
+    max_step=3: no such key; did you mean trainer.max_steps
 optimizer.learning_rate=1e-3
     optimizer.learning_rate=0.001: no such key; did you mean lr?
 recipe=bare
@@ -67,6 +69,8 @@ recipe.with=2
     callbacks.ema.decai=0.9: no such key; did you mean decay?
 callbacks.ema.decay=0.9
     callbacks.ema: not in this run, which has metrics_file, progress, throughput; '+callbacks=[ema]' adds it
+callbacks.progres.columns=3
+    callbacks.progres: not in this run, which has metrics_file, progress, throughput; did you mean callbacks.progress?
 optimizer.lrr=1
     optimizer.lrr=1: no such key; did you mean lr?
 schedule.warm=1
