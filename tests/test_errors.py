@@ -26,6 +26,8 @@ schedule=cosin
     schedule=cosin: there is no such schedule; did you mean cosine?
 --config-dir=nowhere
     --config-dir nowhere: is not a folder; give the one that holds recipe/NAME.yaml
+--config-dir=.
+    --config-dir .: is the second one, and one is read
 --batch=3
     unrecognized arguments: --batch=3; see --help
 optimizer.lr
