@@ -26,6 +26,8 @@ schedule=cosin
     schedule=cosin: there is no such schedule; did you mean cosine?
 --config-dir=nowhere
     --config-dir nowhere: is not a folder; give the one that holds recipe/NAME.yaml
+--config-dir=.
+    --config-dir .: is the second one, and one is read
 --batch=3
     unrecognized arguments: --batch=3; see --help
 optimizer.lr
@@ -45,6 +47,8 @@ batch=[1
     --config-name other: the only one is config; leave --config-name out
 lr=1e-3
     lr=0.001: no such key; did you mean optimizer.lr?
+max_step=3
+    max_step=3: no such key; did you mean trainer.max_steps
 optimizer.learning_rate=1e-3
     optimizer.learning_rate=0.001: no such key; did you mean lr?
 recipe=bare
@@ -67,6 +71,8 @@ recipe.with=2
     callbacks.ema.decai=0.9: no such key; did you mean decay?
 callbacks.ema.decay=0.9
     callbacks.ema: not in this run, which has metrics_file, progress, throughput; '+callbacks=[ema]' adds it
+callbacks.progres.columns=3
+    callbacks.progres: not in this run, which has metrics_file, progress, throughput; did you mean callbacks.progress?
 optimizer.lrr=1
     optimizer.lrr=1: no such key; did you mean lr?
 schedule.warm=1
@@ -212,8 +218,6 @@ def parse(table: str) -> dict[str, list[str]]:
 
 
 CASES = {**parse(WITHOUT_TORCH), **parse(WITH_TORCH)}
-
-
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("errors")]  # the first test waits for all processes
 
 

@@ -24,7 +24,6 @@ from trainer.trainer import Trainer
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"}
 
-
 SETS = [
     ("ema", "overlap"), ("local_sgd", "int8"), ("hierarchical", "fp16"), ("bucket", "topk"), ("onebit_adam",),
     ("activation_checkpoint", "powersgd"),

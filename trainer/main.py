@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import trainer
-from trainer.config.compose import CONF, TYPED, choices, compose, config_dirs
+from trainer.config.compose import CONF, TYPED, choices, compose, config_dirs, kept_by_recipe
 from trainer.errors import STOPPED, ConfigError
+from trainer.log import log, log_to_terminal
 from trainer.process.environment import detect, raise_file_limit, refuse_nodes
 from trainer.process.exit import die_with_parent, exit_process, run_guarded
 from trainer.process.signals import StartupSignals
@@ -95,6 +96,9 @@ def run(config: dict[str, Any], recipe: str, argv: list[str]) -> int:
     world = place.world if place.launcher else options.devices
     if isinstance(world, int) and not options.resume and isinstance(options.nodes, int):  # else the plan says
         split_batch(config["batch"], world, config["micro_batch"], config["accumulate"])
+    log_to_terminal(place.rank)
+    for line in kept_by_recipe(config, argv):
+        log.warning("%s", line)
     # Read when torch loads: idle OpenMP threads sleep. Spinning, they take the cores that ranks and data workers need.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Read at the process's first cuBLAS call. `trainer.deterministic` needs it; 32 MiB is what Hopper has anyway.

@@ -9,8 +9,6 @@ from numpy.random import Generator, Philox
 from numpy.typing import NDArray
 
 MASK = (1 << 64) - 1
-
-
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: multiples of it are far apart (Steele et al. 2014)
 
 
@@ -54,11 +52,7 @@ def _scramble(state: Any) -> Any:
 
 
 PHILOX = Philox(key=0)
-
-
 FRESH: Any = PHILOX.state
-
-
 GENERATOR = Generator(PHILOX)
 
 

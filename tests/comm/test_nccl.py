@@ -22,7 +22,6 @@ PRESET = {
     "sharp": {"NCCL_IB_DISABLE": "0", "NCCL_COLLNET_ENABLE": "1", "NCCL_DEBUG": "WARN"},
 }
 
-
 SHORT = ["trainer.accelerator=cpu", "trainer.max_steps=1", "trainer.run_dir=runs/r"]
 
 

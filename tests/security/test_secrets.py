@@ -14,6 +14,7 @@ from trainer.config.redact import is_secret, redact, redact_argument, redacted_k
 from trainer.config.schema import Knob
 from trainer.data.shards.discover import find_shards
 from trainer.errors import ConfigError, DataError
+from trainer.tools.export import read_config
 
 RECIPE = """
 from pathlib import Path
@@ -37,7 +38,6 @@ WORDS = [
     f"recipe.source='{SIGNED}'", "recipe.proxy='pipe:curl https://u:s3cr3t@h/x'",
 ]  # fmt: skip
 TRUSTED = "trainer.allow_targets=[toy_recipe,private]"
-
 
 SECRET = (
     "token hf_token recipe.hub_token api_key apiKey OPENAI_API_KEY secret aws_secret_access_key access_key_id password "
@@ -139,8 +139,8 @@ def test_a_line_about_a_pattern_has_none() -> None:
         assert "s3cr3t" not in str(caught.value)
 
 
-def private(words: list[str], cwd: Path, command: list[str] | None = None) -> Result:
-    return run(words, cwd, command, PYTHONPATH=f"{cwd}{os.pathsep}{PYTHONPATH}", TMPDIR=str(cwd / "tmp"))
+def private(words: list[str], cwd: Path, command: list[str] | None = None, **env: str) -> Result:
+    return run(words, cwd, command, PYTHONPATH=f"{cwd}{os.pathsep}{PYTHONPATH}", TMPDIR=str(cwd / "tmp"), **env)
 
 
 def test_a_run_keeps_its_secrets_to_itself(tmp_path: Path) -> None:
@@ -169,6 +169,29 @@ def test_a_run_keeps_its_secrets_to_itself(tmp_path: Path) -> None:
     given += ["recipe.proxy=pipe:curl https://u:s3cr3t@h/x"]
     assert private(given, tmp_path, export).code == 0
     assert (tmp_path / "out" / "weights.safetensors").exists()
+
+
+def test_values_of_the_environment_are_compared_and_secrets_among_them_hidden(tmp_path: Path) -> None:
+    """`${oc.env:NAME}` is resolved once, as a run begins: a resume with another value tells both."""
+    (tmp_path / "private.py").write_text(RECIPE)
+    words = [*WORDS[:-3], *WORDS[-2:], "recipe.hub_token=${oc.env:HUB}", "optimizer.lr='${oc.decode:${oc.env:LR}}'"]
+    for steps, rate in ((2, "0.01"), (4, "0.02")):
+        given = [*words, "trainer.devices=1", f"trainer.max_steps={steps}", "trainer.resume=auto"]
+        result = private(given, tmp_path, HUB="s3cr3t-one", LR=rate)
+        assert result.code == 0, result.err
+    assert "optimizer.lr was 0.01 and is 0.02" in result.out
+    config = OmegaConf.load(tmp_path / "runs" / "r" / "config.yaml")
+    assert (config.recipe.hub_token, config.optimizer.lr) == ("***", 0.02)
+    files = [path for folder in ("runs", "ckpt") for path in (tmp_path / folder).rglob("*") if path.is_file()]
+    assert not [path for path in files if b"s3cr3t" in path.read_bytes()]
+
+
+def test_an_export_reads_no_variable_that_a_config_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The config may be a stranger's, who would find the value in what is exported."""
+    monkeypatch.setenv("S3CR3T", "s3cr3t")
+    (tmp_path / "config.yaml").write_text("recipe: {vocab: '${oc.env:S3CR3T}'}")
+    settings = read_config(tmp_path / "config.yaml", ["recipe.cache=here"], "CHECKPOINT=x")
+    assert settings["recipe"] == {"vocab": "${oc.env:S3CR3T}", "cache": "here"}
 
 
 def test_what_hydra_would_write_of_a_multirun_goes(tmp_path: Path) -> None:

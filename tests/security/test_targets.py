@@ -104,8 +104,6 @@ class Recipe:
     pass
 """
 CONFIG = {"trainer": {"allow_targets": ["stranger"], "seed": 0}}
-
-
 EXPORT = [sys.executable, "-m", "trainer.tools.export", "ckpt/run/step-00000001", "out"]
 
 

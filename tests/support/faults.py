@@ -19,8 +19,6 @@ RUN = [*TOY, *QUICK, "+callbacks=[probe]", "trainer.devices=3", "batch=12", "dat
 RUN += ["trainer.run_dir=runs/r", "trainer.checkpoint.every_steps=4", "trainer.checkpoint.keep=9"]
 RUN += ["trainer.log_every_steps=1", "trainer.validate_every=6"]
 IMPATIENT = "trainer.timeout_s=8"  # of a collective; ranks start within less of each other
-
-
 RECOVERED: list[float] = []  # seconds from each fault of this test to the first step after it
 
 

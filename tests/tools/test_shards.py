@@ -322,3 +322,22 @@ def test_many_threads_index_as_one(files, tmp_path):
         path.unlink()
     many = Index.open(paths, workers=5).shards
     assert [shard.sha256 for shard in one] == [shard.sha256 for shard in many] and told == sorted(told)
+
+
+def test_names_of_files_steer_no_terminal(tmp_path: Path) -> None:
+    """Escapes, a forged line, bytes that are no UTF-8: in names of shards, in names of files to pack, and in errors."""
+    odd = os.fsdecode(b"\x1b[31m\nFORGED \xff")
+    (tmp_path / "files").mkdir()
+    for name in ("a.cls", f"{odd}.cls", f"{odd} left out"):
+        (tmp_path / "files" / name).write_text("1")
+    told = [shards("pack", "files", "out", "--prefix", odd, cwd=tmp_path)]
+    packed = tmp_path / "out" / f"{odd}-000000.tar"
+    for word in ("index", "stat", "verify"):
+        told.append(shards(word, packed, cwd=tmp_path))
+    assert [done.returncode for done in told] == [0] * 4, told
+    packed.write_bytes(packed.read_bytes()[:600])
+    told += [shards(word, packed, cwd=tmp_path) for word in ("verify", "stat", "index")]
+    assert [done.returncode for done in told[4:]] == [71, 78, 71], told
+    lines = [line for done in told for line in (done.stdout + done.stderr).splitlines()]
+    assert len([line for line in lines if "?[31m?FORGED ?" in line]) >= 10
+    assert not [line for line in lines if line.startswith("FORGED") or not line.isprintable()]

@@ -15,32 +15,15 @@ from typing import Any, BinaryIO
 from trainer.errors import ConfigError
 
 MANIFEST = "MANIFEST.json"
-
-
 FORMAT = 3  # since 3 each rank has a JSON file of its own, which a reader of 2 would not look for
 READABLE = (2, FORMAT)
-
-
 MANIFEST_BYTES = 64 << 20  # more is refused
-
-
 CHUNK = 4 << 20  # bytes that are hashed, then written
-
-
 SYNCED = 64 << 20  # bytes that the system may owe the disk: by that a slow one is told from one that hangs
-
-
 STEP = re.compile(r"step-([0-9]{8,})")
-
-
 FILE = re.compile(r"[A-Za-z0-9._-]+")
-
-
 PAUSES_S = (0.2, 1.0)  # between reads
-
-
 Entries = dict[str, list[int | str]]  # name of a file -> its size and sha256
-
 
 # What the system says of damage; any other OSError (permissions, too many open files) is not the checkpoint's.
 DAMAGE = {
@@ -234,8 +217,6 @@ def _sha256(file: BinaryIO) -> str:
 
 
 VISIBLE_S = 70.0  # NFS remembers for up to 60 s what a folder holds, and what it doesn't
-
-
 EVERY_S = 0.5
 
 

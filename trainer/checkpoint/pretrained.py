@@ -20,11 +20,7 @@ from trainer.errors import ConfigError, printable
 from trainer.log import log
 
 INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
-
-
 INDEX_BYTES = 64 << 20
-
-
 WRAPPINGS = ("state_dict", "model_state_dict", "model")  # what programs call the model's part of what they save
 
 

@@ -18,11 +18,7 @@ from trainer.checkpoint.safetensors_buffer import DTYPES
 from trainer.errors import ConfigError
 
 STATE = "state.json"
-
-
 STATE_BYTES = 256 << 20  # more is refused
-
-
 SECTION = re.compile(r"[A-Za-z0-9_-]{1,99}")  # becomes a file name
 
 

@@ -7,22 +7,11 @@ from dataclasses import dataclass
 from trainer.errors import ConfigError, nearest, require
 
 ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT")
-
-
 PROTOCOLS = ("LL", "LL128", "Simple")
-
-
 FUNCTIONS = ("allreduce", "broadcast", "reduce", "allgather", "reducescatter")
-
-
 DISTANCES = ("LOC", "PIX", "PXB", "PHB", "SYS")
-
-
 LEVELS = ("VERSION", "WARN", "INFO", "TRACE")
-
-
 MOST = {"socket_threads": 16, "sockets_per_thread": 64, "min_channels": 64, "max_channels": 64}
-
 
 VARIABLES = {
     "net": "NCCL_NET",

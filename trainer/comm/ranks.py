@@ -20,11 +20,7 @@ from trainer.errors import ConfigError
 from trainer.process.environment import Place
 
 RING = 32  # ranks up to which gloo's ring collectives are used: 62 hops of 50 us hide behind a forward pass
-
-
 COLLECTIVES = 2000  # the last so many are kept, for `Ranks.note_failure`
-
-
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # torch's, of gloo's collectives and, with CUDA, of NCCL's
 
 

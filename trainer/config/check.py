@@ -1,6 +1,7 @@
 """Checks a composed config against the signatures of constructors, before torch is imported."""
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,15 +14,10 @@ from trainer.config.targets import ALLOWED, refuse_nested, refuse_target
 from trainer.errors import ConfigError, nearest, require
 
 TOP = ("recipe", "callbacks", "optimizer", "schedule", "batch", "micro_batch", "accumulate", "trainer", "data", "nccl")
-
-
 GROUPS = ("optimizer", "schedule")
-
 
 # A recipe's YAML that names another optimizer is merged over the default one, whose keys stay.
 OWN_CHOICE = "for one of your own write conf/{0}/NAME.yaml, and in the recipe's defaults 'override /{0}: NAME'"
-
-
 STAGES = {"decoders": ("extension", "bytes"), "map": ("sample",)}  # of `data`: functions, and what they are called with
 
 
@@ -38,9 +34,7 @@ def check(config: Mapping[str, Any], allowed: tuple[str, ...] = ALLOWED) -> None
         raise ConfigError(f"{hidden[0]}={HIDDEN}: is a secret that was not printed; give its value")
     for key in config:
         if key not in TOP:
-            inner = [f"{name}.{key}" for name in TOP if isinstance(config.get(name), Mapping) and key in config[name]]
-            way_out = f"did you mean {' or '.join(inner)}?" if inner else nearest(key, TOP)
-            raise ConfigError(f"{key}={shown(key, config[key])}: no such key; {way_out}")
+            raise ConfigError(f"{key}={shown(key, config[key])}: no such key; {nearest_anywhere(key, config)}")
     for key in TOP:
         if key not in config:
             raise ConfigError(f"{key}: is missing; a run can't be without it")
@@ -56,12 +50,23 @@ def check(config: Mapping[str, Any], allowed: tuple[str, ...] = ALLOWED) -> None
     for name, node in config["callbacks"].items():
         if not isinstance(node, Mapping) or "_target_" not in node:
             others = ", ".join(sorted(config["callbacks"].keys() - {name}))
-            raise ConfigError(f"callbacks.{name}: not in this run, which has {others}; '+callbacks=[{name}]' adds it")
+            near = difflib.get_close_matches(name, config["callbacks"].keys() - {name}, 1, 0.8)
+            way_out = f"did you mean callbacks.{near[0]}?" if near else f"'+callbacks=[{name}]' adds it"
+            raise ConfigError(f"callbacks.{name}: not in this run, which has {others}; {way_out}")
         check_node(f"callbacks.{name}", node, allow)
     check_stages(config["data"], allow)
     for key in ("recipe", "optimizer", "schedule"):
         check_node(key, config[key], allow)
     build("schedule", config["schedule"], allow)  # refuses what is out of range, and imports no torch
+
+
+def nearest_anywhere(key: str, config: Mapping[str, Any]) -> str:
+    """Return the way out of an unknown key: it, or one like it, may belong to a section."""
+    sections = [name for name in TOP if isinstance(config.get(name), Mapping)]
+    names = [(name, name) for name in TOP] + [(name, f"{part}.{name}") for part in sections for name in config[part]]
+    near = difflib.get_close_matches(key, {name for name, _ in names}, 3, 0.75)
+    found = [full for name, full in names if name in ({key} if key in near else near)]
+    return f"did you mean {' or '.join(found)}?" if found else nearest(key, TOP)
 
 
 def refuse_missing(node: Any, key: str) -> None:

@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +15,7 @@ from trainer.config.redact import redact_argument, remove_if_secret
 from trainer.errors import ConfigError, nearest
 
 HERE = Path(__file__).parent.parent
-
-
 CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # in a wheel, in a checkout
-
 
 TYPED = {
     "recipe": "recipe=NAME",
@@ -41,6 +39,8 @@ def config_dirs(arguments: list[str]) -> list[Path]:
     for name in names:
         if not Path(name).is_dir():
             raise ConfigError(f"--config-dir {name}: is not a folder; give the one that holds recipe/NAME.yaml")
+    if len(names) > 1:
+        raise ConfigError(f"--config-dir {names[1]}: is the second one, and one is read; put all files in one folder")
     return [Path(name) for name in names]
 
 
@@ -83,6 +83,22 @@ def compose(arguments: list[str], folders: list[Path]) -> list[Job]:
     for file in filter(Path.exists, swept):
         remove_if_secret(file)
     return jobs
+
+
+def kept_by_recipe(config: Mapping[str, Any], argv: list[str]) -> list[str]:
+    """Return a line for each value of a typed `optimizer=NAME` that the recipe's YAML replaces by its own."""
+    from omegaconf import OmegaConf
+
+    typed = dict(word.split("=", 1) for word in argv if is_override(word) and "=" in word)
+    name, lines = typed.get("optimizer", ""), []
+    path = choices("optimizer", [CONF, *config_dirs(argv)]).get(name)
+    own: Any = OmegaConf.to_container(OmegaConf.load(path)) if path else {}
+    for key, value in own.items():
+        found = config["optimizer"].get(key, value)
+        if found != value and f"optimizer.{key}" not in typed and "${" not in str(value):
+            text = f"optimizer.{key}={found}: the recipe's YAML sets it, and {name} alone has {value}"
+            lines.append(f"{text}; to choose, give optimizer.{key}=VALUE")
+    return lines
 
 
 def original_override(override: str) -> str:

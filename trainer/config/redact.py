@@ -7,38 +7,17 @@ from typing import Any
 
 HIDDEN = "***"
 
-
 # A name is a secret's if it has one of these words, or such an end, with or without `_` between its words.
 WORDS = {"secret", "secrets", "password", "passwords", "passphrase", "passwd", "pwd", "credential", "credentials"}
-
-
 WORDS |= {"cookie", "cookies", "dsn", "sas"}
-
-
 KEYS = ("apikey", "accesskey", "accountkey", "privatekey", "authkey", "secretkey")
-
-
 TOKENS = ("token", "hftokens", "hubtokens", "apitokens", "authtokens", "accesstokens")  # others are counted
-
-
 ENDS = (*TOKENS, *KEYS, *(f"{key}id" for key in KEYS), "auth", "authorization", "bearer", "connectionstring")
-
-
 MARKS = {"mask", "cls", "sep", "pad", "bos", "eos", "unk", "per"}  # before `token`: one of text
-
-
 CAMEL = re.compile("(?<=[a-z0-9])(?=[A-Z])")  # where apiKey would have a `_`
-
-
 USER = re.compile(r"""(://)[^\s/?#'"]*@""")  # and password, of a URL
-
-
 QUERY = re.compile(r"""\?([^\s'"]*)""")  # of a URL, or of a part of one
-
-
 SIGNATURE = re.compile(r"(?i)(^|&)[\w.%-]*(sig|token|secret|credential|password|pwd|auth|key)[\w.%-]*=")  # in a query
-
-
 PAIR = re.compile(r"""([\w-]+)(['"]?\s*[:=]\s*)("[^"]*"|'[^']*'|[^,{}[\]]+)""")  # in a value such as {a: 1, b: [c]}
 
 

@@ -14,11 +14,7 @@ from typing import Any, Literal
 from trainer.config.targets import locate
 
 NO_DEFAULT = inspect.Parameter.empty
-
-
 ANY_NAME = "**"  # among the knobs of a function that takes any keyword
-
-
 PLAIN = {t.__name__: t for t in (int, float, bool, str, list, tuple, dict)} | {"Literal": Literal}
 
 

@@ -12,14 +12,8 @@ from trainer.errors import ConfigError
 # Not all of `trainer`: its config module would build any target that its arguments allow.
 OWN = ("trainer.callbacks", "trainer.monitors", "trainer.optim", "recipes")
 ALLOWED = (*OWN, "torch.nn", "torch.optim", "transformers")
-
-
 OURS = ("trainer", "recipes")
-
-
 HOME = Path(__file__).parents[2]
-
-
 LIMITED = ("torch", "transformers")  # some of their functions and classes run the code that they are pointed to
 
 

@@ -23,7 +23,6 @@ from trainer.timeouts import REAP_S
 # The rank's own code, and modules that DDP and torch's optimizers would load in each rank, for a second of a core each.
 LOADED = ("trainer.launch.worker", "torch._dynamo")
 
-
 # Modules that ask for GPUs as they are loaded open none: a process that is forked later could not open it again.
 NO_GPU = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 

@@ -16,14 +16,10 @@ SHOWN = {
     "perf/tokens_per_s": "{:,.0f} tokens/s",
     "perf/mfu": "mfu {:.1%}",
 }
-
-
 OPTIONAL = ("train/lr", "perf/mfu", "perf/tokens_per_s")  # left out in this order if the terminal is too narrow
 
 SHORT_BAR = 11  # columns
 BAR = 29  # columns of the long bar and the elapsed time
-
-
 REFRESH_S = 0.1
 
 

@@ -8,8 +8,6 @@ from trainer.callback import Callback, Role
 
 # Dense TFLOP/s of one device in bf16 and fp16, tf32, and fp32, from NVIDIA's data sheets.
 A100, H100 = (312.0, 156.0, 19.5), (989.4, 494.7, 66.9)
-
-
 PEAKS = {  # by torch's full name of the device: boards with one chip differ
     "NVIDIA A100-PCIE-40GB": A100,
     "NVIDIA A100 80GB PCIe": A100,
@@ -23,7 +21,6 @@ PEAKS = {  # by torch's full name of the device: boards with one chip differ
     "NVIDIA GH200 480GB": H100,
     "NVIDIA L40S": (362.0, 183.0, 91.6),
 }
-
 
 COLUMN = {"bf16": 0, "fp16": 0, "tf32": 1, "fp32": 2}
 

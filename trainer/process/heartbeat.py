@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 FORMAT = struct.Struct("<qqqd")
-
-
 TICK_S = 1.0  # at most
 
 

@@ -23,14 +23,9 @@ if TYPE_CHECKING:
 # Users, terminals and batch systems send these to stop a job.
 ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
-
 # Batch systems and the kernel send these before they kill. A program may use them for something else.
 WARNINGS = (signal.SIGUSR2, signal.SIGXCPU, signal.SIGPWR, signal.SIGIO)
-
-
 STOP = ASKED + WARNINGS
-
-
 EARLY = "stopped before the first step"
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from trainer.data.shards.index_file import Shard, indexed
 from trainer.data.shards.parquet import of_rows
 from trainer.data.shards.tar import split_name
 from trainer.data.shards.writer import refuse_member, write_shards
-from trainer.errors import ConfigError, DataError, UnavailableError, require
+from trainer.errors import ConfigError, DataError, UnavailableError, printable, require
 from trainer.process.exit import run_guarded
 
 
@@ -28,11 +28,11 @@ def index(shards: list[str], workers: int, **where: Any) -> None:
     """Store the index beside each shard that has none, or has changed. Shards at URLs are downloaded again."""
     require("--workers", workers, at_least=1)
     made = Index.open(find_shards(shards, DataOptions(**where)), progress, workers, anew=True)
-    print(f"{len(made.shards)} shards, {sum(made.counts)} samples, fingerprint {made.fingerprint[:16]}")
+    say(f"{len(made.shards)} shards, {sum(made.counts)} samples, fingerprint {made.fingerprint[:16]}")
 
 
 def progress(shard: str, done: int, total: int) -> None:
-    print(f"indexed {shard}: {done} of {total} shards", flush=True)
+    say(f"indexed {shard}: {done} of {total} shards")
 
 
 def verify(shards: list[str], workers: int, **where: Any) -> None:
@@ -46,7 +46,7 @@ def verify(shards: list[str], workers: int, **where: Any) -> None:
     wrong: list[str] = []
     with ThreadPoolExecutor(workers) as pool:
         for path, found in zip(paths, pool.map(compare, paths), strict=True):
-            print(f"{path}: {found or 'as indexed'}", flush=True)
+            say(f"{path}: {found or 'as indexed'}")
             wrong += [str(path)] if found else []
     if wrong:
         raise DataError(f"{', '.join(wrong)}: not what was indexed; restore what was, or index again")
@@ -73,8 +73,8 @@ def stat(shards: list[str], workers: int, **where: Any) -> None:
     require("--workers", workers, at_least=1)
     made = Index.open(find_shards(shards, DataOptions(**where)), progress, workers)
     for shard in made.shards:
-        print(line(str(shard.path), [shard]))
-    print(line("all", made.shards), f"fingerprint {made.fingerprint[:16]}", sep=", ")
+        say(line(str(shard.path), [shard]))
+    say(f"{line('all', made.shards)}, fingerprint {made.fingerprint[:16]}")
 
 
 def line(name: str, shards: list[Shard]) -> str:
@@ -98,11 +98,11 @@ def pack(source: Path, folder: Path, prefix: str, per_shard: int) -> None:
         raise DataError(f"{told}; mend that, or give another folder") from None
     if not paths:
         raise DataError(f"{source}: has no sample; give files KEY.EXTENSION, lines or rows")
-    print(f"{len(paths)} shards: {paths[0]} to {paths[-1]}")
+    say(f"{len(paths)} shards: {paths[0]} to {paths[-1]}")
 
 
 def packed(shard: str, done: int) -> None:
-    print(f"packed {shard}: {done} samples", flush=True)
+    say(f"packed {shard}: {done} samples")
 
 
 def samples(source: Path) -> Iterator[dict[str, Any]]:
@@ -122,7 +122,7 @@ def of_folder(source: Path) -> Iterator[dict[str, Any]]:
     grouped: dict[str, dict[str, Path]] = {}
     for (key, extension), name in parts:
         if key is None:
-            print(f"left out: {source / name}", file=sys.stderr)
+            say(f"left out: {source / name}", sys.stderr)
             continue
         refuse_member(str(source / name), extension)
         if extension in grouped.setdefault(key, {}):
@@ -142,6 +142,11 @@ def of_lines(source: Path) -> Iterator[dict[str, Any]]:
             except ValueError as error:
                 raise DataError(f"{source}: line {number + 1} is no JSON ({error}); mend it") from None
             yield {"__key__": f"{number:012d}", "json": text.strip()}
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print a line; names of files may be a stranger's."""
+    print(printable(text), file=file, flush=True)
 
 
 def main() -> int:

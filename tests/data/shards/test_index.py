@@ -104,20 +104,30 @@ def test_every_cut_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(TAR is None, reason="needs GNU tar")
-@pytest.mark.parametrize("records", [["-b", "40"], ["-b", "2048"], ["--record-size=64K"], ["none"]])
-def test_an_end_that_could_be_a_cut_or_a_power_cut_is_refused_with_the_way_out(
-    tmp_path: Path, records: list[str]
-) -> None:
-    """GNU tar's larger records, and an archive without an end."""
+@pytest.mark.parametrize("record", [["-b", "1"], ["-b", "40"], ["-b", "2048"], ["--record-size=64K"]])
+def test_zeros_may_fill_a_record_of_any_size(tmp_path: Path, record: list[str]) -> None:
     (tmp_path / "k.txt").write_text("a")
     path = tmp_path / "a.tar"
-    words = records if records != ["none"] else []
-    subprocess.run([str(TAR), *words, "-C", str(tmp_path), "-cf", str(path), "k.txt"], check=True)
-    if not words:
-        os.truncate(path, 1024)
-    with pytest.raises(
-        DataError, match=r"no end of archive at byte 1024: cut, .*; or, if it is whole, end it: truncate"
-    ) as no:
+    subprocess.run([str(TAR), *record, "-C", str(tmp_path), "-cf", str(path), "k.txt"], check=True)
+    index = Index.open([path])
+    assert (index.counts, index.shards[0].sha256) == ([1], hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+@pytest.mark.parametrize(
+    ("content", "zeros"),
+    [(b"a", 0), (b"a" * 3584, 20480), (b"a" + bytes(1023), 20480)],
+    ids=["none", "page", "content"],
+)
+def test_an_end_that_could_be_a_cut_or_a_power_cut_is_refused_with_the_way_out(
+    tmp_path: Path, content: bytes, zeros: int
+) -> None:
+    """No zero block, or many after a whole page, or after content that ends in zeros itself."""
+    path = write_tar(tmp_path / "a.tar", [("k.bin", content)])
+    end = 512 + -(-len(content) // 512) * 512
+    os.truncate(path, end)
+    os.truncate(path, end + zeros)
+    text = rf"no end of archive at byte {end}: cut, .*; or, if it is whole, end it: truncate"
+    with pytest.raises(DataError, match=text) as no:
         Index.open([path])
     os.truncate(path, int(str(no.value).rpartition(" ")[2]))
     assert Index.open([path]).counts == [1]
@@ -158,20 +168,23 @@ def test_zeros_are_refused_unless_they_are_content(tmp_path: Path, size: int) ->
         headers = [member.offset for member in tar]
     for header in headers:
         damaged = raw[:header] + bytes(min(size, len(raw) - header)) + raw[header + size :]
-        if not any(damaged[header:]) and len(raw) - header <= LONGEST_END:
+        if not any(damaged[header:]):
             continue  # byte for byte a shard without these members
         with pytest.raises(DataError, match=rf"no end of archive at byte {header}"):
             Index.open([copied(path, "zeros.tar", damaged)])
 
 
-def test_zeros_to_the_end_of_the_file_are_no_end_marker(tmp_path: Path) -> None:
-    """What a filesystem may leave after a power cut: the length is right, the last blocks were never written."""
+def test_pages_that_a_power_cut_left_unwritten_are_no_end_marker(tmp_path: Path) -> None:
+    """The length is right, the last pages are zeros: within content, or, as at byte 20480, from a header on."""
     path = write_tar(tmp_path / "a.tar", numbered(40))
     raw = path.read_bytes()
     with tarfile.open(path) as tar:
-        header = tar.getmembers()[30].offset
-    with pytest.raises(DataError, match=rf"no end of archive at byte {header}"):
-        Index.open([copied(path, "tail.tar", raw[:header] + bytes(len(raw) - header))])
+        ends = [member.offset for member in tar][1:]
+    pages = range(4096, len(raw) - 2 * LONGEST_END, 4096)
+    assert not set(pages).isdisjoint(ends)
+    for page in pages:
+        with pytest.raises(DataError, match=rf"no end of archive at byte {min(e for e in ends if e >= page)}"):
+            Index.open([copied(path, "tail.tar", raw[:page] + bytes(len(raw) - page))])
 
 
 def test_archives_that_are_not_plain_tars_are_refused(tmp_path: Path) -> None:

@@ -13,17 +13,9 @@ from trainer.errors import NumericsError, require, require_one_of
 from trainer.log import log
 
 UNIT, NORM_UNIT = 2.0**-16, 2.0**-36  # are summed over ranks as whole numbers of these: in any order the same
-
-
 LARGEST = 2**52
-
-
 DECAY = 0.98  # of the running means that a spike is told by: about 50 steps
-
-
 KNOWN = 20  # steps until they are believed
-
-
 STATE = ("usual", "taken", "in_a_row", "left_out")
 
 

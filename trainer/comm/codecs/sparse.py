@@ -14,17 +14,9 @@ from trainer.errors import ConfigError, require
 from trainer.rng import GOLDEN
 
 MAGNITUDE = 0x7FFFFFFF  # a float32's bits but for the sign: as integers in the order of magnitudes, NaN above all
-
-
 SAMPLES = 1 << 16  # elements that a threshold is found from: this many, up to twice as many
-
-
 SIGMAS = 3.0  # by how much of the sampling's error a threshold is below the estimate
-
-
 BLOCK = 1 << 16  # elements, within which an index has 16 bits
-
-
 CHUNK = 1 << 18  # elements that are looked at at once: what is made of them stays in the processor's cache
 
 

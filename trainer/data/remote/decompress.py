@@ -12,26 +12,12 @@ from typing import Any
 from trainer.errors import DataError
 
 LONGEST_START = 10  # bytes by which a kind is known
-
-
 OTHERS = re.compile(rb"\x28\xb5\x2f\xfd|\x04\x22\x4d\x18|\x1f\x9d|LZIP|PK\x03\x04|7z\xbc\xaf")
-
-
 PACKED = re.compile(r"(?i)\.(?:(t)(?:gz|bz2?|xz)|gz|bz2|xz)$")
-
-
 PACKED_OTHERWISE = re.compile(r"(?i)\.(?:t?zstd?|t?lz4|lz|lzma|lzo|z|br|zip|7z)$")
-
-
 WAY = "pack it with gzip, bzip2, xz or nothing, or let a program unpack it, as 'pipe:zstd -dc FILE'"
-
-
 MOST_AT_ONCE = 8 << 20  # bytes that come out; a few that go in may become any number
-
-
 MOST_MEMORY = 512 << 20  # bytes for xz, whose files say how many it takes: those of `xz -9` say 65 MiB
-
-
 END = -1
 
 

@@ -24,31 +24,17 @@ from trainer.log import log
 from trainer.process.exit import die_with_parent
 
 SCHEMES = ("http", "https", "s3", "gs")
-
-
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
-
-
 TIMEOUT_S = 30.0  # of a server or a program that sends nothing
-
-
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before another try, after one that has brought nothing new
-
-
 LATER = (408, 425, 429)  # the answers below 500 that may be another one soon
-
-
 CHUNK = 8 << 20
-
-
 PIPE = 1 << 16  # what the system keeps of a program's output
-
 
 HANDLERS = (
     *(request.ProxyHandler, request.UnknownHandler, request.HTTPHandler, request.HTTPSHandler),
     *(request.HTTPDefaultErrorHandler, request.HTTPRedirectHandler, request.HTTPErrorProcessor),
 )  # urllib's own, less those for ftp, files and data, to which a server could send us on
-
 
 URL = re.compile(r"(\w[\w+.-]*://)(?:[^\s/?#'\"]*@)?([^\s?#'\"]*)[^\s'\"]*")  # in a command: scheme, host and path
 

@@ -21,17 +21,9 @@ from trainer.data.workers import FORK, begin, started
 from trainer.errors import ConfigError, DataError, UnavailableError
 
 DOWNLOADS = 4  # at the same time, of each rank
-
-
 FAR = 10_000  # micro-batches that are looked through at most
-
-
 LOOK_S = 0.2  # between two looks at how far training is
-
-
 AGAIN_S = 5.0  # until another try, for which nobody waits
-
-
 Needs = Callable[[], Iterator[set[int]]]  # gives the numbers of each micro-batch's shards, in turn
 
 

@@ -19,11 +19,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.log import log
 
 PATIENCE_S = 300.0  # without a new byte of a shard that was had before; less than trainer.timeout_s
-
-
 FIRST_S = 30.0  # of one that was not: its URL may be wrong
-
-
 AHEAD_S, SPARE_S = 1.0, 5.0  # of one that nobody waits for yet; for which what was used is not removed for it
 
 

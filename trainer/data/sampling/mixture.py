@@ -14,8 +14,6 @@ from trainer.errors import DataError
 from trainer.rng import MIXTURE_ORDER, MIXTURE_PLACES, mix
 
 DRAWS = 4096  # positions of which every data set has its share, to a sample; they are shuffled among themselves
-
-
 LEAST = 1e-3  # of the whole; less would have no sample in some of the `DRAWS`
 
 

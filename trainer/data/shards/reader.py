@@ -16,17 +16,9 @@ from trainer.data.shards.tar import members, read_at
 from trainer.errors import DataError, UnavailableError
 
 READS = 3  # of a sample, before it counts as damaged
-
-
 PATIENCE_S = 30.0  # with what it lies on: a network drive may be away for a while
-
-
 LONGEST_PAUSE_S = 3.0
-
-
 OPEN_SHARDS = 256  # per process; a batch reads `lanes` of them by turns, and 1024 files is the usual limit
-
-
 IDLE_S = 10.0  # until a shard that nothing was read from may be closed: while it's open, it can't leave the cache
 
 

@@ -14,26 +14,14 @@ from numpy.typing import NDArray
 from trainer.errors import DataError
 
 BLOCK = tarfile.BLOCKSIZE
-
-
 ZEROS = bytes(BLOCK)
-
-
 LONGEST_END = 2 * BLOCK + tarfile.RECORDSIZE  # two zero blocks, and zeros up to a full record; one block will do
-
-
+PAGE = 4096  # a power cut leaves whole pages unwritten
 GNU_NAME, GNU_LINK, PAX, PAX_SOLARIS, PAX_GLOBAL = EXTENDED = (b"L", b"K", b"x", b"X", b"g")
-
-
 NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)$")  # key, and all that follows the first dot of the file's own name
-
-
 LONGEST_NAME, LONGEST_FIELDS = 4096, 1 << 20  # more is refused: it would take all memory, or all time
-
-
 SIZE = re.compile("[0-9]{1,20}")
-
-
+CHUNK = 1 << 20  # bytes of padding read at once
 META = re.compile(r"__[^/]*__($|/)")
 
 
@@ -108,7 +96,7 @@ def scan(fd: int, where: object) -> tuple[NDArray[np.int64], str]:
 
     sha256 = hashlib.sha256()
     rows: list[list[int]] = []
-    key, extensions, crc32, end = None, set(), 0, 0
+    key, extensions, crc32, end, content = None, set(), 0, 0, b""
     for member in members(fetch, where):
         content = fetch(member.start, member.end - member.start)
         sha256.update(content)
@@ -123,13 +111,16 @@ def scan(fd: int, where: object) -> tuple[NDArray[np.int64], str]:
             raise DataError(f"{where}: two members {member.extension!r} of {key!r}, at byte {member.start}; rename one")
         extensions.add(member.extension)
         rows[-1][1:] = end - rows[-1][0], crc32
-    last = fetch(end, LONGEST_END + 1)
-    if any(last):
-        raise damaged(where, end, "no end of archive")
-    if not BLOCK <= len(last) <= LONGEST_END:  # a cut, or blocks that a power cut left unwritten, look the same
+    zeros = 0
+    while padding := fetch(end + zeros, CHUNK):
+        if padding.strip(b"\0"):
+            raise damaged(where, end, "no end of archive")
+        sha256.update(padding)
+        zeros += len(padding)
+    padded = end % PAGE and any(content[-BLOCK:])  # by the writer: the page that has the end was written
+    if zeros < BLOCK or (zeros > LONGEST_END and not padded):
         size = end + 2 * BLOCK
         raise DataError(f"{damaged(where, end, 'no end of archive')}; or, if it is whole, end it: truncate -s {size}")
-    sha256.update(last)
     return np.array(rows, np.int64).reshape(-1, 3), sha256.hexdigest()
 
 
