@@ -1,5 +1,6 @@
 """Checks of what a recipe's methods return. One line says which method, what came, and what is expected."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Integral, Real
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
+from trainer.recipe import Optional, Recipe
 
 
 class CheckedLoss:
@@ -43,6 +45,28 @@ class CheckedLoss:
             return loss
         self.call = self.loss
         return loss
+
+
+def refuse_other_parameters(recipe: Any) -> None:
+    """Refuse a method that can't be called with the arguments that trainer/recipe.py names.
+
+    Raises:
+        ConfigError: It takes others.
+    """
+    for name, expected in (vars(Recipe) | vars(Optional)).items():
+        method = getattr(recipe, name, None)
+        if name.startswith("_") or not inspect.isfunction(expected) or not callable(method):
+            continue
+        names = list(inspect.signature(expected).parameters)[1:]
+        try:
+            own = inspect.signature(method)
+        except (TypeError, ValueError):  # one in C, which tells of none
+            continue
+        try:
+            own.bind(*names)
+        except TypeError:
+            takes, gets = ", ".join(map(str, own.parameters)), ", ".join(names)
+            raise ConfigError(f"recipe.{name}({takes}): is called with ({gets}); take these parameters") from None
 
 
 def build_model(recipe: Any) -> nn.Module:

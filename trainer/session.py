@@ -113,7 +113,8 @@ def note_crash(trainer: Trainer, error: Exception) -> None:
     file = trainer.run_dir / "summary.json"
     if file.exists() and json.loads(file.read_text()).get("steps") == trainer.step:
         return  # the steps are done, and have their summary
-    summary = {"stopped": "error", "error": text.rpartition("\n")[2], "steps": trainer.step, "samples": trainer.samples}
+    line = next(line for line in reversed(text.splitlines()) if not line.startswith(" "))  # before a sample's frames
+    summary = {"stopped": "error", "error": line, "steps": trainer.step, "samples": trainer.samples}
     try:
         write_json(file, summary)
     except OSError as failure:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import STOPPED
+from trainer.errors import STOPPED, fold
 from trainer.files import Appended
 from trainer.launch.failure import find_failure
 from trainer.launch.flight_recorder import find_mismatch
@@ -113,7 +113,7 @@ class Supervisor:
         odd = find_mismatch(self.logs, self.started)
         self._note(attempt=attempt, rank=failure.rank, step=beat and beat[1], failed=failure.text, odd=odd, code=code)
         show_cursor()
-        text = failure.text.rstrip() + ("" if failure.reported or not code else self.resume_hint())
+        text = fold(failure.text).rstrip() + ("" if failure.reported or not code else self.resume_hint())
         print(*filter(None, (text, odd, decision)), sep="\n", file=sys.stderr, flush=True)
         return code or None
 

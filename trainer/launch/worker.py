@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from trainer.errors import exit_code, message
+from trainer.errors import exit_code, fold, message
 from trainer.plan import RunSpec
 from trainer.process.environment import Place
 from trainer.process.exit import wait_for_first_rank
@@ -74,7 +74,7 @@ def train_under_launcher(config: dict[str, Any], name: str, argv: list[str], pla
             print(text, file=sys.stderr)  # into this rank's log
         if not torchrun or text.startswith("echelon: "):
             wait_for_first_rank()
-            os.write(terminal, f"{text}\n".encode())
+            os.write(terminal, f"{fold(text)}\n".encode())
         sys.stdout.flush()
         os._exit(exit_code(error))
 
