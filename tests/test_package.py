@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+START = re.findall("^start='(.*)'$", (ROOT / "scripts" / "train").read_text(), re.MULTILINE)[0]
 FOLDERS = ("trainer", "recipes", "conf", "tests", "scripts", "docs", ".ci")
 NOT_TEXT = {".safetensors", ".pyc", ".png", ".gif", ".svg", ".gz", ".tar"}
 CPU_ONLY = sys.platform == "linux" and not list(Path("/dev").glob("nvidia*")) and not shutil.which("nvidia-smi")
@@ -142,7 +143,7 @@ def test_an_active_environment_is_left_alone(checkout: Path, tmp_path: Path) -> 
     )
     assert result.returncode == 0, result.stderr
     assert not [log for log in others if log.exists()]
-    assert own.read_text().endswith("-m trainer.main\n")
+    assert own.read_text().endswith(f"-c {START}\n")
 
 
 def test_a_named_environment_must_be_there(checkout: Path, tmp_path: Path) -> None:
@@ -158,7 +159,7 @@ def test_the_second_call_installs_nothing(checkout: Path, tmp_path: Path) -> Non
     assert result.returncode == 0 and result.stderr.count("\n") == 1 and "installing" in result.stderr
     first = log.read_text().splitlines()
     assert first[-3:] == ["-m pip install -qq -e .[recipes,test]", "torch==2.12.1", "-m pytest -k one test"]
-    for command, expected in ((test, "-m pytest"), (train, "-m trainer.main")):  # test's extras include train's
+    for command, expected in ((test, "-m pytest"), (train, f"-c {START}")):  # test's extras include train's
         log.write_text("")
         assert run([command], tmp_path, ECHELON_ENV=named).stderr == ""
         assert log.read_text() == expected + "\n"
@@ -176,7 +177,7 @@ def test_without_a_gpu_only_the_cpu_build_will_do(checkout: Path, build: int) ->
     lines = log.read_text().splitlines()
     assert f"-m pip install -qq --no-deps torch=={version}+cpu" in lines
     if build == 0:
-        assert lines[-2:] == [f"torch=={version}+cpu", "-m trainer.main x=1"]
+        assert lines[-2:] == [f"torch=={version}+cpu", f"-c {START} x=1"]
     else:
         assert result.returncode == 1 and "no NVIDIA GPU" in result.stderr.splitlines()[-1]
         assert not any("-e" in line.split() or "trainer.main" in line for line in lines)
