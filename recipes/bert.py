@@ -69,7 +69,7 @@ class Bert:
     ) -> None:
         _check(
             all(map(importlib.util.find_spec, ("transformers", "tokenizers"))),
-            "recipe=bert: needs transformers and tokenizers; pip install 'echelon-trainer[recipes]'",
+            "recipe: needs transformers and tokenizers; pip install 'transformers>=5,<6' 'tokenizers>=0.22,<1'",
         )
         for key, value in (("hidden", hidden), ("layers", layers), ("heads", heads)):
             require(f"recipe.{key}", value, at_least=1)

@@ -123,7 +123,7 @@ class Source:
             import pyarrow  # pyright: ignore[reportMissingImports] no dependency of ours
             from pyarrow import parquet  # pyright: ignore[reportMissingImports]
         except ImportError:
-            raise self.error(f"{name} needs pyarrow: pip install pyarrow, or convert it to .jsonl") from None
+            raise self.error(f"{name} needs pyarrow; pip install 'pyarrow>=20,<27', or convert it to .jsonl") from None
         try:
             for rows in parquet.ParquetFile(path).iter_batches(columns=["text"]):
                 for text in rows.column("text").to_pylist():

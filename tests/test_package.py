@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from trainer.data.remote.download import PACKAGES
+
 ROOT = Path(__file__).parents[1]
 START = re.findall("^start='(.*)'$", (ROOT / "scripts" / "train").read_text(), re.MULTILINE)[0]
 FOLDERS = ("trainer", "recipes", "conf", "tests", "scripts", "docs", ".ci")
@@ -100,6 +102,17 @@ def test_files_name_no_machine_and_no_registry() -> None:
     unwanted = re.compile(r"(?<![\w.}$-])/(work|root|home|opt)/|pypi\.org|pythonhosted\.|download\.pytorch")
     found = {path.relative_to(ROOT): unwanted.search(path.read_text()) for path in texts()}
     assert not [f"{path}: {match[0]}" for path, match in found.items() if match]
+
+
+def test_what_messages_say_to_install_is_in_an_index_and_as_tested() -> None:
+    """Echelon itself is in none."""
+    sources = [path for name in ("trainer", "recipes") for path in files(ROOT / name) if path.suffix == ".py"]
+    said = [line for path in sources for line in path.open() if "pip install" in line]
+    named = {word for line in said for word in re.findall(r"'([^']+)'", line.partition("pip install")[2])}
+    extras = (ROOT / "pyproject.toml").read_text()
+    assert len(said) == 4 and len(named) == 4, said
+    assert not [word for word in named - {"{PACKAGES[scheme]}"} if f'"{word}"' not in extras]
+    assert not [word for word in PACKAGES.values() if f'"{word}"' not in extras]
 
 
 STUB = """#!/usr/bin/env bash

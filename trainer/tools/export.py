@@ -126,7 +126,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.tools.export", description=__doc__)
     parser.add_argument("checkpoint", help="ckpt/last.pt, or a folder step-*")
     parser.add_argument("folder", type=Path, help="where the recipe puts what it exports")
-    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="in place of what the run's config.yaml says")
+    parser.add_argument(
+        "changes", nargs="*", default=[], metavar="KEY=VALUE", help="in place of what the run's config.yaml says"
+    )
     arguments = parser.parse_args()
     return run_guarded(lambda: export(arguments.checkpoint, arguments.folder, arguments.changes) or 0)
 
