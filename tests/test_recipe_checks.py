@@ -133,6 +133,22 @@ def test_on_several_ranks_a_loss_calls_the_model_itself():
     assert run_ranks(2, calls_a_method) == [line, line]
 
 
+def fails_in_summary(place: Place) -> str:
+    def summary(self):
+        assert place.rank == 0
+        raise KeyError("mine")
+
+    try:
+        return str(fit(with_method("summary", summary), place).step)
+    except Exception as error:
+        return repr(error)
+
+
+def test_all_ranks_hear_that_rank_0s_summary_failed():
+    failed = "DistError('rank 0 failed in recipe.summary()')"
+    assert run_ranks(3, fails_in_summary) == ["KeyError('mine')", failed, failed]
+
+
 def test_a_misspelt_attribute_stays_the_users_own_error():
     with pytest.raises(AttributeError, match="forwrd"):
         fit(with_method("loss", lambda self, model, batch: model.forwrd(batch)))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import DistError
 
 from trainer.errors import ConfigError
 from trainer.recipe import Optional, Recipe
@@ -147,6 +148,29 @@ def call_summary(recipe: Any) -> dict[str, float]:
         if not isinstance(value, Real):
             raise refusal("summary", value, expected, f" for {name!r}")
     return {str(name): value if isinstance(value, int | float) else float(value) for name, value in found.items()}
+
+
+def try_summary(recipe: Any, rank: int, each: Callable[[Any], list[Any]]) -> None:
+    """Call `recipe.summary` on rank 0, and let no rank go on if it fails. A collective.
+
+    Args:
+        each: Gives every rank the values of all ranks.
+
+    Raises:
+        ConfigError: It returns something else than numbers.
+        DistError: It failed on rank 0, and this is another rank.
+    """
+    failure = None
+    try:
+        if rank == 0:
+            call_summary(recipe)
+    except Exception as error:
+        failure = error  # the other ranks wait for what this one has to say
+    failed = each(failure is not None)[0]
+    if failure:
+        raise failure
+    if failed:
+        raise DistError("rank 0 failed in recipe.summary()")
 
 
 def refusal(method: str, value: Any, expected: str, where: str = "") -> ConfigError:
