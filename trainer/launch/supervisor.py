@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from trainer.process.environment import Place, cores
 from trainer.process.heartbeat import Beat, last, read
 from trainer.process.signals import EARLY, WARNINGS, SignalListener
 from trainer.process.stdio import show_cursor
+from trainer.process.temporary import temporary_folder
 from trainer.timeouts import PEERS_S, STACKS_S, SUSPENDED_S
 
 
@@ -85,9 +85,8 @@ class Supervisor:
     def _attempt(self, attempt: int) -> int | None:
         """Return the run's exit code; None to start it again."""
         memory = os.fdopen(os.memfd_create("run"), "wb", buffering=0)
-        Path(tempfile.gettempdir()).mkdir(mode=0o700, parents=True, exist_ok=True)  # a cleaner may have removed it
-        with tempfile.TemporaryDirectory(prefix="echelon-") as folder, memory:
-            private, self.started, self.began = Path(folder), time.time(), time.monotonic()
+        with temporary_folder() as private, memory:
+            self.started, self.began = time.time(), time.monotonic()
             self.looked = self.began
             memory.write(self.describe_run(self.moved).encode())
             try:
