@@ -1,4 +1,4 @@
-"""Checks of what a recipe's methods return. One line says which method, what came, and what is expected."""
+"""Checks of a recipe's methods: parameters and returned values. One line names the method, the value, the way out."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from trainer.recipe import Optional, Recipe
 
 
 class CheckedLoss:
-    """`recipe.loss`: checked at its first call, called as it is from then on.
+    """`recipe.loss`, whose value is checked until one has passed; later calls cost nothing more.
 
     Args:
         weight: Counts the items of a batch. A loss of no items needs no gradient.
@@ -49,11 +49,7 @@ class CheckedLoss:
 
 
 def refuse_other_parameters(recipe: Any) -> None:
-    """Refuse a method that can't be called with the arguments that trainer/recipe.py names.
-
-    Raises:
-        ConfigError: It takes others.
-    """
+    """Raise ConfigError if a method can't be called with the arguments in trainer/recipe.py."""
     for name, expected in (vars(Recipe) | vars(Optional)).items():
         method = getattr(recipe, name, None)
         if name.startswith("_") or not inspect.isfunction(expected) or not callable(method):
@@ -61,7 +57,7 @@ def refuse_other_parameters(recipe: Any) -> None:
         names = list(inspect.signature(expected).parameters)[1:]
         try:
             own = inspect.signature(method)
-        except (TypeError, ValueError):  # one in C, which tells of none
+        except (TypeError, ValueError):  # a function in C has no signature
             continue
         try:
             own.bind(*names)
@@ -74,7 +70,7 @@ def build_model(recipe: Any) -> nn.Module:
     """Call `recipe.model`.
 
     Raises:
-        ConfigError: It returns no module.
+        ConfigError: The recipe returns no module.
     """
     model = recipe.model()
     if not isinstance(model, nn.Module):
@@ -91,10 +87,10 @@ def refuse_untrained(model: nn.Module) -> None:
 
 
 def check_metrics(found: Any) -> dict[str, tuple[Tensor, int]]:
-    """Return what `recipe.metrics` gave, with counts as plain ints.
+    """Return what `recipe.metrics` returned, with counts as plain ints.
 
     Raises:
-        ConfigError: It gave something else than name -> (sum, count).
+        ConfigError: `found` is something else than name -> (sum, count).
     """
     expected = "a dict of name -> (sum, count), a tensor of one number and an int"
     if not isinstance(found, Mapping):
@@ -121,7 +117,7 @@ def count_items(weight: Callable[[Any], Any], batch: Any) -> int:
     """Return `weight(batch)` as an int.
 
     Raises:
-        ConfigError: It is no whole number, or less than 0.
+        ConfigError: The weight is no whole number, or less than 0.
     """
     count = weight(batch)
     try:
@@ -135,10 +131,10 @@ def count_items(weight: Callable[[Any], Any], batch: Any) -> int:
 
 
 def call_summary(recipe: Any) -> dict[str, float]:
-    """Return what `recipe.summary` gives; nothing without one.
+    """Return what `recipe.summary` returns; an empty dict without one.
 
     Raises:
-        ConfigError: It gave something else than name -> number.
+        ConfigError: The value is something else than name -> number.
     """
     found = recipe.summary() if hasattr(recipe, "summary") else {}
     expected = "a dict of name -> number"
@@ -157,15 +153,15 @@ def try_summary(recipe: Any, rank: int, each: Callable[[Any], list[Any]]) -> Non
         each: Gives every rank the values of all ranks.
 
     Raises:
-        ConfigError: It returns something else than numbers.
-        DistError: It failed on rank 0, and this is another rank.
+        ConfigError: `summary` returns something else than numbers.
+        DistError: `summary` failed on rank 0, and this is another rank.
     """
     failure = None
     try:
         if rank == 0:
             call_summary(recipe)
     except Exception as error:
-        failure = error  # the other ranks wait for what this one has to say
+        failure = error  # the other ranks wait in `each`
     failed = each(failure is not None)[0]
     if failure:
         raise failure
