@@ -28,8 +28,8 @@ class Source:
     """The files of `recipe.text`, in an order that does not depend on the file system.
 
     - Null is the source text of the running interpreter's standard library, without tests.
-    - A path is a file, or a folder with all that is in it: UTF-8 text, `.jsonl` (each line an object with a field
-      `text`), `.parquet` (a column `text`). A row is a document.
+    - A path is a file, or a folder with all that is in it. A file is UTF-8 text, `.jsonl` (each line an object with a
+      field `text`) or `.parquet` (a column `text`). A row is a document.
     - A text file is a document, cut at line ends into pieces of 64 KiB. If it is the only file, each piece is one.
     - Hidden files and folders are left out, and counted in `hidden`. Any other file that is no text is an error.
 
