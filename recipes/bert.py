@@ -1,14 +1,15 @@
 """Masked language modelling with BERT, on packed text.
 
 From BERT (Devlin et al. 2018, arXiv:1810.04805): the sizes base and large, and 15 % of the tokens to predict. 80 % of
-these become `[MASK]`, 10 % a random token, 10 % stay. Every sequence has equally many, BERT's
-`max_predictions_per_seq`.
+the tokens to predict become `[MASK]`, 10 % a random token, 10 % stay. Every sequence has the same number of them, as
+with BERT's `max_predictions_per_seq`.
 
 From RoBERTa (Liu et al. 2019, arXiv:1907.11692): no next-sentence loss, sequences across documents, and masks drawn
-anew each time. Its table 9 gives the values for base and large: peak learning rate, warm-up, linear decay, batch 8192,
-no gradient clipping. It also gives Adam's betas (0.9, 0.98) and epsilon 1e-6, weight decay 0.01 and dropout 0.1.
+anew each time. RoBERTa's table 9 has the values of base and large: peak learning rate, warm-up, linear decay, batch
+8192, no gradient clipping. The table also has Adam's betas (0.9, 0.98) and epsilon 1e-6, weight decay 0.01, dropout
+0.1.
 
-Ours: the vocabulary (recipes/corpus.py), and all of bert_tiny.
+Neither paper has the vocabulary (recipes/corpus.py) and the values of bert_tiny.
 """
 
 import importlib.util
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class MaskedLM(nn.Module):
-    """The encoder on all tokens, the head at the K positions to predict alone."""
+    """The encoder on all tokens, and the head on the K tokens to predict."""
 
     def __init__(self, bert: "BertForMaskedLM") -> None:
         super().__init__()
@@ -41,15 +42,22 @@ class MaskedLM(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         hidden = self.bert.bert(input_ids).last_hidden_state  # (B, T, H)
-        # Not by a boolean mask: its size would be known on the device only, and asking for it is a host sync.
+        # A boolean mask would cost a host sync: only the device knows how many tokens it selects.
         hidden = hidden.gather(1, positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))  # (B, K, H)
         return self.bert.cls(hidden)  # (B, K, V)
 
 
 class Bert:
-    """`text` and `cache` as in recipes/text.py and recipes/corpus.py; `mask` is the fraction of tokens to predict.
+    """The recipe of BERT: a `BertForMaskedLM` of transformers, trained on text of the user's.
 
-    The embedding has `vocab` rows, also if little text yields fewer tokens, so that the weights fit other text.
+    The embedding has `vocab` rows even if little text yields fewer tokens, so that the weights fit other text.
+
+    Args:
+        text: As in recipes/text.py.
+        cache: As in recipes/corpus.py.
+        vocab: Tokens, at most.
+        sequence: Tokens of a sample.
+        mask: Fraction of tokens to predict.
     """
 
     paths = ("text", "cache")
@@ -69,7 +77,7 @@ class Bert:
     ) -> None:
         _check(
             all(map(importlib.util.find_spec, ("transformers", "tokenizers"))),
-            "recipe=bert: needs transformers and tokenizers; pip install 'echelon-trainer[recipes]'",
+            "recipe: needs transformers and tokenizers; pip install 'transformers>=5,<6' 'tokenizers>=0.22,<1'",
         )
         for key, value in (("hidden", hidden), ("layers", layers), ("heads", heads)):
             require(f"recipe.{key}", value, at_least=1)
@@ -91,7 +99,7 @@ class Bert:
         return prepare(self.text, self.cache, self.settings)
 
     def model(self) -> MaskedLM:
-        # Here, for transformers takes seconds to import.
+        # Imported here, since transformers takes seconds.
         from transformers.models.bert.configuration_bert import BertConfig
         from transformers.models.bert.modeling_bert import BertForMaskedLM
 
@@ -104,7 +112,7 @@ class Bert:
             max_position_embeddings=self.settings.sequence,
             hidden_dropout_prob=self.dropout,
             attention_probs_dropout_prob=self.dropout,
-            attn_implementation="sdpa",  # pyright: ignore[reportCallIssue] taken by its base class
+            attn_implementation="sdpa",  # pyright: ignore[reportCallIssue] a parameter of the base class
         )
         return MaskedLM(BertForMaskedLM(config))
 
@@ -112,7 +120,7 @@ class Bert:
         return self.corpus.shards(split)
 
     def transform(self, sample: Mapping[str, Any], rng: Generator) -> dict[str, np.ndarray]:
-        """Mask a sequence (T,) of token ids at `positions` (K,); `labels` (K,) are the tokens that were there."""
+        """Mask a sequence (T,) of token ids at random `positions` (K,); `labels` (K,) are the original tokens."""
         input_ids = sample["npy"].astype(np.int64)
         candidates = np.flatnonzero((input_ids != CLS) & (input_ids != SEP))
         positions = np.sort(rng.choice(candidates, self.masked, replace=False))
@@ -137,15 +145,15 @@ class Bert:
         }
 
     def summary(self) -> dict[str, float]:
-        """Report the loss of a model that knows the tokens' frequencies and nothing else."""
+        """Return the loss of a model that knows the tokens' frequencies and nothing else."""
         return {"unigram_entropy_nats": self.corpus.meta["unigram_entropy_nats"]}
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """For `AutoModelForMaskedLM` and `AutoTokenizer`."""
+        """Write what `AutoModelForMaskedLM` and `AutoTokenizer` load."""
         from transformers.models.bert.tokenization_bert import BertTokenizer
 
         assert isinstance(model, MaskedLM)
-        with _no_progress_bar():  # one file, and the screen is the trainer's
+        with _no_progress_bar():  # the terminal is the trainer's
             model.bert.save_pretrained(folder)
         BertTokenizer(
             vocab=self.corpus.vocabulary(),
@@ -155,9 +163,10 @@ class Bert:
         ).save_pretrained(folder)
 
     def _flops(self) -> float:
-        """Forward and backward: 6 for each weight of a matrix that a token meets, and attention's two products.
+        """Count the operations of a sample, forward and backward: Kaplan et al. 2020, arXiv:2001.08361, section 2.1.
 
-        Kaplan et al. 2020, arXiv:2001.08361, section 2.1; with the head, which is at the K positions alone.
+        Each token makes 6 for each weight of a matrix, and attention has two products more. Only K tokens meet the
+        head.
         """
         h, t = self.hidden, self.settings.sequence
         encoder = 6 * t * self.layers * 12 * h * h

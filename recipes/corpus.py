@@ -3,11 +3,12 @@
 `CACHE/HASH/` has `train-*.tar` and `val-*.tar` (WebDataset; `npy` is a sequence of token ids), `vocab.txt` and
 `meta.json`. The hash is of the files' paths, sizes and times, and of the settings. The same text gives the same bytes.
 
-- The split is by document, by a hash of its name: a document stays in its split when others come and go.
-- The vocabulary is BERT's WordPiece, from the training split. Case and accents stay: they tell names in code apart.
-- A sequence is RoBERTa's FULL-SENTENCES (Liu et al. 2019, arXiv:1907.11692). It has `[CLS]`, the next T - 2 tokens of
-  the documents, each ended by `[SEP]`, and `[SEP]`. The last sequence is filled up from the start of its split, so
-  there is no padding and no text is lost.
+- A hash of a document's name decides its split: a document stays in its split when others come and go.
+- The vocabulary is BERT's WordPiece, from the training split. Case and accents stay, since they tell names in code
+  apart.
+- A sequence is RoBERTa's FULL-SENTENCES (Liu et al. 2019, arXiv:1907.11692): `[CLS]`, the next T - 2 tokens of the
+  documents, each ended by `[SEP]`, and `[SEP]`. The start of the split fills the last sequence up: no token is padding,
+  and no text is lost.
 """
 
 import fcntl
@@ -39,7 +40,7 @@ SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PAD, UNK, CLS, SEP, MASK = range(len(SPECIALS))
 SEQUENCES_PER_SHARD = 4096
 CODE_POINTS = 0x110000
-LONGEST_WORD = 100  # characters; WordPiece makes longer ones [UNK], and to learn from them takes their length squared
+LONGEST_WORD = 100  # characters: longer words are [UNK] to WordPiece, and learning takes their length squared
 LONG = re.compile(rf"\w{{{LONGEST_WORD + 1},}}")
 
 
@@ -67,7 +68,7 @@ def prepare(text: str | list[str] | None, cache: str | None, settings: Settings)
     """Return the shards of `text` under `cache` (null: the user's cache folder), and build them if they are missing.
 
     Raises:
-        ConfigError: for text that can't be used, and for a cache that can't be written.
+        ConfigError: The text can't be used, or the cache can't be written.
     """
     source = Source(text)
     root = Path(cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "echelon")).expanduser()
@@ -87,7 +88,7 @@ def prepare(text: str | list[str] | None, cache: str | None, settings: Settings)
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:  # which empties nothing, should it be a link
+    with path.open("a") as file:  # "a" empties nothing if the path is a link
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -98,7 +99,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 def _build(source: Source, folder: Path, settings: Settings) -> None:
     partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a build that was killed; the lock is ours
+    shutil.rmtree(partial, ignore_errors=True)  # of a build that was killed: this process has the lock
     partial.mkdir()
     log.info(
         "text: preparing recipe.text=%s: %d files, %d hidden left out", source.label, len(source.files), source.hidden
@@ -123,20 +124,20 @@ def _build(source: Source, folder: Path, settings: Settings) -> None:
     (partial / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     log.info("text: %d + %d tokens in %s", meta["tokens"]["train"], meta["tokens"]["val"], folder)
     for path in (*partial.iterdir(), partial):
-        _sync(path)  # a power cut would leave the folder, and nothing in its files
+        _sync(path)  # else a power cut may leave the folder with empty files
     if folder.exists():
         log.warning("text: %s is damaged; it is replaced", folder)
         shutil.rmtree(folder)
     partial.rename(folder)
     _sync(folder.parent)
-    # Threads of tokenizers don't survive a fork, and data workers are forks: without this it warns in each of them.
+    # Data workers are forks, which the threads of tokenizers don't survive: each worker would warn.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def _is_whole(folder: Path) -> bool:
-    """Return whether the files have the sizes that `meta.json` says, and the vocabulary its bytes.
+    """Return whether the files have the sizes in `meta.json`, and the vocabulary has its sha256.
 
-    The content of shards is checked by their index. A cache written before sizes were noted is believed.
+    The index of a shard checks its content. A cache without sizes is believed: earlier versions noted none.
     """
     try:
         meta = json.loads((folder / "meta.json").read_text())
@@ -169,9 +170,10 @@ def _sync(path: Path) -> None:
 
 
 class _Survey:
-    """Reads all text once, so that what can't be read is refused before any work; settles the split and the alphabet.
+    """The split and the alphabet of a text. Reading all of it once refuses unreadable files before any work.
 
-    The alphabet is the most frequent characters; those beyond an eighth of the vocabulary make their word `[UNK]`.
+    The alphabet has the most frequent characters, up to an eighth of the vocabulary. Another character makes its word
+    `[UNK]`.
     """
 
     def __init__(self, source: Source, settings: Settings) -> None:
@@ -198,7 +200,7 @@ class _Survey:
 
 
 def _point(name: str) -> float:
-    """In [0, 1), evenly spread."""
+    """Return a number in [0, 1): names are spread evenly."""
     return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:6], "big") / (1 << 48)
 
 
@@ -215,8 +217,9 @@ def _tokenizer(tokens: list[str]) -> "Tokenizer":
 def _learn_vocabulary(documents: Iterable[Document], alphabet: list[str], size: int) -> list[str]:
     """Learn at most `size` tokens, and return them in the order of their ids.
 
-    The trainer breaks ties between merges by the numbers of the `##` characters. It numbers them in the order of a hash
-    table that is seeded anew in each process. As special tokens they are numbered first, in our order.
+    The trainer breaks ties between merges by the numbers of the `##` characters. A hash table that is seeded anew in
+    each process orders these numbers. Special tokens are numbered first, in the given order, so the whole alphabet is
+    special.
     """
     from tokenizers.trainers import WordPieceTrainer
 
@@ -241,7 +244,7 @@ def _learn_vocabulary(documents: Iterable[Document], alphabet: list[str], size: 
 
 
 def _write(split: str, survey: _Survey, tokens: list[str], folder: Path, settings: Settings) -> np.ndarray:
-    """Write the shards of `split`; return how often each token is in its text."""
+    """Write the shards of `split`, and return how often each token occurs."""
     from trainer.data.shards.writer import write_shards
 
     counts = np.zeros(len(tokens), np.int64)
@@ -262,7 +265,7 @@ def _write(split: str, survey: _Survey, tokens: list[str], folder: Path, setting
 
 
 def pack(stream: Iterable[np.ndarray], length: int) -> Iterator[np.ndarray]:
-    """Sequences of `length` tokens, `[CLS]` and `[SEP]` around what the arrays hold one after the other."""
+    """Yield sequences of `length` tokens: `[CLS]`, the next tokens of the arrays, `[SEP]`."""
     body = length - 2
     first = rest = np.empty(0, np.int64)
     for ids in stream:

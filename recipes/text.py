@@ -28,13 +28,13 @@ class Source:
     """The files of `recipe.text`, in an order that does not depend on the file system.
 
     - Null is the source text of the running interpreter's standard library, without tests.
-    - Else files, or folders with all that is in them: UTF-8 text, `.jsonl` (an object with a field `text` a line),
-      `.parquet` (a column `text`). A row is a document.
-    - A text file is a document, cut at line ends into pieces of 64 KiB; if it is the only file, each is a document.
-    - Hidden files and folders are left out and counted in `hidden`; whatever else is not text is an error.
+    - A path is a file, or a folder with all that is in it. A file is UTF-8 text, `.jsonl` (each line an object with a
+      field `text`) or `.parquet` (a column `text`). A row is a document.
+    - A text file is a document, cut at line ends into pieces of 64 KiB. If it is the only file, each piece is one.
+    - Hidden files and folders are left out, and counted in `hidden`. Any other file that is no text is an error.
 
     Raises:
-        ConfigError: naming recipe.text and the file; from `documents` also.
+        ConfigError: A file can't be used, here or in `documents`. The message names recipe.text and the file.
     """
 
     def __init__(self, text: str | list[str] | None) -> None:
@@ -79,7 +79,7 @@ class Source:
             yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
 
     def documents(self) -> Iterator[Document]:
-        """Every document that is not blank; the same ones each time."""
+        """Yield every document that is not blank, the same ones each time."""
         for name, path in self.files.items():
             rows = {".jsonl": self._jsonl, ".parquet": self._parquet}.get(path.suffix)
             try:
@@ -123,7 +123,7 @@ class Source:
             import pyarrow  # pyright: ignore[reportMissingImports] no dependency of ours
             from pyarrow import parquet  # pyright: ignore[reportMissingImports]
         except ImportError:
-            raise self.error(f"{name} needs pyarrow: pip install pyarrow, or convert it to .jsonl") from None
+            raise self.error(f"{name} needs pyarrow; pip install 'pyarrow>=20,<27', or convert it to .jsonl") from None
         try:
             for rows in parquet.ParquetFile(path).iter_batches(columns=["text"]):
                 for text in rows.column("text").to_pylist():
@@ -147,7 +147,7 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def show(documents: Iterable[Document], task: str, characters: int) -> Iterator[Document]:
-    """Pass the documents on, under a bar on a terminal, else with a log line now and then."""
+    """Yield the documents, and show the progress: a bar on a terminal, else a log line now and then."""
     from rich.console import Console
     from rich.progress import Progress
 

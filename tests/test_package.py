@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from trainer.data.remote.download import PACKAGES
+
 ROOT = Path(__file__).parents[1]
+START = re.findall("^start='(.*)'$", (ROOT / "scripts" / "train").read_text(), re.MULTILINE)[0]
 FOLDERS = ("trainer", "recipes", "conf", "tests", "scripts", "docs", ".ci")
 NOT_TEXT = {".safetensors", ".pyc", ".png", ".gif", ".svg", ".gz", ".tar"}
 CPU_ONLY = sys.platform == "linux" and not list(Path("/dev").glob("nvidia*")) and not shutil.which("nvidia-smi")
@@ -101,6 +104,17 @@ def test_files_name_no_machine_and_no_registry() -> None:
     assert not [f"{path}: {match[0]}" for path, match in found.items() if match]
 
 
+def test_what_messages_say_to_install_is_in_an_index_and_as_tested() -> None:
+    """Echelon itself is in none."""
+    sources = [path for name in ("trainer", "recipes") for path in files(ROOT / name) if path.suffix == ".py"]
+    said = [line for path in sources for line in path.open() if "pip install" in line]
+    named = {word for line in said for word in re.findall(r"'([^']+)'", line.partition("pip install")[2])}
+    extras = (ROOT / "pyproject.toml").read_text()
+    assert len(said) == 4 and len(named) == 4, said
+    assert not [word for word in named - {"{PACKAGES[scheme]}"} if f'"{word}"' not in extras]
+    assert not [word for word in PACKAGES.values() if f'"{word}"' not in extras]
+
+
 STUB = """#!/usr/bin/env bash
 echo "$*" >>"{log}"
 case "$*" in
@@ -142,7 +156,7 @@ def test_an_active_environment_is_left_alone(checkout: Path, tmp_path: Path) -> 
     )
     assert result.returncode == 0, result.stderr
     assert not [log for log in others if log.exists()]
-    assert own.read_text().endswith("-m trainer.main\n")
+    assert own.read_text().endswith(f"-c {START}\n")
 
 
 def test_a_named_environment_must_be_there(checkout: Path, tmp_path: Path) -> None:
@@ -158,7 +172,7 @@ def test_the_second_call_installs_nothing(checkout: Path, tmp_path: Path) -> Non
     assert result.returncode == 0 and result.stderr.count("\n") == 1 and "installing" in result.stderr
     first = log.read_text().splitlines()
     assert first[-3:] == ["-m pip install -qq -e .[recipes,test]", "torch==2.12.1", "-m pytest -k one test"]
-    for command, expected in ((test, "-m pytest"), (train, "-m trainer.main")):  # test's extras include train's
+    for command, expected in ((test, "-m pytest"), (train, f"-c {START}")):  # test's extras include train's
         log.write_text("")
         assert run([command], tmp_path, ECHELON_ENV=named).stderr == ""
         assert log.read_text() == expected + "\n"
@@ -176,7 +190,7 @@ def test_without_a_gpu_only_the_cpu_build_will_do(checkout: Path, build: int) ->
     lines = log.read_text().splitlines()
     assert f"-m pip install -qq --no-deps torch=={version}+cpu" in lines
     if build == 0:
-        assert lines[-2:] == [f"torch=={version}+cpu", "-m trainer.main x=1"]
+        assert lines[-2:] == [f"torch=={version}+cpu", f"-c {START} x=1"]
     else:
         assert result.returncode == 1 and "no NVIDIA GPU" in result.stderr.splitlines()[-1]
         assert not any("-e" in line.split() or "trainer.main" in line for line in lines)

@@ -1,6 +1,7 @@
 """What a recipe's methods may return: anything else is one line that names the method, what came, what is expected."""
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -77,6 +78,26 @@ def test_one_line_before_the_first_step(method, returned, message):
     assert not steps
 
 
+@pytest.mark.parametrize(
+    ("method", "written", "called"),
+    [
+        ("transform", lambda self, sample: sample, "transform(sample): is called with (sample, rng)"),
+        ("loss", lambda self, batch: batch, "loss(batch): is called with (model, batch)"),
+        ("data", lambda self: None, "data(): is called with (split)"),
+        ("collate", lambda self, samples, more: samples, "collate(samples, more): is called with (samples)"),
+        ("summary", lambda self, model: {}, "summary(model): is called with ()"),
+    ],
+)
+def test_a_method_with_other_parameters_is_one_line(method, written, called):
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'recipe.{called}; take these parameters')}$"):
+        Trainer(with_method(method, written), batch=12, data=DataOptions(0), place=Place())
+
+
+@pytest.mark.parametrize("method", [lambda *both, **more: Toy.loss(*both), partial(Toy.loss, Toy())])
+def test_a_method_may_take_more_or_be_a_partial(method):
+    assert fit(with_method("loss", method)).step == 4
+
+
 def test_a_loss_of_no_items_needs_no_gradient():
     """A micro-batch of weight 0 contributes nothing, whatever its loss; the next one is checked."""
     loss = CheckedLoss(lambda model, batch: torch.zeros(()), weight=lambda batch: batch)
@@ -110,6 +131,22 @@ def test_on_several_ranks_a_loss_calls_the_model_itself():
         "that ranks average its gradients"
     )
     assert run_ranks(2, calls_a_method) == [line, line]
+
+
+def fails_in_summary(place: Place) -> str:
+    def summary(self):
+        assert place.rank == 0
+        raise KeyError("mine")
+
+    try:
+        return str(fit(with_method("summary", summary), place).step)
+    except Exception as error:
+        return repr(error)
+
+
+def test_all_ranks_hear_that_rank_0s_summary_failed():
+    failed = "DistError('rank 0 failed in recipe.summary()')"
+    assert run_ranks(3, fails_in_summary) == ["KeyError('mine')", failed, failed]
 
 
 def test_a_misspelt_attribute_stays_the_users_own_error():

@@ -2,6 +2,8 @@
 
 import difflib
 import errno
+import os
+import re
 import traceback
 from collections.abc import Collection, Iterable
 
@@ -33,6 +35,10 @@ class NumericsError(ArithmeticError):
     """Numbers that training can't go on from. The message names the step and the way out. Exit code 70."""
 
 
+FRAME = re.compile(r'^  File "(.*?)", line \d+, in .*(?:\n|\Z)(?:(?:    |  \[Previous line).*(?:\n|\Z))*', re.MULTILINE)
+NAMED = re.compile(r'^ +File "(.*?)", line \d+', re.MULTILINE)  # by frames, and by a SyntaxError
+OWN, STANDARD = (os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, os.__file__))
+
 EXIT_CODES = {UnavailableError: UNAVAILABLE, NumericsError: NUMERICS, DataError: DATA, ConfigError: CONFIG}
 
 
@@ -49,6 +55,35 @@ def message(error: BaseException) -> str:
         way_out = "make room, then trainer.resume=auto goes on from the last checkpoint"
         return f"echelon: {file}: {error.strerror}; {way_out}"
     return trace
+
+
+def fold(text: str) -> str:
+    """Return `text` with each run of frames that are not the user's as one line, for a terminal; a log has them all.
+
+    A text without a frame of the user's stays whole: the error is ours. So does any if ECHELON_TRACEBACK=1.
+    """
+    if os.environ.get("ECHELON_TRACEBACK") == "1" or all(map(package_of, NAMED.findall(text))):
+        return text
+    hint = " (ECHELON_TRACEBACK=1 shows them)"
+
+    def count(run: re.Match[str]) -> str:
+        nonlocal hint
+        packages = run[0].split()
+        line = f"  ... {len(packages)} frame(s) of {', '.join(dict.fromkeys(packages))}{hint}\n".replace("\0", "")
+        hint = ""
+        return line
+
+    marked = FRAME.sub(lambda frame: f"\0{name}\n" if (name := package_of(frame[1])) else frame[0], text)
+    return re.sub(r"(?:\0.*\n)+", count, marked)
+
+
+def package_of(file: str) -> str:
+    """Return the package of a source file; "" for a file of the user's."""
+    if file.startswith(OWN):
+        return "trainer"
+    if installed := re.search(r"/(?:site|dist)-packages/(\w+)", file):
+        return installed[1]
+    return "Python" if file.startswith((STANDARD, "<")) else ""
 
 
 def exit_code(error: BaseException) -> int:

@@ -1,4 +1,4 @@
-"""The command: composes configs with Hydra, checks them, then trains or starts the ranks that do."""
+"""The command: composes configs with Hydra, checks them, then trains or starts the ranks."""
 
 import os
 import sys
@@ -34,9 +34,9 @@ def main() -> None:
     if not (trainer.__doc__ or "").startswith("Echelon"):
         sys.exit(f"echelon: {trainer.__file__} is another package's; give Echelon an environment of its own")
     if "" not in sys.path and os.getcwd() not in sys.path and not getattr(sys.flags, "safe_path", False):
-        sys.path.append(os.getcwd())  # for the recipes of a user of the command `echelon`, as `python -m` does
+        sys.path.append(os.getcwd())  # the command `echelon` finds recipes there, as `python -m` does
     if {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID"} & set(os.environ):
-        die_with_parent()  # torchrun's agent, or mpirun, which may be killed
+        die_with_parent()  # torchrun's agent or mpirun, which a kill may end first
     tolerate_closed_pipes()
     raise_file_limit()
     os.environ.setdefault("WDS_SECURE", "1")  # for a recipe that imports webdataset
@@ -72,7 +72,7 @@ def command(arguments: list[str]) -> int:
 
 
 def usage(folders: list[Path]) -> str:
-    """Return the help, with every choice of every group and the first line of its file."""
+    """Return the help: every choice of every group, with the first comment of its file."""
     lines = [USAGE]
     for group, typed in TYPED.items():
         lines.append(typed)
@@ -84,7 +84,7 @@ def usage(folders: list[Path]) -> str:
 
 
 def run(config: dict[str, Any], recipe: str, argv: list[str]) -> int:
-    """Refuse what needs no torch, then train in this process or start the ranks."""
+    """Refuse settings that need no torch to be judged, then train in this process or start the ranks."""
     from trainer.batch import split_batch
     from trainer.comm.nccl import NCCLOptions, applied
     from trainer.config.build import build_options
@@ -94,14 +94,14 @@ def run(config: dict[str, Any], recipe: str, argv: list[str]) -> int:
     place = detect(os.environ, options.devices, options.nodes)
     refuse_nodes(place, os.environ, options.nodes, options.resume, options.run_dir)
     world = place.world if place.launcher else options.devices
-    if isinstance(world, int) and not options.resume and isinstance(options.nodes, int):  # else the plan says
+    if isinstance(world, int) and not options.resume and isinstance(options.nodes, int):  # else the plan does it
         split_batch(config["batch"], world, config["micro_batch"], config["accumulate"])
     log_to_terminal(place.rank)
     for line in kept_by_recipe(config, argv):
         log.warning("%s", line)
-    # Read when torch loads: idle OpenMP threads sleep. Spinning, they take the cores that ranks and data workers need.
+    # Read when torch loads. Idle OpenMP threads that spin take the cores that ranks and data workers need.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Read at the process's first cuBLAS call. `trainer.deterministic` needs it; 32 MiB is what Hopper has anyway.
+    # Read at the first cuBLAS call. `trainer.deterministic` needs this workspace; 32 MiB is Hopper's default.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     from trainer.launch.launcher import start
 

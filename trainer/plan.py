@@ -20,6 +20,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.log import log
 from trainer.optim.schedule import Schedule
 from trainer.process.environment import Place, node_range
+from trainer.recipe_checks import refuse_other_parameters
 
 MOST_RANKS = 1 << 20  # more ranks in a manifest are refused
 
@@ -242,13 +243,14 @@ def refuse_more(options: Options, world: int) -> None:
 
 
 def refuse_incomplete(recipe: Any, callbacks: Mapping[str, Any]) -> None:
-    """Refuse a recipe without its three methods, and callbacks of another class than Callback."""
+    """Refuse a recipe whose methods are missing or take other parameters, and callbacks that are no `Callback`."""
     if not isinstance(callbacks, Mapping):
         raise ConfigError("callbacks: must have names, as in {'ema': EMA()}; give a dict instead of a list")
     missing = [name for name in ("model", "data", "loss") if not callable(getattr(recipe, name, None))]
     if missing:
         has = f"recipe: {type(recipe).__name__} has no method {missing[0]!r}"
         raise ConfigError(f"{has}; give it model, data and loss, as trainer/recipe.py says")
+    refuse_other_parameters(recipe)
     for name, callback in callbacks.items():
         if not isinstance(callback, Callback):
             raise ConfigError(

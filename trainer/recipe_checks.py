@@ -1,5 +1,6 @@
-"""Checks of what a recipe's methods return. One line says which method, what came, and what is expected."""
+"""Checks of a recipe's methods: parameters and returned values. One line names the method, the value, the way out."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Integral, Real
@@ -7,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import DistError
 
 from trainer.errors import ConfigError
+from trainer.recipe import Optional, Recipe
 
 
 class CheckedLoss:
-    """`recipe.loss`: checked at its first call, called as it is from then on.
+    """`recipe.loss`, whose value is checked until one has passed; later calls cost nothing more.
 
     Args:
         weight: Counts the items of a batch. A loss of no items needs no gradient.
@@ -45,11 +48,29 @@ class CheckedLoss:
         return loss
 
 
+def refuse_other_parameters(recipe: Any) -> None:
+    """Raise ConfigError if a method can't be called with the arguments in trainer/recipe.py."""
+    for name, expected in (vars(Recipe) | vars(Optional)).items():
+        method = getattr(recipe, name, None)
+        if name.startswith("_") or not inspect.isfunction(expected) or not callable(method):
+            continue
+        names = list(inspect.signature(expected).parameters)[1:]
+        try:
+            own = inspect.signature(method)
+        except (TypeError, ValueError):  # a function in C has no signature
+            continue
+        try:
+            own.bind(*names)
+        except TypeError:
+            takes, gets = ", ".join(map(str, own.parameters)), ", ".join(names)
+            raise ConfigError(f"recipe.{name}({takes}): is called with ({gets}); take these parameters") from None
+
+
 def build_model(recipe: Any) -> nn.Module:
     """Call `recipe.model`.
 
     Raises:
-        ConfigError: It returns no module.
+        ConfigError: The recipe returns no module.
     """
     model = recipe.model()
     if not isinstance(model, nn.Module):
@@ -66,10 +87,10 @@ def refuse_untrained(model: nn.Module) -> None:
 
 
 def check_metrics(found: Any) -> dict[str, tuple[Tensor, int]]:
-    """Return what `recipe.metrics` gave, with counts as plain ints.
+    """Return what `recipe.metrics` returned, with counts as plain ints.
 
     Raises:
-        ConfigError: It gave something else than name -> (sum, count).
+        ConfigError: `found` is something else than name -> (sum, count).
     """
     expected = "a dict of name -> (sum, count), a tensor of one number and an int"
     if not isinstance(found, Mapping):
@@ -96,7 +117,7 @@ def count_items(weight: Callable[[Any], Any], batch: Any) -> int:
     """Return `weight(batch)` as an int.
 
     Raises:
-        ConfigError: It is no whole number, or less than 0.
+        ConfigError: The weight is no whole number, or less than 0.
     """
     count = weight(batch)
     try:
@@ -110,10 +131,10 @@ def count_items(weight: Callable[[Any], Any], batch: Any) -> int:
 
 
 def call_summary(recipe: Any) -> dict[str, float]:
-    """Return what `recipe.summary` gives; nothing without one.
+    """Return what `recipe.summary` returns; an empty dict without one.
 
     Raises:
-        ConfigError: It gave something else than name -> number.
+        ConfigError: The value is something else than name -> number.
     """
     found = recipe.summary() if hasattr(recipe, "summary") else {}
     expected = "a dict of name -> number"
@@ -123,6 +144,29 @@ def call_summary(recipe: Any) -> dict[str, float]:
         if not isinstance(value, Real):
             raise refusal("summary", value, expected, f" for {name!r}")
     return {str(name): value if isinstance(value, int | float) else float(value) for name, value in found.items()}
+
+
+def try_summary(recipe: Any, rank: int, each: Callable[[Any], list[Any]]) -> None:
+    """Call `recipe.summary` on rank 0, and let no rank go on if it fails. A collective.
+
+    Args:
+        each: Gives every rank the values of all ranks.
+
+    Raises:
+        ConfigError: `summary` returns something else than numbers.
+        DistError: `summary` failed on rank 0, and this is another rank.
+    """
+    failure = None
+    try:
+        if rank == 0:
+            call_summary(recipe)
+    except Exception as error:
+        failure = error  # the other ranks wait in `each`
+    failed = each(failure is not None)[0]
+    if failure:
+        raise failure
+    if failed:
+        raise DistError("rank 0 failed in recipe.summary()")
 
 
 def refusal(method: str, value: Any, expected: str, where: str = "") -> ConfigError:

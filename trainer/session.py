@@ -32,7 +32,7 @@ Report = Callable[[BaseException], None]
 
 
 def build_components(config: dict[str, Any], allowed: tuple[str, ...] = ALLOWED) -> dict[str, Any]:
-    """Return the arguments of `Trainer` that `config` describes: all but the place, the name and the decisions."""
+    """Return the arguments of `Trainer` that `config` describes: all but `place`, `name` and `spec`."""
     options = build_options(Options, config["trainer"])
     allow = (*allowed, *options.allow_targets)
     return {
@@ -56,13 +56,13 @@ def train(
 
     Args:
         spec: The decisions, if a launcher has made them.
-        on_error: Called with the error of a run that fails, before its clean-up.
+        on_error: Called with the error of a failed run, before the clean-up.
     """
     trainer = make_trainer(config, name, place, spec)
     trainer.argv, trainer.on_error = argv, on_error
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(trainer.run_dir / "logs" / "nccl-rank"))  # torch adds the rank
-    if trainer.world == 1 and not os.isatty(0):  # else somebody may be in a debugger
-        stderr = os.fdopen(os.dup(2), "a")  # a socket can't be opened by its path
+    if trainer.world == 1 and not os.isatty(0):  # at a terminal somebody may be in a debugger
+        stderr = os.fdopen(os.dup(2), "a")  # by its path a socket can't be opened
         trainer.heartbeat.watch(STILL * trainer.options.timeout_s, lambda: None, stderr)
     trainer.settings |= flat(redact(config)) | arithmetic()
     if trainer.rank == 0:
@@ -78,7 +78,7 @@ def train(
 
 
 def end(code: int) -> int:
-    """Return `code`, and if it is 75 ignore what `srun -K` and mpirun send to the others as the first rank ends."""
+    """Return `code`. If it is 75, ignore the signals by which `srun -K` and mpirun end the peers of the first rank."""
     for number in (signal.SIGTERM, signal.SIGUSR1) if code == STOPPED else ():
         signal.signal(number, signal.SIG_IGN)
     return code
@@ -88,7 +88,7 @@ def make_trainer(config: dict[str, Any], name: str, place: Place | None, spec: R
     """Build the trainer.
 
     Raises:
-        UnavailableError: A rank that is started again is refused something that was in order when the run was planned.
+        UnavailableError: A restarted rank is refused a setting or data that was in order when the run was planned.
     """
     try:
         return Trainer(**build_components(config), place=place, name=name, spec=spec)
@@ -99,21 +99,23 @@ def make_trainer(config: dict[str, Any], name: str, place: Place | None, spec: R
 
 
 def arithmetic() -> dict[str, Any]:
-    """Return the machine's part in the bits of a sum; a resume tells of a difference."""
+    """Return what the bits of a sum depend on in this machine. A resume tells of a difference."""
     cuda = {"machine.gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return {"machine.threads": torch.get_num_threads(), "machine.cpu": torch.backends.cpu.get_cpu_capability(), **cuda}
 
 
 def note_crash(trainer: Trainer, error: Exception) -> None:
-    """Write the error to rank 0's log and to summary.json: the terminal may be gone."""
+    """Write the error to rank 0's log and to summary.json, since the terminal may be gone."""
     text = message(error).rstrip()
     log_file = Appended(trainer.run_dir / "logs" / "rank0.log")
     log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} ERROR {text}\n".encode())
     log_file.close()
     file = trainer.run_dir / "summary.json"
     if file.exists() and json.loads(file.read_text()).get("steps") == trainer.step:
-        return  # the steps are done, and have their summary
-    summary = {"stopped": "error", "error": text.rpartition("\n")[2], "steps": trainer.step, "samples": trainer.samples}
+        return  # the summary of the finished steps stays
+    # The frames of a sample's error follow the line that tells it.
+    line = next(line for line in reversed(text.splitlines()) if not line.startswith(" "))
+    summary = {"stopped": "error", "error": line, "steps": trainer.step, "samples": trainer.samples}
     try:
         write_json(file, summary)
     except OSError as failure:
@@ -131,7 +133,7 @@ def save_config(config: dict[str, Any], run_dir: Path) -> None:
 
 
 def describe(trainer: Trainer, nccl: NCCLOptions) -> None:
-    """Log what is trained, on what, and how."""
+    """Log the run, the model's size, the device, the batch, the optimizer and the callbacks."""
     plan, parameters = trainer.plan, sum(p.numel() for p in trainer.module.parameters())
     log.info("run %s  %s", trainer.run_dir, shlex.join(trainer.argv or ()))
     log.info(

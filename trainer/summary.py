@@ -1,4 +1,4 @@
-"""The end of a run: summary.json, the export, and the lines that say where everything is and how to go on."""
+"""The end of a run: summary.json, the export, and log lines with all paths and the command that goes on."""
 
 import json
 import os
@@ -48,7 +48,7 @@ class FinishedTrainer(Protocol):
 
 
 def report(trainer: FinishedTrainer) -> None:
-    """Rank 0 only."""
+    """Write the summary, log the result, and export the model; on rank 0 only."""
     if trainer.rank:
         return
     task = call_summary(trainer.recipe)
@@ -57,7 +57,7 @@ def report(trainer: FinishedTrainer) -> None:
     try:
         write_json(file, {**numbers, **circumstances(trainer)})
     except OSError as error:
-        if trainer.stop_reason != "signal":  # else it goes on, and there is a checkpoint
+        if trainer.stop_reason != "signal":  # a stopped run goes on from its checkpoint
             raise
         log.warning("%s is not written: %s", file, error.strerror)
     how, why = ENDS.get(trainer.stop_reason, ("stopped", f": {trainer.stop_reason}"))
@@ -70,7 +70,7 @@ def report(trainer: FinishedTrainer) -> None:
     if trainer.stop_reason != "signal":
         if exports:
             export.mkdir(exist_ok=True)
-            log.info("exporting to %s", export)  # which may take minutes
+            log.info("exporting to %s", export)  # this may take minutes
             trainer.recipe.export(trainer.eval_model.eval(), export)
             apply_umask(export)
             log.info("export      %s", export)
@@ -83,7 +83,7 @@ def report(trainer: FinishedTrainer) -> None:
 def go_on(argv: Sequence[str] | None, saved: Path) -> str:
     """Return the command that continues a run from its folder of checkpoints: `last.pt` may be another run's by then.
 
-    If someone else has started the ranks, that command is theirs. Without a command line only the setting is known.
+    If a launcher has started the ranks, the command names it. Without a command line only the setting is known.
     """
     resume = f"trainer.resume={saved}"
     if argv is None:
@@ -95,7 +95,7 @@ def go_on(argv: Sequence[str] | None, saved: Path) -> str:
 
 
 def export_from(trainer: FinishedTrainer, checkpoint: Path, folder: Path) -> str:
-    """Write the command that exports a checkpoint, with all that it does not take from the run's config."""
+    """Return the command that exports a checkpoint, with all that an export does not take from the run's config."""
     allow = trainer.options.allow_targets
     trusted = [f"trainer.allow_targets=[{','.join(allow)}]"] if allow else []
     paths = {name: getattr(trainer.recipe, name, None) for name in getattr(trainer.recipe, "paths", ())}
@@ -104,7 +104,7 @@ def export_from(trainer: FinishedTrainer, checkpoint: Path, folder: Path) -> str
 
 
 def this_python() -> str:
-    """Name this interpreter as briefly as works here. Links lead out of an environment, so none is followed."""
+    """Return the shortest name of this interpreter that works here. Its links lead out of the environment."""
     own = Path(os.path.realpath(os.path.dirname(sys.executable)), os.path.basename(sys.executable))
     if own.is_relative_to(here := Path.cwd()):
         return os.path.join(".", own.name) if own.parent == here else str(own.relative_to(here))
@@ -114,7 +114,7 @@ def this_python() -> str:
 
 
 def earlier(file: Path, step: int) -> dict[str, float]:
-    """Return the numbers in the summary of a finished run, whose resume makes no step."""
+    """Return the numbers in the summary of a finished run: its resume makes no step, so measures nothing."""
     summary = json.loads(file.read_text()) if file.exists() else {}
     if summary.get("steps") != step:
         return {}

@@ -42,7 +42,7 @@ from trainer.precision import Precision
 from trainer.process.environment import Place, detect
 from trainer.process.heartbeat import Heartbeat
 from trainer.process.signals import StopSignals
-from trainer.recipe_checks import CheckedLoss, build_model, call_summary, refuse_untrained, weight_of
+from trainer.recipe_checks import CheckedLoss, build_model, refuse_untrained, try_summary, weight_of
 from trainer.rng import GOLDEN, MASK, STEP, mix
 from trainer.run_dir import make_run_dir, start_log
 from trainer.summary import report
@@ -372,8 +372,7 @@ class Trainer:
 
     def _try_recipe(self) -> None:
         """Try `summary` and `metrics` before the first step."""
-        if self.rank == 0:
-            call_summary(self.recipe)
+        try_summary(self.recipe, self.rank, self.ranks.each)
         if self.plan.validation is not None:
             self.evaluator.try_out(self.plan.watched, self.eval_model)
 

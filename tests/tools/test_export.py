@@ -193,3 +193,11 @@ def test_a_run_that_is_stopped_says_how_to_export_it(tmp_path, monkeypatch, caps
     (command,) = re.findall("^export with (.*)$", capsys.readouterr().out, re.MULTILINE)
     expected = ["-m", "trainer.tools.export", "ckpt/r/step-00000001", "runs/r/export"]
     assert shlex.split(command)[1:] == [*expected, "trainer.allow_targets=[mine]", "recipe.text=my text"]
+
+
+def test_only_what_is_missing_is_asked_for(monkeypatch, capsys):
+    """KEY=VALUE may be left out."""
+    monkeypatch.setattr(sys, "argv", ["export", "ckpt/last.pt"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err.endswith("error: the following arguments are required: folder\n")

@@ -71,7 +71,7 @@ def knobs(key: str, target: str, allow: tuple[str, ...]) -> dict[str, Knob]:
     """
     module, _, name = target.rpartition(".")
     if source := source_of(module):
-        tree = ast.parse(source.read_text())
+        tree = ast.parse(source.read_bytes(), source)
         body = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
         found = _read(body[name], body) if name in body else None
         if found is not None:

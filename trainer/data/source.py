@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from trainer.config.options import DataOptions
 from trainer.data.bad_samples import Bad
@@ -27,7 +27,6 @@ from trainer.errors import EXIT_CODES, ConfigError, DataError, printable
 from trainer.log import log
 from trainer.rng import RECIPE_DATA, SAMPLE, keyed, mix, seed_all
 
-OWN = str(Path(__file__).parent.parent)  # the folder of our code
 VIRTUAL_SHARDS = 65536  # a map-style dataset is cut into at most so many, so that shuffling moves single samples
 
 
@@ -93,7 +92,8 @@ class Samples:
         """Return the batch of these samples.
 
         Raises:
-            SampleFault: naming the sample that does not fit.
+            DataError: The message names the sample that does not fit.
+            SampleFault: The same for a `collate` of the recipe's, with its frames.
         """
         try:
             return collate(samples)
@@ -105,16 +105,20 @@ class Samples:
                     try:
                         collate(some)
                     except Exception as same:
+                        if collate is default_collate:
+                            form = "give samples of one shape and of tensors, arrays or numbers, or give `collate`"
+                            raise DataError(f"{self._where(ref)}: does not go into a batch ({same}); {form}") from None
                         raise SampleFault(self._blame(ref, same, "does not go into a batch: ")) from None
             raise SampleFault(self._blame(refs[0], error, "and those after it do not make a batch: ")) from None
 
     def _blame(self, ref: Ref, error: Exception, what: str = "") -> str:
-        """Return a message that names the sample, with the frames of the user's code alone."""
+        """Return a message with the sample and the frames, since a worker passes no traceback on."""
+        frames = "".join(traceback.format_tb(error.__traceback__)).rstrip()
+        return f"{self._where(ref)}: {what}{type(error).__name__}: {error}\n{frames}"
+
+    def _where(self, ref: Ref) -> str:
         shard, key = self.reader.name(ref)
-        where = f"sample {key}" if isinstance(shard, int) else f"{shard}: sample {ref.offset} ({key!r})"
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(OWN)]
-        listed = "".join(traceback.format_list(frames)).rstrip()
-        return f"{printable(where)}: {what}{type(error).__name__}: {error}" + (f"\n{listed}" if listed else "")
+        return printable(f"sample {key}" if isinstance(shard, int) else f"{shard}: sample {ref.offset} ({key!r})")
 
 
 class MapReader:

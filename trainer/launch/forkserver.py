@@ -67,6 +67,13 @@ class Rank:
         return False
 
 
+# `-m`, but with this process's import path, and with its own `trainer` before a trainer.py of the current folder.
+START = (
+    "import os, runpy, sys; own, *path = os.environ['ECHELON_PATH'].split('\\n'); sys.path.insert(0, own); "
+    "import trainer; sys.path[:] = path; runpy.run_module('trainer.launch.forkserver', None, '__main__', True)"
+)
+
+
 class ForkServer:
     """The process `python -m trainer.launch.forkserver FD ARGV`, which ends with this one, and its ranks with it.
 
@@ -80,8 +87,9 @@ class ForkServer:
 
     def __init__(self, argv: list[str], env: dict[str, str]) -> None:
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "trainer.launch.forkserver", str(theirs.fileno()), *argv]
-        env = os.environ | NO_GPU | env | {"ECHELON_PARENT": str(os.getpid())}
+        command = [sys.executable, "-c", START, str(theirs.fileno()), *argv]
+        path = "\n".join([str(Path(__file__).parents[2]), *sys.path])
+        env = os.environ | NO_GPU | env | {"ECHELON_PARENT": str(os.getpid()), "ECHELON_PATH": path}
         self.process = subprocess.Popen(command, env=env, start_new_session=True, pass_fds=[theirs.fileno()])
         theirs.close()
         self.ranks: list[Rank] = []

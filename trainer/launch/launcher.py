@@ -20,6 +20,7 @@ from trainer.log import log_to_terminal
 from trainer.plan import Plan, RunSpec
 from trainer.precision import Precision
 from trainer.process.environment import Place, refuse_without_loopback
+from trainer.process.temporary import sockets_in, temporary_folder
 from trainer.run_dir import make_run_dir
 from trainer.session import build_components, end, train
 from trainer.summary import go_on
@@ -42,7 +43,8 @@ def start(config: dict[str, Any], name: str, argv: list[str], place: Place) -> i
     if not gpus:  # else the ranks check it: this process makes no context on a GPU
         Precision(options.precision, torch.device("cpu"))
     if devices == 1:
-        return train(config, name, argv, place)
+        with temporary_folder() as folder, sockets_in(folder):
+            return train(config, name, argv, place)
     if place.starts:  # rank 0 plans for all nodes; no rank is started again alone
         return supervise(config, None, argv, place, 0, math.inf)
     return start_ranks(config, name, argv, devices)

@@ -6,13 +6,12 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import STOPPED
+from trainer.errors import STOPPED, fold
 from trainer.files import Appended
 from trainer.launch.failure import find_failure
 from trainer.launch.flight_recorder import find_mismatch
@@ -22,6 +21,7 @@ from trainer.process.environment import Place, cores
 from trainer.process.heartbeat import Beat, last, read
 from trainer.process.signals import EARLY, WARNINGS, SignalListener
 from trainer.process.stdio import show_cursor
+from trainer.process.temporary import temporary_folder
 from trainer.timeouts import PEERS_S, STACKS_S, SUSPENDED_S
 
 
@@ -85,9 +85,8 @@ class Supervisor:
     def _attempt(self, attempt: int) -> int | None:
         """Return the run's exit code; None to start it again."""
         memory = os.fdopen(os.memfd_create("run"), "wb", buffering=0)
-        Path(tempfile.gettempdir()).mkdir(mode=0o700, parents=True, exist_ok=True)  # a cleaner may have removed it
-        with tempfile.TemporaryDirectory(prefix="echelon-") as folder, memory:
-            private, self.started, self.began = Path(folder), time.time(), time.monotonic()
+        with temporary_folder() as private, memory:
+            self.started, self.began = time.time(), time.monotonic()
             self.looked = self.began
             memory.write(self.describe_run(self.moved).encode())
             try:
@@ -113,7 +112,7 @@ class Supervisor:
         odd = find_mismatch(self.logs, self.started)
         self._note(attempt=attempt, rank=failure.rank, step=beat and beat[1], failed=failure.text, odd=odd, code=code)
         show_cursor()
-        text = failure.text.rstrip() + ("" if failure.reported or not code else self.resume_hint())
+        text = fold(failure.text).rstrip() + ("" if failure.reported or not code else self.resume_hint())
         print(*filter(None, (text, odd, decision)), sep="\n", file=sys.stderr, flush=True)
         return code or None
 

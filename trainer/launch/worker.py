@@ -14,11 +14,12 @@ from omegaconf import OmegaConf
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from trainer.errors import exit_code, message
+from trainer.errors import exit_code, fold, message
 from trainer.plan import RunSpec
 from trainer.process.environment import Place
 from trainer.process.exit import wait_for_first_rank
 from trainer.process.signals import StopSignals
+from trainer.process.temporary import sockets_in, temporary_folder
 from trainer.session import train
 from trainer.timeouts import LAUNCHER_S
 
@@ -32,7 +33,8 @@ def run_rank(descriptor: int, argv: list[str]) -> int:
         log_file = run_dir / "logs" / f"rank{os.environ['RANK']}.log"
         faulthandler.register(signal.SIGUSR2, log_file.open("a"), chain=True)  # all stacks, for the supervisor
         alone = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]  # else srun tells of another node's failure
-        return (train if alone else train_or_wait)(config, run_dir.name, argv, spec=spec, on_error=report)
+        with sockets_in(Path(os.environ["ECHELON_ERROR_FILE"]).parent):  # which the supervisor removes
+            return (train if alone else train_or_wait)(config, run_dir.name, argv, spec=spec, on_error=report)
     except BaseException as error:
         report(error)
         text = message(error)
@@ -67,14 +69,15 @@ def train_under_launcher(config: dict[str, Any], name: str, argv: list[str], pla
     terminal = os.dup(2)
     torchrun = "TORCHELASTIC_ERROR_FILE" in os.environ  # else no launcher prints what `record` noted
     try:
-        return (record(train_or_wait) if torchrun else train_or_wait)(config, name, argv, place) or 0
+        with temporary_folder() as folder, sockets_in(folder):
+            return (record(train_or_wait) if torchrun else train_or_wait)(config, name, argv, place) or 0
     except Exception as error:
         text = message(error)
         if not os.path.sameopenfile(terminal, 2):
             print(text, file=sys.stderr)  # into this rank's log
         if not torchrun or text.startswith("echelon: "):
             wait_for_first_rank()
-            os.write(terminal, f"{text}\n".encode())
+            os.write(terminal, f"{fold(text)}\n".encode())
         sys.stdout.flush()
         os._exit(exit_code(error))
 

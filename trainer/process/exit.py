@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from trainer.errors import exit_code, message
+from trainer.errors import exit_code, fold, message
 
 
 def wait_for_first_rank() -> None:
@@ -25,12 +25,12 @@ def wait_for_first_rank() -> None:
 
 
 def run_guarded(call: Callable[[], int]) -> int:
-    """Return the exit code of `call`. Print one line for a user's mistake, and a traceback for ours."""
+    """Return the exit code of `call`. Print one line for a user's mistake, and the folded traceback of other errors."""
     try:
         return call()
     except Exception as error:
         wait_for_first_rank()
-        print(message(error), file=sys.stderr, flush=True)
+        print(fold(message(error)), file=sys.stderr, flush=True)
         return exit_code(error)
     except KeyboardInterrupt:
         return 130

@@ -28,7 +28,7 @@ from trainer.process.exit import run_guarded
 from trainer.run_dir import make_writable
 from trainer.session import build_components
 
-# An export trains nothing: optimizer and schedule of the run's config are neither checked nor built.
+# An export trains nothing, so the optimizer and the schedule of the run's config are neither checked nor built.
 UNTRAINED = {
     "optimizer": {"_target_": "trainer.optim.factories.adamw", "_partial_": True},
     "schedule": {"_target_": "trainer.optim.schedule.Constant"},
@@ -36,10 +36,10 @@ UNTRAINED = {
 
 
 def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
-    """Build the recipe from the config in the run's folder, with `changes` as KEY=VALUE, and let it export the weights.
+    """Build the recipe from the config in the run's folder, with `changes` as KEY=VALUE, and call its `export`.
 
     A run that kept an average exports the average. The config may be a stranger's: code of other packages, and the
-    recipe's `paths`, are taken from `changes` alone.
+    recipe's `paths`, come from `changes` alone.
 
     Raises:
         ConfigError: The checkpoint or its run's config is missing or damaged. Or the recipe exports nothing, or has
@@ -91,18 +91,14 @@ def read_config(file: Path, changes: list[str], key: str) -> dict[str, Any]:
 
 
 def without_monitors(callbacks: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what shows numbers: an export has none, and an older run's config names other modules for them."""
+    """Return `callbacks` without monitors: an export has no numbers, and an older config names other modules."""
     names = {module.name for module in pkgutil.iter_modules(monitors.__path__)}
     target = re.compile(rf"trainer\.\w+\.({'|'.join(names)})\.\w+")
     return {name: node for name, node in callbacks.items() if not target.fullmatch(str(node.get("_target_")))}
 
 
 def refuse_paths(settings: dict[str, Any], given: Collection[str]) -> None:
-    """Refuse files and folders that the config alone names, and the command does not.
-
-    Raises:
-        ConfigError: for the first of the recipe's `paths`.
-    """
+    """Raise ConfigError for one of the recipe's `paths` that the config names and the command does not."""
     node = settings["recipe"]
     allow = (*OWN, *settings["trainer"]["allow_targets"])
     for name in getattr(locate("recipe", node["_target_"], allow), "paths", ()):
@@ -113,7 +109,7 @@ def refuse_paths(settings: dict[str, Any], given: Collection[str]) -> None:
 
 
 def refuse_other_data(source: Any, saved: str, key: str) -> None:
-    """Refuse data of another fingerprint: a recipe may export a part of its data, a tokenizer for example."""
+    """Refuse data of another fingerprint, since a recipe may export a part of the data, such as a tokenizer."""
     own = source.fingerprint if isinstance(source, Samples) else "iterable"
     if own != saved:
         raise ConfigError(
@@ -126,7 +122,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.tools.export", description=__doc__)
     parser.add_argument("checkpoint", help="ckpt/last.pt, or a folder step-*")
     parser.add_argument("folder", type=Path, help="where the recipe puts what it exports")
-    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="in place of what the run's config.yaml says")
+    parser.add_argument(
+        "changes", nargs="*", default=[], metavar="KEY=VALUE", help="in place of what the run's config.yaml says"
+    )
     arguments = parser.parse_args()
     return run_guarded(lambda: export(arguments.checkpoint, arguments.folder, arguments.changes) or 0)
 

@@ -114,5 +114,5 @@ def test_without_its_package_a_scheme_is_one_line(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(import_module("fsspec.registry")._registry, scheme, raising=False)
-    with pytest.raises(DataError, match=rf"//b/a\.tar: needs {package}; pip install 'echelon-trainer\[{scheme}\]'$"):
+    with pytest.raises(DataError, match=rf"//b/a\.tar: needs a package; pip install '{package}>=2025\.1'$"):
         Index.open(remote(tmp_path, f"{scheme}://b/a.tar"))

@@ -24,7 +24,7 @@ from trainer.log import log
 from trainer.process.exit import die_with_parent
 
 SCHEMES = ("http", "https", "s3", "gs")
-PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
+PACKAGES = {"s3": "s3fs>=2025.1", "gs": "gcsfs>=2025.1"}
 TIMEOUT_S = 30.0  # of a server or a program that sends nothing
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before another try, after one that has brought nothing new
 LATER = (408, 425, 429)  # the answers below 500 that may be another one soon
@@ -111,7 +111,7 @@ def _by_fsspec(url: str, done: int, mark: str | None) -> Source:
     try:
         files = fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False)
     except ImportError:
-        raise DataError(f"{shown(url)}: needs {PACKAGES[scheme]}; pip install 'echelon-trainer[{scheme}]'") from None
+        raise DataError(f"{shown(url)}: needs a package; pip install '{PACKAGES[scheme]}'") from None
     about = files.info(url)
     found = about.get("ETag") or about.get("etag")
     file = files.open(url, "rb", cache_type="none", block_size=CHUNK)

@@ -21,7 +21,7 @@ def of_rows(source: Path) -> Iterator[dict[str, Any]]:
     try:
         from pyarrow import parquet
     except ImportError:
-        raise DataError(f"{source}: needs pyarrow; pip install 'echelon-trainer[parquet]', or give a .jsonl") from None
+        raise DataError(f"{source}: needs pyarrow; pip install 'pyarrow>=20,<27', or give a .jsonl") from None
     with readable(source):
         file = parquet.ParquetFile(source)
     members: dict[str, str] = {}  # extension -> column

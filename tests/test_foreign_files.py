@@ -1,0 +1,55 @@
+"""Files of Echelon's names that are not Echelon's: in the current folder, or installed over it."""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from support.cli import MAIN, QUICK, ROOT, TOY, run
+
+START = re.findall("^start='(.*)'$", (ROOT / "scripts" / "train").read_text(), re.MULTILINE)
+ECHELON = "import sys; sys.path.remove(''); import trainer.main; trainer.main.main()"  # as an installed command starts
+
+
+@pytest.mark.parametrize("code", [*START, ECHELON], ids=["scripts/train", "echelon"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_trainer_in_the_current_folder_is_not_taken_for_echelon(code, ranks, tmp_path):
+    (tmp_path / "trainer.py").write_text("raise SystemExit('the user\\'s')")
+    words = [*TOY, *QUICK, "trainer.max_steps=2", "trainer.accelerator=cpu", f"trainer.devices={ranks}"]
+    done = run([*words, "trainer.restarts=0"], tmp_path, [sys.executable, "-c", code])
+    assert (done.code, done.err) == (0, "")
+
+
+@pytest.mark.parametrize("code", [*START, ECHELON], ids=["scripts/train", "echelon"])
+def test_a_recipe_in_the_current_folder_is_found(code, tmp_path):
+    (tmp_path / "mine.py").write_text("from toy_recipe import Toy as Mine")
+    words = ["recipe._target_=mine.Mine", "trainer.allow_targets=[mine,toy_recipe]", "trainer.devices=2"]
+    done = run([*TOY, *QUICK, "trainer.max_steps=2", *words], tmp_path, [sys.executable, "-c", code])
+    assert (done.code, done.err) == (0, "")
+
+
+def test_recipes_in_the_current_folder_are_named(tmp_path):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "__init__.py").touch()
+    done = run([], tmp_path, MAIN)
+    file = tmp_path / "recipes" / "__init__.py"
+    assert (done.code, done.err.count("\n")) == (78, 1)
+    assert f"{file} hides Echelon's package recipes; rename it, or start in another folder" in done.err
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    for name in ("trainer", "recipes", "conf"):
+        shutil.copytree(ROOT / name, tmp_path / "site" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "site"
+
+
+@pytest.mark.parametrize("package", ["trainer", "recipes"])
+def test_a_package_that_is_installed_over_echelon_is_named(package, site, tmp_path):
+    """By pip, which says nothing. torchtune's `recipes` refuses to be imported."""
+    file = site / package / "__init__.py"
+    file.write_text('raise ModuleNotFoundError("not meant to be imported")\n' if package == "recipes" else "")
+    done = run([], tmp_path, MAIN, PYTHONPATH=str(site))
+    assert done.code != 0 and done.err.count("\n") == 1, done.err
+    assert re.search(f"{re.escape(str(file))} is another package's.*; give Echelon an environment of its own", done.err)

@@ -1,0 +1,162 @@
+"""An error in the user's code: the terminal shows the user's frames, the log of the rank has all of them."""
+
+import re
+from pathlib import Path
+
+import pytest
+from support.cli import Result, run
+
+from trainer.errors import fold
+
+CONFIG = """\
+# @package _global_
+recipe: {_target_: mine.Mine, where: ""}
+batch: 12
+trainer: {max_steps: 4, run_dir: runs/r, restarts: 0, accelerator: cpu, allow_targets: [mine]}
+data: {workers: 0}
+"""
+RECIPE = """\
+import torch
+from toy_recipe import Toy
+from torch.utils.data import DataLoader, RandomSampler
+from trainer.callback import Callback, Role
+
+
+def fail(*_):
+    raise KeyError("mine")
+
+
+class Points(torch.utils.data.Dataset):
+    def __init__(self, points, odd):
+        self.points, self.odd = points, odd
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, i):
+        return self.odd() if i == 7 else self.points[i]
+
+
+class Failing(Callback):
+    role = Role.OBSERVE
+
+    def on_step_end(self, trainer):
+        fail()
+
+
+class Mine(Toy):
+    def __init__(self, where, rank=0):
+        super().__init__()
+        self.where = where
+        if where in ("metrics", "transform", "collate"):
+            setattr(self, where, lambda *both: fail(*both))
+
+    def model(self):
+        return fail() if self.where == "model" else super().model()
+
+    def data(self, split):
+        points = super().data(split)
+        if self.where == "data set":
+            return Points(points, fail)
+        if self.where == "loader":
+            points = Points(points, fail)
+            return DataLoader(points, 12, sampler=RandomSampler(points), num_workers=1)
+        if self.where == "None":
+            return Points(points, lambda: None)
+        return points
+
+    def loss(self, model, batch):
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        return fail() if self.where == f"loss {rank}" else super().loss(model, batch)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(RECIPE)
+    (tmp_path / "conf" / "recipe").mkdir(parents=True)
+    (tmp_path / "conf" / "recipe" / "mine.yaml").write_text(CONFIG)
+    (tmp_path / "conf" / "callbacks").mkdir()
+    (tmp_path / "conf" / "callbacks" / "failing.yaml").write_text("failing: {_target_: mine.Failing}")
+    return tmp_path
+
+
+def fail(folder: Path, where: str, *more: str, **env: str) -> Result:
+    words = ["--config-dir", "conf", "recipe=mine", f"recipe.where={where}", "~callbacks.tensorboard"]
+    return run([*words, *more], folder, **env)
+
+
+def files(text: str) -> set[str]:
+    return {Path(name).name for name in re.findall('File "(.*?)"', text)}
+
+
+@pytest.mark.parametrize("where", ["model", "loss 0", "metrics", "transform", "collate", "data set", "loader", ""])
+def test_the_terminal_shows_the_users_frames_and_counts_the_others(where, folder):
+    failed = fail(folder, where, *([] if where else ["+callbacks=[failing]"]))
+    assert failed.code == 1
+    assert files(failed.err) == {"mine.py"}, failed.err
+    assert failed.err.count("KeyError: 'mine'") and failed.err.count("ECHELON_TRACEBACK=1 shows them") == 1
+    assert re.search(r"^  \.\.\. \d+ frame\(s\) of trainer", failed.err, re.MULTILINE)
+    assert len(failed.err.splitlines()) < 20, failed.err
+    if where not in ("model", "metrics"):  # which are called before there is a log
+        assert "trainer.py" in files((folder / "runs/r/logs/rank0.log").read_text())
+
+
+def test_all_frames_on_demand(folder):
+    failed = fail(folder, "loss 0", ECHELON_TRACEBACK="1")
+    assert {"mine.py", "trainer.py", "main.py"} <= files(failed.err) and "ECHELON" not in failed.err
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("where", ["transform", "data set"])
+def test_the_sample_is_named_from_a_worker_too(where, workers, folder):
+    failed = fail(folder, where, f"data.workers={workers}")
+    assert re.search(r"^trainer\.data\.source\.SampleFault: sample \d+: KeyError: 'mine'$", failed.err, re.MULTILINE)
+    assert files(failed.err) == {"mine.py"}
+    assert re.search(r'"error": ".*SampleFault: sample \d+: KeyError', (folder / "runs/r/summary.json").read_text())
+
+
+def test_a_sample_that_is_none_is_one_line(folder):
+    failed = fail(folder, "None", "data.workers=1")
+    assert (failed.code, failed.err.count("\n")) == (71, 1)
+    assert failed.err.startswith("echelon: sample 7: does not go into a batch (default_collate: ")
+
+
+@pytest.mark.parametrize("where", ["loss 1", "transform"])
+def test_the_rank_that_failed_first(where, folder):
+    failed = fail(folder, where, "trainer.devices=2", "data.workers=1")
+    assert re.match(r"echelon: rank \d failed first:\nTraceback", failed.err)
+    assert files(failed.err) == {"mine.py"} and "KeyError: 'mine'" in failed.err
+    if where == "loss 1":
+        assert {"mine.py", "trainer.py"} <= files((folder / "runs/r/logs/rank1.log").read_text())
+        assert r"/trainer/trainer.py\"" in (folder / "runs/r/logs/events.jsonl").read_text()
+
+
+def test_under_a_launcher_that_shows_no_errors(folder):
+    failed = fail(folder, "loss 0", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    assert failed.code == 1 and "mine.py" in files(failed.err) and "trainer.py" not in files(failed.err)
+
+
+def test_a_syntax_error_of_the_users_is_shown(folder):
+    (folder / "mine.py").write_text("def model(:\n")
+    failed = fail(folder, "")
+    assert failed.code == 1 and files(failed.err) == {"mine.py"} and "SyntaxError" in failed.err
+
+
+def test_an_error_of_ours_is_whole():
+    import trainer.errors as module
+
+    text = f'Traceback (most recent call last):\n  File "{module.__file__}", line 3, in f\n    g()\nKeyError: 1\n'
+    assert fold(text) == text
+
+
+def test_runs_of_frames_become_a_line_each():
+    library = '  File "/env/lib/site-packages/torch/nn.py", line 1, in f\n    g()\n    ^^^\n'
+    own = '  File "/own/mine.py", line 1, in f\n    g()\n'
+    repeated = "  [Previous line repeated 900 more times]\n"
+    folded = fold(f"Traceback:\n{library}{repeated}{library}{own}{repeated}{library}KeyError: 1\n")
+    hint = " (ECHELON_TRACEBACK=1 shows them)"
+    assert folded == (
+        f"Traceback:\n  ... 2 frame(s) of torch{hint}\n{own}{repeated}  ... 1 frame(s) of torch\nKeyError: 1\n"
+    )
+    assert fold(folded) == folded
