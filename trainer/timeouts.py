@@ -4,7 +4,6 @@ FIRST_RANK_S = 5.0  # until the first rank of a node has printed an error that a
 LAUNCHER_S = 8.0  # until the launcher has reported the peer that failed, and ends this rank
 PEERS_S = 5.0  # until the peers of a failed rank have ended by themselves
 STACKS_S = 1.0  # until ranks have written their stacks; then they are killed
-REAP_S = 5.0  # until the fork server has reported a rank that ended
 START_S = 60.0  # until ranks have loaded and planned, beside PLANNING times the launcher's planning time
 PLANNING = 10.0
 STILL = 2.0  # times `trainer.timeout_s` without a beat: then no collective will time out any more

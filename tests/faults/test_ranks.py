@@ -12,6 +12,7 @@ from support.cli import MAIN, PYTHONPATH, popen, run
 from support.faults import (
     IMPATIENT,
     RUN,
+    below,
     ended_s,
     events,
     hung,
@@ -211,10 +212,27 @@ def test_a_rank_that_hangs_before_its_first_step(golden, tmp_path):
 
 
 def test_the_fork_server_is_killed(golden, tmp_path):
-    """It starts the ranks, and is their parent."""
+    """The ranks run on."""
     result = trouble("server SIGKILL", tmp_path)
-    assert result.code == 0 and "was killed by SIGKILL" in result.err and resumed(result.out) == [4]
+    assert (result.code, result.err) == (0, "") and not events(tmp_path)
     whole(tmp_path, golden)
+
+
+def test_the_fork_server_is_killed_and_then_a_rank(golden, tmp_path):
+    """The next attempt has a new server."""
+    process = popen([*RUN, *troubling("SIGKILL"), "callbacks.probe.step_s=0.3"], tmp_path)
+    try:
+        wait_for(tmp_path / "ckpt" / "r" / "step-00000004")
+        os.kill(min(pid for pid in below(process.pid) if b"forkserver" in command(pid)), signal.SIGKILL)  # it was first
+        out, err = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 0 and "rank 1 was killed by SIGKILL" in err and resumed(out) == [4]
+    whole(tmp_path, golden)
+
+
+def command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
 """The process that forks ranks: what it tells of them, and what becomes of them with it. In a run: tests/faults."""
 
+import contextlib
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +11,8 @@ from pathlib import Path
 import pytest
 from support.faults import alive, below
 
-from trainer.launch.forkserver import ForkServer
+from trainer.errors import STOPPED
+from trainer.launch.forkserver import ForkServer, Rank
 
 OWN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "ECHELON_STORE": ""}
 
@@ -30,12 +33,22 @@ def resolved() -> Iterator[int]:
     os.close(descriptor)
 
 
-def ended(rank) -> int:
+def ended(rank: Rank) -> int:
     deadline = time.monotonic() + 60
-    while rank.poll() is None:
+    while (code := rank.poll()) is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    return rank.returncode
+    rank.wait()
+    assert not rank.pid or not Path(f"/proc/{rank.pid}").exists()
+    return code
+
+
+def forked(rank: Rank) -> int:
+    deadline = time.monotonic() + 60
+    while rank.pid is None:
+        assert rank.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    return rank.pid
 
 
 def test_what_ranks_print_and_end_with(server: ForkServer, resolved: int, tmp_path: Path):
@@ -45,10 +58,7 @@ def test_what_ranks_print_and_end_with(server: ForkServer, resolved: int, tmp_pa
         with open(tmp_path / f"{number}.log", "ab") as log:
             ranks.append(server.fork(env, resolved, log.fileno()))
     assert [ended(rank) for rank in ranks] == [1, 1, 1]
-    for rank in ranks:
-        rank.kill()  # as the supervisor does in any case
-        rank.wait()
-    assert all((tmp_path / f"error-{number}.json").exists() for number in range(3)) and not server.dead
+    assert all((tmp_path / f"error-{number}.json").exists() for number in range(3)) and server.process.poll() is None
     assert "Traceback" in (tmp_path / "2.log").read_text()
     assert ended(server.fork(OWN | {"ECHELON_ERROR_FILE": str(tmp_path / "again.json")}, resolved, None)) == 1
 
@@ -58,23 +68,68 @@ def test_one_that_is_not_there_yet_is_killed_with_the_server(server: ForkServer,
     assert rank.poll() is None
     rank.send_signal(signal.SIGTERM)  # no one to hear it
     rank.kill()
-    rank.wait()
-    assert rank.returncode == -signal.SIGKILL and server.dead and not below(os.getpid()) & {server.process.pid}
+    assert ended(rank) == -signal.SIGKILL and not below(os.getpid()) & {server.process.pid}
 
 
-def test_a_server_that_does_not_tell_of_an_end_is_killed(server: ForkServer, tmp_path: Path):
-    read, write = os.pipe()  # a rank can't read its config from it, and has ended by then
-    rank = server.fork(OWN | {"ECHELON_ERROR_FILE": str(tmp_path / "error.json")}, read, None)
-    deadline = time.monotonic() + 60
-    while rank.pid is None:
-        assert rank.poll() is None and time.monotonic() < deadline
-    server.process.send_signal(signal.SIGSTOP)
-    rank.kill()
-    began = time.monotonic()
-    rank.wait()
-    assert rank.returncode == -signal.SIGKILL and server.dead and time.monotonic() - began < 30
-    os.close(read)
-    os.close(write)
+@pytest.fixture
+def waits(tmp_path: Path) -> Iterator[int]:
+    """A config with which rank 1 waits for ever for someone who reads its log."""
+    (tmp_path / "logs").mkdir()
+    os.mkfifo(tmp_path / "logs" / "rank1.log")
+    descriptor = os.memfd_create("config")
+    os.write(descriptor, f"{{config: {{trainer: {{run_dir: {tmp_path}}}}}, spec: null}}".encode())
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_outlives_its_server_and_its_end_is_told(number, server: ForkServer, waits: int):
+    """The rank is no child of the server, so a server that hangs keeps nothing back."""
+    rank = server.fork(OWN | {"RANK": "1"}, waits, None)
+    pid = forked(rank)
+    server.process.send_signal(number)
+    time.sleep(0.5)
+    assert rank.poll() is None and parent(pid) == os.getpid()
+    rank.send_signal(signal.SIGTERM)
+    assert ended(rank) == STOPPED
+
+
+def test_no_rank_is_lost_with_a_server_that_is_killed_as_it_forks(server: ForkServer, resolved: int, tmp_path: Path):
+    """Each has been forked, and is told of, or never will be."""
+    env = OWN | {"ECHELON_ERROR_FILE": str(tmp_path / "error.json")}
+    assert ended(server.fork(env, resolved, None)) == 1  # it serves
+    before = below(os.getpid())
+    ranks = [server.fork(env, resolved, None) for _ in range(20)]
+    time.sleep(0.02)
+    server.close()
+    codes = []
+    for rank in ranks:
+        rank.kill()
+        codes.append(ended(rank))
+    assert set(codes) <= {1, -signal.SIGKILL} and not server.starting
+    assert not [pid for pid in below(os.getpid()) - before if alive(pid)]
+
+
+def test_orphans_of_ranks_are_not_ours(server: ForkServer, resolved: int, tmp_path: Path):
+    """This process would have to reap them."""
+    assert ended(server.fork(OWN | {"ECHELON_ERROR_FILE": str(tmp_path / "error.json")}, resolved, None)) == 1
+    out = subprocess.run(["sh", "-c", "sleep 5 >&- 2>&- & echo $!"], stdout=subprocess.PIPE, timeout=60).stdout
+    assert parent(int(out)) != os.getpid()
+    os.kill(int(out), signal.SIGKILL)
+
+
+def test_exit_codes_are_told_where_sigchld_is_ignored(resolved: int, tmp_path: Path):
+    """As a program leaves it to what it starts: the kernel would reap ranks at once."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with contextlib.closing(ForkServer([], {"OMP_NUM_THREADS": "1"})) as server:
+            assert ended(server.fork(OWN | {"ECHELON_ERROR_FILE": str(tmp_path / "error.json")}, resolved, None)) == 1
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
 
 
 def test_signals_to_stop_are_for_ranks(server: ForkServer, resolved: int, tmp_path: Path):
@@ -84,4 +139,4 @@ def test_signals_to_stop_are_for_ranks(server: ForkServer, resolved: int, tmp_pa
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         server.process.send_signal(number)
     second = server.fork(OWN | {"ECHELON_ERROR_FILE": str(tmp_path / "second.json")}, resolved, None)
-    assert ended(second) == 1 and not server.dead
+    assert ended(second) == 1 and server.process.poll() is None

@@ -41,3 +41,10 @@ def test_the_first_error_is_reported_before_any_clean_up(monkeypatch, tmp_path):
     worker.report(RuntimeError("second"))
     told = json.loads((tmp_path / "error-0.json").read_text())
     assert told["text"] == "ValueError: first\n" and not told["in_collective"]
+
+
+def test_an_error_of_gloo_is_one_of_a_collective():
+    """Gloo closes all pairs at a time-out, and operations that others then wait for name no file of gloo's."""
+    texts = ("[../third_party/gloo/gloo/transport/tcp/pair.cc:538] reset", "Application timeout caused pair closure")
+    assert all(worker.in_collective(RuntimeError(text)) for text in texts)
+    assert not worker.in_collective(RuntimeError("trouble"))

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.cli import MAIN, QUICK, TOY, Result, environment, lines, popen, run, weights
+from support.cli import MAIN, PYTHONPATH, QUICK, TOY, Result, environment, lines, popen, run, weights
 from support.faults import free_port
 
 from trainer.process.signals import StartupSignals, StopSignals
@@ -233,6 +233,34 @@ def test_a_reader_that_goes_away(straight, tmp_path):
     assert run.returncode == 0, log
     assert log.count("<stdout> is closed (Broken pipe): the run goes on") == 1
     assert lines(tmp_path / "runs" / "r") == lines(straight / "runs" / "r")
+
+
+CHATTY = """
+import sys
+from toy_recipe import Toy
+
+class Chatty(Toy):
+    def loss(self, model, batch):
+        print("a recipe's own line")
+        print("and another", file=sys.stderr)
+        return super().loss(model, batch)
+"""
+
+
+def test_a_recipe_may_print_to_a_reader_that_has_gone(tmp_path):
+    (tmp_path / "chatty.py").write_text(CHATTY)
+    chatty = ["recipe._target_=chatty.Chatty", "trainer.allow_targets=[toy_recipe,probe,chatty]"]
+    words, pipe = [*MAIN, *RUN, *chatty, "trainer.max_steps=5"], subprocess.PIPE
+    path = os.pathsep.join([str(tmp_path), PYTHONPATH])
+    with subprocess.Popen(words, cwd=tmp_path, env=environment(PYTHONPATH=path), stdout=pipe, stderr=pipe) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stderr.close()
+        process.stdout.readline()
+        process.stdout.close()
+    assert process.returncode == 0
+    log = (tmp_path / "runs" / "r" / "logs" / "rank0.log").read_text()
+    assert log.count("<stdout> is closed (Broken pipe): the run goes on") == 1
+    assert log.count("<stderr> is closed (Broken pipe): the run goes on") == 1
 
 
 def test_standard_error_may_be_a_socket(tmp_path):

@@ -132,7 +132,7 @@ class Probe(Callback):
             os.kill(min(child.pid or 0 for child in multiprocessing.active_children()), signal.SIGKILL)
             return
         *whom, names = re.split("(?<=parent|server) ", what.removeprefix("start "))
-        pid = {"parent": launcher, "server": os.getppid}[whom[0]]() if whom else os.getpid()
+        pid = {"parent": os.getppid, "server": server}[whom[0]]() if whom else os.getpid()
         for name in names.split():
             os.kill(pid, getattr(signal, name))
             time.sleep(0.2)  # the same signal twice at once would be one
@@ -142,24 +142,23 @@ class Probe(Callback):
         return self.commit(*args)
 
 
-def launcher() -> int:
-    """The process that a user has started, or a node's agent."""
-    parent = os.getppid()
-    between = "ECHELON_PARENT" in os.environ
-    return int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1]) if between else parent
+def server() -> int:
+    """The process that has forked this rank: the launcher's first child. Ranks, which come later, show its command."""
+    children = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()
+    return next(int(pid) for pid in children if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 def facts(trainer) -> dict[str, Any]:
     own = sockets(os.getpid())
     return {
         "pid": os.getpid(),
-        "parent": launcher(),
+        "parent": os.getppid(),
         "world": trainer.world,
         "drawn": np.random.random(),  # of NumPy's own generator, unseeded
         "initialized": dist.is_initialized(),
         "model": type(trainer.strategy.model).__name__,
-        "listening": listening(own - sockets(launcher())),  # mpirun may leave its own open in a rank
-        "parent listening": listening(sockets(launcher()) | sockets(os.getppid())),
+        "listening": listening(own - sockets(os.getppid())),  # mpirun may leave its own open in a rank
+        "parent listening": listening(sockets(os.getppid())),
     }
 
 

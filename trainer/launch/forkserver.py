@@ -1,6 +1,7 @@
 """Forks the ranks of a node from one process that has loaded torch, so that a rank starts at once."""
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -12,13 +13,10 @@ import subprocess
 import sys
 import time
 import traceback
-from pathlib import Path
-from typing import Any
 
 from trainer.process.exit import die_with_parent, exit_process, run_guarded
 from trainer.process.signals import STOP, StartupSignals
 from trainer.process.stdio import tolerate_closed_pipes
-from trainer.timeouts import REAP_S
 
 # The rank's own code, and modules that DDP and torch's optimizers would load in each rank, for a second of a core each.
 LOADED = ("trainer.launch.worker", "torch._dynamo")
@@ -28,43 +26,63 @@ NO_GPU = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 class Rank:
-    """A process that a `ForkServer` forks, with the methods of `subprocess.Popen`."""
+    """A child of this process that a `ForkServer` forks, with methods of `subprocess.Popen`.
 
-    def __init__(self, server: "ForkServer") -> None:
-        self.server = server
-        self.pid: int | None = None  # from when it has been forked
-        self.returncode: int | None = None
+    A rank that has ended stays a zombie until `wait`, so no other process takes its number.
+
+    Args:
+        server: Forks the rank.
+        told: A pipe with the number of the rank's process. It ends when the rank is a child of this process.
+    """
+
+    def __init__(self, server: "ForkServer", told: int) -> None:
+        self.server, self.told = server, told
+        self.pid: int | None = None  # from when it has been forked; 0 if it never will be
 
     def poll(self) -> int | None:
-        self.server.hear()
-        return self.returncode
+        """Return the exit code, negative for a signal; None while the rank runs. Call it in one thread only.
+
+        If a signal killed the rank, the rest of its process group is killed, for the rank can't do it.
+        """
+        if self.pid is None:
+            self._hear(0)
+        if not self.pid:
+            return None if self.pid is None else -signal.SIGKILL
+        end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if end is None or end.si_code == os.CLD_EXITED:
+            return end and end.si_status
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        return -end.si_status
 
     def send_signal(self, number: int) -> None:
         """Send a signal, but not to a rank that is not forked yet: it has nothing to stop."""
-        with contextlib.suppress(ProcessLookupError):
-            if self.pid is not None and self.poll() is None:
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        self.server.hear()
-        if self.pid is None:
-            self.server.kill()
+        """Kill the rank; first the server, if it has not forked the rank yet."""
+        if self.poll() is None and self.pid is None:
+            self.server.close()
+            self._hear(None)
         self.send_signal(signal.SIGKILL)
 
     def wait(self) -> None:
-        """Wait until the rank has ended. A server that does not tell of the end in time is killed."""
-        lived = time.monotonic()
-        while self.poll() is None or (self.server.dead and self.lives()):
-            time.sleep(0.01)
-            if self.lives():
-                lived = time.monotonic()
-            elif time.monotonic() - lived > REAP_S:
-                self.server.kill()
+        """Wait until the rank has ended, after `kill`."""
+        os.close(self.told)
+        if self.pid:
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            self.poll()
+            os.waitpid(self.pid, 0)
 
-    def lives(self) -> bool:
-        with contextlib.suppress(OSError):
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
-        return False
+    def _hear(self, timeout_ms: int | None) -> None:
+        ended = select.poll()
+        ended.register(self.told, 0)
+        if ended.poll(timeout_ms):
+            self.pid = int(os.read(self.told, 20) or 0)
+            self.server.starting.discard(self)
+            adopt_orphans(bool(self.server.starting))
 
 
 # `-m`, but with this process's import path, and with its own `trainer` before a trainer.py of the current folder.
@@ -75,124 +93,87 @@ START = (
 
 
 class ForkServer:
-    """The process `python -m trainer.launch.forkserver FD ARGV`, which ends with this one, and its ranks with it.
+    """The process `python -m trainer.launch.forkserver FD ARGV`, which ends with this one. Its ranks outlive it.
 
     Args:
         argv: The arguments of the run, which `ps` shows.
         env: Variables of all ranks, because libraries may read them as they load.
-
-    Attributes:
-        dead: The process has ended, and its ranks with it, each as by SIGKILL.
     """
 
     def __init__(self, argv: list[str], env: dict[str, str]) -> None:
+        if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # inherited; exit codes would be lost
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-c", START, str(theirs.fileno()), *argv]
         path = "\n".join([str(Path(__file__).parents[2]), *sys.path])
         env = os.environ | NO_GPU | env | {"ECHELON_PARENT": str(os.getpid()), "ECHELON_PATH": path}
         self.process = subprocess.Popen(command, env=env, start_new_session=True, pass_fds=[theirs.fileno()])
         theirs.close()
-        self.ranks: list[Rank] = []
-        self.dead = False
+        self.starting: set[Rank] = set()
 
     def fork(self, env: dict[str, str], run: int, log: int | None) -> Rank:
         """Fork a rank that runs `run_rank(FD, ARGV)`, where FD is its own descriptor of the file `run`.
 
         Its output goes to `log`; if that is None, to the output of this process.
         """
-        rank = Rank(self)
-        self.ranks.append(rank)
-        request = json.dumps(env).encode()
-        with contextlib.suppress(OSError):  # it is dead
-            socket.send_fds(self.channel, [request], [run] if log is None else [run, log])
+        adopt_orphans(True)
+        told, tell = os.pipe()
+        self.starting.add(rank := Rank(self, told))
+        with contextlib.suppress(OSError):  # the server is dead
+            socket.send_fds(self.channel, [json.dumps(env).encode()], [tell, run] if log is None else [tell, run, log])
+        os.close(tell)
         return rank
 
-    def hear(self) -> None:
-        """Take in what the server has told meanwhile."""
-        while not self.dead:
-            try:
-                news = self.channel.recv(1 << 12, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return
-            except OSError:
-                news = b""
-            if news:
-                number, pid, code = json.loads(news)
-                rank = self.ranks[number]
-                rank.pid = pid
-                if code is not None:  # the other thread that hears may have taken it already
-                    rank.returncode = code
-            else:
-                self.kill()
-
-    def kill(self) -> None:
-        self.dead = True
+    def close(self) -> None:
+        """Kill the server."""
         self.process.kill()
         self.process.wait()
-        for rank in self.ranks:
-            rank.returncode = -signal.SIGKILL if rank.returncode is None else rank.returncode
-
-    def close(self) -> None:
-        self.kill()
         self.channel.close()
 
 
+def adopt_orphans(on: bool) -> None:
+    """Make this process the parent of processes below it whose own parent ends (Linux)."""
+    ctypes.CDLL(None).prctl(36, int(on))  # PR_SET_CHILD_SUBREAPER
+
+
 class Server:
-    """The server in its own process: forks a rank for each request, and tells its number, process and exit code."""
+    """The server in its own process: forks a rank for each request."""
 
     def __init__(self, channel: socket.socket, argv: list[str]) -> None:
         self.channel, self.argv = channel, argv
-        self.handlers: dict[int, Any] = {n: signal.signal(n, signal.SIG_IGN) for n in STOP}  # ranks act on them
+        self.handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP}  # ranks act on them
         gc.disable()
         for name in LOADED:
             importlib.import_module(name)
         gc.freeze()
-        self.read, self.write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(self.write)
-        self.handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
-        self.numbers: dict[int, int] = {}
-        self.forked = 0
 
     def serve(self) -> None:
-        poll = select.poll()
-        poll.register(self.channel, select.POLLIN)
-        poll.register(self.read, select.POLLIN)
+        """Fork ranks until the other end of the channel is closed."""
         while True:
-            ready = {descriptor for descriptor, _ in poll.poll()}
-            if self.read in ready:
-                os.read(self.read, 1 << 12)
-                self._reap()
-            if self.channel.fileno() in ready:
-                request, descriptors, _, _ = socket.recv_fds(self.channel, 1 << 16, 2)
-                if not request:
-                    return
-                self._fork(json.loads(request), descriptors)
+            request, descriptors, _, _ = socket.recv_fds(self.channel, 1 << 16, 3)
+            if not request:
+                return
+            self._fork(json.loads(request), *descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
 
-    def _fork(self, env: dict[str, str], descriptors: list[int]) -> None:
-        server = os.getpid()
-        if not (pid := os.fork()):
-            try:
-                self._run(env | {"ECHELON_PARENT": str(server)}, *descriptors)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(1)
-        self.numbers[pid], self.forked = self.forked, self.forked + 1
-        self._tell(pid, None)
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-    def _reap(self) -> None:
-        with contextlib.suppress(ChildProcessError):
-            while child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                if child.si_code != os.CLD_EXITED:  # it could not end its own children
-                    with contextlib.suppress(OSError):
-                        os.killpg(child.si_pid, signal.SIGKILL)
-                _, status = os.waitpid(child.si_pid, 0)
-                self._tell(child.si_pid, os.waitstatus_to_exitcode(status))
-
-    def _tell(self, pid: int, code: int | None) -> None:
-        self.channel.send(json.dumps([self.numbers[pid], pid, code]).encode())
+    def _fork(self, env: dict[str, str], tell: int, *descriptors: int) -> None:
+        """Fork the rank from a process that ends, so that the supervisor adopts the rank and is told its exit code."""
+        if between := os.fork():
+            os.waitpid(between, 0)
+            return
+        try:
+            between = os.getpid()
+            if not (rank := os.fork()):
+                os.close(tell)
+                while os.getppid() == between:
+                    time.sleep(0.001)
+                self._run(env, *descriptors)
+            os.write(tell, str(rank).encode())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
 
     def _run(self, env: dict[str, str], run: int, *log: int) -> None:
         """Run the rank, and end its process."""
@@ -201,9 +182,7 @@ class Server:
         from trainer.launch.worker import run_rank
 
         os.setsid()
-        for descriptor in (self.channel.detach(), self.read, self.write):
-            os.close(descriptor)
-        signal.set_wakeup_fd(-1)
+        self.channel.close()
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         gc.enable()
@@ -213,7 +192,7 @@ class Server:
             os.dup2(descriptor, 2)
             os.close(descriptor)
         os.environ |= env
-        die_with_parent(int(env["ECHELON_PARENT"]))
+        die_with_parent(int(os.environ["ECHELON_PARENT"]))
         tolerate_closed_pipes()
         signal.signal(signal.SIGUSR2, ignore_stacks)
         StartupSignals().__enter__()  # to the end of the process

@@ -119,7 +119,7 @@ class Supervisor:
     def _start(self, run: int, local_rank: int, attempt: int, private: Path) -> None:
         place, rank = self.place, self.place.rank + local_rank
         alone = place.world == place.local_world
-        if self.server is None or self.server.dead:
+        if self.server is None or self.server.process.poll() is not None:
             threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // place.local_world)))
             interface = {"GLOO_SOCKET_IFNAME": "lo"} if alone else {}
             self.server = ForkServer(self.argv, {"OMP_NUM_THREADS": threads, **interface})
@@ -142,8 +142,7 @@ class Supervisor:
 
     def _send(self, number: int) -> None:
         for process in list(self.ranks.values()):
-            if process.poll() is None:
-                process.send_signal(number)
+            process.send_signal(number)
 
     def _wait(self, private: Path) -> dict[int, int] | None:
         """Return the exit codes of the ranks that end by themselves; None if all are to stop before any has begun.

@@ -23,6 +23,9 @@ from trainer.process.temporary import sockets_in, temporary_folder
 from trainer.session import train
 from trainer.timeouts import LAUNCHER_S
 
+# In the text of every error of a collective of gloo's.
+GLOO = ("gloo/transport", "caused pair closure")
+
 
 def run_rank(descriptor: int, argv: list[str]) -> int:
     """Run a rank that a `Supervisor` started. If it fails, the supervisor reads the report."""
@@ -97,4 +100,4 @@ def train_or_wait(config: dict[str, Any], name: str, argv: list[str], *args: Any
 
 def in_collective(error: BaseException) -> bool:
     """Return whether a peer may have failed before."""
-    return isinstance(error, DistError) or "gloo/transport" in str(error)
+    return isinstance(error, DistError) or any(text in str(error) for text in GLOO)

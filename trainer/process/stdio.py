@@ -36,6 +36,7 @@ class Output(io.TextIOWrapper):
 
     The log tells of the loss once. Python ignores SIGPIPE, so that a write raises instead.
     While the disk of a file is full, only the text written meanwhile is lost.
+    A logging handler would not do: a recipe's `print`, the progress bar and the help write to `sys.stdout` themselves.
     """
 
     def write(self, text: str, /) -> int:
