@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import resource
+import shutil
 
 import pytest
 
@@ -39,6 +40,35 @@ def said(monkeypatch):
     monkeypatch.setattr(log, "handlers", [handler])
     log.setLevel(logging.INFO)
     return lines
+
+
+def test_a_file_that_is_removed_begins_anew(tmp_path, said):
+    """With its folder, too."""
+    file = Appended(tmp_path / "folder" / "file")
+    file.write(b"one\n")
+    shutil.rmtree(tmp_path / "folder")
+    file.write(b"two\n")
+    file.write(b"three\n")
+    assert file.path.read_bytes() == b"two\nthree\n" and len(said) == 1
+    assert said[0] == f"{file.path}: was removed while the run writes it; its earlier lines are lost"
+    assert file.state_dict() == {"bytes": 10, "kept": ""}
+    file.close()
+
+
+def test_a_log_that_is_removed_tells_of_it_in_the_new_one(tmp_path, monkeypatch):
+    handler = LogFile(tmp_path / "rank0.log")
+    monkeypatch.setattr(log, "handlers", [handler])
+    log.warning("one")
+    handler.file.path.unlink()
+    log.warning("two")
+    handler.close()
+    two, removed = handler.file.path.read_text().splitlines()
+    assert two == "two" and removed.startswith(f"{handler.file.path}: was removed while")
+
+
+def test_a_file_is_replaced_in_a_folder_that_is_gone(tmp_path):
+    write_whole(tmp_path / "folder" / "file", b"1")
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["file"]
 
 
 def test_what_a_full_disk_does_not_take_is_written_when_there_is_room(tmp_path, monkeypatch, said):

@@ -23,7 +23,7 @@ class Appended:
     """A file that grows. Lines that the disk does not take are kept, and written when there is room again.
 
     Beyond `MOST` bytes the newest are lost. The log reports both, once. Nothing is opened or cut before the first
-    write.
+    write. If someone removes the file, the next line begins a new one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,8 +47,10 @@ class Appended:
     def flush(self, durably: bool = False) -> None:
         """Write what is kept."""
         self._take_back()
+        removed = self.file is not None and not os.fstat(self.file).st_nlink
         try:
-            if self.file is None:
+            if self.file is None or removed:
+                self._release()
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self.file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             while self.kept:
@@ -61,32 +63,37 @@ class Appended:
         if self.trouble:
             self.trouble = 0
             log.info("%s: written again", self.path)
+        if removed:
+            log.warning("%s: was removed while the run writes it; its earlier lines are lost", self.path)
 
     def close(self) -> None:
-        """Write what is kept, and lets go of the file."""
+        """Write the kept lines, and close the file."""
         if self.kept:
             self.flush()
-        if self.file is not None:
-            os.close(self.file)
-            self.file = None
+        self._release()
 
     def state_dict(self) -> dict[str, Any]:
-        """Tells how many bytes are on the disk, and what the file should have beside."""
+        """Return the number of bytes on the disk, and the lines that the file should have beside."""
         self._take_back()
         if self.file is not None:
             self.flush(durably=True)
         return {"bytes": self.path.stat().st_size if self.path.exists() else 0, "kept": self.kept.decode()}
 
     def go_on(self, state: dict[str, Any]) -> None:
-        """Cuts off, before the first write, what was written after `state` was taken.
+        """Cut off, before the first write, the lines that were written after `state` was taken.
 
         Raises:
-            ConfigError: `state` is none.
+            ConfigError: `state` is none of such a file.
         """
         size, kept = (state.get("bytes"), state.get("kept")) if isinstance(state, dict) else (None, None)
         if type(size) is not int or size < 0 or not isinstance(kept, str):
             raise ConfigError(f"trainer.resume: the checkpoint does not say how much of {self.path} counts")
         self.saved = state
+
+    def _release(self) -> None:
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
 
     def _take_back(self) -> None:
         if self.saved is None:
@@ -108,8 +115,11 @@ class Appended:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file. Its bytes are on the disk when this returns; of two writers at once, those of either. An error
-    leaves what was there."""
+    """Replace a file, in a folder that is made if it is missing. The bytes are on the disk when this returns.
+
+    Of two writers at once, one has its way. An error leaves the older file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         with temporary.open("xb") as file:

@@ -4,6 +4,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+
+import pytest
+
+from trainer.process.heartbeat import Heartbeat
 
 WATCHED = """
 import sys, time
@@ -36,3 +41,13 @@ def test_time_in_which_a_process_is_suspended_does_not_count():
     process.send_signal(signal.SIGCONT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out.replace("still\n", ""), err) == (0, "done\n", "")
+
+
+@pytest.mark.parametrize("path", ["gone/heartbeat", "file/heartbeat", "folder"])
+def test_a_path_that_leads_nowhere_is_none(tmp_path: Path, path: str):
+    """A shell may have the variable of a launcher that has ended."""
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    heartbeat = Heartbeat(str(tmp_path / path))
+    heartbeat.beat(1)
+    heartbeat.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 from trainer.checkpoint.commit import begin, make
 from trainer.checkpoint.fence import ATTEMPT
 from trainer.errors import ConfigError
-from trainer.files import sweep_temporary
+from trainer.files import sweep_temporary, write_whole
 from trainer.log import log
 
 CHECKPOINTED = "checkpointed"  # a file in the folder of a run that has checkpoints; says where
@@ -43,7 +43,7 @@ class Claim:
         if self.run_dir is not None:
             text, file = str(self.folder.resolve()), self.run_dir / CHECKPOINTED
             if not file.exists() or file.read_text() != text:
-                file.write_text(text)
+                write_whole(file, text.encode())
 
     def close(self) -> None:
         """Lets others write the run. Folders in which it has written nothing go."""

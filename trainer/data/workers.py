@@ -56,6 +56,13 @@ def start_workers(loader: Callable[..., DataLoader[Any]], refs: Iterator[Any]) -
     return started(start, lambda batches: batches._shutdown_workers())
 
 
+def kill_workers(batches: Any) -> None:
+    """Kill the workers behind `batches`: those whose folder is gone would print tracebacks at their end."""
+    for worker in batches._workers:
+        worker.kill()
+        worker.join()
+
+
 def raise_file_limit() -> None:
     """Let this process and its workers open more files: torch has one open for each tensor that lies ready."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -65,7 +65,6 @@ class Supervisor:
         self.moved = False  # an attempt has made a step, so has left what it did not go on from
         self.started, self.began = time.time(), time.monotonic()  # of the attempt
         self.looked = self.awake = self.began  # when ranks were last looked at; since when this process runs
-        logs.mkdir(parents=True, exist_ok=True)
         self.events = Appended(logs / "events.jsonl")
 
     def run(self) -> int:
@@ -85,6 +84,7 @@ class Supervisor:
     def _attempt(self, attempt: int) -> int | None:
         """Return the run's exit code; None to start it again."""
         memory = os.fdopen(os.memfd_create("run"), "wb", buffering=0)
+        self.logs.mkdir(parents=True, exist_ok=True)
         with temporary_folder() as private, memory:
             self.started, self.began = time.time(), time.monotonic()
             self.looked = self.began
@@ -106,8 +106,8 @@ class Supervisor:
             failure = find_failure(codes, ranks, private, self.logs, self.passed)
             if failure is None:
                 return max(codes.values())
-            beat = read(private / f"heartbeat-{failure.rank}")
-        self.moved |= beat is not None and beat.step > beat.began
+            beat, cleaned = read(private / f"heartbeat-{failure.rank}"), not private.exists()
+        self.moved |= cleaned or (beat is not None and beat.step > beat.began)
         code, decision = (failure.code, "") if self.passed else self.policy.decide(failure, beat)
         odd = find_mismatch(self.logs, self.started)
         self._note(attempt=attempt, rank=failure.rank, step=beat and beat[1], failed=failure.text, odd=odd, code=code)

@@ -25,12 +25,12 @@ class Beat(NamedTuple):
 class Heartbeat:
     """A file with the last `Beat`, for the supervisor that reads it; without a path no file is written.
 
-    A path in a folder that is gone, as of a launcher that has ended, counts as none.
+    A path of an environment that a launcher has left behind may lead nowhere, and counts as none then.
     """
 
     def __init__(self, path: str = "") -> None:
         self.file: int | None = None
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
             self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600) if path else None
         self.began = self.step = -1
         self.ended = threading.Event()

@@ -86,5 +86,4 @@ def checksum(about: Mapping[str, str], rows: NDArray[np.int64]) -> str:
 
 
 def store(shard: Shard, rows: NDArray[np.int64]) -> None:
-    shard.index_path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(shard.index_path, content_of(shard, rows))
