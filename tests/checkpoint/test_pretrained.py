@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -246,3 +247,31 @@ def test_a_file_that_unpacks_to_far_more_is_refused_before_it_is_read(tmp_path: 
         load_weights(torch.nn.Linear(3, 2), str(tmp_path / "bomb.pt"))
     with pytest.raises(ConfigError, match="of another shape"):
         load_weights(torch.nn.Linear(3, 2), str(tmp_path / "plain.pt"))
+
+
+@pytest.mark.parametrize("archive", [True, False], ids=["zip", "older"])
+def test_a_pickle_that_asks_for_memory_is_refused(tmp_path: Path, archive: bool, state: dict[str, Tensor]) -> None:
+    """A few hundred bytes would take a GiB, or any number."""
+    path, asks = tmp_path / "a.pt", b"\x80\x02c__builtin__\nbytearray\n\x8a\x05\x00\x00\x00\x40\x00\x85R."
+    torch.save(state, path, _use_new_zipfile_serialization=archive)
+    if archive:
+        with zipfile.ZipFile(path) as plain:
+            entries = {entry.filename: plain.read(entry) for entry in plain.infolist()}
+        with zipfile.ZipFile(path, "w") as bomb:
+            for name, content in entries.items():
+                bomb.writestr(name, asks if name.endswith("data.pkl") else content)
+    else:
+        path.write_bytes(path.read_bytes().replace(b"}q", asks, 1))
+    with pytest.raises(ConfigError, match=r"a\.pt: asks for a bytearray, which is no weight"):
+        load_weights(nn.Linear(3, 2), str(path))
+
+
+def test_far_more_names_than_the_model_has_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    """A million names took a minute."""
+    entries = (f'"{i}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in range(1_000_000))
+    header = f"{{{','.join(entries)}}}".encode()
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"a\.safetensors: its header has \S+ bytes, and at most 4,196,352 fit"):
+        load_weights(nn.Linear(3, 2), str(tmp_path / "a.safetensors"))
+    assert time.monotonic() - began < 5

@@ -1,8 +1,9 @@
 """Weights alone, for `trainer.init_from`: of a checkpoint, a file of safetensors or torch.save, a Hugging Face folder.
 
-Nothing that a file asks for is run: torch's files are read by its unpickler of tensors and plain values.
+No code that a file names is run: torch's files are read by its unpickler of tensors and plain values.
 """
 
+import mmap
 import re
 import zipfile
 from collections import Counter
@@ -21,14 +22,16 @@ from trainer.log import log
 
 INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 INDEX_BYTES = 64 << 20
-WRAPPINGS = ("state_dict", "model_state_dict", "model")  # what programs call the model's part of what they save
+HEADER_BYTES, NAME_BYTES = 4 << 20, 1 << 10  # of a safetensors file: for metadata, and for each weight of the model
+ALLOCATION = re.compile(rb"c(__builtin__|builtins)\nbytearray\n")  # in a pickle: makes as many bytes as a number says
+WRAPPINGS = ("state_dict", "model_state_dict", "model")  # names that programs give the model's part of a saved object
 
 
 def weights_files(source: str) -> list[Path]:
     """Find the files that `trainer.init_from` means.
 
     Raises:
-        ConfigError: no file, and no folder with one.
+        ConfigError: There is no file, and no folder with one.
     """
     key, path = f"trainer.init_from={source}", Path(source)
     if path.is_file():
@@ -42,7 +45,7 @@ def weights_files(source: str) -> list[Path]:
 
 
 def _shards(folder: Path, index: str, key: str) -> list[Path]:
-    """In the order of their names."""
+    """Return the files that an index names, in the order of their names."""
     try:
         names = sorted(set(strict_json(folder / index, INDEX_BYTES)["weight_map"].values()))
         if wrong := [name for name in names if not FILE.fullmatch(name)]:
@@ -58,7 +61,7 @@ def load_weights(module: nn.Module, source: str) -> None:
     """Load the weights at `trainer.init_from` into the model.
 
     Raises:
-        ConfigError: they can't be read, or are not this model's.
+        ConfigError: The weights can't be read, or are another model's.
     """
     key, files, own = f"trainer.init_from={source}", weights_files(source), list(module.state_dict())
     weights: dict[str, Tensor] = {}
@@ -75,12 +78,11 @@ def load_weights(module: nn.Module, source: str) -> None:
 
 def _read(file: Path, own: list[str]) -> dict[str, Tensor]:
     try:
-        if zipfile.is_zipfile(file):
-            with zipfile.ZipFile(file) as archive:
-                if sum(entry.file_size for entry in archive.infolist()) > file.stat().st_size:
-                    raise ValueError("unpacks to more than it is: torch.save compresses nothing")
-        found = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-        return unwrapped(found, own)
+        if file.suffix == ".safetensors":
+            _refuse_names(file, HEADER_BYTES + NAME_BYTES * len(own))
+            return unwrapped(load_file(file), own)
+        _refuse_bomb(file)
+        return unwrapped(torch.load(file, "cpu", weights_only=True), own)
     except Exception as error:  # of bytes that may be anything
         text = " ".join(str(error).split())
         code = re.search(r"GLOBAL (\S+)", text)  # around which torch says much
@@ -88,11 +90,34 @@ def _read(file: Path, own: list[str]) -> dict[str, Tensor]:
         raise Damaged(f"{file}: {printable(why)}") from None
 
 
+def _refuse_names(file: Path, most: int) -> None:
+    """Refuse a safetensors file with far more names than the model has: a million take a minute to load."""
+    with file.open("rb") as content:
+        if (size := int.from_bytes(content.read(8), "little")) > most:
+            raise ValueError(f"its header has {size:,} bytes, and at most {most:,} fit this model")
+
+
+def _refuse_bomb(file: Path) -> None:
+    """Refuse a file of torch.save that takes far more memory than it has bytes."""
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+            if sum(entry.file_size for entry in entries) > file.stat().st_size:
+                raise ValueError("unpacks to more than it is: torch.save compresses nothing")
+            pickles = [archive.read(entry) for entry in entries if entry.filename.endswith(".pkl")]
+        asks = any(map(ALLOCATION.search, pickles))
+    else:  # torch's older format, pickles and then numbers
+        with file.open("rb") as content, mmap.mmap(content.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+            asks = ALLOCATION.search(mapped) is not None
+    if asks:
+        raise ValueError("asks for a bytearray, which is no weight")
+
+
 def unwrapped(found: Any, own: list[str]) -> dict[str, Tensor]:
-    """Return the weights in a program's saved object, by the model's own names, which are in `own`.
+    """Return the weights in a program's saved object, under the model's names, which are `own`.
 
     Raises:
-        ValueError: none, or something beside them.
+        ValueError: There are none, or something beside them.
     """
     for _ in WRAPPINGS:  # no more: one may hold itself
         inner = [w for w in WRAPPINGS if isinstance(found, Mapping) and isinstance(found.get(w), Mapping)]
@@ -107,7 +132,7 @@ def unwrapped(found: Any, own: list[str]) -> dict[str, Tensor]:
 
 
 def find_prefix(names: list[str], own: set[str]) -> str:
-    """Find what a wrapper has put before the model's names: DDP, torch.compile, an attribute of a LightningModule.
+    """Find the prefix that a wrapper has given the names: DDP, torch.compile, an attribute of a LightningModule.
 
     The prefix is the one that makes most of `names` the model's `own`; empty if two do so alike.
     """
@@ -117,16 +142,19 @@ def find_prefix(names: list[str], own: set[str]) -> str:
 
 
 def endings(name: str) -> list[str]:
-    """`a.b.c` -> `a.b.c`, `b.c`, `c`."""
+    """Split `a.b.c` into `a.b.c`, `b.c`, `c`."""
     parts = name.split(".")
     return [".".join(parts[i:]) for i in range(len(parts))]
 
 
 def put_weights(module: nn.Module, weights: Mapping[str, Tensor], key: str) -> None:
-    """Put the weights into the model; a refused model is as it was.
+    """Put the weights into the model.
+
+    Args:
+        key: The setting that named them.
 
     Raises:
-        ConfigError: they are not this model's; `key` is what named them. The model is as it was.
+        ConfigError: The weights are another model's. The model is as it was.
     """
     own = module.state_dict()
     parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -147,8 +175,10 @@ def put_weights(module: nn.Module, weights: Mapping[str, Tensor], key: str) -> N
 
 
 def form(value: Any) -> str:
-    """Its shape, and what a number of it can't become another's silently: floats of any size are one kind. Empty for a
-    module's extra state, which may be anything."""
+    """Describe the shape, and the kind of number that does not become another silently: all floats are one kind.
+
+    Empty for a module's extra state, which may be anything.
+    """
     if not isinstance(value, Tensor):
         return ""
     kind = "" if value.is_floating_point() else f" {value.dtype}"
