@@ -95,13 +95,14 @@ def test_a_refused_run_leaves_no_folder(run_dir):
 
 
 def test_temporary_files_of_a_killed_process_are_swept():
-    left = Path("runs/r/.0123456789abcdef.tmp")
     make(run_dir="runs/r").fit()
-    left.write_text("half")
-    other = Path("runs/r/.mine.tmp")
-    other.write_text("not ours")
+    Path("runs/r/export").mkdir()
+    left = [Path("runs/r/.0123456789abcdef.tmp"), Path("runs/r/export/.tmpa1B2c3")]
+    others = [Path("runs/r/.mine.tmp"), Path("runs/r/.tmpa1B2c3"), Path("runs/r/export/.tmpmine")]
+    for path in (*left, *others):
+        path.write_text("half")
     make(run_dir="runs/r", resume="auto", max_steps=6).fit()
-    assert not left.exists() and other.exists()
+    assert [path for path in (*left, *others) if path.exists()] == others
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])

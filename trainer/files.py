@@ -5,6 +5,7 @@ import math
 import os
 import re
 import secrets
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -131,11 +132,13 @@ def write_whole(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def sweep_temporary(folder: Path, older_s: float = ABANDONED_S) -> None:
-    """Delete what killed processes have left of `write_whole` in a folder."""
-    for path in folder.glob(".*.tmp"):
+def sweep_temporary(folder: Path, older_s: float = ABANDONED_S, names: re.Pattern[str] = TEMPORARY) -> None:
+    """Delete the temporary files that killed processes have left in a folder, those of `write_whole` for example."""
+    for path in folder.glob(".*"):
         with suppress(OSError):
-            if TEMPORARY.fullmatch(path.name) and time.time() - path.lstat().st_mtime >= older_s:
+            file = path.lstat()
+            left = names.fullmatch(path.name) and stat.S_ISREG(file.st_mode)
+            if left and time.time() - file.st_mtime >= older_s:
                 path.unlink()
 
 

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import re
 import shutil
 import socket
 from contextlib import ExitStack, suppress
@@ -15,6 +16,7 @@ from trainer.files import sweep_temporary, write_whole
 from trainer.log import log
 
 CHECKPOINTED = "checkpointed"  # a file in the folder of a run that has checkpoints; says where
+EXPORTED = re.compile(r"\.tmp[A-Za-z0-9]{6}")  # a file that safetensors was writing
 
 _held: dict[Path, int] = {}  # descriptors: to close any of a file's gives its lock back
 
@@ -35,6 +37,7 @@ class Claim:
             if run_dir is not None:
                 lock(run_dir, "trainer.run_dir")
                 sweep_temporary(run_dir, older_s=0.0)  # no other process writes there
+                sweep_temporary(run_dir / "export", older_s=0.0, names=EXPORTED)
             self.attempt = begin(folder)
             refused.pop_all()
 

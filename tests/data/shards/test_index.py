@@ -315,6 +315,20 @@ def test_a_shard_that_changed_since_is_refused(tmp_path: Path) -> None:
     assert Index.open(paths).fingerprint != first.fingerprint
 
 
+def test_a_killed_process_leaves_nothing_beside_shards(tmp_path: Path) -> None:
+    """The next start deletes a temporary file of an index, once nobody can be writing it. The user's files stay."""
+    shard = write_tar(tmp_path / "a.tar", numbered(3))
+    names = [".0123456789abcdef.tmp", ".fedcba9876543210.tmp", ".0123456789abcdee.tmp", ".mine.tmp", ".tmpa1B2c3"]
+    left, young, folder, *mine = (tmp_path / name for name in names)
+    folder.mkdir()
+    for path in (left, young, *mine):
+        path.write_bytes(b"half")
+    for path in (left, folder, *mine):
+        os.utime(path, (0, 0))
+    Index.open([shard])
+    assert [path for path in (left, young, folder, *mine) if path.exists()] == [young, folder, *mine]
+
+
 def test_an_index_that_is_damaged_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write_tar(tmp_path / "a.tar", numbered(5))
     stored = Path(f"{path}.idx")

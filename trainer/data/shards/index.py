@@ -18,6 +18,7 @@ from trainer.data.remote.shard import Remote, sha256_of
 from trainer.data.shards.index_file import Shard, file_of, indexed, load, places_of, store, stored_at
 from trainer.data.shards.tar import scan
 from trainer.errors import ConfigError, DataError
+from trainer.files import sweep_temporary
 from trainer.log import log
 
 
@@ -70,6 +71,8 @@ class Index:
             finally:
                 pool.shutdown(cancel_futures=True)
         index = cls([shard for shard in shards.values() if shard])
+        for folder in {shard.index_path.parent for shard in index.shards}:
+            sweep_temporary(folder)
         if not sum(index.counts):
             raise DataError(f"{paths[0]}: no samples in {len(paths)} shards; members must be named KEY.EXTENSION")
         return index
