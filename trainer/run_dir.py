@@ -31,7 +31,7 @@ def make_run_dir(plan: "Plan", name: str) -> Path:
     """Make the folder of the run: as given, or of the run that goes on, or a new one `runs/<name>-<time>`.
 
     Raises:
-        ConfigError: it, or the folder of its checkpoints, can't be written, holds another run, or is no run's.
+        ConfigError: The folder, or that of its checkpoints, can't be written, holds another run, or is no run's.
     """
     options, resumed = plan.options, plan.resumed
     root = Path(options.checkpoint.dir)
@@ -69,7 +69,7 @@ def make_run_dir(plan: "Plan", name: str) -> Path:
 
 
 def has_ended(folder: Path) -> bool:
-    """Return whether the run has a summary of its end; one of a crash is none."""
+    """Return whether the run has a summary of its end. A summary of a crash does not count."""
     try:
         return json.loads((folder / "summary.json").read_text()).get("stopped") != "error"
     except FileNotFoundError:
@@ -79,11 +79,12 @@ def has_ended(folder: Path) -> bool:
 
 
 def _run_of(resumed: Path | None, manifest: Mapping[str, Any], root: Path) -> str | None:
-    """Names the folder of the run that a checkpoint is of, if that run's checkpoints are where this one is. The
-    manifest may be a stranger's.
+    """Return the folder of the checkpoint's run, if that run's checkpoints are where this one is.
+
+    The manifest may be a stranger's.
 
     Raises:
-        ConfigError: the folder is outside of the current one, and no run's.
+        ConfigError: The folder is outside of the current one, and no run's.
     """
     if resumed is None:
         return None
@@ -106,13 +107,13 @@ def _run_of(resumed: Path | None, manifest: Mapping[str, Any], root: Path) -> st
 
 
 def is_run(folder: Path) -> bool:
-    """Tells whether a run has been written here."""
+    """Return whether a run has been written here."""
     started = (folder / ".lock").is_file() or (folder / "logs" / "events.jsonl").is_file()
     return started or any((folder / "logs").glob("rank*.log"))
 
 
 def refuse_astray(folder: Path) -> None:
-    """Refuses a folder that is neither new nor a run's, or in which a link would be written through."""
+    """Refuse a folder that is neither new nor a run's, or in which a link would be written through."""
     key = f"trainer.run_dir={folder}"
     if folder.name in ("", ".."):
         raise ConfigError(f"{key}: has no name, which the folder of its checkpoints takes; give runs/NAME")
@@ -144,7 +145,7 @@ def make_writable(key: str, folder: Path) -> None:
     """Make the folder that `key` names.
 
     Raises:
-        ConfigError: it can't be written.
+        ConfigError: The folder can't be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.cli import MAIN, QUICK, popen, run
-from support.faults import RUN, events, free_port, resumed, troubling, wait_for, watched, whole
+from support.faults import RUN, beside, events, free_port, resumed, troubling, wait_for, watched, whole
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainer.checkpoint.manifest import MANIFEST
@@ -132,23 +132,17 @@ STEPS = [*(word for word in RUN if word not in QUICK), "trainer.max_steps=60", "
 
 @contextlib.contextmanager
 def filled(disk: Path) -> Iterator[None]:
-    """Also what others free meanwhile."""
-    over = threading.Event()
+    """Fill the disk, also with what others free meanwhile."""
 
-    def fill() -> None:
+    def fill(over: threading.Event) -> None:
         with open(disk / "ballast", "wb", buffering=0) as ballast:
             while not over.wait(0.01):
                 with contextlib.suppress(OSError):
                     while not over.is_set():
                         ballast.write(b"x" * 4096)
 
-    thread = threading.Thread(target=fill)
-    thread.start()
-    try:
+    with beside(fill):
         yield
-    finally:
-        over.set()
-        thread.join()
 
 
 @needs_mounts

@@ -8,7 +8,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +37,30 @@ def troubling(what: str, attempts: int = 1, rank: int = 1, step: int = 7, where:
 @contextlib.contextmanager
 def watched(cwd: Path) -> Iterator[None]:
     """From when a run in this folder has a valid checkpoint, it has one at every moment."""
-    over, had, lost = threading.Event(), set[Path](), set[Path]()
+    had, lost = set[Path](), set[Path]()
 
-    def look() -> None:
+    def look(over: threading.Event) -> None:
         while not over.wait(0.03):
             valid = {run_dir for run_dir in (cwd / "ckpt").glob("*") if has_valid(run_dir)}
             lost.update(had - valid)
             had.update(valid)
 
-    thread = threading.Thread(target=look)
+    with beside(look):
+        yield
+    assert not lost
+
+
+@contextlib.contextmanager
+def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Run `work` in a thread, until it sees the event."""
+    over = threading.Event()
+    thread = threading.Thread(target=work, args=(over,))
     thread.start()
     try:
         yield
     finally:
         over.set()
         thread.join()
-    assert not lost
 
 
 def has_valid(run_dir: Path) -> bool:

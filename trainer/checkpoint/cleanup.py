@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 def sweep(run_dir: Path, attempt: int) -> None:
-    """Delete the leftovers of attempts up to this one; a later one may still be at work. Trash is nobody's."""
+    """Delete the leftovers of attempts up to this one, and trash; a later attempt may still be at work."""
     put_back(run_dir, attempt)
     for path in (*_left(run_dir, "tmp", attempt), *_left(run_dir, "old", attempt), *run_dir.glob(".trash-*")):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def put_back(run_dir: Path, attempt: float = math.inf) -> None:
-    """Give a checkpoint its name back that a killed process was about to replace."""
+    """Rename a checkpoint back that a killed process was about to replace."""
     for old in _left(run_dir, "old-step", attempt):
         final = old.with_name(old.name.removeprefix(".old-").rpartition("-")[0])
         if not os.path.lexists(final):
@@ -25,7 +25,7 @@ def put_back(run_dir: Path, attempt: float = math.inf) -> None:
 
 
 def move(folder: Path, to: Path) -> None:
-    """Rename a folder; copies it if an overlay's lower layer has it, whose folders can't be renamed."""
+    """Rename a folder. One of an overlay's lower layer can't be renamed, and is copied."""
     try:
         os.rename(folder, to)
     except OSError as error:
@@ -36,7 +36,10 @@ def move(folder: Path, to: Path) -> None:
 
 
 def delete(folder: Path, hidden: Path) -> None:
-    """Delete a folder under a hidden name, so that no reader meets half of it; an overlay's lower layer as it is."""
+    """Delete a folder under a hidden name, so that no reader meets half of it.
+
+    One of an overlay's lower layer can't be renamed, and is deleted under its own.
+    """
     try:
         os.rename(folder, hidden)
     except OSError as error:

@@ -29,8 +29,10 @@ from trainer.checkpoint.manifest import EVERY_S, Entries, seal, sync, write_file
 
 
 def begin(run_dir: Path) -> Attempt:
-    """Make this process the one that writes the run. Delete what earlier processes were writing: one that is stopped
-    in front of its last rename has nothing left to rename."""
+    """Make this process the one that writes the run, and delete what earlier ones were writing.
+
+    An earlier process that is stopped before its last rename has nothing left to rename.
+    """
     make(run_dir)
     attempt = next_attempt(run_dir)
     sweep(run_dir, attempt.number)
@@ -76,7 +78,7 @@ def stage(
 def commit_staged(
     run_dir: Path, step: int, parts: list[Entries], manifest: Mapping[str, Any], attempt: Attempt
 ) -> Path:
-    """Make what the ranks have staged the run's checkpoint at `step`. `parts` has the entries of each rank.
+    """Make the staged files the run's checkpoint at `step`. `parts` has the entries of each rank.
 
     Raises:
         OSError, Superseded: as `commit`; also if this process does not see a rank's file.
@@ -89,15 +91,16 @@ def commit_staged(
 
 
 def discard(run_dir: Path, step: int, attempt: Attempt) -> None:
-    """Delete what ranks have staged."""
+    """Delete the files that ranks have staged."""
     shutil.rmtree(staged(run_dir, step, attempt), ignore_errors=True)
 
 
 def publish(checkpoint: Path, attempt: Attempt) -> None:
-    """Delete what a committed checkpoint has replaced, and leads `last.pt` to it.
+    """Delete the checkpoint that this one has replaced, and point `last.pt` to the new one.
 
     Raises:
-        OSError: the checkpoint is there all the same. Superseded: another process writes the run now.
+        OSError: The disk refuses; the checkpoint is there all the same.
+        Superseded: Another process writes the run now.
     """
     sweep(checkpoint.parent, attempt.number)
     refuse_superseded(checkpoint.parent, attempt)
@@ -113,12 +116,12 @@ def make(path: Path) -> None:
 
 
 def staged(run_dir: Path, step: int, attempt: Attempt) -> Path:
-    """Names the folder in which the checkpoint at `step` is made."""
+    """Return the folder in which the checkpoint at `step` is made."""
     return run_dir / f".tmp-{step:08d}-{attempt.number}"
 
 
 def link_newest(checkpoint: Path) -> None:
-    """Leads `last.pt` to a checkpoint."""
+    """Point `last.pt` to a checkpoint."""
     run_dir, root = checkpoint.parent, checkpoint.parent.parent
     temporary = root / f".{LAST}-{run_dir.name}"
     temporary.unlink(missing_ok=True)

@@ -8,17 +8,20 @@ SECTIONS = ("recipe", "callbacks", "optimizer", "schedule", "nccl")  # of a conf
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Names the settings that only a command knows, as `optimizer.lr`: 0.001. Give it a config without secrets."""
+    """Return the settings that only a command knows, as `optimizer.lr`: 0.001. Give it a config without secrets."""
     return {key: value for section in SECTIONS for key, value in _flat(section, config[section]).items()}
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Make settings JSON, which has no infinity."""
+    """Return settings as JSON, which has no infinity."""
     return json.loads(json.dumps(settings, default=str), parse_constant=str)
 
 
 def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Tells how two manifests differ. A setting that only one of them has counts if both have others of its section."""
+    """Describe how two manifests differ.
+
+    A setting that only one of them has counts if both have others of its section.
+    """
     lines = []
     for name, prefix in (("settings", ""), ("ddp", "trainer.ddp."), ("versions", "")):
         was, now = saved.get(name, {}), own[name]

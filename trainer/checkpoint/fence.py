@@ -28,12 +28,15 @@ class Attempt(NamedTuple):
 
 
 class Superseded(ConfigError):
-    """Another process writes the run now. Not one to start again: it would take the run back."""
+    """Another process writes the run now. Another attempt of this one would take the run back."""
 
 
 def next_attempt(run_dir: Path) -> Attempt:
-    """Write down that this process begins, durably. Call it with the lock held: if two begin at once without one, one
-    of them is refused later. The file is written in place, which takes no room on a full disk."""
+    """Write down durably that this process begins. Call it with the lock held.
+
+    If two processes begin at once without a lock, one of them is refused later. The file is written in place, for
+    which a full disk has room.
+    """
     number = _last(run_dir).number % MOST + 1
     host = re.sub("[^A-Za-z0-9._-]", "-", socket.gethostname()[:100])
     own = Attempt(number, f"attempt {number}, process {os.getpid()} on {host}")
@@ -56,7 +59,7 @@ def next_attempt(run_dir: Path) -> Attempt:
 
 
 def refuse_superseded(run_dir: Path, own: Attempt) -> None:
-    """Refuse to go on if another process writes the run by now.
+    """Refuse to go on if another process writes the run.
 
     Raises:
         Superseded: another attempt has begun since.
@@ -70,7 +73,7 @@ def refuse_superseded(run_dir: Path, own: Attempt) -> None:
 
 
 def see_attempt(run_dir: Path, attempt: Attempt) -> bool:
-    """Tells whether this process sees what another has written down, which a network's disk may show late."""
+    """Return whether this process sees another's attempt, which a network's disk may show late."""
     deadline = time.monotonic() + manifest.VISIBLE_S
     while (seen := _last(run_dir) == attempt) is False and time.monotonic() < deadline:
         time.sleep(manifest.EVERY_S)

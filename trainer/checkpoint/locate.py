@@ -18,7 +18,7 @@ def folder(run_dir: Path, step: int) -> Path:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """All of a run, oldest first, valid or not."""
+    """Return all checkpoints of a run, oldest first, valid or not."""
     put_back(run_dir)
     entries = run_dir.iterdir() if run_dir.is_dir() else []
     return sorted((path for path in entries if STEP.fullmatch(path.name) and path.is_dir()), key=step_of)
@@ -28,7 +28,7 @@ def newest(run_dir: Path) -> Path | None:
     """Find the newest valid checkpoint, or None. Damaged ones above it are set aside, with a warning.
 
     Raises:
-        Damaged: there are checkpoints, and none is valid. They stay where they are.
+        Damaged: There are checkpoints, and none is valid. They stay where they are.
     """
     damaged: dict[Path, Damaged] = {}
     for checkpoint in reversed(checkpoints(run_dir)):
@@ -53,7 +53,9 @@ def resolve(resume: str, root: Path, run_dir: Path | None) -> Path | None:
     `auto` is the newest valid one of `run_dir` or, without that, of the run under `root` that was written last.
 
     Raises:
-        ConfigError: it is no checkpoint. Damaged: it is one that can't be used. OSError: what may pass.
+        ConfigError: The path is no checkpoint.
+        Damaged: The checkpoint can't be used.
+        OSError: The system fails in a way that may pass.
     """
     ways = f"give DIR/{LAST}, a folder step-*, a run's folder, or auto"
     if not _can_be(resume):
@@ -100,7 +102,7 @@ def _last_run(root: Path) -> Path | None:
 
 
 def _way_out(target: Path) -> str:
-    """From a damaged checkpoint: to the newest valid one before it."""
+    """Return the way out of a damaged checkpoint: the newest valid one before it."""
     siblings = checkpoints(target.parent)
     for older in reversed(siblings[: siblings.index(target)] if target in siblings else []):
         with suppress(Damaged):

@@ -22,13 +22,13 @@ _held: dict[Path, int] = {}  # descriptors: to close any of a file's gives its l
 
 
 class Claim:
-    """The right to write a run: its folder of checkpoints, and the run's own folder, which saves elsewhere if any."""
+    """The right to write a run: its folder of checkpoints and, if given, the run's own folder."""
 
     def __init__(self, folder: Path, run_dir: Path | None = None) -> None:
         """Claim the run's folder of checkpoints.
 
         Raises:
-            ConfigError: another process writes this run.
+            ConfigError: Another process writes this run.
         """
         self.folder, self.run_dir = folder, run_dir
         with ExitStack() as refused:
@@ -49,7 +49,7 @@ class Claim:
                 write_whole(file, text.encode())
 
     def close(self) -> None:
-        """Lets others write the run. Folders in which it has written nothing go."""
+        """Let other processes write the run, and delete folders in which this one has written nothing."""
         for folder in filter(None, (self.folder, self.run_dir)):
             if (folder.resolve() / ".lock") in _held:
                 _remove_empty(folder)
@@ -57,14 +57,13 @@ class Claim:
 
 
 def lock(run_dir: Path, key: str = "trainer.checkpoint.dir") -> None:
-    """Claims the run's folder of checkpoints, or that of `key`, for this process, until `unlock` or until it ends,
-    however it does.
+    """Claim the folder that `key` names for this process, until `unlock` or until the process ends.
 
-    A POSIX lock, not flock's: a forked data worker that outlives a killed trainer doesn't keep it. On a file system
-    without locks a warning takes its place.
+    The lock is POSIX's and not flock's: a forked data worker that outlives a killed trainer doesn't keep it. On a file
+    system without locks a warning takes its place.
 
     Raises:
-        ConfigError: another process has it.
+        ConfigError: Another process has claimed it.
     """
     make(run_dir)
     path = run_dir.resolve() / ".lock"

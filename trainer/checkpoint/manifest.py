@@ -38,7 +38,7 @@ DAMAGE = {
 
 
 class Damaged(ConfigError):
-    """A checkpoint that is not what its writer wrote; the message names the file and what differs."""
+    """A checkpoint that its writer has not left so. The message names the file and the difference."""
 
 
 def write_files(folder: Path, files: Mapping[str, memoryview], moved: Callable[[], object]) -> Entries:
@@ -67,7 +67,7 @@ def verify(checkpoint: Path, hashes: bool = True) -> dict[str, Any]:
     A file that can't be read is read again, for a network file system's trouble may pass.
 
     Raises:
-        Damaged: naming the file and what differs.
+        Damaged: A file differs. The message names the file and the difference.
     """
     for pause_s in PAUSES_S:
         try:
@@ -84,7 +84,7 @@ def opened(checkpoint: Path, name: str) -> Iterator[Path]:
     """Open the file, and return a path that leads to it even if another takes its name meanwhile.
 
     Raises:
-        Damaged: it is a link, no plain file, or can't be read.
+        Damaged: The name is a link's or no plain file's, or the file can't be read.
     """
     with ExitStack() as held:
         try:
@@ -164,7 +164,7 @@ def _claim(file: int, size: int) -> None:
 
 
 def _render(manifest: dict[str, Any]) -> bytes:
-    """Strict JSON in one spelling, with its own sha256: reading compares bytes, so no flipped bit passes."""
+    """Return strict JSON in one spelling, with its own sha256: reading compares bytes, so no flipped bit passes."""
     plain = json.dumps(manifest, allow_nan=False, indent=1)
     return json.dumps({**manifest, "sha256": hashlib.sha256(plain.encode()).hexdigest()}, indent=1).encode()
 
@@ -198,7 +198,7 @@ def _opened(folder: Path) -> Iterator[int]:
 
 @contextmanager
 def _open(folder: int, name: str) -> Iterator[BinaryIO]:
-    """Neither follows a link nor waits for the other end of a pipe."""
+    """Open a plain file. A link is not followed, and the other end of a pipe not awaited."""
 
     def opener(path: str, flags: int) -> int:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
@@ -221,8 +221,12 @@ EVERY_S = 0.5
 
 
 def see(checkpoint: Path, sha256: str, hashes: bool) -> tuple[dict[str, Any], str]:
-    """Its manifest; or why it can't be seen, which is told after `VISIBLE_S` only. `sha256` is the manifest's own;
-    with `hashes` those of all files are compared, as rank 0 has done, for another node may read other bits."""
+    """Return the manifest, or why it can't be seen for `VISIBLE_S` seconds.
+
+    Args:
+        sha256: The manifest's own.
+        hashes: Compare those of all files, as rank 0 has done: another node may read other bits.
+    """
     deadline = time.monotonic() + VISIBLE_S
     while True:
         try:

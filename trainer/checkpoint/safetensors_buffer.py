@@ -66,7 +66,7 @@ class Image:
 
 
 def kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, bool]]:
-    """Return all that an image depends on."""
+    """Return the dtype, shape and device of each tensor: tensors of equal kinds fit the same image."""
     return {name: (tensor.dtype, tensor.shape, tensor.is_cuda) for name, tensor in tensors.items()}
 
 

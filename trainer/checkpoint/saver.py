@@ -55,7 +55,7 @@ class Saver:
         """Prepare to write checkpoints into the folder.
 
         Raises:
-            ConfigError: ranks have states of their own, and don't see the same folder.
+            ConfigError: Ranks have states of their own, and don't see the same folder.
         """
         self.folder, self.options, self.ranks, self.heartbeat, self.claim = folder, options, ranks, heartbeat, claim
         self.attempt = claim.attempt if claim else Attempt(0, "")
@@ -77,7 +77,7 @@ class Saver:
             self._refuse_other_disks()
 
     def reserve(self, state: dict[str, Any]) -> None:
-        """Allocates memory for such a state, beside training, unless a checkpoint was asked for already."""
+        """Allocate memory for such a state, beside training, unless a checkpoint was asked for already."""
         if self.asked < 0:
             self.room = self.thread.submit(self.snapshot.reserve, state)
 
@@ -93,12 +93,12 @@ class Saver:
         """Write a checkpoint of this step, unless one was asked for; wait for the last. A collective.
 
         Args:
-            must: Is not left out while another one is written.
+            must: Don't leave it out while another one is written.
             stopped: The last one may fail if there is one before: somebody will start the run again.
             have: There is one of this step that says the same.
 
         Raises:
-            ConfigError: the last one can't be written.
+            ConfigError: The last one can't be written.
         """
         if self.asked != step:
             self.asked = step
@@ -113,10 +113,10 @@ class Saver:
                 raise self._refusal(f"the checkpoint of the last step, {self.step}, failed")
 
     def check(self, ends: bool = False) -> None:
-        """Take what has become of a checkpoint, at a step's end. A collective while ranks write files of their own.
+        """Take the result of a checkpoint, at a step's end. A collective while ranks write files of their own.
 
         Raises:
-            ConfigError: too many checkpoints in a row have failed; not if the run ends, for then the last one decides.
+            ConfigError: Too many checkpoints in a row have failed; not if the run ends, for then the last one decides.
         """
         if self.staging:
             self._ask()
@@ -142,8 +142,10 @@ class Saver:
             self.claim.close()
 
     def _moved(self) -> None:
-        """Beats after each piece that is written while the process ends: who waits for it tells a slow disk from one
-        that hangs. Otherwise training is what has to move."""
+        """Beat after each piece that is written while the process ends: the supervisor tells a slow disk from a hang.
+
+        Before the end, training has to move.
+        """
         if self.closing and self.staging:
             raise OSError(errno.ECANCELED, "the run has ended before all ranks had written their files")
         if self.closing and self.writing is not None:
@@ -159,7 +161,7 @@ class Saver:
             )
 
     def _is_free(self, step: int) -> bool:
-        """Tells whether a checkpoint can be begun, or is worth waiting for."""
+        """Return whether a checkpoint can be begun, or is worth a wait."""
         writing = self.writing is not None and (self.staging or not self.writing.done())
         if writing and self.options.when_busy == "skip":
             log.warning("checkpoint of step %d left out: that of step %d is still being written", step, self.step)
@@ -167,9 +169,11 @@ class Saver:
         return True
 
     def _meet(self, waits: bool, tells: bool) -> bool:
-        """Lets all ranks go on together, once nothing is being written, if rank 0 `waits`. It tells the others again
-        and again, for each of their waits has a limit: a host that is gone is noticed. Returns whether it waits. A
-        collective."""
+        """Return whether rank 0 `waits`, and if so let all ranks go on together once nothing is being written.
+
+        Rank 0 tells the others again and again, for each of their waits has a limit: a lost host is noticed. A
+        collective.
+        """
         began, wanted, busy = time.monotonic(), waits, True
         if self.asking is not None:
             self.asking()  # is answered below
@@ -204,7 +208,7 @@ class Saver:
             self.writing = self.thread.submit(self._commit, step, files)
 
     def _ask(self) -> None:
-        """Learns, beside the next step, how many ranks have written their files."""
+        """Learn, beside the next step, how many ranks have written their files."""
         assert self.writing is not None
         if self.asking is not None and self.asking()[0] == self.ranks.world:
             self.asking = None
@@ -222,7 +226,7 @@ class Saver:
             self.writing = self.thread.submit(self._commit_staged, self.step, parts)
 
     def _settle(self) -> None:
-        """Take what has become of the one that was being written."""
+        """Take the result of the checkpoint that was being written."""
         assert self.writing is not None
         written = self.writing.result()  # raises what is our own mistake
         self.writing = None
@@ -293,6 +297,6 @@ def _told(what: str) -> Iterator[None]:
 
 
 def _lower_priority() -> None:
-    """Leaves the processor to other threads, but for a tenth of it."""
+    """Leave the processor to other threads, but for a tenth of it."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

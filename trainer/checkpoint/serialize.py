@@ -25,11 +25,15 @@ SECTION = re.compile(r"[A-Za-z0-9_-]{1,99}")  # becomes a file name
 def load_state(
     folder: Path, names: Collection[str], wanted: Callable[[str], bool] = lambda section: True
 ) -> dict[str, Any]:
-    """Read the sections that are `wanted`, on the CPU. Tensors stored once come back as one tensor, any kind of dict
-    as a dict. `names` are the files of the manifest; no other file is read.
+    """Read the sections that are `wanted`, on the CPU.
+
+    Tensors stored once come back as one tensor, any kind of dict as a dict.
+
+    Args:
+        names: The files of the manifest; no other file is read.
 
     Raises:
-        Damaged: a file that no `Snapshot` can have made.
+        Damaged: No `Snapshot` can have made a file.
     """
     path = folder / STATE
     try:
@@ -51,12 +55,12 @@ def load_state(
 
 
 def rank_section(rank: int) -> str:
-    """Names the section of what a rank has of its own."""
+    """Return the name of the section that a rank has alone."""
     return f"rank-{rank:05d}"
 
 
 def optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the state of each parameter that `optimizer` trains, by its name in `module`: live, without settings."""
+    """Return the live state of each parameter that `optimizer` trains, by its name in `module`, without settings."""
     return {name: dict(optimizer.state.get(p, {})) for name, (p, _) in _trained(optimizer, module).items()}
 
 
@@ -64,7 +68,7 @@ def load_optimizer_state(optimizer: Optimizer, module: nn.Module, state: Mapping
     """Put a copy of `optimizer_state` back, in its own dtypes; torch would cast to the parameter's.
 
     Raises:
-        ConfigError: the names are not those of the parameters that `optimizer` trains.
+        ConfigError: The names are not those of the parameters that `optimizer` trains.
     """
     trained = _trained(optimizer, module)
     both = {"missing": trained.keys() - state.keys(), "unknown": state.keys() - trained.keys()}
@@ -78,14 +82,14 @@ def load_optimizer_state(optimizer: Optimizer, module: nn.Module, state: Mapping
 
 
 class Pack:
-    """The tensors of one section, by name, as they are met."""
+    """The tensors of one section by name, in the order of `encode`'s calls."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.names: dict[tuple[Any, ...], str] = {}  # by the memory they are
 
     def encode(self, value: Any, path: tuple[str, ...]) -> Any:
-        """`value` as JSON; an object with one key that begins with $ stands for what JSON doesn't have."""
+        """Return `value` as JSON. An object with one key that begins with $ stands for a value that JSON lacks."""
         if isinstance(value, Tensor):
             return {"$tensor": self.add(value, path)}
         if isinstance(value, dict):
@@ -162,7 +166,7 @@ def strict_json(path: Path, most: int) -> Any:
     """Parse JSON strictly.
 
     Raises:
-        ValueError: more than `most` bytes, NaN, a key twice, or no JSON.
+        ValueError: The file has more than `most` bytes, NaN or a key twice, or is no JSON.
     """
     with path.open("rb") as file:
         content = file.read(most + 1)
@@ -183,7 +187,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _trained(optimizer: Optimizer, module: nn.Module) -> dict[str, tuple[nn.Parameter, dict[str, Any]]]:
-    """Each parameter of the optimizer with its group, by its name."""
+    """Return each parameter of the optimizer with its group, by its name."""
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     named = {name: (p, groups[p]) for name, p in module.named_parameters() if p in groups}
     assert len(named) == len(groups), "the optimizer trains parameters that are not the module's"

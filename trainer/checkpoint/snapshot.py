@@ -11,14 +11,14 @@ from trainer.checkpoint.serialize import SECTION, STATE, Pack
 
 
 class Snapshot:
-    """Copies of a state on the host, as the files that they become. Each uses the memory of the one before."""
+    """Copies of a state on the host, as the files of a checkpoint. Each copy uses the memory of the one before."""
 
     def __init__(self) -> None:
         self.images: dict[str, Image] = {}
         self.copied: torch.Event | None = None
 
     def reserve(self, state: Mapping[str, Any]) -> None:
-        """Allocates memory for such a state: a first copy into new memory takes several times as long."""
+        """Allocate memory for such a state: a first copy into new memory takes several times as long."""
         for section, value in state.items():
             packing = Pack()
             packing.encode(value, (section,))
@@ -34,7 +34,7 @@ class Snapshot:
         Tensors that are the same memory are stored once, under the first name. Layout in memory is not kept.
 
         Raises:
-            TypeError: naming the path of a value that is no tensor, str, bool, int, float, None, dict, list or tuple.
+            TypeError: A value is no tensor, str, bool, int, float, None, dict, list or tuple. The message has its path.
         """
         content: dict[str, Any] = {}
         images: dict[str, Image] = {}

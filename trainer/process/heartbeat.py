@@ -73,7 +73,13 @@ class Heartbeat:
         self.file = None
 
     def beat(self, step: int | None = None, patience_s: float = 0.0, busy: bool = False) -> None:
-        """Tell that the rank moves. `step`: done now. `patience_s`: what begins now may take so much longer."""
+        """Note that the rank moves.
+
+        Args:
+            step: The step that is done now.
+            patience_s: Extra seconds allowed for the work that begins now.
+            busy: The rank completes a checkpoint before it ends.
+        """
         if step is None and self.began < 0:
             return
         if step is not None:
