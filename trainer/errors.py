@@ -4,6 +4,7 @@ import difflib
 import errno
 import os
 import re
+import resource
 import traceback
 from collections.abc import Collection, Iterable
 
@@ -16,6 +17,7 @@ GAVE_UP = 76  # the same failure came at the same step again and again
 CONFIG = 78  # sysexits' EX_CONFIG
 HUNG = 124  # no rank moved for too long (as of `timeout`)
 
+NO_MORE = ("can't start new thread", "Resource temporarily unavailable")  # Python's and gloo's words for a failed fork
 FINAL = (NUMERICS, DATA, CONFIG)  # another attempt would meet the same error
 
 
@@ -54,7 +56,21 @@ def message(error: BaseException) -> str:
         file = printable(str(error.filename or "a file of the run, or of /dev/shm, which data workers need"))
         way_out = "make room, then trainer.resume=auto goes on from the last checkpoint"
         return f"echelon: {file}: {error.strerror}; {way_out}"
+    if limit := exhausted(error):
+        return f"echelon: {limit}"
     return trace
+
+
+def exhausted(error: BaseException) -> str:
+    """Return the limit of this process that an error has met, with the way out; empty for any other error."""
+    text, way_out = str(error), "raise it, or give fewer data.workers or trainer.devices"
+    if (isinstance(error, OSError) and error.errno == errno.EMFILE) or text.startswith("Too many open files"):
+        return f"ulimit -n={resource.getrlimit(resource.RLIMIT_NOFILE)[0]}: too few files may be open; {way_out}"
+    if isinstance(error, BlockingIOError) or text in NO_MORE:  # of a fork
+        most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+        limit = f"ulimit -u={most}" if most != resource.RLIM_INFINITY else "pids.max of the control group"
+        return f"{limit}: too few processes and threads may run; {way_out}"
+    return ""
 
 
 def fold(text: str) -> str:

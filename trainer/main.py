@@ -10,7 +10,7 @@ import trainer
 from trainer.config.compose import CONF, TYPED, choices, compose, config_dirs, kept_by_recipe
 from trainer.errors import STOPPED, ConfigError
 from trainer.log import log, log_to_terminal
-from trainer.process.environment import detect, raise_file_limit, refuse_nodes
+from trainer.process.environment import avoid_foreign_cache, detect, raise_file_limit, refuse_nodes
 from trainer.process.exit import die_with_parent, exit_process, run_guarded
 from trainer.process.signals import StartupSignals
 from trainer.process.stdio import open_standard_descriptors, tolerate_closed_pipes
@@ -103,6 +103,7 @@ def run(config: dict[str, Any], recipe: str, argv: list[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Read at the first cuBLAS call. `trainer.deterministic` needs this workspace; 32 MiB is Hopper's default.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    avoid_foreign_cache(os.environ)
     from trainer.launch.launcher import start
 
     with applied(build_options(NCCLOptions, config["nccl"]), os.environ):

@@ -1,12 +1,15 @@
 """Launchers that set PMI's variables, and variables that are no numbers."""
 
+import getpass
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from trainer.errors import ConfigError
-from trainer.process.environment import Place, detect
+from trainer.process.environment import Place, avoid_foreign_cache, detect
 
 MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 
@@ -49,3 +52,38 @@ def test_a_loopback_that_is_down_is_one_line():
     if "unshare failed" in down.stderr or "Operation not permitted" in down.stderr:
         pytest.skip("no network namespace of our own")
     assert down.returncode == 78 and down.stderr.count("\n") == 1 and "ip link set lo up" in down.stderr
+
+
+def foreign(path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("not root: no folder of another user")
+    path.mkdir()
+    os.chown(path, 54322, 54322)
+
+
+CACHED = """
+import os
+from trainer.process.environment import avoid_foreign_cache
+avoid_foreign_cache(os.environ)
+import torch._dynamo
+print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+"""
+
+
+@pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("nowhere"), foreign])
+def test_a_foreign_file_in_place_of_the_cache_of_compiled_code_is_passed_over(tmp_path: Path, make):
+    """In /tmp any user may take the name. The folder in its place goes with the process."""
+    make(tmp_path / f"torchinductor_{getpass.getuser()}")
+    env = {key: value for key, value in os.environ.items() if key != "TORCHINDUCTOR_CACHE_DIR"}
+    words, env = [sys.executable, "-c", CACHED], env | {"TMPDIR": str(tmp_path)}
+    result = subprocess.run(words, env=env, capture_output=True, text=True)
+    assert result.stdout.startswith(f"{tmp_path}/echelon-inductor-"), result.stderr
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_usual_cache_of_compiled_code_stays(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    avoid_foreign_cache(env := {})
+    (tmp_path / f"torchinductor_{getpass.getuser()}").mkdir()
+    avoid_foreign_cache(env)
+    assert env == {}

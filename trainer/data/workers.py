@@ -2,19 +2,27 @@
 
 import itertools
 import multiprocessing
+import os
 import resource
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.resource_sharer import DupFd
 from typing import Any, TypeVar
 
+import torch
 from torch.utils.data import DataLoader
 
+from trainer.errors import ConfigError, exhausted
 from trainer.log import log
 from trainer.process.signals import ignore_stop_signals
 
 START_S = 30.0  # until processes that were forked run Python code
 FILES = 1 << 16  # that may be open, where the system's hard limit allows it
+FREE = 16  # descriptors that a worker needs: for tensors that the rank has not fetched yet
 FORK = multiprocessing.get_context("fork")  # they have what the rank has, whatever a library has set
 
 T = TypeVar("T")
@@ -31,6 +39,10 @@ def started(start: Callable[[Connection], T], end: Callable[[T], Any]) -> T:
         made = start(given)
         given.close()
         if ready.poll(START_S):  # at its end: all have closed theirs, or died
+            with suppress(EOFError):
+                limit = ready.recv()
+                end(made)
+                raise ConfigError(f"data.workers: {limit}")
             return made
         log.warning("data workers did not start in %g s, as beside threads a fork may fail; starting again", START_S)
         end(made)
@@ -41,6 +53,19 @@ def begin(given: Connection, _: int = 0) -> None:
     given.close()
 
 
+def begin_worker(given: Connection, _: int = 0) -> None:
+    """Begin, unless a limit leaves the worker too little: the rank would wait for its batches."""
+    try:
+        for descriptor in [os.dup(0) for _ in range(FREE)]:
+            os.close(descriptor)
+        DupFd(0)  # starts the thread that hands out the descriptors of tensors
+        threading.Thread(target=time.sleep, args=(1.0,), daemon=True).start()  # in place of the one that sends batches
+    except (OSError, RuntimeError) as error:
+        given.send(exhausted(error) or str(error))
+        time.sleep(START_S)  # until the rank kills this process
+    begin(given)
+
+
 def start_workers(loader: Callable[..., DataLoader[Any]], refs: Iterator[Any]) -> Iterator[Any]:
     """Return a DataLoader's batches, once all of its workers run."""
     raise_file_limit()
@@ -48,19 +73,30 @@ def start_workers(loader: Callable[..., DataLoader[Any]], refs: Iterator[Any]) -
     def start(given: Connection) -> Any:
         nonlocal refs
         refs, ahead = itertools.tee(refs)  # some of which the workers are given at once
-        batches: Any = iter(loader(sampler=ahead, multiprocessing_context=FORK, worker_init_fn=partial(begin, given)))
+        before = set(multiprocessing.active_children())
+        first = partial(begin_worker, given)
+        try:
+            batches: Any = iter(loader(sampler=ahead, multiprocessing_context=FORK, worker_init_fn=first))
+        except BaseException:
+            for worker in set(multiprocessing.active_children()) - before:
+                with suppress(RuntimeError):  # torch raises when one is killed
+                    worker.kill()  # at exit it would be awaited: it does not heed SIGTERM
+                    worker.join()
+            raise
         for worker in batches._workers:
-            worker._popen.terminate = worker._popen.kill  # for torch, and at exit: it does not heed SIGTERM
+            worker._popen.terminate = worker._popen.kill  # for torch, and at exit
         return batches
 
-    return started(start, lambda batches: batches._shutdown_workers())
+    return started(start, kill_workers)
 
 
 def kill_workers(batches: Any) -> None:
-    """Kill the workers behind `batches`: those whose folder is gone would print tracebacks at their end."""
+    """Kill the workers behind `batches`: at an orderly end, those that lack files or threads print tracebacks."""
+    torch._C._remove_worker_pids(id(batches))  # pyright: ignore[reportAttributeAccessIssue] torch would raise for them
+    batches._worker_pids_set = False
     for worker in batches._workers:
         worker.kill()
-        worker.join()
+    batches._shutdown_workers()
 
 
 def raise_file_limit() -> None:

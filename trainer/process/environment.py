@@ -1,9 +1,13 @@
 """The launcher that started this process, by its variables: torchrun, mpirun, srun, our supervisor, or none."""
 
+import atexit
 import contextlib
+import getpass
 import os
 import resource
+import shutil
 import socket
+import tempfile
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
@@ -189,6 +193,19 @@ def raise_file_limit() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def avoid_foreign_cache(env: MutableMapping[str, str]) -> None:
+    """Give torch a new folder for compiled code if a file of another user has the name of the usual one in TMPDIR.
+
+    torch._dynamo makes that folder as it loads, and later runs code from it.
+    """
+    with contextlib.suppress(OSError, KeyError):  # this user has no name, or nobody has taken that of the folder
+        usual = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+        own = os.lstat(usual).st_uid == os.geteuid() and os.path.isdir(usual)
+        if not own and "TORCHINDUCTOR_CACHE_DIR" not in env:
+            env["TORCHINDUCTOR_CACHE_DIR"] = folder = tempfile.mkdtemp(prefix="echelon-inductor-")
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def cores() -> int:
