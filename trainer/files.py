@@ -118,7 +118,7 @@ class Appended:
 def write_whole(path: Path, content: bytes) -> None:
     """Replace a file, in a folder that is made if it is missing. The bytes are on the disk when this returns.
 
-    Of two writers at once, one has its way. An error leaves the older file.
+    If two write at once, one has its way. An error leaves the older file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")

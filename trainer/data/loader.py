@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import tempfile
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
@@ -20,7 +19,7 @@ from trainer.data.remote.prefetch import Needs, fetching, of_training, of_valida
 from trainer.data.sampling.mixture import Mixture
 from trainer.data.sampling.order import Order, Ref, near_equal, walk
 from trainer.data.source import SampleFault, Samples
-from trainer.data.workers import kill_workers, start_workers
+from trainer.data.workers import lost_batches, start_workers
 from trainer.errors import EXIT_CODES, ConfigError, UnavailableError
 from trainer.log import log
 from trainer.rng import ITERABLE, mix
@@ -195,21 +194,10 @@ class Loader:
                     del fetched, batch  # the consumer alone keeps it
                     yield micro
                     del micro
-        except FileNotFoundError as error:
-            if error.filename is not None or not workers:  # else of a worker's socket
-                raise
-            kill_workers(batches)
-            raise UnavailableError(
-                f"TMPDIR={tempfile.gettempdir()}: a data worker's folder was removed from it; let cleaners spare "
-                "pymp-*, then trainer.resume=auto goes on from the last checkpoint"
-            ) from None
-        except RuntimeError as error:
-            if "DataLoader timed out" not in str(error):
-                raise
-            raise UnavailableError(
-                f"trainer.timeout_s={timeout_s:g}: a data worker gave no batch in this time; a file or the recipe's "
-                "data or transform hangs: mend it, or give it longer"
-            ) from None
+        except (FileNotFoundError, RuntimeError) as error:
+            if why := lost_batches(error, batches, timeout_s):
+                raise UnavailableError(why) from None
+            raise
 
 
 class Fetch:

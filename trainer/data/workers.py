@@ -4,6 +4,7 @@ import itertools
 import multiprocessing
 import os
 import resource
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -97,6 +98,22 @@ def kill_workers(batches: Any) -> None:
     for worker in batches._workers:
         worker.kill()
     batches._shutdown_workers()
+
+
+def lost_batches(error: Exception, batches: Any, timeout_s: float) -> str:
+    """Return why the workers give no more batches, with the way out; empty for any other error."""
+    if isinstance(error, FileNotFoundError) and error.filename is None and hasattr(batches, "_workers"):  # a socket
+        kill_workers(batches)
+        return (
+            f"TMPDIR={tempfile.gettempdir()}: a data worker's folder was removed from it; let cleaners spare pymp-*, "
+            "then trainer.resume=auto goes on from the last checkpoint"
+        )
+    if "DataLoader timed out" in str(error):
+        return (
+            f"trainer.timeout_s={timeout_s:g}: a data worker gave no batch in this time; a file or the recipe's "
+            "data or transform hangs: mend it, or give it longer"
+        )
+    return ""
 
 
 def raise_file_limit() -> None:
