@@ -44,7 +44,7 @@ def test_a_run_folder_that_is_removed_begins_anew(golden, tmp_path):
 def test_a_single_process_whose_workers_lose_their_folder_ends_with_one_line(tmp_path):
     result = run_and_remove(empty_tmpdir, tmp_path, "trainer.devices=1")
     assert result.code == 69
-    said = f"echelon: TMPDIR={os.environ['TMPDIR']}: a data worker's folder was removed from it; let cleaners spare"
+    said = f"echelon: TMPDIR={os.environ['TMPDIR']}: a data worker's folder was removed; let cleaners spare echelon-*"
     assert result.err.startswith(said) and result.err.count("\n") == 1
     nobody_left(tmp_path)
 

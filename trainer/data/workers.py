@@ -105,7 +105,7 @@ def lost_batches(error: Exception, batches: Any, timeout_s: float) -> str:
     if isinstance(error, FileNotFoundError) and error.filename is None and hasattr(batches, "_workers"):  # a socket
         kill_workers(batches)
         return (
-            f"TMPDIR={tempfile.gettempdir()}: a data worker's folder was removed from it; let cleaners spare pymp-*, "
+            f"TMPDIR={tempfile.gettempdir()}: a data worker's folder was removed; let cleaners spare echelon-*, "
             "then trainer.resume=auto goes on from the last checkpoint"
         )
     if "DataLoader timed out" in str(error):
