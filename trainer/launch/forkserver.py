@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import traceback
+from pathlib import Path
 
 from trainer.process.exit import die_with_parent, exit_process, run_guarded
 from trainer.process.signals import STOP, StartupSignals
