@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -121,9 +121,9 @@ class Ranks:
         """Return rank 0's JSON value on all ranks, however long it takes."""
         return self.each(value if self.rank == 0 else None)[0]
 
-    def share_buffers(self, module: nn.Module) -> None:
-        """Copy rank 0's buffers to all ranks, as DDP does before a forward pass in training."""
-        buffers = list(module.buffers())
+    def share_buffers(self, module: nn.Module, but: Container[str] = ()) -> None:
+        """Copy rank 0's buffers, `but` those of these names, to all ranks, as DDP does before a forward pass."""
+        buffers = [buffer for name, buffer in module.named_buffers() if name not in but]
         if self.world > 1 and buffers:
             assert dist.group.WORLD is not None
             dist._broadcast_coalesced(dist.group.WORLD, buffers, 250 << 20, 0)

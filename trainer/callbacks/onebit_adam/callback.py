@@ -70,7 +70,7 @@ class OneBitAdam(Callback):
         if trainer.step == self.warmup_steps:
             self._freeze(trainer, 0)
         if self.frozen:
-            trainer.ranks.share_buffers(trainer.module)  # as DDP does
+            trainer.ranks.share_buffers(trainer.module, trainer.strategy.constant_buffers)  # as DDP does
 
     def _freeze(self, trainer, frozen_step: int) -> None:
         """From here on, the model is called without DDP around it, so backward reduces nothing."""

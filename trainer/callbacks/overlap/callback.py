@@ -82,7 +82,7 @@ class Overlap(Callback):
     def _share_buffers(self, module: nn.Module) -> None:
         """As DDP does, before the first forward pass of a step."""
         if module.training and self.fresh:
-            self.trainer.ranks.share_buffers(module)
+            self.trainer.ranks.share_buffers(module, self.trainer.strategy.constant_buffers)
             self.fresh = False
 
     def on_flush(self, trainer) -> None:
