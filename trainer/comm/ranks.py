@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.comm.device import pick_backend, pick_device
+from trainer.comm import nccl
+from trainer.comm.device import count_gpus, pick_backend, pick_device
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
 
@@ -39,6 +40,8 @@ class Ranks:
             return
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(COLLECTIVES))
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        if self.backend == "nccl" and (name := nccl.interface(os.environ)):  # clusters may set NCCL's alone
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         dist.init_process_group(
             self.backend,
             store=dist.FileStore(place.store, self.world) if place.store else None,
@@ -52,6 +55,11 @@ class Ranks:
         self.patient = self.new_group("gloo", timedelta(days=30))
         if self.world > RING:
             self.agree_thread, self.agree_group = ThreadPoolExecutor(1, "agree"), self.new_group("gloo")
+
+    def gpus_hidden(self) -> bool:
+        """Tell whether srun shows each task its own GPU alone, though NCCL connects several on this node."""
+        several = self.backend == "nccl" and self.place.launcher == "srun" and self.place.local_world > 1
+        return several and count_gpus("cuda") == 1
 
     def new_group(self, backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
         """Make a group: every thread or stream that communicates owns one. A collective."""
