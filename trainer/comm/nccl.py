@@ -34,7 +34,7 @@ VARIABLES = {
 
 @dataclass(frozen=True)
 class NCCLOptions:
-    """None leaves the choice to NCCL.
+    """Settings of NCCL. None leaves the choice to NCCL.
 
     Variables and values are those of "Environment Variables" in the user guide of NCCL 2.30
     (docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html; its source is docs/userguide/source/env.rst).

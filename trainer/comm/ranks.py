@@ -139,7 +139,7 @@ class Ranks:
     def note_failure(self, kind: type[BaseException] | None, logs: Path) -> None:
         """Write the last collectives of this rank into the folder `logs` if one may have failed.
 
-        torch's flight recorder has them. If ranks have gone apart, one rank's last is not that of the others.
+        torch's flight recorder keeps collectives. If ranks have gone apart, the last one of some rank differs.
         """
         if self.world > 1 and kind and issubclass(kind, RuntimeError):
             with suppress(OSError, ValueError, KeyError):  # it would hide what has failed

@@ -63,7 +63,7 @@ class DDP:
     def unwrap(self) -> None:
         wrapped, self.model = weakref.ref(self.model), self.module
         if wrapped() not in (None, self.module):
-            gc.collect()  # DDP is in a reference cycle: until it is collected, its buckets hold memory for all gradients
+            gc.collect()  # in a reference cycle: until it is collected, its buckets hold memory for all gradients
 
     def sync_gradients(self, on: bool) -> None:
         if on != self.syncing:
