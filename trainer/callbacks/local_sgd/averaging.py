@@ -20,7 +20,7 @@ from trainer.errors import ConfigError, require, require_one_of
 class OuterOptimizer:
     """The outer SGD with Nesterov's momentum, which moves the common weights by a pseudo-gradient.
 
-    A rate of 1 and a momentum of 0 give the average. `mix` is the share of a rank's own weights after a meeting.
+    A rate of 1 and a momentum of 0 give the average. `mix` is a rank's own share in the weights it takes.
     """
 
     lr: float
