@@ -3,7 +3,8 @@
     python scripts/bench_overhead.py [--quick] [--json FILE]      # pip install -e '.[peers]' adds the other trainers
 
 A time is the median over rounds. The bare loop is there twice; a ratio is the median of the ratios, within each round,
-to the mean of the two. How far these two are from 1.00 is how far the others may be off.
+to the mean of the two. How far these two are from 1.00 is how far the others may be off. All run on a GPU if there is
+one, and two ranks on two.
 """
 
 import multiprocessing
@@ -14,10 +15,12 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import overhead_loops as loops
+import torch
 from bench_report import Goal, Row, at_most, installed, machine, parser, report
 from overhead_loops import MLP, TRANSFORMER
 from overhead_turns import Train, Turns, measure
@@ -61,6 +64,10 @@ def table(part: str, runs: dict[str, Turns], base: str, does: dict[str, str]) ->
     ]
 
 
+def device(rank: int = 0, ranks: int = 1) -> torch.device:
+    return torch.device("cuda", rank) if torch.cuda.device_count() >= ranks else torch.device("cpu")
+
+
 def median_ratio(own: list[float], others: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(own, others, strict=True))
 
@@ -69,8 +76,9 @@ def one_process(rounds: int) -> list[Row]:
     here = {name: loop for name, loop in LOOPS.items() if all(map(installed, loop[1]))}
     for name in LOOPS.keys() - here.keys():
         print(f"{name}: not measured, needs {' and '.join(LOOPS[name][1])} (extra [peers])\n")
-    runs = measure({name: train for name, (train, _, _) in here.items()}, MLP, rounds, warm=50)
-    part = f"MLP 64-64-10, batch 32, SGD, one process, one thread; {rounds} rounds of 50 steps"
+    task = replace(MLP, device=device())
+    runs = measure({name: train for name, (train, _, _) in here.items()}, task, rounds, warm=50)
+    part = f"MLP 64-64-10, batch 32, SGD, one process, one thread, {task.device}; {rounds} rounds of 50 steps"
     return table(part, runs, "bare loop", {name: does for name, (_, _, does) in here.items()})
 
 
@@ -91,8 +99,10 @@ def one_of_two(rank: int, folder: str, rounds: int) -> list[Row]:
         "bare DDP, again": loops.bare_ddp,
         "bare DDP": loops.bare_ddp,
     }
-    runs = measure(trains, TRANSFORMER, rounds, warm=10)
-    part = f"transformer, AdamW, two gloo ranks of one thread; {rounds} rounds of 40 steps"
+    task = replace(TRANSFORMER, device=device(rank, 2))
+    runs = measure(trains, task, rounds, warm=10)
+    backend = "nccl" if task.device.type == "cuda" else "gloo"
+    part = f"transformer, AdamW, two {backend} ranks of one thread; {rounds} rounds of 40 steps"
     does = dict.fromkeys(trains, "keeps the loss") | {"Echelon": "keeps loss and gradient norm"}
     return table(part, runs, "bare DDP", does)[::-1]
 
@@ -112,17 +122,19 @@ import os, time, torch
 from toy_recipe import Toy
 from torch.utils.data import default_collate
 
-recipe = Toy()
-model, data = recipe.model(), recipe.data("train")
+recipe, device = Toy(), "cuda" if torch.cuda.is_available() else "cpu"
+model, data = recipe.model().to(device), recipe.data("train")
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-recipe.loss(model, default_collate([data[i] for i in range(12)])).backward()
+batch = default_collate([data[i] for i in range(12)])
+recipe.loss(model, {key: value.to(device) for key, value in batch.items()}).backward()
 optimizer.step()
 optimizer.zero_grad()
 os.write(2, str(time.monotonic()).encode())
 os._exit(0)
 """
-ECHELON = ["-m", "trainer.main", "--config-dir", str(TOY / "conf"), "recipe=toy", "trainer.accelerator=cpu"]
+ECHELON = ["-m", "trainer.main", "--config-dir", str(TOY / "conf"), "recipe=toy", "trainer.devices=1"]
 ECHELON += [
+    "trainer.precision=fp32",
     "trainer.log_every_steps=50",
     "+callbacks.clock._target_=clock.Clock",
     "trainer.allow_targets=[toy_recipe,clock]",
@@ -170,7 +182,7 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--rounds", type=int, help="of each part, whatever --quick says")
     args = options.parse_args()
-    about = machine(PACKAGES)
+    about = machine(PACKAGES) | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
     print(*(f"{key} {value}" for key, value in about.items()), sep=", ", end="\n\n")
     loop = one_process(args.rounds or (15 if args.quick else 100))
     ddp = two_ranks(args.rounds or (5 if args.quick else 50))

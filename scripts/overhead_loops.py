@@ -26,24 +26,31 @@ from trainer.optim.groups import Groups, parameter_groups
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-LOG_EVERY = 50
+CPU, LOG_EVERY = torch.device("cpu"), 50
 ALONE = Place()
 Batches = Iterable[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Task:
-    """Cross-entropy of `model`'s output against whole numbers."""
+    """Cross-entropy of `model`'s output against whole numbers, on `device`. Batches come on the host."""
 
     model: Callable[[], nn.Module]
     batch: Callable[[], tuple[Tensor, Tensor]]
     samples: int  # in a batch
     optimizer: Callable[[Groups], Optimizer]
+    device: torch.device = CPU
 
     def build(self) -> tuple[nn.Module, Optimizer]:
         torch.manual_seed(0)
-        model = self.model()
+        model = self.model().to(self.device)
         return model, self.optimizer(parameter_groups(model))
+
+    def upload(self, batches: Batches) -> Batches:
+        """Return the batches on the device, for a loop that copies them itself."""
+        if self.device.type == "cpu":
+            return batches
+        return ((x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)) for x, y in batches)
 
 
 MLP = Task(
@@ -68,18 +75,18 @@ TRANSFORMER = Task(
 
 def bare(task: Task, batches: Batches, steps: int, folder: Path) -> None:
     model, optimizer = task.build()
-    train(model, optimizer, batches)
+    train(model, optimizer, task.upload(batches))
 
 
 def bare_in_one_group(task: Task, batches: Batches, steps: int, folder: Path) -> None:
     model, _ = task.build()
-    train(model, task.optimizer([{"params": list(model.parameters())}]), batches)
+    train(model, task.optimizer([{"params": list(model.parameters())}]), task.upload(batches))
 
 
 def bare_ddp(task: Task, batches: Batches, steps: int, folder: Path) -> None:
     """In the process group that is there."""
     model, optimizer = task.build()
-    train(DistributedDataParallel(model), optimizer, batches)
+    train(DistributedDataParallel(model), optimizer, task.upload(batches))
 
 
 def train(model: nn.Module, optimizer: Optimizer, batches: Batches) -> None:
@@ -118,7 +125,8 @@ def echelon(
 ) -> None:
     options = Options(
         max_steps=steps,
-        accelerator="cpu",
+        accelerator="cuda" if task.device.type == "cuda" else "cpu",
+        precision="fp32",
         log_every_steps=LOG_EVERY,
         run_dir=str(folder / "run"),
         timeout_s=60,
@@ -138,9 +146,9 @@ def fabric(task: Task, batches: Batches, steps: int, folder: Path) -> None:
     from lightning.fabric import Fabric
     from lightning.fabric.loggers import CSVLogger
 
-    fabric = Fabric(accelerator="cpu", devices=1, loggers=CSVLogger(folder))
+    fabric = Fabric(accelerator=task.device.type, devices=1, loggers=CSVLogger(folder))
     model, optimizer = fabric.setup(*task.build())
-    for step, (x, y) in enumerate(batches, start=1):
+    for step, (x, y) in enumerate(task.upload(batches), start=1):
         loss = cross_entropy(model(x), y)
         fabric.backward(loss)
         optimizer.step()
@@ -168,16 +176,16 @@ def ignite(task: Task, batches: Batches, steps: int, folder: Path) -> None:
 
     engine = Engine(update)
     engine.add_event_handler(Events.ITERATION_COMPLETED(every=LOG_EVERY), log)
-    engine.run(batches, max_epochs=1, epoch_length=steps)
+    engine.run(task.upload(batches), max_epochs=1, epoch_length=steps)
 
 
 def accelerate(task: Task, batches: Batches, steps: int, folder: Path) -> None:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=task.device.type == "cpu")
     model, optimizer = accelerator.prepare(*task.build())
     losses = []
-    for step, (x, y) in enumerate(batches, start=1):
+    for step, (x, y) in enumerate(task.upload(batches), start=1):
         loss = cross_entropy(model(x), y)
         accelerator.backward(loss)
         optimizer.step()
@@ -204,7 +212,8 @@ def hugging_face(task: Task, batches: Batches, steps: int, folder: Path) -> None
     net, optimizer = task.build()
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     arguments = transformers.TrainingArguments(
-        str(folder), max_steps=steps, logging_steps=LOG_EVERY, max_grad_norm=0.0, use_cpu=True,
+        str(folder), max_steps=steps, logging_steps=LOG_EVERY, max_grad_norm=0.0,
+        use_cpu=task.device.type == "cpu",
         save_strategy="no", report_to="none", disable_tqdm=True,
     )  # fmt: skip
     Trainer(WithLoss(), arguments, optimizers=(optimizer, constant)).train()
@@ -239,6 +248,6 @@ def lightning(task: Task, batches: Batches, steps: int, folder: Path) -> None:
             return self.optimizer
 
     lightning.Trainer(
-        accelerator="cpu", devices=1, max_steps=steps, log_every_n_steps=LOG_EVERY, logger=CSVLogger(folder),
+        accelerator=task.device.type, devices=1, max_steps=steps, log_every_n_steps=LOG_EVERY, logger=CSVLogger(folder),
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     ).fit(Module(), batches)  # fmt: skip

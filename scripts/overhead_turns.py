@@ -18,6 +18,8 @@ import torch
 from overhead_loops import LOG_EVERY, Task
 from torch import Tensor
 
+from trainer.parallel.warmup import wait
+
 Train = Callable[..., None]
 
 
@@ -29,7 +31,9 @@ class Turns(threading.Thread):
     def __init__(self, train: Train, task: Task, rounds: int, warm: int, folder: Path) -> None:
         super().__init__(daemon=True)
         torch.manual_seed(0)
-        self.pool = [task.batch() for _ in range(64)]
+        pin = task.device.type == "cuda"
+        self.pool = [(x.pin_memory(), y.pin_memory()) if pin else (x, y) for x, y in (task.batch() for _ in range(64))]
+        self.device = task.device
         self.rounds, self.warm, self.timed = rounds, warm, LOG_EVERY - warm % LOG_EVERY
         self.train = partial(train, task, self, rounds * (self.warm + self.timed) + 1, folder)
         self.wall_us: list[float] = []  # of a step, one value a round
@@ -41,7 +45,9 @@ class Turns(threading.Thread):
 
     def run(self) -> None:
         self.go.acquire()
-        torch.set_num_threads(1)  # holds for the thread that says it
+        torch.set_num_threads(1)  # holds for the thread that says it, as does the device
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         try:
             self.train()
         except Exception as error:
@@ -58,10 +64,12 @@ class Turns(threading.Thread):
         for _ in range(self.rounds):
             self._wait()
             yield from self._batches(self.warm)
+            wait(self.device)
             wall, cpu = time.perf_counter(), time.thread_time()
             yield from self._batches(self.timed)
-            self.wall_us.append((time.perf_counter() - wall) / self.timed * 1e6)
             self.cpu_us.append((time.thread_time() - cpu) / self.timed * 1e6)
+            wait(self.device)  # for what is enqueued; a thread that waits spins
+            self.wall_us.append((time.perf_counter() - wall) / self.timed * 1e6)
         self._wait()
         yield from self._batches(4)  # the last step, and what a loop takes ahead
 

@@ -146,5 +146,10 @@ def describe(trainer: Trainer, nccl: NCCLOptions) -> None:
     log.info("optimizer %s, lr %g, weight decay %g", optimizer, trainer.peak_lr[0], group.get("weight_decay", 0.0))
     order = ", ".join(f"{name} ({callback.role.name})" for name, callback in trainer.callbacks.items())
     log.info("callbacks, in order: %s", order or "none")
+    if trainer.ranks.gpus_hidden():
+        log.warning(
+            "srun --gpus-per-task=1: each rank sees its own GPU alone, so NCCL may copy through the host "
+            "(NVIDIA/nccl#1066); use --gpus-per-node"
+        )
     if words := in_words(nccl, trainer.ranks.backend, trainer.world, os.environ):
         log.info("%s", words)

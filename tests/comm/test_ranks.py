@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -155,6 +156,38 @@ def test_nccl_is_bound_to_the_device_of_the_rank(device, bound, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     Ranks(Place(5, 8, 1, 4), "auto", "auto", 60.0)
     assert told == [(("nccl" if bound else "gloo",), bound)]
+
+
+@pytest.mark.parametrize(
+    ("nccl", "backend", "gloo"),
+    [("ib0", "nccl", "ib0"), ("=ib0", "nccl", "ib0"), ("ib", "nccl", None), ("^ib0", "nccl", None),
+     ("ib0,eth0", "nccl", None), ("", "nccl", None), ("ib0", "gloo", None)],
+)  # fmt: skip
+def test_gloo_takes_the_interface_that_nccl_is_given_if_it_is_a_name(nccl, backend, gloo, monkeypatch):
+    found = []
+    monkeypatch.setattr("trainer.comm.ranks.pick_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")])
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: found.append(os.environ.get("GLOO_SOCKET_IFNAME")))
+    monkeypatch.setattr(Ranks, "new_group", lambda *_: None)
+    monkeypatch.setattr(os, "environ", {"NCCL_SOCKET_IFNAME": nccl} if nccl else {})
+    Ranks(Place(0, 2, 0, 1), "auto", backend, 60.0)
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    Ranks(Place(0, 2, 0, 1), "auto", backend, 60.0)
+    assert found == [gloo, "eth0"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "tasks", "seen", "hidden"),
+    [("srun", 8, 1, True), ("srun", 8, 8, False), ("srun", 1, 1, False), ("torchrun", 8, 1, False)],
+)
+def test_srun_may_hide_the_gpus_of_a_node_from_each_other(launcher, tasks, seen, hidden, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    ranks = Ranks.__new__(Ranks)
+    ranks.place, ranks.backend = Place(0, 16, 0, tasks, launcher=launcher), "nccl"
+    assert ranks.gpus_hidden() == hidden
+    ranks.backend = "gloo"
+    assert not ranks.gpus_hidden()
 
 
 def test_backends(monkeypatch):

@@ -1,6 +1,7 @@
 """One CUDA device: the parts that no CPU has. `./scripts/test -m gpu`."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +18,9 @@ from trainer.trainer import Trainer
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
-def train(
-    run: str, steps: int, resume: str | None = None, precision: str = "fp32", accelerator: str = "cuda"
-) -> Trainer:
+def train(run: str, steps: int, resume: str | None = None, precision: Any = "fp32") -> Trainer:
     options = Options(
-        max_steps=steps, run_dir=f"runs/{run}", resume=resume, precision=precision, accelerator=accelerator,
+        max_steps=steps, run_dir=f"runs/{run}", resume=resume, precision=precision, accelerator="cuda",
         log_every_steps=1, checkpoint=CheckpointOptions(every_steps=4), deterministic=True,
     )  # fmt: skip
     data = DataOptions(workers=2, lanes=5, block=4)
@@ -55,7 +54,8 @@ def test_batches_arrive_whole_and_in_order_while_the_device_computes():
     batches = [{"x": torch.full((1 << 20,), float(i)).pin_memory()} for i in range(8)]
     busy = torch.randn(2048, 2048, device="cuda")
     device = torch.device("cuda", torch.cuda.current_device())
-    for i, micro in enumerate(upload(iter([Micro(b, 1, [], []) for b in batches]), device)):
+    micros = upload(iter([Micro(b, 1, [], []) for b in batches]), device, torch.cuda.Stream(device))
+    for i, micro in enumerate(micros):
         busy = busy @ busy * 1e-3
         assert micro.batch["x"].is_cuda
         assert bool((micro.batch["x"] == i).all())
@@ -64,7 +64,8 @@ def test_batches_arrive_whole_and_in_order_while_the_device_computes():
 def test_loading_looks_one_batch_ahead_and_no_further():
     taken = itertools.count()
     source = (Micro({"x": torch.zeros(1) + next(taken)}, 1, [], []) for _ in itertools.count())
-    ahead = upload(source, torch.device("cuda", torch.cuda.current_device()))
+    device = torch.device("cuda", torch.cuda.current_device())
+    ahead = upload(source, device, torch.cuda.Stream(device))
     next(ahead)
     assert next(taken) == 2
 

@@ -57,6 +57,16 @@ def test_ddp_through_the_chain_has_the_gradients_of_the_model(alone):
     layout.unwrap()
 
 
+def test_a_constant_is_broadcast_no_more(alone):
+    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(DEVICE)
+    module.register_buffer("position_ids", torch.arange(8, device=DEVICE))
+    layout = DDP(module, 0, 1, DEVICE, {"static_graph": False}, None, lambda: 0)
+    layout.warm_up(lambda: layout.model(torch.randn(8, 8, device=DEVICE)).sum().backward())
+    assert layout.constant_buffers == {"position_ids"}
+    assert [buffer.dtype for buffer in layout.model.modules_buffers] == [torch.float32, torch.float32, torch.int64]
+    layout.unwrap()
+
+
 def test_what_codecs_gather_swap_and_scatter(alone):
     rows = torch.arange(6.0, device=DEVICE).view(1, 6)
     assert torch.equal(alone.gather(rows[0]), rows) and torch.equal(alone.swap(rows), rows)
@@ -76,6 +86,7 @@ def test_a_codec_sends_what_it_sends_on_a_cpu(name, alone):
         assert isinstance(compress, GradCompress)
         compress.codec.join(1, 0, 0)
         params = [g.to(device) for g in gradients]
+        flat = torch.empty(0)
         for step in range(2):  # the second has residuals
             flat = torch.cat([p.reshape(-1) for p in params])
             compress.codec.mean(flat, flat, Bucket.of(params, step), alone if device == DEVICE else Itself())

@@ -1,5 +1,6 @@
 """scripts/bench_overhead.py: that loops by turns are timed right, and what the script prints and writes."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -33,6 +34,42 @@ def test_loops_by_turns_are_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None
         assert min(runs[name].wall_us) > sleep_us
         assert min(runs[name].cpu_us) < sleep_us  # sleeping is no work
     assert sum(run.timed * sum(run.wall_us) for run in runs.values()) < elapsed_us  # no turn is counted twice
+
+
+def test_on_a_device_a_turn_ends_when_the_device_is_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import overhead_loops
+    import overhead_turns
+    import torch
+
+    task = dataclasses.replace(overhead_loops.MLP, device=torch.device("meta"))
+    seen, waits = set[str](), list[int]()
+
+    def notes(task, batches, steps, folder) -> None:
+        model, _ = task.build()
+        for taken, (x, y) in enumerate(task.upload(batches)):
+            seen.update(tensor.device.type for tensor in (x, y, *model.parameters()))
+            progress[0] = taken + 1
+
+    def wait(device: torch.device) -> None:
+        waits.append(progress[0])
+        time.sleep(0.01)
+
+    progress = [0]
+    monkeypatch.setattr(overhead_turns, "wait", wait)
+    runs = overhead_turns.measure({"loop": notes}, task, rounds=2, warm=10)
+    assert seen == {"meta"} and waits == [10, 50, 60, 100]
+    assert min(runs["loop"].wall_us) > 0.01 / 40 * 1e6 > max(runs["loop"].cpu_us)
+
+
+def test_two_ranks_are_on_two_gpus_or_on_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import bench_overhead
+    import torch
+
+    for gpus, alone, second in ((0, "cpu", "cpu"), (1, "cuda:0", "cpu"), (2, "cuda:0", "cuda:1")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert [str(bench_overhead.device()), str(bench_overhead.device(1, 2))] == [alone, second]
 
 
 def test_a_loop_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,10 @@ from trainer.errors import ConfigError
 
 
 class ActivationCheckpoint(Callback):
-    """Chen et al. 2016, arXiv:1604.06174. A recomputed block keeps its inputs only, and its forward pass runs twice: a
-    third more FLOPs if it is every block. Bits do not change: dropout draws the same numbers the second time.
+    """Recomputes blocks in the backward pass (Chen et al. 2016, arXiv:1604.06174).
+
+    A recomputed block keeps its inputs only, and its forward pass runs twice: a third more FLOPs if all blocks do. Bits
+    do not change: dropout draws the same numbers the second time.
 
     Args:
         blocks: Class names of the modules to recompute; null takes the members of the longest `nn.ModuleList`.

@@ -8,7 +8,7 @@ from trainer.errors import ConfigError, require
 
 
 class EarlyStop(Callback):
-    """Metrics agree on all ranks, so all stop at the same step.
+    """Stops a run whose metric no longer improves. Metrics agree on all ranks, so all stop at the same step.
 
     Args:
         metric: A name that validation reports, `val/loss` for example.

@@ -24,8 +24,8 @@ class GradCompress(Callback):
     mean. The next mean gradient then holds the same part of them.
 
     Args:
-        codec: What is sent; see trainer/callbacks/grad_compress.md.
-        feedback: Add what was not sent to the next step's gradient; null: where the codec's paper does.
+        codec: Name of the codec; see trainer/callbacks/grad_compress.md.
+        feedback: Add the unsent part to the next step's gradient; null: if the codec's paper does.
         start_step: Before it, gradients go as they are.
         level: With `hierarchical`, `inter` compresses what goes across nodes only.
         density, ..., warmup_steps: Knobs of single codecs; null leaves one to the codec.
@@ -112,7 +112,7 @@ class GradCompress(Callback):
             raise ConfigError(told)
 
     def on_step_undone(self, trainer) -> None:
-        """Forget what was kept back: a number that is not finite would never leave it."""
+        """Forget all residuals: a number that is not finite would never leave them."""
         if self.codec.kept or self.codec.shared:
             self.codec.forget()
             log.warning("grad_compress: what the codec had kept back is dropped")
@@ -158,7 +158,7 @@ class GradCompress(Callback):
 def conflicts(
     name: str, codec: Codec, level: str, momentum: float | None, clip_norm: float | None
 ) -> dict[Role | str, str]:
-    """Return what the codec can't run with, as `Callback.conflicts` has it."""
+    """Return the conflicts of the codec, as `Callback.conflicts` has them."""
     refused: dict[Role | str, str] = {}
     if codec.kept:
         refused["fp16"] = (

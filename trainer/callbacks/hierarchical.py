@@ -10,8 +10,10 @@ from trainer.log import log
 
 
 class Hierarchical(Callback):
-    """Reduce-scatter inside the node, all-reduce across nodes, all-gather inside (Jia et al. 2018, arXiv:1807.11205,
-    who have an all-reduce inside and a leader across). Exact to rounding: the order of summation is another one.
+    """Reduces by a reduce-scatter inside the node, an all-reduce across nodes, and an all-gather inside.
+
+    Jia et al. 2018 (arXiv:1807.11205) have an all-reduce inside and a leader across. Exact to rounding: the order of
+    summation is another one.
 
     Args:
         ranks_per_node: null: as many as the launcher started on each node.

@@ -19,9 +19,9 @@ class Bucket:
     """The layout of a flat tensor: pieces of parameters, in order; mostly whole ones.
 
     Args:
-        step: The step whose gradients these are, for what depends on it: `trainer.step` may have moved on.
+        step: The step whose gradients these are; `trainer.step` may have moved on.
         kind: Residuals of gradients and of weights are never mixed.
-        whole: The pieces of the bucket that it was cut from, of which other ranks have the rest.
+        whole: The pieces of the bucket that this one was cut from; other ranks have the rest.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Bucket:
 
 
 def dense(p: Tensor) -> bool:
-    """Tell whether its elements fill one stretch of memory, in any order."""
+    """Tell whether the elements of `p` fill one stretch of memory, in any order."""
     return sum((size - 1) * stride for size, stride in zip(p.shape, p.stride())) + 1 == p.numel()
 
 

@@ -8,7 +8,7 @@ from trainer.process.environment import Place
 
 
 def count_gpus(accelerator: str) -> int:
-    """CUDA devices that a run on this node may use; makes no context on any."""
+    """Count the CUDA devices that a run on this node may use, and make no context on any."""
     count = torch.cuda.device_count() if accelerator != "cpu" and torch.cuda.is_available() else 0
     if accelerator == "cuda" and not count:
         raise ConfigError(

@@ -1,5 +1,6 @@
 """NCCL's settings: the key `nccl`, as the environment variables that NCCL reads. Imports no torch."""
 
+import socket
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ VARIABLES = {
 
 @dataclass(frozen=True)
 class NCCLOptions:
-    """None leaves the choice to NCCL.
+    """Settings of NCCL. None leaves the choice to NCCL.
 
     Variables and values are those of "Environment Variables" in the user guide of NCCL 2.30
     (docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html; its source is docs/userguide/source/env.rst).
@@ -145,6 +146,12 @@ def applied(options: NCCLOptions, environ: MutableMapping[str, str]) -> Iterator
     finally:
         for variable in added:
             environ.pop(variable, None)
+
+
+def interface(environ: Mapping[str, str]) -> str:
+    """Return NCCL_SOCKET_IFNAME if it is the name of an interface here; empty for prefixes, lists and exclusions."""
+    name = environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
+    return name if name in {known for _, known in socket.if_nameindex()} else ""
 
 
 def in_words(options: NCCLOptions, backend: str, world: int, environ: Mapping[str, str]) -> str:

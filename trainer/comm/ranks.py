@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.comm.device import pick_backend, pick_device
+from trainer.comm import nccl
+from trainer.comm.device import count_gpus, pick_backend, pick_device
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
 
@@ -39,6 +40,8 @@ class Ranks:
             return
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(COLLECTIVES))
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        if self.backend == "nccl" and (name := nccl.interface(os.environ)):  # clusters may set NCCL's alone
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         dist.init_process_group(
             self.backend,
             store=dist.FileStore(place.store, self.world) if place.store else None,
@@ -52,6 +55,11 @@ class Ranks:
         self.patient = self.new_group("gloo", timedelta(days=30))
         if self.world > RING:
             self.agree_thread, self.agree_group = ThreadPoolExecutor(1, "agree"), self.new_group("gloo")
+
+    def gpus_hidden(self) -> bool:
+        """Tell whether srun shows each task its own GPU alone, though NCCL connects several on this node."""
+        several = self.backend == "nccl" and self.place.launcher == "srun" and self.place.local_world > 1
+        return several and count_gpus("cuda") == 1
 
     def new_group(self, backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
         """Make a group: every thread or stream that communicates owns one. A collective."""
@@ -121,9 +129,9 @@ class Ranks:
         """Return rank 0's JSON value on all ranks, however long it takes."""
         return self.each(value if self.rank == 0 else None)[0]
 
-    def share_buffers(self, module: nn.Module) -> None:
-        """Copy rank 0's buffers to all ranks, as DDP does before a forward pass in training."""
-        buffers = list(module.buffers())
+    def share_buffers(self, module: nn.Module, but: Container[str] = ()) -> None:
+        """Copy rank 0's buffers, `but` those of these names, to all ranks, as DDP does before a forward pass."""
+        buffers = [buffer for name, buffer in module.named_buffers() if name not in but]
         if self.world > 1 and buffers:
             assert dist.group.WORLD is not None
             dist._broadcast_coalesced(dist.group.WORLD, buffers, 250 << 20, 0)
@@ -131,7 +139,7 @@ class Ranks:
     def note_failure(self, kind: type[BaseException] | None, logs: Path) -> None:
         """Write the last collectives of this rank into the folder `logs` if one may have failed.
 
-        torch's flight recorder has them. If ranks have gone apart, one rank's last is not that of the others.
+        torch's flight recorder keeps collectives. If ranks have gone apart, the last one of some rank differs.
         """
         if self.world > 1 and kind and issubclass(kind, RuntimeError):
             with suppress(OSError, ValueError, KeyError):  # it would hide what has failed

@@ -27,8 +27,8 @@ def reduce_scatter(own: Tensor, rows: Tensor, group: dist.ProcessGroup) -> None:
 def exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Send sent[r] to rank r of the group, into its received[this rank].
 
-    This is for a CPU. In gloo's own collectives a peer may send only behind its own message. Unless all ranks start in
-    the same moment, the two directions of a link would take turns.
+    Only CPU tensors are sent so. In gloo's own collectives a peer may send only behind its own message. Unless all
+    ranks start in the same moment, the two directions of a link would take turns.
     """
     ranks, own = dist.get_process_group_ranks(group), group.rank()
     received[own].copy_(sent[own])
@@ -42,7 +42,7 @@ def exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.Pro
 
 
 class AllReduce:
-    """The end of the chain: the mean over the ranks of `group`, and what codecs need whose payloads can't be summed."""
+    """The chain's end: the mean over the ranks of `group`. Payloads that can't be summed are gathered or swapped."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size = group, group.size()

@@ -9,7 +9,7 @@ from trainer.comm.reduce import AllReduce, Reduce, all_gather, reduce_scatter
 
 
 class TwoLevel:
-    """The mean over all ranks, of which `inside` are this node's; `across` reduces what this rank has of it."""
+    """The mean over all ranks. `inside` are this node's; `across` reduces this rank's part of the tensor."""
 
     def __init__(self, inside: dist.ProcessGroup, across: AllReduce) -> None:
         self.inside, self.per_node, self.local_rank = inside, inside.size(), inside.rank()

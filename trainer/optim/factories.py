@@ -14,7 +14,10 @@ def adamw(
     eps: float = 1e-6,
     weight_decay: float = 0.01,
 ) -> Optimizer:
-    """Loshchilov and Hutter 2019, arXiv:1711.05101; betas and eps as in RoBERTa (Liu et al. 2019, arXiv:1907.11692)."""
+    """Make AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101).
+
+    The defaults of betas and eps are RoBERTa's (Liu et al. 2019, arXiv:1907.11692).
+    """
     return torch.optim.AdamW(params, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, fused=True)
 
 

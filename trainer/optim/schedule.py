@@ -11,10 +11,10 @@ from trainer.errors import ConfigError, require
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up, then `shape`, scaled with the batch.
+    """A factor on the learning rates: a linear warm-up, then `shape`, scaled with the batch.
 
     Args:
-        warmup: A duration; the factor rises by the same amount each step to what `shape` begins with.
+        warmup: A duration. The factor rises by the same amount each step to the first value of `shape`.
         lr_scaling: `linear` (Goyal et al. 2017, arXiv:1706.02677) or `sqrt` (You et al. 2020, arXiv:1904.00962) of
             global batch / reference_batch.
         reference_batch: Samples of the batch for which the optimizer's rate was chosen.

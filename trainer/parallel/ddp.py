@@ -1,7 +1,10 @@
 """The model in torch's DistributedDataParallel, with the Reduce chain as its communication hook."""
 
 import gc
+import importlib
+import weakref
 from collections.abc import Callable
+from itertools import compress
 from typing import Any
 
 import torch
@@ -22,6 +25,9 @@ class DDP:
         arguments: Keywords of DistributedDataParallel.
         reduce: The chain; None: DDP's own reducer, which is in C++.
         step: Returns the step whose gradients are reduced.
+
+    Attributes:
+        constant_buffers: Names of buffers that are equal on all ranks, so DDP does not broadcast them.
     """
 
     lockstep, syncing = False, True
@@ -36,9 +42,13 @@ class DDP:
         reduce: Reduce | None,
         step: Callable[[], int],
     ) -> None:
-        self.module, self.device, self.arguments = module, device, arguments
+        self.model = self.module = module
+        self.device, self.arguments = device, arguments
         self.data_rank, self.data_world, self.parameters = rank, world, trained(module)
         self.reduce, self.step, self.background = reduce, step, Background(device) if reduce else None
+        self.constant_buffers: frozenset[str] = frozenset()
+        # DDP's constructor would load this module, and the import would hold DDP in a cycle of frames.
+        importlib.import_module("torch._dynamo")
         self.lay_out({})
 
     def lay_out(self, arguments: dict[str, Any]) -> None:
@@ -51,8 +61,9 @@ class DDP:
             self.model.register_comm_hook(None, self._reduce_bucket)
 
     def unwrap(self) -> None:
-        self.model = self.module
-        gc.collect()  # DDP is in a reference cycle: until it is collected, its buckets hold memory for all gradients
+        wrapped, self.model = weakref.ref(self.model), self.module
+        if wrapped() not in (None, self.module):
+            gc.collect()  # in a reference cycle: until it is collected, its buckets hold memory for all gradients
 
     def sync_gradients(self, on: bool) -> None:
         if on != self.syncing:
@@ -64,9 +75,25 @@ class DDP:
         return clip_gradients(self.parameters, max_norm)
 
     def warm_up(self, run_pass: Callable[[], None]) -> None:
-        """Run two passes: DDP rebuilds its buckets after the first. With a static graph, run three."""
+        """Run two passes: DDP rebuilds its buckets after the first. With a static graph, run three.
+
+        A buffer that is not floating-point, and that no rank's pass has changed, is a constant.
+        """
+        before = {name: b.clone() for name, b in self.module.named_buffers() if not b.is_floating_point()}
         for _ in range(3 if self.arguments["static_graph"] else 2):
             run_pass()
+        if before:
+            self._leave_out_constants(before)
+
+    def _leave_out_constants(self, before: dict[str, Tensor]) -> None:
+        """Broadcast no more the buffers that still have the value `before`. A collective."""
+        after = dict(self.module.named_buffers())
+        changed = [name not in after or not torch.equal(value, after[name]) for name, value in before.items()]
+        dist.all_reduce(anywhere := torch.tensor(changed, dtype=torch.uint8, device=self.device), dist.ReduceOp.MAX)
+        self.constant_buffers = frozenset(compress(before, anywhere.logical_not().tolist()))
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.parameters_to_ignore |= self.constant_buffers
+            self.model._assign_modules_buffers()
 
     def buckets(self) -> list[list[int]]:
         """Return DDP's buckets. They decide the order of summation."""

@@ -19,6 +19,7 @@ class Strategy(Protocol):
     data_world: int  # the number of such ranks, over which a batch is split
     lockstep: bool  # forward passes communicate, so every rank makes as many, also in validation
     syncing: bool  # the next backward pass reduces
+    constant_buffers: frozenset[str]  # names of those that are equal on all ranks
 
     def sync_gradients(self, on: bool) -> None:
         """Switch the reduction in the next backward pass on or off. Called before each micro-batch."""
@@ -45,6 +46,7 @@ class SingleDevice:
     """One rank: the model itself."""
 
     data_rank, data_world, lockstep, syncing = 0, 1, False, True
+    constant_buffers: frozenset[str] = frozenset()
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.parameters = model, trained(model)

@@ -23,13 +23,15 @@ ORDER = "DDP then keeps the order in which the model defines its parameters, and
 
 
 class Bucket(Callback):
-    """Small buckets start early but pay each collective's latency; one large bucket overlaps with nothing. The order of
-    summation depends on it, so results equal plain training's to rounding.
+    """Sets the size of DDP's buckets.
+
+    Small buckets start early and pay each collective's latency. One large bucket overlaps with nothing. The order
+    of summation depends on the size, so results equal plain training's to rounding.
 
     Args:
-        mib: Size of a bucket in MiB; DDP's own default is 25, with a first bucket of 1. `auto`: the fastest in the
-            rehearsal, of `sizes` and of one bucket for everything; a run that goes on keeps what was chosen.
-        first_mib: Size of the first bucket, where it is another.
+        mib: Size of a bucket in MiB. DDP's own default is 25, with a first bucket of 1. `auto` takes the fastest in the
+            rehearsal, of `sizes` and of one bucket for everything. A run that goes on keeps the size.
+        first_mib: Size of the first bucket, if it differs.
         mibs: Size of each bucket, in the order of reduction; the last is that of all the rest.
         late: Names or patterns of parameters that are reduced together, after all others.
     """
@@ -95,7 +97,7 @@ class Bucket(Callback):
             self.after.close()
 
     def _layout(self, mib: float) -> dict[str, Any]:
-        """Arguments of DDP, to which a list of sizes comes before the one size."""
+        """Return the arguments of DDP. A list of sizes comes before the one size."""
         mibs = self.mibs or (self.first_mib and [self.first_mib, mib])
         if not mibs:
             return {"bucket_cap_mb": mib}
@@ -124,5 +126,5 @@ def fastest(strategy: DDP, ranks: Ranks, tries: list[dict[str, Any]], run_pass: 
 
 
 def recorded(manifest: dict[str, Any], world: int) -> float | None:
-    """Return the size in the checkpoint, on which the bits depend. Another number of ranks has other links and bits."""
+    """Return the size in the checkpoint, since bits depend on it. Another number of ranks has other links and bits."""
     return manifest["ddp"]["bucket_cap_mb"] if manifest and manifest["world"] == world else None

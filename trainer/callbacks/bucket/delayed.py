@@ -20,7 +20,7 @@ class DelayedParameters:
     nothing: with gloo the gradients still change after `backward` has returned.
 
     Raises:
-        ConfigError: for a pattern without a parameter, and where none is left for DDP.
+        ConfigError: a pattern has no parameter, or none is left for DDP.
     """
 
     def __init__(self, trainer: TrainerProtocol, model: nn.Module, patterns: list[str]) -> None:
@@ -50,7 +50,7 @@ class DelayedParameters:
             hook.remove()
 
     def _note(self, p: Tensor) -> None:
-        """At the first of the step's last micro-batch."""
+        """Note the first late gradient of the step's last micro-batch."""
         strategy = self.trainer.strategy
         if not self.queued and strategy.model is not self.trainer.module and strategy.syncing:
             self.queued = True

@@ -18,9 +18,9 @@ from trainer.errors import ConfigError, require, require_one_of
 
 @dataclass
 class OuterOptimizer:
-    """How common weights move by a pseudo-gradient: SGD with Nesterov's momentum; 1 and 0 are the average.
+    """The outer SGD with Nesterov's momentum, which moves the common weights by a pseudo-gradient.
 
-    `mix` is the share of a rank's own weights in what it goes on with.
+    A rate of 1 and a momentum of 0 give the average. `mix` is a rank's own share in the weights it takes.
     """
 
     lr: float
@@ -32,10 +32,10 @@ class OuterOptimizer:
 
     @classmethod
     def of(cls, kind: str, lr: float | None, momentum: float | None, mix: float | None, delay: int) -> "OuterOptimizer":
-        """As local_sgd's knobs say it, None where they leave it to what is usual.
+        """Make the optimizer that local_sgd's knobs describe; None takes the default.
 
         Raises:
-            ConfigError: for one that is out of range, or says nothing.
+            ConfigError: a knob is out of range, or without effect.
         """
         require_one_of("callbacks.local_sgd.outer", kind, ("average", "nesterov"))
         require("callbacks.local_sgd.outer_lr", lr, above=0)
@@ -88,12 +88,12 @@ class Fragment:
         self.flight = None
 
     def wait(self) -> None:
-        """For what is on its way."""
+        """Wait for the mean that is on its way."""
         if self.flight:
             self.flight.wait()
 
     def arrive(self) -> int:
-        """Has what is on its way ready to be saved; the step at which it is to be taken, or -1."""
+        """Put the mean that is on its way into `arrived`, to be saved. Return the step that takes it, or -1."""
         if self.flight is None:
             return -1
         self.outer.arrived.of(self.bucket, self.common).copy_(self.flight.wait())
@@ -106,7 +106,7 @@ class Fragment:
 
 
 def partition(params: list[Tensor], count: int) -> list[list[Tensor]]:
-    """`params` in at most `count` parts of about as many elements each."""
+    """Divide `params` into at most `count` parts of about as many elements each."""
     parts: list[list[Tensor]] = [[] for _ in range(count)]
     total, before = sum(p.numel() for p in params), 0
     for p in params:
@@ -142,7 +142,7 @@ def own_state(trainer: TrainerProtocol) -> dict[str, Any]:
 
 
 def load_own(trainer: TrainerProtocol, state: dict[str, Any]) -> None:
-    """Moments of another kind of optimizer are left behind, which the run's owner has accepted."""
+    """Load weights and moments. Moments of another kind of optimizer stay behind, as the run's owner has accepted."""
     trainer.module.load_state_dict(state["model"])
     if state["kind"] == type(trainer.optimizer).__name__:
         load_optimizer_state(trainer.optimizer, trainer.module, state["optimizer"])

@@ -20,14 +20,16 @@ STATE = ("usual", "taken", "in_a_row", "left_out")
 
 
 class NanGuard(Callback):
-    """All ranks decide the same, from the sum of what each has seen: a collective of three numbers each step.
+    """Judges each step before the optimizer takes it.
+
+    All ranks decide the same, from sums over ranks: a collective of three numbers each step.
 
     Args:
         action: `raise` ends the run. `skip` leaves the step out: weights and optimizer stay as they are. `rollback`
             puts them back to how they were up to `every` steps before (Chowdhery et al. 2022, arXiv:2204.02311, 5.1).
-        loss_spike: A loss so many times its running mean is acted on too; null: only what is not finite.
+        loss_spike: A loss so many times its running mean is acted on too; null: only losses that are not finite.
         norm_spike: The same of the gradient's global norm.
-        every: Steps between the copies that `rollback` goes back to; validations and checkpoints have one more each.
+        every: Steps between the copies that `rollback` goes back to. Validations and checkpoints have one more each.
         most: Actions in a row, after which the run ends.
     """
 
@@ -103,7 +105,7 @@ class NanGuard(Callback):
         self.copied_at = trainer.step
 
     def _agreed(self, trainer) -> tuple[int, float, float]:
-        """Return how many ranks have seen what is not finite, the mean loss, and the mean of the ranks' norms.
+        """Return the number of ranks with a number that is not finite, the mean loss, and the mean of the ranks' norms.
 
         Waits for the device once.
         """

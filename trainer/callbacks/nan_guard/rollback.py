@@ -25,7 +25,7 @@ def state(trainer: TrainerProtocol) -> Iterator[Tensor]:
 
 
 def copy_into(dst: list[Tensor], src: list[Tensor]) -> None:
-    """Copy in place; also no tensors, which torch refuses."""
+    """Copy in place; empty lists too, which torch refuses."""
     if src:
         torch._foreach_copy_(dst, src)
 

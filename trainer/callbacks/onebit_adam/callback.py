@@ -16,7 +16,7 @@ UNUSED = "which parameters no rank has used, so must not be stepped, is known to
 
 
 class OneBitAdam(Callback):
-    """1-bit Adam (Tang et al. 2021, arXiv:2102.02888): AdamW in the warm-up, then no gradients are reduced.
+    """1-bit Adam (Tang et al. 2021, arXiv:2102.02888): AdamW in the warm-up; afterwards no gradients are reduced.
 
     After the warm-up each rank adds its own gradient to the momentum. The ranks' momenta are averaged as signs, with
     error feedback both ways. Their mean moves the weights, and the next momentum starts from it. Weights and moments
@@ -70,10 +70,10 @@ class OneBitAdam(Callback):
         if trainer.step == self.warmup_steps:
             self._freeze(trainer, 0)
         if self.frozen:
-            trainer.ranks.share_buffers(trainer.module)  # as DDP does
+            trainer.ranks.share_buffers(trainer.module, trainer.strategy.constant_buffers)  # as DDP does
 
     def _freeze(self, trainer, frozen_step: int) -> None:
-        """From here on, the model is called without DDP around it, so backward reduces nothing."""
+        """Freeze the variance, and call the model without DDP from here on, so that backward reduces nothing."""
         if not all(self.adam.state.get(p) for p in self.adam.params):
             raise ConfigError(
                 f"callbacks.onebit_adam.warmup_steps={self.warmup_steps}: at step {trainer.step} AdamW has no variance "
@@ -104,7 +104,7 @@ def adamw(optimizer: Optimizer) -> AdamW:
     """Return the AdamW that `optimizer` is.
 
     Raises:
-        ConfigError: it is another, or an AdamW that does what is not done here.
+        ConfigError: the optimizer is another, or has an option without a counterpart here.
     """
     if not isinstance(optimizer, AdamW):
         raise ConfigError(

@@ -24,9 +24,9 @@ class SignedMean:
     servers' all) add up to the mean inputs.
 
     Args:
-        bucket: What the vector holds.
-        like: An empty tensor of its dtype and device.
-        worker, server: For what is not sent of a rank's own vector, and of its shard's mean.
+        bucket: Layout of the vector.
+        like: An empty tensor of the vector's dtype and device.
+        worker, server: Residuals of a rank's own vector, and of its shard's mean.
     """
 
     def __init__(self, ends: AllReduce, bucket: Bucket, like: Tensor, worker: Residuals, server: Residuals) -> None:
@@ -40,7 +40,7 @@ class SignedMean:
         self.server_error = server.of(self.own, self._cut(self.worker_error)[rank])
 
     def __call__(self, flat: Tensor) -> Tensor:
-        """In place. A collective."""
+        """Average in place. A collective."""
         self.worker_error += flat
         sent = [self._encode(*shard) for shard in zip(self._cut(self.worker_error), self.shards, strict=True)]
         rows = self.ends.swap(pad_sequence(sent, batch_first=True))

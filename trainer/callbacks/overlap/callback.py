@@ -80,9 +80,9 @@ class Overlap(Callback):
             hook.remove()
 
     def _share_buffers(self, module: nn.Module) -> None:
-        """As DDP does, before the first forward pass of a step."""
+        """Copy rank 0's buffers before the first forward pass of a step, as DDP does."""
         if module.training and self.fresh:
-            self.trainer.ranks.share_buffers(module)
+            self.trainer.ranks.share_buffers(module, self.trainer.strategy.constant_buffers)
             self.fresh = False
 
     def on_flush(self, trainer) -> None:
@@ -90,7 +90,7 @@ class Overlap(Callback):
 
     @torch.no_grad()
     def _collect(self, p: Tensor) -> None:
-        """Backward has the gradient of `p`: send what is next in the order, as far as it is there."""
+        """Take the gradient of `p` from backward; send the buckets that are next in the order and complete."""
         bucket = self.bucket_of[p]
         bucket.missing -= {p} if self.trainer.strategy.syncing else set()  # the step's last micro-batch
         if not bucket.missing:

@@ -19,7 +19,7 @@ class DeferredBucket:
         self.mean = Reduced()
 
     def fill(self) -> None:
-        """With the gradients, zero for a parameter that has none, and frees them."""
+        """Fill the flat tensor with the gradients, zero for a parameter that has none, and free them."""
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
         torch._foreach_copy_(self.bucket.gradients(self.flat), gradients)
         for p in self.params:
@@ -27,7 +27,7 @@ class DeferredBucket:
 
 
 class BucketedStep:
-    """`optimizer`'s step, for the parameters of some buckets at a time: no other is walked."""
+    """Steps the parameters of some buckets at a time by `optimizer`."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -38,7 +38,7 @@ class BucketedStep:
         self.settings = [{**group, "params": []} for group in self.optimizer.param_groups]
 
     def step(self, buckets: Collection[DeferredBucket], unused: Container[Tensor]) -> None:
-        """All parameters of `buckets` but the `unused` ones, by the mean of their gradients."""
+        """Step all parameters of `buckets` but the `unused` ones, by the mean of their gradients."""
         groups = [{**group, "params": []} for group in self.settings]
         for bucket in buckets:
             for p, gradient in zip(bucket.params, bucket.bucket.gradients(bucket.mean.wait()), strict=True):

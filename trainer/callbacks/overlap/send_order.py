@@ -52,7 +52,7 @@ class Record:
         return timed
 
     def end(self) -> dict[nn.Module, list[Tensor]]:
-        """Watches no more; the parameters that must be there when a module is called."""
+        """End the watch; return the parameters that must be there when each module is called."""
         for hook in self.hooks:
             hook.remove()
         whole = [times for times in self.passes if times[1]][-PASSES:]
@@ -62,7 +62,7 @@ class Record:
         return self.needs
 
     def order(self) -> list[int]:
-        """In which to send the buckets of `layout`."""
+        """Return the order in which to send the buckets of `layout`."""
         last_s = max(self.ready_s.values())  # for what the pass has not used
         need_s: dict[Tensor, float] = {}
         for module, params in self.needs.items():
@@ -76,7 +76,7 @@ class Record:
 
 
 def now(device: torch.device) -> float:
-    """When the device has done what this thread has asked of it."""
+    """Return the time when the device has done all that this thread has enqueued."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     return time.monotonic()
@@ -97,7 +97,7 @@ def needed_by(module: nn.Module, caller: nn.Module, called: set[nn.Module]) -> d
 
 
 def send_order(ready_s: list[float], need_s: list[float], send_s: list[float]) -> list[int]:
-    """Order buckets by the times when each is ready, is needed, and by the time that sending takes.
+    """Order buckets by the times when each is ready and is needed, and by the duration of sending.
 
     Whenever the link is free, the bucket that is needed first goes next, among those that are ready. A bucket on its
     way is not stopped (ByteScheduler's order, Peng et al. 2019, settled beforehand).

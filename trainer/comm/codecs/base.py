@@ -11,9 +11,9 @@ from trainer.errors import ConfigError
 
 
 class Codec:
-    """Base class. A codec says what is sent for a flat tensor, and what a payload means.
+    """Base class of codecs. A codec makes a payload of a flat tensor, and decodes payloads.
 
-    `encode` and `decode` are enough for a codec of one payload; one that talks more than once overrides `mean`.
+    A codec of one payload has `encode` and `decode`. A codec that communicates more than once overrides `mean`.
     """
 
     gathers: bool = False  # payloads can't be summed on the way: `reduce` is the chain's end, an AllReduce
@@ -131,17 +131,17 @@ class Residuals:
         return self.flats[key]
 
     def take(self, bucket: Bucket) -> None:
-        """Lay out all that was restored for this bucket.
+        """Lay out all restored residuals of this bucket.
 
         Raises:
-            ConfigError: other ranks have some of it.
+            ConfigError: other ranks have some of them.
         """
         if self.restored.get(bucket.kind):
             like = bucket.whole[0].param
             self.of(bucket, like.new_empty(sum(stop - start for _, start, stop in bucket.pieces)))
 
     def state(self, names: Mapping[Tensor, str]) -> Stretches:
-        """Return all of it by name, also what was restored and no bucket has asked for yet."""
+        """Return all residuals by name, also restored ones that no bucket has asked for yet."""
         asked: Stretches = {}
         for (kind, pieces), flat in self.flats.items():
             for view, (p, start, stop) in zip(Bucket(pieces, 0).split(flat), pieces, strict=True):
@@ -176,8 +176,8 @@ def fill(view: Tensor, start: int, stop: int, stretches: Mapping[str, Tensor], n
 def merge(states: Iterable[Stretches]) -> Stretches:
     """Return the mean of each element over the ranks that had it.
 
-    If every rank has it, or every rank of a slow level, the next mean holds the same part of it as before. This is so
-    at any number of ranks.
+    If every rank has an element, or every rank of a slow level, the next mean holds the same part of the element as
+    before. Any number of ranks may follow.
     """
     gathered: dict[tuple[str, str], list[tuple[str, Tensor]]] = {}
     for state in states:

@@ -55,7 +55,7 @@ class BlockSparse(Codec):
             flat.zero_()
 
     def _chosen(self, blocks: Tensor, reduce: AllReduce) -> Tensor:
-        """Return the indices of the blocks that are not zero on all ranks."""
+        """Return the indices of the blocks that hold anything but zeros on any rank."""
         tops = torch.cat([blocks[chunk].abs().amax(1) for chunk in chunks(len(blocks), blocks.device, self.block)])
         union, *masks = reduce.gather(pack(tops != 0))  # NaN is not 0, and makes a block's largest NaN
         for mask in masks:

@@ -9,7 +9,7 @@ from trainer.comm.reduce import Reduce
 
 
 class BFloat16(Codec):
-    """float32's range and 8 bits of precision; what torch's `bf16_compress_hook` does, in one pass less.
+    """Sends bfloat16: float32's range and 8 bits of precision. torch's `bf16_compress_hook` takes one pass more.
 
     The cast, the division by the number of ranks and each addition round by at most 2^-8 of the mean of magnitudes.
     """
@@ -22,8 +22,10 @@ class BFloat16(Codec):
 
 
 class Float16(Codec):
-    """11 bits of precision (Micikevicius et al. 2018, arXiv:1710.03740), under a power of two for each bucket that all
-    ranks agree on: the largest for which no sum on the way can pass 65,504, whatever a loss scale makes of gradients.
+    """Sends float16: 11 bits of precision (Micikevicius et al. 2018, arXiv:1710.03740).
+
+    All ranks agree on a power of two for each bucket. The power is the largest for which no sum on the way can pass
+    65,504, whatever a loss scale makes of gradients.
 
     A value that is not finite stays so. Sends one number more per bucket, before it.
     """

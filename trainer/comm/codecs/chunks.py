@@ -8,6 +8,6 @@ CHUNK = 1 << 17  # elements; whole bytes of bits, too
 
 
 def chunks(count: int, device: torch.device, unit: int = 1) -> Iterator[slice]:
-    """Slices of `count` items of `unit` elements each, in order. On a GPU one, where launches cost more."""
+    """Yield slices of `count` items of `unit` elements each, in order; on a GPU one slice, since launches cost more."""
     step = max(CHUNK // unit, 1) if device.type == "cpu" else max(count, 1)
     return (slice(start, min(start + step, count)) for start in range(0, count, step))

@@ -67,7 +67,7 @@ class DGC(Sparse):
 
 
 def clip(gradients: list[Tensor], limit: float) -> None:
-    """Each to at most this norm; one that holds NaN stays as it is. No host sync."""
+    """Clip each tensor to at most this norm, without a host sync. A tensor that holds NaN stays as it is."""
     for gradient in gradients:
         norm = torch.linalg.vector_norm(gradient)
         gradient *= torch.where(norm > limit, limit / norm, 1.0)

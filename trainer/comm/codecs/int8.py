@@ -26,8 +26,8 @@ class Int8(Codec):
     of a shard keeps the loss of its second rounding, for all ranks.
 
     Args:
-        rounding: What is drawn for stochastic rounding depends on the seed, the step, the rank and what is reduced,
-            nothing else: a resume has the same bits.
+        rounding: Stochastic rounding depends on the seed, the step, the rank and the bucket alone, so a resume has the
+            same bits.
         block: Elements per scale; a multiple of 4.
     """
 
@@ -69,13 +69,13 @@ class Int8(Codec):
             part.copy_(dequantise(records[chunk]).view(-1)[: len(part)])
 
     def _blocks(self, flat: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
-        """Return what there is of these blocks, and (blocks, block) in float32 with zeros past the end."""
+        """Return the elements of these blocks, and (blocks, block) in float32 with zeros past the end."""
         part = flat[chunk.start * self.block : chunk.stop * self.block]
         lacking = (chunk.stop - chunk.start) * self.block - len(part)
         return part, (pad(part, (0, lacking)) if lacking else part).view(-1, self.block).float()
 
     def _generator(self, device: torch.device, bucket: Bucket) -> torch.Generator:
-        """Never the global one: dropout draws from that at the same time."""
+        """Return a generator of its own: dropout draws from the global one at the same time."""
         first = bucket.pieces[0]
         key = mix(self.seed, INT8_NOISE, bucket.step, self.rank, *first.param.shape, first.start, first.stop)
         return torch.Generator(device).manual_seed(key >> 1)

@@ -63,7 +63,7 @@ class PowerSGD(Codec):
         return self.columns * (m + n) < m * n
 
     def q(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Transposed. At first normal: the same on all ranks, whatever the buckets are."""
+        """Return Q, transposed. At first Q is normal: the same on all ranks, whatever the buckets are."""
         m, n = grad.flatten(1).shape
         q = self.shared["q"].get(param)
         if q is None or q.shape != (self.columns, n):
@@ -73,18 +73,18 @@ class PowerSGD(Codec):
         return q
 
     def _keep(self, param: Tensor, q: Tensor) -> None:
-        """Return the start of the next step, but for rows from which nothing could ever come."""
+        """Keep `q` for the next step to start from. A row that would stay zero, or is not finite, stays as it was."""
         norms = torch.linalg.vector_norm(q, dim=1, keepdim=True)
         self.shared["q"][param] = torch.where((norms > 0) & norms.isfinite(), q, self.shared["q"][param])
 
 
 def orthonormal(rows: Tensor) -> Tensor:
-    """Rows that span the same; of zeros too."""
+    """Return orthonormal rows that span the same space; of zeros too."""
     return torch.linalg.qr(rows.t()).Q.t()
 
 
 def average(tensors: list[Tensor], bucket: Bucket, reduce: Reduce) -> list[Tensor]:
-    """All of them, in one flat tensor."""
+    """Average all tensors in one flat tensor."""
     if not tensors:
         return []
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])

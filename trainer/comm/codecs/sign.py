@@ -50,7 +50,7 @@ class Sign(Codec):
 
 
 def pack(bits: Tensor) -> Tensor:
-    """(n,) bool -> (ceil(n / 8),) uint8, the first in the lowest bit."""
+    """Pack (n,) bool into (ceil(n / 8),) uint8, the first in the lowest bit."""
     bits = pad(bits, (0, -len(bits) % 8)) if len(bits) % 8 else bits
     return bits.view(torch.int64).mul(SPREAD).bitwise_right_shift_(56).to(torch.uint8)
 
@@ -61,5 +61,5 @@ def unpack(packed: Tensor, count: int) -> Tensor:
 
 
 def table_of_bits(device: torch.device) -> Tensor:
-    """(256, 8): the bits of each byte, the lowest first."""
+    """Return (256, 8): the bits of each byte, the lowest first."""
     return torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1

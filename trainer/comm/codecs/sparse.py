@@ -64,7 +64,7 @@ class Sparse(Codec):
         return pad(payload, (0, len(payload) % 2)).view(torch.int32)
 
     def unpack(self, payload: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """(k,), (k,): values, and their indices, in ascending order."""
+        """Return (k,), (k,): values, and their indices in ascending order."""
         starts = torch.arange(0, n, BLOCK, dtype=torch.int32, device=payload.device)
         until, rest = payload[: len(starts)], payload[len(starts) :].view(torch.int16)
         width = self.dtype.itemsize // 2
@@ -102,7 +102,7 @@ def largest(flat: Tensor, k: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def ascending(indices: Tensor) -> Tensor:
-    """Use numpy on a CPU: it is several times as fast."""
+    """Sort; on a CPU by numpy, which is several times as fast."""
     return torch.from_numpy(np.sort(indices.numpy())) if indices.device.type == "cpu" else indices.sort().values
 
 
@@ -123,7 +123,7 @@ def estimate(bits: Tensor, k: int, step: int) -> tuple[Tensor, int]:
 
 
 def reaching(bits: Tensor, threshold: Tensor, room: int) -> Tensor:
-    """(room,): the indices of the first `room` elements that reach the threshold, and -1 from where there are fewer."""
+    """Return (room,): the indices of the first elements that reach the threshold, then -1."""
     return torch.nonzero_static(bits & MAGNITUDE >= threshold, size=room, fill_value=-1).view(-1)
 
 
