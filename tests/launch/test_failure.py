@@ -41,3 +41,11 @@ def test_a_worker_that_is_killed_in_the_first_step_is_no_mistake_of_the_run(text
     report(tmp_path, 0, f"Traceback\n{text}")
     failure = find_failure({0: 1}, range(1), tmp_path, Path("logs"), [])
     assert failure is not None and RestartPolicy(3).decide(failure, Beat(0, 0, 0))[0] == code
+
+
+@pytest.mark.parametrize(("text", "said"), [(LOST, "SIGTERM: ended without a checkpoint"), ("ValueError: x", "rank 0")])
+def test_a_lost_peer_after_a_signal_is_no_failure(text, said, tmp_path):
+    """As srun sends SIGTERM to all nodes once a rank of another one was killed."""
+    report(tmp_path, 0, text)
+    failure = find_failure({0: 1}, range(1), tmp_path, Path("logs"), [15])
+    assert failure is not None and said in failure.text and failure.code == (143 if text == LOST else 1)

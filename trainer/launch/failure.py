@@ -46,12 +46,13 @@ def find_failure(
         return None
     reports = read_reports(failed, private)
     if passed and not reports:
-        name = signal.Signals(passed[0]).name
-        return Failure(min(failed), f"echelon: {name}: ended without a checkpoint", 128 + passed[0], False)
+        return stopped_early(min(failed), passed[0])
     if silent := find_silent(failed, reports):
         return silent_failure(silent, failed, logs)
     # A rank that hangs or has gone lets its peers fail, in a collective.
     rank = min(reports, key=lambda rank: (reports[rank]["in_collective"], reports[rank]["time"]))
+    if passed and not hung and reports[rank]["in_collective"]:  # a peer on another node heard the signal first
+        return stopped_early(rank, passed[0])
     text, code = reports[rank]["text"], reports[rank]["code"]
     own = not KILLED_WORKER.search(text)
     text = text if text.startswith("echelon: ") else f"echelon: rank {rank} failed first:\n{text}"
@@ -62,6 +63,10 @@ def find_failure(
     how = "ended with code 0 before the others" if gone else "did not end and had to be killed"
     text = f"{text.rstrip()}\nechelon: {which} {how}: the likely cause; its log: {logs}/rank{rank}.log"
     return Failure(rank, text, code, False)
+
+
+def stopped_early(rank: int, number: int) -> Failure:
+    return Failure(rank, f"echelon: {signal.Signals(number).name}: ended without a checkpoint", 128 + number, False)
 
 
 def read_reports(failed: Iterable[int], private: Path) -> dict[int, dict[str, Any]]:
