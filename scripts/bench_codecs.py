@@ -1,4 +1,4 @@
-"""Measures what each codec of trainer/codecs costs a rank, without a network: encoding, decoding, and all of a mean.
+"""Measures what a codec of trainer/comm/codecs costs a rank, without a network: encoding, decoding, all of a mean.
 
     python scripts/bench_codecs.py [--quick] [--json FILE]
 

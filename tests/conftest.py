@@ -27,7 +27,7 @@ settings.load_profile("echelon")
 GRACE_S = 3.0  # for processes that are just ending
 SHARED = ("resource_tracker", "forkserver", "torch_shm_manager")
 ROOT = Path(__file__).parents[1]
-WORKERS, FAULTS_WORKERS = 2, 3  # tests of faults wait most of the time
+WORKERS, FAULTS_WORKERS = 3, 3  # a third of them waits
 
 
 @pytest.hookimpl(tryfirst=True)

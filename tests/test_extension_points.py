@@ -11,14 +11,19 @@ from support.ranks import run_ranks
 from torch import Tensor, nn
 from toy_recipe import Toy
 
-from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.callback import Callback, Role, TrainerProtocol, arrange
+from trainer.comm.ranks import Ranks
 from trainer.config.options import DataOptions, Options
-from trainer.data.batch import Split, Step
+from trainer.data.bad_samples import Bad
+from trainer.data.batch import Micro, Split, Step
+from trainer.errors import ConfigError
 from trainer.forward_backward import ForwardBackward
 from trainer.parallel.ddp import DDP
 from trainer.parallel.strategy import Strategy
+from trainer.precision import Precision
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
+from trainer.validation import Evaluator
 
 STEPS, WORLD = 4, 3
 
@@ -55,6 +60,17 @@ class Sharded(Callback):
         model.load_state_dict(trainer.recipe.model().state_dict())
         self.strategy = Lockstep(trainer, model)
         return self.strategy
+
+
+class Staged(Callback):
+    """Gives all ranks the same samples, as the stages of a pipeline have them."""
+
+    role = Role.SHARD
+
+    def distribute(self, trainer, model: nn.Module) -> Strategy:
+        strategy = DDP(model, trainer.rank, trainer.world, trainer.device, trainer.ddp, None, lambda: trainer.step)
+        strategy.data_rank, strategy.data_world = 0, 1
+        return strategy
 
 
 class Timer(Callback):
@@ -114,6 +130,7 @@ def train(place: Place, double: str, steps: int = STEPS) -> tuple[list[Any], dic
         "": {},
         "still": {},
         "sharded": {"shard": Sharded()},
+        "staged": {"shard": Staged()},
         "timer": {"timer": Timer()},
         "unequal": {"unequal": Unequal()},
     }
@@ -173,10 +190,64 @@ def test_unequal_shares_that_change_during_a_run(plain, tmp_path):
         assert abs(own - expected).max() < 1e-6
 
 
+def test_ranks_that_read_the_same_samples_count_them_once(tmp_path, monkeypatch):
+    """Random numbers are those of the data's rank: dropout is the same on all."""
+    monkeypatch.chdir(tmp_path)
+    (alone,) = run_ranks(1, train, "")
+    for weights, _, _ in run_ranks(WORLD, train, "staged"):
+        for own, expected in zip(weights, alone[0], strict=True):
+            assert abs(own - expected).max() < 1e-6
+
+
+class Larger(Unequal):
+    def split(self, trainer, position: int) -> Split:
+        return Split(2 * trainer.batch)
+
+
+def test_a_split_is_one_of_the_batch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = Trainer(Toy(), {"larger": Larger()}, batch=24, options=Options(max_steps=2))
+    with pytest.raises(ConfigError, match=r"split: returned Split\(samples=48.*; split batch=24 over 1 rank"):
+        trainer.fit()
+
+
+def validate_in_lockstep(place: Place) -> dict[str, float] | None:
+    """The last rank's first batch has bad samples alone."""
+    ranks = Ranks(place, "cpu", "gloo", 20.0)
+    model = nn.Linear(1, 1)
+    nn.init.ones_(model.weight)
+    nn.init.zeros_(model.bias)
+    model.register_forward_pre_hook(lambda *_: dist.all_reduce(torch.ones(1)) and None)
+    batches = [Micro(torch.full((1, 1), 2.0), 1, [], []), Micro(torch.full((1, 1), 4.0), 1, [], [])]
+    if ranks.rank == ranks.world - 1:
+        batches.insert(1, Micro(None, 0, [], [Bad(None, "why", "shard", "key")]))  # pyright: ignore[reportArgumentType]
+
+    class Recipe:
+        def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+            return model(batch).mean()
+
+    found = Evaluator(
+        Recipe(), lambda: iter(batches), ranks, Precision("fp32", torch.device("cpu")), samples=7, max_bad=0.5,
+        lockstep=True, stopping=lambda: False, beat=lambda: None,
+    ).evaluate(model)  # fmt: skip
+    ranks.leave()
+    return found
+
+
+def test_a_batch_of_bad_samples_keeps_the_ranks_in_lockstep():
+    for found in run_ranks(WORLD, validate_in_lockstep):
+        assert found == {"val/loss": 3.0}
+
+
+def test_distribute_and_split_are_of_their_roles():
+    class Watches(Unequal):
+        role = Role.OBSERVE
+
+    with pytest.raises(ConfigError, match="one has the hook split: only a callback of role BATCH may"):
+        arrange({"one": Watches()}, set())
+
+
 def test_only_the_role_that_shards_distributes():
     """Two would each lay the model out."""
-    from trainer.callback import arrange
-    from trainer.errors import ConfigError
-
     with pytest.raises(ConfigError, match="both decide how parameters and gradients are laid out"):
         arrange({"one": Sharded(), "two": Sharded()}, set())

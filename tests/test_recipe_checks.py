@@ -11,8 +11,9 @@ from torch import nn
 from toy_recipe import Toy
 
 from trainer import validation
+from trainer.callbacks.nan_guard.callback import NanGuard
 from trainer.config.options import DataOptions, Options
-from trainer.errors import ConfigError, NumericsError
+from trainer.errors import ConfigError, NumericsError, exhausted
 from trainer.process.environment import Place
 from trainer.recipe_checks import CheckedLoss
 from trainer.trainer import Trainer
@@ -147,6 +148,39 @@ def fails_in_summary(place: Place) -> str:
 def test_all_ranks_hear_that_rank_0s_summary_failed():
     failed = "DistError('rank 0 failed in recipe.summary()')"
     assert run_ranks(3, fails_in_summary) == ["KeyError('mine')", failed, failed]
+
+
+def misspells_in_a_part(place: Place) -> str:
+    class Part(nn.Linear):
+        def forward(self, input):
+            return super().forward(self.drop(input))
+
+    class Model(nn.Sequential):
+        drop = nn.Identity()
+
+    recipe = with_method("loss", lambda self, model, batch: model(batch["x"]).square().mean())
+    type(recipe).model = lambda self: Model(Part(8, 1))  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        return str(fit(recipe, place).step)
+    except AttributeError as error:
+        return str(error)
+
+
+def test_a_misspelt_attribute_of_a_part_is_not_taken_for_the_loss():
+    """The model has an attribute of that name."""
+    assert run_ranks(2, misspells_in_a_part) == ["'Part' object has no attribute 'drop'"] * 2
+
+
+def test_a_loss_of_one_dimension_is_judged_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = with_method("loss", lambda self, model, batch: Toy.loss(self, model, batch).reshape(1))
+    trainer = Trainer(recipe, {"nan_guard": NanGuard()}, batch=12, options=Options(max_steps=2))
+    trainer.fit()
+    assert trainer.step == 2
+
+
+def test_a_lock_that_is_held_is_no_limit_of_processes():
+    assert not exhausted(BlockingIOError(11, "Resource temporarily unavailable"))
 
 
 def test_a_misspelt_attribute_stays_the_users_own_error():

@@ -53,7 +53,7 @@ class TrainerProtocol(Protocol):
     reduce: Reduce | None  # the chain, if a callback has wrapped the reduction
     # The step.
     data: Step
-    losses: list[Tensor]  # of this rank's micro-batches, detached
+    losses: list[Tensor]  # of this rank's micro-batches; the last one's graph has run backward
     weight: int  # items of the step, over all ranks
     step: int
     samples: int
@@ -138,7 +138,7 @@ class Callback:
     conflicts: Mapping[Any, str] = {}
     requires: Mapping[str, str] = {}  # a capability -> reason and way out
 
-    # Set-up: each hook is called once before training, in this order. Each takes an object and returns one of its kind.
+    # Set-up, in this order; `split` alone is called for each step. Each takes an object and returns one of its kind.
     def build_model(self, trainer: TrainerProtocol, build: Callable[[], nn.Module]) -> nn.Module:
         """Return the result of `build`: the recipe's model, on the CPU. A model on the meta device stays there."""
         return build()
@@ -263,6 +263,9 @@ def arrange(callbacks: Mapping[str, Callback], features: set[str]) -> dict[str, 
             if role in DECIDES and owners.setdefault(role, name) != name:
                 both = f"{owners[role]} and {name} both decide {DECIDES[role]}"
                 errors.append(f"{both} (role {role.name}): leave one out")
+        for hook, role in (("distribute", Role.SHARD), ("split", Role.BATCH)):
+            if overrides(callback, hook) and role not in (callback.role, *callback.also):
+                errors.append(f"{name} has the hook {hook}: only a callback of role {role.name} may; give it that role")
         if deferring and overrides(callback, "on_before_optimizer_step"):
             errors.append(
                 f"{name} and {deferring[0]} can't run together: {name} reads gradients before they are reduced; "

@@ -66,11 +66,17 @@ def exhausted(error: BaseException) -> str:
     text, way_out = str(error), "raise it, or give fewer data.workers or trainer.devices"
     if (isinstance(error, OSError) and error.errno == errno.EMFILE) or text.startswith("Too many open files"):
         return f"ulimit -n={resource.getrlimit(resource.RLIMIT_NOFILE)[0]}: too few files may be open; {way_out}"
-    if isinstance(error, BlockingIOError) or text in NO_MORE:  # of a fork
+    if text in NO_MORE or (isinstance(error, BlockingIOError) and forks(error)):
         most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
         limit = f"ulimit -u={most}" if most != resource.RLIM_INFINITY else "pids.max of the control group"
         return f"{limit}: too few processes and threads may run; {way_out}"
     return ""
+
+
+def forks(error: BaseException) -> bool:
+    """Return whether the error was raised by the start of a process; a lock raises it, too."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and "fork" in (frames[-1].line or "")
 
 
 def fold(text: str) -> str:

@@ -11,7 +11,7 @@ from trainer.data.batch import Step
 from trainer.errors import DataError
 from trainer.parallel.strategy import Strategy
 
-# (a step's data, a function that waits for the total weight) -> the losses of the micro-batches, detached.
+# (a step's data, a function that waits for the total weight) -> the losses of the micro-batches.
 # Afterwards the parameters have the gradients, reduced over ranks.
 ForwardBackward = Callable[[Step, Callable[[], int]], list[Tensor]]
 
@@ -21,23 +21,26 @@ class Accumulate:
 
     Args:
         loss_of: `recipe.loss`, under autocast if the precision has it.
+        world: The number of ranks, over which weights are summed and gradients averaged.
         unused: DDP looks for unused parameters, so no micro-batch can have weight 0.
     """
 
-    def __init__(self, loss_of: Callable[..., Tensor], strategy: Strategy, scaler: GradScaler, unused: bool) -> None:
-        self.loss_of, self.strategy, self.scaler, self.unused = loss_of, strategy, scaler, unused
+    def __init__(
+        self, loss_of: Callable[..., Tensor], strategy: Strategy, scaler: GradScaler, world: int, unused: bool
+    ) -> None:
+        self.loss_of, self.strategy, self.scaler, self.world, self.unused = loss_of, strategy, scaler, world, unused
 
     def __call__(self, data: Step, total: Callable[[], int]) -> list[Tensor]:
         losses: list[Tensor] = []
         strategy, last = self.strategy, len(data.weights) - 1
         for batch, weight in data:
-            strategy.sync_gradients(len(losses) == last)
+            final = len(losses) == last
+            strategy.sync_gradients(final)
             loss = self.loss_of(strategy.model, batch)
             if not weight:
                 loss = zero_loss(strategy.parameters, self.unused)
-            losses.append(loss.detach())
-            self.graph = loss.grad_fn  # only the last one's: the next forward pass reuses its leaves
-            self.scaler.scale(weigh_loss(loss, weight * strategy.data_world, total())).backward()
+            losses.append(loss if final else loss.detach())  # one graph stays: the next forward pass reuses its leaves
+            self.scaler.scale(weigh_loss(loss, weight * self.world, total())).backward()
             del batch, loss  # so that two batches are on the device, not three
         return losses
 

@@ -32,7 +32,9 @@ class CheckedLoss:
         try:
             loss = self.loss(model, batch)
         except AttributeError as error:
-            if hasattr(getattr(model, "module", None), error.name or ""):  # of the model that this one wraps
+            if error.obj is model and hasattr(
+                getattr(model, "module", None), error.name or ""
+            ):  # of the model that this one wraps
                 raise ConfigError(
                     f"recipe.loss(): uses model.{error.name}, which {type(model).__name__} has not; call model(...) "
                     "itself, so that ranks average its gradients"
@@ -122,7 +124,7 @@ def count_items(weight: Callable[[Any], Any], batch: Any) -> int:
     count = weight(batch)
     try:
         items = int(count)
-    except (TypeError, ValueError, RuntimeError):  # torch's, of a tensor of several numbers
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch's, of a tensor of several numbers
         items = -1
     if items < 0 or items != count:
         given = count if isinstance(count, int | float) else f"a value of type {type(count).__name__}"

@@ -27,7 +27,7 @@ from trainer.data.batch import Split, Step, count_samples
 from trainer.data.loader import Loader
 from trainer.data.source import Samples
 from trainer.errors import ConfigError
-from trainer.forward_backward import Accumulate, ForwardBackward
+from trainer.forward_backward import Accumulate, ForwardBackward, zero_loss
 from trainer.log import log, log_to_terminal, stop_log
 from trainer.monitors import replica_check
 from trainer.monitors.train_loss import TrainLoss
@@ -128,7 +128,7 @@ class Trainer:
         self.validation: dict[str, float] = {}  # of the last validation, which was at `validated_step`
         self.loaded: tuple[int, int] | None = None  # the step, and the last one validated, of the checkpoint resumed
         self.bests: list[dict[str, Any]] = []  # validations that were the best; the newest last
-        self.accumulate, self.stop_reason = self.plan.accumulate, ""
+        self.stop_reason = ""
         self.logged = True  # whether this step's numbers are measured
         self.fitted, self.train_loss = False, TrainLoss(self.ranks)
         if self.plan.epoch_samples and self.batch > self.plan.epoch_samples:
@@ -170,10 +170,10 @@ class Trainer:
         self.scaler = self.precision.scaler
         cuda = [torch.cuda.default_generators[self.device.index]] if self.device.type == "cuda" else []
         self.generators = [torch.default_generator, *cuda]
-        self.seed_base = mix(self.options.seed, STEP, self.rank)
+        self.seed_base = mix(self.options.seed, STEP, self.strategy.data_rank)
         unused = self.options.ddp.find_unused_parameters
         self.forward_backward: ForwardBackward = self._wrap(
-            "wrap_forward_backward", Accumulate(self.loss_of, self.strategy, self.scaler, unused)
+            "wrap_forward_backward", Accumulate(self.loss_of, self.strategy, self.scaler, self.world, unused)
         )
         self._open_loader()
         if self.plan.resumed:
@@ -236,11 +236,11 @@ class Trainer:
 
     def _start(self) -> None:
         stop = math.inf if self.plan.max_steps is None else self.plan.max_steps * self.batch
-        split_at = next((partial(split, self) for split in self._hooks["split"]), None)
+        split_at = next((partial(self._split, split) for split in self._hooks["split"]), None)
         self.stream = self.loader.train(self.plan.manifest.get("samples", 0), split_at, stop)
         first = next(self.stream)  # data that can't be used is refused before anything changes
-        if self.world > 1:
-            self._rehearse(first.peek())
+        if self.world > 1 or self._hooks["rehearse"]:
+            self._rehearse(first.peek(), first.weights[0])
         self.buckets = self.strategy.buckets()
         self.stream = self._wrap("wrap_batches", chain(iter([first]), self.stream))
         del first  # an exhausted iterator lets its data go
@@ -264,14 +264,25 @@ class Trainer:
             return SingleDevice(model)
         return DDP(model, self.rank, self.world, self.device, self.ddp, self.reduce, lambda: self.step)
 
-    def _rehearse(self, batch: Any) -> None:
+    def _split(self, hook: Callable[..., Split], position: int) -> Split:
+        split = hook(self, position)
+        if (split.samples, split.world) != (self.batch, self.strategy.data_world):
+            raise ConfigError(
+                f"split: returned {split}; split batch={self.batch} over {self.strategy.data_world} rank(s)"
+            )
+        return split
+
+    def _rehearse(self, batch: Any, weight: int) -> None:
         """Run a few passes on `batch` and discard their gradients, so that the buckets are final before the first step.
 
         Buckets decide the order of summation, so the last bits. A resumed run then has the same bits.
         """
 
         def run_pass() -> None:
-            self.loss_of(self.strategy.model, batch).backward()
+            loss = self.loss_of(self.strategy.model, batch)
+            if not weight:
+                loss = zero_loss(self.parameters, self.options.ddp.find_unused_parameters)
+            loss.backward()
             self.optimizer.zero_grad(set_to_none=True)
 
         self.rehearsing = True

@@ -61,7 +61,7 @@ class SavedTrainer(TrainerProtocol, Protocol):
 
 
 def saved_in(trainer: SavedTrainer) -> Path:
-    """Names the folder of this run's checkpoints."""
+    """Return the folder of this run's checkpoints."""
     return Path(trainer.options.checkpoint.dir) / trainer.run_dir.name
 
 
@@ -86,7 +86,7 @@ def make_saver(trainer: SavedTrainer, claim: Claim | None) -> Saver:
 
 
 def save(trainer: SavedTrainer, last: bool = False) -> None:
-    """Begins a checkpoint of this step; waits for the last. A collective.
+    """Begin a checkpoint of this step; wait for the last one. A collective.
 
     Raises:
         ConfigError: the last one can't be written, and no signal has asked for it or none is before.
@@ -116,13 +116,13 @@ def check(trainer: SavedTrainer) -> None:
 
 
 def state(trainer: SavedTrainer) -> State:
-    """Give what this rank has for a checkpoint."""
+    """Return this rank's part of a checkpoint."""
     own = {name: state for name, callback in trainer.callbacks.items() if (state := callback.rank_state_dict())}
     return State({}, own, {}) if trainer.rank else State(state_dict(trainer), own, manifest(trainer, sorted(own)))
 
 
 def state_dict(trainer: SavedTrainer) -> dict[str, Any]:
-    """Give what all ranks have alike, live."""
+    """Return the state that all ranks have alike. Its tensors are the live ones."""
     return {
         **tensors(trainer),
         "callbacks": {name: callback.state_dict() for name, callback in trainer.callbacks.items()},
@@ -138,7 +138,7 @@ def state_dict(trainer: SavedTrainer) -> dict[str, Any]:
 
 
 def tensors(trainer: SavedTrainer) -> dict[str, Any]:
-    """Give the large part of `state_dict`, live."""
+    """Return the large part of `state_dict`. Its tensors are the live ones."""
     optimizer = optimizer_state(trainer.optimizer, trainer.module)
     return {"model": trainer.global_model.state_dict(), "optimizer": optimizer}
 
@@ -175,7 +175,7 @@ def settings(trainer: SavedTrainer) -> dict[str, Any]:
 
 
 def model_identity(trainer: SavedTrainer) -> dict[str, str]:
-    """Names the model, by its weights' names, shapes and types, and the optimizer."""
+    """Return a hash of the weights' names, shapes and types, and the name of the optimizer."""
     shapes = "".join(f"{name} {tuple(p.shape)} {p.dtype};" for name, p in trainer.module.state_dict().items())
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     return {"model": hashlib.sha256(shapes.encode()).hexdigest(), "optimizer": type(optimizer).__name__}
@@ -250,7 +250,7 @@ def _tell_differences(trainer: SavedTrainer, other_world: bool) -> None:
 
 
 def _refuse_odd(state: dict[str, Any], saved: dict[str, Any], path: Path) -> None:
-    """Whole, and its sha256 right, a checkpoint may still be of someone who means harm."""
+    """Raise Damaged if the state has other parts than a run writes. A complete checkpoint may be an attacker's."""
     way_out = "not what one run has written; go on from another checkpoint"
     wrong = [name for name, kind in SECTIONS.items() if not fits(state.get(name), kind)]
     if not wrong:
@@ -283,7 +283,7 @@ def _of_its_kind(path: Path, what: str) -> Iterator[None]:
 
 
 def is_saved(trainer: SavedTrainer) -> bool:
-    """Tells whether the checkpoint that the run goes on from is its own, and says all that there is to say."""
+    """Return whether this step and its validation are in a checkpoint of this run."""
     resumed = trainer.plan.resumed
     if resumed is None or (trainer.step, trainer.validated_step) != trainer.loaded:
         return False
@@ -318,14 +318,16 @@ def validate_again(trainer: SavedTrainer) -> None:
 
 
 def best(trainer: SavedTrainer) -> dict[str, Any]:
-    """Give the best validation; if `keep_best` asks for its checkpoint, the best of those that could be written."""
+    """Return the best validation; with `keep_best`, the best of those whose checkpoints could be written."""
     lost = trainer.saver.failed if trainer.options.checkpoint.keep_best else set[int]()
     return next((found for found in reversed(trainer.bests) if found.get("step") not in lost), {})
 
 
 def note_best(trainer: SavedTrainer) -> bool:
-    """Remembers the best validation, by `checkpoint.keep_best` or else the loss. Returns whether it wants a checkpoint.
-    A collective: only rank 0 knows whether one could be written."""
+    """Note the validation if it is the best, by `checkpoint.keep_best` or else the loss.
+
+    Return whether it needs a checkpoint. A collective: only rank 0 knows which checkpoints could be written.
+    """
     before = trainer.ranks.first(trainer.best)
     wanted = trainer.options.checkpoint.keep_best or next((m for m in trainer.validation if m == "val/loss"), None)
     if wanted is None:

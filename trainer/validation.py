@@ -162,15 +162,20 @@ class Evaluator:
         own, last = self.batches(), None
         while True:
             micro = next(own, None)
-            more, stopping = self.ranks.agree((int(micro is not None), int(bool(self.stopping()))))()
+            usable = micro is not None and micro.batch is not None  # else all of its samples are bad
+            last = micro if usable else last
+            word = (micro is not None, usable, last is None, bool(self.stopping()))
+            more, passes, without, stopping = self.ranks.agree(tuple(map(int, word)))()
             if stopping:
                 yield None, False
             if stopping or not more:
                 return
-            last = micro or last
-            if last is None:
+            if passes and without:
                 raise DataError("recipe.data('val'): has no batch for some ranks; give at least one for each rank")
-            yield last, micro is not None
+            if micro is not None:
+                yield micro, True
+            if passes and not usable:
+                yield last, False
 
     def _report_bad(self, count: int, first: str) -> None:
         most = allowed(self.max_bad, self.samples)

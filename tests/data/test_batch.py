@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, default_collate
 import trainer.data
 from trainer.config.options import DataOptions
 from trainer.data.batch import Split
+from trainer.data.device_prefetch import Upload, map_tensors
 from trainer.data.loader import Loader
 from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
@@ -147,6 +148,18 @@ class Memory(Recipe):
         return default_collate(samples).float().expand(-1, 77).contiguous()
 
 
+class ToMeta(Upload):
+    """Copies to another device than the host, on which tensors can be counted."""
+
+    def begin(self) -> None:
+        if not self.begun:
+            self.batch, self.begun = map_tensors(self.batch, lambda tensor: tensor.to("meta")), True
+
+    def wait(self) -> Any:
+        self.begin()
+        return self.batch
+
+
 def alive(device: str) -> int:
     gc.collect()
     return sum(
@@ -157,9 +170,11 @@ def alive(device: str) -> int:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_two_micro_batches_are_on_the_device_and_none_of_a_step_before(workers):
+def test_two_micro_batches_are_on_the_device_and_none_of_a_step_before(workers, monkeypatch):
     loader = open_loader(Memory(), options=DataOptions(workers=workers), batch=24, accumulate=8)
-    loader.device = torch.device("meta")  # another than the host, on which tensors can be counted
+    monkeypatch.setattr("trainer.data.batch.Upload", ToMeta)
+    monkeypatch.setattr("trainer.data.loader.Upload", ToMeta)
+    loader.stream = object()  # stands for CUDA's
     first = None
     for number, step in enumerate(itertools.islice(loader.train(0), 4)):
         assert alive("meta") <= 1 and step.weights == [3] * 8

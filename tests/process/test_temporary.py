@@ -43,6 +43,13 @@ def test_the_next_start_removes_what_a_killed_run_has_left(ranks, tmp_path):
     assert left(tmp_path) == []
 
 
+def test_a_folder_with_a_long_name_has_sockets_too(tmp_path):
+    (long := tmp_path / ("long" * 30)).mkdir()
+    done = run([*WORDS, "trainer.max_steps=4"], tmp_path, TMPDIR=str(long))
+    assert done.code == 0, done.err
+    assert not list(long.glob("echelon-*"))
+
+
 def test_a_run_that_lives_keeps_its_folder(tmp_path):
     (tmp_path / "tmp").mkdir()
     with popen([*WORDS, *LONG], tmp_path, TMPDIR=str(tmp_path / "tmp")) as process:
@@ -64,10 +71,12 @@ def test_what_is_no_runs_stays(tmp_path, monkeypatch):
     (tmp_path / "echelon-data").mkdir()
     (tmp_path / "echelon-file").touch()
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / temporary.MARK).touch()
+    (tmp_path / "elsewhere" / temporary.MARK).write_text(os.uname().nodename)
     (tmp_path / "echelon-link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "echelon-theirs").mkdir()
-    (tmp_path / "echelon-theirs" / temporary.MARK).touch()
+    (tmp_path / "echelon-theirs" / temporary.MARK).write_text(os.uname().nodename)
+    (tmp_path / "echelon-host").mkdir()
+    (tmp_path / "echelon-host" / temporary.MARK).write_text("another host")
     before = set(tmp_path.rglob("*"))
     with monkeypatch.context() as other:
         other.setattr(os, "getuid", lambda: 4711)
@@ -77,4 +86,6 @@ def test_what_is_no_runs_stays(tmp_path, monkeypatch):
         assert folder.parent == tmp_path and not (tmp_path / "echelon-theirs").exists()
         sweep(tmp_path)
         assert folder.exists()
-    assert {path.name for path in tmp_path.iterdir()} == {"echelon-data", "echelon-file", "echelon-link", "elsewhere"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("echelon-data", "echelon-file", "echelon-host", "echelon-link", "elsewhere")
+    }

@@ -1,4 +1,4 @@
-"""Sends gradients in fewer bytes: one of the codecs of trainer/codecs, with error feedback where it needs that."""
+"""Sends gradients in fewer bytes: one of the codecs of trainer/comm/codecs, with error feedback where it needs that."""
 
 from collections.abc import Callable
 from copy import deepcopy

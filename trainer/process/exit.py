@@ -12,16 +12,17 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from trainer.errors import exit_code, fold, message
+from trainer.timeouts import FIRST_RANK_S
 
 
 def wait_for_first_rank() -> None:
-    """Wait 5 s, but on the first rank of a node, before an error is printed that other ranks may have too.
+    """Wait, but on the first rank of a node, before an error is printed that other ranks may have too.
 
     The first rank prints at once, and as it ends, torchrun, mpirun and `srun -K` end the others.
     """
     names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
     if any(os.environ.get(name, "0") != "0" for name in names):
-        time.sleep(5)
+        time.sleep(FIRST_RANK_S)
 
 
 def run_guarded(call: Callable[[], int]) -> int:

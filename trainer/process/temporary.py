@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+LONGEST = 107 - len("/listener-12345678")
 PREFIX, MARK = "echelon-", ".swept"  # the mark is in a folder whose lock tells whether its run lives
 
 
@@ -25,7 +26,7 @@ def temporary_folder() -> Iterator[Path]:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         with contextlib.suppress(OSError):  # a file system without locks: no start sweeps the folder
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            Path(folder, MARK).touch()
+            Path(folder, MARK).write_text(os.uname().nodename)
         try:
             yield Path(folder)
         finally:
@@ -33,12 +34,13 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def sweep(root: Path) -> None:
-    """Remove this user's folders of runs that are no more."""
+    """Remove this user's folders of this host's runs that are no more. Locks of other hosts may not be seen here."""
     for folder in root.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # no folder, a link, another user's, or locked
+        with contextlib.suppress(OSError):  # no folder, a link, another user's, unmarked or locked
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                if os.fstat(descriptor).st_uid == os.getuid() and (folder / MARK).exists():
+                own = os.fstat(descriptor).st_uid == os.getuid()
+                if own and (folder / MARK).read_text() == os.uname().nodename:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
@@ -47,10 +49,16 @@ def sweep(root: Path) -> None:
 
 @contextlib.contextmanager
 def sockets_in(folder: Path) -> Iterator[None]:
-    """Let multiprocessing put the sockets of this process's children there, and not into folders `pymp-*`."""
+    """Let multiprocessing put the sockets of this process's children there, and not into folders `pymp-*`.
+
+    A socket's address has at most 107 bytes, so a folder with a longer name is named by its descriptor.
+    """
     config = multiprocessing.current_process()._config  # pyright: ignore[reportAttributeAccessIssue]
-    config["tempdir"] = str(folder)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    short = len(os.fsencode(folder)) <= LONGEST
+    config["tempdir"] = str(folder) if short else f"/proc/{os.getpid()}/fd/{descriptor}"
     try:
         yield
     finally:
         del config["tempdir"]
+        os.close(descriptor)

@@ -104,6 +104,7 @@ class NanGuard(Callback):
         copy_into(self.copies, now)
         self.copied_at = trainer.step
 
+    @torch.no_grad()
     def _agreed(self, trainer) -> tuple[int, float, float]:
         """Return the number of ranks with a number that is not finite, the mean loss, and the mean of the ranks' norms.
 
@@ -111,7 +112,7 @@ class NanGuard(Callback):
         """
         zero = torch.zeros((), dtype=torch.float64, device=trainer.device)
         weighed = zip(trainer.losses, trainer.data.weights, strict=True)
-        total = sum((loss.double() * weight for loss, weight in weighed if weight), zero)
+        total = sum((loss.double().sum() * weight for loss, weight in weighed if weight), zero)
         norms = torch._foreach_norm([p.grad for p in trainer.parameters if p.grad is not None] or [zero])
         loss, norm = torch.stack([total, vector_norm(torch.stack(norms)).double()]).tolist()
         if trainer.scaler.is_enabled():  # an infinite gradient is fp16's scaler's to deal with
