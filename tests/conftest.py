@@ -27,7 +27,7 @@ settings.load_profile("echelon")
 GRACE_S = 3.0  # for processes that are just ending
 SHARED = ("resource_tracker", "forkserver", "torch_shm_manager")
 ROOT = Path(__file__).parents[1]
-WORKERS, FAULTS_WORKERS = 3, 3  # a third of them waits
+WORKERS = 3  # many tests wait
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -40,9 +40,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     some = (
         config.args_source is not pytest.Config.ArgsSource.TESTPATHS or option.keyword or getattr(option, "lf", False)
     )
-    if option.markexpr == "faults":
-        option.numprocesses, option.dist = FAULTS_WORKERS, "loadgroup"
-    elif option.markexpr == config.getini("addopts")[-1] and not some:
+    if option.markexpr == "faults" or (option.markexpr == config.getini("addopts")[-1] and not some):
         option.numprocesses, option.dist = WORKERS, "loadgroup"
 
 
