@@ -29,11 +29,10 @@ def test_too_few_files_are_named_before_a_batch_is_lost(tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to run as another user")
 @pytest.mark.parametrize("most", [8, pytest.param(12, marks=pytest.mark.slow)])
 def test_too_few_processes_end_the_run_soon(tmp_path, most):
-    """At 8 a worker can't be forked. At 12 one has no thread for its tensors, or later none to send its batches."""
+    """A worker can't be forked, or has no thread for its tensors. One that has none to send a batch is torch's to tell."""
     began = time.monotonic()
     result = run(WORDS, tmp_path, [*CAPABLE, "prlimit", f"--nproc={most}", *MAIN], HOME=str(tmp_path))
     assert time.monotonic() - began < 50
     assert result.code in (1, 78)
     named = f"ulimit -u={most}: too few processes and threads may run; raise it, or give fewer" in result.err
-    assert named or (most == 12 and "exited unexpectedly" in result.err)
-    assert result.err.count("\n") == 1
+    assert (named and result.err.count("\n") == 1) or "can't start new thread" in result.err
