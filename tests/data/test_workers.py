@@ -29,7 +29,7 @@ def test_too_few_files_are_named_before_a_batch_is_lost(tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to run as another user")
 @pytest.mark.parametrize("most", [8, pytest.param(12, marks=pytest.mark.slow)])
 def test_too_few_processes_end_the_run_soon(tmp_path, most):
-    """A worker can't be forked, or has no thread for its tensors. One that has none to send a batch is torch's to tell."""
+    """A worker can't be forked, or has no thread for its tensors. If one has none to send a batch, torch tells it."""
     began = time.monotonic()
     result = run(WORDS, tmp_path, [*CAPABLE, "prlimit", f"--nproc={most}", *MAIN], HOME=str(tmp_path))
     assert time.monotonic() - began < 50
