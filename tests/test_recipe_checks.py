@@ -1,5 +1,7 @@
 """What a recipe's methods may return: anything else is one line that names the method, what came, what is expected."""
 
+import multiprocessing
+import os
 import re
 from functools import partial
 from typing import Any
@@ -179,8 +181,19 @@ def test_a_loss_of_one_dimension_is_judged_too(tmp_path, monkeypatch):
     assert trainer.step == 2
 
 
-def test_a_lock_that_is_held_is_no_limit_of_processes():
-    assert not exhausted(BlockingIOError(11, "Resource temporarily unavailable"))
+def test_a_lock_that_is_held_is_no_limit_of_processes(monkeypatch):
+    """A fork that fails is one. A pipe without bytes raises in its place, as `fork` does: with no frame of its own."""
+    reads, writes = os.pipe2(os.O_NONBLOCK)
+    try:
+        with pytest.raises(BlockingIOError) as held:
+            os.read(reads, 1)
+        monkeypatch.setattr(os, "fork", partial(os.read, reads, 1))
+        with pytest.raises(BlockingIOError) as forked:
+            multiprocessing.get_context("fork").Process(target=print).start()
+    finally:
+        os.close(reads)
+        os.close(writes)
+    assert not exhausted(held.value) and "too few processes" in exhausted(forked.value)
 
 
 def test_a_misspelt_attribute_stays_the_users_own_error():

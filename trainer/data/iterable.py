@@ -60,9 +60,8 @@ def refuse_same_batches(source: Any) -> None:
         DataError: with the way out.
     """
     sampler = source.sampler if isinstance(source, DataLoader) else None
-    shuffled = (
-        isinstance(sampler, RandomSampler) and sampler.generator is None
-    )  # drawn from torch: each rank has its own
+    # Without a generator of its own, the order is drawn from torch's, and each rank has another.
+    shuffled = isinstance(sampler, RandomSampler) and sampler.generator is None
     if isinstance(sampler, SequentialSampler | RandomSampler) and not shuffled:
         kind = type(source.dataset).__name__
         raise DataError(

@@ -153,9 +153,8 @@ def open_source(
         DataError, ConfigError: for shards as `find_shards` and `Index.open` do.
         DataError: for data that is empty or can't be used again.
     """
-    seed_all(
-        mix(seed, RECIPE_DATA)
-    )  # the same for both splits: a `random_split` in `data` cuts both times at the same places
+    # The same for both splits: a `random_split` in `data` cuts both times at the same places.
+    seed_all(mix(seed, RECIPE_DATA))
     data, options = recipe.data(split), options or DataOptions()
     transform = getattr(recipe, "transform", None)
     if options.map:

@@ -3,7 +3,6 @@
 import itertools
 import multiprocessing
 import os
-import resource
 import tempfile
 import threading
 import time
@@ -19,10 +18,10 @@ from torch.utils.data import DataLoader
 
 from trainer.errors import ConfigError, exhausted
 from trainer.log import log
+from trainer.process.environment import raise_file_limit
 from trainer.process.signals import ignore_stop_signals
 
 START_S = 30.0  # until processes that were forked run Python code
-FILES = 1 << 16  # that may be open, where the system's hard limit allows it
 FREE = 16  # descriptors that a worker needs: for tensors that the rank has not fetched yet
 FORK = multiprocessing.get_context("fork")  # they have what the rank has, whatever a library has set
 
@@ -114,11 +113,3 @@ def lost_batches(error: Exception, batches: Any, timeout_s: float) -> str:
             "data or transform hangs: mend it, or give it longer"
         )
     return ""
-
-
-def raise_file_limit() -> None:
-    """Let this process and its workers open more files: torch has one open for each tensor that lies ready."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY:
-        most = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))

@@ -104,9 +104,8 @@ class DDP:
         # Missing with find_unused_parameters, which keeps the first layout.
         text = self.model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
         names = (name for name, p in self.module.named_parameters() if p.requires_grad)
-        known = [
-            i for i, name in enumerate(names) if name not in self.model.parameters_to_ignore
-        ]  # DDP counts these alone
+        # DDP counts only those that it does not ignore.
+        known = [i for i, name in enumerate(names) if name not in self.model.parameters_to_ignore]
         return [[known[int(i)] for i in bucket.split()] for bucket in text.split(",") if bucket.strip()]
 
     def _reduce_bucket(self, _: None, bucket: dist.GradBucket) -> Future[Tensor]:

@@ -189,7 +189,10 @@ def refuse_without_loopback() -> None:
 
 
 def raise_file_limit() -> None:
-    """Raise the limit of open files as far as the system allows: gloo has a socket for each other rank, and group."""
+    """Raise the limit of open files as far as the system allows.
+
+    gloo has a socket for each other rank, and group. A data worker's rank has a file for each tensor that lies ready.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

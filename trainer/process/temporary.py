@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-LONGEST = 107 - len("/listener-12345678")
+LONGEST = 107 - len("/listener-12345678")  # bytes in the name of a folder for sockets
 PREFIX, MARK = "echelon-", ".swept"  # the mark is in a folder whose lock tells whether its run lives
 
 
@@ -17,7 +17,8 @@ PREFIX, MARK = "echelon-", ".swept"  # the mark is in a folder whose lock tells 
 def temporary_folder() -> Iterator[Path]:
     """Make a folder in TMPDIR, locked while the run lives, and remove those of runs that have been killed.
 
-    The lock holds in other containers and PID namespaces, too. systemd-tmpfiles leaves a locked folder alone.
+    The lock holds in other PID namespaces, too. A container has a host name of its own, so no other start sweeps its
+    folders. systemd-tmpfiles leaves a locked folder alone.
     """
     root = Path(tempfile.gettempdir())
     root.mkdir(mode=0o700, parents=True, exist_ok=True)  # a cleaner may have removed it
@@ -40,7 +41,7 @@ def sweep(root: Path) -> None:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 own = os.fstat(descriptor).st_uid == os.getuid()
-                if own and (folder / MARK).read_text() == os.uname().nodename:
+                if own and (folder / MARK).read_bytes() == os.uname().nodename.encode():
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder, ignore_errors=True)
             finally:

@@ -42,9 +42,8 @@ class Overlap(Callback):
         self.hooks: list[Any] = []
 
     def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
-        mib = (
-            25.0 if trainer.ranks.backend == "nccl" else 1.0
-        )  # what is on its way is not stopped; NCCL's calls are dear
+        # A bucket on its way is not stopped, so small ones are better; but each call of NCCL's costs much.
+        mib = 25.0 if trainer.ranks.backend == "nccl" else 1.0
         trainer.ddp["bucket_cap_mb"] = trainer.ddp["bucket_cap_mb"] or mib
         return model
 
