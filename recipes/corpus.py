@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recipes.text import Document, Source, batches, show
+from trainer.data.remote.eviction import open_regular
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -82,13 +83,13 @@ def prepare(text: str | list[str] | None, cache: str | None, settings: Settings)
                     _build(source, folder, settings)
         return Corpus(folder, json.loads((folder / "meta.json").read_text()))
     except OSError as error:
-        raise ConfigError(f"recipe.cache={root}: {error}; give a folder that you may write to, with space") from None
+        raise ConfigError(f"recipe.cache={root}: {error}; give a writable folder with free space") from None
 
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:  # "a" empties nothing if the path is a link
+    with open(path, "a", opener=open_regular) as file:  # in a shared cache, a pipe of a neighbour's would not open
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -101,9 +102,8 @@ def _build(source: Source, folder: Path, settings: Settings) -> None:
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a build that was killed: this process has the lock
     partial.mkdir()
-    log.info(
-        "text: preparing recipe.text=%s: %d files, %d hidden left out", source.label, len(source.files), source.hidden
-    )
+    text = "text: preparing recipe.text=%s: %d files; %d hidden files are left out"
+    log.info(text, source.label, len(source.files), source.hidden)
     survey = _Survey(source, settings)
     tokens = _learn_vocabulary(survey.documents("train", "vocabulary"), survey.alphabet, settings.vocab)
     (partial / "vocab.txt").write_text("".join(f"{token}\n" for token in tokens), "utf-8")
@@ -122,11 +122,12 @@ def _build(source: Source, folder: Path, settings: Settings) -> None:
     }
     meta["content"] = {path.name: _size_and_sha256(path) for path in sorted(partial.iterdir())}
     (partial / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-    log.info("text: %d + %d tokens in %s", meta["tokens"]["train"], meta["tokens"]["val"], folder)
+    text = "text: %d tokens for training and %d for validation in %s"
+    log.info(text, meta["tokens"]["train"], meta["tokens"]["val"], folder)
     for path in (*partial.iterdir(), partial):
         _sync(path)  # else a power cut may leave the folder with empty files
     if folder.exists():
-        log.warning("text: %s is damaged; it is replaced", folder)
+        log.warning("text: %s: is damaged, and is replaced", folder)
         shutil.rmtree(folder)
     partial.rename(folder)
     _sync(folder.parent)
@@ -188,7 +189,7 @@ class _Survey:
             raise source.empty()
         self.threshold = max(settings.val_fraction, min(points))  # small corpora have a validation document, too
         if max(points) <= self.threshold:
-            raise source.error("one document can't be split into training and validation; give more, or longer text")
+            raise source.error("one document can't be split for validation; give more documents, or longer text")
         self.characters = int(counts.sum())
         frequent = map(chr, np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)].tolist())
         self.alphabet = [c for c in frequent if c.isprintable() and not c.isspace()][: settings.vocab // 8]

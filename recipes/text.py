@@ -49,7 +49,7 @@ class Source:
                 self.files[name if len(roots) == 1 else f"{root}/{name}"] = path
         for name, path in self.files.items():
             if not path.is_file():
-                raise self.error(f"{name} does not exist, or is no file; give files or folders of text")
+                raise self.error(f"{name} does not exist, or is not a file; give files or folders of text")
         self.stats = {name: path.stat() for name, path in self.files.items()}
         if not any(stat.st_size for stat in self.stats.values()):
             raise self.empty()
@@ -58,7 +58,7 @@ class Source:
         return ConfigError(f"recipe.text={self.label}: {reason}")
 
     def empty(self) -> ConfigError:
-        return self.error("empty text folder, there is no text in it; give UTF-8 text, .jsonl or .parquet files")
+        return self.error("there is no text in it; give UTF-8 text, .jsonl or .parquet files")
 
     def _walk(self, root: Path, standard_library: bool) -> Iterator[Path]:
         def refuse(error: OSError) -> None:
@@ -113,9 +113,9 @@ class Source:
                 try:
                     text = json.loads(line)["text"]
                     text.encode()  # fails for half a surrogate pair, which has no UTF-8
-                except (ValueError, LookupError, TypeError, AttributeError):
-                    reason = 'is no JSON object with a string "text"; mend or remove it'
-                    raise self.error(f"{name}, line {number} {reason}") from None
+                except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                    reason = 'is not a JSON object with a string "text"; correct or remove it'
+                    raise self.error(f"{name}, line {number}: {reason}") from None
                 yield text
 
     def _parquet(self, name: str, path: Path) -> Iterator[str]:
@@ -130,7 +130,7 @@ class Source:
                     text.encode()  # fails for null
                     yield text
         except (pyarrow.ArrowException, LookupError, AttributeError) as error:
-            raise self.error(f'{name} has no column "text" of strings without nulls ({error}); mend it') from None
+            raise self.error(f'{name} has no column "text" of strings without nulls ({error}); correct it') from None
 
 
 def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 from support import forked, ranks
 from support.faults import watched
+from xdist.scheduler import LoadScopeScheduling
 
 # Before torch and transformers are imported; processes that a test starts inherit both.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,6 +29,7 @@ GRACE_S = 3.0  # for processes that are just ending
 SHARED = ("resource_tracker", "forkserver", "torch_shm_manager")
 ROOT = Path(__file__).parents[1]
 WORKERS = 3  # many tests wait
+EXPENSIVE = ("tests/test_contract.py", "tests/test_errors.py", "tests/test_settings.py", "tests/launch/test_slurm.py")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -41,7 +43,21 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.args_source is not pytest.Config.ArgsSource.TESTPATHS or option.keyword or getattr(option, "lf", False)
     )
     if option.markexpr == "faults" or (option.markexpr == config.getini("addopts")[-1] and not some):
-        option.numprocesses, option.dist = WORKERS, "loadgroup"
+        option.numprocesses, option.dist = WORKERS, "load"
+
+
+class Together(LoadScopeScheduling):
+    """Gives one worker all tests of a file that shares something expensive, and other tests to whoever is free."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return file if file in EXPENSIVE else nodeid
+
+
+@pytest.hookimpl
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """xdist's own groups of tests have no effect with pytest 9.2: they need a node id that can be changed."""
+    return Together(config, log)
 
 
 def pytest_collection_finish() -> None:

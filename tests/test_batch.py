@@ -10,7 +10,6 @@ from trainer.batch import split_batch
 from trainer.data.sampling.order import near_equal
 from trainer.errors import ConfigError
 
-SIZES = st.integers(1, 40)
 MAYBE = st.none() | st.integers(1, 12)
 
 

@@ -40,7 +40,10 @@ class Refuses(Callback):
     ("other", "told"),
     [
         (Compress(), ["any and other can't run together: why; one way out"]),
-        (Both(), ["any and other can't run together: why; another"]),
+        (
+            Both(),
+            ["any and other can't run together: why; one way out", " and other can't run together: why; another"],
+        ),
         (Callback(), []),
     ],
 )
@@ -63,3 +66,20 @@ def test_what_is_refused_is_what_it_is_not_its_name(other, told):
 def test_it_runs_at_its_own_role_and_shares_what_is_shared():
     callbacks = {"both": Both(), "measure": Measure(), "observe": Callback(), "second": Measure()}
     assert list(arrange(callbacks, set())) == ["both", "measure", "second", "observe"]
+
+
+@pytest.mark.parametrize("name", ["on_stepend", "wrap_loss", "rehearsal", "Split"])
+def test_a_misspelt_hook_is_refused_when_the_class_is_defined(name):
+    with pytest.raises(TypeError, match=rf"^Wrong: unknown hooks \['{name}'\]; the hooks are build_model, "):
+        type("Wrong", (Callback,), {name: lambda self, trainer: None})
+
+
+def test_a_callback_that_defers_may_read_gradients_itself():
+    class Defers(Callback):
+        provides = frozenset({"defers"})
+
+        def on_before_optimizer_step(self, trainer) -> None: ...
+
+    arrange({"one": Defers()}, set())
+    with pytest.raises(ConfigError, match=r"^one and two can't run together: one reads gradients before"):
+        arrange({"one": Defers(), "two": Defers()}, set())

@@ -34,7 +34,7 @@ from trainer.plan import Plan
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-pytestmark = [pytest.mark.timeout(420), pytest.mark.xdist_group("contract")]  # the first test trains all that run
+pytestmark = pytest.mark.timeout(420)  # the first test trains all that run
 STEPS, WORLD, EVERY = 6, 3, 2
 # Of the first common update, relative in the L2 norm: 0 for what is exact. See the callback's card.
 BOUNDS = {

@@ -21,13 +21,13 @@ callbacks=[xyzzy]
 optimizer=adam
     optimizer=adam: there is no such optimizer; did you mean adamw
 optimizer=null
-    optimizer=null: a run needs one; there are adamw, lamb, sgd
+    optimizer=null: a run needs one optimizer; there are adamw, lamb, sgd
 schedule=cosin
     schedule=cosin: there is no such schedule; did you mean cosine?
 --config-dir=nowhere
     --config-dir nowhere: is not a folder; give the one that holds recipe/NAME.yaml
 --config-dir=.
-    --config-dir .: is the second one, and one is read
+    --config-dir .: is a second --config-dir, and only one is read
 --batch=3
     unrecognized arguments: --batch=3; see --help
 optimizer.lr
@@ -40,26 +40,28 @@ batch=[1
 '+callbacks=[ema' '+callbacks=[overlap]'
     callbacks=[ema: can't be read as KEY=VALUE
 ~callbacks.progres
-    ~callbacks.progres: this run has none; did you mean ~callbacks.progress?
+    ~callbacks.progres: is not in this run; did you mean ~callbacks.progress?
 ~callbacks.xyzzy
-    ~callbacks.xyzzy: this run has none; see --cfg job
+    ~callbacks.xyzzy: is not in this run; see --cfg job
 --config-name=other
-    --config-name other: the only one is config; leave --config-name out
+    --config-name other: the only name is config; leave --config-name out
 lr=1e-3
     lr=0.001: no such key; did you mean optimizer.lr?
 max_step=3
     max_step=3: no such key; did you mean trainer.max_steps
 optimizer.learning_rate=1e-3
     optimizer.learning_rate=0.001: no such key; did you mean lr?
+optimizer.xyzzy=1
+    optimizer.xyzzy=1: no such key; there are betas, eps, lr, weight_decay
 recipe=bare
     recipe.recipe: is one level too deep; begin the YAML file with the line '# @package _global_'
 recipe=own_optimizer
     optimizer.betas=[0.9, 0.98]: no such key
-    for one of your own write conf/optimizer/NAME.yaml
+    for your own optimizer write conf/optimizer/NAME.yaml
 RANK=x WORLD_SIZE=2
-    RANK=x: is no number
+    RANK=x: is not a number
 PMI_RANK=0 PMI_SIZE=3 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=3
-    mpirun: 3 ranks need a meeting point
+    mpirun: 3 ranks need an address to meet at
 optimizer.lr=${foo}
     optimizer.lr: Interpolation key 'foo' not found; see --cfg job
 
@@ -70,9 +72,9 @@ recipe.with=2
 '+callbacks=[ema]' callbacks.ema.decai=0.9
     callbacks.ema.decai=0.9: no such key; did you mean decay?
 callbacks.ema.decay=0.9
-    callbacks.ema: not in this run, which has metrics_file, progress, throughput; '+callbacks=[ema]' adds it
+    callbacks.ema: is not in this run, which has metrics_file, progress, throughput; '+callbacks=[ema]' adds it
 callbacks.progres.columns=3
-    callbacks.progres: not in this run, which has metrics_file, progress, throughput; did you mean callbacks.progress?
+    callbacks.progres: is not in this run, which has metrics_file, progress, throughput; did you mean
 optimizer.lrr=1
     optimizer.lrr=1: no such key; did you mean lr?
 schedule.warm=1
@@ -95,7 +97,7 @@ data.map=probe.crop
 batch=???
     batch=???: has no default; give batch=VALUE
 ~recipe
-    recipe: is missing; a run can't be without it
+    recipe: is missing, and every run needs it
 trainer.max_steps=ten
     trainer.max_steps=ten: must be int or null, not str
 optimizer.lr=fast
@@ -114,7 +116,7 @@ optimizer.betas=[0.9]
     optimizer.lr=fast: must be float, not str
 optimizer._target_=os.system
     optimizer._target_=os.system: os is not a package that configs may name;
-    if you trust it, 'trainer.allow_targets=[os]'
+    if you trust it, add 'trainer.allow_targets=[os]'
 schedule._target_=trainer.optim.schedule.math.floor
     schedule._target_=trainer.optim.schedule.math.floor: No module named 'trainer.optim.schedule.math'
     name an importable class or function
@@ -125,7 +127,7 @@ schedule._target_=trainer.optim.schedule.require
 schedule._target_=trainer.config.build
     schedule._target_=trainer.config.build: trainer is not a package that configs may name
 '+recipe.dtype={_target_: os.system, command: ls}'
-    recipe.dtype._target_=os.system: is inside of arguments; give a plain value
+    recipe.dtype._target_=os.system: a _target_ inside arguments is not built; give a plain value
 +recipe.hub_token=abc
     recipe.hub_token=***: no such key
 
@@ -148,21 +150,21 @@ trainer.ddp.bucket_mib=-1
 schedule.reference_batch=0
     schedule.reference_batch=0: must be at least 1
 'trainer.validate_every=5 stepz'
-    trainer.validate_every=5 stepz: not a duration; write for example trainer.validate_every='200 steps'
+    trainer.validate_every=5 stepz: is not a duration; write for example trainer.validate_every='200 steps'
 'schedule.warmup=1.1.1 steps'
-    schedule.warmup=1.1.1 steps: not a duration; write for example schedule.warmup='200 steps'
+    schedule.warmup=1.1.1 steps: is not a duration; write for example schedule.warmup='200 steps'
 trainer.validate_every=0
-    trainer.validate_every=0: must be more than 0; null: at the end only
+    trainer.validate_every=0: must be more than 0; give null to validate only at the end
 trainer.devices=2 batch=13
     batch=13: does not divide into 2 rank(s); nearest that do: batch=12, batch=14
 trainer.devices=1 micro_batch=5
     batch=12: does not divide into 1 rank(s), micro_batch=5; nearest that do: batch=10, batch=15; or micro_batch=4
 trainer.nodes=2
-    trainer.nodes=2: start it on each node, with torchrun --nnodes=2 ... or srun
+    trainer.nodes=2: this process can't start other nodes; use torchrun --nnodes=2 ... on each node, or srun
 RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 trainer.devices=3
-    trainer.devices=3: torchrun started 2 rank(s) on this node; use trainer.devices=2 or leave it out
+    trainer.devices=3: torchrun started 2 rank(s) on this node; use trainer.devices=2 or leave trainer.devices out
 RANK=1 WORLD_SIZE=2 -m batch=12,24
-    -m: gives 2 runs, and torchrun started 2 ranks for one; call torchrun once a run, or start all without it, with
+    -m: gives 2 runs, and torchrun started 2 ranks for one; call torchrun once per run, or start all runs without
     trainer.devices=N
 """
 WITH_TORCH = """
@@ -173,7 +175,7 @@ trainer.accelerator=cpu trainer.backend=nccl trainer.devices=2
 trainer.accelerator=cpu trainer.precision=tf32 trainer.devices=2
     trainer.precision=tf32: cpu has no TF32; use trainer.precision=auto
 optimizer.lr=-1
-    optimizer: Invalid learning rate: -1; mend optimizer.*
+    optimizer: Invalid learning rate: -1; correct the keys optimizer.*
 trainer.max_steps=null
     trainer.max_steps=null: schedule=linear must know the end of the run; give trainer.max_steps or trainer.max_epochs
 trainer.checkpoint.dir=file/ckpt trainer.devices=2
@@ -182,18 +184,18 @@ trainer.checkpoint.dir=file/ckpt trainer.devices=2
     overlap and clip can't run together: the global norm
     set trainer.clip_norm=null or leave overlap out
 '+callbacks=[ema,average]'
-    average and ema both decide what average of the weights there is (role AVERAGE): leave one out
+    average and ema both decide how weights are averaged (role AVERAGE): leave one out
 trainer.resume=ckpt/last.pt
     trainer.resume=ckpt/last.pt: does not exist; give DIR/last.pt, a folder step-*, a run's folder, or auto
 trainer.resume=BASE/ckpt/damaged
     model.safetensors: its sha256 is not the manifest's; trainer.resume=null starts anew
 trainer.resume=BASE/ckpt/last.pt trainer.seed=7 batch=24
     trainer.resume: seed was 0 in the checkpoint and is 7; batch was 12 in the checkpoint and is 24;
-    set it back, or accept it by 'trainer.accept=[seed,batch]'
+    set this back, or accept it by 'trainer.accept=[seed,batch]'
 trainer.resume=BASE/ckpt/last.pt recipe.width=8 trainer.run_dir=runs/new
-    is a checkpoint of another model (names, shapes or types of weights differ); set recipe.* back
+    is a checkpoint of another model (names, shapes or dtypes of weights differ); set recipe.* back
 trainer.run_dir=runs/..
-    trainer.run_dir=runs/..: has no name, which the folder of its checkpoints takes; give runs/NAME
+    trainer.run_dir=runs/..: has no name, and the folder of checkpoints needs one; give runs/NAME
 trainer.run_dir=BASE/runs/r
     /runs/r: holds a run already; go on by trainer.resume=auto, or give another
 trainer.run_dir=runs/r trainer.checkpoint.dir=BASE/ckpt
@@ -201,7 +203,7 @@ trainer.run_dir=runs/r trainer.checkpoint.dir=BASE/ckpt
 trainer.init_from=nowhere
     trainer.init_from=nowhere: no such checkpoint, .safetensors, .pt, .pth or .bin file, or Hugging Face folder; give
 recipe=bert_tiny recipe.text=empty recipe.cache=cache
-    recipe.text=empty: empty text folder, there is no text in it; give UTF-8 text, .jsonl or .parquet files
+    recipe.text=empty: there is no text in it; give UTF-8 text, .jsonl or .parquet files
 recipe=bert_tiny recipe.text=file recipe.cache=cache
     recipe.text=file: file is not UTF-8 text (byte 0); convert it, or move it elsewhere
 """
@@ -218,7 +220,7 @@ def parse(table: str) -> dict[str, list[str]]:
 
 
 CASES = {**parse(WITHOUT_TORCH), **parse(WITH_TORCH)}
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("errors")]  # the first test waits for all processes
+pytestmark = pytest.mark.timeout(300)  # the first test waits for all processes
 
 
 @pytest.fixture(scope="module")

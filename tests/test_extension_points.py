@@ -1,5 +1,7 @@
 """Doubles that do what later callbacks will do at each extension point: the numbers stay those of plain training."""
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -72,6 +74,9 @@ class Staged(Callback):
         strategy.data_rank, strategy.data_world = 0, 1
         return strategy
 
+    def on_step_end(self, trainer) -> None:
+        assert trainer.weight == sum(trainer.data.weights)
+
 
 class Timer(Callback):
     """Times data and passes, as a step timer would."""
@@ -99,9 +104,11 @@ class Timer(Callback):
 
         return timed
 
-    def rehearse(self, trainer, run_pass: Callable[[], None]) -> None:
-        before = [p.detach().clone() for p in trainer.parameters]
-        run_pass()
+    def rehearse(self, trainer, run_pass: Callable[[Any], None], batch: Any) -> None:
+        before, timed = [p.detach().clone() for p in trainer.parameters], len(self.pass_s)
+        run_pass(batch)
+        run_pass({name: tensor[:1] for name, tensor in batch.items()})  # as a search for the largest batch does
+        assert len(self.pass_s) == timed + 2  # they go through `wrap_forward_backward`
         assert trainer.rehearsing and all(map(torch.equal, before, trainer.parameters))
         self.rehearsed += 1
 
@@ -174,7 +181,7 @@ def test_a_model_from_the_meta_device_whose_ranks_pass_in_lockstep(plain):
 def test_a_timer_sees_each_step_and_changes_no_bit(plain):
     for (weights, _, counts), (expected, _, _) in zip(run_ranks(WORLD, train, "timer"), plain, strict=True):
         assert all((a == b).all() for a, b in zip(weights, expected, strict=True))
-        assert counts == [STEPS, STEPS, 1]
+        assert counts == [STEPS, 2 + 2 + STEPS, 1]  # two passes of DDP's rehearsal, two of its own
 
 
 def test_unequal_shares_that_change_during_a_run(plain, tmp_path):
@@ -197,6 +204,30 @@ def test_ranks_that_read_the_same_samples_count_them_once(tmp_path, monkeypatch)
     for weights, _, _ in run_ranks(WORLD, train, "staged"):
         for own, expected in zip(weights, alone[0], strict=True):
             assert abs(own - expected).max() < 1e-6
+
+
+class Deaf(Callback):
+    """Runs passes without the total weight of the step."""
+
+    def wrap_forward_backward(self, trainer, run: ForwardBackward) -> ForwardBackward:
+        return lambda data, total: run(data, lambda: 24)
+
+    def on_step_end(self, trainer) -> None:
+        if trainer.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_passes_without_the_total_weight_keep_the_ranks_together(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ends = run_ranks(WORLD, end_of, Deaf())
+    assert len({step for step, _ in ends} & {3, 4}) == 1 and len({weight for _, weight in ends} - {0}) == 1
+
+
+def end_of(place: Place, callback: Callback) -> tuple[int, int]:
+    options = Options(max_steps=9, timeout_s=20.0)
+    trainer = Trainer(Toy(), {"one": callback}, batch=24, options=options, data=DataOptions(workers=0), place=place)
+    trainer.fit()
+    return trainer.step, trainer.weight
 
 
 class Larger(Unequal):
@@ -228,7 +259,7 @@ def validate_in_lockstep(place: Place) -> dict[str, float] | None:
 
     found = Evaluator(
         Recipe(), lambda: iter(batches), ranks, Precision("fp32", torch.device("cpu")), samples=7, max_bad=0.5,
-        lockstep=True, stopping=lambda: False, beat=lambda: None,
+        replicas=None, lockstep=True, data_rank=ranks.rank, stopping=lambda: False, beat=lambda: None,
     ).evaluate(model)  # fmt: skip
     ranks.leave()
     return found

@@ -50,7 +50,7 @@ def test_a_file_that_is_removed_begins_anew(tmp_path, said):
     file.write(b"two\n")
     file.write(b"three\n")
     assert file.path.read_bytes() == b"two\nthree\n" and len(said) == 1
-    assert said[0] == f"{file.path}: was removed while the run writes it; its earlier lines are lost"
+    assert said[0] == f"{file.path}: was removed during the run; its earlier lines are lost"
     assert file.state_dict() == {"bytes": 10, "kept": ""}
     file.close()
 
@@ -63,7 +63,7 @@ def test_a_log_that_is_removed_tells_of_it_in_the_new_one(tmp_path, monkeypatch)
     log.warning("two")
     handler.close()
     two, removed = handler.file.path.read_text().splitlines()
-    assert two == "two" and removed.startswith(f"{handler.file.path}: was removed while")
+    assert two == "two" and removed.startswith(f"{handler.file.path}: was removed during")
 
 
 def test_a_file_is_replaced_in_a_folder_that_is_gone(tmp_path):
@@ -80,7 +80,7 @@ def test_what_a_full_disk_does_not_take_is_written_when_there_is_room(tmp_path, 
     assert said[0].startswith(f"{path}: No space left on device; training goes on")
     disk.room = 100
     file.write(b"four\n")
-    assert path.read_bytes() == b"one\ntwo\nthree\nfour\n" and said[1:] == [f"{path}: written again"]
+    assert path.read_bytes() == b"one\ntwo\nthree\nfour\n" and said[1:] == [f"{path}: can be written again"]
     disk.room = 0
     file.write(b"five\n")
     disk.room = 100
@@ -94,7 +94,7 @@ def test_what_is_kept_is_bounded_and_the_loss_is_told(tmp_path, monkeypatch, sai
     lines = [b"%3d %s\n" % (n, b"x" * 95) for n in range(40)]
     for line in lines:
         file.write(line)
-    assert len(said) == 2 and said[1].endswith("more than 2 KiB could not be written: what comes now is lost")
+    assert len(said) == 2 and said[1].endswith("more than 2 KiB could not be written; new lines are lost")
     disk.room = 10**6
     file.write(b"end\n")
     assert (tmp_path / "file").read_bytes() == b"".join(lines[:20]) + b"end\n"
@@ -120,7 +120,7 @@ def test_a_checkpoint_has_what_the_file_has_not(tmp_path, monkeypatch, said):
     again = Appended(tmp_path / "file")
     again.go_on({"bytes": 14, "kept": ""})
     again.write(b"")
-    assert said[-1].endswith("lines are missing: 4 bytes, and the checkpoint knows of 14")
+    assert said[-1].endswith("lines are missing: the file has 4 bytes, and the checkpoint counted 14")
 
 
 def test_the_log_itself_may_be_on_that_disk(tmp_path, monkeypatch, said):
@@ -135,7 +135,7 @@ def test_the_log_itself_may_be_on_that_disk(tmp_path, monkeypatch, said):
     log.info("end")
     written = (tmp_path / "log").read_text().splitlines()
     assert written[:2] == ["line 0 of a log", f"{tmp_path}/log: {said[1].split(': ', 1)[1]}"]
-    assert written[-2:] == [f"{tmp_path}/log: written again", "end"]
+    assert written[-2:] == [f"{tmp_path}/log: can be written again", "end"]
     log.handlers[-1].close()
 
 

@@ -5,6 +5,8 @@ import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from trainer.callback import HOOKS
+
 ROOT = Path(__file__).parents[1]
 PATHS = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -54,3 +56,17 @@ def test_no_callback_imports_another() -> None:
     callbacks = [(one.split("."), other.split(".")) for one, other in ARROWS]
     pairs = [(one[2], other[2]) for one, other in callbacks if one[1:2] == other[1:2] == ["callbacks"]]
     assert not [f"{one} imports {other}" for one, other in pairs if one != other]
+
+
+def test_pyright_sees_what_callbacks_take_from_the_trainer() -> None:
+    """A hook has its types from `Callback`; another function needs one of its own."""
+    untyped = [
+        f"{name}: {node.name}"
+        for name, path in PATHS.items()
+        if name.startswith(("trainer.callbacks", "trainer.monitors"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name not in HOOKS
+        for argument in node.args.args
+        if argument.arg == "trainer" and argument.annotation is None
+    ]
+    assert not untyped

@@ -212,3 +212,4 @@ def test_an_export_that_fails_leaves_the_summary(tmp_path):
     assert done.code == 1 and done.err.startswith("echelon: weights: No space left on device; make room"), done.err
     assert json.loads((tmp_path / "runs/r/summary.json").read_text())["steps"] == 1
     assert "checkpoint  ckpt/r/step-00000001\n" in done.out and "export  " not in done.out
+    assert "exporting to runs/r/export\n" in done.out  # told before, for it may take minutes

@@ -36,7 +36,7 @@ def test_ranks_do_not_decide_again(monkeypatch):
 
 def test_a_rank_that_sees_other_data_is_refused():
     spec = make_plan(Toy()).spec
-    with pytest.raises(DataError, match=r"^recipe\.data: is not what it was when the run was planned; restore"):
+    with pytest.raises(DataError, match=r"^recipe\.data: has changed since the run was planned; restore"):
         make_plan(Toy(samples=48), place=Place(1, 3, 1, 3), spec=spec)
 
 
@@ -47,7 +47,7 @@ def test_callbacks_have_names():
 
 def test_another_recipes_checkpoint_is_named():
     manifest = {"settings": {"recipe._target_": "recipes.bert.Bert"}, "identity": {"data": "a"}}
-    with pytest.raises(ConfigError, match="the checkpoint is recipe Bert's, and this run's is Toy"):
+    with pytest.raises(ConfigError, match="the checkpoint was written with recipe Bert, and this run has recipe Toy"):
         refuse_other_recipe(Toy(), manifest, {"data": "b"}, [])
     refuse_other_recipe(Toy(), manifest, {"data": "b"}, ["data"])
     refuse_other_recipe(Toy(), manifest, {"data": "a"}, [])

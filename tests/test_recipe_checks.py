@@ -12,7 +12,7 @@ from support.ranks import run_ranks
 from torch import nn
 from toy_recipe import Toy
 
-from trainer import validation
+from trainer import timeouts
 from trainer.callbacks.nan_guard.callback import NanGuard
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError, NumericsError, exhausted
@@ -54,7 +54,7 @@ COUNTS = "return a dict of name -> (sum, count), a tensor of one number and an i
         ("loss", (torch.zeros(()),), f"loss(): returned a value of type tuple; {ONE_NUMBER}"),
         ("loss", {"loss": torch.zeros(())}, f"loss(): returned a value of type dict; {ONE_NUMBER}"),
         ("loss", torch.zeros(12), f"loss(): returned a tensor of shape (12,); {ONE_NUMBER}"),
-        ("loss", torch.zeros(()), "loss(): returned a tensor of shape () without a gradient; return it with its"),
+        ("loss", torch.zeros(()), "loss(): returned a tensor of shape () without a gradient; return a loss with a"),
         ("summary", [1.0], "summary(): returned a value of type list; return a dict of name -> number"),
         ("summary", {"a": "b"}, "summary(): returned a value of type str for 'a'; return a dict of name -> number"),
         ("metrics", 0.5, f"metrics(): returned a value of type float; {COUNTS}"),
@@ -92,7 +92,7 @@ def test_one_line_before_the_first_step(method, returned, message):
     ],
 )
 def test_a_method_with_other_parameters_is_one_line(method, written, called):
-    with pytest.raises(ConfigError, match=f"^{re.escape(f'recipe.{called}; take these parameters')}$"):
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'recipe.{called}; give it these parameters')}$"):
         Trainer(with_method(method, written), batch=12, data=DataOptions(0), place=Place())
 
 
@@ -104,9 +104,9 @@ def test_a_method_may_take_more_or_be_a_partial(method):
 def test_a_loss_of_no_items_needs_no_gradient():
     """A micro-batch of weight 0 contributes nothing, whatever its loss; the next one is checked."""
     loss = CheckedLoss(lambda model, batch: torch.zeros(()), weight=lambda batch: batch)
-    assert loss(nn.Identity(), 0) == 0
+    assert loss.compute(nn.Identity(), 0) == 0
     with pytest.raises(ConfigError, match="without a gradient"):
-        loss(nn.Identity(), 1)
+        loss.compute(nn.Identity(), 1)
 
 
 @pytest.mark.parametrize("count", [torch.tensor(3), 3.0])
@@ -130,7 +130,7 @@ def calls_a_method(place: Place) -> str:
 def test_on_several_ranks_a_loss_calls_the_model_itself():
     assert calls_a_method(Place()) == "4"
     line = (
-        "recipe.loss(): uses model.training_step, which DistributedDataParallel has not; call model(...) itself, so "
+        "recipe.loss(): uses model.training_step, which DistributedDataParallel lacks; call model(...) itself, so "
         "that ranks average its gradients"
     )
     assert run_ranks(2, calls_a_method) == [line, line]
@@ -229,13 +229,17 @@ def test_a_loss_that_was_finite_once_is_a_warning():
 def test_a_batch_larger_than_the_data_is_told(capsys):
     recipe = Toy(samples=4)
     fit(recipe)
-    assert "batch=12: recipe.data('train') has 4 samples, so a step takes each 3 times" in capsys.readouterr().out
+    assert (
+        "batch=12: recipe.data('train') has 4 samples, so a step takes each sample 3 times" in capsys.readouterr().out
+    )
 
 
 def test_a_second_fit_is_refused_and_deletes_nothing(tmp_path):
     trainer = fit(Toy(), run_dir="runs/r")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(ConfigError, match=r"^fit: this Trainer has run already; make another, .* trainer\.resume"):
+    with pytest.raises(
+        ConfigError, match=r"^fit: this Trainer has run already; make another Trainer, .* trainer\.resume"
+    ):
         trainer.fit()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -269,6 +273,6 @@ def test_the_trial_changes_no_bit():
 
 
 def test_a_long_validation_says_how_far_it_is(monkeypatch, capsys):
-    monkeypatch.setattr(validation, "LOG_EVERY_S", 0.0)
+    monkeypatch.setattr(timeouts, "LOG_EVERY_S", 0.0)
     fit(Toy())
     assert "validation: 2 batches so far" in capsys.readouterr().out

@@ -29,7 +29,11 @@ def test_every_key_begins_with_a_seed_and_a_purpose_of_the_table() -> None:
     for path in Path(*__import__("trainer").__path__).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())) if path.name != "rng.py" else ():
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("mix", "permutation"):
-                purpose = ast.unparse(node.args[1 if ast.unparse(node.func) == "mix" else 2])
+                draws = ast.unparse(node.func) == "permutation"  # the place is its last key
+                purpose, *keys = node.args[1 + draws :]
+                purpose = ast.unparse(purpose)
                 assert purpose in KEYS, f"{path}: {ast.unparse(node)}"
+                several = any(isinstance(key, ast.Starred) for key in keys)
+                assert several or len(keys) + draws == KEYS[purpose], f"{path}: {ast.unparse(node)}"
                 found.add(purpose)
     assert found == set(KEYS)

@@ -37,7 +37,9 @@ def contents(folder: str) -> dict[str, bytes]:
 def test_a_folder_of_the_users_own_is_refused(name):
     Path(name).mkdir(parents=True)
     Path(name, "config.yaml").write_text("precious")
-    with pytest.raises(ConfigError, match=rf"^trainer\.run_dir={name}: holds files that are no run's; give another"):
+    with pytest.raises(
+        ConfigError, match=rf"^trainer\.run_dir={name}: holds files that belong to no run; give another"
+    ):
         make(run_dir=name)
     assert contents(name) == {f"{name}/config.yaml": b"precious"}
 

@@ -2,7 +2,15 @@
 
 import json
 
+from omegaconf import OmegaConf
 from support.cli import lines, toy
+from toy_recipe import Toy
+
+from trainer.comm.nccl import NCCLOptions
+from trainer.comm.ranks import Ranks
+from trainer.process.environment import Place
+from trainer.session import describe, save_config
+from trainer.trainer import Trainer
 
 PROBE = ["+callbacks=[probe]", "trainer.run_dir=runs/r", "callbacks.probe.step=3"]
 
@@ -26,3 +34,22 @@ def test_other_threads_are_told_by_a_resume(tmp_path):
     more = ["trainer.run_dir=runs/r", "trainer.max_steps=4", "trainer.resume=auto"]
     resumed = toy(more, tmp_path, OMP_NUM_THREADS="2")
     assert resumed.code == 0 and "resume: machine.threads was 1 and is 2\n" in resumed.out, resumed.err + resumed.out
+
+
+def test_gpus_that_srun_hides_from_each_other_are_told_of(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    trainer = Trainer(Toy(), batch=12, place=Place())
+    told = "warning: srun --gpus-per-task=1: each rank sees its own GPU alone"
+    for hidden in (False, True):
+        monkeypatch.setattr(Ranks, "gpus_hidden", lambda self, hidden=hidden: hidden)
+        describe(trainer, NCCLOptions())
+        assert (told in capsys.readouterr().out) == hidden
+    trainer.close()
+
+
+def test_a_value_with_a_dollar_and_a_brace_is_no_interpolation(tmp_path):
+    save_config({"run_dir": "runs/x${y 1", "lr": 1e-5}, tmp_path)
+    assert OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml"), resolve=True) == {
+        "run_dir": "runs/x${y 1",
+        "lr": 1e-5,
+    }

@@ -60,7 +60,6 @@ def updates(tmp_path_factory) -> dict[tuple[str, str], list[Any]]:
     return dict(zip(cases, zip(*by_rank, strict=True), strict=True))
 
 
-@pytest.mark.xdist_group("settings")
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("setting", "row"), CASES)
 def test_refused_or_to_its_bound(updates, setting, row):

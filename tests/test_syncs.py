@@ -1,5 +1,6 @@
 """Callbacks that each read one number from the device in each step would make it wait for all of them: none does."""
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,9 +37,11 @@ class Reads(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[list[str]] = [[]]
+        self.calls = Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
+        self.calls[name] += 1
         if name in READS:
             self.steps[-1].append(name)
         return func(*args, **(kwargs or {}))
@@ -135,4 +138,5 @@ def test_nan_guard_waits_for_the_device_once_a_step(monkeypatch):
     with mode:
         bad, loss, norm = NanGuard()._agreed(trainer)
     assert (copies, mode.steps) == ([2], [[]])
+    assert (mode.calls["_foreach_norm"], mode.calls["linalg_vector_norm"]) == (1, 1)  # not one for each parameter
     assert (bad, loss) == (0, 1.5) and norm == pytest.approx((4 * 3 * (2 + 3 + 4 + 5)) ** 0.5, rel=1e-6)

@@ -1,8 +1,10 @@
 """What `Trainer` promises to who calls it from Python, and to recipes and callbacks that are unlike the usual."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,9 @@ from toy_recipe import Toy
 from trainer.callback import Callback
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError, NumericsError
+from trainer.optim.factories import adamw
 from trainer.process.environment import Place
+from trainer.process.heartbeat import Heartbeat
 from trainer.trainer import Trainer
 
 SHORT = Options(max_steps=2)
@@ -32,7 +36,7 @@ def folder(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.parametrize("wish", [{"devices": 2}, {"nodes": 2}])
 def test_devices_that_nobody_starts_are_refused(wish):
-    with pytest.raises(ConfigError, match="this is one process, and nobody starts more"):
+    with pytest.raises(ConfigError, match="a Trainer made in Python starts no other ranks"):
         make(Toy(), options=replace(SHORT, **wish), place=Place())
 
 
@@ -50,6 +54,77 @@ def test_every_callback_ends_though_one_raises():
     with pytest.raises(RuntimeError, match="b raised"):
         make(Toy(), {"a": Ends("a"), "b": Ends("b")}).fit()
     assert ended == ["a", "b"]
+
+
+def test_an_error_is_reported_before_any_clean_up():
+    """That may wait for a device which never answers, or for peers."""
+    order: list[str] = []
+
+    class Fails(Callback):
+        def on_step_end(self, trainer) -> None:
+            raise RuntimeError("trouble")
+
+        def on_fit_end(self, trainer) -> None:
+            order.append("clean-up")
+
+    trainer = make(Toy(), {"fails": Fails()})
+    trainer.on_error = lambda error: order.append(str(error))
+    with pytest.raises(RuntimeError, match="trouble"):
+        trainer.fit()
+    assert order == ["trouble", "clean-up"]
+
+
+def test_one_graph_is_kept_from_a_step_to_the_next():
+    """The next forward pass uses the last one's leaves again; others would hold memory of the host."""
+    graphs: list[list[bool]] = []
+
+    class Watch(Callback):
+        def on_step_end(self, trainer) -> None:
+            graphs.append([loss.grad_fn is not None for loss in trainer.losses])
+
+    make(Toy(), {"watch": Watch()}, accumulate=3).fit()
+    assert graphs == [[False, False, True]] * 2
+
+
+class Stopped(BaseException):
+    pass
+
+
+def test_gradients_are_views_of_buckets_on_a_gpu():
+    """A model would be on it next."""
+
+    class Stops(Toy):
+        def model(self) -> nn.Module:
+            raise Stopped
+
+    for device, view in (("cuda", True), ("cpu", False)):
+        built: Any = SimpleNamespace(
+            options=SHORT, device=torch.device(device), recipe=Stops(), _hooks={"build_model": []}
+        )
+        with pytest.raises(Stopped):
+            Trainer._build(built, adamw)
+        assert built.ddp["gradient_as_bucket_view"] is view
+
+
+def still(place: Place) -> bool:
+    """Whether a rank that has not moved for too long notes its last collectives."""
+    seen: list[Any] = []
+
+    class Still(Callback):
+        def on_step_end(self, trainer) -> None:
+            seen.pop()()
+            file = trainer.run_dir / "logs" / f"collectives-rank{place.rank}.json"
+            noted.append(bool(json.loads(file.read_text())["entries"]))
+
+    noted = list[bool]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Heartbeat, "watch", lambda self, still_s, on_still, log: seen.append(on_still))
+        make(Toy(), {"still": Still()}, options=Options(max_steps=1), place=place).fit()
+    return noted == [True]
+
+
+def test_a_rank_that_is_still_notes_its_collectives():
+    assert run_ranks(2, still) == [True, True]
 
 
 class Loaded(Toy):
@@ -101,6 +176,17 @@ def test_all_ranks_validate_with_the_running_statistics_of_rank_0():
         assert all((a == b).all() for a, b in zip(first, other, strict=True))
 
 
+def ddp_has_gone(place: Place) -> bool:
+    trainer = make(Toy(), {}, place=place)
+    wrapped = trainer.strategy.model is not trainer.module
+    trainer.fit()
+    return wrapped and trainer.strategy.model is trainer.module
+
+
+def test_ddp_goes_before_its_process_groups():
+    assert run_ranks(3, ddp_has_gone) == [True] * 3
+
+
 class Lossless(Toy):
     loss = None
 
@@ -113,9 +199,9 @@ class Unvalidated(Toy):
 @pytest.mark.parametrize(
     ("recipe", "callbacks", "told"),
     [
-        (Lossless(), {}, "recipe: Lossless has no method 'loss'; give it model, data and loss"),
+        (Lossless(), {}, "recipe: Lossless has no method 'loss'; define model, data and loss"),
         (Toy(), {"x": object()}, r"callbacks\.x: object is not a callback; give a class that inherits from"),
-        (Unvalidated(), {}, r"trainer\.validate_every=5: recipe\.data\('val'\) is None; give it"),
+        (Unvalidated(), {}, r"trainer\.validate_every=5: recipe\.data\('val'\) is None; return"),
     ],
 )
 def test_what_a_run_needs_is_told_before_it_begins(recipe, callbacks, told):

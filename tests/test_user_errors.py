@@ -1,12 +1,14 @@
 """An error in the user's code: the terminal shows the user's frames, the log of the rank has all of them."""
 
+import errno
+import os
 import re
 from pathlib import Path
 
 import pytest
 from support.cli import Result, run
 
-from trainer.errors import fold
+from trainer.errors import fold, message
 
 CONFIG = """\
 # @package _global_
@@ -119,7 +121,7 @@ def test_the_sample_is_named_from_a_worker_too(where, workers, folder):
 def test_a_sample_that_is_none_is_one_line(folder):
     failed = fail(folder, "None", "data.workers=1")
     assert (failed.code, failed.err.count("\n")) == (71, 1)
-    assert failed.err.startswith("echelon: sample 7: does not go into a batch (default_collate: ")
+    assert failed.err.startswith("echelon: sample 7: does not fit into a batch (default_collate: ")
 
 
 @pytest.mark.parametrize("where", ["loss 1", "transform"])
@@ -141,6 +143,11 @@ def test_a_syntax_error_of_the_users_is_shown(folder):
     (folder / "mine.py").write_text("def model(:\n")
     failed = fail(folder, "")
     assert failed.code == 1 and files(failed.err) == {"mine.py"} and "SyntaxError" in failed.err
+
+
+def test_a_full_disk_without_a_name_may_be_that_of_shared_memory():
+    told = message(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    assert told.startswith("echelon: a file of the run, or of /dev/shm, which data workers need: No space left")
 
 
 def test_an_error_of_ours_is_whole():

@@ -1,4 +1,4 @@
-"""The arithmetic of a batch: global samples = ranks x micro-batch x accumulation. Imports no torch."""
+"""Splits a batch: global samples = ranks x micro-batch x accumulation. Imports no torch."""
 
 from trainer.errors import ConfigError
 
@@ -6,14 +6,14 @@ from trainer.errors import ConfigError
 def split_batch(
     batch: int, world: int, micro_batch: int | None, accumulate: int | None, uneven: bool = False
 ) -> tuple[int, int]:
-    """Split a global `batch` over `world` ranks: samples of the largest micro-batch, micro-batches per step.
+    """Split a global `batch` over `world` ranks. Return the largest micro-batch, and the micro-batches per step.
 
     Args:
-        uneven: For ranks that come and go. Their parts may differ by a sample; `micro_batch` is an upper limit, and
-            `accumulate` follows from it.
+        uneven: The number of ranks may change. Their parts may then differ by a sample; `micro_batch` is an upper
+            limit, from which `accumulate` follows.
 
     Raises:
-        ConfigError: for a batch that does not divide, with the nearest that do.
+        ConfigError: The batch does not divide. The message has the nearest that do.
     """
     for key, value in (("batch", batch), ("micro_batch", micro_batch), ("accumulate", accumulate)):
         if value is not None and value < 1:
@@ -39,11 +39,11 @@ def split_batch(
 def _split_unevenly(batch: int, world: int, micro_batch: int | None, accumulate: int | None) -> tuple[int, int]:
     if batch < world:
         raise ConfigError(
-            f"batch={batch}: is less than a sample for each of {world} ranks; use fewer, or another batch"
+            f"batch={batch}: is less than a sample for each of {world} ranks; use fewer ranks, or a larger batch"
         )
     part = -(-batch // world)  # the largest
     micro = micro_batch or -(-part // (accumulate or 1))
-    times = min(-(-part // micro), batch // world)  # of a smaller part none is empty
+    times = min(-(-part // micro), batch // world)  # so that smaller parts have no empty micro-batch
     return -(-part // times), times
 
 

@@ -1,5 +1,7 @@
 """The contract of a callback: its hooks, its role, its conflicts, and the part of the trainer that it may use."""
 
+import difflib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from enum import IntEnum
 from pathlib import Path
@@ -117,21 +119,25 @@ DECIDES = {
     Role.COMPRESS: "what is sent",
     Role.SYNC: "when it is sent",
     Role.OPTIMIZER: "what a step does",
-    Role.AVERAGE: "what average of the weights there is",
+    Role.AVERAGE: "how weights are averaged",
     Role.BATCH: "the next step's batch",
     Role.GUARD: "which steps are undone",
 }
 
 
 class Callback:
-    """Base class of callbacks. Every hook is optional; an unknown hook name is an error when the class is defined."""
+    """Base class of callbacks. Every hook is optional.
+
+    A misspelt hook is an error when the class is defined. Misspelt are methods on_* and wrap_* that are no hooks, and
+    methods that take the trainer and have almost a hook's name.
+    """
 
     role: ClassVar[Role] = Role.OBSERVE
     also: ClassVar[tuple[Role, ...]] = ()  # further roles that it fills, so no other callback may
     exact: bool = True  # training gives the same numbers as without the callback, to rounding
-    communicates: ClassVar[bool] = False  # it only communicates: with one rank it is idle, and the log says so
-    # Capabilities that others refuse or need. `defers`: gradients are not reduced, or not yet, when
-    # on_before_optimizer_step runs. `own_order`: buckets are sent in an order of its own. `hierarchical`: two levels.
+    communicates: ClassVar[bool] = False  # it only communicates: with one rank it does nothing, and the log says so
+    # Capabilities that other callbacks refuse or need. `defers`: gradients are not reduced, or not yet, when
+    # on_before_optimizer_step runs. `own_order`: it sends buckets in its own order. `hierarchical`: two levels.
     provides: ClassVar[frozenset[str]] = frozenset()
     metric: str = ""  # a metric that validation must give, for example `val/loss`
     # A role, a capability, or the name of a feature of the trainer (`Plan.features`) -> reason and way out.
@@ -160,7 +166,7 @@ class Callback:
         return optimizer
 
     def wrap_forward_backward(self, trainer: TrainerProtocol, run: ForwardBackward) -> ForwardBackward:
-        """Return the forward and backward passes of a step. Every rank must wait for the total weight once."""
+        """Return the forward and backward passes of a step. The passes of the rehearsal go through them, too."""
         return run
 
     def wrap_batches(self, trainer: TrainerProtocol, steps: Iterator[Step]) -> Iterator[Step]:
@@ -174,8 +180,11 @@ class Callback:
         """
         raise NotImplementedError
 
-    def rehearse(self, trainer: TrainerProtocol, run_pass: Callable[[], None]) -> None:
-        """Measure discarded passes: `run_pass` makes one forward and backward pass. Called in `fit`, on every rank."""
+    def rehearse(self, trainer: TrainerProtocol, run_pass: Callable[[Any], None], batch: Any) -> None:
+        """Measure discarded passes: `run_pass` runs `forward_backward` on a batch, for example this rank's first.
+
+        Called in `fit`, on every rank.
+        """
 
     # Events.
     def on_fit_start(self, trainer: TrainerProtocol) -> None:
@@ -213,22 +222,34 @@ class Callback:
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
         """Take back this rank's state, or with another number of ranks the merged state."""
 
-    def merge_rank_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """Merge the states of all ranks into one that every rank takes, if the number of ranks differs."""
+    def merge_rank_states(self, states: Iterator[dict[str, Any]]) -> dict[str, Any]:
+        """Merge the states of all ranks into one that every rank takes, if the number of ranks differs.
+
+        Each state is read when it is asked for: drop it before the next, for all of them may not fit in memory.
+        """
         raise NotImplementedError
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        unknown = {name for name in vars(cls) if name.startswith(("on_", "wrap_"))} - set(HOOKS)
+        unknown = [name for name, value in vars(cls).items() if name not in HOOKS and is_like_hook(name, value)]
         if unknown:
             raise TypeError(f"{cls.__name__}: unknown hooks {sorted(unknown)}; the hooks are {', '.join(HOOKS)}")
 
 
-HOOKS = tuple(
-    name
-    for name in vars(Callback)
-    if name.startswith(("on_", "wrap_")) or name in ("build_model", "distribute", "split", "rehearse")
-)
+def takes_trainer(name: str, value: object) -> bool:
+    """Return whether this is a public method whose first argument is the trainer."""
+    if name.startswith("_") or not inspect.isfunction(value):
+        return False
+    return list(inspect.signature(value).parameters)[1:2] == ["trainer"]
+
+
+def is_like_hook(name: str, value: object) -> bool:
+    """Return whether a name that is no hook's begins as one, or is almost one of a method that takes the trainer."""
+    similar = takes_trainer(name, value) and difflib.get_close_matches(name.lower(), HOOKS, cutoff=0.7)
+    return bool(similar) or name.startswith(("on_", "wrap_"))
+
+
+HOOKS = tuple(name for name, value in vars(Callback).items() if takes_trainer(name, value))
 
 
 def overrides(callback: Callback, hook: str) -> bool:
@@ -239,7 +260,7 @@ def overrides(callback: Callback, hook: str) -> bool:
 def present(key: Role | str, callbacks: Mapping[str, Callback], features: set[str]) -> list[str]:
     """Return the names that match `key`: a setting, the callbacks of a role, or those with a capability."""
     if isinstance(key, Role):
-        return [name for name, callback in callbacks.items() if callback.role == key]
+        return [name for name, callback in callbacks.items() if key in (callback.role, *callback.also)]
     return [key for _ in features & {key}] + [name for name, callback in callbacks.items() if key in callback.provides]
 
 
@@ -252,25 +273,25 @@ def arrange(callbacks: Mapping[str, Callback], features: set[str]) -> dict[str, 
     ordered = dict(sorted(callbacks.items(), key=lambda item: (item[1].role, item[0])))
     errors: list[str] = []
     owners: dict[Role, str] = {}
-    deferring = present("defers", ordered, set())
+    rivals: set[frozenset[str]] = set()  # pairs with a role in common: one reason is enough
     for name, callback in ordered.items():
-        for key, why in callback.conflicts.items():
-            errors += [f"{name} and {other} can't run together: {why}" for other in present(key, ordered, features)]
-        for key, why in callback.requires.items():
-            if not present(key, ordered, features):
-                errors.append(f"{name} needs {key}: {why}")
         for role in (callback.role, *callback.also):
-            if role in DECIDES and owners.setdefault(role, name) != name:
-                both = f"{owners[role]} and {name} both decide {DECIDES[role]}"
-                errors.append(f"{both} (role {role.name}): leave one out")
+            if role in DECIDES and (owner := owners.setdefault(role, name)) != name:
+                errors.append(f"{owner} and {name} both decide {DECIDES[role]} (role {role.name}): leave one out")
+                rivals.add(frozenset((owner, name)))
         for hook, role in (("distribute", Role.SHARD), ("split", Role.BATCH)):
             if overrides(callback, hook) and role not in (callback.role, *callback.also):
                 errors.append(f"{name} has the hook {hook}: only a callback of role {role.name} may; give it that role")
-        if deferring and overrides(callback, "on_before_optimizer_step"):
-            errors.append(
-                f"{name} and {deferring[0]} can't run together: {name} reads gradients before they are reduced; "
-                "leave one out"
-            )
+    for name, callback in ordered.items():
+        refused = dict(callback.conflicts)
+        if overrides(callback, "on_before_optimizer_step"):
+            refused["defers"] = f"{name} reads gradients before they are reduced; leave one out"
+        for key, why in refused.items():
+            others = [other for other in present(key, ordered, features) if frozenset((name, other)) not in rivals]
+            errors += [f"{name} and {other} can't run together: {why}" for other in others if other != name]
+        for key, why in callback.requires.items():
+            if not present(key, ordered, features):
+                errors.append(f"{name} needs {key}: {why}")
     if errors:
         raise ConfigError("; ".join(errors))
     return ordered

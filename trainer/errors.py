@@ -1,4 +1,4 @@
-"""Errors that the user can mend, which are printed as one line; and the exit codes of all ends."""
+"""Defines the exit codes, and the errors that a user can mend, which are printed as one line."""
 
 import difflib
 import errno
@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterable
 UNAVAILABLE = 69  # sysexits' EX_UNAVAILABLE
 NUMERICS = 70
 DATA = 71
-STOPPED = 75  # a signal stopped the run, which has a checkpoint; the same command goes on (sysexits' EX_TEMPFAIL)
-GAVE_UP = 76  # the same failure came at the same step again and again
+STOPPED = 75  # a signal stopped the run, which has a checkpoint; the same command resumes (sysexits' EX_TEMPFAIL)
+GAVE_UP = 76  # the same failure came at the same step several times
 CONFIG = 78  # sysexits' EX_CONFIG
 HUNG = 124  # no rank moved for too long (as of `timeout`)
 
-NO_MORE = ("can't start new thread", "Resource temporarily unavailable")  # Python's and gloo's words for a failed fork
+NO_MORE = ("can't start new thread", "Resource temporarily unavailable")  # messages of Python and gloo
 FINAL = (NUMERICS, DATA, CONFIG)  # another attempt would meet the same error
 
 
@@ -30,11 +30,11 @@ class DataError(ValueError):
 
 
 class UnavailableError(Exception):
-    """Data that may come back: a server or a disk gave nothing for too long. The message names it. Exit code 69."""
+    """Data that may come back: a server or a disk gave nothing for too long. The message names which. Exit code 69."""
 
 
 class NumericsError(ArithmeticError):
-    """Numbers that training can't go on from. The message names the step and the way out. Exit code 70."""
+    """Numbers with which training can't go on. The message names the step and the way out. Exit code 70."""
 
 
 FRAME = re.compile(r'^  File "(.*?)", line \d+, in .*(?:\n|\Z)(?:(?:    |  \[Previous line).*(?:\n|\Z))*', re.MULTILINE)
@@ -63,7 +63,7 @@ def message(error: BaseException) -> str:
 
 def exhausted(error: BaseException) -> str:
     """Return the limit of this process that an error has met, with the way out; empty for any other error."""
-    text, way_out = str(error), "raise it, or give fewer data.workers or trainer.devices"
+    text, way_out = str(error), "raise this limit, or give fewer data.workers or trainer.devices"
     if (isinstance(error, OSError) and error.errno == errno.EMFILE) or text.startswith("Too many open files"):
         return f"ulimit -n={resource.getrlimit(resource.RLIMIT_NOFILE)[0]}: too few files may be open; {way_out}"
     if text in NO_MORE or (isinstance(error, BlockingIOError) and forks(error)):
@@ -74,15 +74,15 @@ def exhausted(error: BaseException) -> str:
 
 
 def forks(error: BaseException) -> bool:
-    """Return whether the error was raised by the start of a process; a lock raises it, too."""
+    """Return whether the start of a process raised the error, which a lock may raise, too."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and "fork" in (frames[-1].line or "")
 
 
 def fold(text: str) -> str:
-    """Return `text` with each run of frames that are not the user's as one line, for a terminal; a log has them all.
+    """Fold each run of frames that are not the user's into one line, for a terminal. A log has all frames.
 
-    A text without a frame of the user's stays whole: the error is ours. So does any if ECHELON_TRACEBACK=1.
+    A text without frames of the user's stays whole: the error is ours. With ECHELON_TRACEBACK=1, any text stays whole.
     """
     if os.environ.get("ECHELON_TRACEBACK") == "1" or all(map(package_of, NAMED.findall(text))):
         return text
@@ -113,12 +113,12 @@ def exit_code(error: BaseException) -> int:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Return `text` without characters that steer a terminal or begin a line, but for those in `keep`."""
+    """Replace characters that control a terminal or begin a line, but for those in `keep`, by question marks."""
     return "".join(c if c.isprintable() or c in keep else "?" for c in text)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the way out of a name that is not among `names`."""
+    """Return the way out for a name that is not among `names`: similar names, or all."""
     known = sorted(names)
     initials = "".join(word[:1] for word in name.split("_"))  # learning_rate: lr
     near = difflib.get_close_matches(name, known, 3, 0.5) or [key for key in known if key == initials]
@@ -126,10 +126,10 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def require_one_of(key: str, value: str, known: Collection[str]) -> None:
-    """Refuse a word that is not among `known`: one that comes from Python, for `check` refuses those of a config.
+    """Refuse an argument in Python that is not among `known`. For a config, `check` does the same.
 
     Raises:
-        ConfigError: The word is unknown.
+        ConfigError: The value is unknown.
     """
     if value not in known:
         raise ConfigError(f"{key}={value}: is unknown; {nearest(value, known)}")

@@ -1,4 +1,4 @@
-"""Files of a run: those that grow, even while the disk is full, and those that appear whole or not at all."""
+"""Writes the files of a run: some grow, even while the disk is full; others appear whole or not at all."""
 
 import json
 import math
@@ -11,43 +11,43 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trainer import timeouts
 from trainer.errors import ConfigError
 from trainer.log import log
 
-MOST = 1 << 20  # bytes kept of a file
+MOST = 1 << 20  # bytes of a file that are kept in memory
 
 TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
-ABANDONED_S = 3600.0  # after which nobody writes to a temporary file any more
 
 
 class Appended:
     """A file that grows. Lines that the disk does not take are kept, and written when there is room again.
 
-    Beyond `MOST` bytes the newest are lost. The log reports both, once. Nothing is opened or cut before the first
+    Beyond `MOST` bytes the newest lines are lost. The log reports both, once. Nothing is opened or cut before the first
     write. If someone removes the file, the next line begins a new one.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.kept = path, b""
         self.file: int | None = None
-        self.saved: dict[str, Any] | None = None  # to be taken back
-        self.trouble = 0  # told of: 1, it can't be written; 2, something was lost
+        self.saved: dict[str, Any] | None = None  # a checkpoint's state, to which the file is cut back
+        self.trouble = 0  # reported so far: 1, the file can't be written; 2, lines were lost
 
     def write(self, content: bytes) -> int:
         """Append, now or when there is room."""
-        self._take_back()
+        self._restore()
         if self.kept:
             self.flush()  # there may be room again
         lost = bool(self.kept) and len(self.kept) + len(content) > MOST
         self.kept += b"" if lost else content
         self.flush()
         if lost:
-            self._tell(2, f"more than {MOST >> 10} KiB could not be written: what comes now is lost")
+            self._report(2, f"more than {MOST >> 10} KiB could not be written; new lines are lost")
         return len(content)
 
     def flush(self, durably: bool = False) -> None:
-        """Write what is kept."""
-        self._take_back()
+        """Write the kept lines."""
+        self._restore()
         removed = self.file is not None and not os.fstat(self.file).st_nlink
         try:
             if self.file is None or removed:
@@ -59,13 +59,13 @@ class Appended:
             if durably:
                 os.fsync(self.file)
         except OSError as error:
-            self._tell(1, f"{error.strerror}; training goes on, and what should be there is kept until there is room")
+            self._report(1, f"{error.strerror}; training goes on, and new lines are kept until there is room")
             return
         if self.trouble:
             self.trouble = 0
-            log.info("%s: written again", self.path)
+            log.info("%s: can be written again", self.path)
         if removed:
-            log.warning("%s: was removed while the run writes it; its earlier lines are lost", self.path)
+            log.warning("%s: was removed during the run; its earlier lines are lost", self.path)
 
     def close(self) -> None:
         """Write the kept lines, and close the file."""
@@ -74,8 +74,8 @@ class Appended:
         self._release()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of bytes on the disk, and the lines that the file should have beside."""
-        self._take_back()
+        """Return the number of bytes on the disk, and the lines that are not written yet."""
+        self._restore()
         if self.file is not None:
             self.flush(durably=True)
         return {"bytes": self.path.stat().st_size if self.path.exists() else 0, "kept": self.kept.decode()}
@@ -84,11 +84,11 @@ class Appended:
         """Cut off, before the first write, the lines that were written after `state` was taken.
 
         Raises:
-            ConfigError: `state` is none of such a file.
+            ConfigError: `state` is not the state of such a file.
         """
         size, kept = (state.get("bytes"), state.get("kept")) if isinstance(state, dict) else (None, None)
         if type(size) is not int or size < 0 or not isinstance(kept, str):
-            raise ConfigError(f"trainer.resume: the checkpoint does not say how much of {self.path} counts")
+            raise ConfigError(f"trainer.resume: the checkpoint has no valid length of {self.path}; go on from another")
         self.saved = state
 
     def _release(self) -> None:
@@ -96,29 +96,29 @@ class Appended:
             os.close(self.file)
             self.file = None
 
-    def _take_back(self) -> None:
+    def _restore(self) -> None:
         if self.saved is None:
             return
         state, self.saved = self.saved, None
         found = self.path.stat().st_size if self.path.exists() else 0
         if found < state["bytes"]:
-            text = "%s: lines are missing: %d bytes, and the checkpoint knows of %d"
+            text = "%s: lines are missing: the file has %d bytes, and the checkpoint counted %d"
             log.warning(text, self.path, found, state["bytes"])
         if found:
             os.truncate(self.path, min(state["bytes"], found))
         if state["kept"]:
             self.write(state["kept"].encode())
 
-    def _tell(self, trouble: int, text: str) -> None:
+    def _report(self, trouble: int, text: str) -> None:
         if trouble > self.trouble:
-            self.trouble = trouble  # first: the log may be such a file, too
+            self.trouble = trouble  # before the warning, since the log may be such a file, too
             log.warning("%s: %s", self.path, text)
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file, in a folder that is made if it is missing. The bytes are on the disk when this returns.
+    """Replace a file, and make its folder if it is missing. The bytes are on the disk when this returns.
 
-    If two write at once, one has its way. An error leaves the older file.
+    If two processes write at once, one of the files stays. An error leaves the older file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
@@ -132,8 +132,8 @@ def write_whole(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def sweep_temporary(folder: Path, older_s: float = ABANDONED_S, names: re.Pattern[str] = TEMPORARY) -> None:
-    """Delete the temporary files that killed processes have left in a folder, those of `write_whole` for example."""
+def sweep_temporary(folder: Path, older_s: float = timeouts.ABANDONED_S, names: re.Pattern[str] = TEMPORARY) -> None:
+    """Delete the temporary files that killed processes have left in a folder, for example those of `write_whole`."""
     for path in folder.glob(".*"):
         with suppress(OSError):
             file = path.lstat()
@@ -143,7 +143,7 @@ def sweep_temporary(folder: Path, older_s: float = ABANDONED_S, names: re.Patter
 
 
 def apply_umask(folder: Path) -> None:
-    """Give files in a folder the permissions that new ones get: some libraries write theirs for the owner alone."""
+    """Give files in a folder the permissions of new files: some libraries write files that only the owner can read."""
     os.umask(mask := os.umask(0))
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
@@ -151,12 +151,12 @@ def apply_umask(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a file by JSON; a number that JSON has no form for becomes null."""
+    """Replace a file by JSON. NaN and infinity become null."""
     write_whole(path, f"{json.dumps(finite(value), indent=1, allow_nan=False)}\n".encode())
 
 
 def finite(value: Any) -> Any:
-    """Replace numbers that JSON has no form for by None."""
+    """Replace NaN and infinity, which JSON lacks, by None."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

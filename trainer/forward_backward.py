@@ -10,6 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 from trainer.data.batch import Step
 from trainer.errors import DataError
 from trainer.parallel.strategy import Strategy
+from trainer.recipe_checks import CheckedLoss
 
 # (a step's data, a function that waits for the total weight) -> the losses of the micro-batches.
 # Afterwards the parameters have the gradients, reduced over ranks.
@@ -20,27 +21,25 @@ class Accumulate:
     """Forward and backward passes of one micro-batch after another. The last one reduces the sum of the gradients.
 
     Args:
-        loss_of: `recipe.loss`, under autocast if the precision has it.
-        world: The number of ranks, over which weights are summed and gradients averaged.
+        loss: `recipe.loss`, under autocast if the precision has it.
         unused: DDP looks for unused parameters, so no micro-batch can have weight 0.
     """
 
-    def __init__(
-        self, loss_of: Callable[..., Tensor], strategy: Strategy, scaler: GradScaler, world: int, unused: bool
-    ) -> None:
-        self.loss_of, self.strategy, self.scaler, self.world, self.unused = loss_of, strategy, scaler, world, unused
+    def __init__(self, loss: CheckedLoss, strategy: Strategy, scaler: GradScaler, unused: bool) -> None:
+        self.loss, self.strategy, self.scaler, self.unused = loss, strategy, scaler, unused
 
     def __call__(self, data: Step, total: Callable[[], int]) -> list[Tensor]:
         losses: list[Tensor] = []
         strategy, last = self.strategy, len(data.weights) - 1
         for batch, weight in data:
             final = len(losses) == last
-            strategy.sync_gradients(final)
-            loss = self.loss_of(strategy.model, batch)
+            if strategy.syncing != final:
+                strategy.sync_gradients(final)
+            loss = self.loss.compute(strategy.model, batch)
             if not weight:
                 loss = zero_loss(strategy.parameters, self.unused)
             losses.append(loss if final else loss.detach())  # one graph stays: the next forward pass reuses its leaves
-            self.scaler.scale(weigh_loss(loss, weight * self.world, total())).backward()
+            self.scaler.scale(weigh_loss(loss, weight * strategy.data_world, total())).backward()
             del batch, loss  # so that two batches are on the device, not three
         return losses
 
@@ -56,7 +55,7 @@ def zero_loss(parameters: list[nn.Parameter], unused: bool) -> Tensor:
     """Return 0.0, with a gradient of zero for each parameter: the loss of a micro-batch without items may be NaN."""
     if unused:
         raise DataError(
-            "a micro-batch of weight 0: DDP can't leave it out with trainer.ddp.find_unused_parameters=true; "
-            "set that to false, or give every micro-batch a weight"
+            "trainer.ddp.find_unused_parameters=true: a micro-batch has weight 0, and DDP would wait for its "
+            "parameters; set trainer.ddp.find_unused_parameters=false, or give every micro-batch a weight"
         )
     return torch.stack([p.sum().float() for p in parameters]).sum() * 0.0

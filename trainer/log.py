@@ -1,4 +1,4 @@
-"""The logger of a run, and its handlers."""
+"""Defines the logger of a run, and its handlers."""
 
 import logging
 from typing import Any
@@ -9,7 +9,7 @@ log = logging.getLogger("echelon")
 
 
 class Lines(logging.Formatter):
-    """Formats a record as text that can't steer a terminal; its message takes one line, a traceback several."""
+    """Formats a record as text that can't control a terminal: a message is one line, a traceback has several."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = printable(record.message)
@@ -20,7 +20,7 @@ class Lines(logging.Formatter):
 
 
 class Terminal(logging.Handler):
-    """Standard output; while a progress bar is shown, `console` prints above it."""
+    """A handler for standard output; while a progress bar is shown, `console` prints above the bar."""
 
     console: Any = None
 
@@ -47,7 +47,7 @@ def set_handlers(*handlers: logging.Handler) -> None:
 
 
 def log_to_terminal(rank: int) -> None:
-    """Show rank 0's events on the terminal, until there is a folder for the log."""
+    """Print rank 0's events to the terminal, until there is a folder for the log."""
     set_handlers(logging.NullHandler() if rank else Terminal())
 
 

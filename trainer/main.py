@@ -1,4 +1,4 @@
-"""The command: composes configs with Hydra, checks them, then trains or starts the ranks."""
+"""Runs the command: composes configs with Hydra, checks them, then trains or starts the ranks."""
 
 import os
 import sys
@@ -36,7 +36,7 @@ def main() -> None:
     if "" not in sys.path and os.getcwd() not in sys.path and not getattr(sys.flags, "safe_path", False):
         sys.path.append(os.getcwd())  # the command `echelon` finds recipes there, as `python -m` does
     if {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID"} & set(os.environ):
-        die_with_parent()  # torchrun's agent or mpirun, which a kill may end first
+        die_with_parent()  # a kill may end torchrun's agent or mpirun first
     tolerate_closed_pipes()
     raise_file_limit()
     os.environ.setdefault("WDS_SECURE", "1")  # for a recipe that imports webdataset
@@ -60,7 +60,7 @@ def command(arguments: list[str]) -> int:
     if len(jobs) > 1 and place.world > 1:
         raise ConfigError(
             f"-m: gives {len(jobs)} runs, and {place.launcher} started {place.world} ranks for one; "
-            f"call {place.launcher} once a run, or start all without it, with trainer.devices=N"
+            f"call {place.launcher} once per run, or start all runs without {place.launcher}, with trainer.devices=N"
         )
     for job in jobs:
         check(job.config)
@@ -84,7 +84,7 @@ def usage(folders: list[Path]) -> str:
 
 
 def run(config: dict[str, Any], recipe: str, argv: list[str]) -> int:
-    """Refuse settings that need no torch to be judged, then train in this process or start the ranks."""
+    """Check the settings that need no torch, then train in this process or start the ranks."""
     from trainer.batch import split_batch
     from trainer.comm.nccl import NCCLOptions, applied
     from trainer.config.build import build_options
@@ -94,12 +94,12 @@ def run(config: dict[str, Any], recipe: str, argv: list[str]) -> int:
     place = detect(os.environ, options.devices, options.nodes)
     refuse_nodes(place, os.environ, options.nodes, options.resume, options.run_dir)
     world = place.world if place.launcher else options.devices
-    if isinstance(world, int) and not options.resume and isinstance(options.nodes, int):  # else the plan does it
+    if isinstance(world, int) and not options.resume and isinstance(options.nodes, int):  # else the plan does this
         split_batch(config["batch"], world, config["micro_batch"], config["accumulate"])
     log_to_terminal(place.rank)
     for line in kept_by_recipe(config, argv):
         log.warning("%s", line)
-    # Read when torch loads. Idle OpenMP threads that spin take the cores that ranks and data workers need.
+    # Read when torch loads. Idle OpenMP threads that spin would take the cores of ranks and data workers.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Read at the first cuBLAS call. `trainer.deterministic` needs this workspace; 32 MiB is Hopper's default.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,4 +1,4 @@
-"""The plan of a run: decisions and refusals that need no model."""
+"""Plans a run: the decisions and refusals that need no model."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from trainer.optim.schedule import Schedule
 from trainer.process.environment import Place, node_range
 from trainer.recipe_checks import refuse_other_parameters
 
-MOST_RANKS = 1 << 20  # more ranks in a manifest are refused
+MOST_RANKS = 1 << 20  # a manifest with more ranks is refused
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RunSpec:
     """The decisions of a run as plain values: made once, by the launcher or else by rank 0, for all ranks."""
 
     world: int
-    checkpoint: list[str] | None  # the one to resume: its verified folder, and the sha256 of its manifest
+    checkpoint: list[str] | None  # the verified folder of the checkpoint to resume, and its manifest's sha256
     micro: int  # samples of the largest micro-batch
     accumulate: int
     max_steps: int | None
@@ -42,7 +42,7 @@ class Plan:
     """The callbacks of a rank in order, its data, and the decisions of the run.
 
     Args:
-        options: With the precision of the device, if that is known.
+        options: The run's options, with the precision of the device if that is known.
         each: Returns on every rank the values of all ranks.
         spec: The decisions, if a launcher has made them. The rank then only compares its own view.
 
@@ -84,17 +84,24 @@ class Plan:
         if options.init_from and not self.resumed:
             weights_files(options.init_from)
         self._open_data(recipe, place, each)
-        if self.order is None and spec is None:  # the batches of an iterable have the size that it gives
+        if self.order is None and spec is None:  # an iterable decides the size of its batches: no uneven split
             split_batch(batch, world, micro_batch, accumulate)
         self.max_steps = spec.max_steps if spec else self._max_steps()
         self.rate = schedule.resolve(self.max_steps, batch, self.epoch_samples)
-        self.validate_every = every = self._every("trainer.validate_every", options.validate_every)
-        self.validate_s = every.amount * 60 if every and every.unit == "minutes" else math.inf
-        self.save_s = (options.checkpoint.every_minutes or math.inf) * 60
+        self._set_intervals()
         if self.resumed:
             refuse_other_recipe(recipe, self.manifest, self.identity(), options.accept)
             refuse_differences(self.manifest["identity"], self.identity(), options.accept)
         self.spec = self._agree(world, each, spec)
+
+    def _set_intervals(self) -> None:
+        """Set the steps and seconds between validations and between checkpoints; infinity means never."""
+        options = self.options
+        self.validate_every = every = self._every("trainer.validate_every", options.validate_every)
+        self.validate_s = every.amount * 60 if every and every.unit == "minutes" else math.inf
+        self.validate_steps = every.amount if every and every.unit == "steps" else math.inf
+        self.save_s = (options.checkpoint.every_minutes or math.inf) * 60
+        self.save_steps = options.checkpoint.every_steps or math.inf
 
     def _agree(self, world: int, each: Callable[[Any], list[Any]], spec: RunSpec | None) -> RunSpec:
         """Return the decisions of the launcher or else of rank 0, after a comparison with this rank's view.
@@ -110,7 +117,7 @@ class Plan:
             own = RunSpec(world, checkpoint, self.micro, self.accumulate, self.max_steps, self.identity(), found)
             return RunSpec(**each(asdict(own))[0])
         if (spec.identity["data"], spec.validation) != (self.identity()["data"], found):
-            raise DataError("recipe.data: is not what it was when the run was planned; restore the data, then resume")
+            raise DataError("recipe.data: has changed since the run was planned; restore the data, then resume")
         return spec
 
     def _open_data(self, recipe: Any, place: Place, each: Callable[[Any], list[Any]]) -> None:
@@ -123,24 +130,24 @@ class Plan:
         for _ in range(turn, 2):
             each(None)
         if source is None:
-            raise ConfigError("recipe.data('train') is None: there is nothing to train on")
+            raise ConfigError("recipe.data('train'): is None; return the data to train on")
         self.source = source
         self.order = source.order(self.data.lanes, self.data.block) if isinstance(source, Samples) else None
         if self.validation is None and self.options.validate_every is not None:
             raise ConfigError(
                 f"trainer.validate_every={self.options.validate_every}: recipe.data('val') is None; "
-                "give it validation data, or trainer.validate_every=null"
+                "return validation data, or give trainer.validate_every=null"
             )
         if self.validation is None and self.watched:
             key, name = next(iter(self.watched.items()))
             raise ConfigError(
-                f"{key}={name}: the recipe's data('val') is None; give it validation data, or leave this out"
+                f"{key}={name}: recipe.data('val') is None; return validation data, or leave this setting out"
             )
         self.epoch_samples = self.order.samples if self.order else None
 
     @property
     def watched(self) -> dict[str, str]:
-        """Return which metrics of validation the run goes by: config key -> name."""
+        """Return the validation metrics that the run depends on: config key -> name."""
         watched = {f"callbacks.{name}.metric": c.metric for name, c in self.callbacks.items() if c.metric}
         if best := self.options.checkpoint.keep_best:
             watched["trainer.checkpoint.keep_best"] = parse_best(best)[0]
@@ -214,14 +221,6 @@ class Plan:
             every = Duration(every.steps(key, self.batch, self.epoch_samples))
         return every
 
-    def saves_at(self, step: int) -> bool:
-        every = self.options.checkpoint.every_steps
-        return every is not None and step % every == 0
-
-    def validates_at(self, step: int) -> bool:
-        every = self.validate_every
-        return every is not None and every.unit == "steps" and step % every.amount == 0
-
     def identity(self) -> dict[str, Any]:
         """Return the settings and the data that must be the same for an exact resume."""
         data = self.source.fingerprint if isinstance(self.source, Samples) else "iterable"
@@ -237,19 +236,19 @@ class Plan:
 def refuse_more(options: Options, world: int) -> None:
     if world == 1 and (options.devices not in ("auto", 1) or node_range(options.nodes)[0] > 1):
         raise ConfigError(
-            f"trainer.devices={options.devices}, trainer.nodes={options.nodes}: this is one process, and nobody "
-            "starts more; use python -m trainer.main or torchrun, or leave these settings out"
+            f"trainer.devices={options.devices}, trainer.nodes={options.nodes}: a Trainer made in Python starts no "
+            "other ranks; use python -m trainer.main or torchrun, or leave these settings out"
         )
 
 
 def refuse_incomplete(recipe: Any, callbacks: Mapping[str, Any]) -> None:
-    """Refuse a recipe whose methods are missing or take other parameters, and callbacks that are no `Callback`."""
+    """Refuse a recipe that lacks a method or whose methods take other parameters, and callbacks of other classes."""
     if not isinstance(callbacks, Mapping):
         raise ConfigError("callbacks: must have names, as in {'ema': EMA()}; give a dict instead of a list")
     missing = [name for name in ("model", "data", "loss") if not callable(getattr(recipe, name, None))]
     if missing:
         has = f"recipe: {type(recipe).__name__} has no method {missing[0]!r}"
-        raise ConfigError(f"{has}; give it model, data and loss, as trainer/recipe.py says")
+        raise ConfigError(f"{has}; define model, data and loss, as in trainer/recipe.py")
     refuse_other_parameters(recipe)
     for name, callback in callbacks.items():
         if not isinstance(callback, Callback):
@@ -272,7 +271,7 @@ def refuse_other_ranks(own: Mapping[str, Any], each: Callable[[Any], list[Any]])
 
 
 def refuse_other_manifests(manifest: Mapping[str, Any], key: str) -> None:
-    """Refuse a valid manifest that is no run's: it may be a stranger's."""
+    """Refuse a valid manifest that no run has written: it may be a stranger's."""
     kinds = {"run_dir": str, "samples": int, "world": int, "identity": dict, "buckets": list, "ddp": dict}
     wrong = [name for name, kind in kinds.items() if not fits(manifest.get(name), kind)]
     may = {"rank_states": list[str], "settings": dict, "versions": dict, "uneven": bool}
@@ -280,7 +279,7 @@ def refuse_other_manifests(manifest: Mapping[str, Any], key: str) -> None:
     wrong += [name for name in ("model", "optimizer", "data") if name not in (manifest.get("identity") or ())]
     if wrong or not 0 <= manifest["samples"] < 1 << 62 or not 0 < manifest["world"] <= MOST_RANKS:
         raise ConfigError(
-            f"{key}: its manifest is none of a run ({', '.join(wrong) or 'samples or world'}); "
+            f"{key}: its manifest has no valid {', '.join(wrong) or 'samples or world'}; "
             "give a checkpoint that Echelon wrote"
         )
 
@@ -294,19 +293,19 @@ def refuse_unmerged(callbacks: Mapping[str, Callback], manifest: Mapping[str, An
     for name in sorted(callbacks.keys() & set(manifest.get("rank_states", ()))):
         if not overrides(callbacks[name], "merge_rank_states"):
             raise ConfigError(
-                f"callbacks.{name}: the checkpoint has what each of {manifest['world']} rank(s) kept of its own, there "
-                f"are {world} now, and {type(callbacks[name]).__name__} has no merge_rank_states; resume on "
-                f"{manifest['world']}, give it one, or leave {name} out"
+                f"callbacks.{name}: the checkpoint has states of {manifest['world']} rank(s), there are {world} now, "
+                f"and {type(callbacks[name]).__name__} has no merge_rank_states; resume on {manifest['world']} "
+                f"rank(s), define merge_rank_states, or leave {name} out"
             )
 
 
 def refuse_other_recipe(recipe: Any, manifest: Mapping[str, Any], own: Mapping[str, Any], accept: list[str]) -> None:
-    """Refuse another recipe's checkpoint by the recipe's name: a fingerprint of data would tell the user nothing."""
+    """Refuse another recipe's checkpoint, with both names: the fingerprint of the data would say nothing to a user."""
     was, now = str(manifest.get("settings", {}).get("recipe._target_", "")).rpartition(".")[2], type(recipe).__name__
     if was not in ("", now) and own["data"] != manifest["identity"]["data"] and "data" not in accept:
         raise ConfigError(
-            f"trainer.resume: the checkpoint is recipe {was}'s, and this run's is {now}; choose that recipe, or start "
-            "anew with trainer.resume=null"
+            f"trainer.resume: the checkpoint was written with recipe {was}, and this run has recipe {now}; choose "
+            f"recipe {was}, or start anew with trainer.resume=null"
         )
 
 
@@ -319,7 +318,7 @@ def refuse_differences(saved: Mapping[str, Any], own: Mapping[str, Any], accept:
     different = [key for key in own if key in saved and saved[key] != own[key]]
     for key in different:
         if key in accept:
-            text = "resume: %s was %s and is %s, accepted; the run does not repeat the interrupted one"
+            text = "resume: %s was %s and is %s, as accepted; the run won't repeat the interrupted one bit for bit"
             log.warning(text, key, saved[key], own[key])
     refused = [key for key in different if key not in accept]
     if refused:
@@ -327,7 +326,7 @@ def refuse_differences(saved: Mapping[str, Any], own: Mapping[str, Any], accept:
             f"{key} was {short(saved[key])} in the checkpoint and is {short(own[key])}" for key in refused
         )
         raise ConfigError(
-            f"trainer.resume: {lines}; set it back, or accept it by 'trainer.accept=[{','.join(accept + refused)}]'"
+            f"trainer.resume: {lines}; set this back, or accept it by 'trainer.accept=[{','.join(accept + refused)}]'"
         )
 
 

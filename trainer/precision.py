@@ -18,10 +18,10 @@ class Precision:
     float32 matrix products have a 10-bit mantissa. With `fp16`, loss scaling is dynamic (Micikevicius et al. 2018,
     arXiv:1710.03740). With other formats the scaler is disabled, and every call to it is a no-op.
 
-    `torch.backends.cudnn.benchmark` stays the recipe's, since its search runs again for each new shape of a batch.
+    `torch.backends.cudnn.benchmark` is the recipe's to set, since its search runs again for each new shape of a batch.
 
     Args:
-        deterministic: Use kernels that give the same bits every time; if an operation has none, torch raises.
+        deterministic: Use kernels that give the same bits every time. If an operation has no such kernel, torch raises.
     """
 
     def __init__(self, name: str, device: torch.device, deterministic: bool = False) -> None:
@@ -53,6 +53,6 @@ class Precision:
 
 
 def used_cuda() -> bool:
-    """Tell whether this process has allocated memory on a GPU, as all code that calls cuBLAS must."""
+    """Return whether this process has allocated memory on a GPU, as all code that calls cuBLAS must."""
     stats = map(torch.cuda.memory_stats, range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0))
     return any(each.get("allocation.all.allocated") for each in stats)

@@ -1,4 +1,4 @@
-"""Checks of a recipe's methods: parameters and returned values. One line names the method, the value, the way out."""
+"""Checks the parameters and the returned values of a recipe's methods."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from trainer.recipe import Optional, Recipe
 
 
 class CheckedLoss:
-    """`recipe.loss`, whose value is checked until one has passed; later calls cost nothing more.
+    """`recipe.loss` with a check of its value, until one has passed. From then on, `compute` is `recipe.loss` itself.
 
     Args:
         weight: Counts the items of a batch. A loss of no items needs no gradient.
@@ -23,10 +23,7 @@ class CheckedLoss:
 
     def __init__(self, loss: Callable[..., Any], weight: Callable[[Any], int]) -> None:
         self.loss, self.weight = loss, weight
-        self.call = self._check
-
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        return self.call(model, batch)
+        self.compute: Callable[[nn.Module, Any], Tensor] = self._check
 
     def _check(self, model: nn.Module, batch: Any) -> Tensor:
         try:
@@ -36,7 +33,7 @@ class CheckedLoss:
                 getattr(model, "module", None), error.name or ""
             ):  # of the model that this one wraps
                 raise ConfigError(
-                    f"recipe.loss(): uses model.{error.name}, which {type(model).__name__} has not; call model(...) "
+                    f"recipe.loss(): uses model.{error.name}, which {type(model).__name__} lacks; call model(...) "
                     "itself, so that ranks average its gradients"
                 ) from None
             raise
@@ -44,9 +41,11 @@ class CheckedLoss:
             raise refusal("loss", loss, "a tensor of one number, the mean over the batch")
         if torch.is_grad_enabled() and not loss.requires_grad:
             if self.weight(batch):
-                raise refusal("loss", loss, "it with its gradient, no detach() and no no_grad()", " without a gradient")
+                raise refusal(
+                    "loss", loss, "a loss with a gradient, without detach() or no_grad()", " without a gradient"
+                )
             return loss
-        self.call = self.loss
+        self.compute = self.loss
         return loss
 
 
@@ -65,7 +64,7 @@ def refuse_other_parameters(recipe: Any) -> None:
             own.bind(*names)
         except TypeError:
             takes, gets = ", ".join(map(str, own.parameters)), ", ".join(names)
-            raise ConfigError(f"recipe.{name}({takes}): is called with ({gets}); take these parameters") from None
+            raise ConfigError(f"recipe.{name}({takes}): is called with ({gets}); give it these parameters") from None
 
 
 def build_model(recipe: Any) -> nn.Module:
@@ -92,7 +91,7 @@ def check_metrics(found: Any) -> dict[str, tuple[Tensor, int]]:
     """Return what `recipe.metrics` returned, with counts as plain ints.
 
     Raises:
-        ConfigError: `found` is something else than name -> (sum, count).
+        ConfigError: `found` is not a dict of name -> (sum, count).
     """
     expected = "a dict of name -> (sum, count), a tensor of one number and an int"
     if not isinstance(found, Mapping):
@@ -119,7 +118,7 @@ def count_items(weight: Callable[[Any], Any], batch: Any) -> int:
     """Return `weight(batch)` as an int.
 
     Raises:
-        ConfigError: The weight is no whole number, or less than 0.
+        ConfigError: The weight is not a whole number, or less than 0.
     """
     count = weight(batch)
     try:
@@ -136,7 +135,7 @@ def call_summary(recipe: Any) -> dict[str, float]:
     """Return what `recipe.summary` returns; an empty dict without one.
 
     Raises:
-        ConfigError: The value is something else than name -> number.
+        ConfigError: The value is not a dict of name -> number.
     """
     found = recipe.summary() if hasattr(recipe, "summary") else {}
     expected = "a dict of name -> number"
@@ -155,7 +154,7 @@ def try_summary(recipe: Any, rank: int, each: Callable[[Any], list[Any]]) -> Non
         each: Gives every rank the values of all ranks.
 
     Raises:
-        ConfigError: `summary` returns something else than numbers.
+        ConfigError: `summary` returns anything else than numbers.
         DistError: `summary` failed on rank 0, and this is another rank.
     """
     failure = None

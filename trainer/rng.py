@@ -1,4 +1,4 @@
-"""Random numbers as pure functions of keys: one hash, and one generator a process, set to a key before each use."""
+"""Derives random numbers from keys: one hash, and one generator per process, which is set to a key before each use."""
 
 import random
 from typing import Any

@@ -1,4 +1,4 @@
-"""The folder of a run, and the log in it."""
+"""Makes the folder of a run, and starts the log in it."""
 
 import contextlib
 import itertools
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from trainer.plan import Plan
 
 
-WRITTEN = ("logs", "tensorboard", "export")  # the folders in a run's
+WRITTEN = ("logs", "tensorboard", "export")  # folders inside the folder of a run
 
 
 def make_run_dir(plan: "Plan", name: str) -> Path:
-    """Make the folder of the run: as given, or of the run that goes on, or a new one `runs/<name>-<time>`.
+    """Make the folder of the run: the given one, or that of the resumed run, or a new one `runs/<name>-<time>`.
 
     Raises:
-        ConfigError: The folder, or that of its checkpoints, can't be written, holds another run, or is no run's.
+        ConfigError: The folder, or that of its checkpoints, can't be written, or holds another run or other files.
     """
     options, resumed = plan.options, plan.resumed
     root = Path(options.checkpoint.dir)
@@ -51,17 +51,17 @@ def make_run_dir(plan: "Plan", name: str) -> Path:
     ended, saves = has_ended(folder), (folder / CHECKPOINTED).exists()
     if (ended or saves or (folder / "metrics.jsonl").exists()) and not again:
         raise ConfigError(
-            f"trainer.run_dir={given}: holds a run already; go on by trainer.resume=auto, or give another"
+            f"trainer.run_dir={given}: holds a run already; go on by trainer.resume=auto, or give another folder"
         )
     if locate.checkpoints(saved) and (resumed is None or not _same(resumed.parent, saved)):
         raise ConfigError(
             f"trainer.run_dir={given}: {saved} holds checkpoints of a run of this name; go on by trainer.resume=auto, "
             "or give another trainer.run_dir or trainer.checkpoint.dir"
         )
-    if again and not goes_on and (ended or saves):  # else it would begin at step 0, and cut its files off
+    if again and not goes_on and (ended or saves):  # else the run would begin at step 0, and cut the old files off
         raise ConfigError(
             f"trainer.run_dir={given}: holds a run that has {'ended' if ended else 'written checkpoints'}, and {saved} "
-            "has no checkpoint of it; give the trainer.checkpoint.dir that has, or another trainer.run_dir"
+            "has no checkpoint of it; give the trainer.checkpoint.dir of that run, or another trainer.run_dir"
         )
     make_writable("trainer.checkpoint.dir", saved)
     make_writable("trainer.run_dir", folder)
@@ -79,12 +79,12 @@ def has_ended(folder: Path) -> bool:
 
 
 def _run_of(resumed: Path | None, manifest: Mapping[str, Any], root: Path) -> str | None:
-    """Return the folder of the checkpoint's run, if that run's checkpoints are where this one is.
+    """Return the folder of the checkpoint's run, if the checkpoint is among that run's checkpoints.
 
     The manifest may be a stranger's.
 
     Raises:
-        ConfigError: The folder is outside of the current one, and no run's.
+        ConfigError: The folder is outside of the current one, and holds no run.
     """
     if resumed is None:
         return None
@@ -98,30 +98,30 @@ def _run_of(resumed: Path | None, manifest: Mapping[str, Any], root: Path) -> st
     if own:
         if (folder.is_absolute() or ".." in folder.parts) and not is_run(folder):
             raise ConfigError(
-                f"trainer.run_dir={folder}: the checkpoint says so, and there is no run; give a trainer.run_dir of "
-                "your own"
+                f"trainer.run_dir={folder}: the checkpoint names this folder, which holds no run; give another "
+                "trainer.run_dir"
             )
         return given
-    log.info("resume: no run of this checkpoint is in %s; it goes on in a new folder", printable(given)[:200])
+    log.info("resume: the checkpoint's run is not in %s; the run goes on in a new folder", printable(given)[:200])
     return None
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a run has been written here."""
+    """Return whether the folder holds a run."""
     started = (folder / ".lock").is_file() or (folder / "logs" / "events.jsonl").is_file()
     return started or any((folder / "logs").glob("rank*.log"))
 
 
 def refuse_astray(folder: Path) -> None:
-    """Refuse a folder that is neither new nor a run's, or in which a link would be written through."""
+    """Refuse a folder that is neither new nor a run's, or that has links through which the run would write."""
     key = f"trainer.run_dir={folder}"
     if folder.name in ("", ".."):
-        raise ConfigError(f"{key}: has no name, which the folder of its checkpoints takes; give runs/NAME")
+        raise ConfigError(f"{key}: has no name, and the folder of checkpoints needs one; give runs/NAME")
     if folder.is_dir() and any(folder.iterdir()) and not is_run(folder):
-        raise ConfigError(f"{key}: holds files that are no run's; give another trainer.run_dir")
+        raise ConfigError(f"{key}: holds files that belong to no run; give another trainer.run_dir")
     for path in (*folder.glob("*"), *(path for name in WRITTEN for path in (folder / name).rglob("*"))):
         if path.is_symlink():
-            raise ConfigError(f"{key}: {path} is a link, and would be written through; give another trainer.run_dir")
+            raise ConfigError(f"{key}: {path} is a link, and the run would write to its target; give another folder")
 
 
 def _same(one: Path, other: Path) -> bool:
@@ -129,7 +129,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def make_new(stem: Path, root: Path) -> Path:
-    """Make a folder of this name, or with a number behind it."""
+    """Make a folder of this name, with a number appended if the name is taken."""
     make_writable("trainer.run_dir", stem.parent)
     for n in itertools.count(1):
         folder = stem.with_name(f"{stem.name}-{n}") if n > 1 else stem

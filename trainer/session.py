@@ -1,4 +1,4 @@
-"""From a checked config to a trained model, in this process."""
+"""Trains a model from a checked config, in this process."""
 
 import json
 import os
@@ -55,14 +55,14 @@ def train(
     """Train to the end, and return the exit code.
 
     Args:
-        spec: The decisions, if a launcher has made them.
+        spec: The decisions of the run, if a launcher has made them.
         on_error: Called with the error of a failed run, before the clean-up.
     """
     trainer = make_trainer(config, name, place, spec)
     trainer.argv, trainer.on_error = argv, on_error
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(trainer.run_dir / "logs" / "nccl-rank"))  # torch adds the rank
     if trainer.world == 1 and not os.isatty(0):  # at a terminal somebody may be in a debugger
-        stderr = os.fdopen(os.dup(2), "a")  # by its path a socket can't be opened
+        stderr = os.fdopen(os.dup(2), "a")  # a socket can't be opened by its path
         trainer.heartbeat.watch(STILL * trainer.options.timeout_s, lambda: None, stderr)
     trainer.settings |= flat(redact(config)) | arithmetic()
     if trainer.rank == 0:
@@ -88,7 +88,7 @@ def make_trainer(config: dict[str, Any], name: str, place: Place | None, spec: R
     """Build the trainer.
 
     Raises:
-        UnavailableError: A restarted rank is refused a setting or data that was in order when the run was planned.
+        UnavailableError: A restarted rank refuses a setting or data that was valid when the run was planned.
     """
     try:
         return Trainer(**build_components(config), place=place, name=name, spec=spec)
@@ -99,7 +99,7 @@ def make_trainer(config: dict[str, Any], name: str, place: Place | None, spec: R
 
 
 def arithmetic() -> dict[str, Any]:
-    """Return what the bits of a sum depend on in this machine. A resume tells of a difference."""
+    """Return the properties of this machine that change the bits of a sum. A resume logs differences."""
     cuda = {"machine.gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return {"machine.threads": torch.get_num_threads(), "machine.cpu": torch.backends.cpu.get_cpu_capability(), **cuda}
 
@@ -113,23 +113,24 @@ def note_crash(trainer: Trainer, error: Exception) -> None:
     file = trainer.run_dir / "summary.json"
     if file.exists() and json.loads(file.read_text()).get("steps") == trainer.step:
         return  # the summary of the finished steps stays
-    # The frames of a sample's error follow the line that tells it.
+    # The frames of a sample's error follow its message.
     line = next(line for line in reversed(text.splitlines()) if not line.startswith(" "))
     summary = {"stopped": "error", "error": line, "steps": trainer.step, "samples": trainer.samples}
     try:
         write_json(file, summary)
     except OSError as failure:
-        log.warning("%s is not written: %s", file, failure.strerror)
+        log.warning("%s: can't be written: %s", file, failure.strerror)
 
 
 def save_config(config: dict[str, Any], run_dir: Path) -> None:
     path = run_dir / "config.yaml"
+    literal = json.loads(json.dumps(config).replace("${", r"\\${"))  # a resolved value is no interpolation
     try:
-        write_whole(path, OmegaConf.to_yaml(OmegaConf.create(config)).encode())
+        write_whole(path, OmegaConf.to_yaml(OmegaConf.create(literal)).encode())
     except OSError as error:
         if not path.exists():
             raise
-        log.warning("%s stays as it was when the run began: %s", path, error.strerror)
+        log.warning("%s: can't be replaced, and stays as at the run's first start: %s", path, error.strerror)
 
 
 def describe(trainer: Trainer, nccl: NCCLOptions) -> None:

@@ -1,4 +1,4 @@
-"""The end of a run: summary.json, the export, and log lines with all paths and the command that goes on."""
+"""Ends a run: writes summary.json, exports the model, and logs all paths and the command that resumes."""
 
 import json
 import os
@@ -59,11 +59,11 @@ def report(trainer: FinishedTrainer) -> None:
     except OSError as error:
         if trainer.stop_reason != "signal":  # a stopped run goes on from its checkpoint
             raise
-        log.warning("%s is not written: %s", file, error.strerror)
+        log.warning("%s: can't be written: %s", file, error.strerror)
     how, why = ENDS.get(trainer.stop_reason, ("stopped", f": {trainer.stop_reason}"))
     log.info("%s at step %d after %.1f s%s", how, trainer.step, trainer.seconds, why)
-    for group, told in grouped(numbers).items():
-        log.info("%-11s %s", group, told)
+    for group, line in grouped(numbers).items():
+        log.info("%-11s %s", group, line)
     log.info("run         %s", trainer.run_dir)
     log.info("checkpoint  %s", trainer.checkpoint or "none")
     exports, export = hasattr(trainer.recipe, "export"), trainer.run_dir / "export"
@@ -81,9 +81,10 @@ def report(trainer: FinishedTrainer) -> None:
 
 
 def go_on(argv: Sequence[str] | None, saved: Path) -> str:
-    """Return the command that continues a run from its folder of checkpoints: `last.pt` may be another run's by then.
+    """Return the command that resumes a run from its folder of checkpoints: `last.pt` may be another run's by then.
 
-    If a launcher has started the ranks, the command names it. Without a command line only the setting is known.
+    If a launcher has started the ranks, the command names the launcher. Without a command line, return only the
+    setting.
     """
     resume = f"trainer.resume={saved}"
     if argv is None:
@@ -95,7 +96,7 @@ def go_on(argv: Sequence[str] | None, saved: Path) -> str:
 
 
 def export_from(trainer: FinishedTrainer, checkpoint: Path, folder: Path) -> str:
-    """Return the command that exports a checkpoint, with all that an export does not take from the run's config."""
+    """Return the command that exports a checkpoint, with the settings that an export refuses to take from a config."""
     allow = trainer.options.allow_targets
     trusted = [f"trainer.allow_targets=[{','.join(allow)}]"] if allow else []
     paths = {name: getattr(trainer.recipe, name, None) for name in getattr(trainer.recipe, "paths", ())}
@@ -104,7 +105,7 @@ def export_from(trainer: FinishedTrainer, checkpoint: Path, folder: Path) -> str
 
 
 def this_python() -> str:
-    """Return the shortest name of this interpreter that works here. Its links lead out of the environment."""
+    """Return the shortest path of this interpreter that works here. Links out of the environment are not followed."""
     own = Path(os.path.realpath(os.path.dirname(sys.executable)), os.path.basename(sys.executable))
     if own.is_relative_to(here := Path.cwd()):
         return os.path.join(".", own.name) if own.parent == here else str(own.relative_to(here))
@@ -114,7 +115,7 @@ def this_python() -> str:
 
 
 def earlier(file: Path, step: int) -> dict[str, float]:
-    """Return the numbers in the summary of a finished run: its resume makes no step, so measures nothing."""
+    """Return the numbers in the summary of a finished run, whose resume makes no step and measures nothing."""
     summary = json.loads(file.read_text()) if file.exists() else {}
     if summary.get("steps") != step:
         return {}

@@ -1,12 +1,42 @@
-"""The time that ranks, launcher and supervisor wait for each other. `trainer.timeout_s` is the user's own limit."""
+"""Defines how long one part of a run waits for another. `trainer.timeout_s` is the user's own limit.
 
-FIRST_RANK_S = 5.0  # until the first rank of a node has printed an error that all may have, and its end ends the others
+A loop that polls this machine every tenth of a second or less has its pause where it stands.
+"""
+
+# Ranks, launcher and supervisor.
+FIRST_RANK_S = 5.0  # until the first rank of a node has printed an error that all ranks may have
 LAUNCHER_S = 8.0  # until the launcher has reported the peer that failed, and ends this rank
 PEERS_S = 5.0  # until the peers of a failed rank have ended by themselves
 STACKS_S = 1.0  # until ranks have written their stacks; then they are killed
-START_S = 60.0  # until ranks have loaded and planned, beside PLANNING times the launcher's planning time
+START_S = 60.0  # until ranks have loaded and planned, plus PLANNING times the launcher's planning time
 PLANNING = 10.0
 STILL = 2.0  # times `trainer.timeout_s` without a beat: then no collective will time out any more
 SUSPENDED_S = 5.0  # between two looks of the supervisor; if they are further apart, it was suspended
 AWAY_S = 10.0  # the shortest pause before a restart after unavailable data
 LONGEST_PAUSE_S = 30.0  # the longest pause before any other restart
+TICK_S = 1.0  # the longest pause between two looks of a rank at its own beats
+
+# Checkpoints and files.
+REREADS_S = (0.2, 1.0)  # before a checkpoint's file that can't be read is read again
+VISIBLE_S = 70.0  # NFS caches the entries of a folder, and missing ones, for up to 60 s
+VISIBLE_EVERY_S = 0.5  # between two looks at such a folder
+EXPORT_S = 86400.0  # extra seconds for a recipe's export: practically without a limit
+ABANDONED_S = 3600.0  # after which nobody writes to a temporary file any more
+
+# Data.
+FORK_S = 30.0  # limit until forked processes run Python code
+READ_S = 30.0  # limit of the wait for a disk: a network drive may be away for a while
+READ_PAUSE_S = 3.0  # the longest pause before another read
+IDLE_S = 10.0  # an unused shard is closed after this time, since an open one can't leave the cache
+SERVER_S = 30.0  # limit of the wait for the next byte of a server or a program
+SERVER_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before another try, by the number of tries without a new byte
+DOWNLOAD_S = 300.0  # limit of the wait for a new byte of a shard that is indexed; less than trainer.timeout_s
+FIRST_DOWNLOAD_S = 30.0  # the same for a shard that is not indexed: its URL may be wrong
+AHEAD_S = 1.0  # the same for a download ahead of use
+SPARE_S = 5.0  # a download ahead of use evicts no shard that was used in the last so many seconds
+LOOK_S = 0.2  # between two looks of the downloads ahead at the progress of training
+AGAIN_S = 5.0  # pause after a failure of a download ahead; nobody waits for the shard yet
+
+# Lines on the terminal.
+LOG_EVERY_S = 10.0  # between two lines about a long validation
+REFRESH_S = 0.1  # between two drawings of the bar

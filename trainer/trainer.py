@@ -23,11 +23,11 @@ from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.config.options import DataOptions, Options
 from trainer.data.bad_samples import BadSamples, allowed
-from trainer.data.batch import Split, Step, count_samples
+from trainer.data.batch import Micro, Split, Step, count_samples
 from trainer.data.loader import Loader
 from trainer.data.source import Samples
 from trainer.errors import ConfigError
-from trainer.forward_backward import Accumulate, ForwardBackward, zero_loss
+from trainer.forward_backward import Accumulate, ForwardBackward
 from trainer.log import log, log_to_terminal, stop_log
 from trainer.monitors import replica_check
 from trainer.monitors.train_loss import TrainLoss
@@ -96,7 +96,7 @@ class Trainer:
         log_to_terminal(self.ranks.rank)
         self.rank, self.world, self.device = self.ranks.rank, self.ranks.world, self.ranks.device
         with ExitStack() as refused:
-            refused.callback(self.ranks.close)  # peers that wait for this rank then hear of it
+            refused.callback(self.ranks.close)  # so that peers that wait for this rank get an error
             self.precision = Precision(options.precision, self.device, options.deterministic)
             self.plan = Plan(
                 recipe, callbacks or {}, schedule or Constant(),
@@ -112,19 +112,19 @@ class Trainer:
     def _open_run(self, refused: ExitStack) -> None:
         run_dir = "" if self.rank else str(make_run_dir(self.plan, self.name))
         self.run_dir = Path(self.ranks.first(run_dir))
-        claim = training_state.claim(self, refused)  # of a run that another process writes the log stays as it is
+        claim = training_state.claim(self, refused)  # before the log: another process may write this run
         start_log(self.run_dir, self.rank)
         self.heartbeat = Heartbeat(os.environ.get("ECHELON_HEARTBEAT", ""))
         limit = allowed(self.plan.data.max_bad, self.plan.epoch_samples or 0)
         self.quarantine = BadSamples(self.run_dir / "quarantine.jsonl", limit, self.ranks.gather, self.rank)
         self.saver = training_state.make_saver(self, claim)
         self.settings: dict[str, Any] = {}  # of the config, for the manifest
-        self.step, self.samples, self.seconds = 0, 0, 0.0  # done so far; all that data loading needs is `samples`
+        self.step, self.samples, self.seconds = 0, 0, 0.0  # done so far; `samples` is the position in the data
         self.lag, self.validated_step = 0, -1  # lag: steps by which the weights are behind, while a callback defers
         self.bad, self.requests, self.weight = 0, [0, 0, 0], 0  # of this step, summed over ranks
         self._sums: Callable[[], tuple[int, ...]] | None = None
         self.metrics: dict[str, float] = {}  # numbers of this step, if it is one to log
-        self.last_metrics = self.metrics  # of the last that was
+        self.last_metrics = self.metrics  # of the last logged step
         self.validation: dict[str, float] = {}  # of the last validation, which was at `validated_step`
         self.loaded: tuple[int, int] | None = None  # the step, and the last one validated, of the checkpoint resumed
         self.bests: list[dict[str, Any]] = []  # validations that were the best; the newest last
@@ -133,7 +133,7 @@ class Trainer:
         self.fitted, self.train_loss = False, TrainLoss(self.ranks)
         if self.plan.epoch_samples and self.batch > self.plan.epoch_samples:
             log.warning(
-                "batch=%d: recipe.data('train') has %d samples, so a step takes each %.4g times",
+                "batch=%d: recipe.data('train') has %d samples, so a step takes each sample %.4g times",
                 self.batch, self.plan.epoch_samples, self.batch / self.plan.epoch_samples,
             )  # fmt: skip
 
@@ -144,6 +144,8 @@ class Trainer:
         active = [callback for name, callback in self.callbacks.items() if name not in idle]
         self.defers = any("defers" in callback.provides for callback in active)
         self._hooks = {hook: [getattr(c, hook) for c in active if overrides(c, hook)] for hook in HOOKS}
+        if self.world > 1 and self.options.check_replicas_every:
+            self._hooks["on_step_end"].append(replica_check.check)
 
     def _build(self, optimizer: Callable[[Groups], Optimizer]) -> None:
         torch.manual_seed(self.options.seed)
@@ -156,7 +158,7 @@ class Trainer:
             module.train()
         self.module = self._wrap("wrap_model", module)
         self.eval_model = self.global_model = self.module  # is validated, is saved
-        self.loss_of = self.precision.cast(CheckedLoss(self.recipe.loss, weight_of(self.recipe) or count_samples))
+        self.loss = CheckedLoss(self.precision.cast(self.recipe.loss), weight_of(self.recipe) or count_samples)
         refuse_untrained(self.module)
         self.parameters = trained(self.module)
         if self.world > 1 and self._hooks["wrap_reduce"]:  # otherwise DDP's own reducer runs, which is in C++
@@ -173,7 +175,7 @@ class Trainer:
         self.seed_base = mix(self.options.seed, STEP, self.strategy.data_rank)
         unused = self.options.ddp.find_unused_parameters
         self.forward_backward: ForwardBackward = self._wrap(
-            "wrap_forward_backward", Accumulate(self.loss_of, self.strategy, self.scaler, self.world, unused)
+            "wrap_forward_backward", Accumulate(self.loss, self.strategy, self.scaler, unused)
         )
         self._open_loader()
         if self.plan.resumed:
@@ -192,14 +194,14 @@ class Trainer:
         self.evaluator = Evaluator(
             self.recipe, self.loader.validate, self.ranks, self.precision,
             samples=sum(validation.counts) if isinstance(validation, Samples) else 0,
-            max_bad=plan.data.max_bad, lockstep=strategy.lockstep,
-            stopping=lambda: self.fitted and self.signals.name, beat=self.heartbeat.beat,
+            max_bad=plan.data.max_bad, replicas=strategy.replicas, lockstep=strategy.lockstep,
+            data_rank=strategy.data_rank, stopping=lambda: self.fitted and self.signals.name, beat=self.heartbeat.beat,
         )  # fmt: skip
 
     def fit(self) -> None:
         """Train to the end, or until stopped. Weights, optimizer and callbacks are left as the last step made them."""
         if self.fitted:
-            raise ConfigError("fit: this Trainer has run already; make another, with trainer.resume to go on")
+            raise ConfigError("fit: this Trainer has run already; make another Trainer, with trainer.resume to go on")
         self.fitted = True
         with StopSignals() as self.signals, ExitStack() as every:  # last first, also if one of them raises
             note = partial(self.ranks.note_failure, RuntimeError, self.run_dir / "logs")
@@ -211,7 +213,7 @@ class Trainer:
                 every.callback(end)
             for end in reversed(self._hooks["on_fit_end"]):
                 every.callback(end, self)
-            every.push(self._tell_error)  # first: what follows may wait for a device that never answers
+            every.push(self._report_error)  # first: what follows may wait for a device that never answers
             self._start()
             while not self.stop_reason:
                 self._train_step(next(self.stream))
@@ -222,7 +224,7 @@ class Trainer:
         with StopSignals():  # a launcher may send one to all as the first of them ends
             self.close()
 
-    def _tell_error(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def _report_error(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error:
             self.on_error(error)
             self.ranks.note_failure(kind, self.run_dir / "logs")
@@ -240,7 +242,7 @@ class Trainer:
         self.stream = self.loader.train(self.plan.manifest.get("samples", 0), split_at, stop)
         first = next(self.stream)  # data that can't be used is refused before anything changes
         if self.world > 1 or self._hooks["rehearse"]:
-            self._rehearse(first.peek(), first.weights[0])
+            self._rehearse(Micro(first.peek(), first.weights[0], [], []))
         self.buckets = self.strategy.buckets()
         self.stream = self._wrap("wrap_batches", chain(iter([first]), self.stream))
         del first  # an exhausted iterator lets its data go
@@ -250,7 +252,8 @@ class Trainer:
             load_weights(self.module, self.options.init_from)
         now = time.monotonic()
         self.started, self.saved_at, self.validated_at = now - self.seconds, now, now
-        self._check_limit()
+        if self.plan.max_steps is not None and self.step >= self.plan.max_steps:
+            self.stop("max_steps")
         self.heartbeat.beat(self.step)
         training_state.refuse_superseded(self)
         self.emit("on_fit_start")
@@ -272,24 +275,22 @@ class Trainer:
             )
         return split
 
-    def _rehearse(self, batch: Any, weight: int) -> None:
-        """Run a few passes on `batch` and discard their gradients, so that the buckets are final before the first step.
+    def _rehearse(self, first: Micro) -> None:
+        """Run a few passes on the `first` micro-batch and discard their gradients, so that the buckets are final.
 
         Buckets decide the order of summation, so the last bits. A resumed run then has the same bits.
         """
 
-        def run_pass() -> None:
-            loss = self.loss_of(self.strategy.model, batch)
-            if not weight:
-                loss = zero_loss(self.parameters, self.options.ddp.find_unused_parameters)
-            loss.backward()
+        def run_pass(batch: Any) -> None:
+            weight = first.weight if batch is first.batch else self.loss.weight(batch)
+            self.forward_backward(Step([Micro(batch, weight, [], [])]), lambda: weight * self.strategy.data_world)
             self.optimizer.zero_grad(set_to_none=True)
 
         self.rehearsing = True
         with buffers_kept(self.module):
-            self.strategy.warm_up(run_pass)
+            self.strategy.warm_up(partial(run_pass, first.batch))
             for rehearse in self._hooks["rehearse"]:
-                rehearse(self, run_pass)
+                rehearse(self, run_pass, first.batch)
         self.rehearsing = False
 
     def _train_step(self, data: Step) -> None:
@@ -322,7 +323,8 @@ class Trainer:
     def _total_weight(self) -> int:
         """Wait for the sums; return the weight of all ranks' items."""
         if self._sums is not None:
-            self.bad, *self.requests, self.weight = self._sums()
+            self.bad, *self.requests, weight = self._sums()
+            self.weight = weight * self.strategy.data_world // self.world  # ranks with the same data count once
             self._sums = None
         return self.weight
 
@@ -334,32 +336,35 @@ class Trainer:
         return bool(self.signals.name), now - self.saved_at >= plan.save_s, now - self.validated_at >= plan.validate_s
 
     def _after_step(self) -> None:
+        if self._sums:
+            self._total_weight()  # passes of a callback's own have not waited for it
         self.metrics = self._measure() if self.logged else {}
         self.emit("on_step_end")
-        replica_check.check(self)
         self.last_metrics = self.metrics or self.last_metrics
         if self.bad:
             assert self.plan.epoch_samples
-            self.quarantine.take(self.step, (self.samples - 1) // self.plan.epoch_samples, self.data.bad)
-        stop, save, validate = self.requests
+            epoch = (self.samples - 1) // self.plan.epoch_samples
+            self.quarantine.take(self.step, epoch, self.data.bad, self.strategy.data_rank)
+        (stop, save, validate), plan = self.requests, self.plan
         if stop or (self.world == 1 and self.signals.name):
             self.stop("signal")
-        self._check_limit()
-        if (validate or self.plan.validates_at(self.step)) and self.stop_reason != "signal":  # else as a resume begins
-            save |= self.validate()
-        if (save or self.plan.saves_at(self.step)) and not self.stop_reason:  # the last one is `_finish`'s
-            training_state.save(self)
-        training_state.check(self)
-        self.heartbeat.beat(self.step)
-
-    def _check_limit(self) -> None:
-        if self.plan.max_steps is not None and self.step >= self.plan.max_steps:
+        if self.step == plan.max_steps:
             self.stop("max_steps")
+        validate |= self.step % plan.validate_steps == 0
+        save |= self.step % plan.save_steps == 0
+        if validate and self.stop_reason != "signal":  # else the resumed run validates
+            save |= self.validate()
+        if save and not self.stop_reason:  # `_finish` saves the last step
+            training_state.save(self)
+        if self.step == self.heartbeat.began + 2:  # overlap has made its state by now
+            training_state.reserve(self)
+        self.saver.check(ends=bool(self.stop_reason))
+        self.heartbeat.beat(self.step)
 
     def _measure(self) -> dict[str, float]:
         """Measure the numbers of this step. Waits for the device; a collective."""
         self.seconds = time.monotonic() - self.started
-        loss = self.train_loss.measure(self.losses, self.data.weights, self.weight, self.step)
+        loss = self.train_loss.measure(self.losses, self.data.weights, self.step)
         metrics = {"train/loss": loss, "train/lr": self.optimizer.param_groups[0]["lr"]}
         if not self.defers and (self.clips or self.logged):
             metrics["train/grad_norm"] = self.grad_norm.item()
@@ -368,7 +373,7 @@ class Trainer:
         return metrics
 
     def validate(self) -> bool:
-        """Walk the validation data once, unless a signal ends it. Whether it is `checkpoint.keep_best`'s best."""
+        """Validate once, unless a signal ends it. Return whether `checkpoint.keep_best` wants a checkpoint of it."""
         self.emit("on_flush")
         self.validated_at = time.monotonic()
         if self.plan.validation is None:

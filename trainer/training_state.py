@@ -1,4 +1,4 @@
-"""The state of a trainer: what a checkpoint has of it, and how it is put back."""
+"""Collects the state of a trainer for a checkpoint, and restores it."""
 
 import hashlib
 import math
@@ -9,13 +9,21 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from trainer import timeouts
 from trainer.callback import TrainerProtocol, overrides
 from trainer.checkpoint import fence, retention
 from trainer.checkpoint.compare import differences, plain
 from trainer.checkpoint.lock import Claim
 from trainer.checkpoint.manifest import Damaged
 from trainer.checkpoint.saver import Saver, State
-from trainer.checkpoint.serialize import load_optimizer_state, load_state, optimizer_state, rank_section
+from trainer.checkpoint.serialize import (
+    is_rank_section,
+    load_optimizer_state,
+    load_sections,
+    load_state,
+    optimizer_state,
+    rank_section,
+)
 from trainer.config.schema import fits
 from trainer.data.bad_samples import BadSamples
 from trainer.errors import ConfigError, printable
@@ -24,9 +32,8 @@ from trainer.plan import Plan, refuse_differences
 from trainer.process.heartbeat import Heartbeat
 from trainer.run_dir import versions
 
-EXPORT_S = 86400.0  # a recipe's export may take as long as it takes
-
-OPTIONS = ("precision", "deterministic", "max_steps", "max_epochs", "clip_norm")  # of `trainer`: what changes weights
+# Keys of `trainer` that change weights.
+OPTIONS = ("precision", "deterministic", "max_steps", "max_epochs", "clip_norm")
 
 COUNTERS = {"step": int, "samples": int, "seconds": float, "validation": dict, "validated_step": int}
 
@@ -42,9 +49,9 @@ class SavedTrainer(TrainerProtocol, Protocol):
     quarantine: BadSamples
     settings: dict[str, Any]  # of the config, for the manifest
     validation: dict[str, float]  # the metrics of the last validation
-    validated_step: int  # when that was
+    validated_step: int  # the step of the last validation
     bests: list[dict[str, Any]]  # validations that were the best, the newest last
-    loaded: tuple[int, int] | None  # step and validated_step of the checkpoint that the run goes on from
+    loaded: tuple[int, int] | None  # step and validated_step of the resumed checkpoint
     started: float
     saved_at: float
     stop_reason: str
@@ -56,7 +63,7 @@ class SavedTrainer(TrainerProtocol, Protocol):
     def best(self) -> dict[str, Any]: ...
 
     def validate(self) -> bool:
-        """Walk the validation data."""
+        """Validate the model."""
         ...
 
 
@@ -66,10 +73,10 @@ def saved_in(trainer: SavedTrainer) -> Path:
 
 
 def claim(trainer: SavedTrainer, refused: ExitStack) -> Claim | None:
-    """Take the right to write the run, on rank 0; `refused` gives it back.
+    """Claim the right to write the run, on rank 0; `refused` gives it back.
 
     Raises:
-        ConfigError: another process writes it.
+        ConfigError: Another process writes the run.
     """
     if trainer.rank:
         return None
@@ -79,7 +86,7 @@ def claim(trainer: SavedTrainer, refused: ExitStack) -> Claim | None:
 
 
 def make_saver(trainer: SavedTrainer, claim: Claim | None) -> Saver:
-    """Make what writes the trainer's checkpoints. A collective."""
+    """Make the writer of the trainer's checkpoints. A collective."""
     shared = any(overrides(callback, "rank_state_dict") for callback in trainer.plan.callbacks.values())
     options = trainer.options.checkpoint
     return Saver(saved_in(trainer), options, trainer.ranks, trainer.heartbeat, claim, shared)
@@ -89,7 +96,7 @@ def save(trainer: SavedTrainer, last: bool = False) -> None:
     """Begin a checkpoint of this step; wait for the last one. A collective.
 
     Raises:
-        ConfigError: the last one can't be written, and no signal has asked for it or none is before.
+        ConfigError: The last checkpoint can't be written. After a signal, only if there is no older checkpoint.
     """
     trainer.emit("on_flush")
     trainer.saved_at = time.monotonic()
@@ -97,22 +104,17 @@ def save(trainer: SavedTrainer, last: bool = False) -> None:
     validated, stopped = trainer.validated_step == trainer.step, trainer.stop_reason == "signal"
     try:
         trainer.saver.save(
-            trainer.step, lambda: state(trainer), last, must=validated, stopped=stopped, have=is_saved(trainer)
+            trainer.step, lambda: state(trainer), last, must=validated, stopped=stopped, saved=is_saved(trainer)
         )
     finally:
         if last:
-            trainer.heartbeat.beat(patience_s=EXPORT_S)  # rank 0 may have something to export
+            trainer.heartbeat.beat(patience_s=timeouts.EXPORT_S)  # rank 0 may export
 
 
-def check(trainer: SavedTrainer) -> None:
-    """Take what has become of a checkpoint, at a step's end. A collective.
-
-    Raises:
-        ConfigError: too many in a row have failed.
-    """
-    if trainer.rank == 0 and trainer.step == trainer.heartbeat.began + 2:  # overlap has made its state by now
+def reserve(trainer: SavedTrainer) -> None:
+    """Allocate memory for a checkpoint, on the rank that writes it."""
+    if trainer.rank == 0:
         trainer.saver.reserve(tensors(trainer))
-    trainer.saver.check(ends=bool(trainer.stop_reason))
 
 
 def state(trainer: SavedTrainer) -> State:
@@ -122,7 +124,7 @@ def state(trainer: SavedTrainer) -> State:
 
 
 def state_dict(trainer: SavedTrainer) -> dict[str, Any]:
-    """Return the state that all ranks have alike. Its tensors are the live ones."""
+    """Return the state that is equal on all ranks. Its tensors are the live ones."""
     return {
         **tensors(trainer),
         "callbacks": {name: callback.state_dict() for name, callback in trainer.callbacks.items()},
@@ -144,7 +146,7 @@ def tensors(trainer: SavedTrainer) -> dict[str, Any]:
 
 
 def manifest(trainer: SavedTrainer, rank_states: list[str]) -> dict[str, Any]:
-    """Describe the run to a resume. `rank_states` are the callbacks of which each rank has a state of its own."""
+    """Describe the run for a resume. `rank_states` names the callbacks of which each rank has its own state."""
     measured = trainer.validation if trainer.validated_step == trainer.step else {}
     return {
         "run_dir": str(trainer.run_dir),
@@ -185,12 +187,12 @@ def refuse_other_model(trainer: SavedTrainer, path: Path) -> None:
     """Refuse a checkpoint of another model or optimizer than the trainer's.
 
     Raises:
-        ConfigError: the checkpoint is of another model or optimizer than the trainer's.
+        ConfigError: The model or the optimizer differs.
     """
     saved, own = trainer.plan.manifest["identity"], model_identity(trainer)
     if saved["model"] != own["model"]:
         raise ConfigError(
-            f"trainer.resume={path}: is a checkpoint of another model (names, shapes or types of weights differ); "
+            f"trainer.resume={path}: is a checkpoint of another model (names, shapes or dtypes of weights differ); "
             "set recipe.* back, or start anew with trainer.resume=null"
         )
     refuse_differences(saved, {"optimizer": own["optimizer"]}, trainer.options.accept)
@@ -203,8 +205,8 @@ def load(trainer: SavedTrainer, path: Path) -> None:
         Damaged: its parts are not those of one run.
     """
     saved, other_world = trainer.plan.manifest, trainer.plan.manifest["world"] != trainer.world
-    own_section = rank_section(trainer.rank)
-    state = load_state(path, saved["files"], lambda name: other_world or name == own_section or name[:5] != "rank-")
+    own_section = "" if other_world else rank_section(trainer.rank)
+    state = load_state(path, saved["files"], lambda name: name == own_section or not is_rank_section(name))
     _refuse_odd(state, saved, path)
     with _of_its_kind(path, "model or optimizer"):
         trainer.module.load_state_dict(state["model"])
@@ -220,38 +222,49 @@ def load(trainer: SavedTrainer, path: Path) -> None:
         with _of_its_kind(path, f"callbacks.{name}"):
             if name in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][name])
-            _load_rank_states(trainer, name, state, other_world)
+            _load_rank_state(trainer, name, state.get(own_section, {}), path)
     log.info("resumed from %s at step %d, sample %d", path, trainer.step, trainer.samples)
-    _tell_differences(trainer, other_world)
+    _log_differences(trainer, other_world)
 
 
-def _load_rank_states(trainer: SavedTrainer, name: str, state: dict[str, Any], other_world: bool) -> None:
-    sections = (state.get(rank_section(rank), {}) for rank in range(trainer.plan.manifest["world"]))
-    states = [section[name] for section in sections if name in section]
-    callback = trainer.callbacks[name]
-    if states:
-        callback.load_rank_state_dict(callback.merge_rank_states(states) if other_world else states[0])
+def _load_rank_state(trainer: SavedTrainer, name: str, own_section: dict[str, Any], path: Path) -> None:
+    callback, saved = trainer.callbacks[name], trainer.plan.manifest
+    state, merges = own_section.get(name), overrides(callback, "merge_rank_states")
+    if saved["world"] != trainer.world and merges and name in saved.get("rank_states", [name]):
+        state = callback.merge_rank_states(_rank_states(path, saved, name))
+    if state:
+        callback.load_rank_state_dict(state)
         if trainer.world == 1 and callback.communicates:
-            log.warning("resume: %s has nothing to do with one rank; what it had kept back is left out", name)
+            log.warning("resume: %s does nothing on one rank; its states of the ranks are not used", name)
 
 
-def _tell_differences(trainer: SavedTrainer, other_world: bool) -> None:
+def _rank_states(path: Path, saved: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
+    """Yield the state that each rank's callback of this name has saved, one rank in memory at a time."""
+    ranks = {rank_section(rank) for rank in range(saved["world"])}
+    for _, section in load_sections(path, saved["files"], ranks.__contains__):
+        if name in section:
+            yield section.pop(name)
+        del section  # before the next is read
+
+
+def _log_differences(trainer: SavedTrainer, other_world: bool) -> None:
     saved = trainer.plan.manifest
     for difference in differences(saved, manifest(trainer, [])):
         log.warning("resume: %s", difference)
     if other_world:
-        log.info(
-            "resume: %d ranks then, %d now: the same samples, but not the same bits", saved["world"], trainer.world
-        )
+        text = "resume: %d ranks in the checkpoint, %d now: the same samples, but not the same bits"
+        log.info(text, saved["world"], trainer.world)
     elif saved["buckets"] != trainer.buckets:
         log.warning("resume: DDP laid its buckets out differently, so sums may differ in their last bits")
     if trainer.plan.order is None:
-        log.info("resume: this recipe's data is an iterable of batches; the %d steps before are replayed", trainer.step)
+        log.info(
+            "resume: this recipe's data is an iterable of batches, so the first %d steps are replayed", trainer.step
+        )
 
 
 def _refuse_odd(state: dict[str, Any], saved: dict[str, Any], path: Path) -> None:
     """Raise Damaged if the state has other parts than a run writes. A complete checkpoint may be an attacker's."""
-    way_out = "not what one run has written; go on from another checkpoint"
+    way_out = "no run writes such a checkpoint; go on from another one"
     wrong = [name for name, kind in SECTIONS.items() if not fits(state.get(name), kind)]
     if not wrong:
         best, quarantine = state["best"], state["quarantine"]
@@ -261,11 +274,11 @@ def _refuse_odd(state: dict[str, Any], saved: dict[str, Any], path: Path) -> Non
         kinds = {"best": tuple[str, float, int], "quarantine": tuple[int, int], "validation": list[float]}
         wrong = [name for name in parts if not fits(parts[name], kinds[name])]
     if wrong:
-        raise Damaged(f"trainer.resume={path}: its state has no {' or '.join(wrong)} of a run: {way_out}")
-    for key in ("step", "samples"):  # data goes by the manifest's, counters by the state's
+        raise Damaged(f"trainer.resume={path}: its state has no valid {' or '.join(wrong)}; {way_out}")
+    for key in ("step", "samples"):  # the data goes on from the manifest's, the counters from the state's
         if state[key] != saved[key]:
-            told = f"trainer.resume={path}: state.json is at {key} {state[key]}, its manifest at {saved[key]}"
-            raise Damaged(f"{told}: {way_out}")
+            reason = f"state.json is at {key} {state[key]}, its manifest at {saved[key]}"
+            raise Damaged(f"trainer.resume={path}: {reason}; {way_out}")
 
 
 @contextmanager
@@ -275,11 +288,11 @@ def _of_its_kind(path: Path, what: str) -> Iterator[None]:
     except ConfigError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and type(error) is not RuntimeError:  # of memory, or of another rank
+        if isinstance(error, RuntimeError) and type(error) is not RuntimeError:  # out of memory, or a failed rank
             raise
         why = printable(f"{type(error).__name__}: {error}")[:300]
-        told = f"trainer.resume={path}: its state of {what} can't be taken back ({why})"
-        raise Damaged(f"{told}; go on from another checkpoint") from error
+        reason = f"its state of {what} can't be restored ({why})"
+        raise Damaged(f"trainer.resume={path}: {reason}; go on from another checkpoint") from error
 
 
 def is_saved(trainer: SavedTrainer) -> bool:
@@ -301,41 +314,44 @@ def refuse_superseded(trainer: SavedTrainer) -> None:
 
 
 def leave_newer(trainer: SavedTrainer) -> None:
-    """Set aside what was written after the step from which this run goes on. Call it when the run is sure to begin."""
+    """Set aside the checkpoints after the resumed step. Called when nothing can refuse the run any more."""
     if trainer.rank:
         return
     refuse_superseded(trainer)
-    if trainer.plan.resumed and (aside := retention.set_aside(saved_in(trainer), trainer.step)):
-        log.warning("resume: another history begins at step %d; set aside: %s", trainer.step, ", ".join(aside))
+    if trainer.plan.resumed and (hidden := retention.set_aside(saved_in(trainer), trainer.step)):
+        log.warning(
+            "resume: goes on from step %d; later checkpoints are set aside: %s", trainer.step, ", ".join(hidden)
+        )
     trainer.quarantine.begin()
 
 
 def validate_again(trainer: SavedTrainer) -> None:
-    """Validate before the first step if a signal has left that out at the checkpoint's step. A collective."""
-    due = trainer.plan.resumed and trainer.plan.validates_at(trainer.step) and not trainer.stop_reason
+    """Validate before the first step, if a signal prevented that at the checkpoint's step. A collective."""
+    plan, step = trainer.plan, trainer.step
+    due = plan.resumed and step and step % plan.validate_steps == 0 and not trainer.stop_reason
     if due and trainer.validated_step != trainer.step and trainer.validate():
         save(trainer)
 
 
 def best(trainer: SavedTrainer) -> dict[str, Any]:
-    """Return the best validation; with `keep_best`, the best of those whose checkpoints could be written."""
+    """Return the best validation; with `keep_best`, the best one whose checkpoint could be written."""
     lost = trainer.saver.failed if trainer.options.checkpoint.keep_best else set[int]()
     return next((found for found in reversed(trainer.bests) if found.get("step") not in lost), {})
 
 
 def note_best(trainer: SavedTrainer) -> bool:
-    """Note the validation if it is the best, by `checkpoint.keep_best` or else the loss.
+    """Record the validation if it is the best, by `checkpoint.keep_best` or else by the loss.
 
     Return whether it needs a checkpoint. A collective: only rank 0 knows which checkpoints could be written.
     """
     before = trainer.ranks.first(trainer.best)
-    wanted = trainer.options.checkpoint.keep_best or next((m for m in trainer.validation if m == "val/loss"), None)
-    if wanted is None:
+    metric = trainer.options.checkpoint.keep_best or next((m for m in trainer.validation if m == "val/loss"), None)
+    if metric is None:
         return False
-    name, sign = retention.parse_best(wanted)
+    name, sign = retention.parse_best(metric)
     value = trainer.validation.get(name, math.nan)
-    worse = before.get("metric") == wanted and sign * value >= sign * before["value"]  # else it is another setting's
+    worse = before.get("metric") == metric and sign * value >= sign * before["value"]  # else it is another setting's
     if not math.isfinite(value) or worse:
         return False
-    trainer.bests.append({"metric": wanted, "value": value, "step": trainer.step})
+    trainer.bests.append({"metric": metric, "value": value, "step": trainer.step})
     return trainer.options.checkpoint.keep_best is not None

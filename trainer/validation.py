@@ -1,4 +1,4 @@
-"""Metrics over the validation data, from sums and counts: each item weighs the same, whatever its batch and rank."""
+"""Computes metrics over the validation data, from sums and counts: each item has the same weight on every rank."""
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import DistError
+from torch.distributed import DistError, ProcessGroup
 
-from trainer.comm.ranks import Ranks
+from trainer import timeouts
+from trainer.comm.ranks import Ranks, share_buffers
 from trainer.data.bad_samples import allowed
 from trainer.data.batch import Micro
 from trainer.errors import ConfigError, DataError, nearest
 from trainer.log import log
 from trainer.precision import Precision
 from trainer.recipe_checks import check_metrics
-
-LOG_EVERY_S = 10.0  # between two lines about a long validation
 
 Metrics = dict[str, tuple[Tensor, int]]  # name -> sum and count
 
@@ -27,11 +26,13 @@ class Evaluator:
     """The recipe's metrics, or else its loss, over all validation data.
 
     Args:
-        batches: Walks this rank's part of the data once. The ranks' parts may be unequal, or empty.
+        batches: Yields this rank's part of the data once. The ranks' parts may be unequal, or empty.
         samples: The number of samples in all parts; 0 if unknown.
         max_bad: The share of the samples that may be unreadable.
+        replicas: The ranks whose buffers become those of the first; None: this rank's stay.
         lockstep: Every forward pass needs all ranks. A rank without a batch repeats its last one, with weight 0.
-        stopping: Returns whether this rank has heard a signal to stop.
+        data_rank: Of this rank. Samples that several ranks read count once.
+        stopping: Returns whether this rank has received a signal to stop.
         beat: Called after each batch.
     """
 
@@ -44,12 +45,15 @@ class Evaluator:
         *,
         samples: int,
         max_bad: float,
+        replicas: ProcessGroup | None,
         lockstep: bool,
+        data_rank: int,
         stopping: Callable[[], object],
         beat: Callable[[], object],
     ) -> None:
         self.recipe, self.batches, self.ranks, self.precision = recipe, batches, ranks, precision
-        self.samples, self.max_bad, self.lockstep = samples, max_bad, lockstep
+        self.samples, self.max_bad, self.data_rank = samples, max_bad, data_rank
+        self.replicas, self.lockstep = replicas, lockstep
         self.stopping, self.beat = stopping, beat
 
     @torch.no_grad()
@@ -57,19 +61,19 @@ class Evaluator:
         """Return the metrics, or None on all ranks if a signal to stop has ended the validation. A collective.
 
         Raises:
-            ConfigError, DataError: on all ranks, if no rank counted an item, or too many samples are bad.
-            DistError: another rank has failed.
+            ConfigError, DataError: No rank counted an item, or too many samples are bad. Raised on all ranks.
+            DistError: Another rank has failed.
         """
         own: dict[str, Any] | None = {}
         bad: list[str] = []
         failure = None
-        self.ranks.share_buffers(model)
+        share_buffers(model, self.replicas)
         try:
             own = self._sums(model, bad)
         except Exception as error:
             failure = error  # the other ranks wait for this one's report
         try:
-            reports = self.ranks.gather([own, len(bad), bad[:1], failure is not None])
+            reports = self.ranks.gather([own, [self.data_rank, len(bad)], bad[:1], failure is not None])
         finally:
             if failure:
                 raise failure
@@ -78,8 +82,8 @@ class Evaluator:
             raise DistError(f"rank {failed.index(True)} failed in validation")
         if None in ranks:
             return None
-        if sum(counts):
-            self._report_bad(sum(counts), next(first[0] for first in firsts if first))
+        if count := sum(dict(counts).values()):
+            self._report_bad(count, next(first[0] for first in firsts if first))
         names = {name: None for rank in ranks for name in rank}  # in order; a rank without a batch has none
         both = {name: [sum(rank[name][i] for rank in ranks if name in rank) for i in (0, 1)] for name in names}
         values = {f"val/{name}": total / count for name, (total, count) in both.items() if count}
@@ -90,8 +94,8 @@ class Evaluator:
             )
         if not values:
             raise DataError(
-                "recipe.data('val'): gave no batch, or only batches of weight 0; "
-                "return data that every validation can walk again: shards, a dataset or a list, not a generator"
+                "recipe.data('val'): gave no batch, or only batches of weight 0; return data that every validation "
+                "can iterate over again: shards, a dataset or a list, not a generator"
             )
         return values
 
@@ -111,7 +115,7 @@ class Evaluator:
             known = {name for names in self.ranks.gather(own) for name in names}
         for key, name in watched.items():
             if name not in known:
-                raise ConfigError(f"{key}={name}: this run's validation gives no such metric; {nearest(name, known)}")
+                raise ConfigError(f"{key}={name}: validation gives no such metric; {nearest(name, known)}")
 
     def _sums(self, model: nn.Module, bad: list[str]) -> dict[str, Any] | None:
         """Sum each metric and its count over this rank's part; return None at a signal to stop."""
@@ -122,7 +126,7 @@ class Evaluator:
                 if metrics is None:
                     return None
                 self.beat()
-                if time.monotonic() - logged_at > LOG_EVERY_S:
+                if time.monotonic() - logged_at > timeouts.LOG_EVERY_S:
                     logged_at = time.monotonic()
                     log.info("validation: %d batches so far", done)
                 for name, (total, count) in metrics.items():
@@ -171,7 +175,7 @@ class Evaluator:
             if stopping or not more:
                 return
             if passes and without:
-                raise DataError("recipe.data('val'): has no batch for some ranks; give at least one for each rank")
+                raise DataError("recipe.data('val'): has no batch for some ranks; give each rank at least one batch")
             if micro is not None:
                 yield micro, True
             if passes and not usable:
@@ -181,8 +185,8 @@ class Evaluator:
         most = allowed(self.max_bad, self.samples)
         if count > most:
             raise DataError(
-                f"data.max_bad: {count} of {self.samples} samples of recipe.data('val') could not be read, and {most} "
-                f"may be; the first: {first}"
+                f"data.max_bad: {count} of {self.samples} samples of recipe.data('val') could not be read, and the "
+                f"limit is {most}; the first: {first}"
             )
         if self.ranks.rank == 0:
             log.warning("validation: %d of %d samples were left out; the first: %s", count, self.samples, first)

@@ -93,8 +93,8 @@ class Unvalidated(Toy):
 @pytest.mark.parametrize(
     ("recipe", "every", "reason"),
     [
-        (Toy, None, "this run validates nothing before its end; give trainer.validate_every"),
-        (Unvalidated, None, "the recipe's data('val') is None; give it validation data"),
+        (Toy, None, "this run validates only at its end; give trainer.validate_every"),
+        (Unvalidated, None, "recipe.data('val') is None; return validation data"),
     ],
 )
 def test_without_validation_it_is_refused(recipe, every, reason, tmp_path, monkeypatch):

@@ -254,7 +254,7 @@ def test_one_node_has_nothing_to_send_what_was_kept_back(tmp_path, monkeypatch):
     kept = [rank["after"] for rank in run_ranks(4, books, "run", 3, 2)]
     run_ranks(2, books, "one", 6, 2, "ckpt/run/step-00000003")
     assert (
-        "grad_compress.level=inter has nothing to do on one node; what it had kept waits"
+        "grad_compress.level=inter does nothing on one node; its residuals are kept"
         in Path("runs/one/logs/rank0.log").read_text()
     )
     found = [rank["before"] for rank in run_ranks(4, books, "again", 9, 2, "ckpt/one/step-00000006")]
@@ -291,11 +291,13 @@ def uneven(place: Place) -> str:
 def test_nodes_that_differ_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for message in run_ranks(3, uneven):
-        assert message.startswith("callbacks.hierarchical: rank 2 is number 0 of 1 on its node, rank 0's has 2; ")
+        assert message.startswith(
+            "callbacks.hierarchical: rank 2 has local rank 0 of 1, and rank 0's node has 2 ranks; "
+        )
 
 
 def test_level_inter_needs_levels():
-    with pytest.raises(ConfigError, match=r"grad_compress needs hierarchical: .*; add it, or use level=all"):
+    with pytest.raises(ConfigError, match=r"grad_compress needs hierarchical: .*; add hierarchical, or use level=all"):
         arrange({"grad_compress": GradCompress(level="inter")}, set())
 
 

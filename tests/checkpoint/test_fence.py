@@ -91,7 +91,7 @@ def test_28_a_writer_that_was_taken_for_dead_goes_on(run: Path, zombie: tuple, p
         code, _, told = go_on(first)
         assert code == 1 and told.count("\n") == 1
         assert told.startswith(f"Superseded: trainer.checkpoint.dir={run.parent}: attempt 2, process {live.pid} on ")
-        assert told.endswith("which was taken for dead; it ends here, nothing is to be done\n")
+        assert told.endswith("which was replaced and ends; nothing needs to be done\n")
         assert [holds(path) for path in run.glob("step-*")] == ([] if point == RENAMES_ANEW else [(4, 1)])
         assert go_on(live) == (0, "step-00000004\n", "")
     assert {holds(path) for path in run.glob("step-*")} == ({(4, 1), (8, 2)} if step == 8 else {(4, 2)})

@@ -84,5 +84,5 @@ def test_where_files_can_not_be_locked_a_warning_takes_its_place(run, code, monk
 
     monkeypatch.setattr(fcntl, "lockf", fails)
     lock(run)
-    assert re.search(r"\.lock can't be locked \(.*\): see to it that no other process writes this run", caplog.text)
+    assert re.search(r"\.lock: can't be locked \(.*\); make sure that no other process writes this run", caplog.text)
     unlock(run)

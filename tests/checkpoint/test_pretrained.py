@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from support.runs import make
 from torch import Tensor, nn
 
 from trainer.checkpoint.pretrained import BIN_INDEX, INDEX, load_weights, weights_files
@@ -144,7 +145,7 @@ def test_what_differs_is_told_and_nothing_is_taken(tmp_path: Path, state: dict[s
     with pytest.raises(ConfigError) as error:
         load_weights(other, str(tmp_path / "a.pt"))
     assert str(error.value) == (
-        f"trainer.init_from={tmp_path}/a.pt: 2 weights are missing, 1 unknown and 1 of another shape or kind "
+        f"trainer.init_from={tmp_path}/a.pt: 2 weights are missing, 1 are unknown, 1 have another shape or dtype "
         "(norm.running_mean, norm.running_var, extra, norm.weight (4,) instead of (3,), ...); "
         "give weights of this model"
     )
@@ -167,7 +168,7 @@ def test_another_kind_of_number_is_not_made_the_models(
 ) -> None:
     torch.save({**state, name: kind(state[name])}, tmp_path / "a.pt")
     other, before = model(2), model(2).state_dict()
-    with pytest.raises(ConfigError, match=rf"1 of another shape or kind \({re.escape(f'{name} {told}')}, "):
+    with pytest.raises(ConfigError, match=rf"1 have another shape or dtype \({re.escape(f'{name} {told}')}, "):
         load_weights(other, str(tmp_path / "a.pt"))
     assert same(other.state_dict(), before)
 
@@ -188,9 +189,9 @@ def write(path: Path, content: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.pt", nn.Linear(2, 2), "asks for torch.nn.modules.linear.Linear, which is no weight"),
-        ("a.pt", {"weight": torch.zeros(1), "lr": 0.1}, "holds more than tensors by name"),
-        ("a.pt", [torch.zeros(1)], "holds more than tensors by name"),
+        ("a.pt", nn.Linear(2, 2), "asks for torch.nn.modules.linear.Linear, which is not a weight"),
+        ("a.pt", {"weight": torch.zeros(1), "lr": 0.1}, "is not a dict of tensors by name"),
+        ("a.pt", [torch.zeros(1)], "is not a dict of tensors by name"),
         ("a.pt", b"", ""),
         ("a.pt", b"garbage", ""),
         ("a.pt", b"PK\x03\x04 cut", ""),
@@ -210,10 +211,10 @@ def test_what_can_not_be_read(tmp_path: Path, name: str, content: Any, said: str
 @pytest.mark.parametrize(
     ("index", "said"),
     [
-        ('{"weight_map": {"a": "../a.safetensors"}}', "'../a.safetensors' is no name of a file beside it"),
-        ('{"weight_map": {"a": "/a.safetensors"}}', "'/a.safetensors' is no name of a file beside it"),
+        ('{"weight_map": {"a": "../a.safetensors"}}', "'../a.safetensors' is not the name of a file in this folder"),
+        ('{"weight_map": {"a": "/a.safetensors"}}', "'/a.safetensors' is not the name of a file in this folder"),
         ('{"weight_map": {"a": "b.safetensors"}}', "b.safetensors is missing, which"),
-        ('{"weight_map": {"a": "a.bin", "a": "b.bin"}}', "a key is there twice"),
+        ('{"weight_map": {"a": "a.bin", "a": "b.bin"}}', "a key occurs twice"),
         ('{"weight_map": {"a": 1}}', "not an index"),
         ('{"weight_map": NaN}', "NaN is not JSON"),
         ("[" * 100_000, "not an index"),
@@ -226,7 +227,7 @@ def test_an_index_that_is_none(tmp_path: Path, index: str, said: str) -> None:
     folder.mkdir()
     save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors")
     (folder / INDEX).write_text(index)
-    with pytest.raises(ConfigError, match=f"^trainer.init_from=.*{said}.*; get it again") as error:
+    with pytest.raises(ConfigError, match=f"^trainer.init_from=.*{said}.*; download it again") as error:
         weights_files(str(folder))
     assert "\n" not in str(error.value)
 
@@ -243,9 +244,9 @@ def test_a_file_that_unpacks_to_far_more_is_refused_before_it_is_read(tmp_path: 
     with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "bomb.pt", "w") as bomb:
         for entry in plain.infolist():
             bomb.writestr(entry.filename, plain.read(entry), zipfile.ZIP_DEFLATED)
-    with pytest.raises(ConfigError, match=r"bomb\.pt: unpacks to more than it is"):
+    with pytest.raises(ConfigError, match=r"bomb\.pt: is compressed"):
         load_weights(torch.nn.Linear(3, 2), str(tmp_path / "bomb.pt"))
-    with pytest.raises(ConfigError, match="of another shape"):
+    with pytest.raises(ConfigError, match="have another shape"):
         load_weights(torch.nn.Linear(3, 2), str(tmp_path / "plain.pt"))
 
 
@@ -262,7 +263,7 @@ def test_a_pickle_that_asks_for_memory_is_refused(tmp_path: Path, archive: bool,
                 bomb.writestr(name, asks if name.endswith("data.pkl") else content)
     else:
         path.write_bytes(path.read_bytes().replace(b"}q", asks, 1))
-    with pytest.raises(ConfigError, match=r"a\.pt: asks for a bytearray, which is no weight"):
+    with pytest.raises(ConfigError, match=r"a\.pt: asks for a bytearray, which is not a weight"):
         load_weights(nn.Linear(3, 2), str(path))
 
 
@@ -275,3 +276,37 @@ def test_far_more_names_than_the_model_has_are_refused_before_they_are_read(tmp_
     with pytest.raises(ConfigError, match=r"a\.safetensors: its header has \S+ bytes, and at most 4,196,352 fit"):
         load_weights(nn.Linear(3, 2), str(tmp_path / "a.safetensors"))
     assert time.monotonic() - began < 5
+
+
+def test_init_from_takes_weights_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = make()
+    first.fit()
+    second = make(run_dir="runs/s", init_from="ckpt/last.pt", max_steps=0)
+    second.fit()
+    assert (second.step, second.samples) == (0, 0)
+    for a, b in zip(first.module.parameters(), second.module.parameters(), strict=True):
+        assert torch.equal(a, b)
+    tensors = load_file("ckpt/r/step-00000004/model.safetensors")
+    save_file({**tensors, "more": torch.zeros(1)}, "more.safetensors")
+    with pytest.raises(
+        ConfigError,
+        match=r"init_from=more.safetensors: 0 weights are missing, 1 are unknown, 0 have another shape or dtype \(more",
+    ):
+        make(run_dir="runs/t", init_from="more.safetensors").fit()
+    Path("more.safetensors").write_bytes(b"torn")
+    with pytest.raises(ConfigError, match=r"init_from=more.safetensors: .*; give a whole checkpoint"):
+        make(run_dir="runs/t", init_from="more.safetensors").fit()
+    with pytest.raises(ConfigError, match="init_from=nowhere: no such"):
+        make(run_dir="runs/u", init_from="nowhere").fit()
+
+
+def test_init_from_refuses_a_damaged_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make().fit()
+    file = Path("ckpt/r/step-00000004/model.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"init_from=ckpt/last.pt: .*its sha256 is not the manifest's; give a whole"):
+        make(run_dir="runs/s", init_from="ckpt/last.pt").fit()

@@ -2,8 +2,6 @@
 
 import copy
 import json
-import math
-import os
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from enum import IntEnum
@@ -16,54 +14,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from support.states import loaded_from, same, save_state, through
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from trainer.checkpoint.manifest import Damaged
 from trainer.checkpoint.safetensors_buffer import DTYPES
-from trainer.checkpoint.serialize import load_optimizer_state, load_state, optimizer_state
-from trainer.checkpoint.snapshot import Snapshot
+from trainer.checkpoint.serialize import load_optimizer_state, optimizer_state
 from trainer.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
-
-
-def bits(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal in type, order, sign of zero, NaN and every bit; a dict of any kind counts as a dict."""
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and (a.dtype, a.shape, bits(a)) == (b.dtype, b.shape, bits(b))
-    if isinstance(a, dict):
-        keys = [(type(key), key) for key in a]
-        return type(b) is dict and keys == [(type(key), key) for key in b] and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, float) and isinstance(b, float):
-        return (math.isnan(a) and math.isnan(b)) or (a, math.copysign(1, a)) == (b, math.copysign(1, b))
-    return type(a) is type(b) and a == b
-
-
-def save_state(folder: Path, state: dict[str, Any]) -> None:
-    for name, content in Snapshot().take(state).items():
-        (folder / name).write_bytes(content)
-
-
-def loaded_from(folder: Path) -> dict[str, Any]:
-    return load_state(folder, os.listdir(folder))
-
-
-def through(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    for old in folder.iterdir():
-        old.unlink()
-    save_state(folder, state)
-    assert {path.suffix for path in folder.iterdir()} <= {".safetensors", ".json"}
-    return loaded_from(folder)
 
 
 def random(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -248,30 +211,6 @@ def test_damaged_tensor_files_and_huge_states(tmp_path: Path) -> None:
         file.truncate(257 << 20)
     with pytest.raises(Damaged, match="larger"):
         loaded_from(tmp_path)
-
-
-def test_a_snapshot_is_a_copy_and_uses_its_memory_again(tmp_path: Path) -> None:
-    snapshot, weight, count = Snapshot(), torch.arange(6.0).view(2, 3).t(), [1]
-    state = {"model": {"w": weight, "flag": torch.tensor(True)}, "count": count}
-    files = snapshot.take(state)
-    image = snapshot.images["model"]
-    expected = weight.clone()
-    weight.zero_()
-    count[0] = 2
-
-    def stored() -> dict[str, Any]:
-        for name, content in files.items():
-            (tmp_path / name).write_bytes(content)
-        return loaded_from(tmp_path)
-
-    assert same(stored(), {"model": {"w": expected, "flag": torch.tensor(True)}, "count": [1]})
-    files = snapshot.take(state)
-    assert snapshot.images["model"] is image
-    assert same(stored(), {"model": {"w": torch.zeros(3, 2), "flag": torch.tensor(True)}, "count": [2]})
-    for other in (torch.ones(2, 3), torch.ones(3, 2, dtype=torch.int32)):
-        files = snapshot.take({"model": {"w": other, "flag": torch.tensor(False)}, "count": count})
-        assert snapshot.images["model"] is not image
-        assert same(stored()["model"], {"w": other, "flag": torch.tensor(False)})
 
 
 # Optimizers: training with a save and a restart in the middle against training without.

@@ -101,7 +101,7 @@ def test_no_field_is_without_a_variable():
         ({"max_channels": 65}, "nccl.max_channels=65: must be at most 64"),
         ({"min_channels": 8, "max_channels": 4}, "nccl.min_channels=8: must be at most nccl.max_channels=4"),
         ({"interface": "eth0 eth1"}, "nccl.interface=eth0 eth1: must be names"),
-        ({"net": "IB", "ib_disable": True}, "nccl.ib_disable=true: nccl.net=IB asks for what it disables"),
+        ({"net": "IB", "ib_disable": True}, "nccl.ib_disable=true: nccl.net=IB needs InfiniBand"),
     ],
 )
 def test_refused(values, message):
@@ -137,8 +137,8 @@ def test_what_is_said():
         said = "NCCL_COLLNET_ENABLE=1 NCCL_ALGO=Ring"
         kept = "from the environment NCCL_DEBUG=WARN NCCL_IB_TIMEOUT=22"
         assert in_words(options, "nccl", 2, environ) == f"nccl: {said}; {kept}"
-        assert in_words(options, "gloo", 2, environ) == f"nccl: {said} without effect, the backend is gloo"
-        assert in_words(options, "nccl", 1, environ) == f"nccl: {said} without effect, one rank does not communicate"
+        assert in_words(options, "gloo", 2, environ) == f"nccl: {said} has no effect: the backend is gloo"
+        assert in_words(options, "nccl", 1, environ) == f"nccl: {said} has no effect: one rank does not communicate"
     assert in_words(NCCLOptions(), "nccl", 2, environ) == f"nccl: {kept}"
     assert in_words(NCCLOptions(), "nccl", 2, {"HOME": "/"}) == ""
     assert in_words(NCCLOptions(), "gloo", 2, environ) == ""
@@ -168,7 +168,7 @@ def test_ranks_are_given_it_and_the_run_says_and_keeps_it(tmp_path):
         assert found.items() >= (wanted | {"NCCL_IB_TIMEOUT": "22"}).items()
     said = [line for line in done.out.splitlines() if line.startswith("nccl: ")]
     assert [sorted(line.split()[1:5]) for line in said] == [sorted(f"{k}={v}" for k, v in wanted.items())]
-    assert said[0].endswith(" without effect, the backend is gloo")
+    assert said[0].endswith(" has no effect: the backend is gloo")
     assert load(tmp_path / "runs" / "r" / "config.yaml")["nccl"] == load(PRESETS[1]) | {"interface": "eth0"}
 
 
@@ -184,4 +184,4 @@ def test_a_run_that_the_shell_contradicts_ends_at_once(tmp_path):
 def test_runs_of_one_command_do_not_contradict_each_other(tmp_path):
     done = toy(["-m", "nccl.debug=WARN,INFO", "trainer.max_steps=1", "trainer.accelerator=cpu"], tmp_path)
     assert (done.code, done.err) == (0, "")
-    assert re.findall("^nccl: NCCL_DEBUG=(.*) without", done.out, re.MULTILINE) == ["WARN", "INFO"]
+    assert re.findall("^nccl: NCCL_DEBUG=(.*) has no effect", done.out, re.MULTILINE) == ["WARN", "INFO"]

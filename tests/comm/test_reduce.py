@@ -12,7 +12,7 @@ from support.ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from trainer.comm.bucket import Bucket, Piece
+from trainer.comm.bucket import Bucket
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import AllReduce, Background, Reduce, Reduced
 from trainer.parallel import ddp
@@ -122,19 +122,6 @@ def test_an_error_in_the_background_is_raised_by_wait_and_nothing_runs_after_it(
             done.wait()
     assert not later
     background.thread.shutdown()
-
-
-def test_a_bucket_is_cut_into_pieces_of_its_parameters():
-    a, b = torch.zeros(2, 3), torch.zeros(4)
-    bucket = Bucket.of([a, b], step=7)
-    flat = torch.arange(10.0)
-    assert [tuple(view.shape) for view in bucket.split(flat)] == [(2, 3), (4,)]
-    cut = bucket.cut(4, 9)
-    assert cut.pieces == (Piece(a, 4, 6), Piece(b, 0, 3)) and cut.step == 7
-    assert [view.tolist() for view in cut.split(flat[4:9])] == [[4, 5], [6, 7, 8]]
-    assert cut.cut(1, 3).pieces == (Piece(a, 5, 6), Piece(b, 0, 1))
-    assert bucket.cut(8, 99).pieces == (Piece(b, 2, 4),)
-    assert bucket.cut(10, 99).pieces == ()
 
 
 def gathered(place: Place) -> tuple[list, list]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.cli import QUICK, ROOT, run
 
-TOLD = "the recipe's YAML sets it, and sgd alone has"
+TOLD = "the recipe's YAML sets this, and optimizer=sgd has"
 
 
 @pytest.mark.parametrize(
@@ -30,4 +30,4 @@ def test_a_value_that_the_recipe_sets_for_another_optimizer_is_told(
     warnings = [line for line in (done.out + done.err).splitlines() if "the recipe's YAML" in line]
     assert len(warnings) == len(told), warnings
     for line, start in zip(warnings, told, strict=True):
-        assert line.startswith(f"warning: {start}") and "; to choose, give optimizer." in line
+        assert line.startswith(f"warning: {start}") and "; give optimizer." in line

@@ -35,7 +35,7 @@ def test_what_is_no_duration_is_refused_with_an_example(text):
     with pytest.raises(ConfigError) as refusal:
         Duration.parse(text, "trainer.validate_every")
     assert str(refusal.value) == (
-        f"trainer.validate_every={text}: not a duration; write for example trainer.validate_every='200 steps' "
+        f"trainer.validate_every={text}: is not a duration; write for example trainer.validate_every='200 steps' "
         "(steps, epochs, samples, minutes)"
     )
 

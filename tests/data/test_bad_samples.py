@@ -104,7 +104,7 @@ def test_in_a_folder_whose_name_is_not_utf_8():
         flip(path, member=3 * 1 + 1, at=512 + 130)
     train(Place(), (), 8, shards="data\udcff/p-*.tar", name="r")
     assert len(lines()) == 2
-    assert Path("runs/r/logs/rank0.log").read_text().count("left out: data?/p-") == 2
+    assert Path("runs/r/logs/rank0.log").read_text().count("a sample is left out: data?/p-") == 2
 
 
 def test_bytes_that_have_changed_since_they_were_indexed():
@@ -177,7 +177,7 @@ def test_a_resume_neither_repeats_nor_loses_a_line():
 def test_too_many_end_the_run_on_all_ranks():
     many = tuple(range(40, 60))
     with pytest.raises(
-        AssertionError, match=r"data\.max_bad: 1\d samples of epoch 0 could not be read, and 10 may be; "
+        AssertionError, match=r"data\.max_bad: 1\d samples of epoch 0 could not be read, and the limit is 10; "
     ):
         run_ranks(3, train, many)
 
@@ -189,7 +189,7 @@ def test_a_share_of_each_epoch():
 
 
 def test_none_is_tolerated_where_so_told():
-    with pytest.raises(DataError, match=r"data\.max_bad: 1 samples .* and 0 may be; the last: \d+\.png: is no"):
+    with pytest.raises(DataError, match=r"data\.max_bad: 1 samples .* and the limit is 0; the last: \d+\.png: is no"):
         train(Place(), BAD[:1], max_bad=0)
 
 
@@ -218,8 +218,8 @@ def test_the_bad_ones_of_a_validation_are_counted_on_all_ranks(world):
 @pytest.mark.parametrize(("bad", "max_bad", "most"), [(tuple(range(1, 12)), 0.1, 10), ((12,), 0.0, 0)])
 def test_too_many_bad_ones_in_a_validation_end_the_run_on_all_ranks(bad, max_bad, most):
     told = run_ranks(3, validate, bad, max_bad)
-    text = f"data.max_bad: {len(bad)} of 13 samples of recipe.data('val') could not be read, and {most} may be; the fir"
-    assert all(each.startswith(f"{text}st: {bad[0]}.png: is no image") for each in told)
+    text = f"data.max_bad: {len(bad)} of 13 samples of recipe.data('val') could not be read, and the limit is {most}"
+    assert all(each.startswith(f"{text}; the first: {bad[0]}.png: is no image") for each in told)
 
 
 @pytest.mark.parametrize("bad", [(3,), (0, 1), tuple(range(10))])

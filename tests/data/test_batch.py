@@ -7,8 +7,10 @@ import os
 import resource
 import time
 import weakref
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,14 +22,15 @@ from torch.utils.data import Dataset, default_collate
 
 import trainer.data
 from trainer.config.options import DataOptions
-from trainer.data.batch import Split
+from trainer.data.batch import Split, count_samples
 from trainer.data.device_prefetch import Upload, map_tensors
 from trainer.data.loader import Loader
 from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
 from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.writer import write_shards
-from trainer.data.source import Samples
+from trainer.data.source import MapReader, Samples
+from trainer.errors import DataError
 
 IN_PROCESS = DataOptions(workers=0, lanes=5, block=4)
 ABOVE = ("plan", "trainer", "callback", "callbacks", "recipe", "batch", "session", "validation", "training_state")
@@ -38,7 +41,7 @@ def test_data_imports_nothing_from_above():
     for path in Path(*trainer.data.__path__).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
             assert not [name for name in names if name.split(".")[:1] == ["trainer"] and name.split(".")[1] in ABOVE]
 
 
@@ -190,14 +193,47 @@ def test_two_micro_batches_are_on_the_device_and_none_of_a_step_before(workers, 
     loader.close()
 
 
-def test_on_a_cpu_no_batch_of_a_step_before_is_kept():
-    loader = open_loader(Memory(), options=DataOptions(workers=0), batch=24, accumulate=8)
+class Stream(Recipe):
+    """The same as an iterable of batches."""
+
+    def data(self, split: str) -> Any:
+        return iter(lambda: torch.zeros(3, 77), None) if split == "train" else None
+
+
+@pytest.mark.parametrize("recipe", [Memory(), Stream()])
+def test_on_a_cpu_no_batch_of_a_step_before_is_kept(recipe):
+    loader = open_loader(recipe, options=DataOptions(workers=0), batch=24, accumulate=8)
+    first = None
     for step in itertools.islice(loader.train(0), 3):
-        assert alive("cpu") <= 8 + 1
+        assert alive("cpu") <= 8 + 1 and (first is None or first() is None)
         for n, (batch, _) in enumerate(step):
             assert len(batch) == 3 and alive("cpu") <= 8 - n + 1
+            first = first or weakref.ref(batch)
             del batch
     loader.close()
+
+
+def test_memory_is_pinned_before_it_is_copied(monkeypatch):
+    """From other memory the copy would block the host: an iterable's batches come so."""
+    pinned = list[Tensor]()
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    upload: Any = Upload([torch.ones(3), torch.ones(2)], SimpleNamespace(device=torch.device("meta")))  # pyright: ignore[reportArgumentType]
+    assert [t.device.type for t in map_tensors(upload.batch, upload._copy)] == ["meta"] * 2
+    assert [len(t) for t in pinned] == [3, 2]  # of a tensor that is pinned, torch returns itself
+
+
+def test_all_validations_are_uploaded_on_one_stream(monkeypatch):
+    """torch's allocator keeps memory for each stream."""
+    streams = list[Any]()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: object())
+    monkeypatch.setattr("trainer.data.loader.upload", lambda micros, stream: streams.append(stream))
+    numbers = Samples(MapReader(Numbers(), 1), [1] * 35, "", None, seed=0)
+    loader = Loader(
+        numbers, numbers.order(4, 4), Split(6), IN_PROCESS, validation=numbers, device=torch.device("cuda", 0)
+    )
+    for _ in range(3):
+        loader.validate()
+    assert streams == [loader.stream] * 3
 
 
 class Slow(Dataset):
@@ -225,11 +261,13 @@ def seconds_a_step(steps: Iterator[Any], count: int) -> float:
     return (time.monotonic() - began) / count
 
 
-def test_loading_is_hidden_by_computing_under_accumulation():
+@pytest.mark.parametrize("plan", [8, 1])
+def test_loading_is_hidden_by_computing_under_accumulation(plan: int):
     """8 micro-batches: loading takes 0.24 s with 2 workers, computing 0.32 s. One after the other they are 1.75 times
-    as long as computing; with 2 micro-batches ahead, 1.5 times."""
-    loader = open_loader(SlowRecipe(), options=DataOptions(workers=2), batch=8, accumulate=8)
-    steps = loader.train(0)
+    as long as computing; with 2 micro-batches ahead, 1.5 times. If the plan has 1 micro-batch, a callback's split has
+    8."""
+    loader = open_loader(SlowRecipe(), options=DataOptions(workers=2, prefetch=1), batch=8, accumulate=plan)
+    steps = loader.train(0, lambda _: Split(8, 1, 8))
     times = [seconds_a_step(steps, 4) / (8 * 0.04) for _ in range(3)]
     loader.close()
     assert min(times) < 1.35  # the machine may be busy
@@ -245,3 +283,22 @@ def test_micro_batches_ahead_may_be_more_than_the_usual_limit_of_open_files():
         loader.close()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        (torch.zeros(3, 2), 3),
+        ({"a": torch.zeros(4), "b": torch.zeros(9)}, 4),
+        (UserDict(a=torch.zeros(6)), 6),
+        ([(torch.zeros(5),), torch.zeros(2)], 5),
+    ],
+)
+def test_samples_are_counted_by_the_first_tensor(batch, samples):
+    assert count_samples(batch) == samples
+
+
+@pytest.mark.parametrize("batch", ["text", [], {"a": "text"}])
+def test_a_batch_without_tensors_needs_a_weight(batch):
+    with pytest.raises(DataError, match=r"has no tensor to count samples by; give the recipe a `weight`"):
+        count_samples(batch)

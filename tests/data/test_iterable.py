@@ -170,7 +170,8 @@ def test_ranks_are_told_that_each_walks_its_own(world, times, capsys):
     loader = make_loader(Given(numbered), 0, world=world)
     list(itertools.islice(loader.train(0), 3))
     stop_log()
-    assert capsys.readouterr().out.count(f"data is an iterable: each of {world} ranks walks its own; see") == times
+    line = f"recipe.data('train') is an iterable: each of {world} ranks has batches of its own"
+    assert capsys.readouterr().out.count(line) == times
 
 
 def test_close_ends_it():

@@ -6,10 +6,7 @@ import multiprocessing
 import os
 import random
 import re
-import resource
-import signal
 import time
-from collections import UserDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,18 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.loaders import KeepBatches, Whole, open_loader, whole
-from support.ranks import run_ranks
-from torch import Tensor, nn
+from support.loaders import ACCUMULATE, BATCH, SEED, KeepBatches, small_loader, steps
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from toy_recipe import Points, Toy
 
-from trainer.config.options import DataOptions, Options
-from trainer.data.batch import count_samples
-from trainer.data.device_prefetch import map_tensors
-from trainer.data.loader import Loader
-from trainer.data.remote.prefetch import fetching
-from trainer.data.remote.shard import Remote
+from trainer.config.options import Options
 from trainer.data.sampling.order import Order, Ref
 from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.writer import write_shards
@@ -36,8 +27,7 @@ from trainer.errors import DataError, UnavailableError, fold
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-CPU = torch.device("cpu")
-SEED, SAMPLES, BATCH, ACCUMULATE = 7, 31, 12, 2
+SAMPLES = 31
 
 
 class Noisy(Dataset):
@@ -61,20 +51,6 @@ class Augmented(Toy):
         return len(batch)
 
 
-def make_loader(recipe: Any, rank: int, world: int, timeout_s: float = 600, **data: int) -> Loader:
-    options = DataOptions(**{"lanes": 5, "block": 4, **data})
-    return open_loader(
-        recipe, rank, world, options=options, batch=BATCH * world, accumulate=ACCUMULATE, seed=SEED, timeout_s=timeout_s
-    )
-
-
-def steps(loader: Loader, start: int, count: int) -> list[Whole]:
-    stream = loader.train(start)
-    found = [whole(step) for step in itertools.islice(stream, count)]
-    stream.close()  # ends its workers
-    return found
-
-
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """torch waits 5 s at the end for each worker that hangs, or that a traceback still holds."""
@@ -85,7 +61,7 @@ def impatient(monkeypatch):
 def test_a_step_is_the_ranks_part_of_the_order_cut_into_micro_batches(rank):
     start = 50  # not a multiple of the batch, past the first epoch
     order = Order([1] * SAMPLES, SEED, 5, 4)
-    for n, step in enumerate(steps(make_loader(Augmented(), rank, 3, workers=0), start, 5)):
+    for n, step in enumerate(steps(small_loader(Augmented(), rank, 3, workers=0), start, 5)):
         planned = order.local(start + n * 36, start + (n + 1) * 36, rank, 3)
         assert step.refs == planned
         assert step.weights == [6, 6]
@@ -95,13 +71,13 @@ def test_a_step_is_the_ranks_part_of_the_order_cut_into_micro_batches(rank):
 
 @pytest.fixture(scope="module")
 def by_hand() -> list[Any]:
-    return steps(make_loader(Augmented(), 0, 1, workers=0), 0, 6)
+    return steps(small_loader(Augmented(), 0, 1, workers=0), 0, 6)
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
 @pytest.mark.parametrize(("workers", "prefetch"), [(0, 4), (1, 1), (1, 4), (3, 1), (3, 4)])
 def test_workers_and_prefetch_change_no_byte(by_hand, workers, prefetch):
-    for one, other in zip(by_hand, steps(make_loader(Augmented(), 0, 1, workers=workers, prefetch=prefetch), 0, 6)):
+    for one, other in zip(by_hand, steps(small_loader(Augmented(), 0, 1, workers=workers, prefetch=prefetch), 0, 6)):
         assert (one.refs, one.weights) == (other.refs, other.weights)
         assert all(torch.equal(a, b) for a, b in zip(one.batches, other.batches))
 
@@ -113,7 +89,7 @@ def rows(found: list[Any]) -> dict[Ref, tuple[float, ...]]:
 
 def test_an_augmentation_is_the_samples_and_the_epochs_alone(by_hand):
     one = rows(by_hand)
-    three = [rows(steps(make_loader(Augmented(), rank, 3, workers=0), 0, 2)) for rank in range(3)]
+    three = [rows(steps(small_loader(Augmented(), rank, 3, workers=0), 0, 2)) for rank in range(3)]
     assert len(one) == 6 * 12 and one == three[0] | three[1] | three[2]
     draws = [values[1:] for values in one.values()]
     assert len(set(itertools.chain(*draws))) == 4 * len(draws)  # no generator repeats itself, in no sample or epoch
@@ -128,7 +104,7 @@ def test_validation_walks_each_sample_once(world, size):
         def data(self, split: str) -> Dataset:
             return Points(96 if split == "train" else size, torch.float32)
 
-    loaders = [make_loader(Short(), rank, world, workers=0) for rank in range(world)]
+    loaders = [small_loader(Short(), rank, world, workers=0) for rank in range(world)]
     parts = [list(loader.validate()) for loader in loaders]
     refs = [ref for part in parts for micro in part for ref in micro.refs]
     assert refs == [Ref(0, i, 0) for i in range(size)]
@@ -154,73 +130,8 @@ def test_a_validation_lists_nothing():
         def data(self, split: str) -> Dataset:
             return Huge() if split == "val" else Points(96, torch.float32)
 
-    loader = make_loader(Validated(), 1, 2, workers=0)
+    loader = small_loader(Validated(), 1, 2, workers=0)
     assert next(loader.validate()).batch.tolist() == [5 * 10**10 + i for i in range(loader.split.micro)]
-
-
-class SomeValidation(Toy):
-    def __init__(self, size: int) -> None:
-        super().__init__(dtype="float64")
-        self.size = size
-
-    def data(self, split: str) -> Dataset:
-        return Points(96 if split == "train" else self.size, self.dtype)
-
-
-class SomeMetrics(SomeValidation):
-    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
-        close = (model(batch["x"]) - batch["y"]).abs() < 0.5
-        return {
-            "close": (close.sum(), close.numel()),
-            "loss": (self.loss(model, batch) * self.weight(batch), self.weight(batch)),
-        }
-
-
-def validated(place: Place, kind: type[SomeValidation], size: int) -> tuple[dict[str, float], list[np.ndarray]]:
-    trainer = Trainer(
-        kind(size), batch=12, micro_batch=2, options=Options(max_steps=2), data=DataOptions(workers=0), place=place
-    )
-    trainer.fit()
-    return trainer.validation, [p.detach().numpy() for p in trainer.module.parameters()]
-
-
-@pytest.mark.parametrize("size", [2, 13])
-def test_validation_over_ranks_is_one_pass_over_everything(size, tmp_path, monkeypatch):
-    """Samples count 1 to 4 outputs, so ranks and micro-batches weigh differently; of 2 samples one rank has none."""
-    monkeypatch.chdir(tmp_path)
-    everything = {
-        key: torch.stack([Points(size, torch.float64)[i][key] for i in range(size)]) for key in ("x", "y", "mask")
-    }
-    for kind in (SomeValidation, SomeMetrics):
-        results = run_ranks(3, validated, kind, size)
-        recipe = kind(size)
-        model = recipe.model()
-        for p, trained in zip(model.parameters(), results[0][1]):
-            p.data = torch.from_numpy(trained)
-        error = (model(everything["x"]) - everything["y"]).detach()
-        expected = {"val/loss": float((error**2 * everything["mask"]).sum() / everything["mask"].sum())}
-        if kind is SomeMetrics:
-            expected["val/close"] = float((error.abs() < 0.5).double().mean())
-        assert [metrics for metrics, _ in results] == [pytest.approx(expected, rel=1e-12)] * 3
-
-
-class PartlyFrozen(Toy):
-    def model(self) -> nn.Module:
-        net = super().model()
-        net.get_submodule("blocks.0").eval()
-        return net
-
-
-def test_validation_leaves_each_module_in_the_mode_it_had(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    trainer = Trainer(
-        PartlyFrozen(), batch=12, options=Options(max_steps=1), data=DataOptions(workers=0), place=Place()
-    )
-    before = [module.training for module in trainer.module.modules()]
-    trainer.fit()
-    assert trainer.validated_step == 1
-    assert [module.training for module in trainer.module.modules()] == before
-    assert {True, False} == set(before)
 
 
 class Large(Dataset):
@@ -239,7 +150,7 @@ class LargeRecipe(Augmented):
 
 
 def test_a_large_dataset_is_cut_into_virtual_shards_and_still_permuted():
-    loader = make_loader(LargeRecipe(), 0, 1)
+    loader = small_loader(LargeRecipe(), 0, 1)
     assert loader.source.counts == [2] * 35_000 + [1]  # at most 65,536 of them
     assert loader.order.samples == 70_001
     refs = loader.order.local(0, 70_001, 0, 1)
@@ -311,7 +222,7 @@ def test_a_worker_asks_for_its_next_batch_before_it_reads_this_one(workers, tmp_
 
     monkeypatch.setattr(ShardReader, "prefetch", lambda reader, refs: tell("prefetch", refs))
     monkeypatch.setattr(ShardReader, "read", tell_and_read)
-    steps(make_loader(Tars(write_tars(tmp_path)), 0, 1, workers=workers), 0, 6)
+    steps(small_loader(Tars(write_tars(tmp_path)), 0, 1, workers=workers), 0, 6)
     micro, lines = BATCH // ACCUMULATE, [line.split() for line in said.read_text().splitlines()]
     for process in {line[0] for line in lines}:
         mine = [(what, (shard, offset)) for pid, what, shard, offset in lines if pid == process]
@@ -355,12 +266,12 @@ class OwnAway(UnavailableError):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_bad_data_is_one_line_from_a_worker_too(error, where, workers):
     with pytest.raises(error.__base__, match=r"^07\.png: is no image$"):
-        steps(make_loader(Broken(error("07.png", "is no image"), where), 0, 1, workers=workers), 0, 1)
+        steps(small_loader(Broken(error("07.png", "is no image"), where), 0, 1, workers=workers), 0, 1)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_of_the_recipes_names_the_sample_and_has_its_frames(workers):
-    loader = make_loader(Broken(ZeroDivisionError("own"), "transform"), 0, 1, workers=workers)
+    loader = small_loader(Broken(ZeroDivisionError("own"), "transform"), 0, 1, workers=workers)
     with pytest.raises(RuntimeError, match=r"^sample \d+: ZeroDivisionError: own\n  File ") as caught:
         steps(loader, 0, 1)
     assert str(caught.value).count("source.py") == 2  # of our code; a terminal shows none of it
@@ -397,13 +308,15 @@ class Listed:
 
 @pytest.mark.parametrize("odd", [None, object(), torch.zeros(3)], ids=["None", "object", "ragged"])
 def test_a_sample_that_does_not_go_into_a_batch_is_named(odd):
-    with pytest.raises(DataError, match=r"^sample 7: does not go into a batch \((default_collate|stack expects).*\); "):
-        steps(make_loader(OneIsOdd(odd), 0, 1, workers=0), 0, 2)
+    with pytest.raises(
+        DataError, match=r"^sample 7: does not fit into a batch \((default_collate|stack expects).*\); "
+    ):
+        steps(small_loader(OneIsOdd(odd), 0, 1, workers=0), 0, 2)
 
 
 def test_what_has_items_and_a_length_is_a_data_set():
     """Its rows were taken for batches."""
-    found = steps(make_loader(OneIsOdd(torch.zeros(8)), 0, 1, workers=0), 0, 2)
+    found = steps(small_loader(OneIsOdd(torch.zeros(8)), 0, 1, workers=0), 0, 2)
     assert sorted(ref.shard for step in found for ref in step.refs) == list(range(24))
     assert all(batch.shape == (6, 8) for step in found for batch in step.batches)
 
@@ -415,7 +328,7 @@ def test_a_data_loader_that_gives_all_ranks_the_same_is_refused(world, shuffle):
         def data(self, split: str) -> Any:
             return DataLoader(Points(24, torch.float32), batch_size=6, shuffle=shuffle) if split == "train" else None
 
-    ranks = [make_loader(Given(), rank, world, workers=0) for rank in range(world)]
+    ranks = [small_loader(Given(), rank, world, workers=0) for rank in range(world)]
     if world == 2 and not shuffle:
         with pytest.raises(DataError, match=r"a DataLoader over Points gives every rank the same batches; return the"):
             steps(ranks[0], 0, 1)
@@ -424,78 +337,9 @@ def test_a_data_loader_that_gives_all_ranks_the_same_is_refused(world, shuffle):
     assert world == 1 or not torch.equal(*batches)
 
 
-class Hangs(Points):
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        time.sleep(2)
-        return super().__getitem__(i)
-
-
-class HangingRecipe(Toy):
-    def data(self, split: str) -> Dataset:
-        return Hangs(12, torch.float32)
-
-
-def test_a_data_worker_that_hangs_is_one_line():
-    loader = make_loader(HangingRecipe(), 0, 1, timeout_s=0.5, workers=1)
-    started = time.monotonic()
-    message = ""
-    try:
-        next(loader.train(0))
-    except UnavailableError as error:
-        assert time.monotonic() - started < 2
-        message = str(error)
-    assert message.startswith("trainer.timeout_s=0.5: a data worker gave no batch in this time; ")
-    assert "\n" not in message
-
-
-hangs_at_fork: list[bool] = []
-os.register_at_fork(after_in_child=lambda: time.sleep(600) if hangs_at_fork else None)
-
-
-def test_workers_that_hang_as_they_are_forked_are_started_again(monkeypatch):
-    expected = [step.batches[0]["x"] for step in steps(make_loader(Toy(), 0, 1, workers=2), 0, 3)]
-    monkeypatch.setattr("trainer.data.workers.START_S", 0.5)
-    monkeypatch.setattr("trainer.data.workers.log.warning", lambda *_: hangs_at_fork.clear())
-    hangs_at_fork.append(True)
-    before, handler = multiprocessing.active_children(), signal.signal(signal.SIGTERM, lambda *_: None)  # as a run has
-    loader = make_loader(Toy(), 0, 1, workers=2)
-    found = [whole(step).batches[0]["x"] for step in itertools.islice(loader.train(0), 3)]
-    assert all(map(torch.equal, expected, found)) and not hangs_at_fork
-    loader.close()
-    signal.signal(signal.SIGTERM, handler)
-    deadline = time.monotonic() + 5
-    while set(multiprocessing.active_children()) - set(before):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-@pytest.fixture
-def start_method():
-    """Is set back."""
-    yield multiprocessing.set_start_method
-    multiprocessing.set_start_method(None, force=True)
-
-
-def test_workers_are_forked_whatever_the_process_has_set(start_method):
-    start_method("spawn", force=True)
-    assert len(steps(make_loader(Toy(), 0, 1, workers=1), 0, 2)) == 2
-    with fetching({0: Remote.kept("http://none/a.tar", "cache", 1.0)}, lambda: iter([]), 1, 1) as passed:
-        passed()
-
-
-def test_workers_start_where_more_files_are_open_than_select_takes():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
-    with contextlib.ExitStack() as stack:
-        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        for _ in range(1100):
-            stack.enter_context(open(os.devnull))
-        assert len(steps(make_loader(Toy(), 0, 1, workers=1), 0, 2)) == 2
-
-
 def test_a_damaged_sample_is_left_out_and_named_by_a_worker_too(tmp_path):
     shard = write_tars(tmp_path)[1]
-    loader = make_loader(Tars(str(tmp_path / "*.tar")), 0, 1, workers=1)
+    loader = small_loader(Tars(str(tmp_path / "*.tar")), 0, 1, workers=1)
     content = bytearray(shard.read_bytes())
     content[700] ^= 1
     shard.write_bytes(content)
@@ -520,7 +364,7 @@ def open_files(folder: Path) -> list[str]:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_close_ends_workers_and_closes_files(workers, tmp_path):
     write_tars(tmp_path)
-    loader = make_loader(Tars(str(tmp_path / "*.tar")), 0, 1, workers=workers)
+    loader = small_loader(Tars(str(tmp_path / "*.tar")), 0, 1, workers=workers)
     loader.close()  # before there is anything to close
     before = set(multiprocessing.active_children())
     stream = loader.train(0)
@@ -534,31 +378,3 @@ def test_close_ends_workers_and_closes_files(workers, tmp_path):
     assert not any(process.is_alive() for process in opened)
     assert not open_files(tmp_path)
     assert list(stream) == []
-
-
-def test_mappings_keep_their_class_and_the_original_its_tensors():
-    batch = UserDict(x=torch.zeros(2), rest=({"y": torch.ones(3)}, "name"))
-    doubled = map_tensors(batch, lambda tensor: tensor + 1)
-    assert type(doubled) is UserDict
-    assert doubled["x"].tolist() == [1, 1] and doubled["rest"][0]["y"].tolist() == [2, 2, 2]
-    assert doubled["rest"][1] == "name"
-    assert batch["x"].tolist() == [0, 0] and batch["rest"][0]["y"].tolist() == [1, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("batch", "samples"),
-    [
-        (torch.zeros(3, 2), 3),
-        ({"a": torch.zeros(4), "b": torch.zeros(9)}, 4),
-        (UserDict(a=torch.zeros(6)), 6),
-        ([(torch.zeros(5),), torch.zeros(2)], 5),
-    ],
-)
-def test_samples_are_counted_by_the_first_tensor(batch, samples):
-    assert count_samples(batch) == samples
-
-
-@pytest.mark.parametrize("batch", ["text", [], {"a": "text"}])
-def test_a_batch_without_tensors_needs_a_weight(batch):
-    with pytest.raises(DataError, match=r"has no tensor to count samples by; give the recipe a `weight`"):
-        count_samples(batch)

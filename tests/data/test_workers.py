@@ -1,11 +1,27 @@
-"""Data workers that the system gives too little: one line names the limit, and nobody waits."""
+"""Data workers that hang, or that the system gives too little: one line, or another start, and nobody waits."""
 
+import contextlib
+import itertools
+import multiprocessing
 import os
+import resource
 import shutil
+import signal
 import time
+from functools import partial
 
 import pytest
+import torch
 from support.cli import MAIN, TOY, run
+from support.loaders import small_loader, steps, whole
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from toy_recipe import Points, Toy
+
+from trainer.data import workers
+from trainer.data.remote.prefetch import fetching
+from trainer.data.remote.shard import Remote
+from trainer.errors import ConfigError, UnavailableError
 
 # A user who may do all with files: the limit does not hold for root.
 CAPABLE = [
@@ -22,17 +38,107 @@ WORDS = [*TOY, "~callbacks.tensorboard", "trainer.max_steps=6", "trainer.validat
 def test_too_few_files_are_named_before_a_batch_is_lost(tmp_path):
     result = run(WORDS, tmp_path, ["prlimit", "--nofile=32:32", *MAIN])
     assert result.code == 78
-    said = "echelon: data.workers: ulimit -n=32: too few files may be open; raise it, or give fewer data.workers"
+    said = (
+        "echelon: data.workers: ulimit -n=32: too few files may be open; raise this limit, or give fewer data.workers"
+    )
     assert result.err.startswith(said) and result.err.count("\n") == 1
 
 
+def test_a_worker_without_a_thread_is_named_before_a_batch_is_lost(monkeypatch):
+    """Which thread is the one too many is a matter of time: the rank would wait for the batch, or find a traceback."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(workers, "DupFd", fail)
+    loader = partial(DataLoader, [1, 2, 3], batch_size=None, num_workers=1)
+    with pytest.raises(ConfigError, match=r"^data\.workers: .*: too few processes and threads may run; raise this"):
+        workers.start_workers(loader, iter([0, 1, 2]))
+
+
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to run as another user")
-@pytest.mark.parametrize("most", [8, pytest.param(12, marks=pytest.mark.slow)])
-def test_too_few_processes_end_the_run_soon(tmp_path, most):
+@pytest.mark.parametrize(("most", "sure"), [(8, True), pytest.param(10, False, marks=pytest.mark.slow)])
+def test_too_few_processes_end_the_run_soon(tmp_path, most, sure):
     """A worker can't be forked, or has no thread for its tensors. If one has none to send a batch, torch tells it."""
     began = time.monotonic()
     result = run(WORDS, tmp_path, [*CAPABLE, "prlimit", f"--nproc={most}", *MAIN], HOME=str(tmp_path))
     assert time.monotonic() - began < 50
     assert result.code in (1, 78)
-    named = f"ulimit -u={most}: too few processes and threads may run; raise it, or give fewer" in result.err
-    assert (named and result.err.count("\n") == 1) or "can't start new thread" in result.err
+    named = f"ulimit -u={most}: too few processes and threads may run; raise this limit, or give fewer" in result.err
+    one_line = named and result.err.count("\n") == 1
+    assert one_line or (not sure and "can't start new thread" in result.err), result.err
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """torch waits 5 s at the end for each worker that hangs, or that a traceback still holds."""
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+
+
+class Hangs(Points):
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        time.sleep(2)
+        return super().__getitem__(i)
+
+
+class HangingRecipe(Toy):
+    def data(self, split: str) -> Dataset:
+        return Hangs(12, torch.float32)
+
+
+def test_a_data_worker_that_hangs_is_one_line():
+    loader = small_loader(HangingRecipe(), 0, 1, timeout_s=0.5, workers=1)
+    started = time.monotonic()
+    message = ""
+    try:
+        next(loader.train(0))
+    except UnavailableError as error:
+        assert time.monotonic() - started < 2
+        message = str(error)
+    assert message.startswith("trainer.timeout_s=0.5: a data worker gave no batch in this time; ")
+    assert "\n" not in message
+
+
+hangs_at_fork: list[bool] = []
+os.register_at_fork(after_in_child=lambda: time.sleep(600) if hangs_at_fork else None)
+
+
+def test_workers_that_hang_as_they_are_forked_are_started_again(monkeypatch):
+    expected = [step.batches[0]["x"] for step in steps(small_loader(Toy(), 0, 1, workers=2), 0, 3)]
+    monkeypatch.setattr("trainer.timeouts.FORK_S", 0.5)
+    monkeypatch.setattr("trainer.data.workers.log.warning", lambda *_: hangs_at_fork.clear())
+    hangs_at_fork.append(True)
+    before, handler = multiprocessing.active_children(), signal.signal(signal.SIGTERM, lambda *_: None)  # as a run has
+    loader = small_loader(Toy(), 0, 1, workers=2)
+    found = [whole(step).batches[0]["x"] for step in itertools.islice(loader.train(0), 3)]
+    assert all(map(torch.equal, expected, found)) and not hangs_at_fork
+    loader.close()
+    signal.signal(signal.SIGTERM, handler)
+    deadline = time.monotonic() + 5
+    while set(multiprocessing.active_children()) - set(before):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def start_method():
+    """Is set back."""
+    yield multiprocessing.set_start_method
+    multiprocessing.set_start_method(None, force=True)
+
+
+def test_workers_are_forked_whatever_the_process_has_set(start_method):
+    start_method("spawn", force=True)
+    assert len(steps(small_loader(Toy(), 0, 1, workers=1), 0, 2)) == 2
+    with fetching({0: Remote.kept("http://none/a.tar", "cache", 1.0)}, lambda: iter([]), 1, 1) as passed:
+        passed()
+
+
+def test_workers_start_where_more_files_are_open_than_select_takes():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))
+        assert len(steps(small_loader(Toy(), 0, 1, workers=1), 0, 2)) == 2

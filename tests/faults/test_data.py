@@ -14,7 +14,7 @@ import pytest
 from shard_recipe import write_points
 from support.cli import QUICK, ROOT, Result, lines, popen, run, weights
 from support.faults import alive, tidy, wait_for
-from support.http import MISSING, NGINX, Proxy, served
+from support.http import Proxy, needs_nginx, served
 
 from trainer.data.sampling.order import Order
 
@@ -109,8 +109,8 @@ def test_36_shards_that_are_away_for_longer_than_they_are_waited_for(
             process.kill()
     assert process.returncode == 0, err
     first, second = (json.loads(text)["failed"] for text in texts(run_dir / "logs" / "events.jsonl"))
-    assert "No such file or directory, for 8 s; see to the disk" in first and "Traceback" not in err
-    assert ("data/p-*.tar: no such file; " if gone == "all" else "recipe.data: is not what it was ") in second
+    assert "No such file or directory, for 8 s; check the disk" in first and "Traceback" not in err
+    assert ("data/p-*.tar: no such file; " if gone == "all" else "recipe.data: has changed since ") in second
     same(gone, folder, 16)
 
 
@@ -201,7 +201,7 @@ def started(cwd: Path) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(NGINX is None, reason=MISSING)
+@needs_nginx
 def test_two_ranks_on_remote_shards_with_little_room(tmp_path: Path) -> None:
     """Cut connections, and a cache of a few shards: the bits of the same ranks on the files."""
     ranks = ["trainer.devices=2", "data.lanes=4"]
@@ -234,7 +234,7 @@ def away(proxy: Proxy, metrics: Path, seconds: float, steps: list[int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(NGINX is None, reason=MISSING)
+@needs_nginx
 @pytest.mark.parametrize(("ranks", "more", "away_s"), [(1, [], 40), (2, ["trainer.timeout_s=20"], 45)])
 def test_a_server_that_is_away_for_long(tmp_path: Path, ranks: int, more: list[str], away_s: float) -> None:
     """It is waited for; for longer than `trainer.timeout_s`, the run is started again. The bits of the files."""

@@ -34,7 +34,7 @@ def test_a_run_folder_that_is_removed_begins_anew(golden, tmp_path):
     """The earlier lines of metrics are lost, the later ones and the summary are there."""
     result = run_and_remove(lambda: shutil.rmtree(tmp_path / "runs" / "r"), tmp_path)
     assert (result.code, result.err) == (0, "")
-    assert "runs/r/metrics.jsonl: was removed while the run writes it; its earlier lines are lost" in result.out
+    assert "runs/r/metrics.jsonl: was removed during the run; its earlier lines are lost" in result.out
     found = lines(tmp_path / "runs" / "r")
     assert found and found == lines(golden / "runs" / "r")[-len(found) :]
     assert (tmp_path / "runs" / "r" / "summary.json").exists()
@@ -44,7 +44,9 @@ def test_a_run_folder_that_is_removed_begins_anew(golden, tmp_path):
 def test_a_single_process_whose_workers_lose_their_folder_ends_with_one_line(tmp_path):
     result = run_and_remove(empty_tmpdir, tmp_path, "trainer.devices=1")
     assert result.code == 69
-    said = f"echelon: TMPDIR={os.environ['TMPDIR']}: a data worker's folder was removed; let cleaners spare echelon-*"
+    said = (
+        f"echelon: TMPDIR={os.environ['TMPDIR']}: a data worker's folder was removed; exclude echelon-* from clean-ups"
+    )
     assert result.err.startswith(said) and result.err.count("\n") == 1
     nobody_left(tmp_path)
 

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 from support.cli import MARK, environment
@@ -13,13 +14,18 @@ from support.faults import nobody_left, processes, tidy, watched
 from trainer.checkpoint.commit import commit
 
 
+def sleepers(cwd: Path) -> list[int]:
+    """Find the processes that have finished their exec of sleep: its words and its environment appear together."""
+    return [pid for pid in processes(cwd) if Path(f"/proc/{pid}/cmdline").read_bytes() == b"sleep\x0060\0"]
+
+
 def test_a_process_with_another_parent_and_group_is_left(tmp_path):
     words = ["sh", "-c", "setsid sleep 60 >/dev/null 2>&1 &"]
     subprocess.run(words, env=environment(**{MARK: str(tmp_path)}), check=True)
     deadline = time.monotonic() + 10
-    while not (found := processes(tmp_path)):  # in the middle of an exec a process shows no environment
+    while not sleepers(tmp_path):  # in the middle of an exec a process shows no environment
         assert time.monotonic() < deadline
-    (pid,) = found
+    (pid,) = processes(tmp_path)
     with pytest.raises(AssertionError, match=str(pid)):
         nobody_left(tmp_path, within_s=0.1)
     os.kill(pid, signal.SIGKILL)

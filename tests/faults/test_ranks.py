@@ -124,7 +124,7 @@ def test_5_kills_while_it_starts(golden, tmp_path):
 def test_the_same_again_and_again_is_given_up(what, rank, said, tmp_path):
     result = trouble(what, tmp_path, rank=rank, attempts=9999)
     assert result.code == GAVE_UP
-    assert result.err.rstrip().endswith(f"{said}\nechelon: the same 3 times after step 6: given up")
+    assert result.err.rstrip().endswith(f"{said}\nechelon: the same failure 3 times after step 6: given up")
     assert [event["code"] for event in events(tmp_path)] == [0, 0, GAVE_UP]
     assert [event["rank"] for event in events(tmp_path)] == ([0, 1, 2] if rank == -2 else [rank] * 3)
     assert (tmp_path / "ckpt" / "r" / "step-00000004" / "MANIFEST.json").exists()

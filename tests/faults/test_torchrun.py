@@ -90,7 +90,7 @@ def test_sigterm_to_the_agent(golden, tmp_path):
         (
             {},
             ("1:2", "auto", "runs/r"),
-            f"^trainer.nodes=1:2: .* could not go on; add {FRESH_STORE}=1 in torchrun's env",
+            f"^trainer.nodes=1:2: .* could not resume; add {FRESH_STORE}=1 in torchrun's env",
         ),
         ({FRESH_STORE: "1"}, ("1:2", "auto", None), "; add trainer.run_dir=runs/NAME$"),
     ],

@@ -54,7 +54,7 @@ def test_batches_arrive_whole_and_in_order_while_the_device_computes():
     batches = [{"x": torch.full((1 << 20,), float(i)).pin_memory()} for i in range(8)]
     busy = torch.randn(2048, 2048, device="cuda")
     device = torch.device("cuda", torch.cuda.current_device())
-    micros = upload(iter([Micro(b, 1, [], []) for b in batches]), device, torch.cuda.Stream(device))
+    micros = upload(iter([Micro(b, 1, [], []) for b in batches]), torch.cuda.Stream(device))
     for i, micro in enumerate(micros):
         busy = busy @ busy * 1e-3
         assert micro.batch["x"].is_cuda
@@ -65,7 +65,7 @@ def test_loading_looks_one_batch_ahead_and_no_further():
     taken = itertools.count()
     source = (Micro({"x": torch.zeros(1) + next(taken)}, 1, [], []) for _ in itertools.count())
     device = torch.device("cuda", torch.cuda.current_device())
-    ahead = upload(source, device, torch.cuda.Stream(device))
+    ahead = upload(source, torch.cuda.Stream(device))
     next(ahead)
     assert next(taken) == 2
 

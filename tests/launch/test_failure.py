@@ -49,3 +49,49 @@ def test_a_lost_peer_after_a_signal_is_no_failure(text, said, tmp_path):
     report(tmp_path, 0, text)
     failure = find_failure({0: 1}, range(1), tmp_path, Path("logs"), [15])
     assert failure is not None and said in failure.text and failure.code == (143 if text == LOST else 1)
+
+
+@pytest.mark.parametrize(
+    ("codes", "reported", "passed", "said", "code"),
+    [
+        ({0: 0, 1: 0}, {}, [], "", 0),
+        ({0: 75, 1: 75}, {}, [15], "", 75),
+        ({0: 1, 1: 78}, {0: (2.0, "late"), 1: (1.0, "echelon: early")}, [], "echelon: early", 78),
+        ({0: 1, 1: 78}, {0: (1.0, "early"), 1: (2.0, "late")}, [], "echelon: rank 0 failed first:\nearly", 1),
+        ({0: 1, 1: -9}, {0: (1.0, "reset")}, [], "echelon: rank 1 was killed by SIGKILL; its log: logs/rank1.log", 137),
+        ({0: 7, 1: 1}, {1: (1.0, "reset")}, [], "echelon: rank 0 ended with code 7; its log: logs/rank0.log", 7),
+        ({0: -6, 1: 1}, {1: (1.0, "early")}, [], "echelon: rank 1 failed first:\nearly", 1),  # NCCL's watchdog aborts
+        ({0: -6}, {}, [], "echelon: rank 0 was killed by SIGABRT; its log: logs/rank0.log", 134),
+        ({0: 130, 1: -15}, {}, [2, 2], "echelon: SIGINT: ended without a checkpoint", 130),
+    ],
+)
+def test_who_is_told_of(codes, reported, passed, said, code, tmp_path):
+    for rank, (when, text) in reported.items():
+        report = {"time": when, "text": text, "code": codes[rank], "in_collective": text == "reset"}
+        (tmp_path / f"error-{rank}.json").write_text(json.dumps(report))
+    failure = find_failure(codes, range(2), tmp_path, Path("logs"), passed)
+    assert (failure.text, failure.code) == (said, code) if failure else not said
+
+
+@pytest.mark.parametrize(
+    ("codes", "own", "rank", "told"),
+    [
+        ({0: 1, 2: 1}, [], 1, "rank(s) 1 did not end and had to be killed: the likely cause; its log: logs/rank1.log"),
+        ({0: 1}, [], 1, "rank(s) 1, 2 did not end and had to be killed: the likely cause; its log: logs/rank1.log"),
+        ({0: 1, 1: 1, 2: 0}, [], 2, "rank(s) 2 ended with code 0 before the others: the likely cause; its log: logs"),
+        ({0: 1, 2: 0}, [], 2, "rank(s) 2 ended with code 0 before the others"),  # and lets rank 1 wait
+        ({0: 1, 1: 1, 2: 1}, [], 0, LOST),
+        ({0: 1, 1: 1, 2: 1}, [2], 2, "its own"),  # told late: it had a thread to wait for
+        ({0: 1, 2: 1}, [2], 2, "its own"),
+        ({0: 1, 1: -9}, [], 1, "rank 1 was killed by SIGKILL; its log: logs/rank1.log"),
+    ],
+)
+def test_who_lets_its_peers_fail_is_told_of(codes, own, rank, told, tmp_path):
+    for r, code in codes.items():
+        text = "its own" if r in own else LOST
+        report = {"time": float(r), "text": text, "code": code, "in_collective": text == LOST}
+        if code == 1:
+            (tmp_path / f"error-{r}.json").write_text(json.dumps(report))
+    failure = find_failure(codes, range(3), tmp_path, Path("logs"), [])
+    assert failure is not None and failure.rank == rank and told in failure.text.splitlines()[-1]
+    assert failure.reported == (failure.text.splitlines()[-1] in (LOST, "its own"))

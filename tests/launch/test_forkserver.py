@@ -1,18 +1,22 @@
 """The process that forks ranks: what it tells of them, and what becomes of them with it. In a run: tests/faults."""
 
 import contextlib
+import json
 import os
+import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+from support.cli import MAIN, TOY, run
 from support.faults import alive, below
 
 from trainer.errors import STOPPED
-from trainer.launch.forkserver import ForkServer, Rank
+from trainer.launch.forkserver import ForkServer, Rank, Server
 
 OWN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "ECHELON_STORE": ""}
 
@@ -77,7 +81,7 @@ def waits(tmp_path: Path) -> Iterator[int]:
     (tmp_path / "logs").mkdir()
     os.mkfifo(tmp_path / "logs" / "rank1.log")
     descriptor = os.memfd_create("config")
-    os.write(descriptor, f"{{config: {{trainer: {{run_dir: {tmp_path}}}}}, spec: null}}".encode())
+    os.write(descriptor, json.dumps({"config": {"trainer": {"run_dir": str(tmp_path)}}, "spec": None}).encode())
     yield descriptor
     os.close(descriptor)
 
@@ -140,3 +144,29 @@ def test_signals_to_stop_are_for_ranks(server: ForkServer, resolved: int, tmp_pa
         server.process.send_signal(number)
     second = server.fork(OWN | {"ECHELON_ERROR_FILE": str(tmp_path / "second.json")}, resolved, None)
     assert ended(second) == 1 and server.process.poll() is None
+
+
+def test_a_fork_that_fails_is_reported_as_the_ranks_error(tmp_path, monkeypatch):
+    """A pipe without bytes raises in place of `fork`, and as it does: with no frame of its own."""
+    monkeypatch.setenv("ECHELON_ERROR_FILE", "")
+    reads, writes = os.pipe2(os.O_NONBLOCK)
+    try:
+        monkeypatch.setattr(os, "fork", partial(os.read, reads, 1))
+        Server.__new__(Server)._fork({"ECHELON_ERROR_FILE": str(tmp_path / "error.json")}, writes)
+    finally:
+        os.close(reads)
+        os.close(writes)
+    told = json.loads((tmp_path / "error.json").read_text())["text"]
+    assert "too few processes and threads may run; raise " in told and "\n" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to run as another user")
+@pytest.mark.parametrize("most", [5, 8])
+def test_too_few_processes_for_the_ranks_are_one_line_and_no_restart(tmp_path, most):
+    """The limit does not hold for root. Of this user there are no processes but these."""
+    user = ["setpriv", "--reuid=54323", "--clear-groups", "--inh-caps=-all,+dac_override"]
+    words = [*user, "--ambient-caps=+dac_override", "prlimit", f"--nproc={most}", *MAIN]
+    result = run([*TOY, "~callbacks.tensorboard", "trainer.devices=3"], tmp_path, words, HOME=str(tmp_path))
+    assert (result.code, result.err.count("\n")) == (1, 1)
+    assert result.err.startswith(f"echelon: ulimit -u={most}: too few processes and threads may run; raise ")

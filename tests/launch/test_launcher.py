@@ -11,115 +11,16 @@ import time
 from pathlib import Path
 
 import pytest
-from support.cli import MAIN, QUICK, ROOT, TOY, Result, lines, popen, run, weights
+from support.cli import MAIN, QUICK, TOY, Result, lines, popen, run, weights
 
 from trainer.errors import ConfigError
 from trainer.launch import launcher
-from trainer.launch.failure import find_failure
-from trainer.process.environment import Place, detect, first_host, refuse_nodes
-from trainer.summary import go_on, this_python
+from trainer.process.environment import Place
 
 SHORT = [*TOY, *QUICK, "+callbacks=[probe]", "trainer.max_steps=5", "trainer.validate_every=3"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainer.main"]
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *MAIN]
 needs_mpirun = pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun")
-ELASTIC = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-SLURM = {
-    "SLURM_JOB_ID": "4242",
-    "SLURM_STEP_ID": "1",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_NODELIST": "gpu[03-04]",
-    "SLURM_JOB_NODELIST": "gpu[01-08]",
-}
-
-
-def mpi(rank: int, world: int, local_rank: int, local_world: int) -> dict[str, str]:
-    names = {"RANK": rank, "SIZE": world, "LOCAL_RANK": local_rank, "LOCAL_SIZE": local_world}
-    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()}
-
-
-def test_nobody_started_us():
-    job = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
-    assert detect({}) == detect(job) == Place()  # sbatch
-    assert detect(job | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}) == Place()  # salloc's shell
-    assert detect({}, devices=4, nodes=2) == Place()
-    assert (
-        detect(SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "0"}) == Place()
-    )  # srun --pty
-
-
-def test_torchrun():
-    assert detect(dict(ELASTIC)) == Place(5, 8, 1, 4, "", "torchrun")
-    assert detect(ELASTIC | SLURM | mpi(0, 1, 0, 1), devices=4, nodes=2).launcher == "torchrun"  # inside of both
-    assert detect({"RANK": "3", "WORLD_SIZE": "4"}, devices=1, nodes=4) == Place(3, 4, 0, 1, "", "torchrun")  # Kubeflow
-    assert detect(ELASTIC | {"ECHELON_STORE": "/s"}) == Place(5, 8, 1, 4, "/s", "echelon")
-
-
-def test_open_mpi(tmp_path):
-    env = mpi(1, 2, 1, 2) | {"PMIX_SERVER_TMPDIR": str(tmp_path), "PMIX_NAMESPACE": "77"}
-    assert detect(env) == Place(1, 2, 1, 2, f"{tmp_path}/echelon-77", "mpirun")
-    assert detect(mpi(0, 1, 0, 1)) == Place(0, 1, 0, 1, "", "mpirun")
-    assert detect(mpi(5, 8, 1, 4) | {"MASTER_ADDR": "gpu03"}, devices=4, nodes=2) == Place(5, 8, 1, 4, "", "mpirun")
-    assert detect(env | SLURM).launcher == "mpirun"  # mpirun inside of salloc
-    for lost in (mpi(5, 8, 1, 4) | {"PMIX_SERVER_TMPDIR": str(tmp_path)}, mpi(1, 2, 1, 2)):
-        with pytest.raises(ConfigError, match=r"mpirun: \d ranks .* need a meeting point; .*-x MASTER_ADDR="):
-            detect(lost)
-
-
-def test_slurm():
-    env = dict(SLURM)
-    assert detect(env, devices=4, nodes=2) == Place(5, 8, 1, 4, "", "srun")
-    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("gpu03", str(20000 + 4243))
-    one_task_a_node = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
-    assert detect(SLURM | one_task_a_node) == Place(1, 2, 0, 1, "", "srun")
-    assert detect(SLURM | one_task_a_node, devices=4, nodes=2) == Place(4, 8, 0, 4, "", "srun", starts=True)
-    assert detect(ELASTIC | SLURM | one_task_a_node | {"ECHELON_STORE": ""}, 4, 2) == Place(5, 8, 1, 4, "", "srun")
-    with pytest.raises(ConfigError, match=r"^srun with one task a node: .* need trainer\.run_dir=runs/NAME$"):
-        refuse_nodes(Place(0, 8, 0, 4, "", "srun", starts=True), {}, 2, None, None)
-    one_node = {"SLURM_STEP_NUM_NODES": "1", "SLURM_LOCALID": "5", "SLURM_STEP_TASKS_PER_NODE": "8"}
-    assert detect(SLURM | one_node) == Place(5, 8, 5, 8, "", "srun")
-    given = SLURM | {"MASTER_ADDR": "other", "MASTER_PORT": "1"}
-    detect(given)
-    assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("other", "1")
-    steps = [dict(SLURM), SLURM | {"SLURM_STEP_ID": "2"}]
-    for step in steps:
-        detect(step)
-    assert steps[0]["MASTER_PORT"] != steps[1]["MASTER_PORT"]  # two at a time in one job
-    for uneven in ({"SLURM_STEP_NUM_TASKS": "7"}, {"SLURM_STEP_TASKS_PER_NODE": "5,3"}):
-        with pytest.raises(
-            ConfigError, match=r"srun: \d tasks on 2 nodes are not the same number on each; use --ntasks"
-        ):
-            detect(SLURM | uneven)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    {
-        "gpu03": "gpu03",
-        "gpu03,cpu1": "gpu03",
-        "gpu[03-05,9],cpu1": "gpu03",
-        "gpu[7,9]": "gpu7",
-        "cpu1,gpu[03-05]": "cpu1",
-        "rack[1-2]n[03-04].site,x": "rack1n03.site",
-        "a-b[10-12]-ib": "a-b10-ib",
-    }.items(),
-)
-def test_first_host(nodes, first):
-    assert first_host(nodes) == first
-
-
-def test_settings_that_contradict_the_launcher():
-    with pytest.raises(
-        ConfigError, match=r"trainer\.devices=3: torchrun started 4 rank\(s\) on this node; use trainer\.devices=4"
-    ):
-        detect(dict(ELASTIC), devices=3)
-    with pytest.raises(
-        ConfigError, match=r"trainer\.nodes=4: torchrun started 8 ranks on 2 node\(s\); leave trainer\.nodes out"
-    ):
-        detect(dict(ELASTIC), nodes=4)
 
 
 @pytest.fixture(scope="module")
@@ -269,28 +170,6 @@ def test_a_rank_that_is_killed_ends_the_run(tmp_path):
     assert told == result.err.rstrip() and command.rstrip().endswith(" trainer.resume=ckpt/r")
 
 
-@pytest.mark.parametrize(
-    ("codes", "reported", "passed", "said", "code"),
-    [
-        ({0: 0, 1: 0}, {}, [], "", 0),
-        ({0: 75, 1: 75}, {}, [15], "", 75),
-        ({0: 1, 1: 78}, {0: (2.0, "late"), 1: (1.0, "echelon: early")}, [], "echelon: early", 78),
-        ({0: 1, 1: 78}, {0: (1.0, "early"), 1: (2.0, "late")}, [], "echelon: rank 0 failed first:\nearly", 1),
-        ({0: 1, 1: -9}, {0: (1.0, "reset")}, [], "echelon: rank 1 was killed by SIGKILL; its log: logs/rank1.log", 137),
-        ({0: 7, 1: 1}, {1: (1.0, "reset")}, [], "echelon: rank 0 ended with code 7; its log: logs/rank0.log", 7),
-        ({0: -6, 1: 1}, {1: (1.0, "early")}, [], "echelon: rank 1 failed first:\nearly", 1),  # NCCL's watchdog aborts
-        ({0: -6}, {}, [], "echelon: rank 0 was killed by SIGABRT; its log: logs/rank0.log", 134),
-        ({0: 130, 1: -15}, {}, [2, 2], "echelon: SIGINT: ended without a checkpoint", 130),
-    ],
-)
-def test_who_is_told_of(codes, reported, passed, said, code, tmp_path):
-    for rank, (when, text) in reported.items():
-        report = {"time": when, "text": text, "code": codes[rank], "in_collective": text == "reset"}
-        (tmp_path / f"error-{rank}.json").write_text(json.dumps(report))
-    failure = find_failure(codes, range(2), tmp_path, Path("logs"), passed)
-    assert (failure.text, failure.code) == (said, code) if failure else not said
-
-
 def test_no_rank_outlives_its_launcher(tmp_path):
     (private := tmp_path / "tmp").mkdir()
     result = trouble("'parent SIGKILL'", 0, tmp_path, TMPDIR=str(private))  # waits for all that print
@@ -351,60 +230,9 @@ def running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    ("executable", "here", "path", "called"),
-    [
-        ("checkout/.venv/bin/python", "checkout", "", ".venv/bin/python"),
-        ("checkout/.venv/bin/python", "elsewhere", "checkout/.venv/bin", "python"),
-        ("checkout/.venv/bin/python3", "elsewhere", "checkout/.venv/bin", "python"),
-        ("checkout/.venv/bin/python", "elsewhere", "usr/bin", "{}/checkout/.venv/bin/python"),
-        ("checkout/.venv/bin/python", "elsewhere", "", "{}/checkout/.venv/bin/python"),
-        ("checkout/.venv/bin/python", "checkout/.venv/bin", "", "./python"),
-    ],
-)
-def test_how_a_printed_command_calls_python(executable, here, path, called, tmp_path, monkeypatch):
-    """Of an environment that needn't be active, whose python is a link to the system's."""
-    for folder in ("usr/bin", "checkout/.venv/bin", "elsewhere"):
-        (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "usr/bin/python").touch(mode=0o755)
-    for name in ("python", "python3"):
-        (tmp_path / "checkout/.venv/bin" / name).symlink_to(tmp_path / "usr/bin/python")
-    monkeypatch.setattr(sys, "executable", str(tmp_path / executable))
-    monkeypatch.setenv("PATH", str(tmp_path / path) if path else str(tmp_path / "nothing"))
-    monkeypatch.chdir(tmp_path / here)
-    assert this_python() == called.format(tmp_path)
-    typed = ["trainer.resume=x", "batch=${a b}"]
-    rest = "-m trainer.main 'batch=${a b}' trainer.resume=ckpt/r"
-    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID"):
-        monkeypatch.delenv(name, raising=False)
-    assert go_on(typed, Path("ckpt/r")) == f"{called.format(tmp_path)} {rest}"
-    assert go_on(None, Path("ckpt/r")) == "trainer.resume=ckpt/r"
-    for name, value in ELASTIC.items():
-        monkeypatch.setenv(name, value)
-    assert go_on(typed, Path("ckpt/r")) == f"the same torchrun ... {rest}"
-    monkeypatch.setenv("ECHELON_STORE", "/s")
-    assert go_on(typed, Path("ckpt/r")) == f"{called.format(tmp_path)} {rest}"
-
-
 def test_more_devices_than_there_are(monkeypatch):
     monkeypatch.setattr(launcher, "count_gpus", lambda accelerator: 2)
     with pytest.raises(
         ConfigError, match=r"^trainer\.devices=3: this node has 2 CUDA device\(s\); use trainer\.devices=2 or"
     ):
         launcher.start({"trainer": {"devices": 3}}, "run", [], Place())
-
-
-def test_a_process_is_left_with_all_but_the_interpreters_own_end():
-    """Which would end threads of gloo's, and the process with them."""
-    code = """
-import atexit, sys, threading, time
-from trainer.process.exit import exit_process
-class Ended:
-    def __del__(self): print("the interpreter ends")
-ended = Ended()
-atexit.register(print, "at exit")
-threading.Thread(target=lambda: (time.sleep(0.2), print("a thread"))).start()
-exit_process(7)
-"""
-    done = run(["-c", code], ROOT, [sys.executable])
-    assert done == (7, "a thread\nat exit\n", "")

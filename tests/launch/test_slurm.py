@@ -14,7 +14,7 @@ from support.cli import MAIN, MARK, QUICK, ROOT, TOY, Result, environment, lines
 from support.faults import tidy
 from support.slurm import Slurm, needs_slurm, wait_for
 
-pytestmark = [needs_slurm, pytest.mark.usefixtures("looked_at"), pytest.mark.xdist_group("slurm")]
+pytestmark = [needs_slurm, pytest.mark.usefixtures("looked_at")]
 RUN = [*TOY, *QUICK, "+callbacks=[probe]", "batch=12", "data.workers=1", "trainer.max_steps=12"]
 RUN += ["trainer.run_dir=runs/r", "trainer.checkpoint.every_steps=4", "trainer.checkpoint.keep=9"]
 
@@ -96,7 +96,8 @@ def test_tasks_that_do_not_divide(slurm, tmp_path):
     result = srun(slurm, tmp_path, "-N2 -n3 -K")
     assert result.code  # 78, or what has ended the others
     told = [line for line in result.err.splitlines() if line.startswith("echelon: ")]
-    assert told == ["echelon: srun: 3 tasks on 2 nodes are not the same number on each; use --ntasks-per-node"]
+    line = "echelon: srun: 3 tasks on 2 nodes are not the same number on each node; use --ntasks-per-node"
+    assert set(told) == {line} and len(told) <= 2  # once a node, unless srun has ended the other node's tasks before
 
 
 def test_a_task_that_is_killed_ends_the_others(slurm, tmp_path):

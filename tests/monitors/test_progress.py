@@ -85,6 +85,18 @@ def test_the_time_left(max_steps, first, step, seconds, line, monkeypatch, capsy
     assert capsys.readouterr().out == f"{line}\n"
 
 
+def test_lines_of_other_ranks_have_the_time(monkeypatch, capsys):
+    """As all lines of their logs, which `print` would not give them."""
+    told: list[str] = []
+    monkeypatch.setattr(progress.log, "info", lambda form, *values: told.append(form % values))
+    trainer = SimpleNamespace(rank=1, step=0, plan=SimpleNamespace(max_steps=None), metrics={"train/loss": 1.0})
+    callback = Progress()
+    callback.on_fit_start(trainer)
+    trainer.step = 25
+    callback.on_step_end(trainer)
+    assert (told, capsys.readouterr().out) == (["step 25  loss 1"], "")
+
+
 class Screen(io.StringIO):
     def isatty(self) -> bool:
         return True

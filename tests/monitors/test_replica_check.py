@@ -6,15 +6,18 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.ranks import run_ranks
+from torch import nn
 from toy_recipe import Toy
 
-from trainer.callback import Callback
+from trainer.callback import Callback, Role
 from trainer.callbacks.local_sgd.callback import LocalSGD
 from trainer.callbacks.overlap.callback import Overlap
 from trainer.config.options import DataOptions, Options
 from trainer.errors import NumericsError
 from trainer.monitors import replica_check
 from trainer.monitors.replica_check import checksum
+from trainer.parallel.ddp import DDP
+from trainer.parallel.strategy import Strategy
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -59,13 +62,14 @@ def test_one_bit_on_one_rank_ends_all_at_the_next_look(more):
     for step, said, _ in run_ranks(3, train, 4, [2], more):
         assert step == 8
         assert said == (
-            "trainer.check_replicas_every=4: after step 8 the weights of rank 2 are not those of most, last.weight "
-            "first; mend code that changes them on some ranks only, or the hardware, and resume an earlier checkpoint"
+            "trainer.check_replicas_every=4: after step 8 the weights of rank 2 differ from those of most ranks, "
+            "last.weight first; find code that changes weights on some ranks only, or check the hardware, and resume "
+            "an earlier checkpoint"
         )
 
 
 def test_also_where_it_is_rank_0():
-    assert all("the weights of rank 0 are not" in said for _, said, _ in run_ranks(3, train, 1, [0]))
+    assert all("the weights of rank 0 differ" in said for _, said, _ in run_ranks(3, train, 1, [0]))
 
 
 def test_the_steps_between_cost_nothing(tmp_path, monkeypatch):
@@ -81,12 +85,56 @@ def test_the_steps_between_cost_nothing(tmp_path, monkeypatch):
 def test_where_ranks_are_meant_to_differ_none_looks():
     assert all(said == "" for _, said, _ in run_ranks(3, train, 1, [2], {"local_sgd": LocalSGD(every=3)}))
     log = Path("runs/r/logs/rank0.log").read_text()
-    assert log.count("local_sgd: ranks differ from here on, so trainer.check_replicas_every does nothing\n") == 1
+    assert (
+        log.count("local_sgd: ranks have different weights from now on; trainer.check_replicas_every does nothing\n")
+        == 1
+    )
 
 
 def test_before_they_part_they_are_looked_at():
     ends = run_ranks(3, train, 1, [2], {"local_sgd": LocalSGD(every=3, warmup_steps=6)})
     assert all("after step 5 the weights of rank 2" in said for _, said, _ in ends)
+
+
+class Stages(Callback):
+    """Gives ranks 0 and 1 other weights than ranks 2 and 3, as two stages with two replicas each have them."""
+
+    role = Role.SHARD
+
+    def distribute(self, trainer, model: nn.Module) -> Strategy:
+        replicas = trainer.ranks.new_groups([[0, 1], [2, 3]])
+        nn.init.constant_(next(model.parameters()), 1 + trainer.rank // 2)
+        arguments = trainer.ddp | {"process_group": replicas}
+        strategy = DDP(model, trainer.rank % 2, 2, trainer.device, arguments, None, lambda: trainer.step)
+        strategy.replicas = replicas
+        return strategy
+
+
+def test_only_ranks_of_the_same_weights_are_compared():
+    assert [said for _, said, _ in run_ranks(4, train, 1, [], {"stages": Stages()})] == [""] * 4
+
+
+class OneAlone(Callback):
+    """Gives rank 0 weights that no other rank has."""
+
+    role = Role.SHARD
+
+    def distribute(self, trainer, model: nn.Module) -> Strategy:
+        replicas = trainer.ranks.new_groups([[0], [1, 2]])
+        arguments = trainer.ddp | {"process_group": replicas}
+        strategy = DDP(model, trainer.rank, 3, trainer.device, arguments, None, lambda: trainer.step)
+        strategy.replicas = replicas if trainer.rank else None
+        return strategy
+
+
+def test_a_rank_without_a_replica_hears_of_the_others():
+    ends = run_ranks(3, train, 1, [2], {"alone": OneAlone()})
+    assert all("after step 5 the weights of rank 2 differ" in said for _, said, _ in ends)
+
+
+def test_a_rank_that_differs_from_its_replica_is_named():
+    ends = run_ranks(4, train, 1, [3], {"stages": Stages()})
+    assert all("after step 5 the weights of rank 3 differ" in said for _, said, _ in ends)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int8])

@@ -117,6 +117,11 @@ def test_what_ranks_count_themselves_and_constants_are_in_step():
     assert all((ids == np.arange(8)).all() for ids in constant)  # rank 0's, from DDP's construction
 
 
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 class Constant(Toy):
     """Its model has the constant, and as many ranks as there are make it alike."""
 

@@ -1,4 +1,4 @@
-"""Launchers that set PMI's variables, and variables that are no numbers."""
+"""Places: what the launchers of other systems set, and variables that are no numbers."""
 
 import getpass
 import os
@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.cli import MAIN, QUICK, TOY, run
 
 from trainer.errors import ConfigError
-from trainer.process.environment import Place, avoid_foreign_cache, detect
+from trainer.process.environment import Place, avoid_foreign_cache, detect, first_host, refuse_nodes
 
 MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 
@@ -17,7 +18,9 @@ MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 def test_mpich():
     assert detect(MPICH | {"MASTER_ADDR": "a"}, devices=4, nodes=2) == Place(5, 8, 1, 4, "", "mpirun")
     assert detect(MPICH | {"PMI_SIZE": "1", "PMI_RANK": "0", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}).world == 1
-    with pytest.raises(ConfigError, match=r"^mpirun: 8 ranks need a meeting point; .* -genv MASTER_ADDR <first host>"):
+    with pytest.raises(
+        ConfigError, match=r"^mpirun: 8 ranks need an address to meet at; .* -genv MASTER_ADDR <first host>"
+    ):
         detect(dict(MPICH))
 
 
@@ -31,27 +34,24 @@ def test_an_unknown_launcher_is_refused_instead_of_training_many_times():
 
 @pytest.mark.parametrize(("name", "value"), [("RANK", "x"), ("WORLD_SIZE", ""), ("LOCAL_RANK", "-1")])
 def test_a_variable_that_is_no_number_is_named(name, value):
-    with pytest.raises(ConfigError, match=f"^{name}={value}: is no number"):
+    with pytest.raises(ConfigError, match=f"^{name}={value}: is not a number"):
         detect({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"} | {name: value})
 
 
 def test_the_limit_of_open_files_is_raised():
-    code = "import resource; from trainer.process.environment import raise_file_limit; raise_file_limit(); "
-    code += "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    code = "import resource; from trainer import main\n"
+    code += "main.command = lambda words: print(*resource.getrlimit(resource.RLIMIT_NOFILE)) or 0; main.main()"
     words = ["sh", "-c", 'ulimit -S -n 64; exec "$@"', "sh", sys.executable, "-c", code]
     soft, hard = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout.split()
     assert soft == hard != "64"
 
 
-def test_a_loopback_that_is_down_is_one_line():
-    code = "from trainer.process.environment import refuse_without_loopback as f\n"
-    code += "from trainer.process.exit import run_guarded; raise SystemExit(run_guarded(lambda: f() or 0))"
-    alone = [sys.executable, "-c", code]
-    assert subprocess.run(alone, capture_output=True, text=True, timeout=60).returncode == 0
-    down = subprocess.run(["unshare", "--net", *alone], capture_output=True, text=True, timeout=60)
-    if "unshare failed" in down.stderr or "Operation not permitted" in down.stderr:
+def test_a_loopback_that_is_down_is_one_line(tmp_path):
+    words = [*TOY, *QUICK, "trainer.devices=2", "trainer.accelerator=cpu"]
+    down = run(words, tmp_path, ["unshare", "--net", *MAIN])
+    if "unshare failed" in down.err or "Operation not permitted" in down.err:
         pytest.skip("no network namespace of our own")
-    assert down.returncode == 78 and down.stderr.count("\n") == 1 and "ip link set lo up" in down.stderr
+    assert (down.code, down.err.count("\n")) == (78, 1) and "ip link set lo up" in down.err
 
 
 def foreign(path: Path) -> None:
@@ -62,11 +62,16 @@ def foreign(path: Path) -> None:
 
 
 CACHED = """
-import os
-from trainer.process.environment import avoid_foreign_cache
-avoid_foreign_cache(os.environ)
-import torch._dynamo
-print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+import os, sys
+from types import SimpleNamespace
+from trainer import main
+
+def start(*_):
+    import torch._dynamo
+    print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+sys.modules["trainer.launch.launcher"] = SimpleNamespace(start=start)
+main.run({"trainer": {"devices": 1}, "nccl": {}, "batch": 12, "micro_batch": None, "accumulate": None}, "toy", [])
 """
 
 
@@ -87,3 +92,102 @@ def test_the_usual_cache_of_compiled_code_stays(tmp_path: Path, monkeypatch):
     (tmp_path / f"torchinductor_{getpass.getuser()}").mkdir()
     avoid_foreign_cache(env)
     assert env == {}
+
+
+ELASTIC = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+SLURM = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_STEP_ID": "1",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_JOB_NODELIST": "gpu[01-08]",
+}
+
+
+def mpi(rank: int, world: int, local_rank: int, local_world: int) -> dict[str, str]:
+    names = {"RANK": rank, "SIZE": world, "LOCAL_RANK": local_rank, "LOCAL_SIZE": local_world}
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()}
+
+
+def test_nobody_started_us():
+    job = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
+    assert detect({}) == detect(job) == Place()  # sbatch
+    assert detect(job | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}) == Place()  # salloc's shell
+    assert detect({}, devices=4, nodes=2) == Place()
+    assert (
+        detect(SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "0"}) == Place()
+    )  # srun --pty
+
+
+def test_torchrun():
+    assert detect(dict(ELASTIC)) == Place(5, 8, 1, 4, "", "torchrun")
+    assert detect(ELASTIC | SLURM | mpi(0, 1, 0, 1), devices=4, nodes=2).launcher == "torchrun"  # inside of both
+    assert detect({"RANK": "3", "WORLD_SIZE": "4"}, devices=1, nodes=4) == Place(3, 4, 0, 1, "", "torchrun")  # Kubeflow
+    assert detect(ELASTIC | {"ECHELON_STORE": "/s"}) == Place(5, 8, 1, 4, "/s", "echelon")
+
+
+def test_open_mpi(tmp_path):
+    env = mpi(1, 2, 1, 2) | {"PMIX_SERVER_TMPDIR": str(tmp_path), "PMIX_NAMESPACE": "77"}
+    assert detect(env) == Place(1, 2, 1, 2, f"{tmp_path}/echelon-77", "mpirun")
+    assert detect(mpi(0, 1, 0, 1)) == Place(0, 1, 0, 1, "", "mpirun")
+    assert detect(mpi(5, 8, 1, 4) | {"MASTER_ADDR": "gpu03"}, devices=4, nodes=2) == Place(5, 8, 1, 4, "", "mpirun")
+    assert detect(env | SLURM).launcher == "mpirun"  # mpirun inside of salloc
+    for lost in (mpi(5, 8, 1, 4) | {"PMIX_SERVER_TMPDIR": str(tmp_path)}, mpi(1, 2, 1, 2)):
+        with pytest.raises(ConfigError, match=r"mpirun: \d ranks .* need an address to meet at; .*-x MASTER_ADDR="):
+            detect(lost)
+
+
+def test_slurm():
+    env = dict(SLURM)
+    assert detect(env, devices=4, nodes=2) == Place(5, 8, 1, 4, "", "srun")
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("gpu03", str(20000 + 4243))
+    one_task_a_node = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
+    assert detect(SLURM | one_task_a_node) == Place(1, 2, 0, 1, "", "srun")
+    assert detect(SLURM | one_task_a_node, devices=4, nodes=2) == Place(4, 8, 0, 4, "", "srun", starts=True)
+    assert detect(ELASTIC | SLURM | one_task_a_node | {"ECHELON_STORE": ""}, 4, 2) == Place(5, 8, 1, 4, "", "srun")
+    with pytest.raises(ConfigError, match=r"^srun with one task per node: .* give trainer\.run_dir=runs/NAME$"):
+        refuse_nodes(Place(0, 8, 0, 4, "", "srun", starts=True), {}, 2, None, None)
+    one_node = {"SLURM_STEP_NUM_NODES": "1", "SLURM_LOCALID": "5", "SLURM_STEP_TASKS_PER_NODE": "8"}
+    assert detect(SLURM | one_node) == Place(5, 8, 5, 8, "", "srun")
+    given = SLURM | {"MASTER_ADDR": "other", "MASTER_PORT": "1"}
+    detect(given)
+    assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("other", "1")
+    steps = [dict(SLURM), SLURM | {"SLURM_STEP_ID": "2"}]
+    for step in steps:
+        detect(step)
+    assert steps[0]["MASTER_PORT"] != steps[1]["MASTER_PORT"]  # two at a time in one job
+    for uneven in ({"SLURM_STEP_NUM_TASKS": "7"}, {"SLURM_STEP_TASKS_PER_NODE": "5,3"}):
+        with pytest.raises(
+            ConfigError, match=r"srun: \d tasks on 2 nodes are not the same number on each node; use --ntasks"
+        ):
+            detect(SLURM | uneven)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    {
+        "gpu03": "gpu03",
+        "gpu03,cpu1": "gpu03",
+        "gpu[03-05,9],cpu1": "gpu03",
+        "gpu[7,9]": "gpu7",
+        "cpu1,gpu[03-05]": "cpu1",
+        "rack[1-2]n[03-04].site,x": "rack1n03.site",
+        "a-b[10-12]-ib": "a-b10-ib",
+    }.items(),
+)
+def test_first_host(nodes, first):
+    assert first_host(nodes) == first
+
+
+def test_settings_that_contradict_the_launcher():
+    with pytest.raises(
+        ConfigError, match=r"trainer\.devices=3: torchrun started 4 rank\(s\) on this node; use trainer\.devices=4"
+    ):
+        detect(dict(ELASTIC), devices=3)
+    with pytest.raises(
+        ConfigError, match=r"trainer\.nodes=4: torchrun started 8 ranks on 2 node\(s\); leave trainer\.nodes out"
+    ):
+        detect(dict(ELASTIC), nodes=4)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.process.heartbeat import Heartbeat
+from trainer.process import heartbeat
+from trainer.process.heartbeat import Beat, Heartbeat
 
 WATCHED = """
 import sys, time
@@ -51,3 +52,28 @@ def test_a_path_that_leads_nowhere_is_none(tmp_path: Path, path: str):
     heartbeat = Heartbeat(str(tmp_path / path))
     heartbeat.beat(1)
     heartbeat.close()
+
+
+def test_a_heartbeat_tells_the_step_and_that_a_long_one_comes(tmp_path):
+    path = tmp_path / "heartbeat"
+    assert heartbeat.read(path) is heartbeat.last(path) is None
+    beat = heartbeat.Heartbeat(str(path))
+    beat.beat()
+    assert heartbeat.read(path) is None and told(path)[:2] == (-1, -1)  # not begun
+    for step in (4, 5, 6):
+        beat.beat(step)
+    assert heartbeat.read(path) == told(path) and told(path)[:3] == (4, 6, 0)
+    assert 0 <= time.monotonic() - told(path).until < 60
+    beat.beat(6, patience_s=1000)
+    assert told(path).until > time.monotonic() + 900
+    beat.beat(busy=True)
+    assert told(path)[:3] == (4, 6, 1)
+    heartbeat.Heartbeat("").beat(3)
+    path.write_bytes(b"torn")
+    assert heartbeat.read(path) is None
+
+
+def told(path: Path) -> Beat:
+    beat = heartbeat.last(path)
+    assert beat is not None
+    return beat

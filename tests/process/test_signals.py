@@ -51,7 +51,7 @@ def test_the_first_ctrl_c_stops_with_a_checkpoint_and_the_printed_command_goes_o
     result = stopped("SIGINT", 0, tmp_path)
     assert (result.code, result.err) == (75, "")
     assert steps(tmp_path) in (7, 8)  # the signal comes at the end of step 7
-    assert result.out.count("SIGINT: stopping after this step with a checkpoint; again stops now\n") == 1
+    assert result.out.count("SIGINT: stopping after this step with a checkpoint; a second SIGINT stops now\n") == 1
     (command,) = re.findall("^go on with  (.* -m trainer.main .*)$", result.out, re.MULTILINE)
     resumed = run([], tmp_path, [*shlex.split(command), "callbacks.probe.trouble="])
     assert resumed.code == 0, resumed.err
@@ -212,7 +212,7 @@ def test_a_terminal_that_is_closed(tmp_path):
 
 def test_the_second_ctrl_c_gives_the_cursor_back(tmp_path):
     """One process, in a step that would take longer than the test may."""
-    reactions: list[Reaction] = [("0/20", ctrl_c), ("again stops now", ctrl_c)]
+    reactions: list[Reaction] = [("0/20", ctrl_c), ("a second SIGINT stops now", ctrl_c)]
     code, shown = on_a_terminal(tmp_path, reactions, "callbacks.probe.step_s=300")
     assert code == 128 + signal.SIGINT, shown
     assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l") >= 0

@@ -7,11 +7,16 @@ import sys
 from support.cli import environment
 
 OPENS = """
-import os, sys
-from trainer.process.stdio import open_standard_descriptors
-open_standard_descriptors()
-with open(sys.argv[1], "w") as file:
-    file.write(" ".join([str(file.fileno()), *(os.readlink(f"/proc/self/fd/{n}") for n in range(3))]))
+import os
+from trainer import main
+
+def command(words):
+    with open(*words, "w") as file:
+        file.write(" ".join([str(file.fileno()), *(os.readlink(f"/proc/self/fd/{n}") for n in range(3))]))
+    return 0
+
+main.command = command
+main.main()
 """
 
 

@@ -65,6 +65,12 @@ def test_a_run_that_lives_keeps_its_folder(tmp_path):
     assert (process.returncode, left(tmp_path)) == (75, [])
 
 
+def test_tmpdir_is_made_anew_if_a_cleaner_has_removed_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    with temporary_folder() as folder:
+        assert folder.parent == tmp_path / "gone"
+
+
 def test_what_is_no_runs_stays(tmp_path, monkeypatch):
     """A user's own folder, a link, a file, a folder of another user's."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

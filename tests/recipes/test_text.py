@@ -12,6 +12,7 @@ import threading
 import time
 import types
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -118,15 +119,16 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
-        (None, "text does not exist, or is no file"),
-        ({}, "empty text folder"),
-        ({"a.txt": b"", "b.txt": b""}, "empty text folder"),
-        ({"a.txt": b" \n\t"}, "empty text folder"),
+        (None, "text does not exist, or is not a file"),
+        ({}, "there is no text in it"),
+        ({"a.txt": b"", "b.txt": b""}, "there is no text in it"),
+        ({"a.txt": b" \n\t"}, "there is no text in it"),
         ({"a.txt": b"fine", "b.bin": b"\x7fELF\0\0"}, "b.bin is binary (NUL at byte 4)"),
         ({"a.txt": b"fine", "b.txt": "caf\u00e9".encode("latin-1")}, "b.txt is not UTF-8 text (byte 3)"),
-        ({"a.jsonl": b'{"text": "x"}\n{"txt": "y"}'}, 'a.jsonl, line 2 is no JSON object with a string "text"'),
-        ({"a.jsonl": b'{"text": "\\ud800"}'}, "a.jsonl, line 1 is no JSON"),
-        ({"a.jsonl": b'["text"]'}, "a.jsonl, line 1 is no JSON"),
+        ({"a.jsonl": b'{"text": "x"}\n{"txt": "y"}'}, 'a.jsonl, line 2: is not a JSON object with a string "text"'),
+        ({"a.jsonl": b'{"text": "\\ud800"}'}, "a.jsonl, line 1: is not a JSON"),
+        ({"a.jsonl": b'["text"]'}, "a.jsonl, line 1: is not a JSON"),
+        ({"a.jsonl": b"[" * 100_000}, "a.jsonl, line 1: is not a JSON"),
         ({"a.txt": b"alone"}, "one document can't be split"),
     ],
 )
@@ -142,11 +144,22 @@ def test_refused(files: dict[str, bytes] | None, reason: str, tmp_path: Path):
     assert message.startswith(f"recipe.text={folder}: ") and reason in message and "\n" not in message
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/null")])
+def test_a_neighbours_pipe_or_link_is_no_lock(make: Callable[[Path], object], folder: Path, tmp_path: Path):
+    """To open a pipe would wait for ever."""
+    made = prepare(str(folder), str(tmp_path / "good"), SMALL).folder
+    (tmp_path / "cache").mkdir()
+    make(tmp_path / "cache" / f"{made.name}.lock")
+    with pytest.raises(ConfigError, match=r"^recipe\.cache=.*\.lock"):
+        prepare(str(folder), str(tmp_path / "cache"), SMALL)
+
+
 def test_broken_link_and_unwritable_cache(folder: Path, tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"recipe\.cache=.*0\.txt/sub.*give a folder"):
+    with pytest.raises(ConfigError, match=r"recipe\.cache=.*0\.txt/sub.*give a writable folder"):
         prepare(str(folder), str(folder / "part0/0.txt/sub"), SMALL)
     (folder / "gone.txt").symlink_to(tmp_path / "nothing")
-    with pytest.raises(ConfigError, match=r"gone\.txt does not exist, or is no file"):
+    with pytest.raises(ConfigError, match=r"gone\.txt does not exist, or is not a file"):
         Source(str(folder))
 
 
@@ -264,6 +277,17 @@ def test_words_are_learned_from_as_before_unless_they_are_long():
     longer = [text + " " + "x" * 101 for text in texts]
     assert learned == corpus._learn_vocabulary([Document(str(i), t) for i, t in enumerate(longer)], alphabet, 60)
     assert {"\u4e2d", "\u6587", "one"} <= set(learned)
+
+
+def test_all_is_on_the_disk_before_it_has_its_name(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Else a power cut may leave empty files under that name. The name itself comes last."""
+    synced: list[Path] = []
+    monkeypatch.setattr(corpus, "_sync", lambda path: synced.append(path) if path.exists() else None)
+    made = prepare(str(folder), str(tmp_path / "cache"), SMALL)
+    *files, partial, cache = synced
+    assert sorted(path.name for path in files) == sorted(path.name for path in made.folder.iterdir())
+    assert {path.parent for path in files} == {partial} and partial.name == f"{made.folder.name}.partial"
+    assert cache == made.folder.parent
 
 
 def test_an_interrupted_build_leaves_nothing_to_be_taken_for_whole(folder: Path, tmp_path: Path):

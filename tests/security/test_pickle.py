@@ -54,7 +54,7 @@ def test_what_a_file_names_reaches_no_terminal_as_it_is(tmp_path: Path) -> None:
 def test_the_command_says_so_in_one_line(tmp_path: Path, mark: Path) -> None:
     (tmp_path / "a.pt").write_bytes(payload(mark))
     result = toy(["trainer.init_from=a.pt", "trainer.max_steps=1"], tmp_path, TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1")
-    assert one_line(result, 78).startswith("echelon: trainer.init_from=a.pt: a.pt: asks for posix.mkdir, which is no")
+    assert one_line(result, 78).startswith("echelon: trainer.init_from=a.pt: a.pt: asks for posix.mkdir, which is not")
     assert not mark.exists()
 
 
@@ -62,7 +62,7 @@ def test_a_pickle_in_a_checkpoint(tmp_path: Path, mark: Path) -> None:
     """With a manifest that vouches for it."""
     evil, state = memoryview(payload(mark)), memoryview(b'{"model": {"weight": {"$tensor": "weight"}}}')
     checkpoint = commit(tmp_path / "run", 1, {"state.json": state, "model.safetensors": evil}, {})
-    with pytest.raises(Damaged, match=r"state\.json: not a state that can be read"):
+    with pytest.raises(Damaged, match=r"state\.json: can't be read as a state"):
         load_state(checkpoint, ["state.json", "model.safetensors"])
     with pytest.raises(ConfigError, match=r"model\.safetensors: .*; give a whole checkpoint"):
         load_weights(nn.Linear(2, 2), str(checkpoint))

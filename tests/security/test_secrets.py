@@ -3,17 +3,13 @@
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 from support.cli import PYTHONPATH, TOY, Result, run
 
-from trainer.config.check import check_node, check_type, check_values, stage_node
-from trainer.config.redact import is_secret, redact, redact_argument, redacted_keys
-from trainer.config.schema import Knob
 from trainer.data.shards.discover import find_shards
-from trainer.errors import ConfigError, DataError
+from trainer.errors import DataError
 from trainer.tools.export import read_config
 
 RECIPE = """
@@ -38,98 +34,6 @@ WORDS = [
     f"recipe.source='{SIGNED}'", "recipe.proxy='pipe:curl https://u:s3cr3t@h/x'",
 ]  # fmt: skip
 TRUSTED = "trainer.allow_targets=[toy_recipe,private]"
-
-SECRET = (
-    "token hf_token recipe.hub_token api_key apiKey OPENAI_API_KEY secret aws_secret_access_key access_key_id password "
-    "db_password client_secret passphrase Authorization Proxy-Authorization bearer auth basic_auth pwd db_pwd cookie "
-    "session_cookies dsn sentry_dsn connection_string connectionString sas sas_url hf_tokens X-Api-Key developer_token "
-    "account_key myPassword credentials"
-)
-PLAIN = (
-    "tokenizer tokens tokens_per_sample max_tokens new_tokens loss_per_token mask_token padToken key key_id monkey "
-    "keep_every vocab secretary author kansas"
-)
-
-
-@pytest.mark.parametrize("name", SECRET.split())
-def test_names_of_secrets(name: str) -> None:
-    assert is_secret(name)
-
-
-@pytest.mark.parametrize("name", PLAIN.split())
-def test_other_names(name: str) -> None:
-    assert not is_secret(name)
-
-
-def test_configs_and_words() -> None:
-    config: dict[str, Any] = {
-        "a": {"password": 7, "token": None, "b": [{"api_key": "x", "c": "y"}]},
-        "secret": {"d": 1},
-    }
-    stored = redact(config)
-    assert stored == {"a": {"password": "***", "token": None, "b": [{"api_key": "***", "c": "y"}]}, "secret": "***"}
-    assert redacted_keys(stored) == ["a.password", "a.b.0.api_key", "secret"] and config["a"]["password"] == 7
-    for word, shown in (
-        ("recipe.hub_token=a,b", "recipe.hub_token=***"),
-        ("recipe.store={user: me, password: x y}", "recipe.store={user: me, password: ***}"),
-        ("+a={b: [{token: 'x,y'}], c: 1}", "+a={b: [{token: ***}], c: 1}"),
-        ("a={x-api-key: x, 'Authorization': 'Bearer y'}", "a={x-api-key: ***, 'Authorization': ***}"),
-        ("optimizer.lr=1e-3", "optimizer.lr=1e-3"),
-        ("~callbacks.progress", "~callbacks.progress"),
-    ):
-        assert redact_argument(word) == shown
-    with pytest.raises(ConfigError, match=r"recipe\.api_key=\*\*\*: must be int, not str"):
-        check_type("recipe.api_key", "s3cr3t", int)
-
-
-def test_queries_of_signed_urls() -> None:
-    """Azure's, Amazon's, Google's; a version of an object is no secret."""
-    plain = "https://h/a.tar?versionId=3"
-    for url in (
-        SIGNED,
-        "https://h/a.tar?sv=1&sig=s3cr3t",
-        "gs://b/a.tar?x-goog-credential=s3cr3t",
-        "s3://b/a?key=s3cr3t",
-    ):
-        hidden = f"{url.partition('?')[0]}?***"
-        stored = redact({"shards": url, "several": [plain, url], "n": 1})
-        assert stored == {"shards": hidden, "several": [plain, hidden], "n": 1}
-        assert redacted_keys(stored) == ["shards", "several"]
-        assert redact_argument(f"recipe.shards='{url}'") == f"recipe.shards='{hidden}'"
-        assert redact_argument(f"recipe.shards=['{plain}','{url}']") == f"recipe.shards=['{plain}','{hidden}']"
-        assert "s3cr3t" not in redact_argument(f"recipe.shards=[{url},{plain}]")
-    assert redact([plain]) == [plain] and redact_argument(f"a={plain}") == f"a={plain}"
-
-
-def test_users_and_passwords_in_urls() -> None:
-    for text, hidden in (
-        ("pipe:curl -s https://u:s3cr3t@h/x -o -", "pipe:curl -s https://***@h/x -o -"),
-        ("http://me:s3cr3t@proxy", "http://***@proxy"),
-        ("postgres://u:s3cr3t@h:5432/db?sslmode=on", "postgres://***@h:5432/db?sslmode=on"),
-        ("redis://:s3cr3t@h", "redis://***@h"),
-        ("mongodb+srv://u:s3@cr3t@h/x", "mongodb+srv://***@h/x"),
-        ("https://s3cr3t@h/a b.tar?sig=s3cr3t", "https://***@h/a b.tar?***"),
-    ):
-        assert redact({"a": [text]}) == {"a": [hidden]} and redacted_keys({"b": hidden}) == ["b"]
-        assert redact_argument(f"recipe.a='{text}'") == f"recipe.a='{hidden}'"
-    for plain in ("hf://datasets/a@main/b.tar", "https://h/@me", "me@h", "(?P<key>.*)=", "s3://b/a.tar?versionId=3"):
-        assert redact(plain) == plain and redacted_keys({"a": plain}) == []
-
-
-def test_a_value_is_printed_without_them() -> None:
-    """Where its key is mistyped, or its type is another."""
-    store = {"user": "me", "password": "s3cr3t"}
-    told = r"^a\.stor=\{'user': 'me', 'password': '\*\*\*'\}: no such key"
-    with pytest.raises(ConfigError, match=told):
-        check_values("a", {"stor": store}, {"store": Knob(dict)})
-    with pytest.raises(ConfigError, match=r"^a\.shrads=https://h/a-\{0\.\.9\}\.tar\?\*\*\*: no such key"):
-        check_values("a", {"shrads": SIGNED}, {"shards": Knob(str)})
-    with pytest.raises(ConfigError, match=r"^a=https://\*\*\*@h: must be int, not str"):
-        check_type("a", "https://u:s3cr3t@h", int)
-    for call in (lambda: check_node("recipe", store, ()), lambda: stage_node("data.map.0", store)):
-        with pytest.raises(ConfigError) as caught:
-            call()
-        assert "s3cr3t" not in str(caught.value)
 
 
 def test_a_line_about_a_pattern_has_none() -> None:
@@ -162,8 +66,8 @@ def test_a_run_keeps_its_secrets_to_itself(tmp_path: Path) -> None:
     refused = private([], tmp_path, export)
     assert (refused.code, refused.err) == (
         78,
-        "echelon: CHECKPOINT=ckpt/last.pt: runs/r/config.yaml has no recipe.hub_token, recipe.store.password, "
-        "recipe.source, recipe.proxy, as a secret; add recipe.hub_token=VALUE\n",
+        "echelon: CHECKPOINT=ckpt/last.pt: runs/r/config.yaml hides recipe.hub_token, recipe.store.password, "
+        "recipe.source, recipe.proxy, a secret; add recipe.hub_token=VALUE\n",
     )
     given = ["recipe.hub_token=s3cr3t-one", "recipe.store.password=s3cr3t-two", f"recipe.source={SIGNED}"]
     given += ["recipe.proxy=pipe:curl https://u:s3cr3t@h/x"]

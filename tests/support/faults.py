@@ -93,9 +93,11 @@ def tidy(cwd: Path, name: str = "r", kept: str = "", launchers: int = 0) -> None
 
 def nobody_left(cwd: Path, within_s: float = 3.0) -> None:
     """Whatever its parent is by now, a process of the run has the mark."""
-    deadline = time.monotonic() + within_s
-    while left := processes(cwd):
-        assert time.monotonic() < deadline, left
+    deadline, empty = time.monotonic() + within_s, 0  # in the middle of an exec a process shows no mark: look twice
+    while empty < 2:
+        left = processes(cwd)
+        assert not left or time.monotonic() < deadline, left
+        empty = 0 if left else empty + 1
         time.sleep(0.02)
 
 

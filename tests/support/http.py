@@ -10,8 +10,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
-MISSING = "no nginx (Debian: nginx-light)"
+needs_nginx = pytest.mark.skipif(NGINX is None, reason="no nginx (Debian: nginx-light)")
 CONF = """
 daemon off;
 master_process off;

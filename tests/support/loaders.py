@@ -1,5 +1,6 @@
 """Loaders without a trainer, and the batches that a step or a trainer gives out and does not keep."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,6 +11,8 @@ from trainer.config.options import DataOptions
 from trainer.data.batch import Split, Step
 from trainer.data.loader import Loader
 from trainer.data.source import Samples, open_source
+
+SEED, BATCH, ACCUMULATE = 7, 12, 2  # of `small_loader`; the batch is a rank's
 
 
 def open_loader(
@@ -66,3 +69,17 @@ class Kept:
         for batch, weight in self.step:
             self.batches.append(batch)
             yield batch, weight
+
+
+def small_loader(recipe: Any, rank: int, world: int, timeout_s: float = 600, **data: int) -> Loader:
+    options = DataOptions(**{"lanes": 5, "block": 4, **data})
+    return open_loader(
+        recipe, rank, world, options=options, batch=BATCH * world, accumulate=ACCUMULATE, seed=SEED, timeout_s=timeout_s
+    )
+
+
+def steps(loader: Loader, start: int, count: int) -> list[Whole]:
+    stream = loader.train(start)
+    found = [whole(step) for step in itertools.islice(stream, count)]
+    stream.close()  # ends its workers
+    return found

@@ -1,15 +1,12 @@
-"""Clusters in a box for tests: scripts/cluster.py, and the mark of a test that needs one."""
+"""Clusters of network namespaces for tests, and the mark of a test that needs one."""
 
 import os
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
-from cluster import Cluster, namespaces
+from scripts.cluster.netns import Cluster, namespaces
 
 __all__ = ["Cluster", "namespaces", "needs_cluster"]
 
@@ -23,4 +20,4 @@ def lacking() -> str:
     return "" if allowed else "this root may not make network namespaces"
 
 
-needs_cluster = pytest.mark.skipif(bool(lacking()), reason=f"no cluster in a box: {lacking()}")
+needs_cluster = pytest.mark.skipif(bool(lacking()), reason=f"no network namespaces: {lacking()}")

@@ -5,6 +5,7 @@ import gc
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -60,7 +61,7 @@ def _collect(pipes: list[Connection], deadline: float) -> list[tuple[Any, int]]:
         assert ready, f"ranks {waiting} did not end in time"
         for rank in ready:
             try:
-                ok, value, left = pipes[rank].recv()
+                ok, value, left = pickle.loads(pipes[rank].recv_bytes())
             except EOFError:
                 ok, value, left = False, "died", 0
             assert ok, f"rank {rank}: {value}"
@@ -101,7 +102,7 @@ def _serve(pipe: Connection) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         left = groups_left()  # as after an exception in a backward pass: each thread wakes 100 times a second for ever
-        pipe.send((ok, value, left))
+        pipe.send_bytes(pickle.dumps((ok, value, left)))  # whole: torch would share memory of a process that may end
         if left:
             return
         os.chdir(Path(folder).anchor)

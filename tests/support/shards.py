@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from support.http import Proxy
 from trainer.config.options import DataOptions
 from trainer.data.sampling.order import walk
 from trainer.data.shards.discover import find_shards
@@ -33,3 +34,18 @@ def samples(index: Index) -> list[dict[str, Any]]:
     found = [reader.read(ref) for ref in walk(index.counts, 0, 1)]
     reader.close()
     return found
+
+
+def shard(proxy: Proxy, number: int = 0) -> Path:
+    """Where nginx has it."""
+    return proxy.nginx.folder / "www" / f"s-{number:06d}.tar"
+
+
+def all_of(proxy: Proxy) -> str:
+    return f"{proxy.url}/s-{{000000..{SHARDS - 1:06d}}}.tar"
+
+
+def kept(tmp_path: Path, *hidden: str) -> list[Path]:
+    """Whole shards in the cache; with `hidden`, of the files that begin so."""
+    every = [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".idx"]
+    return [path for path in every if path.name.startswith(hidden or tuple("0123456789abcdef"))]

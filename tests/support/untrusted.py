@@ -7,6 +7,8 @@ from typing import Any
 
 from support.cli import PYTHONPATH, Result, toy
 
+# Arguments of a class of transformers that imports the module `stranger` as soon as it is asked for an attribute.
+LAZY = {"name": "stranger", "module_file": "x", "import_structure": {"evil": ["export", "model", "data", "loss"]}}
 SHARDED = """
 import torch
 from toy_recipe import Points, Toy

@@ -38,6 +38,7 @@ class Toy(Base):
 class Exporting(Toy):
     def export(self, model, folder):
         save_file(model.state_dict(), folder / "exported.safetensors")
+        (folder / "exported.safetensors").chmod(0o600)  # as some versions of safetensors leave it
 """
 CONFIG = """
 # @package _global_
@@ -82,6 +83,8 @@ def test_the_last_is_the_runs_own_export_and_an_older_one_its_average(cwd):
         done = export(cwd, "ckpt/last.pt")
         assert done.code == 0, done.err
     assert files(cwd / "out" / "deep") == files(cwd / "runs" / "r" / "export")
+    for folder in ("out/deep", "runs/r/export"):
+        assert os.stat(cwd / folder / "exported.safetensors").st_mode == os.stat(cwd / "mine.py").st_mode
     assert export(cwd, "ckpt/r/step-00000002").code == 0
     average = load_file(cwd / "ckpt/r/step-00000002/callbacks.safetensors")
     exported = load_file(cwd / "out/deep/exported.safetensors")
@@ -137,10 +140,14 @@ def a_file(cwd: Path) -> None:
         (None, "nowhere", "CHECKPOINT=nowhere: .*nowhere: is missing; give ckpt/last.pt or a folder step-"),
         (None, "ckpt/r", "CHECKPOINT=ckpt/r: .*MANIFEST.json: is missing; give ckpt/last.pt or a folder step-"),
         (damage, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: .*model.safetensors: 0 bytes, its manifest says"),
-        (other_model, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: .* of another shape .*; give weights of this model"),
-        (fewer_layers, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: 0 weights are missing, 2 unknown"),
-        (other_data, "ckpt/last.pt", r"CHECKPOINT=ckpt/last.pt: its data has changed since \(was \w{12}, is \w{12}\);"),
-        (no_export, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: Toy has no `export`"),
+        (other_model, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: .* have another shape .*; give weights of this model"),
+        (fewer_layers, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: 0 weights are missing, 2 are unknown"),
+        (
+            other_data,
+            "ckpt/last.pt",
+            r"CHECKPOINT=ckpt/last.pt: the data has changed since the training \(was \w{12}, is \w{12}\);",
+        ),
+        (no_export, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: Toy has no method `export`"),
         (no_config, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: its run's runs/r/config.yaml is not here"),
         (a_file, "ckpt/last.pt", "FOLDER=out: can't be written: File exists; give another folder"),
     ],

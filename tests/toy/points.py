@@ -39,7 +39,7 @@ def watch_steps(trainer: Any, reach: Reach) -> None:
             reach(place)
             yield item
 
-    def loss(*args: Any, of: Any = trainer.forward_backward.loss_of) -> Any:
+    def loss(*args: Any, of: Any = trainer.loss.compute) -> Any:
         value = of(*args)
         reach("after_forward")
         return value
@@ -51,7 +51,7 @@ def watch_steps(trainer: Any, reach: Reach) -> None:
     validate = trainer.evaluator.batches
     trainer.scaler.unscale_ = unscale
     trainer.stream = each("after_fetch", trainer.stream)
-    trainer.forward_backward.loss_of = loss
+    trainer.loss.compute = loss
     trainer.evaluator.batches = lambda: each("eval", validate())
     trainer.optimizer.register_step_pre_hook(lambda *_: reach("before_step"))
 

@@ -1,9 +1,9 @@
-"""A stop when a validation metric has not improved for `patience` validations in a row."""
+"""Ends the run when a validation metric has not improved for `patience` validations in a row."""
 
 import math
 from typing import Any, Literal
 
-from trainer.callback import Callback
+from trainer.callback import Callback, TrainerProtocol
 from trainer.errors import ConfigError, require
 
 
@@ -27,20 +27,20 @@ class EarlyStop(Callback):
     def on_fit_start(self, trainer) -> None:
         if trainer.plan.validate_every is None:
             raise ConfigError(
-                f"callbacks.early_stop.metric={self.metric}: this run validates nothing before its end; give "
+                f"callbacks.early_stop.metric={self.metric}: this run validates only at its end; give "
                 "trainer.validate_every, or leave early_stop out (~callbacks.early_stop)"
             )
-        self._stop_if_due(trainer)  # a resume of a run that it has stopped
+        self._stop_if_due(trainer)  # a resumed run may have been stopped already
 
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
-        value = metrics.get(self.metric, math.nan) * (1 if self.mode == "min" else -1)  # absent: nothing was counted
+        value = metrics.get(self.metric, math.nan) * (1 if self.mode == "min" else -1)  # absent: its count was 0
         improved = value < self.best - self.min_delta
         self.bad = 0 if improved else self.bad + 1
         if improved:
             self.best, self.best_step = value, trainer.step
         self._stop_if_due(trainer)
 
-    def _stop_if_due(self, trainer) -> None:
+    def _stop_if_due(self, trainer: TrainerProtocol) -> None:
         if self.bad >= self.patience:
             best = self.best if self.mode == "min" else -self.best
             when = f" at step {self.best_step}" if self.best_step else ""
@@ -54,4 +54,4 @@ class EarlyStop(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best, self.bad = state["best"], state["bad"]
-        self.best_step = state.get("best_step", 0)  # of a checkpoint from before there was one
+        self.best_step = state.get("best_step", 0)  # older checkpoints have none

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.callback import Callback, Role
+from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ class EMA(Callback):
         self.model = trainer.eval_model = deepcopy(trainer.module).requires_grad_(False)
         if self.restored is not None:
             self.model.load_state_dict(self.restored)
-        self.step = trainer.step  # whose weights the average has taken in
+        self.step = trainer.step  # the last step whose weights are in the average
         self.pairs: tuple[list[Tensor], list[Tensor]] = list(self.model.parameters()), list(trainer.module.parameters())
         self.buffers = list(self.model.buffers()), list(trainer.module.buffers())
 
@@ -43,7 +43,7 @@ class EMA(Callback):
         self._follow(trainer)
 
     @torch.no_grad()
-    def _follow(self, trainer) -> None:
+    def _follow(self, trainer: TrainerProtocol) -> None:
         if trainer.step - trainer.lag == self.step:
             return
         self.step = trainer.step - trainer.lag

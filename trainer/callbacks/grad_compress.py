@@ -1,13 +1,13 @@
 """Sends gradients in fewer bytes: one of the codecs of trainer/comm/codecs, with error feedback where it needs that."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.callback import Callback, Role
+from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec, ErrorFeedback, merge
 from trainer.comm.codecs.registry import make, refuse
@@ -26,7 +26,7 @@ class GradCompress(Callback):
     Args:
         codec: Name of the codec; see trainer/callbacks/grad_compress.md.
         feedback: Add the unsent part to the next step's gradient; null: if the codec's paper does.
-        start_step: Before it, gradients go as they are.
+        start_step: Earlier steps send gradients uncompressed.
         level: With `hierarchical`, `inter` compresses what goes across nodes only.
         density, ..., warmup_steps: Knobs of single codecs; null leaves one to the codec.
     """
@@ -52,7 +52,7 @@ class GradCompress(Callback):
         require("callbacks.grad_compress.start_step", start_step, at_least=0)
         require_one_of("callbacks.grad_compress.level", level, ("all", "inter"))
         self.names: dict[Tensor, str] = {}  # of the parameters, once they are known
-        self.own: Callable[[Bucket], Bucket] | None = None  # what this rank encodes of it, if it encodes anything
+        self.own: Callable[[Bucket], Bucket] | None = None  # bucket -> the part that this rank encodes; None: no part
         knobs = {"density": density, "rank": rank, "block": block, "rounding": rounding, "momentum": momentum}
         self.codec: Codec = make(codec, knobs | {"clip_norm": clip_norm, "warmup_steps": warmup_steps})
         self.exact, self.start_step = self.codec.exact, start_step
@@ -64,15 +64,15 @@ class GradCompress(Callback):
         fed_back = isinstance(self.codec, ErrorFeedback)
         self.setting = {"codec": codec, "feedback": fed_back, "level": level, "keeps": bool(self.codec.kept)}
         if level == "inter":
-            self.requires = {"hierarchical": "level=inter compresses between nodes; add it, or use level=all"}
+            self.requires = {"hierarchical": "level=inter compresses between nodes; add hierarchical, or use level=all"}
 
     def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
         self.names = {p: name for name, p in trainer.module.named_parameters()}
         if self.level == "all":
             if self.codec.gathers and not isinstance(reduce, AllReduce):
                 raise ConfigError(
-                    f"callbacks.grad_compress.codec={self.setting['codec']}: gathers what all ranks send, past "
-                    "a callback that reduces in another way; leave that one out, or use codec=bf16"
+                    f"callbacks.grad_compress.codec={self.setting['codec']}: its all-gather bypasses the callback "
+                    "that changes the reduction; leave that callback out, or use codec=bf16"
                 )
             self.own = lambda bucket: bucket
             return self._compress(trainer, reduce, trainer.world, trainer.rank)
@@ -82,47 +82,47 @@ class GradCompress(Callback):
             reduce.across = self._compress(trainer, reduce.across, reduce.nodes, reduce.node)
         return reduce
 
-    def _compress(self, trainer, reduce: Reduce, ranks: int, rank: int) -> Reduce:
+    def _compress(self, trainer: TrainerProtocol, reduce: Reduce, ranks: int, rank: int) -> Reduce:
         self.codec.join(ranks, rank, trainer.options.seed)
 
         def compressed(flat: Tensor, bucket: Bucket) -> Tensor:
             if not trainer.rehearsing and bucket.step < self.start_step:
                 return reduce(flat, bucket)
-            codec = deepcopy(self.codec) if trainer.rehearsing else self.codec  # nothing is kept of a rehearsal
+            codec = deepcopy(self.codec) if trainer.rehearsing else self.codec  # a rehearsal leaves no residuals
             codec.mean(flat, flat, bucket, reduce)
             return flat
 
         return compressed
 
     def on_fit_start(self, trainer) -> None:
-        """Lay the restored residuals out for DDP's buckets of now, or refuse them before anything has changed."""
+        """Lay the restored residuals out for DDP's present buckets, or refuse them before anything has changed."""
         if self.own is None:
             if any(kept.restored for kept in self.codec.kept.values()):
-                log.warning("resume: grad_compress.level=inter has nothing to do on one node; what it had kept waits")
+                log.warning("resume: grad_compress.level=inter does nothing on one node; its residuals are kept")
             return
-        told = ""
+        message = ""
         try:
             for indices in trainer.buckets:
                 bucket = self.own(Bucket.of([trainer.parameters[i] for i in indices], trainer.step))
                 for kept in self.codec.kept.values():
                     kept.take(bucket)
         except ConfigError as error:
-            told = str(error)
-        if told := next(filter(None, trainer.ranks.gather(told)), ""):  # maybe another rank's
-            raise ConfigError(told)
+            message = str(error)
+        if message := next(filter(None, trainer.ranks.gather(message)), ""):  # maybe another rank's
+            raise ConfigError(message)
 
     def on_step_undone(self, trainer) -> None:
-        """Forget all residuals: a number that is not finite would never leave them."""
+        """Drop all residuals: a number that is not finite would never leave them."""
         if self.codec.kept or self.codec.shared:
             self.codec.forget()
-            log.warning("grad_compress: what the codec had kept back is dropped")
+            log.warning("grad_compress: the codec's residuals are dropped")
 
     def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Optimizer:
         momenta = [group.get("momentum") or group.get("betas") for group in optimizer.param_groups]
         if self.momentum and any(momenta):
             raise ConfigError(
                 f"callbacks.grad_compress.momentum={self.momentum}: the optimizer has momentum too, {momenta[0]}; "
-                "use optimizer=sgd with optimizer.momentum=0, or leave it out here"
+                "use optimizer=sgd with optimizer.momentum=0, or leave callbacks.grad_compress.momentum out"
             )
         return optimizer
 
@@ -137,8 +137,8 @@ class GradCompress(Callback):
         for key, value in self.setting.items():
             if value != saved[key] and (saved["keeps"] or self.codec.kept):
                 raise ConfigError(
-                    f"callbacks.grad_compress.{key}={value}: the checkpoint has {saved[key]}, and what that kept back "
-                    "would be lost; set it back, or take the weights alone: trainer.init_from"
+                    f"callbacks.grad_compress.{key}={value}: the checkpoint has {saved[key]}, whose residuals would "
+                    f"be lost; set {key} back, or take the weights alone: trainer.init_from"
                 )
         for key, values in self.codec.shared.items():
             by_name = state.get(key, {})
@@ -151,8 +151,8 @@ class GradCompress(Callback):
         for key, kept in self.codec.kept.items():
             kept.load(state.get(key, {}), self.names)
 
-    def merge_rank_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        return {key: merge([state[key] for state in states]) for key in states[0]}
+    def merge_rank_states(self, states: Iterator[dict[str, Any]]) -> dict[str, Any]:
+        return merge(states)
 
 
 def conflicts(
@@ -162,19 +162,20 @@ def conflicts(
     refused: dict[Role | str, str] = {}
     if codec.kept:
         refused["fp16"] = (
-            f"codec={name} keeps gradients from step to step, in units of a loss scale that changes, and would keep "
-            "those of a step that the scaler skips; use trainer.precision=bf16, or codec=fp16"
+            f"codec={name} keeps residuals from step to step, but the loss scale changes, and residuals of a step that "
+            "the scaler skips would stay; use trainer.precision=bf16, or codec=fp16"
         )
         refused["find_unused_parameters"] = (
-            f"codec={name} would send what it kept of a parameter that no rank has used, and DDP drops that; "
-            "set trainer.ddp.find_unused_parameters=false, or use a codec that keeps nothing"
+            f"codec={name} would send residuals of parameters that no rank has used, and DDP drops these; "
+            "set trainer.ddp.find_unused_parameters=false, or use a codec without residuals"
         )
     if momentum or clip_norm:
         knob = "momentum" if momentum else "clip_norm"
-        refused[Role.SYNC] = f"{knob} is of gradients, not of weights; leave callbacks.grad_compress.{knob} out"
+        reason = f"{knob} applies to gradients, and local_sgd sends weights"
+        refused[Role.SYNC] = f"{reason}; leave callbacks.grad_compress.{knob} out"
     if codec.gathers and level == "all":
         refused[Role.REDUCE] = (
-            f"codec={name} gathers what all ranks send, and nothing is left to reduce in another way; "
+            f"codec={name} uses an all-gather, so there is no reduction to change; "
             "use callbacks.grad_compress.level=inter with hierarchical, or leave one out"
         )
     return refused

@@ -13,10 +13,10 @@ class Hierarchical(Callback):
     """Reduces by a reduce-scatter inside the node, an all-reduce across nodes, and an all-gather inside.
 
     Jia et al. 2018 (arXiv:1807.11205) have an all-reduce inside and a leader across. Exact to rounding: the order of
-    summation is another one.
+    summation differs.
 
     Args:
-        ranks_per_node: null: as many as the launcher started on each node.
+        ranks_per_node: Ranks on each node; null: the number that the launcher started.
     """
 
     role = Role.REDUCE
@@ -32,9 +32,9 @@ class Hierarchical(Callback):
         if world % per_node:
             raise ConfigError(
                 f"callbacks.hierarchical.ranks_per_node={per_node}: does not divide the {world} ranks; "
-                "start as many on each node, or leave hierarchical out"
+                "start the same number on each node, or leave hierarchical out"
             )
         if per_node in (1, world):
-            log.info("hierarchical: %d ranks on %d node(s) are one level", world, world // per_node)
+            log.info("hierarchical: %d ranks on %d node(s) make one level only", world, world // per_node)
         nodes = torch.arange(world).view(-1, per_node)
         return TwoLevel(trainer.ranks.new_groups(nodes.tolist()), AllReduce(trainer.ranks.new_groups(nodes.T.tolist())))

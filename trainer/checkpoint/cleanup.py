@@ -1,4 +1,4 @@
-"""The leftovers of killed processes in a run's folder, by their attempts. Standard library only."""
+"""Deletes the files that killed processes left in a run's folder, and puts checkpoints back. Standard library only."""
 
 import errno
 import math
@@ -25,7 +25,7 @@ def put_back(run_dir: Path, attempt: float = math.inf) -> None:
 
 
 def move(folder: Path, to: Path) -> None:
-    """Rename a folder. One of an overlay's lower layer can't be renamed, and is copied."""
+    """Rename a folder. A folder in an overlay's lower layer can't be renamed, and is copied."""
     try:
         os.rename(folder, to)
     except OSError as error:
@@ -38,7 +38,7 @@ def move(folder: Path, to: Path) -> None:
 def delete(folder: Path, hidden: Path) -> None:
     """Delete a folder under a hidden name, so that no reader meets half of it.
 
-    One of an overlay's lower layer can't be renamed, and is deleted under its own.
+    A folder in an overlay's lower layer can't be renamed, and is deleted under its own name.
     """
     try:
         os.rename(folder, hidden)

@@ -3,13 +3,13 @@
     <dir>/last.pt                     link to the newest checkpoint
     <dir>/<run>/step-00001200/        a checkpoint; never changed once it has this name
     <dir>/<run>/.tmp-* .trash-*       left by a killed process: the next process that writes the run deletes it
-    <dir>/<run>/.old-*                being replaced by a checkpoint of the same step: put back if that one is missing
+    <dir>/<run>/.old-*                replaced by a checkpoint of the same step: put back if the new one is missing
     <dir>/<run>/.bad-* .abandoned-*   damaged, or of a history that a resume has left: kept until someone deletes them
     <dir>/<run>/.lock                 held by the process that writes the run: one at a time
     <dir>/<run>/ATTEMPT               the process that began last, if a lock fails
 
 Each rank stages the files that it alone has; rank 0 then writes the one manifest and does the one rename. A process
-that was taken for dead and goes on commits nothing: see fence.py.
+that was replaced, and runs again, commits nothing: see fence.py.
 """
 
 import errno
@@ -21,17 +21,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import manifest as manifests
+from trainer import timeouts
 from trainer.checkpoint.cleanup import move, put_back, sweep
 from trainer.checkpoint.fence import Attempt, next_attempt, refuse_superseded
 from trainer.checkpoint.locate import LAST, folder
-from trainer.checkpoint.manifest import EVERY_S, Entries, seal, sync, write_files
+from trainer.checkpoint.manifest import Entries, seal, sync, write_files
 
 
 def begin(run_dir: Path) -> Attempt:
-    """Make this process the one that writes the run, and delete what earlier ones were writing.
+    """Make this process the one that writes the run, and delete the unfinished files of earlier processes.
 
-    An earlier process that is stopped before its last rename has nothing left to rename.
+    An earlier process that was suspended before its rename then has nothing left to rename.
     """
     make(run_dir)
     attempt = next_attempt(run_dir)
@@ -47,13 +47,14 @@ def commit(
     attempt: Attempt | None = None,
     moved: Callable[[], object] = lambda: None,
 ) -> Path:
-    """Commit `files`, by name, as the run's checkpoint at `step`, replacing one that is there.
+    """Commit `files`, by name, as the run's checkpoint at `step`, replacing an older one of this step.
 
-    `manifest` is JSON without NaN. `attempt` is the result of `begin`; None: one for this commit alone. `moved` is
-    called with each piece that is written. An error leaves the older checkpoints as they were, and nothing of this one.
+    `manifest` is JSON without NaN. `attempt` is the result of `begin`; None: an attempt for this commit alone. `moved`
+    is called after each piece that is written. An error leaves the older checkpoints as they were, and none of these
+    files.
 
     Raises:
-        OSError: from the disk, also if too little of it is free. Superseded: another process writes the run now.
+        OSError: The disk fails, or has too little space. Superseded: Another process writes the run now.
     """
     make(run_dir)
     attempt = attempt or begin(run_dir)
@@ -65,10 +66,10 @@ def commit(
 def stage(
     run_dir: Path, step: int, files: Mapping[str, memoryview], attempt: Attempt, moved: Callable[[], object]
 ) -> Entries:
-    """Write the files that this rank has of the checkpoint at `step`. Any rank may be the first.
+    """Write this rank's files of the checkpoint at `step`. Any rank may be the first.
 
     Raises:
-        OSError: from the disk, also if too little of it is free.
+        OSError: The disk fails, or has too little space.
     """
     entries = _write(run_dir, step, files, attempt, moved)
     sync(staged(run_dir, step, attempt))
@@ -81,7 +82,7 @@ def commit_staged(
     """Make the staged files the run's checkpoint at `step`. `parts` has the entries of each rank.
 
     Raises:
-        OSError, Superseded: as `commit`; also if this process does not see a rank's file.
+        OSError, Superseded: As in `commit`; also if this process does not see a rank's file.
     """
     with _whole_or_nothing(run_dir, step, attempt):
         for rank, entries in enumerate(parts):
@@ -156,23 +157,23 @@ def _rename(run_dir: Path, step: int, entries: Entries, manifest: Mapping[str, A
     refuse_superseded(run_dir, attempt)
     if os.path.lexists(final):
         move(final, run_dir / f".old-{final.name}-{attempt.number}")
-    os.rename(staging, final)  # from here on it exists
+    os.rename(staging, final)  # from here on the checkpoint exists
     sync(run_dir)
     return final
 
 
 def _refuse_unseen(staging: Path, rank: int, entries: Entries) -> None:
-    deadline = time.monotonic() + manifests.VISIBLE_S
+    deadline = time.monotonic() + timeouts.VISIBLE_S
     for name, (size, _) in entries.items():
         while not (staging / name).exists() or (staging / name).stat().st_size != size:
             if time.monotonic() > deadline:
-                why = f"rank {rank} has written it, and rank 0 does not see it"
+                why = f"rank {rank} has written this file, but rank 0 does not see it"
                 raise OSError(errno.ENOENT, why, str(staging / name))
-            time.sleep(EVERY_S)
+            time.sleep(timeouts.VISIBLE_EVERY_S)
 
 
 def _preflight(run_dir: Path, size: int) -> None:
     disk = os.statvfs(run_dir)
     if (free := disk.f_bavail * disk.f_frsize) < (need := 1.1 * size):
-        text = f"a checkpoint needs about {need / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free"
+        text = f"a checkpoint needs about {need / 2**20:.1f} MiB, but {free / 2**20:.1f} MiB are free"
         raise OSError(errno.ENOSPC, text, str(run_dir))

@@ -1,4 +1,4 @@
-"""Settings on which a run's numbers depend beside its identity: a resume takes others, and says so."""
+"""Compares settings that change a run's numbers, but are not its identity: a resume logs each difference."""
 
 import json
 from collections.abc import Mapping
@@ -8,12 +8,12 @@ SECTIONS = ("recipe", "callbacks", "optimizer", "schedule", "nccl")  # of a conf
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that only a command knows, as `optimizer.lr`: 0.001. Give it a config without secrets."""
+    """Return the settings of a command, such as `optimizer.lr`: 0.001. `config` must have no secrets."""
     return {key: value for section in SECTIONS for key, value in _flat(section, config[section]).items()}
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as JSON, which has no infinity."""
+    """Return settings as JSON values. Infinity and NaN, which JSON lacks, become strings."""
     return json.loads(json.dumps(settings, default=str), parse_constant=str)
 
 
@@ -44,7 +44,7 @@ def part(key: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Write a value on one line, without what a terminal obeys: a checkpoint may be anybody's."""
+    """Return a value as one short line without control characters: a checkpoint may be anybody's."""
     text = json.dumps(value)
     text = text[1:-1] if isinstance(value, str) else text
     return text if len(text) < 100 else f"{text[:97]}..."

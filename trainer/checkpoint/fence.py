@@ -1,7 +1,6 @@
-"""The process that began last writes a run: a commit of one before it is refused, on any host, locks or not. Standard
-library only.
+"""Fences a run: only the process that began last may commit, on any host, with or without locks. Standard library only.
 
-A lock is no fence: a process that is stopped on a host that loses it, or where files can't be locked, goes on later.
+A lock alone is no fence. A suspended process may lose its lock, or have none, and run again later.
 """
 
 import errno
@@ -12,30 +11,30 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.checkpoint import manifest
+from trainer import timeouts
 from trainer.checkpoint.manifest import sync
 from trainer.errors import ConfigError
 
 ATTEMPT = "ATTEMPT"
-MOST = 999_999_999  # then it counts from 1 again: a stranger's folder may say so
-LENGTH = 256  # of its text, with spaces behind it
+MOST = 999_999_999  # after this number, which a stranger's folder may have, the count starts from 1 again
+LENGTH = 256  # bytes of the file: the text, padded with spaces
 TEXT = re.compile(r"attempt ([0-9]{1,9}), process [0-9]+ on [A-Za-z0-9._-]+")
 
 
 class Attempt(NamedTuple):
-    number: int  # of processes that have begun to write the run, this one included
+    number: int  # processes that have begun to write the run, this one included
     text: str
 
 
 class Superseded(ConfigError):
-    """Another process writes the run now. Another attempt of this one would take the run back."""
+    """Another process writes the run now. This process is not restarted: its next attempt would take the run back."""
 
 
 def next_attempt(run_dir: Path) -> Attempt:
-    """Write down durably that this process begins. Call it with the lock held.
+    """Record durably that this process begins. The caller holds the lock.
 
-    If two processes begin at once without a lock, one of them is refused later. The file is written in place, for
-    which a full disk has room.
+    If two processes begin at once without a lock, one of them is refused later. The file is overwritten in place,
+    which also works on a full disk.
     """
     number = _last(run_dir).number % MOST + 1
     host = re.sub("[^A-Za-z0-9._-]", "-", socket.gethostname()[:100])
@@ -62,21 +61,21 @@ def refuse_superseded(run_dir: Path, own: Attempt) -> None:
     """Refuse to go on if another process writes the run.
 
     Raises:
-        Superseded: another attempt has begun since.
+        Superseded: Another attempt has begun since.
     """
     last = _last(run_dir)
     if last != own and last.number:
         raise Superseded(
-            f"trainer.checkpoint.dir={run_dir.parent}: {last.text}, writes the run {run_dir.name} now, and this is "
-            f"{own.text}, which was taken for dead; it ends here, nothing is to be done"
+            f"trainer.checkpoint.dir={run_dir.parent}: {last.text}, writes the run {run_dir.name} now; this is "
+            f"{own.text}, which was replaced and ends; nothing needs to be done"
         )
 
 
 def see_attempt(run_dir: Path, attempt: Attempt) -> bool:
-    """Return whether this process sees another's attempt, which a network's disk may show late."""
-    deadline = time.monotonic() + manifest.VISIBLE_S
+    """Return whether this process sees the attempt of rank 0, which a network file system may show late."""
+    deadline = time.monotonic() + timeouts.VISIBLE_S
     while (seen := _last(run_dir) == attempt) is False and time.monotonic() < deadline:
-        time.sleep(manifest.EVERY_S)
+        time.sleep(timeouts.VISIBLE_EVERY_S)
     return seen
 
 

@@ -39,7 +39,7 @@ def newest(run_dir: Path) -> Path | None:
             continue
         for bad, error in damaged.items():
             log.warning("damaged checkpoint, going back to %s: %s", checkpoint.name, error)
-            with suppress(OSError):  # what can't be renamed can still be passed over
+            with suppress(OSError):  # a checkpoint that can't be renamed is skipped all the same
                 hide(bad, "bad")
         return checkpoint
     for error in damaged.values():
@@ -59,7 +59,7 @@ def resolve(resume: str, root: Path, run_dir: Path | None) -> Path | None:
     """
     ways = f"give DIR/{LAST}, a folder step-*, a run's folder, or auto"
     if not _can_be(resume):
-        raise ConfigError(f"trainer.resume={resume[:60]!r}...: is no path; {ways}")
+        raise ConfigError(f"trainer.resume={resume[:60]!r}...: is not a path; {ways}")
     key, target = f"trainer.resume={resume}", Path(os.path.realpath(resume))
     try:
         if resume == "auto":
@@ -72,7 +72,7 @@ def resolve(resume: str, root: Path, run_dir: Path | None) -> Path | None:
             return newest(target)
     except Damaged as error:
         raise Damaged(f"{key}: {error}; {_way_out(target)}") from error
-    except PermissionError as error:  # any other error of the system may pass: another try may meet none
+    except PermissionError as error:  # any other error of the system may pass: the caller may try again
         raise ConfigError(f"{key}: {error}; make it readable, or trainer.resume=null starts anew") from error
     why = "is not a checkpoint" if target.exists() else "does not exist"
     if os.path.islink(resume):
@@ -87,7 +87,7 @@ def step_of(checkpoint: Path) -> int:
 def _can_be(text: str) -> bool:
     try:
         os.lstat(text)
-    except (OSError, ValueError) as error:  # of a NUL
+    except (OSError, ValueError) as error:  # ValueError: a NUL
         return getattr(error, "errno", errno.ENAMETOOLONG) != errno.ENAMETOOLONG
     return True
 

@@ -1,4 +1,4 @@
-"""One process at a time writes a run: a lock that the system takes back when it ends. Standard library only."""
+"""Locks a run, so that one process at a time writes it; the system drops the lock of a process that ends."""
 
 import errno
 import fcntl
@@ -15,10 +15,10 @@ from trainer.errors import ConfigError
 from trainer.files import sweep_temporary, write_whole
 from trainer.log import log
 
-CHECKPOINTED = "checkpointed"  # a file in the folder of a run that has checkpoints; says where
+CHECKPOINTED = "checkpointed"  # a file in the run's own folder with the path of its checkpoints
 EXPORTED = re.compile(r"\.tmp[A-Za-z0-9]{6}")  # a file that safetensors was writing
 
-_held: dict[Path, int] = {}  # descriptors: to close any of a file's gives its lock back
+_held: dict[Path, int] = {}  # descriptors; POSIX drops the lock when any descriptor of the file is closed
 
 
 class Claim:
@@ -42,7 +42,7 @@ class Claim:
             refused.pop_all()
 
     def mark(self) -> None:
-        """Note in the run's own folder that it has checkpoints, and where."""
+        """Write the path of the checkpoints into the run's own folder."""
         if self.run_dir is not None:
             text, file = str(self.folder.resolve()), self.run_dir / CHECKPOINTED
             if not file.exists() or file.read_text() != text:
@@ -59,11 +59,11 @@ class Claim:
 def lock(run_dir: Path, key: str = "trainer.checkpoint.dir") -> None:
     """Claim the folder that `key` names for this process, until `unlock` or until the process ends.
 
-    The lock is POSIX's and not flock's: a forked data worker that outlives a killed trainer doesn't keep it. On a file
-    system without locks a warning takes its place.
+    The lock is POSIX's and not flock's: a forked data worker that outlives a killed trainer doesn't keep it. If the
+    file system has no locks, a warning is logged instead.
 
     Raises:
-        ConfigError: Another process has claimed it.
+        ConfigError: Another process has claimed the folder.
     """
     make(run_dir)
     path = run_dir.resolve() / ".lock"
@@ -80,7 +80,7 @@ def lock(run_dir: Path, key: str = "trainer.checkpoint.dir") -> None:
                 f"{key}={value}: {os.pread(_held[path], 200, 0).decode()} writes the run {run_dir.name}; "
                 f"wait for it to end, or use another {key}"
             ) from None
-        log.warning("%s can't be locked (%s): see to it that no other process writes this run", path, error.strerror)
+        log.warning("%s: can't be locked (%s); make sure that no other process writes this run", path, error.strerror)
 
 
 def _remove_empty(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Valid checkpoints: files, and a MANIFEST.json with the size and sha256 of each. Standard library only."""
+"""Writes and verifies the files of a checkpoint and their manifest: sizes and sha256. Standard library only."""
 
 import errno
 import hashlib
@@ -12,33 +12,33 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from trainer import timeouts
 from trainer.errors import ConfigError
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 3  # since 3 each rank has a JSON file of its own, which a reader of 2 would not look for
 READABLE = (2, FORMAT)
-MANIFEST_BYTES = 64 << 20  # more is refused
+MANIFEST_BYTES = 64 << 20  # a larger manifest is refused
 CHUNK = 4 << 20  # bytes that are hashed, then written
-SYNCED = 64 << 20  # bytes that the system may owe the disk: by that a slow one is told from one that hangs
+SYNCED = 64 << 20  # bytes between two syncs, so that a heartbeat tells a slow disk from one that hangs
 STEP = re.compile(r"step-([0-9]{8,})")
 FILE = re.compile(r"[A-Za-z0-9._-]+")
-PAUSES_S = (0.2, 1.0)  # between reads
 Entries = dict[str, list[int | str]]  # name of a file -> its size and sha256
 
-# What the system says of damage; any other OSError (permissions, too many open files) is not the checkpoint's.
+# The errors of a damaged checkpoint. Any other OSError (permissions, too many open files) has another cause.
 DAMAGE = {
     errno.ENOENT: "is missing",
     errno.ENOTDIR: "is not a folder",
     errno.ELOOP: "is a symbolic link",
     errno.EISDIR: "is not a plain file",
     errno.ENXIO: "is not a plain file",
-    errno.ENAMETOOLONG: "has no name that a file can have",
+    errno.ENAMETOOLONG: "has a name that is too long for a file",
     errno.EIO: "can't be read (input/output error)",
 }
 
 
 class Damaged(ConfigError):
-    """A checkpoint that its writer has not left so. The message names the file and the difference."""
+    """A checkpoint that is not as it was written. The message names the file and the difference."""
 
 
 def write_files(folder: Path, files: Mapping[str, memoryview], moved: Callable[[], object]) -> Entries:
@@ -64,12 +64,12 @@ def seal(folder: Path, step: int, entries: Entries, manifest: Mapping[str, Any])
 def verify(checkpoint: Path, hashes: bool = True) -> dict[str, Any]:
     """Check every file that the manifest names, and return the manifest. Without `hashes`, check only the sizes.
 
-    A file that can't be read is read again, for a network file system's trouble may pass.
+    A file that can't be read is read again, since an error of a network file system may pass.
 
     Raises:
         Damaged: A file differs. The message names the file and the difference.
     """
-    for pause_s in PAUSES_S:
+    for pause_s in timeouts.REREADS_S:
         try:
             return _verify(checkpoint, hashes)
         except Damaged as error:
@@ -81,16 +81,16 @@ def verify(checkpoint: Path, hashes: bool = True) -> dict[str, Any]:
 
 @contextmanager
 def opened(checkpoint: Path, name: str) -> Iterator[Path]:
-    """Open the file, and return a path that leads to it even if another takes its name meanwhile.
+    """Open the file, and return a path that leads to it even if another file takes its name meanwhile.
 
     Raises:
-        Damaged: The name is a link's or no plain file's, or the file can't be read.
+        Damaged: The file is a link or no plain file, or can't be read.
     """
     with ExitStack() as held:
         try:
             file = held.enter_context(_open(held.enter_context(_opened(checkpoint)), name))
         except OSError as error:
-            if error.errno not in DAMAGE or error.errno == errno.EIO:  # which may pass
+            if error.errno not in DAMAGE or error.errno == errno.EIO:  # an input/output error may pass
                 raise
             raise Damaged(f"{checkpoint / name}: {DAMAGE[error.errno]}") from error
         yield Path(f"/proc/self/fd/{file.fileno()}")
@@ -113,7 +113,7 @@ def _verify(checkpoint: Path, hashes: bool) -> dict[str, Any]:
             raise
         raise Damaged(f"{checkpoint / name}: {DAMAGE[error.errno]}") from error
     if (match := STEP.fullmatch(checkpoint.name)) and int(match[1]) != manifest["step"]:
-        raise Damaged(f"{checkpoint}: its manifest is of step {manifest['step']}")
+        raise Damaged(f"{checkpoint}: its manifest says step {manifest['step']}")
     return manifest
 
 
@@ -132,9 +132,9 @@ def _sync(folder: int) -> None:
 
 
 def _write(folder: int, name: str, content: memoryview, moved: Callable[[], object]) -> str:
-    """Write a new file, claiming its place on the disk first, and return its sha256.
+    """Write a new file, after allocating its space on the disk, and return its sha256.
 
-    Other threads have the interpreter while the file is hashed and written.
+    Hashing and writing release the interpreter's lock.
     """
     digest = hashlib.sha256()
     file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder)
@@ -160,7 +160,7 @@ def _claim(file: int, size: int) -> None:
         os.posix_fallocate(file, 0, size)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise  # else a file system that can't; writing tells the rest
+            raise  # any other error: this file system can't allocate in advance
 
 
 def _render(manifest: dict[str, Any]) -> bytes:
@@ -183,7 +183,7 @@ def _read(checkpoint: Path, descriptor: int) -> dict[str, Any]:
             if plain and manifest["format"] in READABLE and type(manifest["step"]) is int:
                 return manifest
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass  # the same answer as for a manifest that is well-formed and wrong
+        pass  # refused below, like a well-formed manifest that is wrong
     raise Damaged(f"{checkpoint / MANIFEST}: damaged, edited, or of another format than {READABLE}")
 
 
@@ -198,7 +198,7 @@ def _opened(folder: Path) -> Iterator[int]:
 
 @contextmanager
 def _open(folder: int, name: str) -> Iterator[BinaryIO]:
-    """Open a plain file. A link is not followed, and the other end of a pipe not awaited."""
+    """Open a plain file. A link is not followed; a pipe does not block."""
 
     def opener(path: str, flags: int) -> int:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
@@ -216,26 +216,22 @@ def _sha256(file: BinaryIO) -> str:
     return digest.hexdigest()
 
 
-VISIBLE_S = 70.0  # NFS remembers for up to 60 s what a folder holds, and what it doesn't
-EVERY_S = 0.5
-
-
 def see(checkpoint: Path, sha256: str, hashes: bool) -> tuple[dict[str, Any], str]:
-    """Return the manifest, or why it can't be seen for `VISIBLE_S` seconds.
+    """Return the manifest, or the reason why this process does not see it within `timeouts.VISIBLE_S` seconds.
 
     Args:
         sha256: The manifest's own.
-        hashes: Compare those of all files, as rank 0 has done: another node may read other bits.
+        hashes: Compare the hashes of all files, as rank 0 has done: another node may read other bits.
     """
-    deadline = time.monotonic() + VISIBLE_S
+    deadline = time.monotonic() + timeouts.VISIBLE_S
     while True:
         try:
             manifest = verify(checkpoint, hashes)
             if manifest["sha256"] == sha256:
                 return manifest, ""
-            why = f"{checkpoint}: another one of this name"
+            why = f"{checkpoint}: is another checkpoint of this name"
         except (Damaged, OSError) as error:
             why = str(error)
         if time.monotonic() > deadline:
             return {}, why
-        time.sleep(EVERY_S)
+        time.sleep(timeouts.VISIBLE_EVERY_S)

@@ -1,4 +1,4 @@
-"""Weights alone, for `trainer.init_from`: of a checkpoint, a file of safetensors or torch.save, a Hugging Face folder.
+"""Loads weights alone, for `trainer.init_from`: a checkpoint, a safetensors or torch.save file, a Hugging Face folder.
 
 No code that a file names is run: torch's files are read by its unpickler of tensors and plain values.
 """
@@ -22,8 +22,8 @@ from trainer.log import log
 
 INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 INDEX_BYTES = 64 << 20
-HEADER_BYTES, NAME_BYTES = 4 << 20, 1 << 10  # of a safetensors file: for metadata, and for each weight of the model
-ALLOCATION = re.compile(rb"c(__builtin__|builtins)\nbytearray\n")  # in a pickle: makes as many bytes as a number says
+HEADER_BYTES, NAME_BYTES = 4 << 20, 1 << 10  # limit of a safetensors header: for metadata, and for each weight
+ALLOCATION = re.compile(rb"c(__builtin__|builtins)\nbytearray\n")  # in a pickle: allocates any number of bytes
 WRAPPINGS = ("state_dict", "model_state_dict", "model")  # names that programs give the model's part of a saved object
 
 
@@ -49,11 +49,11 @@ def _shards(folder: Path, index: str, key: str) -> list[Path]:
     try:
         names = sorted(set(strict_json(folder / index, INDEX_BYTES)["weight_map"].values()))
         if wrong := [name for name in names if not FILE.fullmatch(name)]:
-            raise ValueError(f"{wrong[0]!r} is no name of a file beside it")
+            raise ValueError(f"{wrong[0]!r} is not the name of a file in this folder")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{key}: {index}: not an index ({error}); get it again") from None
+        raise ConfigError(f"{key}: {index}: not an index ({error}); download it again") from None
     if missing := [name for name in names if not (folder / name).is_file()]:
-        raise ConfigError(f"{key}: {missing[0]} is missing, which {index} names; get it again")
+        raise ConfigError(f"{key}: {missing[0]} is missing, which {index} names; download it again")
     return [folder / name for name in names]
 
 
@@ -66,7 +66,7 @@ def load_weights(module: nn.Module, source: str) -> None:
     key, files, own = f"trainer.init_from={source}", weights_files(source), list(module.state_dict())
     weights: dict[str, Tensor] = {}
     try:
-        if Path(source).is_dir() and not (Path(source) / "config.json").is_file():  # which a Hugging Face folder has
+        if Path(source).is_dir() and not (Path(source) / "config.json").is_file():  # only a Hugging Face folder has one
             verify(files[0].parent)
         for file in files:
             weights |= _read(file, own)
@@ -83,10 +83,10 @@ def _read(file: Path, own: list[str]) -> dict[str, Tensor]:
             return unwrapped(load_file(file), own)
         _refuse_bomb(file)
         return unwrapped(torch.load(file, "cpu", weights_only=True), own)
-    except Exception as error:  # of bytes that may be anything
+    except Exception as error:  # the bytes may be anything
         text = " ".join(str(error).split())
-        code = re.search(r"GLOBAL (\S+)", text)  # around which torch says much
-        why = f"asks for {code[1]}, which is no weight" if code else text.partition(". ")[0] or type(error).__name__
+        code = re.search(r"GLOBAL (\S+)", text)  # torch's message has many sentences around this name
+        why = f"asks for {code[1]}, which is not a weight" if code else text.partition(". ")[0] or type(error).__name__
         raise Damaged(f"{file}: {printable(why)}") from None
 
 
@@ -103,38 +103,38 @@ def _refuse_bomb(file: Path) -> None:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
             if sum(entry.file_size for entry in entries) > file.stat().st_size:
-                raise ValueError("unpacks to more than it is: torch.save compresses nothing")
+                raise ValueError("is compressed, and torch.save compresses nothing")
             pickles = [archive.read(entry) for entry in entries if entry.filename.endswith(".pkl")]
         asks = any(map(ALLOCATION.search, pickles))
     else:  # torch's older format, pickles and then numbers
         with file.open("rb") as content, mmap.mmap(content.fileno(), 0, prot=mmap.PROT_READ) as mapped:
             asks = ALLOCATION.search(mapped) is not None
     if asks:
-        raise ValueError("asks for a bytearray, which is no weight")
+        raise ValueError("asks for a bytearray, which is not a weight")
 
 
 def unwrapped(found: Any, own: list[str]) -> dict[str, Tensor]:
     """Return the weights in a program's saved object, under the model's names, which are `own`.
 
     Raises:
-        ValueError: There are none, or something beside them.
+        ValueError: The object has no weights, or also something else.
     """
-    for _ in WRAPPINGS:  # no more: one may hold itself
+    for _ in WRAPPINGS:  # at most so many levels: an object may contain itself
         inner = [w for w in WRAPPINGS if isinstance(found, Mapping) and isinstance(found.get(w), Mapping)]
         found = found[inner[0]] if inner else found
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise ValueError("holds more than tensors by name")
+        raise ValueError("is not a dict of tensors by name")
 
     prefix = find_prefix(list(found), set(own))
     if left_out := [name for name in found if not name.startswith(prefix)]:
-        log.info("left out, beside %s*: %s", printable(prefix), printable(", ".join(left_out)))
+        log.info("weights: only %s* is loaded; left out: %s", printable(prefix), printable(", ".join(left_out)))
     return {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
 
 
 def find_prefix(names: list[str], own: set[str]) -> str:
     """Find the prefix that a wrapper has given the names: DDP, torch.compile, an attribute of a LightningModule.
 
-    The prefix is the one that makes most of `names` the model's `own`; empty if two do so alike.
+    This is the prefix whose removal turns most of `names` into the model's `own`; empty if two prefixes are equal.
     """
     starts = (name[: len(name) - len(rest)] for name in names for rest in endings(name) if rest in own)
     first, second = (*Counter(starts).most_common(2), ("", 0), ("", 0))[:2]
@@ -158,7 +158,7 @@ def put_weights(module: nn.Module, weights: Mapping[str, Tensor], key: str) -> N
     """
     own = module.state_dict()
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    given = {id(p) for name, p in parameters.items() if name in weights}  # tied ones may be there once
+    given = {id(p) for name, p in parameters.items() if name in weights}  # a tied parameter needs one of its names
     missing = [name for name in own if name not in weights and id(parameters.get(name)) not in given]
     unknown = [name for name in weights if name not in own]
     other = [
@@ -167,20 +167,21 @@ def put_weights(module: nn.Module, weights: Mapping[str, Tensor], key: str) -> N
         if name in weights and form(weights[name]) != form(own[name])
     ]
     if missing or unknown or other:
+        examples = printable(", ".join([*missing[:3], *unknown[:3], *other[:3]]))
         raise ConfigError(
-            f"{key}: {len(missing)} weights are missing, {len(unknown)} unknown and {len(other)} of another shape or "
-            f"kind ({printable(', '.join([*missing[:3], *unknown[:3], *other[:3]]))}, ...); give weights of this model"
+            f"{key}: {len(missing)} weights are missing, {len(unknown)} are unknown, {len(other)} have another shape "
+            f"or dtype ({examples}, ...); give weights of this model"
         )
     module.load_state_dict(weights, strict=False)
 
 
 def form(value: Any) -> str:
-    """Describe the shape, and the kind of number that does not become another silently: all floats are one kind.
+    """Describe the shape, and the dtype unless it is a float: floats are converted, other dtypes are not.
 
-    Empty for a module's extra state, which may be anything.
+    The text is empty for a module's extra state, which may be anything.
     """
     if not isinstance(value, Tensor):
         return ""
     kind = "" if value.is_floating_point() else f" {value.dtype}"
-    odd = f" {value.layout}" if value.layout != torch.strided else " on meta" if value.is_meta else ""
-    return f"{tuple(value.shape)}{kind}{odd}".replace("torch.", "")
+    place = f" {value.layout}" if value.layout != torch.strided else " on meta" if value.is_meta else ""
+    return f"{tuple(value.shape)}{kind}{place}".replace("torch.", "")

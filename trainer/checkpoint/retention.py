@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and which are set aside."""
+"""Deletes the checkpoints that need not stay, and sets aside those of an abandoned history."""
 
 import os
 from contextlib import suppress
@@ -14,9 +14,9 @@ from trainer.checkpoint.manifest import Damaged, sync, verify
 def retain(run_dir: Path, keep: int, best: str | None, every: int | None) -> None:
     """Delete valid checkpoints but the newest `keep`, the best one, and those of steps that `every` divides.
 
-    A checkpoint that is not valid does not count. `best` is `trainer.checkpoint.keep_best`, of the manifests'
-    "metrics". The older of equals is the better one, and one without the metric is no candidate. Validity here is the
-    manifest and the sizes; at least two stay.
+    A checkpoint that is not valid does not count; hashes are not checked here. At least two stay. `best` is
+    `trainer.checkpoint.keep_best`, a metric in the manifests. Among equal checkpoints the older one is the best. A
+    checkpoint without the metric is never the best.
     """
     assert keep >= 2
     metrics: dict[Path, Any] = {}
@@ -45,7 +45,7 @@ def parse_best(best: str) -> tuple[str, int]:
 
 
 def set_aside(run_dir: Path, after_step: int) -> list[str]:
-    """Rename the checkpoints above `after_step`, where another history begins; return their new names."""
+    """Rename the checkpoints above `after_step`, and return their new names: the run goes on from `after_step`."""
     found = checkpoints(run_dir)
     older = [path for path in found if step_of(path) <= after_step]
     if older and older != found and os.path.lexists(run_dir.parent / LAST):  # not all file systems have links

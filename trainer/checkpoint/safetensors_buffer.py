@@ -1,4 +1,4 @@
-"""Tensors as the bytes of a safetensors file, in memory that is used again for the next."""
+"""Lays tensors out as the bytes of a safetensors file, in memory that the next checkpoint uses again."""
 
 import json
 import weakref
@@ -17,15 +17,15 @@ DTYPES = {
 }  # fmt: skip
 
 
-class Image:
-    """The file's bytes, on the host, and in it a view for each tensor: to copy into a view is to write to the file.
+class SafetensorsBuffer:
+    """The bytes of a safetensors file, on the host, with a view for each tensor. A copy into a view changes the bytes.
 
-    Our own writer of the format, because safetensors' holds the interpreter while it writes, and wants a copy first.
-    Tensors lie in the order of their element's size, largest first, so each is aligned, as its readers expect.
+    The writer of the safetensors package needs a copy first, and holds the interpreter's lock while it writes. Tensors
+    are sorted by the size of an element, largest first, so that each is aligned, as readers expect.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.kinds = kinds(tensors)
+        self.layout = layout(tensors)
         header: dict[str, object] = {}
         end = 0
         for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
@@ -49,29 +49,27 @@ class Image:
             self.views[name] = data[begin:end].view(tensor.dtype).view(tensor.shape)
 
     def touch(self) -> None:
-        """Make the system give the memory now."""
+        """Write to every page, so that the system allocates the memory now."""
         for view in self.views.values():
             view.zero_()
 
     def copy(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy tensors of the same names, shapes and dtypes. On a GPU the copy is only enqueued, in the current
-        stream.
-        """
+        """Copy tensors of the same names, shapes and dtypes. On a GPU, only enqueue the copy in the current stream."""
         if tensors:
             torch._foreach_copy_([self.views[name] for name in tensors], list(tensors.values()), non_blocking=True)
 
     @property
-    def buffer(self) -> memoryview:
+    def content(self) -> memoryview:
         return self.bytes.numpy().data
 
 
-def kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, bool]]:
-    """Return the dtype, shape and device of each tensor: tensors of equal kinds fit the same image."""
+def layout(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, bool]]:
+    """Return the dtype, shape and device of each tensor: tensors of equal layouts fit the same buffer."""
     return {name: (tensor.dtype, tensor.shape, tensor.is_cuda) for name, tensor in tensors.items()}
 
 
 def pin(memory: Tensor) -> None:
-    """Lock its pages, for a device to copy beside the host. torch's pinned memory is rounded up to a power of two."""
+    """Lock the pages of `memory`, for asynchronous copies. torch's own pinned memory rounds up to a power of two."""
     cuda: Any = torch.cuda.cudart()
     start = memory.data_ptr()
     torch.cuda.check_error(cuda.cudaHostRegister(start, memory.numel(), 0))

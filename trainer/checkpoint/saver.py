@@ -1,4 +1,4 @@
-"""Writes checkpoints beside training: a copy of the state at a step's end, which a thread hashes and writes."""
+"""Writes checkpoints during training: the state is copied at a step's end, and a thread hashes and writes the copy."""
 
 import errno
 import os
@@ -32,14 +32,14 @@ class State(NamedTuple):
 
 
 class Saver:
-    """One checkpoint at a time is being written: what all ranks have alike by rank 0, what a rank has alone by itself.
+    """Writes one checkpoint at a time. Rank 0 writes the common state, and each rank writes its own.
 
-    A failed write is logged and training goes on, for the older checkpoints are still there, until `max_failures` in a
-    row. A process that ends by itself waits for the thread: the interpreter joins those of an executor.
+    A failed write is logged, and training goes on until `max_failures` writes in a row have failed. A process that
+    ends waits for the thread: the interpreter joins the threads of an executor.
 
     Args:
-        folder: Of the run's checkpoints.
-        claim: Rank 0's right to write it; None on the others.
+        folder: The folder of the run's checkpoints.
+        claim: Rank 0's right to write the folder; None on other ranks.
         shared: Ranks may have states of their own.
     """
 
@@ -63,23 +63,24 @@ class Saver:
         self.snapshot, self.own = Snapshot(), Snapshot()
         self.thread = ThreadPoolExecutor(1, "checkpoint", _lower_priority)
         self.writing: Future[Path | Entries | OSError] | None = None
-        self.staging = False  # all ranks stage their files: rank 0 commits when all have told that they are done
-        self.asking: Callable[[], tuple[int, ...]] | None = None  # how many are
-        self.room: Future[None] | None = None  # when there is memory for the first copy
-        self.asked = self.step = -1  # when a checkpoint was asked for; the step of the one written last
-        self.manifest: dict[str, Any] = {}  # of that one
-        self.newest: Path | None = None  # that this process has written
-        self.failed: set[int] = set()  # steps
-        self.error: OSError | None = None  # of the last one that is settled
+        self.staging = False  # ranks stage their files; rank 0 commits when all ranks have staged
+        self.polling: Callable[[], tuple[int, ...]] | None = None  # returns the number of ranks that have staged
+        self.reserving: Future[None] | None = None  # done when there is memory for the first copy
+        self.requested = -1  # the last step for which a checkpoint was requested
+        self.step = -1  # the step of the checkpoint that was begun last
+        self.manifest: dict[str, Any] = {}  # of that checkpoint
+        self.newest: Path | None = None  # the newest checkpoint that this process has written
+        self.failed: set[int] = set()  # steps whose checkpoint failed
+        self.error: OSError | None = None  # of the last finished write; None if it succeeded
         self.failures = 0  # in a row
         self.closing = False
         if self.shares:
             self._refuse_other_disks()
 
     def reserve(self, state: dict[str, Any]) -> None:
-        """Allocate memory for such a state, beside training, unless a checkpoint was asked for already."""
-        if self.asked < 0:
-            self.room = self.thread.submit(self.snapshot.reserve, state)
+        """Allocate memory for such a state in the thread, unless a checkpoint was requested already."""
+        if self.requested < 0:
+            self.reserving = self.thread.submit(self.snapshot.reserve, state)
 
     def save(
         self,
@@ -88,25 +89,25 @@ class Saver:
         last: bool = False,
         must: bool = False,
         stopped: bool = False,
-        have: bool = False,
+        saved: bool = False,
     ) -> None:
-        """Write a checkpoint of this step, unless one was asked for; wait for the last. A collective.
+        """Write a checkpoint of this step, unless one was requested; wait for the last. A collective.
 
         Args:
-            must: Don't leave it out while another one is written.
-            stopped: The last one may fail if there is one before: somebody will start the run again.
-            have: There is one of this step that says the same.
+            must: Don't skip this checkpoint while another one is written.
+            stopped: The last checkpoint may fail if there is an older one: somebody will start the run again.
+            saved: There is an equal checkpoint of this step.
 
         Raises:
-            ConfigError: The last one can't be written.
+            ConfigError: The last checkpoint can't be written.
         """
-        if self.asked != step:
-            self.asked = step
-            begins = self.ranks.rank == 0 and not have and (last or must or self._is_free(step))
-            if self._meet(begins, tells=not last):
+        if self.requested != step:
+            self.requested = step
+            begins = self.ranks.rank == 0 and not saved and (last or must or self._is_free(step))
+            if self._finish_writing(begins, warns=not last):
                 self._begin(step, state())
         if last:
-            self._meet(waits=True, tells=False)
+            self._finish_writing(waits=True, warns=False)
             if self.error and stopped and (older := locate.checkpoints(self.folder)):
                 log.error("the last step, %d, is in no checkpoint; %s is the newest", step, older[-1])
             elif self.error:
@@ -116,19 +117,17 @@ class Saver:
         """Take the result of a checkpoint, at a step's end. A collective while ranks write files of their own.
 
         Raises:
-            ConfigError: Too many checkpoints in a row have failed; not if the run ends, for then the last one decides.
+            ConfigError: Too many checkpoints in a row have failed. If the run `ends`, its last checkpoint decides.
         """
         if self.staging:
-            self._ask()
+            self._poll()
         elif self.writing is not None and self.writing.done():
             self._settle()
         if self.failures >= self.options.max_failures and not ends:
             raise self._refusal(f"{self.failures} checkpoints in a row failed")
 
     def close(self) -> None:
-        """Wait for the checkpoint that is being written, and let others write the run. Files that ranks still stage
-        are given up.
-        """
+        """Wait for the checkpoint that is being written, and let others write the run. Discard files being staged."""
         self.closing = True
         if not self.staging:
             self._moved()
@@ -142,12 +141,12 @@ class Saver:
             self.claim.close()
 
     def _moved(self) -> None:
-        """Beat after each piece that is written while the process ends: the supervisor tells a slow disk from a hang.
+        """Beat after each piece that is written while the process ends, so that a slow disk is not taken for a hang.
 
-        Before the end, training has to move.
+        Before the end, only steps beat.
         """
         if self.closing and self.staging:
-            raise OSError(errno.ECANCELED, "the run has ended before all ranks had written their files")
+            raise OSError(errno.ECANCELED, "the run ended before all ranks had written their files")
         if self.closing and self.writing is not None:
             self.heartbeat.beat(busy=True)
 
@@ -157,45 +156,45 @@ class Saver:
         if blind := [str(rank) for rank, sees in enumerate(seen) if not sees]:
             raise ConfigError(
                 f"trainer.checkpoint.dir={self.options.dir}: rank {', '.join(blind)} does not see rank 0's "
-                f"{self.folder}, where each rank writes a file of its own; give all the same folder, on a shared disk"
+                f"{self.folder}, into which each rank writes a file; give all ranks the same folder, on a shared disk"
             )
 
     def _is_free(self, step: int) -> bool:
-        """Return whether a checkpoint can be begun, or is worth a wait."""
+        """Return whether a checkpoint can be begun now, or should wait for the one being written."""
         writing = self.writing is not None and (self.staging or not self.writing.done())
         if writing and self.options.when_busy == "skip":
-            log.warning("checkpoint of step %d left out: that of step %d is still being written", step, self.step)
+            text = "checkpoint of step %d is skipped: the checkpoint of step %d is still being written"
+            log.warning(text, step, self.step)
             return False
         return True
 
-    def _meet(self, waits: bool, tells: bool) -> bool:
-        """Return whether rank 0 `waits`, and if so let all ranks go on together once nothing is being written.
+    def _finish_writing(self, waits: bool, warns: bool) -> bool:
+        """Return whether rank 0 `waits`. If so, all ranks wait until nothing is being written. A collective.
 
-        Rank 0 tells the others again and again, for each of their waits has a limit: a lost host is noticed. A
-        collective.
+        The ranks exchange their states every quarter of the timeout, so that no collective times out.
         """
-        began, wanted, busy = time.monotonic(), waits, True
-        if self.asking is not None:
-            self.asking()  # is answered below
-            self.asking = None
+        began, waiting, busy = time.monotonic(), waits, True
+        if self.polling is not None:
+            self.polling()  # the votes below replace its result
+            self.polling = None
         while busy:
-            if wanted and self.writing is not None:
+            if waiting and self.writing is not None:
                 over = wait([self.writing], self.ranks.timeout.total_seconds() / 4).done
                 if over and not self.staging:
                     self._settle()
             done = self.staging and self.writing is not None and self.writing.done()
             votes = (int(waits), int(waits and self.writing is not None), int(done))
-            wanted, busy, staged = self.ranks.agree(votes)()
+            waiting, busy, staged = self.ranks.agree(votes)()
             self.heartbeat.beat()
-            if wanted and staged == self.ranks.world:
-                self._hand_in()
-        if waits and tells and (waited := time.monotonic() - began) > 1.0:
+            if waiting and staged == self.ranks.world:
+                self._gather_staged()
+        if waits and warns and (waited := time.monotonic() - began) > 1.0:
             log.warning("waited %.1f s for the checkpoint of step %d to be written", waited, self.step)
-        return wanted > 0
+        return waiting > 0
 
     def _begin(self, step: int, state: State) -> None:
-        if self.room is not None:
-            self.room.result()
+        if self.reserving is not None:
+            self.reserving.result()
         files: dict[str, memoryview] = self.snapshot.take(state.common) if state.common else {}
         if state.own:
             section = rank_section(self.ranks.rank)
@@ -207,19 +206,19 @@ class Saver:
         elif self.claim:
             self.writing = self.thread.submit(self._commit, step, files)
 
-    def _ask(self) -> None:
-        """Learn, beside the next step, how many ranks have written their files."""
+    def _poll(self) -> None:
+        """Count the ranks that have staged their files, by a collective that runs during the next step."""
         assert self.writing is not None
-        if self.asking is not None and self.asking()[0] == self.ranks.world:
-            self.asking = None
-            self._hand_in()
+        if self.polling is not None and self.polling()[0] == self.ranks.world:
+            self.polling = None
+            self._gather_staged()
         else:
-            self.asking = self.ranks.agree((int(self.writing.done()),))
+            self.polling = self.ranks.agree((int(self.writing.done()),))
 
-    def _hand_in(self) -> None:
-        """Give rank 0 the entries of all files, or the reasons why there are none. A collective."""
+    def _gather_staged(self) -> None:
+        """Gather on rank 0 the entries of all staged files, or the errors. A collective."""
         assert self.writing is not None
-        staged = self.writing.result()  # raises what is our own mistake
+        staged = self.writing.result()  # raises any error but an OSError: a bug
         self.staging, self.writing = False, None
         parts = self.ranks.gather(staged if isinstance(staged, dict) else str(staged))
         if self.claim:
@@ -228,7 +227,7 @@ class Saver:
     def _settle(self) -> None:
         """Take the result of the checkpoint that was being written."""
         assert self.writing is not None
-        written = self.writing.result()  # raises what is our own mistake
+        written = self.writing.result()  # raises any error but an OSError: a bug
         self.writing = None
         if isinstance(written, OSError):
             self.failures, self.error = self.failures + 1, written
@@ -268,11 +267,11 @@ class Saver:
             log.error("checkpoint of step %d failed, training goes on: %s", step, error)
             return error
         assert self.claim
-        with _told(f"checkpoint of step {step} is written, but the run's folder does not say so"):
+        with _warned(f"checkpoint of step {step} is written, but not recorded in the run's folder"):
             self.claim.mark()
-        with _told(f"checkpoint of step {step} is written, but {locate.LAST} does not lead to it"):
+        with _warned(f"checkpoint of step {step} is written, but {locate.LAST} does not point to it"):
             commit.publish(written, self.attempt)
-        with _told(f"checkpoint of step {step} is written, but older ones can't be removed"):
+        with _warned(f"checkpoint of step {step} is written, but older ones can't be removed"):
             refuse_superseded(self.folder, self.attempt)
             retention.retain(self.folder, self.options.keep, self.options.keep_best, self.options.keep_every)
         return written
@@ -283,13 +282,14 @@ class Saver:
 
     def _refusal(self, what: str) -> ConfigError:
         return ConfigError(
-            f"trainer.checkpoint.dir={self.options.dir}: {what}: {self.error}; mend that and go on from the one before "
-            f"by trainer.resume={self.folder}"
+            f"trainer.checkpoint.dir={self.options.dir}: {what}: {self.error}; fix the cause, then go on from the "
+            f"checkpoint before by trainer.resume={self.folder}"
         )
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _warned(what: str) -> Iterator[None]:
+    """Log an OSError as a warning."""
     try:
         yield
     except OSError as error:

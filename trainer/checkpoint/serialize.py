@@ -1,9 +1,9 @@
-"""A state, nested dicts of tensors and plain values, as safetensors and strict JSON: bit for bit, without pickle."""
+"""Stores a state, nested dicts of tensors and plain values, as safetensors and strict JSON: bit for bit, no pickle."""
 
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,14 +18,21 @@ from trainer.checkpoint.safetensors_buffer import DTYPES
 from trainer.errors import ConfigError
 
 STATE = "state.json"
-STATE_BYTES = 256 << 20  # more is refused
-SECTION = re.compile(r"[A-Za-z0-9_-]{1,99}")  # becomes a file name
+STATE_BYTES = 256 << 20  # a larger file is refused
+SECTION = re.compile(r"[A-Za-z0-9_-]{1,99}")  # a section's name, which becomes a file name
 
 
 def load_state(
     folder: Path, names: Collection[str], wanted: Callable[[str], bool] = lambda section: True
 ) -> dict[str, Any]:
-    """Read the sections that are `wanted`, on the CPU.
+    """Read the sections that are `wanted`, as `load_sections` yields them."""
+    return dict(load_sections(folder, names, wanted))
+
+
+def load_sections(
+    folder: Path, names: Collection[str], wanted: Callable[[str], bool]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the sections that are `wanted`, on the CPU. Each is read when it is asked for.
 
     Tensors stored once come back as one tensor, any kind of dict as a dict.
 
@@ -37,26 +44,28 @@ def load_state(
     """
     path = folder / STATE
     try:
-        content = _read_json(folder, STATE, names)
+        for section, value in _read_json(folder, STATE, names).items():
+            if wanted(section):
+                yield section, _decode(value, _read_tensors(folder, names, section))
         for name in sorted(names):
             section = name.removesuffix(".json")
             if name not in (STATE, section) and wanted(section):
                 path = folder / name
-                content |= {section: _read_json(folder, name, names)[section]}
-        return {
-            section: _decode(value, _read_tensors(folder, names, section))
-            for section, value in content.items()
-            if wanted(section)
-        }
+                value = _read_json(folder, name, names)[section]
+                yield section, _decode(value, _read_tensors(folder, names, section))
     except Damaged:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
-        raise Damaged(f"{path}: not a state that can be read ({type(error).__name__}: {error})") from error
+        raise Damaged(f"{path}: can't be read as a state ({type(error).__name__}: {error})") from error
 
 
 def rank_section(rank: int) -> str:
     """Return the name of the section that a rank has alone."""
     return f"rank-{rank:05d}"
+
+
+def is_rank_section(name: str) -> bool:
+    return name.startswith("rank-")
 
 
 def optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, dict[str, Any]]:
@@ -74,7 +83,7 @@ def load_optimizer_state(optimizer: Optimizer, module: nn.Module, state: Mapping
     both = {"missing": trained.keys() - state.keys(), "unknown": state.keys() - trained.keys()}
     if wrong := [f"{len(names)} {kind} ({', '.join(sorted(names)[:3])})" for kind, names in both.items() if names]:
         raise ConfigError(
-            f"trainer.resume: parameters in the checkpoint's optimizer state: {' and '.join(wrong)}; resume with the"
+            f"trainer.resume: parameters of the checkpoint's optimizer state: {' and '.join(wrong)}; resume with the"
             " model and optimizer that were saved, or take the weights alone: trainer.init_from"
         )
     for name, (parameter, group) in trained.items():
@@ -86,7 +95,7 @@ class Pack:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self.names: dict[tuple[Any, ...], str] = {}  # by the memory they are
+        self.names: dict[tuple[Any, ...], str] = {}  # by their memory
 
     def encode(self, value: Any, path: tuple[str, ...]) -> Any:
         """Return `value` as JSON. An object with one key that begins with $ stands for a value that JSON lacks."""
@@ -94,7 +103,7 @@ class Pack:
             return {"$tensor": self.add(value, path)}
         if isinstance(value, dict):
             if not all(type(key) in (str, int) for key in value):
-                raise TypeError(f"state {'/'.join(path)}: a key that is no str or int can't be saved: {list(value)}")
+                raise TypeError(f"state {'/'.join(path)}: keys {list(value)} can't be saved; make each a str or an int")
             items = [(key, self.encode(item, (*path, str(key)))) for key, item in value.items()]
             plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
             return dict(items) if plain else {"$dict": items}
@@ -166,7 +175,7 @@ def strict_json(path: Path, most: int) -> Any:
     """Parse JSON strictly.
 
     Raises:
-        ValueError: The file has more than `most` bytes, NaN or a key twice, or is no JSON.
+        ValueError: The file has more than `most` bytes, NaN or a key twice, or is not JSON.
     """
     with path.open("rb") as file:
         content = file.read(most + 1)
@@ -182,7 +191,7 @@ def _refuse(constant: str) -> NoReturn:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key occurs twice")
     return found
 
 

@@ -1,4 +1,4 @@
-"""The layout of a flat tensor of gradients: pieces of parameters, in order."""
+"""Defines buckets: the layout of a flat tensor of gradients, as pieces of parameters."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class Bucket:
 
     Args:
         step: The step whose gradients these are; `trainer.step` may have moved on.
-        kind: Residuals of gradients and of weights are never mixed.
+        kind: The kind of values; residuals of gradients and of weights are never mixed.
         whole: The pieces of the bucket that this one was cut from; other ranks have the rest.
     """
 
@@ -43,7 +43,7 @@ class Bucket:
         ]
 
     def gradients(self, flat: Tensor) -> list[Tensor]:
-        """Return a view of each whole parameter's part, with the parameter's strides: DDP fills its buckets so."""
+        """Return a view of each whole parameter's part, with the parameter's strides, as DDP does."""
         parts = flat.split([p.numel() for p, _, _ in self.pieces])
         return [
             part.as_strided(p.shape, p.stride(), part.storage_offset()) if dense(p) else part.view_as(p)
@@ -62,10 +62,10 @@ class Bucket:
 
 
 def dense(p: Tensor) -> bool:
-    """Tell whether the elements of `p` fill one stretch of memory, in any order."""
+    """Return whether the elements of `p` are contiguous in memory, in any order."""
     return sum((size - 1) * stride for size, stride in zip(p.shape, p.stride())) + 1 == p.numel()
 
 
 def flatten(tensors: Iterable[Tensor]) -> Tensor:
-    """Copy the tensors into one flat one, one after another."""
+    """Copy the tensors one after another into a flat tensor."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])

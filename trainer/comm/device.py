@@ -1,4 +1,4 @@
-"""The device and the backend of this process."""
+"""Picks the device and the backend of this process."""
 
 import torch
 import torch.distributed as dist
@@ -8,7 +8,7 @@ from trainer.process.environment import Place
 
 
 def count_gpus(accelerator: str) -> int:
-    """Count the CUDA devices that a run on this node may use, and make no context on any."""
+    """Count the CUDA devices that a run on this node may use, without creating a context."""
     count = torch.cuda.device_count() if accelerator != "cpu" and torch.cuda.is_available() else 0
     if accelerator == "cuda" and not count:
         raise ConfigError(
@@ -25,7 +25,7 @@ def pick_device(accelerator: str, place: Place) -> torch.device:
     local_rank = 0 if place.launcher == "srun" and count == 1 else place.local_rank
     if local_rank >= count:
         raise ConfigError(
-            f"trainer.devices: this node has {count} CUDA device(s), and a rank needs number {local_rank}; "
+            f"trainer.devices: this node has {count} CUDA device(s), and local rank {local_rank} has none; "
             f"use trainer.devices={count} or trainer.accelerator=cpu"
         )
     torch.cuda.set_device(local_rank)

@@ -1,4 +1,4 @@
-"""NCCL's settings: the key `nccl`, as the environment variables that NCCL reads. Imports no torch."""
+"""Turns NCCL's settings, the key `nccl`, into the environment variables that NCCL reads. Imports no torch."""
 
 import socket
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -41,14 +41,14 @@ class NCCLOptions:
     `algo` and `proto` are names, one or a list, or that page's own form: "^NVLS", "allreduce:Tree;broadcast:Ring".
     """
 
-    net: str | None = None  # IB, Socket, or a plugin's name: NCCL then falls back on no other
+    net: str | None = None  # IB, Socket, or a plugin's name; NCCL then uses no other network
     interface: str | None = None  # prefixes: eth; exactly: =eth0; all but: ^docker
     socket_threads: int | None = None  # per connection; 1 to 16
     sockets_per_thread: int | None = None
-    ib_disable: bool | None = None  # of RoCE too
+    ib_disable: bool | None = None  # InfiniBand and RoCE
     ib_hca: str | None = None  # prefixes: mlx5; exactly, with a port: =mlx5_0:1,mlx5_1:1
-    gpu_direct: str | None = None  # farthest that a card may be from a GPU that it reads: LOC (never) to SYS (always)
-    collnet: bool | None = None  # sums in the network, as SHARP does, by a plugin
+    gpu_direct: str | None = None  # largest distance of network card and GPU for direct reads: LOC (never) to SYS
+    collnet: bool | None = None  # sums inside the network by a plugin such as SHARP
     algo: str | list[str] | None = None
     proto: str | list[str] | None = None
     buffer_mib: float | None = None  # between two GPUs; NCCL has 4
@@ -67,7 +67,7 @@ class NCCLOptions:
         if sockets > 64:
             raise ConfigError(
                 f"nccl.sockets_per_thread={self.sockets_per_thread}: with nccl.socket_threads={self.socket_threads} "
-                f"that makes {sockets} sockets a connection; NCCL has at most 64"
+                f"that makes {sockets} sockets per connection; NCCL has at most 64"
             )
         if (self.min_channels or 1) > (self.max_channels or 64):
             raise ConfigError(
@@ -76,7 +76,7 @@ class NCCLOptions:
         for key in ("net", "interface", "ib_hca"):
             value = getattr(self, key)
             if value is not None and (not value or " " in value):
-                raise ConfigError(f"nccl.{key}={value}: must be names, with a comma between two and no space")
+                raise ConfigError(f"nccl.{key}={value}: must be names, separated by commas without spaces")
         for key, names in (("gpu_direct", DISTANCES), ("debug", LEVELS)):
             if getattr(self, key) is not None:
                 refuse_unknown(f"nccl.{key}={getattr(self, key)}", getattr(self, key), names)
@@ -84,7 +84,7 @@ class NCCLOptions:
             if getattr(self, key) is not None:
                 refuse_names(key, as_text(getattr(self, key)), names)
         if self.ib_disable and (self.net or "").upper() == "IB":
-            raise ConfigError("nccl.ib_disable=true: nccl.net=IB asks for what it disables; set one of them to null")
+            raise ConfigError("nccl.ib_disable=true: nccl.net=IB needs InfiniBand; set one of them to null")
 
     def environment(self) -> dict[str, str]:
         """Return the variables of the keys that are set."""
@@ -113,7 +113,7 @@ def refuse_names(key: str, text: str, names: tuple[str, ...]) -> None:
             refuse_unknown(f"nccl.{key}={text}", function, FUNCTIONS)
         for name in listed.removeprefix("^").split(","):
             refuse_unknown(f"nccl.{key}={text}", name, names)
-    # Since 2.24 NCCL does not fall back on Ring, which is all that a broadcast knows (NVIDIA/nccl issue 317).
+    # Since 2.24 NCCL does not fall back on Ring, and a broadcast has no other algorithm (NVIDIA/nccl issue 317).
     if key == "algo" and not {":", ";"} & set(text) and text.startswith("^") == ("Ring" in text.strip("^").split(",")):
         raise ConfigError(
             f"nccl.algo={text}: DDP's broadcast needs Ring; add it, or limit this to nccl.algo=allreduce:{text}"
@@ -122,9 +122,9 @@ def refuse_names(key: str, text: str, names: tuple[str, ...]) -> None:
 
 @contextmanager
 def applied(options: NCCLOptions, environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Set the variables for processes that start inside, and for groups that first communicate inside.
+    """Set the variables for processes that start in this context, and for groups that first communicate in it.
 
-    `python -m trainer.main` does this around a run; with a Trainer made in Python:
+    `python -m trainer.main` runs in this context. A Trainer made in Python needs it:
 
         with applied(NCCLOptions(interface="=eth0"), os.environ):
             Trainer(recipe, batch=64).fit()
@@ -132,15 +132,15 @@ def applied(options: NCCLOptions, environ: MutableMapping[str, str]) -> Iterator
     Raises:
         ConfigError: `environ` has another value already.
     """
-    wanted = options.environment()
+    variables = options.environment()
     for key, variable in VARIABLES.items():
-        if variable in wanted and environ.get(variable, wanted[variable]) != wanted[variable]:
+        if variable in variables and environ.get(variable, variables[variable]) != variables[variable]:
             raise ConfigError(
                 f"nccl.{key}={as_text(getattr(options, key))}: {variable}={environ[variable]} is set in the "
                 f"environment; unset it, or nccl.{key}=null"
             )
-    added = wanted.keys() - environ.keys()
-    environ.update(wanted)
+    added = variables.keys() - environ.keys()
+    environ.update(variables)
     try:
         yield
     finally:
@@ -155,12 +155,13 @@ def interface(environ: Mapping[str, str]) -> str:
 
 
 def in_words(options: NCCLOptions, backend: str, world: int, environ: Mapping[str, str]) -> str:
-    """Say in a line what NCCL is told, by the config and by the environment; empty if that is nothing."""
-    wanted = options.environment()
-    said = " ".join(f"{name}={value}" for name, value in wanted.items())
+    """Describe NCCL's variables, of the config and of the environment, in a line; empty without any."""
+    variables = options.environment()
+    own = " ".join(f"{name}={value}" for name, value in variables.items())
     if backend != "nccl" or world == 1:
         why = f"the backend is {backend}" if backend != "nccl" else "one rank does not communicate"
-        return f"nccl: {said} without effect, {why}" if said else ""
-    kept = sorted(name for name in environ if name.startswith("NCCL_") and name not in wanted)
-    more = " ".join(f"{name}={environ[name]}" for name in kept)
-    return "nccl: " + "; ".join(filter(None, [said, more and f"from the environment {more}"])) if said or more else ""
+        return f"nccl: {own} has no effect: {why}" if own else ""
+    others = sorted(name for name in environ if name.startswith("NCCL_") and name not in variables)
+    inherited = " ".join(f"{name}={environ[name]}" for name in others)
+    parts = filter(None, [own, inherited and f"from the environment {inherited}"])
+    return f"nccl: {'; '.join(parts)}" if own or inherited else ""

@@ -1,4 +1,4 @@
-"""Ranks: process groups, and small agreements between them."""
+"""Makes process groups, and runs small collectives between ranks."""
 
 import json
 import os
@@ -6,6 +6,7 @@ from collections.abc import Callable, Container
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
@@ -20,15 +21,15 @@ from trainer.comm.device import count_gpus, pick_backend, pick_device
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
 
-RING = 32  # ranks up to which gloo's ring collectives are used: 62 hops of 50 us hide behind a forward pass
-COLLECTIVES = 2000  # the last so many are kept, for `Ranks.note_failure`
-RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # torch's, of gloo's collectives and, with CUDA, of NCCL's
+RING = 32  # up to so many ranks, gloo's ring collectives are used: 62 hops of 50 us hide behind a forward pass
+COLLECTIVES = 2000  # so many of the last collectives are kept, for `Ranks.note_failure`
+RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # torch's flight recorders: gloo and, with CUDA, NCCL
 
 
 class Ranks:
-    """This process among its peers. With one rank nothing is started, and every call answers at once.
+    """This process among its peers. With one rank there are no groups, and every call returns at once.
 
-    Agreements go over a gloo group of the CPU's own, so none of them makes a device wait.
+    Small collectives use a gloo group on the CPU, so a device never waits for them.
     """
 
     def __init__(self, place: Place, accelerator: str, backend: str, timeout_s: float) -> None:
@@ -40,7 +41,7 @@ class Ranks:
             return
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(COLLECTIVES))
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-        if self.backend == "nccl" and (name := nccl.interface(os.environ)):  # clusters may set NCCL's alone
+        if self.backend == "nccl" and (name := nccl.interface(os.environ)):  # clusters may set only NCCL's
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         dist.init_process_group(
             self.backend,
@@ -57,7 +58,7 @@ class Ranks:
             self.agree_thread, self.agree_group = ThreadPoolExecutor(1, "agree"), self.new_group("gloo")
 
     def gpus_hidden(self) -> bool:
-        """Tell whether srun shows each task its own GPU alone, though NCCL connects several on this node."""
+        """Return whether srun shows each task its own GPU alone, though NCCL connects several on this node."""
         several = self.backend == "nccl" and self.place.launcher == "srun" and self.place.local_world > 1
         return several and count_gpus("cuda") == 1
 
@@ -77,27 +78,27 @@ class Ranks:
         """Return how many ranks the launcher started on each node.
 
         Raises:
-            ConfigError: not as many on each node, or not node by node.
+            ConfigError: The number differs between nodes, or ranks are not numbered node by node.
         """
         places = self.gather([self.place.local_rank, self.place.local_world])
         per_node = places[0][1]
         for rank, place in enumerate(places):
             if place != [rank % per_node, per_node]:
                 raise ConfigError(
-                    f"callbacks.hierarchical: rank {rank} is number {place[0]} of {place[1]} on its node, rank 0's has "
-                    f"{per_node}; start as many on each node, node by node, or leave hierarchical out"
+                    f"callbacks.hierarchical: rank {rank} has local rank {place[0]} of {place[1]}, and rank 0's node "
+                    f"has {per_node} ranks; start as many on each node, node by node, or leave hierarchical out"
                 )
         return per_node
 
     def agree(self, values: tuple[int, ...]) -> Callable[[], tuple[int, ...]]:
         """Start summing `values` over ranks, and return a function that waits for the sums.
 
-        The sum runs beside the caller. Below `RING` ranks, gloo's thread takes 2 (N - 1) hops, one after the other.
-        From there on, a thread of ours takes log2 N rounds. With 50 us a hop, 1,000 ranks take 0.5 ms instead of 100
-        ms.
+        The sum runs during the caller's work. Up to `RING` ranks, gloo's thread takes 2 (N - 1) hops, one after the
+        other. With more ranks, a thread of ours takes log2 N rounds. With 50 us a hop, 1,000 ranks take 0.5 ms instead
+        of 100 ms.
         """
         if self.world == 1:
-            return lambda: values
+            return partial(tuple, values)
         word = torch.tensor(values, dtype=torch.int64)
         if self.world > RING:
             rows = self.agree_thread.submit(all_gather, word, self.agree_group)
@@ -112,7 +113,7 @@ class Ranks:
         return sums
 
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """Gather a JSON value of each rank, in the order of ranks, on all of them."""
+        """Gather a JSON value of each rank, in the order of ranks, on all ranks."""
         if self.world == 1:
             return [value]
         group = group or self.host
@@ -122,29 +123,22 @@ class Ranks:
         return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def each(self, value: Any) -> list[Any]:
-        """Gather as `gather` does, however long it takes: rank 0 may have a corpus to prepare."""
+        """Gather like `gather`, but without a timeout: rank 0 may have a corpus to prepare."""
         return self.gather(value, self.patient if self.world > 1 else None)
 
     def first(self, value: Any) -> Any:
-        """Return rank 0's JSON value on all ranks, however long it takes."""
+        """Return rank 0's JSON value on all ranks, without a timeout."""
         return self.each(value if self.rank == 0 else None)[0]
-
-    def share_buffers(self, module: nn.Module, but: Container[str] = ()) -> None:
-        """Copy rank 0's buffers, `but` those of these names, to all ranks, as DDP does before a forward pass."""
-        buffers = [buffer for name, buffer in module.named_buffers() if name not in but]
-        if self.world > 1 and buffers:
-            assert dist.group.WORLD is not None
-            dist._broadcast_coalesced(dist.group.WORLD, buffers, 250 << 20, 0)
 
     def note_failure(self, kind: type[BaseException] | None, logs: Path) -> None:
         """Write the last collectives of this rank into the folder `logs` if one may have failed.
 
-        torch's flight recorder keeps collectives. If ranks have gone apart, the last one of some rank differs.
+        torch's flight recorder keeps the collectives. If ranks have made different ones, the last of some rank differs.
         """
         if self.world > 1 and kind and issubclass(kind, RuntimeError):
-            with suppress(OSError, ValueError, KeyError):  # it would hide what has failed
-                torchs: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
-                traces = [json.loads(getattr(torchs, name, bytes)() or "{}") for name in RECORDERS]
+            with suppress(OSError, ValueError, KeyError):  # such an error would hide the failure
+                c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
+                traces = [json.loads(getattr(c10d, name, bytes)() or "{}") for name in RECORDERS]
                 entries = sorted(
                     chain(*(trace.get("entries", ()) for trace in traces)), key=itemgetter("time_created_ns")
                 )
@@ -152,37 +146,48 @@ class Ranks:
                 (logs / f"collectives-rank{self.rank}.json").write_text(noted)
 
     def leave(self) -> None:
-        """End the groups when all ranks do. A collective.
+        """Destroy the groups when all ranks are here. A collective.
 
-        Rank 0 may still write, and a launcher may end all ranks with the first that ends.
+        Else a launcher might kill rank 0, which may still write, as soon as another rank has ended.
         """
         if self.world > 1 and dist.is_initialized():
             self.first(None)
         self.close()
 
     def close(self) -> None:
-        """End the groups at once: peers that wait for this rank hear of it."""
+        """Destroy the groups at once, so that peers that wait for this rank get an error."""
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def share_buffers(module: nn.Module, group: dist.ProcessGroup | None, but: Container[str] = ()) -> None:
+    """Copy the buffers of the group's first rank, `but` those of these names, to its others, as DDP does in training.
+
+    Args:
+        group: None leaves the buffers as they are.
+    """
+    buffers = [buffer for name, buffer in module.named_buffers() if name not in but]
+    if group is not None and buffers:
+        dist._broadcast_coalesced(group, buffers, 250 << 20, 0)
 
 
 def all_gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather (n,) of each rank of `group`, on the host -> (ranks, n), on all of them.
 
-    gloo's own takes N - 1 hops, one after the other. Above `RING` ranks, ceil(log2 N) rounds double what each has, for
-    any N (Bruck et al. 1997, the concatenation algorithm); as many bytes arrive.
+    gloo's own all-gather takes N - 1 hops, one after the other. Above `RING` ranks, ceil(log2 N) rounds double the rows
+    of each rank, for any N (Bruck et al. 1997, the concatenation algorithm). The bytes are the same.
     """
-    rank, world, have = group.rank(), group.size(), 1
+    rank, world, count = group.rank(), group.size(), 1
     rows = own.new_empty(world, own.numel())
     if world <= RING:
         dist.all_gather(list(rows), own, group)
         return rows
     rows[0] = own
-    while have < world:  # row i is rank (rank + i)'s
-        count = min(have, world - have)
-        coming = dist.irecv(rows[have : have + count], group=group, group_src=(rank + have) % world)
-        dist.send(rows[:count], group=group, group_dst=(rank - have) % world)
-        assert coming is not None
-        coming.wait()
-        have += count
+    while count < world:  # row i is rank (rank + i)'s
+        new = min(count, world - count)
+        received = dist.irecv(rows[count : count + new], group=group, group_src=(rank + count) % world)
+        dist.send(rows[:new], group=group, group_dst=(rank - count) % world)
+        assert received is not None
+        received.wait()
+        count += new
     return rows.roll(rank, 0)

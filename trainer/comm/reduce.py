@@ -25,18 +25,18 @@ def reduce_scatter(own: Tensor, rows: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Send sent[r] to rank r of the group, into its received[this rank].
+    """Send sent[r] to rank r of the group, into its received[this rank]. For CPU tensors.
 
-    Only CPU tensors are sent so. In gloo's own collectives a peer may send only behind its own message. Unless all
-    ranks start in the same moment, the two directions of a link would take turns.
+    In gloo's own collectives a peer sends only after its own message has arrived. Unless all ranks start in the same
+    moment, the two directions of a link would take turns.
     """
     ranks, own = dist.get_process_group_ranks(group), group.rank()
     received[own].copy_(sent[own])
-    others = [(own + k) % len(ranks) for k in range(1, len(ranks))]  # no two ranks send to the same one at a time
-    coming = [dist.irecv(received[r], ranks[r], group) for r in others]
+    others = [(own + k) % len(ranks) for k in range(1, len(ranks))]  # no two ranks send to the same rank at once
+    receives = [dist.irecv(received[r], ranks[r], group) for r in others]
     for r in others:
         dist.send(sent[r], ranks[r], group)
-    for work in coming:
+    for work in receives:
         assert work is not None
         work.wait()
 
@@ -62,7 +62,7 @@ class AllReduce:
         return rows
 
     def swap(self, rows: Tensor) -> Tensor:
-        """Swap rows (ranks, n): row r goes to rank r, and the rows that all ranks have for this one come back."""
+        """Exchange rows (ranks, n): row r goes to rank r. Return the rows that all ranks have for this rank."""
         swapped = torch.empty_like(rows)
         if rows.device.type == "cpu":
             exchange(rows.unbind(), swapped.unbind(), self.group)
@@ -74,25 +74,25 @@ class AllReduce:
 class Reduced(Future[Tensor]):
     """The future of a call that `Background` runs."""
 
-    event: Any = None  # the stream is through with the call
+    event: Any = None  # recorded after the call on the stream
 
     def arrived(self) -> bool:
-        """Tell whether the result is there. On a stream a future is done as soon as its call is enqueued."""
+        """Return whether the result is there. On a stream a future is done as soon as its call is enqueued."""
         return self.done() and (self.event is None or self.event.query())
 
 
 class Background:
-    """Runs calls one by one, in order, beside the caller: on a thread (CPU) or a stream (CUDA)."""
+    """Runs calls one by one, in order, in the background: on a thread (CPU) or a stream (CUDA)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # Of high priority: backward's kernels, which fill the device first, are waited for by nobody.
+        # High priority: peers wait for communication, and nobody waits for a single kernel of backward.
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.failed: Exception | None = None
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reduce")
 
     def submit(self, call: Callable[..., Tensor], *args: Any) -> Reduced:
-        """Start `call`. Its exception is raised by the future's `wait`; on a stream, here."""
+        """Start `call`. The future's `wait` raises its exception; on a stream, this function does."""
         if self.stream is None:
             done = Reduced()
             self.thread.submit(self._run, done, call, *args)
@@ -101,7 +101,7 @@ class Background:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         for tensor in args:
             if isinstance(tensor, Tensor):
-                tensor.record_stream(self.stream)  # the caller may drop it: its memory stays
+                tensor.record_stream(self.stream)  # keeps the memory if the caller drops the tensor
         with torch.cuda.stream(self.stream):
             done.set_result(call(*args))  # enqueued, not finished: `wait` makes the waiting stream wait
             done.event = self.stream.record_event()
@@ -110,7 +110,7 @@ class Background:
     def _run(self, done: Reduced, call: Callable[..., Tensor], *args: Any) -> None:
         try:
             if self.failed:
-                raise self.failed  # peers wait for what has failed: nothing later may go in its place
+                raise self.failed  # peers wait for the failed call: no later call may take its place
             result = call(*args)
         except Exception as error:
             self.failed = error

@@ -1,4 +1,4 @@
-"""The mean in two levels: inside each node, then across nodes."""
+"""Averages in two levels: inside each node, then across nodes."""
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from trainer.comm.reduce import AllReduce, Reduce, all_gather, reduce_scatter
 
 
 class TwoLevel:
-    """The mean over all ranks. `inside` are this node's; `across` reduces this rank's part of the tensor."""
+    """The mean over all ranks. `inside` is the group of this node; `across` reduces this rank's shard."""
 
     def __init__(self, inside: dist.ProcessGroup, across: AllReduce) -> None:
         self.inside, self.per_node, self.local_rank = inside, inside.size(), inside.rank()

@@ -1,4 +1,4 @@
-"""From a checked config to objects."""
+"""Builds objects from a checked config."""
 
 import dataclasses
 import functools

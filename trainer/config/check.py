@@ -17,18 +17,18 @@ TOP = ("recipe", "callbacks", "optimizer", "schedule", "batch", "micro_batch", "
 GROUPS = ("optimizer", "schedule")
 
 # A recipe's YAML that names another optimizer is merged over the default one, whose keys stay.
-OWN_CHOICE = "for one of your own write conf/{0}/NAME.yaml, and in the recipe's defaults 'override /{0}: NAME'"
-STAGES = {"decoders": ("extension", "bytes"), "map": ("sample",)}  # of `data`: functions, and what they are called with
+OWN_CHOICE = "for your own {0} write conf/{0}/NAME.yaml, and in the recipe's defaults 'override /{0}: NAME'"
+STAGES = {"decoders": ("extension", "bytes"), "map": ("sample",)}  # of `data`: lists of functions -> their arguments
 
 
 def check(config: Mapping[str, Any], allowed: tuple[str, ...] = ALLOWED) -> None:
-    """Check that every key is known, every value of its type and in its range, and nothing missing.
+    """Check that every key is known, that every value has its type and range, and that nothing is missing.
 
     Args:
         allowed: Packages that a `_target_` may name, beside those of trainer.allow_targets.
 
     Raises:
-        ConfigError: The first of these.
+        ConfigError: A check failed; the message names the first failure.
     """
     if hidden := redacted_keys(config):
         raise ConfigError(f"{hidden[0]}={HIDDEN}: is a secret that was not printed; give its value")
@@ -37,7 +37,7 @@ def check(config: Mapping[str, Any], allowed: tuple[str, ...] = ALLOWED) -> None
             raise ConfigError(f"{key}={shown(key, config[key])}: no such key; {nearest_anywhere(key, config)}")
     for key in TOP:
         if key not in config:
-            raise ConfigError(f"{key}: is missing; a run can't be without it")
+            raise ConfigError(f"{key}: is missing, and every run needs it; give {key}=VALUE")
     refuse_missing(config, "")
     for key in ("batch", "micro_batch", "accumulate"):
         check_type(key, config[key], int if key == "batch" else int | None)
@@ -45,23 +45,23 @@ def check(config: Mapping[str, Any], allowed: tuple[str, ...] = ALLOWED) -> None
     check_type("callbacks", config["callbacks"], dict)
     for key, options in (("trainer", Options), ("data", DataOptions), ("nccl", NCCLOptions)):
         check_values(key, config[key], option_parameters(options))
-        build_options(options, config[key])  # refuses what is out of range
+        build_options(options, config[key])  # refuses values out of range
     allow = (*allowed, *config["trainer"].get("allow_targets", ()))
     for name, node in config["callbacks"].items():
         if not isinstance(node, Mapping) or "_target_" not in node:
             others = ", ".join(sorted(config["callbacks"].keys() - {name}))
             near = difflib.get_close_matches(name, config["callbacks"].keys() - {name}, 1, 0.8)
             way_out = f"did you mean callbacks.{near[0]}?" if near else f"'+callbacks=[{name}]' adds it"
-            raise ConfigError(f"callbacks.{name}: not in this run, which has {others}; {way_out}")
+            raise ConfigError(f"callbacks.{name}: is not in this run, which has {others}; {way_out}")
         check_node(f"callbacks.{name}", node, allow)
     check_stages(config["data"], allow)
     for key in ("recipe", "optimizer", "schedule"):
         check_node(key, config[key], allow)
-    build("schedule", config["schedule"], allow)  # refuses what is out of range, and imports no torch
+    build("schedule", config["schedule"], allow)  # refuses values out of range, and imports no torch
 
 
 def nearest_anywhere(key: str, config: Mapping[str, Any]) -> str:
-    """Return the way out of an unknown key: it, or one like it, may belong to a section."""
+    """Return the way out of an unknown key: the key, or a similar one, may belong to a section."""
     sections = [name for name in TOP if isinstance(config.get(name), Mapping)]
     names = [(name, name) for name in TOP] + [(name, f"{part}.{name}") for part in sections for name in config[part]]
     near = difflib.get_close_matches(key, {name for name, _ in names}, 3, 0.75)
@@ -84,16 +84,16 @@ def check_node(key: str, node: Any, allow: tuple[str, ...]) -> None:
             f"{key}.{key}: is one level too deep; begin the YAML file with the line '# @package _global_'"
         )
     if not isinstance(node, Mapping) or "_target_" not in node:
-        raise ConfigError(f"{key}={shown(key, node)}: has no _target_; choose one by {key}=NAME, see --help")
+        raise ConfigError(f"{key}={shown(key, node)}: has no _target_; choose {key}=NAME, see --help")
     target = node["_target_"]
     check_type(f"{key}._target_", target, str)
     if "." not in target:
-        raise ConfigError(f"{key}._target_={target}: not a full name; write package.module.Name")
+        raise ConfigError(f"{key}._target_={target}: is not a full name; write package.module.Name")
     refuse_target(key, target, target, allow)
     known = knobs(key, target, allow)
     refuse_nested(key, arguments(node))
     if key in GROUPS and node.get("_partial_") and known and next(iter(known.values())).default is NO_DEFAULT:
-        known = dict(list(known.items())[1:])  # its first argument is no key: the groups of parameters
+        known = dict(list(known.items())[1:])  # its first argument, the groups of parameters, is no key
     own = key in GROUPS and not target.startswith("trainer.")
     check_values(key, arguments(node), known, f"; {OWN_CHOICE.format(key)}" if own else "")
     for name, knob in known.items():
@@ -131,8 +131,8 @@ def check_values(key: str, values: Any, known: Mapping[str, Knob], hint: str = "
 def check_type(key: str, value: Any, kind: Any) -> None:
     if not fits(value, kind):
         other_type = not isinstance(value, list) and not (isinstance(value, str) and "Literal" in str(kind))
-        but = f", not {describe(type(value))}" if other_type else ""
-        raise ConfigError(f"{key}={shown(key, value)}: must be {describe(kind)}{but}")
+        given = f", not {describe(type(value))}" if other_type else ""
+        raise ConfigError(f"{key}={shown(key, value)}: must be {describe(kind)}{given}")
 
 
 def shown(key: str, value: Any) -> str:

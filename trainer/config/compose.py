@@ -40,7 +40,9 @@ def config_dirs(arguments: list[str]) -> list[Path]:
         if not Path(name).is_dir():
             raise ConfigError(f"--config-dir {name}: is not a folder; give the one that holds recipe/NAME.yaml")
     if len(names) > 1:
-        raise ConfigError(f"--config-dir {names[1]}: is the second one, and one is read; put all files in one folder")
+        raise ConfigError(
+            f"--config-dir {names[1]}: is a second --config-dir, and only one is read; put all files in one folder"
+        )
     return [Path(name) for name in names]
 
 
@@ -55,12 +57,12 @@ def compose(arguments: list[str], folders: list[Path]) -> list[Job]:
     from omegaconf import DictConfig, OmegaConf
 
     jobs: list[Job] = []
-    swept: set[Path] = set()  # files that Hydra writes of a multirun
+    swept: set[Path] = set()  # files that Hydra writes about a multirun
     flags = [word for folder in folders[1:] for word in ("--config-dir", str(folder))]
 
     def collect(config: DictConfig) -> None:
         chosen = HydraConfig.get()
-        overrides: Any = OmegaConf.to_container(chosen.overrides.task)  # as they are: they may hold ${...}
+        overrides: Any = OmegaConf.to_container(chosen.overrides.task)  # unresolved: they may hold ${...}
         argv = [redact_argument(original_override(override)) for override in overrides]
         swept.add(Path(chosen.sweep.dir, "multirun.yaml"))
         recipe = dict(chosen.runtime.choices).get("recipe", "")
@@ -68,18 +70,18 @@ def compose(arguments: list[str], folders: list[Path]) -> list[Job]:
 
     words = merge_callbacks([normalize(word, folders) for word in arguments])
     sys.argv[1:] = sorted(words, key=is_override)  # argparse takes positional arguments in one piece only
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print
-    said = io.StringIO()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises the errors that it would print
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(stderr):
             hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(collect)()
     except SystemExit as stop:
         if stop.code:
-            raise ConfigError(f"{said.getvalue().strip().rpartition('error: ')[2]}; see --help") from None
+            raise ConfigError(f"{stderr.getvalue().strip().rpartition('error: ')[2]}; see --help") from None
         raise
     except Exception as error:
         raise ConfigError(explain(error, folders)) from None
-    sys.stderr.write(said.getvalue())
+    sys.stderr.write(stderr.getvalue())
     for file in filter(Path.exists, swept):
         remove_if_secret(file)
     return jobs
@@ -96,8 +98,8 @@ def kept_by_recipe(config: Mapping[str, Any], argv: list[str]) -> list[str]:
     for key, value in own.items():
         found = config["optimizer"].get(key, value)
         if found != value and f"optimizer.{key}" not in typed and "${" not in str(value):
-            text = f"optimizer.{key}={found}: the recipe's YAML sets it, and {name} alone has {value}"
-            lines.append(f"{text}; to choose, give optimizer.{key}=VALUE")
+            text = f"optimizer.{key}={found}: the recipe's YAML sets this, and optimizer={name} has {value}"
+            lines.append(f"{text}; give optimizer.{key}=VALUE to choose")
     return lines
 
 
@@ -116,7 +118,7 @@ def explain(error: Exception, folders: list[Path]) -> str:
         group, _, name = error.missing_cfg_file.rpartition("/")
         known = choices(group, folders)
         if not group:
-            return f"--config-name {name}: the only one is config; leave --config-name out, and choose a recipe=NAME"
+            return f"--config-name {name}: the only name is config; leave --config-name out, and choose a recipe=NAME"
         return f"{group}={name}: there is no such {group.removesuffix('s')}; {nearest(name, known)}"
     if isinstance(error, OverrideParseException):
         word = redact_argument(error.override.removeprefix("++"))
@@ -128,7 +130,7 @@ def explain(error: Exception, folders: list[Path]) -> str:
     if absent := re.search("delete from config. '(.*)' does not exist", text):
         group, _, name = absent[1].partition(".")
         near = difflib.get_close_matches(name, choices(group, folders), 1)
-        return f"~{absent[1]}: this run has none; {f'did you mean ~{group}.{near[0]}?' if near else 'see --cfg job'}"
+        return f"~{absent[1]}: is not in this run; {f'did you mean ~{group}.{near[0]}?' if near else 'see --cfg job'}"
     reason, _, key = text.partition(" full_key: ")  # OmegaConf's
     return f"{key.split()[0]}: {reason}; see --cfg job" if key else f"{reason}; see --cfg job"
 
@@ -152,7 +154,7 @@ def normalize(word: str, folders: list[Path]) -> str:
         return f"callbacks={value if '[' in value else f'[{value}]'}"
     if any((folder / name).is_dir() for folder in folders):
         if value == "null":
-            raise ConfigError(f"{word}: a run needs one; there are {', '.join(choices(name, folders))}")
+            raise ConfigError(f"{word}: a run needs one {name}; there are {', '.join(choices(name, folders))}")
         return word
     return f"++{name}={value}"
 
@@ -160,7 +162,7 @@ def normalize(word: str, folders: list[Path]) -> str:
 def merge_callbacks(words: list[str]) -> list[str]:
     """Merge all lists of callbacks into one, without the default ones: of several lists Hydra would take the last."""
     given = [re.findall(r"\[([^][]*)\]", word) for word in words if word.startswith("callbacks=")]
-    if not given or [] in given:  # none, or one that Hydra shall refuse
+    if not given or [] in given:  # no list, or one that Hydra will refuse
         return words
     default = re.findall(r"^  - callbacks/(\w+)", (CONF / "config.yaml").read_text(), re.MULTILINE)
     lists = []

@@ -1,4 +1,4 @@
-"""Durations: "200 steps", "2 epochs", "1e6 samples", "30 minutes"; a bare number is steps."""
+"""Parses durations: "200 steps", "2 epochs", "1e6 samples", "30 minutes"; a bare number is steps."""
 
 import math
 import re
@@ -28,14 +28,16 @@ class Duration:
         except ValueError:
             amount = -1.0
         if not 0 <= amount < math.inf or not unit:
-            raise ConfigError(f"{key}={text}: not a duration; write for example {key}='200 steps' ({', '.join(UNITS)})")
+            raise ConfigError(
+                f"{key}={text}: is not a duration; write for example {key}='200 steps' ({', '.join(UNITS)})"
+            )
         return cls(amount, unit)
 
     def steps(self, key: str, batch: int, epoch_samples: int | None) -> int:
-        """In optimizer steps, rounded up; `batch` is global, in samples.
+        """Convert to optimizer steps, rounded up. `batch` is the global batch, in samples.
 
         Raises:
-            ConfigError: for minutes, and for epochs of a data set whose length is not known.
+            ConfigError: The unit is minutes, or epochs of data whose length is not known.
         """
         if self.unit == "minutes":
             raise ConfigError(

@@ -20,7 +20,7 @@ class CheckpointOptions:
     keep: int = 2  # newest valid checkpoints kept; at least 2, for the newest may turn out to be damaged
     keep_best: str | None = None  # a metric, smaller is better: "val/loss"; "max val/accuracy" turns it round
     keep_every: int | None = None  # steps; checkpoints of multiples of it stay for ever
-    when_busy: Literal["wait", "skip"] = "wait"  # if the one before is still being written when one is due
+    when_busy: Literal["wait", "skip"] = "wait"  # if a checkpoint is due while the one before is being written
     max_failures: int = 3  # in a row, until the run stops
 
     def __post_init__(self) -> None:
@@ -32,7 +32,7 @@ class CheckpointOptions:
 
 @dataclass(frozen=True)
 class DDPOptions:
-    """torch's DistributedDataParallel, by its own names but for the unit."""
+    """Arguments of torch's DistributedDataParallel, by torch's names but for the unit."""
 
     bucket_mib: float | None = None  # null: torch's 25, after a first bucket of 1
     find_unused_parameters: bool = False
@@ -52,15 +52,15 @@ class DDPOptions:
 @dataclass(frozen=True)
 class DataOptions:
     workers: int = 2  # processes per rank; 0 reads in the training process
-    prefetch: int = 2  # micro-batches ahead per worker
+    prefetch: int = 2  # micro-batches ahead per worker, at least; all workers together load 1.5 steps ahead
     lanes: int = 64  # shards mixed in every batch; part of the run's identity
     block: int = 512  # samples shuffled together inside a lane; part of the run's identity
     decoders: list[Any] = field(default_factory=list)  # functions (".seg.png", bytes) -> value, or None: the next one's
     map: list[Any] = field(default_factory=list)  # functions sample -> sample, one after the other, before `transform`
     max_bad: float = 1e-4  # share of an epoch's samples that may be unreadable, 10 at least; 0: none
     allow_pipe: bool = False  # whether a shard may be pipe:PROGRAM ARGUMENTS, which is run without a shell
-    cache_dir: str = "~/.cache/echelon/shards"  # where shards at URLs and unpacked ones are kept; one folder a node
-    cache_gb: float = 50.0  # it may hold; the least recently used shards go, those in use stay
+    cache_dir: str = "~/.cache/echelon/shards"  # for shards that were downloaded or unpacked; one folder per node
+    cache_gb: float = 50.0  # size of the cache; the least recently used shards are deleted, shards in use stay
 
     def __post_init__(self) -> None:
         require("data.workers", self.workers, at_least=0)
@@ -79,7 +79,7 @@ class Options:
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
-    deterministic: bool = False  # a GPU's kernels that give the same bits every time, and an error where there is none
+    deterministic: bool = False  # GPU kernels that give the same bits every time; an error if an operation has none
     max_steps: int | None = None
     max_epochs: float | None = None
     clip_norm: float | None = None  # global norm; null does not clip
@@ -90,9 +90,9 @@ class Options:
     accept: list[str] = field(default_factory=list)  # differences from the checkpoint that a resume may take
     init_from: str | None = None  # weights only: a checkpoint, a file, a Hugging Face folder
     run_dir: str | None = None  # null: runs/<recipe>-<time>
-    timeout_s: float = 600.0  # of a collective, of a wait for a data worker; twice that without a move ends the run
-    restarts: int = 3  # after failures, without a step further than before; of ranks that Echelon starts itself
-    check_replicas_every: int | None = 1000  # steps; whether all ranks have the same weights
+    timeout_s: float = 600.0  # of a collective, of a data worker; after twice that without a step, the run ends
+    restarts: int = 3  # after failures without progress; only of ranks that Echelon itself starts
+    check_replicas_every: int | None = 1000  # steps; checks that all ranks have the same weights
     allow_targets: list[str] = field(default_factory=list)  # packages beside Echelon's that _target_ may name
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     ddp: DDPOptions = field(default_factory=DDPOptions)
@@ -108,11 +108,10 @@ class Options:
         for key in self.accept:
             if key not in ACCEPTABLE:
                 raise ConfigError(
-                    f"trainer.accept=[{key}]: is nothing that a resume compares; {nearest(key, ACCEPTABLE)}"
+                    f"trainer.accept=[{key}]: is not a setting that a resume compares; {nearest(key, ACCEPTABLE)}"
                 )
         for key in ("clip_norm", "timeout_s"):
             require(f"trainer.{key}", getattr(self, key), above=0)
         if self.validate_every is not None and not Duration.parse(self.validate_every, "trainer.validate_every").amount:
-            raise ConfigError(
-                f"trainer.validate_every={self.validate_every}: must be more than 0; null: at the end only"
-            )
+            reason = "must be more than 0; give null to validate only at the end"
+            raise ConfigError(f"trainer.validate_every={self.validate_every}: {reason}")

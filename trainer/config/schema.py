@@ -1,4 +1,4 @@
-"""The parameters of constructors, read from source, and the values that fit them."""
+"""Reads the parameters of constructors from source, and checks that values fit their types."""
 
 import ast
 import dataclasses
@@ -20,8 +20,8 @@ PLAIN = {t.__name__: t for t in (int, float, bool, str, list, tuple, dict)} | {"
 
 @dataclasses.dataclass(frozen=True)
 class Knob:
-    annotation: Any  # Any where it is not made of plain types
-    default: Any = NO_DEFAULT  # a value, or its source; NO_DEFAULT where it must be given
+    annotation: Any  # Any if it is not made of plain types
+    default: Any = NO_DEFAULT  # a value, or its source; NO_DEFAULT if a value must be given
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -67,7 +67,7 @@ def option_parameters(options: type) -> dict[str, Knob]:
 def knobs(key: str, target: str, allow: tuple[str, ...]) -> dict[str, Knob]:
     """Return the parameters of a function or of a class's constructor.
 
-    They come from the module's source, so that checking a config imports no torch; else from the object.
+    The module's source is read first, so that checking a config imports no torch; else the object is inspected.
     """
     module, _, name = target.rpartition(".")
     if source := source_of(module):
@@ -77,7 +77,7 @@ def knobs(key: str, target: str, allow: tuple[str, ...]) -> dict[str, Knob]:
         if found is not None:
             return found
         for node in (node for node in tree.body if isinstance(node, ast.ImportFrom)):
-            inside = f"{node.module}".startswith(f"{module}.")  # a package's name, which one of its modules defines
+            inside = f"{node.module}".startswith(f"{module}.")  # the package exports a name of one of its modules
             if inside and any(alias.name == name for alias in node.names):
                 return knobs(key, f"{node.module}.{name}", allow)
     parameters = inspect.signature(locate(key, target, allow)).parameters.values()
@@ -88,7 +88,7 @@ def source_of(module: str) -> Path | None:
     """Find a module's file without an import of its packages."""
     spec, places = None, None
     for part in module.split("."):
-        if spec and not places:  # a module, which holds no others
+        if spec and not places:  # a module, not a package
             return None
         spec = PathFinder.find_spec(part, places)
         places = spec and spec.submodule_search_locations

@@ -1,4 +1,4 @@
-"""The objects that `_target_` may name: those of allowed packages."""
+"""Finds the objects that `_target_` may name: those of allowed packages."""
 
 import importlib
 import os
@@ -9,12 +9,12 @@ from typing import Any
 
 from trainer.errors import ConfigError
 
-# Not all of `trainer`: its config module would build any target that its arguments allow.
+# Not all of `trainer`: trainer.config would build any target that its arguments allow.
 OWN = ("trainer.callbacks", "trainer.monitors", "trainer.optim", "recipes")
 ALLOWED = (*OWN, "torch.nn", "torch.optim", "transformers")
 OURS = ("trainer", "recipes")
 HOME = Path(__file__).parents[2]
-LIMITED = ("torch", "transformers")  # some of their functions and classes run the code that they are pointed to
+LIMITED = ("torch", "transformers")  # packages with functions and classes that run code which an argument names
 
 
 def refuse_target(key: str, target: str, module: str, allow: tuple[str, ...]) -> None:
@@ -22,14 +22,16 @@ def refuse_target(key: str, target: str, module: str, allow: tuple[str, ...]) ->
         package = module.split(".")[0]
         raise ConfigError(
             f"{key}._target_={target}: {package} is not a package that configs may name; "
-            f"if you trust it, 'trainer.allow_targets=[{package}]'"
+            f"if you trust it, add 'trainer.allow_targets=[{package}]'"
         )
 
 
 def refuse_nested(key: str, value: Any) -> None:
-    """Refuse a `_target_` inside of arguments: the object that takes it may build it without these checks."""
+    """Refuse a `_target_` inside arguments: the object that takes it may build it without these checks."""
     if isinstance(value, Mapping) and "_target_" in value:
-        raise ConfigError(f"{key}._target_={value['_target_']}: is inside of arguments; give a plain value")
+        raise ConfigError(
+            f"{key}._target_={value['_target_']}: a _target_ inside arguments is not built; give a plain value"
+        )
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for name, item in items:
         refuse_nested(f"{key}.{name}", item)
@@ -54,14 +56,14 @@ def locate(key: str, target: str, allow: tuple[str, ...]) -> Callable[..., Any]:
 
 
 def refuse_unlimited(key: str, target: str, found: Any) -> None:
-    """Take public modules and optimizers of torch and transformers only: their constructors import and run nothing."""
+    """Refuse all but public modules and optimizers of torch and transformers, whose constructors run no given code."""
     from torch import nn, optim
 
     kinds = (nn.Module, optim.Optimizer)
     private = any(part.startswith("_") for part in target.split("."))
     if private or not (isinstance(found, type) and issubclass(found, kinds)):
         raise ConfigError(
-            f"{key}._target_={target}: is no public nn.Module or Optimizer; call it in a function of your own package"
+            f"{key}._target_={target}: is not a public nn.Module or Optimizer; call it in your own package's function"
         )
 
 

@@ -1,4 +1,4 @@
-"""Samples that can't be read: left out of their micro-batch, written down, counted; too many of them end the run."""
+"""Counts and lists samples that can't be read; their micro-batches leave them out, and too many end the run."""
 
 import json
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -10,16 +10,16 @@ from trainer.errors import DataError
 from trainer.files import Appended
 from trainer.log import log
 
-LEAST = 10  # samples of an epoch that may be bad, however small it is
+LEAST = 10  # bad samples that any epoch may have, however small it is
 
 
 class Bad(NamedTuple):
-    """A sample that was left out, and why."""
+    """A sample that was left out, and the reason."""
 
     ref: Ref
     why: str
-    shard: str | int  # its name; of a dataset, its number
-    key: str | None  # where it can be read; of a dataset, the sample's number
+    shard: str | int  # the shard's name; for a dataset, its number
+    key: str | None  # the sample's key, if it can be read; for a dataset, the sample's number
 
     @property
     def line(self) -> dict[str, Any]:
@@ -27,13 +27,12 @@ class Bad(NamedTuple):
 
 
 class BadSamples:
-    """The list of an epoch's bad samples: a line for each in a file, which rank 0 writes. A resume loses and repeats
-    none.
+    """The list of an epoch's bad samples, one line each, in a file of rank 0. A resume loses and repeats none.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         limit: Bad samples that an epoch may have.
-        gather: Returns on every rank what each of them passes. A collective.
+        gather: Returns on every rank the values of all ranks. A collective.
     """
 
     def __init__(self, path: Path, limit: int, gather: Callable[[Any], list[Any]], rank: int) -> None:
@@ -42,26 +41,30 @@ class BadSamples:
         self.saved = {"bytes": 0, "kept": ""}
 
     def begin(self) -> None:
-        """Cut off the lines that were written after the checkpoint of the resume. Rank 0 calls it."""
+        """Cut off the lines that were written after the resumed checkpoint. Called on rank 0."""
         self.file.go_on(self.saved)
 
-    def take(self, step: int, epoch: int, bad: Sequence[Bad]) -> None:
-        """Count and list the bad samples of a step, of all ranks. A collective.
+    def take(self, step: int, epoch: int, bad: Sequence[Bad], data_rank: int) -> None:
+        """Count and list the bad samples of all ranks in a step. A collective.
+
+        Args:
+            data_rank: Of this rank. Samples that several ranks read count once.
 
         Raises:
-            DataError: on all ranks, for more than the limit.
+            DataError: The epoch has more than the limit. Raised on all ranks.
         """
-        found = [each for rank in self.gather([{"step": step, **one.line} for one in bad]) for each in rank]
+        parts = dict(self.gather([data_rank, [{"step": step, **one.line} for one in bad]]))
+        found = [each for part in parts.values() for each in part]
         self.count = len(found) + (self.count if epoch == self.epoch else 0)
         self.epoch = epoch
         if self.rank == 0:
             self.file.write("".join(json.dumps(each) + "\n" for each in found).encode())
             for each in found:
-                log.warning("step %d: left out: %s", step, each["error"])
+                log.warning("step %d: a sample is left out: %s", step, each["error"])
         if self.count > self.limit:
             raise DataError(
-                f"data.max_bad: {self.count} samples of epoch {self.epoch} could not be read, and {self.limit} may be; "
-                f"the last: {found[-1]['error']}; all are in {self.file.path}"
+                f"data.max_bad: {self.count} samples of epoch {self.epoch} could not be read, and the limit is "
+                f"{self.limit}; the last: {found[-1]['error']}; {self.file.path} lists all"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -72,15 +75,15 @@ class BadSamples:
 
 
 def allowed(share: float, samples: int) -> int:
-    """Return how many of the samples may be bad."""
+    """Return the number of samples that may be bad."""
     return int(max(LEAST, share * samples)) if share else 0
 
 
-def stand_in(micros: Iterator[Any]) -> Generator[Any]:
-    """Yield micro-batches; in place of one whose samples are all bad, another one with weight 0.
+def replace_bad(micros: Iterator[Any]) -> Generator[Any]:
+    """Yield micro-batches. A micro-batch whose samples are all bad gets another one's batch, with weight 0.
 
     Raises:
-        DataError: for so many at the beginning.
+        DataError: The first `LEAST` micro-batches have no good sample.
     """
     early, last = [], None
     for micro in micros:

@@ -70,26 +70,27 @@ class Step:
         self.weights: list[int] = []
         self.refs: list[Ref] = []
         self.bad: list[Bad] = []
-        for _, weight, refs, bad in micros:
+        self._batches: deque[Any] = deque()
+        for batch, weight, refs, bad in micros:
+            self._batches.append(batch)
             self.weights.append(weight)
             self.refs += refs
             self.bad += bad
-        self._batches = deque([micro.batch for micro in (*micros, *following)])
+        self._batches.extend(micro.batch for micro in following)
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
+        batches = self._batches
         for weight in self.weights:
-            yield self._next(), weight
-        self._batches.clear()
+            yield (self._uploaded() if isinstance(batches[0], Upload) else batches.popleft()), weight
+        batches.clear()
 
     def peek(self) -> Any:
         """Return the first batch, on the device, and keep it for the iteration."""
         batch = self._batches[0]
         return batch.wait() if isinstance(batch, Upload) else batch
 
-    def _next(self) -> Any:
+    def _uploaded(self) -> Any:
         batch = self._batches.popleft()
-        if not isinstance(batch, Upload):
-            return batch
         batch.wait()  # before the next begins, for it waits for all that has begun
         if self._batches:
             self._batches[0].begin()

@@ -2,7 +2,8 @@
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -10,33 +11,35 @@ from torch import Tensor
 
 
 class Upload:
-    """One batch on its way to the device of `stream`, on which batches are copied while others are computed."""
+    """The copy of one batch to the device of `stream`, which runs while another batch is computed."""
 
     def __init__(self, batch: Any, stream: torch.cuda.Stream) -> None:
         self.batch, self.stream, self.begun = batch, stream, False
 
     def begin(self) -> None:
         if not self.begun:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))  # it may use the memory still
             with torch.cuda.stream(self.stream):
                 self.batch, self.begun = map_tensors(self.batch, self._copy), True
 
     def wait(self) -> Any:
-        """Make the current stream wait for the copy; return it."""
+        """Make the current stream wait for the copy, and return the copy."""
         self.begin()
-        current = torch.cuda.current_stream(self.stream.device)
-        current.wait_stream(self.stream)
-        map_tensors(self.batch, lambda t: t.record_stream(current) if t.is_cuda else None)
+        torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
         return self.batch
 
     def take(self) -> Any:
-        """Return the batch and forget it."""
+        """Return the batch, and drop the reference to it."""
         batch, self.batch = self.batch, None
         return batch
 
-    def _copy(self, tensor: Tensor) -> Tensor:
-        if tensor.device.type == "cpu" and not tensor.is_pinned():
-            tensor = tensor.pin_memory()  # from other memory the copy would block this thread
-        return tensor.to(self.stream.device, non_blocking=True)
+    def _copy(self, value: Any) -> Any:
+        if hasattr(value, "pin_memory") and not getattr(value, "is_cuda", False):
+            value = value.pin_memory()  # a copy from pageable memory would block this thread
+        try:
+            return value.to(self.stream.device, non_blocking=True)
+        except TypeError:  # its `to` takes a device alone
+            return value.to(self.stream.device)
 
 
 def upload(micros: Iterator[Any], stream: "torch.cuda.Stream | None") -> Iterator[Any]:
@@ -48,7 +51,7 @@ def upload(micros: Iterator[Any], stream: "torch.cuda.Stream | None") -> Iterato
     for following in itertools.chain(micros, [None]):
         given = ahead.pop() if ahead else None
         if given:
-            given[1].wait()  # before the next begins, for it waits for all that has begun
+            given[1].wait()  # before the next copy begins: `wait` waits for all copies that have begun
         if following is not None:
             ahead.append((following._replace(batch=None), Upload(following.batch, stream)))
             ahead[0][1].begin()
@@ -56,16 +59,28 @@ def upload(micros: Iterator[Any], stream: "torch.cuda.Stream | None") -> Iterato
             yield given[0]._replace(batch=given[1].take())
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return `value` with each tensor changed, in new containers of the same classes."""
+def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return `value` with each tensor, and each other object that has `to`, changed: in new containers of the same
+    classes."""
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, MutableMapping):  # of its own class, as transformers' BatchEncoding
-        changed = copy.copy(value)
-        changed.update({key: map_tensors(item, change) for key, item in value.items()})
+    kind: Any = type(value)
+    if isinstance(value, Mapping):
+        items = {key: map_tensors(item, change) for key, item in value.items()}
+        if not isinstance(value, MutableMapping):
+            return kind(items)
+        changed = copy.copy(value)  # with its attributes, such as those of transformers' BatchEncoding
+        changed.update(items)
         return changed
+    if hasattr(value, "to"):  # torch's PackedSequence, whose `batch_sizes` stay on the host
+        return change(copy.copy(value))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, change) for item in value))
+        return kind(*(map_tensors(item, change) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(map_tensors(item, change) for item in value)
+        return kind(map_tensors(item, change) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = copy.copy(value)
+        for field in fields(value):
+            object.__setattr__(changed, field.name, map_tensors(getattr(value, field.name), change))  # also of a frozen
+        return changed
     return value

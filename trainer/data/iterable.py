@@ -1,4 +1,4 @@
-"""Iterables of batches: walked again and again, replayed to the bit, and no trouble to each other."""
+"""Iterates over batches again and again, with random numbers that a resume repeats bit for bit."""
 
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -14,9 +14,9 @@ from trainer.rng import GOLDEN, MASK, seed_all
 
 
 def replay(source: Iterable[Any], weight: Callable[[Any], int], key: int, endless: bool) -> Generator[Micro]:
-    """Yield batches as they come; a replay draws the same random numbers.
+    """Yield the batches of `source`; a replay draws the same random numbers.
 
-    `random` and NumPy are seeded at the start, since nothing of ours draws from them between batches. Before each
+    `random` and NumPy are seeded at the start, since the trainer draws nothing from them between batches. Before each
     batch, torch is seeded, since training draws from it.
     """
     seed_all(key)
@@ -33,12 +33,12 @@ def replay(source: Iterable[Any], weight: Callable[[Any], int], key: int, endles
 
 
 def refuse_other_size(batch: Any, split: Split) -> None:
-    """Refuse a batch that is no micro-batch of `split`, by which samples and all rates are counted.
+    """Refuse a batch that has another number of samples than a micro-batch of `split`: rates are computed from that.
 
-    A batch without a tensor to count by passes.
+    A batch without a tensor to count samples by passes.
 
     Raises:
-        DataError: for another number of samples.
+        DataError: The number of samples differs.
     """
     try:
         samples = count_samples(batch)
@@ -54,24 +54,24 @@ def refuse_other_size(batch: Any, split: Split) -> None:
 
 
 def refuse_same_batches(source: Any) -> None:
-    """Refuse a DataLoader that gives every rank the same batches: over a map-style data set, in an order of its own.
+    """Refuse a DataLoader over a map-style dataset whose sampler gives every rank the same batches.
 
     Raises:
-        DataError: with the way out.
+        DataError: The sampler is sequential, or random with a generator of its own.
     """
     sampler = source.sampler if isinstance(source, DataLoader) else None
-    # Without a generator of its own, the order is drawn from torch's, and each rank has another.
+    # Without a generator of its own, a sampler draws from torch's, which is seeded differently on each rank.
     shuffled = isinstance(sampler, RandomSampler) and sampler.generator is None
     if isinstance(sampler, SequentialSampler | RandomSampler) and not shuffled:
         kind = type(source.dataset).__name__
         raise DataError(
-            f"recipe.data('train'): a DataLoader over {kind} gives every rank the same batches; return the data set "
-            "itself, whose samples are shared out, or give the DataLoader a DistributedSampler"
+            f"recipe.data('train'): a DataLoader over {kind} gives every rank the same batches; return the dataset "
+            "itself, which Echelon splits over the ranks, or give the DataLoader a DistributedSampler"
         )
 
 
-def undisturbing(micros: Iterator[Micro]) -> Generator[Micro]:
-    """`micros`, and afterwards `random` and NumPy as they were: a training iterable may draw from them."""
+def preserve_rng_state(micros: Iterator[Micro]) -> Generator[Micro]:
+    """Yield `micros`, then restore the states of `random` and NumPy: a training iterable may draw from these."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         yield from micros

@@ -1,4 +1,4 @@
-"""From an order to steps: the workers' batches, and micro-batches."""
+"""Loads the batches of a rank, in an order, from data workers: steps for training, micro-batches for validation."""
 
 import itertools
 import math
@@ -11,11 +11,11 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from trainer.config.options import DataOptions
-from trainer.data.bad_samples import Bad, stand_in
+from trainer.data.bad_samples import Bad, replace_bad
 from trainer.data.batch import Micro, Split, Step, count_samples, steps_from
 from trainer.data.device_prefetch import Upload, upload
-from trainer.data.iterable import refuse_other_size, refuse_same_batches, replay, undisturbing
-from trainer.data.remote.prefetch import Needs, fetching, of_training, of_validation
+from trainer.data.iterable import preserve_rng_state, refuse_other_size, refuse_same_batches, replay
+from trainer.data.remote.prefetch import Needs, fetching, training_needs, validation_needs
 from trainer.data.sampling.mixture import Mixture
 from trainer.data.sampling.order import Order, Ref, near_equal, walk
 from trainer.data.source import SampleFault, Samples
@@ -25,7 +25,7 @@ from trainer.log import log
 from trainer.rng import ITERABLE, mix
 
 CPU = torch.device("cpu")
-AHEAD = 1.5  # steps that the workers load ahead: they go on while one is computed
+AHEAD = 1.5  # steps that the workers load ahead, so that they work while a step is computed
 
 
 class Loader:
@@ -33,12 +33,13 @@ class Loader:
 
     Args:
         source: Samples by reference, or an iterable of batches.
-        order: Of the samples; None for an iterable.
-        split: Of a step, where `train` is given no other; its largest micro-batch is validation's.
+        order: The order of the samples; None for an iterable.
+        split: The split of a step if `train` gets no other; validation has its largest micro-batch. Workers
+            load ahead by its micro-batches, or by those of the first step's split if these are more.
         validation: Data of the same two kinds, or None.
-        timeout_s: Wait for a data worker.
-        ranks_on_node: Ranks that have the folder of downloaded shards in common.
-        collate: A batch from samples.
+        timeout_s: Limit of the wait for a data worker.
+        ranks_on_node: Ranks that share the folder of downloaded shards.
+        collate: Makes a batch from samples.
         weight: Items that the loss of a batch averages over; None counts samples.
     """
 
@@ -62,7 +63,8 @@ class Loader:
         self.rank, self.seed, self.timeout_s, self.device = rank, seed, timeout_s, device
         self.ranks_on_node, self.collate, self.weight = ranks_on_node, collate, weight
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._running: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()  # weak: dropping one ends it as well
+        # Weak: a generator that is dropped ends, too.
+        self._running: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()
 
     def train(
         self, start: int, split_at: Callable[[int], Split] | None = None, stop: float = math.inf
@@ -78,12 +80,13 @@ class Loader:
             micros = self._ordered(self.source, partial(steps, start), stop)
         else:
             micros = self._iterated(self.source, steps, start)
-        stream = self.stream
+        if stream := self.stream:
+            micros = map(partial(to_upload, stream=stream), micros)
         ahead: list[Micro] = []  # with a stream, the first of the next step, which is uploaded during this one
-        for _, split in steps(start):
-            new = itertools.islice(micros, split.accumulate + (stream is not None) - len(ahead))
-            ahead += new if stream is None else [m._replace(batch=Upload(m.batch, stream)) for m in new]
-            now, ahead = ahead[: split.accumulate], ahead[split.accumulate :]
+        for split in (split for _, split in steps(start)) if split_at else itertools.repeat(self.split):
+            now = [*ahead, *itertools.islice(micros, split.accumulate - len(ahead))]
+            if stream:
+                ahead = list(itertools.islice(micros, 1))
             if not now:
                 return
             step = Step(now, ahead)
@@ -92,21 +95,21 @@ class Loader:
             del step
 
     def validate(self) -> Iterator[Micro]:
-        """Yield every sample once, over all ranks, as stored.
+        """Yield every sample once, over all ranks, in the stored order.
 
-        The last micro-batch may be smaller, or a rank have none.
+        The last micro-batch may be smaller, and a rank may have none.
         """
         source = self.validation
         assert source is not None
         if isinstance(source, Samples):
             parts = partial(self._stored, source)
-            micros = self._load(source, parts(), partial(of_validation, parts), 1, self.options.prefetch)
+            micros = self._load(source, parts(), partial(validation_needs, parts), 1, self.options.prefetch)
         else:
             micros = self._replay(source, endless=False)
-        return upload(self._run(undisturbing(micros)), self.stream)
+        return upload(self._run(preserve_rng_state(micros)), self.stream)
 
     def close(self) -> None:
-        """End what `train` and `validate` gave, and the workers; close the files that this process has read."""
+        """End the iterators of `train` and `validate` and their workers, and close this process's shards."""
         for micros in list(self._running):
             micros.close()
         for source in (self.source, self.validation):
@@ -124,12 +127,13 @@ class Loader:
         assert order is not None
 
         def needs() -> Iterator[set[int]]:
-            return of_training(order, itertools.takewhile(lambda step: step[0] < stop, steps()), self.rank)
+            return training_needs(order, itertools.takewhile(lambda step: step[0] < stop, steps()), self.rank)
 
         lanes = -(-self.options.lanes // self.split.world)
-        each = AHEAD * self.split.accumulate / max(1, self.options.workers)
+        accumulate = max(self.split.accumulate, next(steps())[1].accumulate)
+        each = AHEAD * accumulate / max(1, self.options.workers)
         ahead = max(self.options.prefetch, math.ceil(each))
-        return self._run(stand_in(self._load(source, self._refs(order, steps()), needs, lanes, ahead)))
+        return self._run(replace_bad(self._load(source, self._refs(order, steps()), needs, lanes, ahead)))
 
     def _refs(self, order: Order | Mixture, steps: Iterator[tuple[int, Split]]) -> Iterator[list[Ref]]:
         for start, split in steps:
@@ -142,7 +146,7 @@ class Loader:
     ) -> Iterator[Micro]:
         if self.split.world > 1:
             refuse_same_batches(source)
-            log.info("data is an iterable: each of %d ranks walks its own; see trainer/recipe.py", self.split.world)
+            log.info("recipe.data('train') is an iterable: each of %d ranks has batches of its own", self.split.world)
         micros = self._run(self._replay(source, endless=True))
         first = next(micros)
         if self.weight is None:  # a weight may count otherwise
@@ -170,13 +174,13 @@ class Loader:
         """
         to_load, to_name, later = itertools.tee(micro_refs, 3)
         workers, timeout_s = self.options.workers, self.timeout_s
-        coming = itertools.islice(later, max(1, workers), None)  # the batches that the same workers read after these
+        coming = itertools.islice(later, max(1, workers), None)  # the next micro-batch of the same worker
         to_load = itertools.zip_longest(to_load, coming, fillvalue=[])
         loader = partial(
             DataLoader,
             Fetch(source, self.collate, self.weight or count_samples),  # pyright: ignore[reportArgumentType] by __getitem__ it is map-style
-            batch_size=None,  # what the sampler gives is a batch
-            collate_fn=as_it_is,
+            batch_size=None,  # an item of the sampler is a batch
+            collate_fn=identity,
             num_workers=workers,
             prefetch_factor=ahead if workers else None,
             timeout=timeout_s if workers else 0,
@@ -191,7 +195,7 @@ class Loader:
                     passed()
                     batch, weight, bad = fetched
                     micro = Micro(batch, weight, refs, bad)
-                    del fetched, batch  # the consumer alone keeps it
+                    del fetched, batch  # so that the consumer alone keeps the batch
                     yield micro
                     del micro
         except (FileNotFoundError, RuntimeError) as error:
@@ -201,9 +205,9 @@ class Loader:
 
 
 class Fetch:
-    """Loads in a worker: a batch, its weight while it is on the CPU, and the samples that could not be read.
+    """The dataset of a DataLoader: loads a batch, its weight, and the list of its bad samples, in a worker.
 
-    If all samples are bad there is no batch. An error of the data is returned: if raised, its message would have the
+    If all samples are bad, the batch is None. An error of the data is returned: if raised, its message would have the
     worker's traceback.
     """
 
@@ -213,7 +217,7 @@ class Fetch:
     def __getitem__(self, now_and_next: tuple[list[Ref], list[Ref]]) -> tuple[Any, int, list[Bad]] | Exception:
         refs, coming = now_and_next
         try:
-            self.source.reader.prefetch(coming)  # which the disk reads while these are decoded and passed on
+            self.source.reader.prefetch(coming)  # the disk reads the next samples while these are decoded
             good, bad = self.source.batch(refs)
             left_out = {each.ref for each in bad}
             kept = [ref for ref in refs if ref not in left_out]
@@ -223,9 +227,13 @@ class Fetch:
             return batch, self.weight(batch) if good else 0, bad
         except SampleFault as error:
             return error
-        except tuple(EXIT_CODES) as error:  # of no class that only the recipe knows
+        except tuple(EXIT_CODES) as error:  # a subclass of the recipe's might not unpickle in the rank
             return next(kind for kind in EXIT_CODES if isinstance(error, kind))(str(error))
 
 
-def as_it_is(value: Any) -> Any:
+def to_upload(micro: Micro, stream: torch.cuda.Stream) -> Micro:
+    return micro._replace(batch=Upload(micro.batch, stream))
+
+
+def identity(value: Any) -> Any:
     return value

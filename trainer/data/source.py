@@ -1,4 +1,4 @@
-"""A recipe's `data` in one of two forms: samples by reference, or batches as they come."""
+"""Opens a recipe's `data` as one of two kinds: samples by reference, or an iterable of batches."""
 
 import hashlib
 import itertools
@@ -31,17 +31,17 @@ VIRTUAL_SHARDS = 65536  # a map-style dataset is cut into at most so many, so th
 
 
 class SampleFault(RuntimeError):
-    """An error of the recipe's code or the data set's, as it made a sample. The sample is not a bad one."""
+    """An error in the code of the recipe or the dataset, which made a sample or a batch. The sample is not bad."""
 
 
 class Samples:
-    """Samples by reference: all that a data worker holds, and stateless.
+    """Samples by reference, without a state. A data worker has a copy.
 
-    Before each sample, `random`, NumPy and torch are seeded from (seed, epoch, sample): neither the number of workers
-    nor that of ranks changes an augmentation.
+    Before each sample, `random`, NumPy and torch are seeded from (seed, epoch, sample). So an augmentation depends
+    neither on the number of workers nor on the number of ranks.
 
     Args:
-        mixed: Where these are several data sets: of each, the number of its shards, and its weight.
+        mixed: For a mixture: the number of shards and the weight of each data set.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Samples:
         self.bases = np.concatenate([[0], np.cumsum(counts)]).tolist()
 
     def order(self, lanes: int, block: int) -> Order | Mixture:
-        """In which they are trained on."""
+        """Return the order of the samples in training."""
         if not self.mixed:
             return Order(self.counts, self.seed, lanes, block)
         rest = iter(self.counts)
@@ -93,7 +93,7 @@ class Samples:
 
         Raises:
             DataError: The message names the sample that does not fit.
-            SampleFault: The same for a `collate` of the recipe's, with its frames.
+            SampleFault: A `collate` of the recipe fails. The message names the sample and has the frames.
         """
         try:
             return collate(samples)
@@ -107,9 +107,9 @@ class Samples:
                     except Exception as same:
                         if collate is default_collate:
                             form = "give samples of one shape and of tensors, arrays or numbers, or give `collate`"
-                            raise DataError(f"{self._where(ref)}: does not go into a batch ({same}); {form}") from None
-                        raise SampleFault(self._blame(ref, same, "does not go into a batch: ")) from None
-            raise SampleFault(self._blame(refs[0], error, "and those after it do not make a batch: ")) from None
+                            raise DataError(f"{self._where(ref)}: does not fit into a batch ({same}); {form}") from None
+                        raise SampleFault(self._blame(ref, same, "does not fit into a batch: ")) from None
+            raise SampleFault(self._blame(refs[0], error, "the batch from this sample on can't be made: ")) from None
 
     def _blame(self, ref: Ref, error: Exception, what: str = "") -> str:
         """Return a message with the sample and the frames, since a worker passes no traceback on."""
@@ -134,14 +134,14 @@ class MapReader:
         return ref.shard, str(ref.shard * self.per_shard + ref.offset)
 
     def prefetch(self, refs: Sequence[Ref]) -> None:
-        """There is no such thing."""
+        """Do nothing: a dataset has no prefetch."""
 
     def remote(self) -> dict[int, Remote]:
-        """There are none."""
+        """Return no remote shards: a dataset has none."""
         return {}
 
     def close(self) -> None:
-        """Nothing of the dataset's is ours."""
+        """Do nothing: the dataset belongs to the recipe."""
 
 
 def open_source(
@@ -150,10 +150,10 @@ def open_source(
     """Open the recipe's data of `split`; None if there is none (validation only).
 
     Raises:
-        DataError, ConfigError: for shards as `find_shards` and `Index.open` do.
-        DataError: for data that is empty or can't be used again.
+        DataError, ConfigError: Shards fail as in `find_shards` and `Index.open`.
+        DataError: The data is empty, or can be used only once.
     """
-    # The same for both splits: a `random_split` in `data` cuts both times at the same places.
+    # Both splits get the same seed, so that a `random_split` in `data` cuts at the same places both times.
     seed_all(mix(seed, RECIPE_DATA))
     data, options = recipe.data(split), options or DataOptions()
     transform = getattr(recipe, "transform", None)
@@ -168,12 +168,13 @@ def open_source(
     if isinstance(data, Mapping):
         return mixture(data, split, transform, seed, options, timeout_s)
     if options.decoders and split == "train":
-        raise ConfigError("data.decoders: recipe.data('train') has no shards, and nothing to decode; leave them out")
+        raise ConfigError("data.decoders: recipe.data('train') has no shards to decode; leave data.decoders out")
     if is_map_style(data):
         return map_style(data, split, transform, seed)
     if options.map:
         raise ConfigError(
-            f"data.map: recipe.data({split!r}) gives batches, and it takes samples; leave it out, or give a Dataset"
+            f"data.map: recipe.data({split!r}) gives batches, and data.map takes samples; leave data.map out, or "
+            "return a Dataset"
         )
     if split == "val" and isinstance(data, Iterator):
         raise DataError(
@@ -184,7 +185,7 @@ def open_source(
 
 
 def is_map_style(data: Any) -> bool:
-    """Return whether items can be had by number, as from Hugging Face's data sets too, which inherit from nothing."""
+    """Return whether `data` has samples by number. Hugging Face's datasets have, but inherit from no class of torch."""
     if isinstance(data, Dataset):
         return not isinstance(data, IterableDataset)
     batches = isinstance(data, Sequence | np.ndarray | Tensor)  # a list of batches, or a tensor of them
@@ -204,11 +205,11 @@ def map_style(data: Any, split: str, transform: Any, seed: int) -> Samples:
 def mixture(
     data: Mapping[Any, Any], split: str, transform: Any, seed: int, options: DataOptions, timeout_s: float
 ) -> Samples:
-    """Shards -> weight. One index has the shards of all, one data set after the other."""
+    """Open a mixture, a dict of shards -> weight. One index has the shards of all data sets, one after the other."""
     for shards, weight in data.items():
         if not isinstance(shards, str | Path) or not isinstance(weight, int | float) or isinstance(weight, bool):
             raise DataError(
-                f"recipe.data({split!r}): {shards}: {weight}: a mixture is of shards and their weights; "
+                f"recipe.data({split!r}): {shards}: {weight}: a mixture maps shards to weights; "
                 "give a dict as {'wiki-*.tar': 3, 'books-*.tar': 1}"
             )
     if not data:
@@ -224,14 +225,14 @@ def mixture(
 
 
 class Progress:
-    """A log line now and then while shards are indexed."""
+    """Logs the progress of indexing, at most every 5 s."""
 
     def __init__(self) -> None:
-        self.told = time.monotonic()
+        self.logged_at = time.monotonic()
 
     def __call__(self, shard: str, done: int, total: int) -> None:
-        if time.monotonic() - self.told > 5:
-            self.told = time.monotonic()
+        if time.monotonic() - self.logged_at > 5:
+            self.logged_at = time.monotonic()
             log.info("indexed %s: %d of %d shards", shard, done, total)
 
 

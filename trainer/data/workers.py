@@ -1,4 +1,4 @@
-"""Data workers: processes that are forked beside the threads of a rank, and so may not start."""
+"""Starts data workers, which are forked from a rank with threads, and therefore may hang at their start."""
 
 import itertools
 import multiprocessing
@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
+from trainer import timeouts
 from trainer.errors import ConfigError, exhausted
 from trainer.log import log
 from trainer.process.environment import raise_file_limit
 from trainer.process.signals import ignore_stop_signals
 
-START_S = 30.0  # until processes that were forked run Python code
-FREE = 16  # descriptors that a worker needs: for tensors that the rank has not fetched yet
-FORK = multiprocessing.get_context("fork")  # they have what the rank has, whatever a library has set
+FREE = 16  # descriptors that a worker needs for tensors that the rank has not fetched yet
+FORK = multiprocessing.get_context("fork")  # whatever default a library has set
 
 T = TypeVar("T")
 
@@ -31,20 +31,22 @@ T = TypeVar("T")
 def started(start: Callable[[Connection], T], end: Callable[[T], Any]) -> T:
     """Return the result of `start` once its forked processes run. Each calls `begin` with its connection.
 
-    A forked process may wait for ever for a lock that another thread had: one of gloo's threads, the lock of the
-    interpreter's thread states. Such processes are started again (python/cpython#112275: before 3.10.15 and 3.11.10).
+    A forked process may wait for ever for a lock that another thread held, such as that of the interpreter's thread
+    states. Such processes are started again (python/cpython#112275: before 3.10.15 and 3.11.10).
     """
     while True:
         ready, given = FORK.Pipe(duplex=False)
         made = start(given)
         given.close()
-        if ready.poll(START_S):  # at its end: all have closed theirs, or died
+        if ready.poll(timeouts.FORK_S):  # true at the end of the pipe: all processes have closed it, or died
             with suppress(EOFError):
                 limit = ready.recv()
                 end(made)
                 raise ConfigError(f"data.workers: {limit}")
             return made
-        log.warning("data workers did not start in %g s, as beside threads a fork may fail; starting again", START_S)
+        log.warning(
+            "data workers did not start in %g s, since a fork beside threads may hang; starting again", timeouts.FORK_S
+        )
         end(made)
 
 
@@ -54,15 +56,17 @@ def begin(given: Connection, _: int = 0) -> None:
 
 
 def begin_worker(given: Connection, _: int = 0) -> None:
-    """Begin, unless a limit leaves the worker too little: the rank would wait for its batches."""
+    """Begin, or report a limit of files or threads that is too low: the rank would wait for batches in vain."""
     try:
         for descriptor in [os.dup(0) for _ in range(FREE)]:
             os.close(descriptor)
         DupFd(0)  # starts the thread that hands out the descriptors of tensors
-        threading.Thread(target=time.sleep, args=(1.0,), daemon=True).start()  # in place of the one that sends batches
+        threading.Thread(
+            target=time.sleep, args=(1.0,), daemon=True
+        ).start()  # stands for the thread that sends batches
     except (OSError, RuntimeError) as error:
         given.send(exhausted(error) or str(error))
-        time.sleep(START_S)  # until the rank kills this process
+        time.sleep(timeouts.FORK_S)  # until the rank kills this process
     begin(given)
 
 
@@ -72,15 +76,15 @@ def start_workers(loader: Callable[..., DataLoader[Any]], refs: Iterator[Any]) -
 
     def start(given: Connection) -> Any:
         nonlocal refs
-        refs, ahead = itertools.tee(refs)  # some of which the workers are given at once
+        refs, ahead = itertools.tee(refs)  # the workers take some at once, which a second start needs again
         before = set(multiprocessing.active_children())
         first = partial(begin_worker, given)
         try:
             batches: Any = iter(loader(sampler=ahead, multiprocessing_context=FORK, worker_init_fn=first))
         except BaseException:
             for worker in set(multiprocessing.active_children()) - before:
-                with suppress(RuntimeError):  # torch raises when one is killed
-                    worker.kill()  # at exit it would be awaited: it does not heed SIGTERM
+                with suppress(RuntimeError):  # torch raises when a worker is killed
+                    worker.kill()  # it ignores SIGTERM, and would be joined at exit
                     worker.join()
             raise
         for worker in batches._workers:
@@ -91,7 +95,7 @@ def start_workers(loader: Callable[..., DataLoader[Any]], refs: Iterator[Any]) -
 
 
 def kill_workers(batches: Any) -> None:
-    """Kill the workers behind `batches`: at an orderly end, those that lack files or threads print tracebacks."""
+    """Kill the workers behind `batches`. In an orderly end, workers that lack files or threads print tracebacks."""
     torch._C._remove_worker_pids(id(batches))  # pyright: ignore[reportAttributeAccessIssue] torch would raise for them
     batches._worker_pids_set = False
     for worker in batches._workers:
@@ -100,16 +104,16 @@ def kill_workers(batches: Any) -> None:
 
 
 def lost_batches(error: Exception, batches: Any, timeout_s: float) -> str:
-    """Return why the workers give no more batches, with the way out; empty for any other error."""
+    """Return the reason why workers give no more batches, with the way out; empty for any other error."""
     if isinstance(error, FileNotFoundError) and error.filename is None and hasattr(batches, "_workers"):  # a socket
         kill_workers(batches)
         return (
-            f"TMPDIR={tempfile.gettempdir()}: a data worker's folder was removed; let cleaners spare echelon-*, "
+            f"TMPDIR={tempfile.gettempdir()}: a data worker's folder was removed; exclude echelon-* from clean-ups, "
             "then trainer.resume=auto goes on from the last checkpoint"
         )
     if "DataLoader timed out" in str(error):
         return (
-            f"trainer.timeout_s={timeout_s:g}: a data worker gave no batch in this time; a file or the recipe's "
-            "data or transform hangs: mend it, or give it longer"
+            f"trainer.timeout_s={timeout_s:g}: a data worker gave no batch in this time; find the file, data() or "
+            "transform() of the recipe that hangs, or raise trainer.timeout_s"
         )
     return ""

@@ -1,4 +1,4 @@
-"""The failure that ended an attempt, by how each rank of the node ended. Imports no torch."""
+"""Finds the failure that ended an attempt, from the ends of the ranks of a node. Imports no torch."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.errors import HUNG, STOPPED
 
-# A data worker that was killed is no mistake of the rank that reports it: the kernel or a user may have killed any.
+# The rank that reports a killed data worker is not at fault: the kernel or a user may have killed the worker.
 KILLED_WORKER = re.compile("DataLoader worker .* killed by signal")
 
 
@@ -20,15 +20,15 @@ class Failure:
     """The failure of the rank that failed first."""
 
     rank: int
-    text: str  # for the user
-    code: int  # of the run
-    reported: bool  # by the rank itself, as an error of Python's that it made
+    text: str  # the message for the user
+    code: int  # the run's exit code
+    reported: bool  # the rank itself reported a Python error, whose cause it is
 
 
 def find_failure(
     codes: Mapping[int, int], ranks: Iterable[int], private: Path, logs: Path, passed: list[int]
 ) -> Failure | None:
-    """Return what failed first, or has likely made others fail; None if nothing failed.
+    """Return the first failure, or the likely cause of the others; None if nothing failed.
 
     Args:
         codes: The exit code of each rank that has ended, negative for a signal.
@@ -40,7 +40,7 @@ def find_failure(
     failed = {rank: code for rank, code in codes.items() if code not in (0, STOPPED)}
     hung = [rank for rank in ranks if rank not in codes]
     if not failed and hung:
-        text = f"echelon: {named(hung)} did not end when the others had; their stacks are in {logs}"
+        text = f"echelon: {named(hung)} did not end after the others; their stacks are in {logs}"
         return Failure(hung[0], text, HUNG, False)
     if not failed:
         return None
@@ -49,7 +49,7 @@ def find_failure(
         return stopped_early(min(failed), passed[0])
     if silent := find_silent(failed, reports):
         return silent_failure(silent, failed, logs)
-    # A rank that hangs or has gone lets its peers fail, in a collective.
+    # If a rank hangs or has gone, its peers fail in a collective.
     rank = min(reports, key=lambda rank: (reports[rank]["in_collective"], reports[rank]["time"]))
     if passed and not hung and reports[rank]["in_collective"]:  # a peer on another node heard the signal first
         return stopped_early(rank, passed[0])
@@ -80,8 +80,8 @@ def read_reports(failed: Iterable[int], private: Path) -> dict[int, dict[str, An
 def find_silent(failed: Mapping[int, int], reports: Mapping[int, Mapping[str, Any]]) -> list[int]:
     """Return the ranks that reported nothing and are the likely cause.
 
-    An abort may be what a peer's failure has led to. It is the cause if all reports are of collectives: a GPU's
-    assertion aborts its rank, and the peers wait for it.
+    An abort may be the result of a peer's failure. If all reports are of collectives, the abort is the cause: a GPU's
+    assertion aborts its rank, and the peers wait for that rank.
     """
     silent = [rank for rank in failed if rank not in reports]
     others = [rank for rank in silent if failed[rank] != -signal.SIGABRT]

@@ -1,4 +1,4 @@
-"""The rank that made another collective than the others, by the last ones that each has noted. Imports no torch."""
+"""Finds the rank that made another collective than the others, from the collectives that ranks wrote. No torch."""
 
 import contextlib
 import json
@@ -9,24 +9,24 @@ Position = tuple[str, int]  # a group, and the number of a collective in it
 
 
 def find_mismatch(logs: Path, since: float) -> str:
-    """Return a line that names the rank; empty if the notes after `since` don't tell."""
+    """Return a line that names the rank; empty if the files written after `since` show no difference."""
     made: defaultdict[Position, dict[int, str]] = defaultdict(dict)  # by position and rank
     last: dict[int, Position] = {}
     for file in logs.glob("collectives-rank*.json"):
-        with contextlib.suppress(OSError, ValueError):  # of a rank that was killed as it wrote
+        with contextlib.suppress(OSError, ValueError):  # a rank was killed while it wrote
             entries = json.loads(file.read_text())["entries"] if file.stat().st_mtime >= since else []
             for entry in entries:
                 if not entry["is_p2p"]:
                     rank = int(file.stem.removeprefix("collectives-rank"))
                     last[rank] = entry["process_group"][0], entry["collective_seq_id"]
-                    what = f"{entry['profiling_name']} of {entry['input_sizes']}, {entry['input_dtypes']}"
-                    made[last[rank]][rank] = what
+                    collective = f"{entry['profiling_name']} of {entry['input_sizes']}, {entry['input_dtypes']}"
+                    made[last[rank]][rank] = collective
     for place in sorted(made, key=lambda place: place[1]):
         common, count = Counter(made[place].values()).most_common(1)[0]
-        for rank, what in made[place].items():
-            if what != common and 2 * count > len(made[place]):
-                return describe_mismatch(rank, what, common)
-    for rank, place in last.items():  # a rank may wait where no other comes
+        for rank, collective in made[place].items():
+            if collective != common and 2 * count > len(made[place]):
+                return describe_mismatch(rank, collective, common)
+    for rank, place in last.items():  # a rank may wait in a collective that no other rank makes
         others = {last[other]: other for other in last if other != rank}
         if len(last) > 2 and len(others) == 1 and len(made[place]) == 1:
             ((theirs, other),) = others.items()

@@ -12,17 +12,16 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 
 from trainer.process.exit import die_with_parent, exit_process, run_guarded
 from trainer.process.signals import STOP, StartupSignals
 from trainer.process.stdio import tolerate_closed_pipes
 
-# The rank's own code, and modules that DDP and torch's optimizers would load in each rank, for a second of a core each.
+# The rank's own code, and modules of DDP and torch's optimizers. In each rank, loading them would take a second.
 LOADED = ("trainer.launch.worker", "torch._dynamo")
 
-# Modules that ask for GPUs as they are loaded open none: a process that is forked later could not open it again.
+# Modules that look for GPUs while they load must not open one: a forked process could not open it again.
 NO_GPU = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
@@ -33,20 +32,20 @@ class Rank:
 
     Args:
         server: Forks the rank.
-        told: A pipe with the number of the rank's process. It ends when the rank is a child of this process.
+        pid_pipe: Carries the rank's process id. The pipe closes when the rank is a child of this process.
     """
 
-    def __init__(self, server: "ForkServer", told: int) -> None:
-        self.server, self.told = server, told
-        self.pid: int | None = None  # from when it has been forked; 0 if it never will be
+    def __init__(self, server: "ForkServer", pid_pipe: int) -> None:
+        self.server, self.pid_pipe = server, pid_pipe
+        self.pid: int | None = None  # None before the fork; 0 if the fork failed
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while the rank runs. Call it in one thread only.
+        """Return the exit code, negative for a signal; None while the rank runs. For one thread only.
 
-        If a signal killed the rank, the rest of its process group is killed, for the rank can't do it.
+        If a signal killed the rank, kill the rest of its process group, since the rank can't.
         """
         if self.pid is None:
-            self._hear(0)
+            self._read_pid(0)
         if not self.pid:
             return None if self.pid is None else -signal.SIGKILL
         end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -57,7 +56,7 @@ class Rank:
         return -end.si_status
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, but not to a rank that is not forked yet: it has nothing to stop."""
+        """Send a signal to the rank. A rank that is not forked yet has nothing to stop."""
         if self.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -66,22 +65,22 @@ class Rank:
         """Kill the rank; first the server, if it has not forked the rank yet."""
         if self.poll() is None and self.pid is None:
             self.server.close()
-            self._hear(None)
+            self._read_pid(None)
         self.send_signal(signal.SIGKILL)
 
     def wait(self) -> None:
         """Wait until the rank has ended, after `kill`."""
-        os.close(self.told)
+        os.close(self.pid_pipe)
         if self.pid:
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
             self.poll()
             os.waitpid(self.pid, 0)
 
-    def _hear(self, timeout_ms: int | None) -> None:
-        ended = select.poll()
-        ended.register(self.told, 0)
-        if ended.poll(timeout_ms):
-            self.pid = int(os.read(self.told, 20) or 0)
+    def _read_pid(self, timeout_ms: int | None) -> None:
+        closed = select.poll()
+        closed.register(self.pid_pipe, 0)
+        if closed.poll(timeout_ms):
+            self.pid = int(os.read(self.pid_pipe, 20) or 0)
             self.server.starting.discard(self)
             adopt_orphans(bool(self.server.starting))
 
@@ -118,11 +117,12 @@ class ForkServer:
         Its output goes to `log`; if that is None, to the output of this process.
         """
         adopt_orphans(True)
-        told, tell = os.pipe()
-        self.starting.add(rank := Rank(self, told))
+        pid_pipe, write_end = os.pipe()
+        self.starting.add(rank := Rank(self, pid_pipe))
+        descriptors = [write_end, run] if log is None else [write_end, run, log]
         with contextlib.suppress(OSError):  # the server is dead
-            socket.send_fds(self.channel, [json.dumps(env).encode()], [tell, run] if log is None else [tell, run, log])
-        os.close(tell)
+            socket.send_fds(self.channel, [json.dumps(env).encode()], descriptors)
+        os.close(write_end)
         return rank
 
     def close(self) -> None:
@@ -158,23 +158,31 @@ class Server:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _fork(self, env: dict[str, str], tell: int, *descriptors: int) -> None:
-        """Fork the rank from a process that ends, so that the supervisor adopts the rank and is told its exit code."""
-        if between := os.fork():
-            os.waitpid(between, 0)
-            return
+    def _fork(self, env: dict[str, str], pid_pipe: int, *descriptors: int) -> None:
+        """Fork the rank from a process that ends, so that the supervisor adopts the rank and gets its exit code.
+
+        If a limit leaves no process or no thread for the rank, the error is reported as the rank's own.
+        """
+        from trainer.launch.worker import report
+
+        server = os.getpid()
         try:
+            if between := os.fork():
+                os.waitpid(between, 0)
+                return
             between = os.getpid()
             if not (rank := os.fork()):
-                os.close(tell)
+                os.close(pid_pipe)
                 while os.getppid() == between:
                     time.sleep(0.001)
                 self._run(env, *descriptors)
-            os.write(tell, str(rank).encode())
-        except BaseException:
-            traceback.print_exc()
+            os.write(pid_pipe, str(rank).encode())
+        except BaseException as error:
+            os.environ |= env
+            report(error)
         finally:
-            os._exit(1)
+            if os.getpid() != server:
+                os._exit(1)
 
     def _run(self, env: dict[str, str], run: int, *log: int) -> None:
         """Run the rank, and end its process."""
@@ -187,7 +195,7 @@ class Server:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         gc.enable()
-        np.random.seed()  # else all ranks would draw what this process would have drawn
+        np.random.seed()  # else all ranks would draw the same numbers
         for descriptor in log:
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
@@ -201,7 +209,7 @@ class Server:
 
 
 def ignore_stacks(*_: object) -> None:
-    """Stand for faulthandler, which a rank registers later, so that no listener takes SIGUSR2 for a signal to stop."""
+    """Ignore SIGUSR2 until a rank registers faulthandler: a listener would take it for a signal to stop."""
 
 
 if __name__ == "__main__":

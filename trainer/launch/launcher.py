@@ -1,5 +1,6 @@
-"""From a checked config to a run: in this process, in ranks that it starts, or as one of a launcher's."""
+"""Starts a run from a checked config: in this process, in ranks that it starts, or as a rank of a launcher."""
 
+import json
 import math
 import time
 from dataclasses import asdict
@@ -7,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from trainer.checkpoint import locate
 from trainer.comm.device import count_gpus, pick_backend
@@ -40,18 +40,18 @@ def start(config: dict[str, Any], name: str, argv: list[str], place: Place) -> i
             f"use trainer.devices={gpus} or trainer.accelerator=cpu"
         )
     pick_backend(options.backend, torch.device("cuda" if gpus else "cpu"))
-    if not gpus:  # else the ranks check it: this process makes no context on a GPU
+    if not gpus:  # with GPUs the ranks check it, since this process creates no CUDA context
         Precision(options.precision, torch.device("cpu"))
     if devices == 1:
         with temporary_folder() as folder, sockets_in(folder):
             return train(config, name, argv, place)
-    if place.starts:  # rank 0 plans for all nodes; no rank is started again alone
+    if place.starts:  # rank 0 plans for all nodes; no rank is restarted alone
         return supervise(config, None, argv, place, 0, math.inf)
     return start_ranks(config, name, argv, devices)
 
 
 def start_ranks(config: dict[str, Any], name: str, argv: list[str], devices: int) -> int:
-    """Decide all of the run here, where data is prepared and refusals end the command, then start the ranks."""
+    """Plan the run in this process, then start the ranks: data is prepared once, and a refusal ends the command."""
     log_to_terminal(0)
     refuse_without_loopback()
     began = time.monotonic()
@@ -70,7 +70,7 @@ def start_ranks(config: dict[str, Any], name: str, argv: list[str], devices: int
 def supervise(
     config: dict[str, Any], spec: RunSpec | None, argv: list[str], place: Place, restarts: int, start_s: float
 ) -> int:
-    """Start this node's ranks, with the decisions that they find made, and again after a failure."""
+    """Start this node's ranks with the launcher's decisions, and restart them after a failure."""
     options = config["trainer"]
     run_dir = Path(options["run_dir"])
     saved = Path(options["checkpoint"]["dir"]) / run_dir.name
@@ -78,7 +78,7 @@ def supervise(
     def describe_run(moved: bool) -> str:
         again = {"resume": "auto"} if moved and locate.checkpoints(saved) else {}
         run = {"config": {**config, "trainer": options | again}, "spec": asdict(spec) if spec else None}
-        return OmegaConf.to_yaml(OmegaConf.create(run))
+        return json.dumps(run)
 
     def resume_hint() -> str:
         return f"; go on with {go_on(argv, saved)}" if any(saved.glob("step-*")) else ""

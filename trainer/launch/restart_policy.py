@@ -1,4 +1,4 @@
-"""Whether a run whose rank failed is started again. Imports no torch."""
+"""Decides whether a run is restarted after a rank failed. Imports no torch."""
 
 import re
 import signal
@@ -9,11 +9,11 @@ from trainer.launch.failure import Failure
 from trainer.process.heartbeat import Beat
 from trainer.timeouts import AWAY_S, LONGEST_PAUSE_S
 
-SAME = 3  # equal failures, after which the run is given up
+SAME = 3  # equal failures, after which there is no further restart
 
 
 class RestartPolicy:
-    """Allows `limit` attempts in a row of which none comes a step further than those before."""
+    """Allows `limit` restarts in a row without progress: none comes a step further than the attempts before."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.used, self.furthest = limit, 0, -1
@@ -21,13 +21,13 @@ class RestartPolicy:
         self.pause_s = 0.0  # before the next attempt
 
     def decide(self, failure: Failure, beat: Beat | None) -> tuple[int, str]:
-        """Return the run's exit code, 0 to start again, and a line for the user.
+        """Return the run's exit code, 0 for a restart, and a line for the user.
 
-        `beat` is the failed rank's last one; None if the rank came to no step.
+        `beat` is the failed rank's last heartbeat; None if the rank began no step.
         """
         began, step = beat[:2] if beat else (0, 0)
         away = failure.code == UNAVAILABLE
-        mistake = failure.reported and step == began and self.furthest < 0 and not away  # there from the beginning
+        mistake = failure.reported and step == began and self.furthest < 0 and not away  # a restart would meet it, too
         if failure.code in FINAL or mistake or not self.limit:
             return failure.code, ""
         if beat and step > self.furthest:
@@ -38,7 +38,10 @@ class RestartPolicy:
         if self.alike[kind] == SAME:
             short = "; the kernel kills where memory is short: try a smaller micro_batch"
             killed = failure.code == 128 + signal.SIGKILL
-            return GAVE_UP, f"echelon: the same {SAME} times after step {step}: given up{short if killed else ''}"
+            return (
+                GAVE_UP,
+                f"echelon: the same failure {SAME} times after step {step}: given up{short if killed else ''}",
+            )
         if self.used == self.limit:
             further = f"no further than step {max(0, self.furthest)}"
             return failure.code, f"echelon: {self.limit} restarts came {further}: given up"

@@ -1,4 +1,4 @@
-"""Starts the ranks of one node, and again after a failure that another attempt may not meet. Imports no torch."""
+"""Starts the ranks of one node, and restarts them after a failure that may not come again. Imports no torch."""
 
 import contextlib
 import itertools
@@ -30,16 +30,16 @@ class Supervisor:
 
     Ranks meet in a file of a private folder, anew in each attempt: no port is open but gloo's on loopback. Ranks of
     several nodes meet by MASTER_ADDR and MASTER_PORT. Each rank has a session of its own and dies with this process.
-    Signals to stop are passed on. When a rank fails, the others get 5 s to end. The user is told what happened, and
-    events.jsonl in the folder of logs has it.
+    Signals to stop are passed on. When a rank fails, the others get 5 s to end. The failure is printed, and written to
+    events.jsonl in the folder of logs.
 
     Args:
-        describe_run: Returns an attempt's config and decisions as YAML, given whether an attempt before made a step.
-            They may hold secrets, so they are in memory, at a descriptor that goes with the processes.
-        argv: The arguments of the run, to be shown.
+        describe_run: Returns an attempt's config and decisions as YAML, given whether an earlier attempt made a step.
+            They may hold secrets, so they stay in memory, behind a descriptor that ranks inherit.
+        argv: The arguments of the run, for `ps`.
         place: The place of the node's first rank among all.
         logs: The folder for the output of the ranks.
-        resume_hint: Returns how to go on, for a failure that no rank has reported.
+        resume_hint: Returns the command that resumes, for a failure that no rank has reported.
         restarts: The limit of `RestartPolicy`.
         still_s: Seconds without a step of any rank, after which all are killed. Their stacks are in the logs.
         start_s: Seconds allowed before the first rank has planned.
@@ -62,9 +62,9 @@ class Supervisor:
         self.server: ForkServer | None = None
         self.ranks: dict[int, Rank] = {}
         self.passed: list[int] = []  # signals to stop
-        self.moved = False  # an attempt has made a step, so has left what it did not go on from
+        self.moved = False  # an attempt has made a step, so the next one resumes from its checkpoints
         self.started, self.began = time.time(), time.monotonic()  # of the attempt
-        self.looked = self.awake = self.began  # when ranks were last looked at; since when this process runs
+        self.looked = self.awake = self.began  # time of the last look at the ranks; end of the last suspension
         self.events = Appended(logs / "events.jsonl")
 
     def run(self) -> int:
@@ -109,11 +109,11 @@ class Supervisor:
             beat, cleaned = read(private / f"heartbeat-{failure.rank}"), not private.exists()
         self.moved |= cleaned or (beat is not None and beat.step > beat.began)
         code, decision = (failure.code, "") if self.passed else self.policy.decide(failure, beat)
-        odd = find_mismatch(self.logs, self.started)
-        self._note(attempt=attempt, rank=failure.rank, step=beat and beat[1], failed=failure.text, odd=odd, code=code)
+        mismatch, step = find_mismatch(self.logs, self.started), beat and beat[1]
+        self._note(attempt=attempt, rank=failure.rank, step=step, failed=failure.text, odd=mismatch, code=code)
         show_cursor()
         text = fold(failure.text).rstrip() + ("" if failure.reported or not code else self.resume_hint())
-        print(*filter(None, (text, odd, decision)), sep="\n", file=sys.stderr, flush=True)
+        print(*filter(None, (text, mismatch, decision)), sep="\n", file=sys.stderr, flush=True)
         return code or None
 
     def _start(self, run: int, local_rank: int, attempt: int, private: Path) -> None:
@@ -145,7 +145,7 @@ class Supervisor:
             process.send_signal(number)
 
     def _wait(self, private: Path) -> dict[int, int] | None:
-        """Return the exit codes of the ranks that end by themselves; None if all are to stop before any has begun.
+        """Return the exit codes of the ranks that end by themselves; None for a stop before the first step.
 
         Once a rank has failed, the others have 5 s, or longer while rank 0 writes a checkpoint that grows. Ranks that
         have not ended by then write their stacks into their logs, and have no code.
@@ -177,7 +177,7 @@ class Supervisor:
         return now - max(self.awake, max(untils, default=self.began + self.start_s)) >= self.still_s
 
     def _completes(self, beat: Beat | None) -> bool:
-        """Return whether the rank writes a checkpoint before it ends, and has written a piece of it lately."""
+        """Return whether the rank writes a checkpoint before it ends, and has written a piece of it recently."""
         return beat is not None and bool(beat.busy) and time.monotonic() - beat.until < self.still_s
 
     def _pause(self, seconds: float) -> None:

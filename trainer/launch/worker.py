@@ -1,4 +1,4 @@
-"""One rank of a run, which the supervisor or a launcher has started; and its report when it fails."""
+"""Runs one rank, which the supervisor or a launcher has started, and reports its failure."""
 
 import contextlib
 import faulthandler
@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -23,7 +22,7 @@ from trainer.process.temporary import sockets_in, temporary_folder
 from trainer.session import train
 from trainer.timeouts import LAUNCHER_S
 
-# In the text of every error of a collective of gloo's.
+# Parts of the text of every error of a gloo collective.
 GLOO = ("gloo/transport", "caused pair closure")
 
 
@@ -35,8 +34,8 @@ def run_rank(descriptor: int, argv: list[str]) -> int:
         run_dir = Path(config["trainer"]["run_dir"])
         log_file = run_dir / "logs" / f"rank{os.environ['RANK']}.log"
         faulthandler.register(signal.SIGUSR2, log_file.open("a"), chain=True)  # all stacks, for the supervisor
-        alone = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]  # else srun tells of another node's failure
-        with sockets_in(Path(os.environ["ECHELON_ERROR_FILE"]).parent):  # which the supervisor removes
+        alone = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]  # else srun reports another node's failure
+        with sockets_in(Path(os.environ["ECHELON_ERROR_FILE"]).parent):  # a folder that the supervisor removes
             return (train if alone else train_or_wait)(config, run_dir.name, argv, spec=spec, on_error=report)
     except BaseException as error:
         report(error)
@@ -53,7 +52,7 @@ def read_run(descriptor: int) -> tuple[dict[str, Any], RunSpec | None]:
     """Return the config and the decisions from the launcher's memory, which all ranks share."""
     text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)  # at position 0: the ranks share the position, too
     os.close(descriptor)
-    run: Any = OmegaConf.to_container(OmegaConf.create(text.decode()))
+    run = json.loads(text)
     return run["config"], RunSpec(**run["spec"]) if run["spec"] else None
 
 
@@ -68,9 +67,9 @@ def report(error: BaseException) -> None:
 
 
 def train_under_launcher(config: dict[str, Any], name: str, argv: list[str], place: Place) -> int:
-    """Run a rank that torchrun, mpirun or srun started. torchrun prints the error that `record` noted first."""
+    """Run a rank that torchrun, mpirun or srun started. The error that `record` wrote first is printed by torchrun."""
     terminal = os.dup(2)
-    torchrun = "TORCHELASTIC_ERROR_FILE" in os.environ  # else no launcher prints what `record` noted
+    torchrun = "TORCHELASTIC_ERROR_FILE" in os.environ  # else no launcher prints the error that `record` wrote
     try:
         with temporary_folder() as folder, sockets_in(folder):
             return (record(train_or_wait) if torchrun else train_or_wait)(config, name, argv, place) or 0
@@ -86,7 +85,7 @@ def train_under_launcher(config: dict[str, Any], name: str, argv: list[str], pla
 
 
 def train_or_wait(config: dict[str, Any], name: str, argv: list[str], *args: Any, **options: Any) -> int:
-    """Train. If a collective fails, let the launcher tell of the peer that failed before, and end this rank."""
+    """Train. If a collective fails, wait: the launcher reports the peer that failed before, and ends this rank."""
     try:
         return train(config, name, argv, *args, **options)
     except Exception as error:

@@ -1,9 +1,9 @@
-"""Writes `metrics.jsonl`: one JSON object a line. A resume loses and repeats no line."""
+"""Writes `metrics.jsonl`: one JSON object per line. A resume loses and repeats no line."""
 
 import json
 from typing import Any
 
-from trainer.callback import Callback
+from trainer.callback import Callback, TrainerProtocol
 from trainer.files import Appended, finite
 
 
@@ -29,7 +29,7 @@ class MetricsFile(Callback):
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
         self._write(trainer, metrics)
 
-    def _write(self, trainer, numbers: dict[str, float]) -> None:
+    def _write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
         if self.file is None:
             return
         line = {"step": trainer.step, "samples": trainer.samples, "seconds": round(trainer.seconds, 3), **numbers}

@@ -1,4 +1,4 @@
-"""Shows how far the run is: a bar on a terminal, else a line for each logged step."""
+"""Shows the progress of the run: a bar on a terminal, else a line for each logged step."""
 
 import os
 import sys
@@ -6,7 +6,8 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from trainer.callback import Callback
+from trainer import timeouts
+from trainer.callback import Callback, TrainerProtocol
 from trainer.log import Terminal, log
 
 SHOWN = {
@@ -20,7 +21,6 @@ OPTIONAL = ("train/lr", "perf/mfu", "perf/tokens_per_s")  # left out in this ord
 
 SHORT_BAR = 11  # columns
 BAR = 29  # columns of the long bar and the elapsed time
-REFRESH_S = 0.1
 
 
 class Progress(Callback):
@@ -28,8 +28,8 @@ class Progress(Callback):
         self.bar: Any = None
 
     def on_fit_start(self, trainer) -> None:
-        self.shown_at = self.told_at = time.monotonic()
-        self.told_step = trainer.step
+        self.shown_at = self.printed_at = time.monotonic()
+        self.printed_step = trainer.step
         mpirun = "OMPI_COMM_WORLD_RANK" in os.environ  # mpirun gives ranks a terminal, wherever its own output goes
         if trainer.rank or mpirun or not sys.stdout.isatty():
             return
@@ -50,14 +50,14 @@ class Progress(Callback):
             now = time.monotonic()
             if trainer.metrics:
                 self.bar.update(self.task, completed=trainer.step, numbers=self._arrange(trainer))
-            elif now - self.shown_at > REFRESH_S:
+            elif now - self.shown_at > timeouts.REFRESH_S:
                 self.bar.update(self.task, completed=trainer.step)
                 self.shown_at = now
         elif trainer.metrics:
             line = f"step {self._position(trainer)}  {describe(trainer.metrics)}{self._left(trainer)}"
             if trainer.rank:
-                log.info("%s", line)  # with the time, as all lines of its log have
-            else:  # not logged: that takes three times as long, and the numbers are in metrics.jsonl
+                log.info("%s", line)  # a rank's log has times
+            else:  # printed, since the log takes three times as long, and metrics.jsonl has the numbers
                 print(line, flush=True)
 
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
@@ -70,7 +70,7 @@ class Progress(Callback):
             self.bar.stop()
             Terminal.console = None
 
-    def _arrange(self, trainer) -> str:
+    def _arrange(self, trainer: TrainerProtocol) -> str:
         """Fit step, bar, loss, samples per second and time left into 80 columns; a wider terminal gets more."""
         metrics, text = dict(trainer.metrics), describe(trainer.metrics)
         n = len(str(trainer.plan.max_steps or trainer.step))
@@ -86,13 +86,13 @@ class Progress(Callback):
         self.bar.columns = self.middle if len(text) <= room else self.narrow
         return text
 
-    def _position(self, trainer) -> str:
+    def _position(self, trainer: TrainerProtocol) -> str:
         return f"{trainer.step}/{trainer.plan.max_steps}" if trainer.plan.max_steps else str(trainer.step)
 
-    def _left(self, trainer) -> str:
+    def _left(self, trainer: TrainerProtocol) -> str:
         """Return the time left, at the pace since the line before."""
-        now, done = time.monotonic(), trainer.step - self.told_step
-        pace, self.told_at, self.told_step = (now - self.told_at) / done, now, trainer.step
+        now, done = time.monotonic(), trainer.step - self.printed_step
+        pace, self.printed_at, self.printed_step = (now - self.printed_at) / done, now, trainer.step
         if not trainer.plan.max_steps:
             return ""
         return f"  {timedelta(seconds=round(pace * (trainer.plan.max_steps - trainer.step)))} left"

@@ -13,30 +13,45 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def check(trainer: TrainerProtocol) -> None:
-    """Compare weights every `trainer.check_replicas_every` steps, unless a callback lets ranks differ. A collective.
+    """Compare the weights of replicas every `trainer.check_replicas_every` steps, unless a callback lets them differ.
 
-    The check sends 16 bytes a tensor. For a moment it needs 8 bytes for each element of the largest tensor.
+    The check sends 16 bytes per tensor. For a moment it needs 8 bytes for each element of the largest tensor.
 
     Raises:
-        NumericsError: on all ranks, if one rank differs.
+        NumericsError: A rank differs from its replicas. Raised on all ranks.
     """
-    every = trainer.options.check_replicas_every
-    if not every or trainer.step % every or trainer.world == 1 or trainer.global_model is not trainer.module:
+    every, group = trainer.options.check_replicas_every, trainer.strategy.replicas
+    assert every
+    if trainer.step % every or trainer.global_model is not trainer.module:
         return
     named = dict(trainer.module.named_parameters())
-    own = torch.stack([checksum(p) for p in named.values()]).cpu()
-    dist.all_reduce(both := torch.stack([own, ~own]), dist.ReduceOp.MIN, group=trainer.ranks.host)
-    if torch.equal(both[0], ~both[1]):  # the smallest sum is the largest
+    own = torch.stack([checksum(p) for p in named.values()])
+    both = torch.stack([own, ~own])
+    if group is not None:
+        dist.all_reduce(both, dist.ReduceOp.MIN, group=group)
+    differs = not torch.equal(both[0], ~both[1])  # the smallest checksum is not the largest
+    if not trainer.ranks.agree((int(differs),))()[0]:
         return
-    rows = trainer.ranks.gather(own.tolist())
-    usual = Counter(map(tuple, rows)).most_common(1)[0][0]
-    if others := [rank for rank, row in enumerate(rows) if tuple(row) != usual]:
-        name = next(name for name, own, most in zip(named, rows[others[0]], usual, strict=True) if own != most)
-        raise NumericsError(
-            f"trainer.check_replicas_every={every}: after step {trainer.step} the weights of rank "
-            f"{', '.join(map(str, others))} are not those of most, {name} first; mend code that changes them on some "
-            "ranks only, or the hardware, and resume an earlier checkpoint"
-        )
+    found = trainer.ranks.gather(_others(own, group, list(named)))
+    ranks, name = next(filter(None, found))
+    raise NumericsError(
+        f"trainer.check_replicas_every={every}: after step {trainer.step} the weights of rank "
+        f"{', '.join(map(str, ranks))} differ from those of most ranks, {name} first; find code that changes weights "
+        "on some ranks only, or check the hardware, and resume an earlier checkpoint"
+    )
+
+
+def _others(own: Tensor, group: dist.ProcessGroup | None, names: list[str]) -> tuple[list[int], str] | None:
+    """Return the ranks whose checksums differ from the majority's, and the first such name; None without any."""
+    if group is None:
+        return None
+    rows = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(rows, own, group=group)
+    sums = dict(zip(dist.get_process_group_ranks(group), (row.tolist() for row in rows), strict=True))
+    usual = Counter(map(tuple, sums.values())).most_common(1)[0][0]
+    if others := [rank for rank, row in sums.items() if tuple(row) != usual]:
+        return others, next(name for name, a, b in zip(names, sums[others[0]], usual, strict=True) if a != b)
+    return None
 
 
 def checksum(tensor: Tensor) -> Tensor:

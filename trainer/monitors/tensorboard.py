@@ -5,12 +5,12 @@ import socket
 import time
 from typing import Any
 
-from trainer.callback import Callback
+from trainer.callback import Callback, TrainerProtocol
 from trainer.files import Appended
 
 
 class TensorBoard(Callback):
-    """A writer of TensorBoard's events without a thread: that of torch's SummaryWriter takes the GIL from the steps."""
+    """A writer of TensorBoard's events without a thread. The thread of torch's SummaryWriter would slow the steps."""
 
     def __init__(self) -> None:
         self.file: Appended | None = None
@@ -26,7 +26,7 @@ class TensorBoard(Callback):
         if self.file is not None:
             self.file.close()
 
-    def _write(self, trainer, numbers: dict[str, float]) -> None:
+    def _write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
         if trainer.rank:
             return
         if self.file is None:
@@ -37,7 +37,7 @@ class TensorBoard(Callback):
     def _add(self, step: int, **content: Any) -> None:
         self.records.write(self.Event(wall_time=time.time(), step=step, **content).SerializeToString())
 
-    def _open(self, trainer) -> None:
+    def _open(self, trainer: TrainerProtocol) -> None:
         # Not before the first step: these imports take most of a second. Pyright does not see protobuf's classes.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]

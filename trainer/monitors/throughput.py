@@ -1,4 +1,4 @@
-"""Adds speed to the numbers: samples and tokens per second, and MFU (model FLOP utilisation) if the peak is known."""
+"""Adds speed to the metrics: samples and tokens per second, and MFU (model FLOP utilisation) if the peak is known."""
 
 import time
 
@@ -29,8 +29,8 @@ class Throughput(Callback):
     """Speed over the steps since the last logged one. The time of validation and checkpoints between them counts.
 
     Args:
-        peak_tflops: Peak of one device, for perf/mfu (Chowdhery et al. 2022, arXiv:2204.02311). null: from `PEAKS`, by
-            the device's name and the run's precision. A device that is not in `PEAKS` has no perf/mfu.
+        peak_tflops: Peak of one device, for perf/mfu (Chowdhery et al. 2022, arXiv:2204.02311). If null, `PEAKS` gives
+            it by the device's name and the run's precision. A device that is not in `PEAKS` has no perf/mfu.
     """
 
     role = Role.MEASURE

@@ -1,4 +1,4 @@
-"""Optimizers as the config names them: torch's own, fused where it has that, and LAMB."""
+"""Makes the optimizers that the config names: torch's own, fused if possible, and LAMB."""
 
 import torch
 from torch.optim import Optimizer
@@ -24,9 +24,9 @@ def adamw(
 def sgd(
     params: Groups, lr: float = 0.1, momentum: float = 0.9, nesterov: bool = False, weight_decay: float = 0.0
 ) -> Optimizer:
-    # Not fused: torch 2.13's fused SGD leaves bf16 parameters on the CPU as they are (pytorch#191763). On CUDA too its
-    # momentum begins as whatever was in that memory if fp16's scaler skips the first step. The price is a wait for the
-    # device in each step of fp16.
+    # Not fused: torch 2.13's fused SGD does not update bf16 parameters on the CPU (pytorch#191763). Also, if fp16's
+    # scaler skips the first step, the momentum starts as uninitialised memory, on CUDA too. Without fusing, each step
+    # in fp16 waits for the device.
     return torch.optim.SGD(params, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
 
 

@@ -1,4 +1,4 @@
-"""Parameter groups, and the optimizer that is made from them."""
+"""Makes parameter groups, and the optimizer from them."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -25,12 +25,12 @@ def make_optimizer(optimizer: Callable[[Groups], Optimizer], module: nn.Module) 
     """Make the optimizer of the module's parameter groups.
 
     Raises:
-        ConfigError: the optimizer refuses its settings.
+        ConfigError: The optimizer refuses its settings.
     """
     groups = parameter_groups(module)
     if not groups:
-        raise ConfigError("recipe.model(): no parameter requires a gradient; unfreeze some, there is nothing to train")
+        raise ConfigError("recipe.model(): no parameter requires a gradient; unfreeze some parameters")
     try:
         return optimizer(groups)
     except ValueError as error:
-        raise ConfigError(f"optimizer: {error}; mend optimizer.*") from error
+        raise ConfigError(f"optimizer: {error}; correct the keys optimizer.*") from error

@@ -1,4 +1,4 @@
-"""Learning rates as pure functions of the step: a factor on each group's own rate, warm-up included."""
+"""Defines learning rates as pure functions of the step: a factor on each group's own rate, with a warm-up."""
 
 import math
 import re
@@ -67,7 +67,7 @@ class Constant(Schedule):
 
 @dataclass(frozen=True)
 class Linear(Schedule):
-    """Down to `floor`, a fraction of the peak."""
+    """A line down to `floor`, a fraction of the peak."""
 
     floor: float = 0.0
 
@@ -87,7 +87,7 @@ class Cosine(Schedule):
 
 @dataclass(frozen=True)
 class OneCycle(Schedule):
-    """Cosine up from `start` to 1 in the first `rise` of the run, then down to `floor`.
+    """A cosine up from `start` to 1 in the first share `rise` of the run, then down to `floor`.
 
     Paper: Smith and Topin 2018, arXiv:1708.07120. `start` and `floor` are fractions of the peak.
     """
@@ -99,7 +99,7 @@ class OneCycle(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.rise < 1:
-            raise ConfigError(f"schedule.rise={self.rise}: must be between 0 and 1, without either")
+            raise ConfigError(f"schedule.rise={self.rise}: must be above 0 and below 1")
 
     def shape(self, progress: float) -> float:
         low, x = (

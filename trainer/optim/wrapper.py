@@ -1,4 +1,4 @@
-"""An optimizer with another step."""
+"""Wraps an optimizer to replace its step."""
 
 from collections.abc import Callable
 from typing import Any

@@ -44,7 +44,8 @@ class DDP:
     ) -> None:
         self.model = self.module = module
         self.device, self.arguments = device, arguments
-        self.data_rank, self.data_world, self.parameters = rank, world, trained(module)
+        self.data_rank, self.data_world, self.replicas = rank, world, dist.group.WORLD
+        self.parameters = trained(module)
         self.reduce, self.step, self.background = reduce, step, Background(device) if reduce else None
         self.constant_buffers: frozenset[str] = frozenset()
         # DDP's constructor would load this module, and the import would hold DDP in a cycle of frames.
@@ -66,10 +67,9 @@ class DDP:
             gc.collect()  # in a reference cycle: until it is collected, its buckets hold memory for all gradients
 
     def sync_gradients(self, on: bool) -> None:
-        if on != self.syncing:
-            self.syncing = on
-            if isinstance(self.model, DistributedDataParallel):
-                self.model.require_backward_grad_sync = on
+        self.syncing = on
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.require_backward_grad_sync = on
 
     def clip(self, max_norm: float | None) -> Tensor:
         return clip_gradients(self.parameters, max_norm)
@@ -86,7 +86,7 @@ class DDP:
             self._leave_out_constants(before)
 
     def _leave_out_constants(self, before: dict[str, Tensor]) -> None:
-        """Broadcast no more the buffers that still have the value `before`. A collective."""
+        """Stop broadcasting buffers that still have the value `before`. A collective."""
         after = dict(self.module.named_buffers())
         changed = [name not in after or not torch.equal(value, after[name]) for name, value in before.items()]
         dist.all_reduce(anywhere := torch.tensor(changed, dtype=torch.uint8, device=self.device), dist.ReduceOp.MAX)

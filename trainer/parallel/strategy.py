@@ -6,8 +6,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.linalg import vector_norm
-from torch.nn.utils import clip_grad_norm_
+from torch.distributed import ProcessGroup
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 
 class Strategy(Protocol):
@@ -17,12 +17,13 @@ class Strategy(Protocol):
     parameters: list[nn.Parameter]  # this rank's trained parameters, after the model was distributed
     data_rank: int  # this rank among those that read different data
     data_world: int  # the number of such ranks, over which a batch is split
+    replicas: ProcessGroup | None  # the ranks that have this one's weights; None: no other has
     lockstep: bool  # forward passes communicate, so every rank makes as many, also in validation
     syncing: bool  # the next backward pass reduces
     constant_buffers: frozenset[str]  # names of those that are equal on all ranks
 
     def sync_gradients(self, on: bool) -> None:
-        """Switch the reduction in the next backward pass on or off. Called before each micro-batch."""
+        """Switch the reduction in the next backward passes on or off. Called when it changes."""
         ...
 
     def clip(self, max_norm: float | None) -> Tensor:
@@ -46,6 +47,7 @@ class SingleDevice:
     """One rank: the model itself."""
 
     data_rank, data_world, lockstep, syncing = 0, 1, False, True
+    replicas: ProcessGroup | None = None
     constant_buffers: frozenset[str] = frozenset()
 
     def __init__(self, model: nn.Module) -> None:
@@ -82,5 +84,4 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Te
     """Clip gradients that this rank has whole; if `max_norm` is None, only measure their norm."""
     if max_norm is not None:
         return clip_grad_norm_(parameters, max_norm)
-    norms = [vector_norm(p.grad) for p in parameters if p.grad is not None]
-    return vector_norm(torch.stack(norms or [torch.zeros(())]))
+    return get_total_norm([p.grad for p in parameters if p.grad is not None])

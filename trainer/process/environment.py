@@ -1,4 +1,4 @@
-"""The launcher that started this process, by its variables: torchrun, mpirun, srun, our supervisor, or none."""
+"""Detects the launcher that started this process by its variables: torchrun, mpirun, srun, our supervisor, or none."""
 
 import atexit
 import contextlib
@@ -24,16 +24,16 @@ class Place:
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
-    store: str = ""  # a file to meet in; empty: ranks meet by MASTER_ADDR and MASTER_PORT
+    store: str = ""  # path of a FileStore; empty: ranks meet by MASTER_ADDR and MASTER_PORT
     launcher: str = ""  # torchrun, mpirun, srun or echelon; empty: one process that no launcher started
-    starts: bool = False  # it is not a rank: it starts those of its node, and `rank` is the first of them
+    starts: bool = False  # this process is no rank: it starts the ranks of its node, of which `rank` is the first
 
 
 def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: int | str = 1) -> Place:
     """Return this process's place, by its launcher's variables, and set the MASTER_ADDR and MASTER_PORT of srun.
 
     Raises:
-        ConfigError: The launcher's variables are no numbers, or contradict the settings.
+        ConfigError: A variable of the launcher is not a number, or contradicts the settings.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         world = _number(env, "WORLD_SIZE")
@@ -49,7 +49,7 @@ def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: in
         place = _open_mpi(env)
     elif "PMI_RANK" in env and "MPI_LOCALRANKID" in env:  # srun may set PMI_RANK, too
         place = _mpich(env)
-    elif _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1:  # not SLURM_NTASKS: in salloc's shell that is the job's
+    elif _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1:  # SLURM_NTASKS is the job's, and set in salloc's shell, too
         place = _slurm(env, devices)
     elif _number(env, "PMI_SIZE", 1) > 1:
         raise ConfigError(
@@ -62,7 +62,7 @@ def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: in
     if devices not in ("auto", per_node):
         raise ConfigError(
             f"trainer.devices={devices}: {place.launcher} started {per_node} rank(s) on this node; "
-            f"use trainer.devices={per_node} or leave it out"
+            f"use trainer.devices={per_node} or leave trainer.devices out"
         )
     least, most = node_range(nodes)
     if nodes != 1 and not least <= place.world // per_node <= most:
@@ -76,7 +76,9 @@ def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: in
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     value = env[name] if default is None else env.get(name, str(default))
     if not value.isdecimal():
-        raise ConfigError(f"{name}={value}: is no number, and a launcher's is; unset it, or start by torchrun or srun")
+        raise ConfigError(
+            f"{name}={value}: is not a number, so no launcher set it; unset it, or start by torchrun or srun"
+        )
     return int(value)
 
 
@@ -89,7 +91,7 @@ def node_range(nodes: int | str) -> tuple[int, int]:
     least, colon, most = str(nodes).partition(":")
     most = most if colon else least
     if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
-        raise ConfigError(f"trainer.nodes={nodes}: must be a number of nodes, or the least and the most, as 2:8")
+        raise ConfigError(f"trainer.nodes={nodes}: must be a number of nodes, or a range MIN:MAX, as 2:8")
     return int(least), int(most)
 
 
@@ -98,16 +100,19 @@ def refuse_nodes(
 ) -> None:
     """Refuse settings with which ranks of several nodes, or ranks that torchrun starts again, could not go on.
 
-    torchrun starts all ranks again after a failure (`--max-restarts`), and after a node came or went. They must meet in
-    a new store then: in the old one they would find entries of the ranks before them (pytorch#135712).
+    torchrun starts all ranks again after a failure (`--max-restarts`), and after a node came or went. These must meet
+    in a new store: the old store has entries of the ranks before them (pytorch#135712).
 
     Raises:
-        ConfigError: No launcher started the other nodes, or a setting is missing without which ranks can't go on.
+        ConfigError: No launcher started the other nodes, or restarted ranks lack a setting that they need to resume.
     """
     if not place.launcher and nodes != 1:
-        raise ConfigError(f"trainer.nodes={nodes}: start it on each node, with torchrun --nnodes={nodes} ... or srun")
+        way_out = f"use torchrun --nnodes={nodes} ... on each node, or srun"
+        raise ConfigError(f"trainer.nodes={nodes}: this process can't start other nodes; {way_out}")
     if place.starts and run_dir is None:
-        raise ConfigError("srun with one task a node: the ranks that it starts need trainer.run_dir=runs/NAME")
+        raise ConfigError(
+            "srun with one task per node: the ranks of all nodes need one folder; give trainer.run_dir=runs/NAME"
+        )
     again = env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" or isinstance(nodes, str)
     needed = {
         "trainer.resume=auto": resume == "auto",
@@ -117,7 +122,7 @@ def refuse_nodes(
     missing = [name for name, there in needed.items() if not there]
     if place.launcher == "torchrun" and again and missing:
         given = f"trainer.nodes={nodes}" if isinstance(nodes, str) else "torchrun --max-restarts"
-        raise ConfigError(f"{given}: ranks that are started again could not go on; add {', '.join(missing)}")
+        raise ConfigError(f"{given}: restarted ranks could not resume; add {', '.join(missing)}")
 
 
 def _open_mpi(env: MutableMapping[str, str]) -> Place:
@@ -126,10 +131,10 @@ def _open_mpi(env: MutableMapping[str, str]) -> Place:
     )
     store = ""
     if world > 1 and "MASTER_ADDR" not in env:
-        folder = env.get("PMIX_SERVER_TMPDIR", "")  # of this mpirun alone, on this node; it removes it
+        folder = env.get("PMIX_SERVER_TMPDIR", "")  # a folder of this mpirun on this node, which mpirun removes
         if local_world != world or not os.path.isdir(folder):
             raise ConfigError(
-                f"mpirun: {world} ranks on several nodes need a meeting point; start them with "
+                f"mpirun: {world} ranks on several nodes need an address to meet at; start them with "
                 "`mpirun -x MASTER_ADDR=<first host> -x MASTER_PORT=29500 ...`"
             )
         store = f"{folder}/echelon-{env['PMIX_NAMESPACE']}"
@@ -138,12 +143,12 @@ def _open_mpi(env: MutableMapping[str, str]) -> Place:
 
 
 def _mpich(env: Mapping[str, str]) -> Place:
-    """Return the place that MPICH's or Intel MPI's mpirun gives. It offers ranks no place to meet in."""
+    """Return the place that MPICH's or Intel MPI's mpirun gives. Neither offers a store for ranks to meet in."""
     names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     rank, world, local_rank, local_world = (_number(env, name) for name in names)
     if world > 1 and "MASTER_ADDR" not in env:
         raise ConfigError(
-            f"mpirun: {world} ranks need a meeting point; start them with "
+            f"mpirun: {world} ranks need an address to meet at; start them with "
             "`mpirun -genv MASTER_ADDR <first host> -genv MASTER_PORT 29500 ...`"
         )
     return Place(rank, world, local_rank, local_world, "", "mpirun")
@@ -153,7 +158,7 @@ def _slurm(env: MutableMapping[str, str], devices: int | str) -> Place:
     world, nodes = _number(env, "SLURM_STEP_NUM_TASKS"), _number(env, "SLURM_STEP_NUM_NODES")
     if world % nodes or "," in env.get("SLURM_STEP_TASKS_PER_NODE", ""):
         raise ConfigError(
-            f"srun: {world} tasks on {nodes} nodes are not the same number on each; use --ntasks-per-node"
+            f"srun: {world} tasks on {nodes} nodes are not the same number on each node; use --ntasks-per-node"
         )
     env.setdefault("MASTER_ADDR", first_host(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]))
     env.setdefault("MASTER_PORT", str(20000 + (int(env["SLURM_JOB_ID"]) + int(env["SLURM_STEP_ID"])) % 20000))
@@ -173,7 +178,7 @@ def first_host(nodes: str) -> str:
 
 
 def refuse_without_loopback() -> None:
-    """Refuse to start ranks that could not meet.
+    """Refuse to start ranks that could not connect.
 
     Raises:
         ConfigError: The loopback interface is down, as in a new network namespace.
@@ -183,7 +188,7 @@ def refuse_without_loopback() -> None:
             probe.connect(("127.0.0.1", 9))  # sends nothing
         except OSError as error:
             raise ConfigError(
-                f"trainer.devices: ranks of one node meet on the loopback interface: {error.strerror}; "
+                f"trainer.devices: ranks of one node connect over the loopback interface: {error.strerror}; "
                 "switch it on by `ip link set lo up`, or give trainer.devices=1"
             ) from None
 
@@ -191,7 +196,7 @@ def refuse_without_loopback() -> None:
 def raise_file_limit() -> None:
     """Raise the limit of open files as far as the system allows.
 
-    gloo has a socket for each other rank, and group. A data worker's rank has a file for each tensor that lies ready.
+    gloo has a socket for each other rank and each group. A rank has a file for each tensor that its workers prefetched.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
@@ -199,11 +204,11 @@ def raise_file_limit() -> None:
 
 
 def avoid_foreign_cache(env: MutableMapping[str, str]) -> None:
-    """Give torch a new folder for compiled code if a file of another user has the name of the usual one in TMPDIR.
+    """Give torch a new folder for compiled code if another user owns the usual one in TMPDIR.
 
-    torch._dynamo makes that folder as it loads, and later runs code from it.
+    torch._dynamo makes the folder while it loads, and later runs code from there.
     """
-    with contextlib.suppress(OSError, KeyError):  # this user has no name, or nobody has taken that of the folder
+    with contextlib.suppress(OSError, KeyError):  # this user has no name, or the folder does not exist
         usual = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
         own = os.lstat(usual).st_uid == os.geteuid() and os.path.isdir(usual)
         if not own and "TORCHINDUCTOR_CACHE_DIR" not in env:
@@ -212,11 +217,11 @@ def avoid_foreign_cache(env: MutableMapping[str, str]) -> None:
 
 
 def cores() -> int:
-    """Return the number of CPU cores that this process may use: a batch system may give it some of the node's."""
+    """Return the number of CPU cores that this process may use. A batch system may grant a part of the node's cores."""
     return len(os.sched_getaffinity(0))
 
 
 def is_first_rank() -> bool:
-    """Return whether this process tells messages of all ranks: it is a launcher's rank 0, or has no launcher."""
+    """Return whether this process prints the messages of all ranks: it is rank 0, or has no launcher."""
     others = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "ECHELON_PARENT")
     return not any(os.environ.get(name, "0") != "0" for name in others)

@@ -1,4 +1,4 @@
-"""The end of a process: after the rank that tells the error, without the interpreter's own end, or with its parent."""
+"""Ends processes: after the first rank has printed the error, without the interpreter's shutdown, with the parent."""
 
 import atexit
 import contextlib
@@ -16,7 +16,7 @@ from trainer.timeouts import FIRST_RANK_S
 
 
 def wait_for_first_rank() -> None:
-    """Wait, but on the first rank of a node, before an error is printed that other ranks may have too.
+    """Wait on all ranks of a node but the first, before an error is printed that all ranks may have.
 
     The first rank prints at once, and as it ends, torchrun, mpirun and `srun -K` end the others.
     """
@@ -38,10 +38,10 @@ def run_guarded(call: Callable[[], int]) -> int:
 
 
 def exit_process(code: int) -> NoReturn:
-    """End this process as `sys.exit` does, but without the interpreter's own end.
+    """End this process like `sys.exit`, but without the interpreter's shutdown.
 
-    The interpreter may end a gloo thread that is just releasing a tensor. The process would then abort ("terminate
-    called without an active exception").
+    The shutdown may end a gloo thread that is just releasing a tensor. The process would then abort ("terminate called
+    without an active exception").
     """
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] as multiprocessing ends its own
     atexit._run_exitfuncs()

@@ -1,4 +1,4 @@
-"""Heartbeats: how far a rank has come, and whether it still moves. Standard library only."""
+"""Writes and reads heartbeats: the progress of a rank, and the time of its last move. Standard library only."""
 
 import contextlib
 import faulthandler
@@ -11,21 +11,22 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from trainer import timeouts
+
 FORMAT = struct.Struct("<qqqd")
-TICK_S = 1.0  # at most
 
 
 class Beat(NamedTuple):
     began: int  # the step at which the rank began
-    step: int  # the last step that the rank has done
-    busy: int  # whether the rank completes a checkpoint before it ends: each piece that it writes is a beat
-    until: float = 0.0  # the beat's time and the patience that it asks for, by the node's monotonic clock
+    step: int  # the last step that the rank has finished
+    busy: int  # whether the rank writes a last checkpoint: each piece that it writes is a beat
+    until: float = 0.0  # the beat's time plus its extra seconds, by the node's monotonic clock
 
 
 class Heartbeat:
-    """A file with the last `Beat`, for the supervisor that reads it; without a path no file is written.
+    """A file with the last `Beat`, which the supervisor reads; without a path no file is written.
 
-    A path of an environment that a launcher has left behind may lead nowhere, and counts as none then.
+    A path that leads nowhere counts as none: an old launcher's variable may be in the environment.
     """
 
     def __init__(self, path: str = "") -> None:
@@ -41,21 +42,21 @@ class Heartbeat:
     def watch(self, still_s: float, on_still: Callable[[], Any], log: IO[str] | None = None) -> None:
         """Call `on_still` after half of `still_s` seconds without a beat, counted from the next beat on.
 
-        With `log`, after all of them, write the stacks of all threads to it and end the process with code 1.
-        A thread counts its own ticks, so time in which the process is suspended does not count.
+        With `log`, after `still_s` seconds write the stacks of all threads to it, and end the process with code 1. A
+        thread counts its own ticks, so time in which the process is suspended does not count.
         """
         self.still_s = still_s
         self.left_s = float("inf") if self.began < 0 else still_s
         threading.Thread(target=self._tick, args=(on_still, log), name="heartbeat", daemon=True).start()
 
     def _tick(self, on_still: Callable[[], Any], log: IO[str] | None) -> None:
-        tick_s, told = min(TICK_S, self.still_s / 20), False
+        tick_s, called = min(timeouts.TICK_S, self.still_s / 20), False
         while not self.ended.wait(tick_s):
             self.left_s -= tick_s
             if self.left_s > self.still_s / 2:
-                told = False
-            elif not told:
-                told = True
+                called = False
+            elif not called:
+                called = True
                 on_still()
             if log and self.left_s <= 0:
                 log.write(f"Timeout ({timedelta(seconds=self.still_s)})!\n")
@@ -73,12 +74,12 @@ class Heartbeat:
         self.file = None
 
     def beat(self, step: int | None = None, patience_s: float = 0.0, busy: bool = False) -> None:
-        """Note that the rank moves.
+        """Write a heartbeat: the rank moves.
 
         Args:
-            step: The step that is done now.
+            step: The step that is finished now.
             patience_s: Extra seconds allowed for the work that begins now.
-            busy: The rank completes a checkpoint before it ends.
+            busy: The rank writes its last checkpoint.
         """
         if step is None and self.began < 0:
             return

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: who hears them, and what a run does then. Imports no torch."""
+"""Handles signals that ask a run to stop. Imports no torch."""
 
 import contextlib
 import multiprocessing
@@ -30,26 +30,26 @@ EARLY = "stopped before the first step"
 
 
 def ignore(*_: object) -> None:
-    """Do nothing in the main thread: the wakeup descriptor has told the listener already."""
+    """Do nothing in the main thread: the listener has read the signal from the wakeup descriptor."""
 
 
 def handled_signals() -> list[signal.Signals]:
-    """Return the signals of `STOP` that a listener takes.
+    """Return the signals of `STOP` that a listener handles.
 
-    Under nohup SIGHUP is ignored, and stays so. A handler that a program set for one of `WARNINGS` stays.
+    Under nohup, SIGHUP stays ignored. A handler that a program set for one of `WARNINGS` stays.
     """
     asked = [n for n in ASKED if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     return asked + [n for n in WARNINGS if signal.getsignal(n) in (signal.SIG_DFL, ignore)]
 
 
 class SignalListener:
-    """A thread that calls `hear` with each signal to stop, while entered. Listeners entered before it rest.
+    """A context in which a thread calls `hear` with each signal to stop. Outer listeners are idle meanwhile.
 
-    A Python handler runs between two bytecodes of the main thread only, so not during a collective.
-    The interpreter writes to its wakeup descriptor at once. Outside the main thread a listener does nothing.
+    A Python handler runs only between two bytecodes of the main thread, so not during a collective. The interpreter
+    writes to its wakeup descriptor at once. Outside the main thread a listener does nothing.
     """
 
-    on_inspect: Callable[[], Any] = staticmethod(lambda: None)  # called at SIGUSR2 where that is no signal to stop
+    on_inspect: Callable[[], Any] = staticmethod(lambda: None)  # called at SIGUSR2 if that is no signal to stop
 
     def __init__(self, hear: Callable[[int], None]) -> None:
         self.hear = hear
@@ -84,7 +84,7 @@ class SignalListener:
 class StartupSignals(SignalListener):
     """The listener of a process that has no checkpoint to write yet: a signal ends the process at once.
 
-    The exit code is 75, or 130 for SIGINT. Once a run has listened for itself, it is 128 + the signal's number.
+    The exit code is 75, or 130 for SIGINT. After a run has had its own listener, the code is 128 + the signal's number.
     """
 
     over = False
@@ -104,11 +104,11 @@ class StartupSignals(SignalListener):
 class StopSignals(SignalListener):
     """The listener of a run: the first signal sets `name`, and a SIGINT after that ends the process.
 
-    A second SIGTERM ends nothing: who stops a whole job signals the ranks and their launcher, which passes it on.
+    A second SIGTERM ends nothing: a stop of a whole job signals the ranks and their launcher, which passes it on.
     """
 
     name = ""
-    received = ""  # the last signal to stop that any run in this process has heard
+    received = ""  # the last signal to stop that any run in this process has received
 
     def __init__(self) -> None:
         super().__init__(self._stop)
@@ -121,13 +121,13 @@ class StopSignals(SignalListener):
             os._exit(128 + signal.SIGINT)
         if not self.name:
             self.name = StopSignals.received = signal.Signals(number).name
-            again = "; again stops now" if number == signal.SIGINT else ""
+            again = "; a second SIGINT stops now" if number == signal.SIGINT else ""
             with contextlib.suppress(OSError):
                 log.info("%s: stopping after this step with a checkpoint%s", self.name, again)
 
 
 def ignore_stop_signals() -> None:
-    """Make a data worker live until its rank has saved, whatever is sent to all processes of a job."""
+    """Let a data worker live until its rank has saved: a batch system may signal all processes of a job."""
     signal.set_wakeup_fd(-1)  # the inherited one is the rank's
     for number in STOP:
         signal.signal(number, signal.SIG_IGN)

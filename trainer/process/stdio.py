@@ -1,4 +1,4 @@
-"""Standard input, output and error: closed ones, readers that go away, and the terminal's cursor."""
+"""Keeps a run alive if standard input, output or error are closed or lose their reader."""
 
 import contextlib
 import errno
@@ -25,7 +25,7 @@ def open_standard_descriptors() -> None:
 
 
 def show_cursor() -> None:
-    """Show the cursor that a progress bar has hidden: a process that is ended at once can't put it back."""
+    """Show the cursor again, which a progress bar hides, before the process ends at once."""
     with contextlib.suppress(OSError):
         if os.isatty(1):
             os.write(1, SHOW_CURSOR + b"\r\n")
@@ -34,9 +34,9 @@ def show_cursor() -> None:
 class Output(io.TextIOWrapper):
     """Standard output or error that outlives its reader (`| head`, a closed ssh session): later text is dropped.
 
-    The log tells of the loss once. Python ignores SIGPIPE, so that a write raises instead.
-    While the disk of a file is full, only the text written meanwhile is lost.
-    A logging handler would not do: a recipe's `print`, the progress bar and the help write to `sys.stdout` themselves.
+    The loss is logged once. Python ignores SIGPIPE, so a write raises instead. While the disk of a file is full, only
+    the text written meanwhile is lost. A logging handler would not be enough: a recipe's `print`, the progress bar and
+    the help write to `sys.stdout` themselves.
     """
 
     def write(self, text: str, /) -> int:
@@ -58,13 +58,13 @@ class Output(io.TextIOWrapper):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self.fileno())  # the buffered text goes there
         os.close(null)
-        log.info("%s is closed (%s): the run goes on, see metrics.jsonl and logs/", self.name, error.strerror)
+        log.info("%s is closed (%s): the run goes on; see metrics.jsonl and logs/", self.name, error.strerror)
 
 
 def tolerate_closed_pipes() -> None:
     """Replace `sys.stdout` and `sys.stderr` by `Output`, which also shows names that are not UTF-8.
 
-    If a shell has closed one (`>&-`), its text goes nowhere.
+    If a shell has closed one of them (`>&-`), its text is dropped.
     """
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)

@@ -1,4 +1,4 @@
-"""The folder of a run's temporary files. If a kill leaves one, the next start removes it."""
+"""Makes the folder of a run's temporary files. If a killed run leaves its folder, the next start removes it."""
 
 import contextlib
 import fcntl
@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LONGEST = 107 - len("/listener-12345678")  # bytes in the name of a folder for sockets
-PREFIX, MARK = "echelon-", ".swept"  # the mark is in a folder whose lock tells whether its run lives
+PREFIX, MARK = "echelon-", ".swept"  # only folders with the mark are swept: they are locked while their run lives
 
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Make a folder in TMPDIR, locked while the run lives, and remove those of runs that have been killed.
+    """Make a folder in TMPDIR, locked while the run lives, and remove the folders of killed runs.
 
     The lock holds in other PID namespaces, too. A container has a host name of its own, so no other start sweeps its
     folders. systemd-tmpfiles leaves a locked folder alone.
@@ -35,7 +35,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def sweep(root: Path) -> None:
-    """Remove this user's folders of this host's runs that are no more. Locks of other hosts may not be seen here."""
+    """Remove folders of this user's ended runs on this host. Locks of other hosts may be invisible here."""
     for folder in root.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # no folder, a link, another user's, unmarked or locked
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -50,7 +50,7 @@ def sweep(root: Path) -> None:
 
 @contextlib.contextmanager
 def sockets_in(folder: Path) -> Iterator[None]:
-    """Let multiprocessing put the sockets of this process's children there, and not into folders `pymp-*`.
+    """Let multiprocessing put the sockets of this process's children into `folder` instead of folders `pymp-*`.
 
     A socket's address has at most 107 bytes, so a folder with a longer name is named by its descriptor.
     """

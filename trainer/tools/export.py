@@ -1,4 +1,4 @@
-"""python -m trainer.tools.export CHECKPOINT FOLDER [KEY=VALUE...]: exports a checkpoint as a run's end would."""
+"""python -m trainer.tools.export CHECKPOINT FOLDER [KEY=VALUE...]: exports a checkpoint like the end of a run."""
 
 import argparse
 import os
@@ -54,7 +54,9 @@ def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
     refuse_other_manifests(manifest, key)
     config = Path(manifest["run_dir"]) / "config.yaml"
     if not config.exists():
-        raise ConfigError(f"{key}: its run's {config} is not here; call this where the run was started")
+        raise ConfigError(
+            f"{key}: its run's {config} is not here; call this in the folder in which the run was started"
+        )
     settings = read_config(config, changes, key) | UNTRAINED
     settings["callbacks"] = without_monitors(settings["callbacks"])
     check(settings, OWN)
@@ -62,7 +64,7 @@ def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
     made = build_components(settings, OWN)
     recipe, seed = made["recipe"], settings["trainer"]["seed"]
     if not hasattr(recipe, "export"):
-        raise ConfigError(f"{key}: {type(recipe).__name__} has no `export`; give the recipe one")
+        raise ConfigError(f"{key}: {type(recipe).__name__} has no method `export`; define it")
     source = open_source(recipe, "train", seed, made["data"])
     refuse_other_data(source, manifest["identity"]["data"], key)
     torch.manual_seed(seed)
@@ -84,9 +86,9 @@ def read_config(file: Path, changes: list[str], key: str) -> dict[str, Any]:
         hidden = redacted_keys(settings)
     except Exception as error:  # YAML's or OmegaConf's
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"{key}: {file} can't be read ({reason}); give the one that the run has written") from None
+        raise ConfigError(f"{key}: {file} can't be read ({reason}); restore the file that the run wrote") from None
     if hidden:
-        raise ConfigError(f"{key}: {file} has no {', '.join(hidden)}, as a secret; add {hidden[0]}=VALUE")
+        raise ConfigError(f"{key}: {file} hides {', '.join(hidden)}, a secret; add {hidden[0]}=VALUE")
     return settings
 
 
@@ -113,17 +115,16 @@ def refuse_other_data(source: Any, saved: str, key: str) -> None:
     own = source.fingerprint if isinstance(source, Samples) else "iterable"
     if own != saved:
         raise ConfigError(
-            f"{key}: its data has changed since (was {short(saved)}, is {short(own)}); "
-            "give the data back that it was trained on"
+            f"{key}: the data has changed since the training (was {short(saved)}, is {short(own)}); restore the data"
         )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.tools.export", description=__doc__)
     parser.add_argument("checkpoint", help="ckpt/last.pt, or a folder step-*")
-    parser.add_argument("folder", type=Path, help="where the recipe puts what it exports")
+    parser.add_argument("folder", type=Path, help="the folder to export to")
     parser.add_argument(
-        "changes", nargs="*", default=[], metavar="KEY=VALUE", help="in place of what the run's config.yaml says"
+        "changes", nargs="*", default=[], metavar="KEY=VALUE", help="replaces a value of the run's config.yaml"
     )
     arguments = parser.parse_args()
     return run_guarded(lambda: export(arguments.checkpoint, arguments.folder, arguments.changes) or 0)

@@ -1,4 +1,4 @@
-"""python -m trainer.tools.shards index|verify|stat|pack: what can be done with tar shards before a run."""
+"""python -m trainer.tools.shards index|verify|stat|pack: prepares and checks tar shards before a run."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ from trainer.process.exit import run_guarded
 
 
 def index(shards: list[str], workers: int, **where: Any) -> None:
-    """Store the index beside each shard that has none, or has changed. Shards at URLs are downloaded again."""
+    """Index each shard that has no index, or has changed. Shards at URLs are downloaded again."""
     require("--workers", workers, at_least=1)
     made = Index.open(find_shards(shards, DataOptions(**where)), progress, workers, anew=True)
     say(f"{len(made.shards)} shards, {sum(made.counts)} samples, fingerprint {made.fingerprint[:16]}")
@@ -36,10 +36,10 @@ def progress(shard: str, done: int, total: int) -> None:
 
 
 def verify(shards: list[str], workers: int, **where: Any) -> None:
-    """Read every byte, of cached shards in the cache, and compare it with the index.
+    """Read every byte, and compare it with the index. For remote shards, the cached copy is read.
 
     Raises:
-        DataError: naming each shard that is not what was indexed.
+        DataError: Shards differ from their index. The message names each.
     """
     require("--workers", workers, at_least=1)
     paths = find_shards(shards, DataOptions(**where))
@@ -49,11 +49,11 @@ def verify(shards: list[str], workers: int, **where: Any) -> None:
             say(f"{path}: {found or 'as indexed'}")
             wrong += [str(path)] if found else []
     if wrong:
-        raise DataError(f"{', '.join(wrong)}: not what was indexed; restore what was, or index again")
+        raise DataError(f"{', '.join(wrong)}: differ from their index; restore the shards, or index them again")
 
 
 def compare(path: Path | Remote) -> str:
-    """How it differs from its index; empty where it doesn't."""
+    """Return how the shard differs from its index; empty if it does not."""
     if (known := indexed(path)) is None:
         return "has no index that can be read"
     try:
@@ -65,7 +65,7 @@ def compare(path: Path | Remote) -> str:
         return "" if same else f"its index is wrong: remove {known.index_path}"
     if isinstance(path, Remote):
         path.drop()
-    return "NOT what was indexed"
+    return "DIFFERS from its index"
 
 
 def stat(shards: list[str], workers: int, **where: Any) -> None:
@@ -83,19 +83,20 @@ def line(name: str, shards: list[Shard]) -> str:
 
 
 def pack(source: Path, folder: Path, prefix: str, per_shard: int) -> None:
-    """From the files of a folder, or the lines of a .jsonl, or the rows of a .parquet; always in the same order.
+    """Write shards from the files of a folder, the lines of a .jsonl, or the rows of a .parquet; always in the same
+    order.
 
     Raises:
-        DataError: where there is nothing, or no way to read it, or to write there.
+        DataError: The source is empty or can't be read, or the folder can't be written.
     """
     require("--per-shard", per_shard, at_least=1)
     if Path(prefix).name != prefix:
-        raise ConfigError(f"--prefix={prefix}: is no name of a file; give folders by FOLDER")
+        raise ConfigError(f"--prefix={prefix}: is not the name of a file; give folders by FOLDER")
     try:
         paths = write_shards(samples(source), folder, prefix, per_shard, packed)
     except OSError as error:
-        told = f"{error.filename or folder}: {error.strerror or error}"
-        raise DataError(f"{told}; mend that, or give another folder") from None
+        reason = f"{error.filename or folder}: {error.strerror or error}"
+        raise DataError(f"{reason}; make room or make it writable, or give another folder") from None
     if not paths:
         raise DataError(f"{source}: has no sample; give files KEY.EXTENSION, lines or rows")
     say(f"{len(paths)} shards: {paths[0]} to {paths[-1]}")
@@ -112,17 +113,19 @@ def samples(source: Path) -> Iterator[dict[str, Any]]:
         return of_lines(source)
     if source.suffix == ".parquet":
         return of_rows(source)
-    raise DataError(f"{source}: is no folder, .jsonl or .parquet" if source.exists() else f"{source}: does not exist")
+    raise DataError(
+        f"{source}: is not a folder, .jsonl or .parquet" if source.exists() else f"{source}: does not exist"
+    )
 
 
 def of_folder(source: Path) -> Iterator[dict[str, Any]]:
-    """Files of one key are one sample: `a/7.jpg` and `a/7.json`. By name; what has no extension is left out."""
+    """Yield the samples of a folder, by name. Files of one key form a sample: `a/7.jpg`, `a/7.json`."""
     names = sorted(str(path.relative_to(source)) for path in source.rglob("*") if path.is_file())
     parts = [(split_name(name), name) for name in names]
     grouped: dict[str, dict[str, Path]] = {}
     for (key, extension), name in parts:
         if key is None:
-            say(f"left out: {source / name}", sys.stderr)
+            say(f"left out, since it has no extension: {source / name}", sys.stderr)
             continue
         refuse_member(str(source / name), extension)
         if extension in grouped.setdefault(key, {}):
@@ -140,7 +143,7 @@ def of_lines(source: Path) -> Iterator[dict[str, Any]]:
             try:
                 json.loads(text)
             except ValueError as error:
-                raise DataError(f"{source}: line {number + 1} is no JSON ({error}); mend it") from None
+                raise DataError(f"{source}: line {number + 1} is not JSON ({error}); correct it") from None
             yield {"__key__": f"{number:012d}", "json": text.strip()}
 
 
@@ -156,20 +159,20 @@ def main() -> int:
         made = commands.add_parser(command.__name__, help=(command.__doc__ or "").partition(".")[0])
         made.add_argument("shards", nargs="+", help="paths, patterns as 'train-{000..099}.tar', URLs, pipe:PROGRAM")
         made.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="threads that read")
-        made.add_argument("--cache-dir", default=DataOptions.cache_dir, help="as data.cache_dir of the run")
-        made.add_argument("--cache-gb", type=float, default=DataOptions.cache_gb, help="as data.cache_gb")
-        made.add_argument("--allow-pipe", action="store_true", help="as data.allow_pipe=true")
+        made.add_argument("--cache-dir", default=DataOptions.cache_dir, help="the data.cache_dir of the run")
+        made.add_argument("--cache-gb", type=float, default=DataOptions.cache_gb, help="the data.cache_gb of the run")
+        made.add_argument("--allow-pipe", action="store_true", help="allows programs, like data.allow_pipe=true")
         made.set_defaults(call=command)
     made = commands.add_parser("pack", help=(pack.__doc__ or "").partition(";")[0])
     made.add_argument("source", type=Path, help="a folder, a .jsonl or a .parquet")
-    made.add_argument("folder", type=Path, help="where PREFIX-000000.tar and so on are written")
+    made.add_argument("folder", type=Path, help="the folder for PREFIX-000000.tar and so on")
     made.add_argument("--prefix", default="train")
     made.add_argument("--per-shard", type=int, default=10_000, help="samples")
     made.set_defaults(call=pack)
     arguments = vars(parser.parse_args())
     call = arguments.pop("call")
     del arguments["command"]
-    if call is not pack:  # Ctrl-C would wait for threads and what they download; a part of that is never taken for it
+    if call is not pack:  # Ctrl-C would wait for threads and their downloads; a partial download is never used
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     return run_guarded(lambda: call(**arguments) or 0)
 

@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.gradients import Alone
 from support.ranks import run_ranks
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import ErrorFeedback
@@ -18,16 +19,6 @@ from trainer.process.environment import Place
 
 STEPS, SHAPES, MOMENTUM, CLIP, DENSITY, WARMUP = 200, ((20, 30), (50,), (7, 5)), 0.9, 30.0, 0.01, 100
 SIZES = [int(np.prod(shape)) for shape in SHAPES]
-
-
-class Alone(AllReduce):
-    """Two ranks that send the same."""
-
-    def __init__(self) -> None:
-        self.size = 2
-
-    def gather(self, own: Tensor) -> Tensor:
-        return torch.stack([own, own])
 
 
 def gradient(rank: int, step: int) -> np.ndarray:
@@ -93,11 +84,11 @@ def test_by_hand():
     """Two steps of 8 numbers, 2 of which go."""
     codec, param = DGC(0.25, momentum=0.5), nn.Parameter(torch.zeros(8))
     flat = torch.tensor([4.0, -2.0, 1.0, -8.0, 0.0, 1.0, 2.0, 3.0])
-    codec.mean(flat, flat, Bucket.of([param], 0), Alone())
+    codec.mean(flat, flat, Bucket.of([param], 0), Alone(2))
     assert flat.tolist() == [4, 0, 0, -8, 0, 0, 0, 0]
     flat = torch.tensor([1.0, -2.0, 1.0, 1.0, 0.0, 1.0, -2.0, 3.0])
     bucket = Bucket.of([param], 1)
-    codec.mean(flat, flat, bucket, Alone())
+    codec.mean(flat, flat, bucket, Alone(2))
     # u = 0.5 * [0 -2 1 0 0 1 2 3] + g = [1 -3 1.5 1 0 1.5 -1 4.5]; v = [0 -2 1 0 0 1 2 3] + u
     assert flat.tolist() == [0, -5, 0, 0, 0, 0, 0, 7.5]
     assert codec.u.of(bucket, flat).tolist() == [1, 0, 1.5, 1, 0, 1.5, -1, 0]
@@ -111,7 +102,7 @@ def test_without_momentum_all_is_sent_or_kept():
     for step in range(50):
         flat = torch.randn(100_000, generator=generator)
         given += flat
-        codec.mean(flat, flat, Bucket.of([param], step), Alone())
+        codec.mean(flat, flat, Bucket.of([param], step), Alone(2))
         assert flat.count_nonzero() == 100
         back += flat
     kept = codec.v.of(Bucket.of([param], 50), flat).double()
@@ -126,8 +117,8 @@ def test_nothing_is_left_to_error_feedback_around_it():
     for step in range(5):
         flat = torch.randn(1000, generator=torch.Generator().manual_seed(step))
         other, bucket = flat.clone(), Bucket.of([param], step)
-        codec.mean(flat, flat, bucket, Alone())
-        bare.mean(other, other, bucket, Alone())
+        codec.mean(flat, flat, bucket, Alone(2))
+        bare.mean(other, other, bucket, Alone(2))
         assert torch.equal(flat, other)
         assert not codec.residual.of(bucket, flat).count_nonzero()
 
@@ -160,7 +151,7 @@ def test_what_is_not_finite_is_sent_and_does_not_stay(poison):
     codec, param = DGC(0.01, momentum=0.9, clip_norm=1.0), nn.Parameter(torch.zeros(1000))
     flat, bucket = torch.randn(1000, generator=torch.Generator().manual_seed(0)), Bucket.of([param], 0)
     flat[500] = poison
-    codec.mean(flat, flat, bucket, Alone())
+    codec.mean(flat, flat, bucket, Alone(2))
     assert (~flat.isfinite()).nonzero().view(-1).tolist() == [500]
     assert codec.u.of(bucket, flat).isfinite().all() and codec.v.of(bucket, flat).isfinite().all()
 

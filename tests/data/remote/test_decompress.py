@@ -17,12 +17,11 @@ import pytest
 import torch
 from shard_recipe import Tars, write_points
 from support.cli import environment
-from support.http import MISSING, NGINX, Proxy, served
+from support.http import Proxy, needs_nginx, served
 from support.loaders import open_loader, whole
 from support.shards import samples
 
-import trainer.data.remote.download as fetch_module
-import trainer.data.remote.shard as remote_module
+from trainer import timeouts
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.data.remote.decompress import MOST_AT_ONCE, unpack
 from trainer.data.shards.discover import find_shards
@@ -53,8 +52,8 @@ KINDS: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
 def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fetch_module, "PAUSES_S", (0.01, 0.02, 0.03))
-    monkeypatch.setattr(remote_module, "FIRST_S", 0.5)
+    monkeypatch.setattr(timeouts, "SERVER_PAUSES_S", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(timeouts, "FIRST_DOWNLOAD_S", 0.5)
 
 
 def write(folder: Path) -> list[Path]:
@@ -164,7 +163,9 @@ def test_a_bomb_fills_neither_disk_nor_memory(kind: str) -> None:
     most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (21_000_000, most[1]))
     try:
-        with pytest.raises(ConfigError, match=r"data\.cache_gb=0\.02: .*a\.tar\.\w+ alone has .* GB; give it more, or"):
+        with pytest.raises(
+            ConfigError, match=r"data\.cache_gb=0\.02: .*a\.tar\.\w+ alone has .* GB; raise data.cache_gb, or"
+        ):
             opened(str(path), cache_gb=0.02)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, most)
@@ -189,7 +190,9 @@ def test_memory_that_a_file_asks_for_is_bounded() -> None:
 def test_what_else_is_compressed_is_refused(name: str) -> None:
     if "://" not in name:
         Path(name).touch()
-    with pytest.raises(DataError, match=rf"{name.partition('?')[0]}: can't be unpacked; pack it with gzip, .*'pipe:"):
+    with pytest.raises(
+        DataError, match=rf"{name.partition('?')[0]}: can't be unpacked; compress it with gzip, .*'pipe:"
+    ):
         find_shards(name)
 
 
@@ -230,7 +233,9 @@ def test_a_resume_on_another_content_is_refused() -> None:
     make().fit()
     make(resume="auto").fit()
     Path("packed/p-000000.tar.gz").write_bytes(gzip.compress(paths[1].read_bytes()))
-    with pytest.raises(ConfigError, match=r"^trainer\.resume: data was \w+ in the checkpoint and is \w+; set it back"):
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.resume: data was \w+ in the checkpoint and is \w+; set this back"
+    ):
         make(resume="auto")
 
 
@@ -252,7 +257,7 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
         yield proxy
 
 
-@pytest.mark.skipif(NGINX is None, reason=MISSING)
+@needs_nginx
 @pytest.mark.parametrize("where", ["", "rangeless/"])
 def test_from_a_server_that_cuts(proxy: Proxy, where: str) -> None:
     """It goes on in the middle of a member, or begins anew."""
@@ -263,7 +268,7 @@ def test_from_a_server_that_cuts(proxy: Proxy, where: str) -> None:
     assert index.fingerprint == Index.open(write(Path("other"))).fingerprint
     assert [bool(asked) for _, asked in proxy.requests[:2]] == [False, True]
     assert len(proxy.requests) == SHARDS + (2 if where else 1)  # the rest is less than is cut
-    with pytest.raises(DataError, match=rf"^{proxy.url}/a\.tar: can't be unpacked; pack it with gzip"):
+    with pytest.raises(DataError, match=rf"^{proxy.url}/a\.tar: can't be unpacked; compress it with gzip"):
         opened(f"{proxy.url}/a.tar")
 
 

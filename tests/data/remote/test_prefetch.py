@@ -16,18 +16,16 @@ from typing import Any
 import pytest
 import torch
 from shard_recipe import Tars, write_points
-from support.http import MISSING, NGINX, Proxy, served
+from support.http import Proxy, needs_nginx, served
 from support.loaders import open_loader
 from support.loaders import whole as whole_step
 from toy_recipe import Points
 
-import trainer.data.remote.prefetch as ahead_module
-import trainer.data.remote.shard as remote_module
-import trainer.data.shards.reader as read_module
+from trainer import timeouts
 from trainer.config.options import DataOptions
 from trainer.data.batch import Split
 from trainer.data.loader import Loader
-from trainer.data.remote.prefetch import DOWNLOADS, FAR, Window, fetching, of_training
+from trainer.data.remote.prefetch import DOWNLOADS, FAR, Window, fetching, training_needs
 from trainer.data.remote.shard import Remote
 from trainer.data.sampling.mixture import Mixture
 from trainer.data.sampling.order import Order, Ref
@@ -37,7 +35,6 @@ from trainer.errors import UnavailableError
 
 SHARDS, EACH, LANES, BATCH, BLOCK = 24, 8, 4, 8, 4  # a shard lasts for four batches, a block for two
 SIZE = 30720  # bytes of a shard
-needs_nginx = pytest.mark.skipif(NGINX is None, reason=MISSING)
 
 
 def orders(seed: int) -> tuple[Order | Mixture, Order | Mixture]:
@@ -85,7 +82,7 @@ def test_the_window_by_hand() -> None:
 def test_a_window_holds_what_comes_next_and_no_more_than_fits(seed: int) -> None:
     rng = random.Random(seed)
     order = orders(seed)[seed % 2]
-    needs = list(of_training(order, [(n * 7, Split(7, 3, 2)) for n in range(60)], 1))
+    needs = list(training_needs(order, [(n * 7, Split(7, 3, 2)) for n in range(60)], 1))
     assert len(needs) == 120 and needs[0] == needs[1] == order.shards(0, 7, 1, 3)
     sizes = {shard: rng.randint(1, 9) for shard in range(40)}
     room, most = rng.randint(10, 60), rng.randint(2, 12)
@@ -124,8 +121,8 @@ def proxy(web: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proxy:
         asked = len(web.requests)
         time.sleep(0.05)
     web.well()
-    monkeypatch.setattr(ahead_module, "LOOK_S", 0.02)
-    monkeypatch.setattr(ahead_module, "AGAIN_S", 0.05)
+    monkeypatch.setattr(timeouts, "LOOK_S", 0.02)
+    monkeypatch.setattr(timeouts, "AGAIN_S", 0.05)
     (tmp_path / "cache").mkdir()
     for path in (web.nginx.folder / "indexed").glob("*.idx"):
         shutil.copy(path, tmp_path / "cache")
@@ -250,11 +247,11 @@ def test_with_little_room_next_to_nothing_is_fetched_twice_and_the_folder_stays_
     proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: list[str]
 ) -> None:
     """For ten, where a batch needs up to eight, and twelve are looked for."""
-    monkeypatch.setattr(read_module, "IDLE_S", 0.0)
-    monkeypatch.setattr(remote_module, "SPARE_S", 0.25)
+    monkeypatch.setattr(timeouts, "IDLE_S", 0.0)
+    monkeypatch.setattr(timeouts, "SPARE_S", 0.25)
     far, steps, cache, most = loader(Tars(all_of(proxy)), tmp_path, 10.5), 12, tmp_path / "cache", 0
     remote = far.source.reader.remote()
-    needs = of_training(far.order, [(n * BATCH, far.split) for n in range(steps)], 0)
+    needs = training_needs(far.order, [(n * BATCH, far.split) for n in range(steps)], 0)
     window = Window(needs, dict.fromkeys(remote, SIZE), 2 * LANES + DOWNLOADS, int(10.5 * SIZE))
     stream = far.train(0)
     for step in range(steps):
@@ -272,7 +269,7 @@ def test_with_little_room_next_to_nothing_is_fetched_twice_and_the_folder_stays_
 def test_without_room_for_what_a_batch_needs_nothing_is_fetched_ahead(
     proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: list[str]
 ) -> None:
-    monkeypatch.setattr(read_module, "IDLE_S", 0.0)
+    monkeypatch.setattr(timeouts, "IDLE_S", 0.0)
     far = loader(Tars(all_of(proxy)), tmp_path, 2.5)
     stream = far.train(0)
     for _ in range(4):

@@ -168,7 +168,7 @@ def test_shards_with_weights(shards):
 
 @pytest.mark.parametrize("given", [{"a.tar": "much"}, {"a.tar": True}, {3: 1.0}])
 def test_what_is_no_mixture_is_told(given):
-    with pytest.raises(DataError, match="a mixture is of shards and their weights; give a dict as"):
+    with pytest.raises(DataError, match="a mixture maps shards to weights; give a dict as"):
         open_source(Of(given), "train", 0)
 
 

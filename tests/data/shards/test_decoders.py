@@ -105,3 +105,30 @@ def test_a_ppm_is_an_image() -> None:
     file = io.BytesIO()
     Image.new("RGB", (5, 7), (1, 2, 3)).save(file, "PPM")
     assert decode("ppm", file.getvalue()).getpixel((4, 6)) == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.arange(6, dtype=">i4").reshape(2, 3),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.array(3, np.float16),
+        np.zeros((0, 4), np.int8),
+        np.array([(1, 2.0)], [("a", "i1"), ("b", "<f8")]),
+        np.array(["ab", "c"]),
+        np.array([b""], "S0"),
+    ],
+    ids=lambda value: str(value.dtype)[:20],
+)
+def test_arrays_are_numpys(value: np.ndarray) -> None:
+    for version in ((1, 0), (2, 0), (3, 0)):
+        file = io.BytesIO()
+        np.lib.format.write_array(file, value, version)
+        found, expected = (
+            decode("npy", file.getvalue() + b"more"),
+            np.lib.format.read_array(io.BytesIO(file.getvalue())),
+        )
+        assert (found.dtype, found.shape, found.strides) == (expected.dtype, expected.shape, expected.strides)
+        assert found.tobytes() == expected.tobytes() and found.flags.writeable
+        with pytest.raises(ValueError):
+            decode("npy", file.getvalue()[:-1] if value.nbytes else file.getvalue()[:90])

@@ -166,7 +166,7 @@ def test_a_map_that_gives_nothing_ends_the_run(workers: int, name: str, key: str
     """Even for one sample, which isn't taken for a bad one."""
     write()
     with pytest.raises(
-        DataError, match=rf"^data\.map\.1: gave None for sample '{key}'; .* none can be dropped .*max_bad"
+        DataError, match=rf"^data\.map\.1: returned None for sample '{key}', .* can't drop a sample; .*max_bad"
     ):
         loaded({**NAMED, "map": ["own_stages.noise", f"own_stages.{name}"]}, workers)
 

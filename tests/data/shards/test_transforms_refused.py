@@ -18,11 +18,11 @@ ALLOW = ("webdataset", "own_stages")
 # What is named, and indented what the line must say.
 BEFORE_IT_IS_BUILT = """
 map: [os.getcwd]
-    data.map.0._target_=os.getcwd: os is not a package that configs may name; if you trust it, 'trainer.
+    data.map.0._target_=os.getcwd: os is not a package that configs may name; if you trust it, add 'trainer.
 map: [own_stages.random.seed]
     data.map.0._target_=own_stages.random.seed: No module named 'own_stages.random'
 map: [crop]
-    data.map.0._target_=crop: not a full name; write package.module.Name
+    data.map.0._target_=crop: is not a full name; write package.module.Name
 map: [own_stages.corp]
     data.map.0._target_=own_stages.corp: module 'own_stages' has no attribute 'corp'; name an
 map: [own_stages.crop, 3]
@@ -36,23 +36,23 @@ map: [{_target_: own_stages.Crop, size: "3"}]
 map: [{_target_: own_stages.Crop}]
     data.map.0.size: is missing; give data.map.0.size=VALUE
 decoders: [{_target_: own_stages.Picky, at: {_target_: os.getcwd}}]
-    data.decoders.0.at._target_=os.getcwd: is inside of arguments; give a plain value
+    data.decoders.0.at._target_=os.getcwd: a _target_ inside arguments is not built; give a plain value
 decoders: [{_target_: webdataset.imagehandler}]
     data.decoders.0.imagespec: is missing; give data.decoders.0.imagespec=VALUE
 """
 BEFORE_A_RUN = """
 map: [own_stages.two]
-    data.map.0=own_stages.two: can't be called with (sample): missing a required argument: 'other'; mend it
+    data.map.0=own_stages.two: can't be called with (sample): missing a required argument: 'other'; correct it
 decoders: [own_stages.noise]
-    data.decoders.0=own_stages.noise: can't be called with (extension, bytes): too many positional arguments; mend it
+    data.decoders.0=own_stages.noise: can't be called with (extension, bytes): too many positional arguments; correct it
 map: [own_stages.Crop]
     data.map.0=own_stages.Crop: is a class; write {_target_: own_stages.Crop} with its arguments
 map: [{_target_: own_stages.Crop, _partial_: true}]
     data.map.0=own_stages.Crop: is a class; write {_target_: own_stages.Crop} with its arguments
 map: [{_target_: own_stages.no_function, size: 3}]
-    data.map.0=own_stages.no_function: can't be called with (sample): 3 is not a callable object; mend it
+    data.map.0=own_stages.no_function: can't be called with (sample): 3 is not a callable object; correct it
 decoders: [{_target_: webdataset.imagehandler, imagespec: purple}]
-    data.decoders.0=webdataset.imagehandler: Unknown imagespec: purple; mend its arguments
+    data.decoders.0=webdataset.imagehandler: Unknown imagespec: purple; correct its arguments
 """
 
 
@@ -95,9 +95,13 @@ POINTS, BATCHES = Points(24, torch.float32), [{"x": torch.zeros(12, 3)}]
 @pytest.mark.parametrize(
     ("data", "named", "said"),
     [
-        (POINTS, "decoders: [own_stages.shout]", "data.decoders: recipe.data('train') has no shards, and nothing to"),
-        (BATCHES, "decoders: [own_stages.shout]", "data.decoders: recipe.data('train') has no shards, and nothing to"),
-        (BATCHES, "map: [own_stages.noise]", "data.map: recipe.data('train') gives batches, and it takes samples; "),
+        (POINTS, "decoders: [own_stages.shout]", "data.decoders: recipe.data('train') has no shards to decode; "),
+        (BATCHES, "decoders: [own_stages.shout]", "data.decoders: recipe.data('train') has no shards to decode; "),
+        (
+            BATCHES,
+            "map: [own_stages.noise]",
+            "data.map: recipe.data('train') gives batches, and data.map takes samples; ",
+        ),
     ],
     ids=["of a dataset", "of batches", "of batches, map"],
 )

@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from trainer.parallel.ddp import DDP
 from trainer.parallel.warmup import time_pass
 
 TIMED = 5  # passes of each layout that `auto` tries
-ORDER = "DDP then keeps the order in which the model defines its parameters, and a first bucket would be sent last"
+ORDER = "DDP then keeps the order in which the model defines its parameters, and sends the first bucket last"
 
 
 class Bucket(Callback):
@@ -30,9 +31,9 @@ class Bucket(Callback):
 
     Args:
         mib: Size of a bucket in MiB. DDP's own default is 25, with a first bucket of 1. `auto` takes the fastest in the
-            rehearsal, of `sizes` and of one bucket for everything. A run that goes on keeps the size.
+            rehearsal, of `sizes` and of one bucket for everything. A resume keeps the size.
         first_mib: Size of the first bucket, if it differs.
-        mibs: Size of each bucket, in the order of reduction; the last is that of all the rest.
+        mibs: Size of each bucket, in the order of reduction; all further buckets have the last size.
         late: Names or patterns of parameters that are reduced together, after all others.
     """
 
@@ -51,10 +52,11 @@ class Bucket(Callback):
             require(f"callbacks.bucket.{key}", None if value == "auto" else value, above=0, below=math.inf)
         for key, value in (("mibs", mibs), ("late", late)):
             if value == []:
-                raise ConfigError(f"callbacks.bucket.{key}=[]: names nothing; give one at least, or null")
+                raise ConfigError(f"callbacks.bucket.{key}=[]: is empty; give at least one, or null")
         if mibs and (mib != 25.0 or first_mib):
             other = f"first_mib={first_mib}" if first_mib else f"mib={mib}"
-            raise ConfigError(f"callbacks.bucket.mibs={mibs}: has every size, so {other} says nothing; leave one out")
+            reason = f"gives the size of every bucket, so {other} has no effect"
+            raise ConfigError(f"callbacks.bucket.mibs={mibs}: {reason}; leave one out")
         self.mib: float | Literal["auto"] = mib
         self.first_mib, self.mibs, self.late = first_mib, mibs, late
         self.tries = list[dict[str, Any]]()  # arguments of DDP, for `auto` to choose from
@@ -65,9 +67,9 @@ class Bucket(Callback):
             refused["find_unused_parameters"] = f"{ORDER}; {off}"
         if late:
             off = "leave callbacks.bucket.late out"
-            refused["own_order"] = f"it sends in an order of its own; {off}"
+            refused["own_order"] = f"overlap sends buckets in an order of its own, and late needs DDP's; {off}"
             for key in ("find_unused_parameters", "static_graph"):
-                refused[key] = f"what no rank has used DDP alone knows; set trainer.ddp.{key}=false or {off}"
+                refused[key] = f"only DDP knows which parameters no rank has used; set trainer.ddp.{key}=false or {off}"
 
     def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
         if self.late:
@@ -75,18 +77,19 @@ class Bucket(Callback):
         if self.mib != "auto":
             trainer.ddp |= self._layout(self.mib)
         elif chosen := recorded(trainer.plan.manifest, trainer.world):
-            log.info("bucket: %.4g MiB, as the run began with", chosen)
+            log.info("bucket: buckets of %.4g MiB, the size in the checkpoint", chosen)
             trainer.ddp |= self._layout(chosen)
         else:
             total = sum(p.nbytes for p in model.parameters() if p.requires_grad) / 2**20
             self.tries = [self._layout(mib) for mib in (*(mib for mib in self.sizes if mib < total), total)]
         return model
 
-    def rehearse(self, trainer, run_pass: Callable[[], None]) -> None:
+    def rehearse(self, trainer, run_pass: Callable[[Any], None], batch: Any) -> None:
         if self.tries:
             assert isinstance(trainer.strategy, DDP)  # no other callback of this role lays the gradients out
-            trainer.strategy.lay_out(fastest(trainer.strategy, trainer.ranks, self.tries, run_pass))
-            trainer.strategy.warm_up(run_pass)
+            again = partial(run_pass, batch)
+            trainer.strategy.lay_out(fastest(trainer.strategy, trainer.ranks, self.tries, again))
+            trainer.strategy.warm_up(again)
 
     def on_step_end(self, trainer) -> None:
         if self.late:
@@ -103,7 +106,8 @@ class Bucket(Callback):
             return {"bucket_cap_mb": mib}
         if "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters:
             key = f"mibs={self.mibs}" if self.mibs else f"first_mib={self.first_mib}"
-            raise ConfigError(f"callbacks.bucket.{key}: torch {torch.__version__} has one size for all; leave it out")
+            reason = f"torch {torch.__version__} has one size for all buckets"
+            raise ConfigError(f"callbacks.bucket.{key}: {reason}; leave this setting out")
         return {"bucket_cap_mb": None if self.mibs else mib, "bucket_cap_mb_list": mibs}
 
 
@@ -121,7 +125,7 @@ def fastest(strategy: DDP, ranks: Ranks, tries: list[dict[str, Any]], run_pass: 
             measured.append((median(map(max, zip(*times, strict=True))), arguments))
     _, chosen = min(measured, key=lambda one: one[0])
     each = ", ".join(f"{s * 1000:.1f} ms at {arguments['bucket_cap_mb']:.4g} MiB" for s, arguments in measured)
-    log.info("rehearsal: a pass takes %s: buckets of %.4g MiB", each, chosen["bucket_cap_mb"])
+    log.info("rehearsal: a pass takes %s: the run has buckets of %.4g MiB", each, chosen["bucket_cap_mb"])
     return chosen
 
 

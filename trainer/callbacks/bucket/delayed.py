@@ -16,11 +16,11 @@ from trainer.errors import ConfigError, nearest
 class DelayedParameters:
     """Reduces the parameters that match `patterns` through the trainer's chain, after the backward pass.
 
-    DDP is told to leave them out. Its own way, `delay_all_reduce_named_params`, goes around the chain and waits for
+    DDP ignores these parameters. DDP's own argument, `delay_all_reduce_named_params`, bypasses the chain and waits for
     nothing: with gloo the gradients still change after `backward` has returned.
 
     Raises:
-        ConfigError: a pattern has no parameter, or none is left for DDP.
+        ConfigError: A pattern matches no parameter, or no parameter is left for DDP.
     """
 
     def __init__(self, trainer: TrainerProtocol, model: nn.Module, patterns: list[str]) -> None:
@@ -30,18 +30,18 @@ class DelayedParameters:
             matching = [p for name, p in named.items() if name == pattern or fnmatchcase(name, pattern)]
             if not matching:
                 key = f"callbacks.bucket.late={pattern}"
-                raise ConfigError(f"{key}: no parameter that is trained has such a name; {nearest(pattern, named)}")
+                raise ConfigError(f"{key}: no trainable parameter has this name; {nearest(pattern, named)}")
             found |= dict.fromkeys(matching)
         if len(found) == len(set(named.values())):
-            raise ConfigError(f"callbacks.bucket.late={patterns}: is all that is trained; leave some to DDP")
+            raise ConfigError(f"callbacks.bucket.late={patterns}: names all trainable parameters; leave some to DDP")
         self.trainer, self.reduce = trainer, AllReduce(trainer.ranks.new_group())
         self.params, self.queued, self.reduced = found, False, False
         self.names: dict[Tensor, str] = {p: name for name, p in named.items()}
-        ignored = [name for name, p in named.items() if p in found]  # a tied one under each of its names
-        ignored += [f".{name}" for name in ignored if "." not in name]  # what DDP calls those of the root
+        ignored = [name for name, p in named.items() if p in found]  # a tied parameter under each of its names
+        ignored += [f".{name}" for name in ignored if "." not in name]  # DDP's names for parameters of the root
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
         for p in found:
-            dist.broadcast(p.data, 0)  # as DDP does with its own
+            dist.broadcast(p.data, 0)  # DDP broadcasts its own parameters alone
         self.hooks = [p.register_post_accumulate_grad_hook(self._note) for p in found]
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class DelayedParameters:
         if not self.queued and strategy.model is not self.trainer.module and strategy.syncing:
             self.queued = True
             queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(lambda: queue(self._reduce))  # behind DDP's, which is there at the end: the chain is one at a time
+            queue(lambda: queue(self._reduce))  # after DDP's own callback: the chain reduces one bucket at a time
 
     @torch.no_grad()
     def _reduce(self) -> None:
@@ -71,7 +71,7 @@ class DelayedParameters:
                 p.grad = gradient
 
     def check(self) -> None:
-        """Check after a step that late parameters were reduced: without any gradient nothing is."""
+        """Refuse a step in which no late parameter had a gradient: nothing was reduced."""
         if self.trainer.strategy.model is not self.trainer.module and not self.reduced:
             self._refuse(list(self.params))
         self.reduced = False
@@ -81,5 +81,5 @@ class DelayedParameters:
             names = ", ".join(self.names[p] for p in missing)
             raise RuntimeError(
                 f"bucket: no gradient for {names} in the last micro-batch of a step; use every parameter in every "
-                "loss, or leave it out of callbacks.bucket.late"
+                "loss, or leave these out of callbacks.bucket.late"
             )

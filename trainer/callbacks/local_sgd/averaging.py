@@ -1,6 +1,6 @@
 """Weights that differ between ranks: fragments that synchronise together, averages, means of saved states."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from trainer.errors import ConfigError, require, require_one_of
 class OuterOptimizer:
     """The outer SGD with Nesterov's momentum, which moves the common weights by a pseudo-gradient.
 
-    A rate of 1 and a momentum of 0 give the average. `mix` is a rank's own share in the weights it takes.
+    A rate of 1 and a momentum of 0 give the average. `mix` is the share of a rank's own weights in its new weights.
     """
 
     lr: float
@@ -35,7 +35,7 @@ class OuterOptimizer:
         """Make the optimizer that local_sgd's knobs describe; None takes the default.
 
         Raises:
-            ConfigError: a knob is out of range, or without effect.
+            ConfigError: A knob is out of range, or has no effect.
         """
         require_one_of("callbacks.local_sgd.outer", kind, ("average", "nesterov"))
         require("callbacks.local_sgd.outer_lr", lr, above=0)
@@ -47,8 +47,8 @@ class OuterOptimizer:
             ("mix", mix, delay > 0, "delay=0", "delay=1 or more"),
         ):
             if value is not None and not used:
-                told = f"says nothing with {here}; set callbacks.local_sgd.{way_out}, or leave it out"
-                raise ConfigError(f"callbacks.local_sgd.{key}={value}: {told}")
+                reason = f"has no effect with {here}; set callbacks.local_sgd.{way_out}, or leave {key} out"
+                raise ConfigError(f"callbacks.local_sgd.{key}={value}: {reason}")
         share = (0.5 if mix is None else mix) if delay else 0.0
         if kind == "average":
             return cls(1.0, 0.0, share)
@@ -56,7 +56,7 @@ class OuterOptimizer:
 
 
 class Fragment:
-    """Parameters that synchronise at the same steps: their common weights, and the reduction that is under way."""
+    """Parameters that synchronise at the same steps, their common weights, and the reduction in flight."""
 
     def __init__(self, params: list[Tensor], outer: OuterOptimizer, reduce: Reduce, background: Background) -> None:
         self.params, self.outer, self.reduce, self.background = params, outer, reduce, background
@@ -88,12 +88,12 @@ class Fragment:
         self.flight = None
 
     def wait(self) -> None:
-        """Wait for the mean that is on its way."""
+        """Wait for the reduction in flight."""
         if self.flight:
             self.flight.wait()
 
     def arrive(self) -> int:
-        """Put the mean that is on its way into `arrived`, to be saved. Return the step that takes it, or -1."""
+        """Put the mean in flight into `arrived`, to be saved. Return the step that applies the mean, or -1."""
         if self.flight is None:
             return -1
         self.outer.arrived.of(self.bucket, self.common).copy_(self.flight.wait())
@@ -105,12 +105,12 @@ class Fragment:
             self.flight.set_result(self.outer.arrived.of(self.bucket, self.common).clone())
 
 
-def partition(params: list[Tensor], count: int) -> list[list[Tensor]]:
+def partition(params: Sequence[Tensor], count: int) -> list[list[Tensor]]:
     """Divide `params` into at most `count` parts of about as many elements each."""
     parts: list[list[Tensor]] = [[] for _ in range(count)]
     total, before = sum(p.numel() for p in params), 0
     for p in params:
-        parts[min(before * count // total, count - 1)].append(p)  # an empty one may be last
+        parts[min(before * count // total, count - 1)].append(p)  # a parameter without elements may be last
         before += p.numel()
     return [part for part in parts if part]
 
@@ -142,15 +142,30 @@ def own_state(trainer: TrainerProtocol) -> dict[str, Any]:
 
 
 def load_own(trainer: TrainerProtocol, state: dict[str, Any]) -> None:
-    """Load weights and moments. Moments of another kind of optimizer stay behind, as the run's owner has accepted."""
+    """Load weights and moments. Moments of another kind of optimizer are left out: `trainer.accept` allowed that."""
     trainer.module.load_state_dict(state["model"])
     if state["kind"] == type(trainer.optimizer).__name__:
         load_optimizer_state(trainer.optimizer, trainer.module, state["optimizer"])
 
 
-def mean_of(states: list[Any]) -> Any:
-    """Return the mean of each floating-point tensor in nested dicts; all else is the first's."""
-    first = states[0]
+def mean_of(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the mean of each floating-point tensor in nested dicts; all else is the first's.
+
+    One state is in memory at a time, beside the sums, which are in float32 at least.
+    """
+    sums, dtypes, ranks = {}, {}, 0
+    for state in states:
+        if ranks == 0:
+            dtypes = map_floats(lambda value: value.dtype, state)
+            sums = map_floats(lambda v: torch.zeros_like(v, dtype=torch.promote_types(v.dtype, torch.float32)), state)
+        sums = map_floats(Tensor.add_, sums, state)
+        ranks += 1
+        del state  # before the next is read
+    return map_floats(lambda total, dtype: total.div_(ranks).to(dtype), sums, dtypes)
+
+
+def map_floats(change: Callable[..., Any], first: Any, *others: Any) -> Any:
+    """Return nested dicts with `change` of each floating-point tensor in `first`, and of its like in the others."""
     if isinstance(first, dict):
-        return {key: mean_of([state[key] for state in states]) for key in first}
-    return torch.stack(states).mean(0) if isinstance(first, Tensor) and first.is_floating_point() else first
+        return {key: map_floats(change, value, *(other[key] for other in others)) for key, value in first.items()}
+    return change(first, *others) if isinstance(first, Tensor) and first.is_floating_point() else first

@@ -1,12 +1,13 @@
 """Each rank steps alone, and every few steps the ranks synchronise their weights: local SGD and DiLoCo."""
 
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from trainer.callback import Callback, Role
+from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.callbacks.local_sgd.averaging import (
     Fragment,
     OuterOptimizer,
@@ -24,9 +25,9 @@ from trainer.log import log
 
 
 class LocalSGD(Callback):
-    """Steps of each rank alone, between synchronisations of the weights.
+    """Steps each rank alone, between synchronisations of the weights.
 
-    Every `every` steps the ranks reduce how far each has come from the common weights: the pseudo-gradient. It goes
+    Every `every` steps the ranks reduce the pseudo-gradient: each rank's distance from the common weights. It goes
     through the same chain as gradients. With `average`, the common weights become the mean (Stich 2018,
     arXiv:1805.09767; with a warm-up Lin et al. 2018, arXiv:1808.07217). With `nesterov`, they take DiLoCo's step
     (Douillard et al. 2023, arXiv:2311.08105). With `fragments` and `delay` this is streaming DiLoCo (Douillard et al.
@@ -50,8 +51,9 @@ class LocalSGD(Callback):
     communicates = True
     provides = frozenset({"defers"})
     conflicts = {
-        "own_order": "no gradient is reduced between synchronisations, which local_sgd.delay hides; leave overlap out",
-        Role.AVERAGE: "it would average one rank's own weights; leave it out, for an average is validated already",
+        "own_order": "no gradient is reduced between synchronisations, and local_sgd.delay hides these; "
+        "leave overlap out",
+        Role.AVERAGE: "it would average one rank's own weights; leave ema out, since local_sgd validates an average",
         "fp16": "each rank would have a loss scale of its own; use trainer.precision=bf16",
     }
 
@@ -73,8 +75,8 @@ class LocalSGD(Callback):
         self.every, self.warmup_steps, self.delay, self.count = every, warmup_steps, delay, fragments
         self.outer = OuterOptimizer.of(outer, outer_lr, outer_momentum, mix, delay)
         self.kept = {"common": self.outer.common, "velocity": self.outer.velocity, "arrived": self.outer.arrived}
-        self.fragments: list[Fragment] = []  # none before the ranks part
-        self.averaged_step = -1  # whose weights `global_model` has
+        self.fragments: list[Fragment] = []  # none during the warm-up
+        self.averaged_step = -1  # the step whose mean weights `global_model` has
         self.names: dict[Tensor, str] = {}
         self.due: list[int] = []
         self.own: dict[str, Any] = {}
@@ -86,17 +88,18 @@ class LocalSGD(Callback):
         return reduce
 
     def on_fit_start(self, trainer) -> None:
-        log.info("local_sgd: train/grad_norm is not reported, for gradients are each rank's own after the warm-up")
+        log.info("local_sgd: train/grad_norm is not reported, since no gradients are reduced after the warm-up")
         if trainer.step >= self.warmup_steps:
-            self._part(trainer)
+            self._end_warmup(trainer)
         elif self.own:
             key = f"callbacks.local_sgd.warmup_steps={self.warmup_steps}"
-            raise ConfigError(f"{key}: ranks differ in the checkpoint already; set at most {trainer.step}, its step")
+            reason = f"the checkpoint of step {trainer.step} was written after the warm-up"
+            raise ConfigError(f"{key}: {reason}; set at most {trainer.step}")
 
-    def _part(self, trainer) -> None:
-        """From here on, the model is called without DDP around it, so backward reduces nothing."""
+    def _end_warmup(self, trainer: TrainerProtocol) -> None:
+        """Call the model without DDP from here on, so that backward reduces nothing."""
         if trainer.options.check_replicas_every:
-            log.info("local_sgd: ranks differ from here on, so trainer.check_replicas_every does nothing")
+            log.info("local_sgd: ranks have different weights from now on; trainer.check_replicas_every does nothing")
         trainer.global_model = trainer.eval_model = deepcopy(trainer.module).requires_grad_(False)
         if self.own:
             load_own(trainer, self.own)
@@ -106,7 +109,7 @@ class LocalSGD(Callback):
             self.fragments.append(Fragment(params, self.outer, self.reduce, self.background))
         if len(self.due) not in (0, len(self.fragments)):
             key = f"callbacks.local_sgd.fragments={self.count}"
-            raise ConfigError(f"{key}: the checkpoint has {len(self.due)}; set it back")
+            raise ConfigError(f"{key}: the checkpoint has {len(self.due)} fragments; set fragments={len(self.due)}")
         for number, fragment in enumerate(self.fragments):
             fragment.resume(self.due[number]) if self.due else fragment.begin()
         self.outer.arrived.load({}, self.names)
@@ -115,7 +118,7 @@ class LocalSGD(Callback):
     def on_step_end(self, trainer) -> None:
         done = trainer.step - self.warmup_steps
         if not self.fragments and done == 0:
-            return self._part(trainer)
+            return self._end_warmup(trainer)
         for number, fragment in enumerate(self.fragments, start=1):
             fragment.land(trainer.step)
             if done % self.every == number * self.every // len(self.fragments) % self.every:
@@ -127,7 +130,7 @@ class LocalSGD(Callback):
     @torch.no_grad()
     def on_flush(self, trainer) -> None:
         for fragment in self.fragments:
-            fragment.wait()  # a codec that is at it would be saved in the middle
+            fragment.wait()  # else a codec's state would be saved while the codec changes it
         if not self.fragments or self.averaged_step == trainer.step:
             return
         average_model(self.plain, trainer.module, trainer.global_model)
@@ -142,7 +145,7 @@ class LocalSGD(Callback):
             return {}
         due = [fragment.arrive() for fragment in self.fragments]
         state = {"due": due, **{key: kept.state(self.names) for key, kept in self.kept.items()}}
-        self.outer.arrived.load({}, self.names)  # was of this moment
+        self.outer.arrived.load({}, self.names)  # the state has it
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -156,5 +159,5 @@ class LocalSGD(Callback):
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
         self.own = state
 
-    def merge_rank_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+    def merge_rank_states(self, states: Iterator[dict[str, Any]]) -> dict[str, Any]:
         return mean_of(states)

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from trainer.callback import Callback, Role
+from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.callbacks.nan_guard.rollback import buffers, copy_into, state
 from trainer.errors import NumericsError, require, require_one_of
 from trainer.log import log
 
-UNIT, NORM_UNIT = 2.0**-16, 2.0**-36  # are summed over ranks as whole numbers of these: in any order the same
+UNIT, NORM_UNIT = 2.0**-16, 2.0**-36  # sums over ranks are of whole numbers of these: the same in any order
 LARGEST = 2**52
-DECAY = 0.98  # of the running means that a spike is told by: about 50 steps
-KNOWN = 20  # steps until they are believed
+DECAY = 0.98  # of the running means that define a spike: about 50 steps
+KNOWN = 20  # steps until the running means are used
 STATE = ("usual", "taken", "in_a_row", "left_out")
 
 
@@ -27,10 +27,10 @@ class NanGuard(Callback):
     Args:
         action: `raise` ends the run. `skip` leaves the step out: weights and optimizer stay as they are. `rollback`
             puts them back to how they were up to `every` steps before (Chowdhery et al. 2022, arXiv:2204.02311, 5.1).
-        loss_spike: A loss so many times its running mean is acted on too; null: only losses that are not finite.
-        norm_spike: The same of the gradient's global norm.
+        loss_spike: Act also on a loss of more than so many times its running mean; null: only if it is not finite.
+        norm_spike: The same for the gradient's global norm.
         every: Steps between the copies that `rollback` goes back to. Validations and checkpoints have one more each.
-        most: Actions in a row, after which the run ends.
+        most: Actions in a row; after one more, the run ends.
     """
 
     role = Role.GUARD
@@ -77,14 +77,16 @@ class NanGuard(Callback):
         for p in trainer.parameters:
             p.grad = None
         self.left_out.append([first, step, why])
-        log.warning("%s; %s", message, f"steps {first} to {step} are undone" if first < step else "it is left out")
+        log.warning(
+            "%s; %s", message, f"steps {first} to {step} are undone" if first < step else "the step is left out"
+        )
 
     def on_fit_start(self, trainer) -> None:
         self.buffers = [buffer.clone() for buffer in buffers(trainer)]
-        self._copy(trainer)  # of what is restored: a resumed run goes back to where an uninterrupted one does
+        self._copy(trainer)  # a resumed run goes back to the same state as an uninterrupted one
 
     def on_flush(self, trainer) -> None:
-        """Copy at each checkpoint, so a run that goes on from it has the same copy."""
+        """Copy at each checkpoint, so that a resume from the checkpoint has the same copy."""
         self._copy(trainer)
 
     def on_step_end(self, trainer) -> None:
@@ -94,7 +96,7 @@ class NanGuard(Callback):
         if not self.copies or trainer.step % self.every == 0:
             self._copy(trainer)
 
-    def _copy(self, trainer) -> None:
+    def _copy(self, trainer: TrainerProtocol) -> None:
         if self.action != "rollback" or trainer.step in (0, self.copied_at):  # at 0 an optimizer has no state yet
             return
         now = list(state(trainer))
@@ -105,7 +107,7 @@ class NanGuard(Callback):
         self.copied_at = trainer.step
 
     @torch.no_grad()
-    def _agreed(self, trainer) -> tuple[int, float, float]:
+    def _agreed(self, trainer: TrainerProtocol) -> tuple[int, float, float]:
         """Return the number of ranks with a number that is not finite, the mean loss, and the mean of the ranks' norms.
 
         Waits for the device once.
@@ -115,14 +117,14 @@ class NanGuard(Callback):
         total = sum((loss.double().sum() * weight for loss, weight in weighed if weight), zero)
         norms = torch._foreach_norm([p.grad for p in trainer.parameters if p.grad is not None] or [zero])
         loss, norm = torch.stack([total, vector_norm(torch.stack(norms)).double()]).tolist()
-        if trainer.scaler.is_enabled():  # an infinite gradient is fp16's scaler's to deal with
+        if trainer.scaler.is_enabled():  # fp16's scaler deals with infinite gradients
             norm = 0.0
         bad = not (math.isfinite(loss) and math.isfinite(norm))
         bad, losses, norms = trainer.ranks.agree((int(bad), whole(loss, UNIT), whole(norm, NORM_UNIT)))()
         return bad, losses * UNIT / max(1, trainer.weight), norms * NORM_UNIT / trainer.world
 
-    def _judge(self, trainer, bad: int, loss: float, norm: float) -> str:
-        """Return why this step is not to be taken; empty if it is."""
+    def _judge(self, trainer: TrainerProtocol, bad: int, loss: float, norm: float) -> str:
+        """Return the reason against this step; empty for a step to take."""
         if bad:
             return f"loss or gradient not finite on {bad} of {trainer.world} rank(s)"
         seen = {"loss": loss, "gradient norm": norm}

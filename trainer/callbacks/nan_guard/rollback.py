@@ -1,4 +1,4 @@
-"""The state that a step changes, as it is in memory, so that it can be put back."""
+"""The tensors that a step changes, so that they can be copied and put back."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,18 +1,20 @@
 """Adam whose variance is frozen after a warm-up, and whose momentum then travels as signs: 1-bit Adam."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from trainer.callback import Callback, Role
+from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.callbacks.onebit_adam.optimizer import OneBit
 from trainer.comm.codecs.base import Residuals, merge
+from trainer.comm.ranks import share_buffers
 from trainer.comm.reduce import AllReduce
 from trainer.errors import ConfigError, require
 from trainer.log import log
 
-UNUSED = "which parameters no rank has used, so must not be stepped, is known to DDP alone, which ends with the warm-up"
+UNUSED = "only DDP knows which parameters no rank has used, and DDP ends with the warm-up"
 
 
 class OneBitAdam(Callback):
@@ -36,7 +38,7 @@ class OneBitAdam(Callback):
     communicates = True
     provides = frozenset({"defers"})
     conflicts = {
-        "fp16": "each rank would skip steps of its own, in which the others wait for it; use trainer.precision=bf16",
+        "fp16": "each rank would skip other steps, and the others would wait for it; use trainer.precision=bf16",
         "find_unused_parameters": f"{UNUSED}; set trainer.ddp.find_unused_parameters=false or leave onebit_adam out",
         "static_graph": f"{UNUSED}; set trainer.ddp.static_graph=false or leave onebit_adam out",
     }
@@ -46,7 +48,7 @@ class OneBitAdam(Callback):
         self.warmup_steps, self.restored_step = warmup_steps, 0
         self.errors = {"worker": Residuals(), "server": Residuals()}
         self.names: dict[Tensor, str] = {}  # of the parameters, once they are known
-        self.frozen: OneBit | None = None  # none in the warm-up
+        self.frozen: OneBit | None = None  # None during the warm-up
 
     def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Any:
         self.adam, self.ends = OneBit(adamw(optimizer)), AllReduce(trainer.ranks.new_group())
@@ -55,13 +57,13 @@ class OneBitAdam(Callback):
 
     def on_fit_start(self, trainer) -> None:
         log.info(
-            "onebit_adam: train/grad_norm is not reported; from step %d on gradients are each rank's own",
+            "onebit_adam: train/grad_norm is not reported, since no gradients are reduced from step %d on",
             self.warmup_steps,
         )
         if trainer.step < self.warmup_steps and self.restored_step:
             raise ConfigError(
                 f"callbacks.onebit_adam.warmup_steps={self.warmup_steps}: the checkpoint is of step {trainer.step}, "
-                f"the variance frozen since step {self.restored_step}; set at most {trainer.step}"
+                f"and its variance is frozen since step {self.restored_step}; set at most {trainer.step}"
             )
         if trainer.step >= self.warmup_steps:
             self._freeze(trainer, self.restored_step)
@@ -70,14 +72,14 @@ class OneBitAdam(Callback):
         if trainer.step == self.warmup_steps:
             self._freeze(trainer, 0)
         if self.frozen:
-            trainer.ranks.share_buffers(trainer.module, trainer.strategy.constant_buffers)  # as DDP does
+            share_buffers(trainer.module, trainer.strategy.replicas, trainer.strategy.constant_buffers)  # as DDP does
 
-    def _freeze(self, trainer, frozen_step: int) -> None:
+    def _freeze(self, trainer: TrainerProtocol, frozen_step: int) -> None:
         """Freeze the variance, and call the model without DDP from here on, so that backward reduces nothing."""
         if not all(self.adam.state.get(p) for p in self.adam.params):
             raise ConfigError(
                 f"callbacks.onebit_adam.warmup_steps={self.warmup_steps}: at step {trainer.step} AdamW has no variance "
-                f"to freeze; set it to more than {trainer.step}, or resume from a checkpoint that has AdamW's state"
+                f"to freeze; set more than {trainer.step}, or resume from a checkpoint that has AdamW's state"
             )
         trainer.strategy.unwrap()
         self.adam.freeze(frozen_step, self.ends, **self.errors)
@@ -96,15 +98,15 @@ class OneBitAdam(Callback):
         for key, kept in self.errors.items():
             kept.load(state[key], self.names)
 
-    def merge_rank_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        return {key: merge([state[key] for state in states]) for key in self.errors}
+    def merge_rank_states(self, states: Iterator[dict[str, Any]]) -> dict[str, Any]:
+        return merge(states)
 
 
 def adamw(optimizer: Optimizer) -> AdamW:
     """Return the AdamW that `optimizer` is.
 
     Raises:
-        ConfigError: the optimizer is another, or has an option without a counterpart here.
+        ConfigError: The optimizer is another one, or has an option that 1-bit Adam lacks.
     """
     if not isinstance(optimizer, AdamW):
         raise ConfigError(
@@ -113,5 +115,5 @@ def adamw(optimizer: Optimizer) -> AdamW:
         )
     for key in ("amsgrad", "maximize"):
         if any(group[key] for group in optimizer.param_groups):
-            raise ConfigError(f"optimizer.{key}=true: onebit_adam has no such step; set optimizer.{key}=false")
+            raise ConfigError(f"optimizer.{key}=true: onebit_adam has no such option; set optimizer.{key}=false")
     return optimizer

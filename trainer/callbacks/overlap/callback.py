@@ -11,6 +11,7 @@ from trainer.callback import Callback, Role
 from trainer.callbacks.overlap.deferred import BucketedStep, DeferredBucket
 from trainer.callbacks.overlap.send_order import PASSES, Record
 from trainer.comm.bucket import Bucket
+from trainer.comm.ranks import share_buffers
 from trainer.comm.reduce import Background, Reduce
 from trainer.log import log
 from trainer.optim.wrapper import OptimizerProxy
@@ -32,17 +33,19 @@ class Overlap(Callback):
     conflicts = {
         "clip": "the global norm is known only after all buckets; set trainer.clip_norm=null or leave overlap out",
         "fp16": "loss scaling must see all gradients first; use trainer.precision=bf16 or leave overlap out",
-        "static_graph": "what is used twice DDP alone knows; set trainer.ddp.static_graph=false or leave overlap out",
+        "static_graph": "only DDP knows which parameters are used twice; "
+        "set trainer.ddp.static_graph=false or leave overlap out",
     }
 
     def __init__(self) -> None:
         self.pending: dict[DeferredBucket, None] = {}  # sent, and not stepped yet
-        self.sent, self.fresh = 0, True  # buckets of this step; no forward pass of this step yet
-        self.unused: set[Tensor] = set()  # by this rank, in the step whose buckets are pending
+        self.sent = 0  # buckets of this step
+        self.fresh = True  # this step has had no forward pass yet
+        self.unused: set[Tensor] = set()  # parameters that this rank did not use in the pending step
         self.hooks: list[Any] = []
 
     def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
-        # A bucket on its way is not stopped, so small ones are better; but each call of NCCL's costs much.
+        # A bucket that is being sent is not interrupted, so small buckets are better. But each call of NCCL costs much.
         mib = 25.0 if trainer.ranks.backend == "nccl" else 1.0
         trainer.ddp["bucket_cap_mb"] = trainer.ddp["bucket_cap_mb"] or mib
         return model
@@ -56,12 +59,12 @@ class Overlap(Callback):
         self.trainer, self.steps = trainer, BucketedStep(optimizer)
         return OptimizerProxy(optimizer, self.defer)
 
-    def rehearse(self, trainer, run_pass: Callable[[], None]) -> None:
+    def rehearse(self, trainer, run_pass: Callable[[Any], None], batch: Any) -> None:
         for _ in range(PASSES - len(self.record.passes)):
-            run_pass()
+            run_pass(batch)
 
     def on_fit_start(self, trainer) -> None:
-        log.info("overlap: train/grad_norm is not reported, for no moment has all reduced gradients")
+        log.info("overlap: train/grad_norm is not reported, since no moment has all reduced gradients")
         needs = self.record.end()
         self.buckets = [DeferredBucket(params) for params in self.record.layout]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
@@ -75,13 +78,13 @@ class Overlap(Callback):
         self.hooks += [rest, *(p.register_post_accumulate_grad_hook(self._collect) for p in trainer.parameters)]
 
     def on_fit_end(self, trainer) -> None:
-        for hook in self.hooks:  # those of parameters keep the trainer alive, past Python's collector
+        for hook in self.hooks:  # hooks of parameters keep the trainer alive, past Python's collector
             hook.remove()
 
     def _share_buffers(self, module: nn.Module) -> None:
         """Copy rank 0's buffers before the first forward pass of a step, as DDP does."""
         if module.training and self.fresh:
-            self.trainer.ranks.share_buffers(module, self.trainer.strategy.constant_buffers)
+            share_buffers(module, self.trainer.strategy.replicas, self.trainer.strategy.constant_buffers)
             self.fresh = False
 
     def on_flush(self, trainer) -> None:
@@ -104,8 +107,8 @@ class Overlap(Callback):
             self.sent += 1
 
     def defer(self) -> None:
-        """Note that every bucket is to be stepped, at this step's learning rates."""
-        self._finish(self.pending)  # none, unless the recipe's forward pass went around the model's
+        """Defer the step of every bucket, at this step's learning rates."""
+        self._finish(self.pending)  # empty, unless the recipe bypassed the model's forward pass
         if self.trainer.options.ddp.find_unused_parameters:
             self._send_unused()
         elif self.sent < len(self.order):
@@ -122,9 +125,7 @@ class Overlap(Callback):
         self.sent, self.fresh, self.trainer.lag = 0, True, 1
 
     def _send_unused(self) -> None:
-        """Send the buckets that still wait for gradients which this step lacks. A parameter that no rank has used is
-        not stepped.
-        """
+        """Send the buckets that still wait for gradients. A parameter that no rank has used is not stepped."""
         late = [bucket for bucket in self.buckets if bucket.missing]
         self.unused = {p for bucket in late for p in bucket.missing if p.grad is None}
         self.unused_by = self.trainer.ranks.agree(tuple(int(p in self.unused) for p in self.trainer.parameters))

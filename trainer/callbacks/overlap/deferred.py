@@ -34,7 +34,7 @@ class BucketedStep:
         self.group_of = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
     def note(self) -> None:
-        """Note the settings of the optimizer's groups, as a scheduler has them, for the steps to come."""
+        """Keep the present settings of the optimizer's groups, such as learning rates, for the deferred steps."""
         self.settings = [{**group, "params": []} for group in self.optimizer.param_groups]
 
     def step(self, buckets: Collection[DeferredBucket], unused: Container[Tensor]) -> None:
@@ -50,7 +50,7 @@ class BucketedStep:
         self.optimizer.step()
         self.optimizer.param_groups = everything
         params = [p for bucket in buckets for p in bucket.params]
-        torch.autograd.graph.increment_version(params)  # fused steps don't: a weight used too soon is an error
+        torch.autograd.graph.increment_version(params)  # fused steps don't, and a weight used too soon must raise
         torch.clear_autocast_cache()
         for p in params:
             p.grad = None

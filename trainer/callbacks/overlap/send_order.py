@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from trainer.comm.bucket import Bucket
 from trainer.comm.reduce import Reduce
 
-PASSES = 5  # of a rehearsal: one is too noisy to settle an order by
+PASSES = 5  # in a rehearsal: the times of a single pass are too noisy
 
 
 class Record:
-    """The times of the rehearsal, in seconds of the clock: of each module's call, gradient and reduction.
+    """The times of the rehearsal, in seconds of the clock: of each module's call, each gradient, each reduction.
 
-    Among the last passes, the one with the shortest backward counts, since it has waited least.
+    Only the pass with the shortest backward counts, among the last ones: it has waited least.
     """
 
     def __init__(self, module: nn.Module, params: list[nn.Parameter]) -> None:
@@ -52,7 +52,7 @@ class Record:
         return timed
 
     def end(self) -> dict[nn.Module, list[Tensor]]:
-        """End the watch; return the parameters that must be there when each module is called."""
+        """Stop recording. Return the parameters that a call of each module needs."""
         for hook in self.hooks:
             hook.remove()
         whole = [times for times in self.passes if times[1]][-PASSES:]
@@ -63,7 +63,7 @@ class Record:
 
     def order(self) -> list[int]:
         """Return the order in which to send the buckets of `layout`."""
-        last_s = max(self.ready_s.values())  # for what the pass has not used
+        last_s = max(self.ready_s.values())  # for parameters that the pass did not use
         need_s: dict[Tensor, float] = {}
         for module, params in self.needs.items():
             need_s |= {p: min(self.called_s[module], need_s.get(p, math.inf)) for p in params}
@@ -99,8 +99,8 @@ def needed_by(module: nn.Module, caller: nn.Module, called: set[nn.Module]) -> d
 def send_order(ready_s: list[float], need_s: list[float], send_s: list[float]) -> list[int]:
     """Order buckets by the times when each is ready and is needed, and by the duration of sending.
 
-    Whenever the link is free, the bucket that is needed first goes next, among those that are ready. A bucket on its
-    way is not stopped (ByteScheduler's order, Peng et al. 2019, settled beforehand).
+    Whenever the link is free, the ready bucket that is needed first goes next. A bucket that is being sent is not
+    interrupted. This is ByteScheduler's order (Peng et al. 2019), computed in advance.
     """
     waiting, order, now = set(range(len(ready_s))), list[int](), min(ready_s)
     while waiting:

@@ -16,11 +16,11 @@ class Codec:
     A codec of one payload has `encode` and `decode`. A codec that communicates more than once overrides `mean`.
     """
 
-    gathers: bool = False  # payloads can't be summed on the way: `reduce` is the chain's end, an AllReduce
-    feedback: bool = False  # what is not sent should be added to the next step's
-    exact: bool = False  # the mean is the mean, to rounding
+    gathers: bool = False  # payloads can't be summed in transit: `reduce` is the chain's end, an AllReduce
+    feedback: bool = False  # the unsent part should be added to the next step's gradient
+    exact: bool = False  # the result is the true mean, to rounding
 
-    ranks, rank, seed = 1, 0, 0  # as `join` says
+    ranks, rank, seed = 1, 0, 0  # set by `join`
 
     def __init__(self) -> None:
         self.kept: dict[str, Residuals] = {}  # this rank's own
@@ -30,8 +30,8 @@ class Codec:
     def buffer(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Return memory for a payload of as many elements as `like`, the same in every step.
 
-        On a CPU fresh memory takes longer than the codec. One bucket is on its way at a time, so buckets of a size
-        share it.
+        On a CPU, fresh memory takes longer than the codec. Buckets of the same size share this memory, since one
+        bucket is sent at a time.
         """
         key = like.numel(), dtype
         if key not in self.buffers:
@@ -43,7 +43,7 @@ class Codec:
         self.ranks, self.rank, self.seed = ranks, rank, seed
 
     def forget(self) -> None:
-        """Drop all that is kept from step to step."""
+        """Drop all state that is kept from step to step."""
         for kept in self.kept.values():
             for flat in kept.flats.values():
                 flat.zero_()
@@ -55,13 +55,13 @@ class Codec:
         raise NotImplementedError
 
     def decode(self, payload: Tensor, out: Tensor, weight: float, bucket: Bucket) -> None:
-        """Add `weight` times the payload's meaning to `out`."""
+        """Add `weight` times the decoded payload to `out`."""
         raise NotImplementedError
 
     def mean(self, flat: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
-        """Put the mean over ranks of what was sent into `out`; leave in `flat` what was not sent.
+        """Put the mean over ranks of the sent parts into `out`, and leave the unsent part in `flat`.
 
-        If `out` is `flat`, what was not sent is lost.
+        If `out` is `flat`, the unsent part is lost.
         """
         payload = self.encode(flat, bucket)
         if out is not flat:
@@ -78,8 +78,8 @@ class Codec:
 class ErrorFeedback(Codec):
     """Adds the part that `codec` did not send to the next step's gradient.
 
-    Papers: Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847. All that was sent, and the residual, add up to
-    the sum of all gradients. Memory: one copy of the reduced tensor.
+    Papers: Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847. The sent parts and the residual add up to the
+    sum of all gradients. Memory: one copy of the reduced tensor.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -106,9 +106,9 @@ Stretches = dict[str, dict[str, dict[str, Tensor]]]
 
 
 class Residuals:
-    """A value for each element that is reduced, zero at first: a flat tensor for each bucket that has asked for one.
+    """A value for each reduced element, zero at first: a flat tensor for each bucket.
 
-    In float32 at least: in 16 bits small gradients would not add up.
+    The dtype is float32 or wider: in 16 bits small gradients would not add up.
     """
 
     def __init__(self) -> None:
@@ -127,21 +127,21 @@ class Residuals:
             self.flats[key] = flat
         if restored := self.restored.get(bucket.kind):
             for p, _, _ in bucket.whole:
-                restored.pop(self.names.get(p, ""), None)  # it is here now, or other ranks have it
+                restored.pop(self.names.get(p, ""), None)  # laid out here now, or held by other ranks
         return self.flats[key]
 
     def take(self, bucket: Bucket) -> None:
         """Lay out all restored residuals of this bucket.
 
         Raises:
-            ConfigError: other ranks have some of them.
+            ConfigError: Other ranks have some of the elements.
         """
         if self.restored.get(bucket.kind):
             like = bucket.whole[0].param
             self.of(bucket, like.new_empty(sum(stop - start for _, start, stop in bucket.pieces)))
 
     def state(self, names: Mapping[Tensor, str]) -> Stretches:
-        """Return all residuals by name, also restored ones that no bucket has asked for yet."""
+        """Return all residuals by name, also restored ones that are not laid out yet."""
         asked: Stretches = {}
         for (kind, pieces), flat in self.flats.items():
             for view, (p, start, stop) in zip(Bucket(pieces, 0).split(flat), pieces, strict=True):
@@ -149,15 +149,15 @@ class Residuals:
         return {kind: self.restored.get(kind, {}) | asked.get(kind, {}) for kind in self.restored | asked}
 
     def load(self, state: Stretches, names: Mapping[Tensor, str]) -> None:
-        """Keep `state` until buckets ask for their elements, whatever pieces they are made of now."""
+        """Keep `state` until it is laid out for buckets, which may have other pieces now."""
         self.flats, self.restored, self.names = {}, state, names
 
 
 def fill(view: Tensor, start: int, stop: int, stretches: Mapping[str, Tensor], name: str) -> None:
-    """Put elements `start` to `stop`, which `stretches` have, into `view`.
+    """Copy elements `start` to `stop` from `stretches` into `view`.
 
     Raises:
-        ConfigError: other ranks have them.
+        ConfigError: `stretches` lack some: other ranks have these.
     """
     missing = stop - start
     for key, values in stretches.items():
@@ -168,30 +168,52 @@ def fill(view: Tensor, start: int, stop: int, stretches: Mapping[str, Tensor], n
             missing -= high - low
     if missing:
         raise ConfigError(
-            f"trainer.resume: what was kept back of {name} is on other ranks now; set callbacks.hierarchical and the "
-            "size of buckets as they were, or start anew with trainer.resume=null"
+            f"trainer.resume: other ranks have the residuals of {name}; set callbacks.hierarchical and the size of "
+            "buckets as they were, or start anew with trainer.resume=null"
         )
 
 
-def merge(states: Iterable[Stretches]) -> Stretches:
-    """Return the mean of each element over the ranks that had it.
+def merge(states: Iterable[Mapping[str, Stretches]]) -> dict[str, Stretches]:
+    """Return the mean of each element over the ranks that had it. One state is in memory at a time, beside the sums.
 
     If every rank has an element, or every rank of a slow level, the next mean holds the same part of the element as
     before. Any number of ranks may follow.
+
+    Args:
+        states: Of each rank, several residuals by name.
     """
-    gathered: dict[tuple[str, str], list[tuple[str, Tensor]]] = {}
+    means: dict[str, dict[str, dict[str, RunningMean]]] = {}
     for state in states:
-        for kind, by_name in state.items():
-            for name, stretches in by_name.items():
-                gathered.setdefault((kind, name), []).extend(stretches.items())
-    merged: Stretches = {}
-    for (kind, name), stretches in gathered.items():
-        size = max(int(key.split(":")[1]) for key, _ in stretches)
-        total = torch.zeros(size, dtype=stretches[0][1].dtype)
-        holders = torch.zeros_like(total)
-        for key, values in stretches:
+        _add(state, means)
+        del state  # before the next is read
+    return {
+        key: {kind: {name: mean.stretches() for name, mean in by_name.items()} for kind, by_name in kinds.items()}
+        for key, kinds in means.items()
+    }
+
+
+class RunningMean:
+    """The mean of each element of a parameter over the ranks that had it, so far."""
+
+    def __init__(self) -> None:
+        self.total = self.holders = torch.zeros(0)
+
+    def add(self, stretches: Mapping[str, Tensor]) -> None:
+        for key, values in stretches.items():
             start, stop = map(int, key.split(":"))
-            total[start:stop] += values
-            holders[start:stop] += 1
-        merged.setdefault(kind, {})[name] = {f"0:{size}": total / holders.clamp(min=1)}
-    return merged
+            if stop > len(self.total):  # no rank before had these elements
+                more = values.new_zeros(stop - len(self.total))
+                self.total, self.holders = torch.cat([self.total, more]), torch.cat([self.holders, more])
+            self.total[start:stop] += values
+            self.holders[start:stop] += 1
+
+    def stretches(self) -> dict[str, Tensor]:
+        return {f"0:{len(self.total)}": self.total.div_(self.holders.clamp_(min=1))}
+
+
+def _add(state: Mapping[str, Stretches], means: dict[str, dict[str, dict[str, RunningMean]]]) -> None:
+    for key, kinds in state.items():
+        for kind, by_name in kinds.items():
+            for name, stretches in by_name.items():
+                means.setdefault(key, {}).setdefault(kind, {}).setdefault(name, RunningMean()).add(stretches)
+        means.setdefault(key, {})

@@ -1,4 +1,4 @@
-"""Only the blocks that are not zero on all ranks: exact, for embeddings and masked layers."""
+"""Sends only the blocks that are not zero on all ranks: exact, for embeddings and masked layers."""
 
 import torch
 from torch import Tensor
@@ -10,20 +10,20 @@ from trainer.comm.codecs.sign import pack, unpack
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.errors import require
 
-WORTHWHILE = 1 / 32  # of the blocks: to leave out fewer costs more than to send them
+WORTHWHILE = 1 / 32  # share of the blocks; leaving out fewer blocks costs more than sending all
 
 
 class BlockSparse(Codec):
     """Sends blocks that are not zero, like OmniReduce (Fei et al. 2021, doi:10.1145/3452296.3472904), by all-reduce.
 
-    Ranks tell each other which of their blocks hold anything but zeros, and reduce those that do on any rank. The mean
-    is exact to the rounding of a sum in another order, and 0.0 if all have -0.0.
+    Ranks exchange masks of their nonzero blocks, and reduce the blocks that are nonzero on any rank. The mean is exact
+    to the rounding of a sum in another order, and 0.0 if all ranks have -0.0.
 
     For P elements on N ranks, a rank sends (N - 1) * P / block / 8 bytes per step. Each reduced block adds 2 (N - 1) /
     N * itemsize * block. The number of blocks is read on the host, which waits for a GPU.
 
     Args:
-        block: Elements. The rest of a bucket after its last whole block is always sent.
+        block: Elements of a block. The rest of a bucket after its last whole block is always sent.
     """
 
     exact: bool = True
@@ -55,7 +55,7 @@ class BlockSparse(Codec):
             flat.zero_()
 
     def _chosen(self, blocks: Tensor, reduce: AllReduce) -> Tensor:
-        """Return the indices of the blocks that hold anything but zeros on any rank."""
+        """Return the indices of the blocks that are nonzero on any rank."""
         tops = torch.cat([blocks[chunk].abs().amax(1) for chunk in chunks(len(blocks), blocks.device, self.block)])
         union, *masks = reduce.gather(pack(tops != 0))  # NaN is not 0, and makes a block's largest NaN
         for mask in masks:

@@ -1,4 +1,4 @@
-"""Gradients in 16 bits: bf16, and fp16 under a scale that all ranks share."""
+"""Sends gradients in 16 bits: bf16, and fp16 under a scale that all ranks share."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from trainer.comm.reduce import Reduce
 
 
 class BFloat16(Codec):
-    """Sends bfloat16: float32's range and 8 bits of precision. torch's `bf16_compress_hook` takes one pass more.
+    """Sends bfloat16: float32's range and 8 bits of precision. torch's `bf16_compress_hook` makes one more pass.
 
     The cast, the division by the number of ranks and each addition round by at most 2^-8 of the mean of magnitudes.
     """
@@ -24,15 +24,15 @@ class BFloat16(Codec):
 class Float16(Codec):
     """Sends float16: 11 bits of precision (Micikevicius et al. 2018, arXiv:1710.03740).
 
-    All ranks agree on a power of two for each bucket. The power is the largest for which no sum on the way can pass
-    65,504, whatever a loss scale makes of gradients.
+    All ranks agree on a power of two for each bucket: the largest for which no partial sum can exceed 65,504, whatever
+    the loss scale.
 
-    A value that is not finite stays so. Sends one number more per bucket, before it.
+    A value that is not finite stays so. One more number is sent before each bucket.
     """
 
     def mean(self, flat: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
         low, high = flat.aminmax()
-        # (1,): the sum over ranks of each one's largest magnitude.
+        # (1,): the sum over ranks of each rank's largest magnitude.
         bound = reduce(torch.maximum(-low, high).float().view(1), bucket.cut(0, 1)) * self.ranks
         scale = torch.exp2(torch.floor(torch.log2(65504.0 / bound.clamp(min=2.0**-100))))
         payload = self.buffer(flat, torch.half).copy_(flat.mul_(scale))

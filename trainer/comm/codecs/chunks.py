@@ -1,10 +1,10 @@
-"""Work in parts that a core's cache holds, so that temporaries cost no memory traffic and no page faults."""
+"""Cuts work into chunks that a core's cache holds, so that temporaries cost no memory traffic and no page faults."""
 
 from collections.abc import Iterator
 
 import torch
 
-CHUNK = 1 << 17  # elements; whole bytes of bits, too
+CHUNK = 1 << 17  # elements; a multiple of 8, so that packed bits are whole bytes
 
 
 def chunks(count: int, device: torch.device, unit: int = 1) -> Iterator[slice]:

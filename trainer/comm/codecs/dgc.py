@@ -1,4 +1,4 @@
-"""Deep gradient compression: a thousandth of the gradients, with what keeps momentum and clipping right."""
+"""Sends a thousandth of the gradients, with corrections of momentum and clipping: deep gradient compression."""
 
 import math
 
@@ -60,7 +60,7 @@ class DGC(Sparse):
         v += flat if u is None else torch.add(flat, u, alpha=self.momentum, out=u)
         values, indices = self.select(v, bucket)
         for kept in (v,) if u is None else (u, v):
-            kept.index_fill_(0, indices, 0.0)  # by subtraction a value that is not finite would stay for ever
+            kept.index_fill_(0, indices, 0.0)  # not by subtraction: a value that is not finite would stay for ever
         if out is not flat:
             flat.zero_()
         self.send(self.pack(values, indices, flat.numel()), out, bucket, reduce)

@@ -1,4 +1,4 @@
-"""Gradients in 8 bits, with a scale for each block."""
+"""Sends gradients in 8 bits, with a scale for each block."""
 
 from typing import Literal
 
@@ -17,12 +17,12 @@ from trainer.rng import INT8_NOISE, mix
 class Int8(Codec):
     """Quantises each block to multiples of 1/127 of its largest magnitude, the block's step.
 
-    Paper: Alistarh et al. 2017, arXiv:1610.02132, with 127 levels and that norm. Sums are in float32, of shards. Each
-    rank gets its own shard of everyone's blocks (all-to-all), adds them up, and quantises the mean again. All gather
-    the means. For P elements on N ranks, a rank sends 2 (N - 1) / N * P * (1 + 4 / block) bytes per step.
+    Paper: Alistarh et al. 2017, arXiv:1610.02132, with 127 levels and the maximum norm. Each rank gets one shard of
+    all ranks' blocks (all-to-all), adds these in float32, and quantises the mean again. Then all ranks gather the
+    means. For P elements on N ranks, a rank sends 2 (N - 1) / N * P * (1 + 4 / block) bytes per step.
 
     Stochastic roundings err by less than one step, and are unbiased (to 2^-17 of a step). Nearest ones err by at most
-    half a step. A block with a value that is not finite comes out without a finite one. With error feedback, the owner
+    half a step. A block with a value that is not finite has no finite value afterwards. With error feedback, the owner
     of a shard keeps the loss of its second rounding, for all ranks.
 
     Args:
@@ -75,7 +75,7 @@ class Int8(Codec):
         return part, (pad(part, (0, lacking)) if lacking else part).view(-1, self.block).float()
 
     def _generator(self, device: torch.device, bucket: Bucket) -> torch.Generator:
-        """Return a generator of its own: dropout draws from the global one at the same time."""
+        """Return a generator for this bucket. Dropout draws from the global generator at the same time."""
         first = bucket.pieces[0]
         key = mix(self.seed, INT8_NOISE, bucket.step, self.rank, *first.param.shape, first.start, first.stop)
         return torch.Generator(device).manual_seed(key >> 1)
@@ -83,7 +83,7 @@ class Int8(Codec):
 
 def quantise(x: Tensor, records: Tensor, noise: torch.Generator | None) -> None:
     """Put (blocks, block) float32 into (blocks, 4 + block) bytes."""
-    # A little more than the largest / 127: no rounding on the way takes a code past 127. Not 0, and its inverse finite.
+    # A little more than the largest / 127, so that rounding never gives a code above 127. Its inverse is finite.
     scale = x.abs().amax(1, keepdim=True).mul_((1 + 2**-20) / 127).clamp_(min=2.0**-120)
     records[:, :4].view(torch.float32).copy_(scale)
     codes = x * scale.reciprocal_()

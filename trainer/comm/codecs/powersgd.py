@@ -1,4 +1,4 @@
-"""Matrices as products of two thin ones."""
+"""Sends matrices as products of two thin ones."""
 
 import torch
 from torch import Tensor
@@ -13,12 +13,12 @@ from trainer.rng import POWERSGD_START, mix
 class PowerSGD(Codec):
     """PowerSGD (Vogels et al. 2019, arXiv:1905.13727): one step of power iteration from where the last one ended.
 
-    A gradient of m x n (its first dimension x the others) goes as rank * (m + n) numbers, if these are fewer. All else
-    goes as it is, beside the first factors: vectors, small matrices, and pieces that are not a whole parameter. A
-    bucket takes two all-reduces. 16-bit gradients are computed with and sent in float32.
+    A gradient of m x n (its first dimension x the others) is sent as rank * (m + n) numbers, if these are fewer. All
+    others are sent uncompressed with the first factors: vectors, small matrices, parts of parameters. A bucket takes
+    two all-reduces. 16-bit gradients are computed with and sent in float32.
 
-    This rank's residual is its gradient minus P times its own Q; the paper has the mean of Qs there. Averaged over
-    ranks, both are the same, and the next mean gradient sees only the average.
+    This rank's residual is its gradient minus P times its own Q; the paper subtracts P times the mean of all Qs. The
+    means of both over ranks are equal, and the next mean gradient depends only on the mean.
 
     Memory: rank * n numbers per matrix.
     """
@@ -58,12 +58,12 @@ class PowerSGD(Codec):
             self._keep(param, q)
 
     def compresses(self, piece: Tensor) -> bool:
-        """Tell whether a piece is compressed. Whole pieces of a bucket have the parameter's shape."""
+        """Return whether a piece is compressed. Whole pieces of a bucket have the parameter's shape."""
         m, n = (1, 1) if piece.dim() < 2 else piece.flatten(1).shape
         return self.columns * (m + n) < m * n
 
     def q(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Return Q, transposed. At first Q is normal: the same on all ranks, whatever the buckets are."""
+        """Return Q, transposed. The first Q is drawn from a normal distribution, alike on all ranks for any buckets."""
         m, n = grad.flatten(1).shape
         q = self.shared["q"].get(param)
         if q is None or q.shape != (self.columns, n):
@@ -73,13 +73,13 @@ class PowerSGD(Codec):
         return q
 
     def _keep(self, param: Tensor, q: Tensor) -> None:
-        """Keep `q` for the next step to start from. A row that would stay zero, or is not finite, stays as it was."""
+        """Keep `q` as the start of the next step. A row that is zero or not finite stays as it was."""
         norms = torch.linalg.vector_norm(q, dim=1, keepdim=True)
         self.shared["q"][param] = torch.where((norms > 0) & norms.isfinite(), q, self.shared["q"][param])
 
 
 def orthonormal(rows: Tensor) -> Tensor:
-    """Return orthonormal rows that span the same space; of zeros too."""
+    """Return orthonormal rows that span the same space. Zeros give orthonormal rows, too."""
     return torch.linalg.qr(rows.t()).Q.t()
 
 

@@ -29,7 +29,7 @@ def make(name: str, knobs: dict[str, Any]) -> Codec:
     """Make the codec `name`.
 
     Raises:
-        ConfigError: no such codec, or a knob that this one does not have.
+        ConfigError: There is no such codec, or the codec lacks a given knob.
     """
     require_one_of("callbacks.grad_compress.codec", name, CODECS)
     known = inspect.signature(CODECS[name]).parameters
@@ -43,16 +43,16 @@ def make(name: str, knobs: dict[str, Any]) -> Codec:
 
 
 def refuse(name: str, codec: Codec, feedback: bool | None, level: str) -> None:
-    """Refuse settings that mean nothing for this codec.
+    """Refuse settings that have no effect on this codec.
 
     Raises:
-        ConfigError: naming the setting.
+        ConfigError: The message names the setting.
     """
     if feedback and (codec.kept or codec.exact):
-        why = "sends everything" if codec.exact else "keeps by itself what it does not send"
+        why = "sends everything" if codec.exact else "has an error feedback of its own"
         raise ConfigError(f"callbacks.grad_compress.feedback=true: codec={name} {why}; leave feedback out")
     if level == "inter" and name == "powersgd":
         raise ConfigError(
             "callbacks.grad_compress.level=inter: between nodes a rank has a part of each matrix, and "
-            "codec=powersgd needs whole ones; use level=all, or another codec"
+            "codec=powersgd needs whole matrices; use level=all, or another codec"
         )

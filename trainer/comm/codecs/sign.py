@@ -1,4 +1,4 @@
-"""One bit per element, and how bits are packed."""
+"""Sends one bit per element; packs and unpacks bits."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ class Sign(Codec):
 
     A piece is a parameter or a part of one. Zero counts as positive. For P elements on N ranks, a rank sends (N - 1) *
     (P / 8 + 4 per piece) bytes per step. From 64 ranks on, that is more than an all-reduce in float32. A piece with a
-    value that is not finite comes out without a finite one.
+    value that is not finite has no finite value afterwards.
     """
 
     gathers: bool = True

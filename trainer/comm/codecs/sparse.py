@@ -14,10 +14,10 @@ from trainer.errors import ConfigError, require
 from trainer.rng import GOLDEN
 
 MAGNITUDE = 0x7FFFFFFF  # a float32's bits but for the sign: as integers in the order of magnitudes, NaN above all
-SAMPLES = 1 << 16  # elements that a threshold is found from: this many, up to twice as many
-SIGMAS = 3.0  # by how much of the sampling's error a threshold is below the estimate
-BLOCK = 1 << 16  # elements, within which an index has 16 bits
-CHUNK = 1 << 18  # elements that are looked at at once: what is made of them stays in the processor's cache
+SAMPLES = 1 << 16  # a threshold is estimated from so many elements, up to twice as many
+SIGMAS = 3.0  # standard deviations of the sampling by which a threshold is below the estimate
+BLOCK = 1 << 16  # elements; an index within a block has 16 bits
+CHUNK = 1 << 18  # elements that are compared at once: the temporaries stay in the processor's cache
 
 
 class Sparse(Codec):
@@ -29,13 +29,13 @@ class Sparse(Codec):
     """
 
     gathers: bool = True
-    dtype: torch.dtype = torch.float32  # of values that travel
+    dtype: torch.dtype = torch.float32  # of the sent values
 
     def __init__(self, density: float) -> None:
         super().__init__()
         require("callbacks.grad_compress.density", density, above=0)
         if density > 1:
-            raise ConfigError(f"callbacks.grad_compress.density={density}: is a share of all elements; set at most 1")
+            raise ConfigError(f"callbacks.grad_compress.density={density}: must be at most 1, a share of all elements")
         self.density = density
 
     def density_at(self, step: int) -> float:
@@ -85,9 +85,9 @@ class Sparse(Codec):
 def largest(flat: Tensor, k: int, step: int) -> tuple[Tensor, Tensor]:
     """Return (k,), (k,): values and ascending indices of the elements of largest magnitude, never zeros.
 
-    The choice is exact among the elements that reach the threshold: those of largest magnitude, if `SIGMAS` did for
-    enough of them. If fewer than k reach it, one of them is repeated with the value 0. At most 2k and a margin are
-    looked at: the first of them, if a great many elements are equal. No host sync on a GPU.
+    The choice is exact if at least k elements reach the threshold, which is below the estimate by `SIGMAS`. If fewer
+    reach it, one of them is repeated with the value 0. If many elements are equal, only the first 2k and a margin are
+    compared. There is no host sync on a GPU.
     """
     flat = flat.float()
     bits = flat.view(torch.int32)
@@ -102,15 +102,15 @@ def largest(flat: Tensor, k: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def ascending(indices: Tensor) -> Tensor:
-    """Sort; on a CPU by numpy, which is several times as fast."""
+    """Sort indices; on a CPU by numpy, which is several times as fast."""
     return torch.from_numpy(np.sort(indices.numpy())) if indices.device.type == "cpu" else indices.sort().values
 
 
 def estimate(bits: Tensor, k: int, step: int) -> tuple[Tensor, int]:
-    """Estimate a magnitude that slightly more than k elements reach, and twice as many elements as that should be.
+    """Estimate a magnitude that slightly more than k elements reach, and twice the number of these elements.
 
-    The estimate takes every `stride`-th element, from another one at each step. The stride has no factor 2 or 3. Most
-    matrices' rows are multiples of these, and all of their columns should be seen.
+    The estimate takes every `stride`-th element, from another start at each step. The stride has no factor 2 or 3: most
+    rows' lengths have such factors, and the sample should include all columns.
     """
     stride = len(bits) // SAMPLES | 1
     stride += 2 * (stride % 3 == 0)

@@ -9,10 +9,10 @@ from trainer.comm.reduce import Reduce
 
 
 class TopK(Sparse):
-    """The largest in magnitude of each bucket (Aji and Heafield 2017, arXiv:1704.05021), gathered, with error feedback.
+    """Sends the elements of largest magnitude of each bucket (Aji and Heafield 2017, arXiv:1704.05021), by all-gather.
 
-    Approximate in what is sent in a step; a magnitude that samples tell replaces a sort. Values travel as bfloat16;
-    what that takes off stays with what is not sent. Bytes: 4 * density * n + n / 16384 from each rank to each other.
+    A threshold estimated from samples replaces a sort, so the choice is approximate. Values are sent as bfloat16, and
+    the rounding error stays with the unsent part. Bytes: 4 * density * n + n / 16384 from each rank to each other.
 
     Args:
         density: Share of a bucket's elements that a rank sends.
@@ -28,6 +28,6 @@ class TopK(Sparse):
         values, indices = self.select(flat, bucket)
         if out is not flat:
             rounded_off = (values - values.to(self.dtype)).nan_to_num_(0.0, 0.0, 0.0).to(flat.dtype)
-            # Filled first: by subtraction a value that is not finite would stay for ever.
+            # Filled with zeros first: after a subtraction, a value that is not finite would stay for ever.
             flat.index_fill_(0, indices, 0.0).index_add_(0, indices, rounded_off)
         self.send(self.pack(values, indices, flat.numel()), out, bucket, reduce)

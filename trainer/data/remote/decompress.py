@@ -1,4 +1,4 @@
-"""Compressed shards: which are, by name and by their first bytes, and how they are unpacked as their bytes come."""
+"""Recognises compressed shards by name and first bytes, and decompresses them as a stream."""
 
 import bz2
 import contextlib
@@ -11,21 +11,21 @@ from typing import Any
 
 from trainer.errors import DataError
 
-LONGEST_START = 10  # bytes by which a kind is known
+LONGEST_START = 10  # bytes that identify a format
 OTHERS = re.compile(rb"\x28\xb5\x2f\xfd|\x04\x22\x4d\x18|\x1f\x9d|LZIP|PK\x03\x04|7z\xbc\xaf")
 PACKED = re.compile(r"(?i)\.(?:(t)(?:gz|bz2?|xz)|gz|bz2|xz)$")
 PACKED_OTHERWISE = re.compile(r"(?i)\.(?:t?zstd?|t?lz4|lz|lzma|lzo|z|br|zip|7z)$")
-WAY = "pack it with gzip, bzip2, xz or nothing, or let a program unpack it, as 'pipe:zstd -dc FILE'"
-MOST_AT_ONCE = 8 << 20  # bytes that come out; a few that go in may become any number
-MOST_MEMORY = 512 << 20  # bytes for xz, whose files say how many it takes: those of `xz -9` say 65 MiB
+WAY = "compress it with gzip, bzip2, xz or not at all, or let a program unpack it, as 'pipe:zstd -dc FILE'"
+MOST_AT_ONCE = 8 << 20  # bytes of output at a time; a few bytes of input may become any number
+MOST_MEMORY = 512 << 20  # bytes for xz, whose files demand an amount: those of `xz -9` demand 65 MiB
 END = -1
 
 
 def is_packed(name: str) -> bool:
-    """Tell whether a shard is compressed, by its first bytes.
+    """Return whether a shard's name says that it is compressed.
 
     Raises:
-        DataError: by what is none of the three.
+        DataError: The name has the extension of another format than gzip, bzip2 and xz.
     """
     if PACKED_OTHERWISE.search(name):
         raise DataError(f"{name}: can't be unpacked; {WAY}")
@@ -33,7 +33,7 @@ def is_packed(name: str) -> bool:
 
 
 def starts_packed(first: bytes) -> bool:
-    """Return whether bytes begin as those that `unpack` unpacks."""
+    """Return whether bytes begin like a format that `unpack` decompresses."""
     return any(re.match(start, first) for start in STARTS)
 
 
@@ -43,10 +43,10 @@ def plain_name(name: str) -> str:
 
 
 def unpack(parts: Generator[tuple[int, bytes]], where: object) -> Generator[tuple[int, bytes]]:
-    """Bytes with their positions, as they are or unpacked, by what the first ones say. A position of 0 begins anew.
+    """Yield the decompressed bytes with their positions; the first bytes say the format. A position of 0 begins anew.
 
     Raises:
-        DataError: naming `where`, for what is cut, damaged, or goes on after its end.
+        DataError: The content is cut, damaged, or goes on after its end. The message names `where`.
     """
     first, stream, done = b"", None, 0
     with contextlib.closing(parts):
@@ -63,13 +63,15 @@ def unpack(parts: Generator[tuple[int, bytes]], where: object) -> Generator[tupl
                     yield done, piece
                     done += len(piece)
             if stream and not stream.whole:
-                raise EOFError("it ends too early")
+                raise EOFError("unexpected end")
         except (zlib.error, lzma.LZMAError, OSError, EOFError) as error:
             reason = f"can't be unpacked after {done} bytes ({error}): cut or damaged"
-            raise DataError(f"{where}: {reason}; restore it or pack it again") from None
+            raise DataError(f"{where}: {reason}; restore it or compress it again") from None
 
 
-class AsItIs:
+class Uncompressed:
+    """A stream that passes bytes on, with the interface of `Streams`."""
+
     whole = True
 
     def feed(self, content: bytes) -> Iterator[bytes]:
@@ -77,29 +79,29 @@ class AsItIs:
 
 
 class Streams:
-    """One after the other they are one, as their tools have it, and zeros may fill the end."""
+    """Decompresses concatenated streams as one, like the formats' own tools. Zeros may fill the end."""
 
     def __init__(self, new: Callable[[], Any]) -> None:
-        self.new, self.one = new, None
+        self.new, self.current = new, None
 
     @property
     def whole(self) -> bool:
-        return self.one is None
+        return self.current is None
 
     def feed(self, content: bytes) -> Iterator[bytes]:
-        while content and (self.one or (content := content.lstrip(b"\0"))):
-            self.one = one = self.one or self.new()
-            piece = one.decompress(content, MOST_AT_ONCE)
+        while content and (self.current or (content := content.lstrip(b"\0"))):
+            self.current = current = self.current or self.new()
+            piece = current.decompress(content, MOST_AT_ONCE)
             while piece:
                 yield piece
-                piece = b"" if one.eof else one.decompress(b"", MOST_AT_ONCE)
+                piece = b"" if current.eof else current.decompress(b"", MOST_AT_ONCE)
             content = b""
-            if one.eof:
-                content, self.one = one.unused_data, None
+            if current.eof:
+                content, self.current = current.unused_data, None
 
 
 class Gzip:
-    """zlib's decompressor, as those of bz2 and lzma are."""
+    """zlib's decompressor with the interface of those of bz2 and lzma."""
 
     def __init__(self) -> None:
         self.zlib = zlib.decompressobj(wbits=31)
@@ -127,7 +129,7 @@ STARTS: dict[bytes, Callable[[], Any]] = {
 }
 
 
-def stream_of(first: bytes, where: object) -> AsItIs | Streams:
+def stream_of(first: bytes, where: object) -> Uncompressed | Streams:
     if OTHERS.match(first):
         raise DataError(f"{where}: can't be unpacked; {WAY}")
-    return next((Streams(kind) for start, kind in STARTS.items() if re.match(start, first)), AsItIs())
+    return next((Streams(kind) for start, kind in STARTS.items() if re.match(start, first)), Uncompressed())

@@ -1,4 +1,4 @@
-"""The bytes of a shard from where it is: a server, a compressed file, a program. Whole, or an error."""
+"""Downloads a shard from a server, a compressed file or a program: all its bytes, or an error."""
 
 import contextlib
 import functools
@@ -18,6 +18,7 @@ from urllib import request
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
+from trainer import timeouts
 from trainer.config.redact import redact_urls
 from trainer.errors import ConfigError, DataError, UnavailableError, printable
 from trainer.log import log
@@ -25,38 +26,37 @@ from trainer.process.exit import die_with_parent
 
 SCHEMES = ("http", "https", "s3", "gs")
 PACKAGES = {"s3": "s3fs>=2025.1", "gs": "gcsfs>=2025.1"}
-TIMEOUT_S = 30.0  # of a server or a program that sends nothing
-PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before another try, after one that has brought nothing new
-LATER = (408, 425, 429)  # the answers below 500 that may be another one soon
+LATER = (408, 425, 429)  # HTTP codes below 500 after which another try may succeed
 CHUNK = 8 << 20
-PIPE = 1 << 16  # what the system keeps of a program's output
+PIPE = 1 << 16  # size of the pipe's buffer
 
 HANDLERS = (
     *(request.ProxyHandler, request.UnknownHandler, request.HTTPHandler, request.HTTPSHandler),
     *(request.HTTPDefaultErrorHandler, request.HTTPRedirectHandler, request.HTTPErrorProcessor),
-)  # urllib's own, less those for ftp, files and data, to which a server could send us on
+)  # urllib's own but for ftp, files and data: a server could redirect to these
 
 URL = re.compile(r"(\w[\w+.-]*://)(?:[^\s/?#'\"]*@)?([^\s?#'\"]*)[^\s'\"]*")  # in a command: scheme, host and path
 
 
 class Source(NamedTuple):
     file: Any
-    read: Callable[[], bytes]  # some of the next bytes, none at the end
-    start: int  # where they begin
-    size: int | None  # of all; None where only the end tells
-    mark: str | None  # of this content
+    read: Callable[[], bytes]  # returns some of the next bytes, none at the end
+    start: int  # position of the first byte
+    size: int | None  # bytes of the whole content; None: unknown
+    mark: str | None  # identifies this content, such as an ETag
 
 
 def download(url: str, patience_s: float) -> Generator[tuple[int, bytes]]:
     """Yield all bytes at `url` with their positions, or raise. A position of 0 begins anew.
 
     Raises:
-        DataError, ConfigError: for what is not there or not ours, and for what is no URL, at once.
-        UnavailableError: for a server or a program that gave nothing new for `patience_s`.
+        DataError: The content does not exist, or may not be read. Raised at once.
+        ConfigError: The URL is invalid. Raised at once.
+        UnavailableError: The server or the program gave no new byte for `patience_s`.
     """
     scheme = url.partition(":")[0]
     reach = {"http": _by_http, "https": _by_http, "file": _by_file, "pipe": _by_program}.get(scheme, _by_fsspec)
-    done, most, failures, mark, heard = 0, 0, 0, None, time.monotonic()
+    done, most, failures, mark, progress_at = 0, 0, 0, None, time.monotonic()
     while True:
         try:
             source = reach(url, done, mark)
@@ -74,17 +74,17 @@ def download(url: str, patience_s: float) -> Generator[tuple[int, bytes]]:
             reason = printable(redact_urls(str(error)[:500])) or type(error).__name__
             if isinstance(error, InvalidURL):
                 raise ConfigError(
-                    f"{shown(url)}: can't be asked for ({reason}); mend the URL: a space is %20"
+                    f"{shown(url)}: is not a valid URL ({reason}); correct it, with %20 for a space"
                 ) from None
             if is_final(error):
-                raise DataError(f"{shown(url)}: {reason}; give what is there, and may be read") from None
+                raise DataError(f"{shown(url)}: {reason}; give a shard that exists and may be read") from None
         now = time.monotonic()
-        failures, heard, most = (0, now, done) if done > most else (failures + 1, heard, most)
-        pause_s = PAUSES_S[min(max(1, failures), len(PAUSES_S)) - 1]
-        if now + pause_s - heard > patience_s:
-            way = "the program" if scheme == "pipe" else "the server or the network"
-            told = f"tried {failures} times in {now - heard:.0f} s; see to {way}"
-            raise UnavailableError(f"{shown(url)}: {reason}, {told}")
+        failures, progress_at, most = (0, now, done) if done > most else (failures + 1, progress_at, most)
+        pause_s = timeouts.SERVER_PAUSES_S[min(max(1, failures), len(timeouts.SERVER_PAUSES_S)) - 1]
+        if now + pause_s - progress_at > patience_s:
+            cause = "the program" if scheme == "pipe" else "the server and the network"
+            tries = f"tried {failures} times in {now - progress_at:.0f} s"
+            raise UnavailableError(f"{shown(url)}: {reason}, {tries}; check {cause}, then resume")
         log.info("%s: %s; trying again", shown(url), reason)
         time.sleep(pause_s)
 
@@ -94,17 +94,17 @@ def _by_http(url: str, done: int, mark: str | None) -> Source:
     for handler in HANDLERS:
         opener.add_handler(handler())
     rest = {"Range": f"bytes={done}-", "If-Range": mark} if done and mark else {}
-    file = opener.open(request.Request(url, headers=rest), timeout=TIMEOUT_S)
+    file = opener.open(request.Request(url, headers=rest), timeout=timeouts.SERVER_S)
     start, size = done if file.status == 206 else 0, file.headers["Content-Length"]
     if size is None:
-        raise OSError("an answer without its length")
+        raise OSError("the answer has no Content-Length")
     mark = file.headers["ETag"] or file.headers["Last-Modified"]
-    mark = None if mark and mark.startswith("W/") else mark  # of content that is alike, not the same
+    mark = None if mark and mark.startswith("W/") else mark  # a weak ETag: the bytes may differ
     return Source(file, lambda: file.read1(CHUNK), start, start + int(size), mark)
 
 
 def _by_fsspec(url: str, done: int, mark: str | None) -> Source:
-    """Whose drivers know the protocols and find the credentials."""
+    """Read by a driver of fsspec, which knows the protocol and finds the credentials."""
     import fsspec
 
     scheme = urlsplit(url).scheme
@@ -136,13 +136,13 @@ def _by_program(url: str, done: int, mark: str | None) -> Source:
 
 
 class Program:
-    """A program whose output is a shard: without a shell or input, ended with this process at the latest."""
+    """A program whose output is a shard. It has no shell and no input, and ends with this process at the latest."""
 
     def __init__(self, url: str) -> None:
         with contextlib.ExitStack() as stack:
-            self.said = stack.enter_context(tempfile.TemporaryFile())
+            self.stderr = stack.enter_context(tempfile.TemporaryFile())
             self.process = subprocess.Popen(
-                words_of(url), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self.said, bufsize=0,
+                words_of(url), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self.stderr, bufsize=0,
                 start_new_session=True,
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),  # noqa: PLW1509 takes no lock of threads
             )  # fmt: skip
@@ -152,19 +152,19 @@ class Program:
         """Read the program's next bytes.
 
         Raises:
-            OSError: no byte came in time, or after the last it failed.
+            OSError: No byte came in time, or the program failed.
         """
         assert self.process.stdout
         ready = select.poll()
         ready.register(self.process.stdout, select.POLLIN)
-        if not ready.poll(TIMEOUT_S * 1000):
-            raise TimeoutError(f"no byte for {TIMEOUT_S:g} s")
+        if not ready.poll(timeouts.SERVER_S * 1000):
+            raise TimeoutError(f"no byte for {timeouts.SERVER_S:g} s")
         if content := self.process.stdout.read(PIPE):
             return content
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + timeouts.SERVER_S
         while not os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"has closed its output, and not ended for {TIMEOUT_S:g} s")
+                raise TimeoutError(f"closed its output, but did not end for {timeouts.SERVER_S:g} s")
             time.sleep(0.01)
         if code := self._end():
             raise OSError(f"exit code {code}{self._last()}")
@@ -174,19 +174,19 @@ class Program:
         assert self.process.stdout
         self._end()
         self.process.stdout.close()
-        self.said.close()
+        self.stderr.close()
 
     def _end(self) -> int:
-        """Return the exit code. Kill the rest of its group first, before its number may be another's."""
+        """Kill the rest of the process group, while its number is still reserved, and return the exit code."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.wait()
 
     def _last(self) -> str:
-        """Return the program's last line."""
-        self.said.seek(max(0, self.said.seek(0, os.SEEK_END) - 4096))
-        lines = re.split(r"[\r\n]+", self.said.read().decode(errors="replace").strip())
+        """Return the last line of the program's stderr."""
+        self.stderr.seek(max(0, self.stderr.seek(0, os.SEEK_END) - 4096))
+        lines = re.split(r"[\r\n]+", self.stderr.read().decode(errors="replace").strip())
         line = URL.sub(r"\1\2", printable(lines[-1][-200:]))
         return f" ({line})" if line else ""
 
@@ -206,7 +206,7 @@ def is_final(error: Exception) -> bool:
 
 
 def shown(url: str) -> str:
-    """Without what may be a password or a signature."""
+    """Return the URL without its user, password, query and fragment, which may be secret."""
     if url.startswith("pipe:"):
         return URL.sub(r"\1\2", url)
     if url.startswith("file://"):

@@ -1,4 +1,4 @@
-"""The folder of shards from URLs: who is at work on a file, and room for one more."""
+"""Locks the files in the folder of downloaded shards, and evicts shards to make room."""
 
 import contextlib
 import errno
@@ -11,10 +11,10 @@ from typing import BinaryIO
 
 
 def open_regular(path: str | Path, flags: int) -> int:
-    """Open a file of a folder that others may write; as an `opener`.
+    """Open a file of a folder that other users may write; an `opener` for `open`.
 
     Raises:
-        OSError: for a link, which may lead to any file, and for a pipe, of which reading would wait.
+        OSError: The file is a link, which may lead to any file, or a pipe, which would block a reader.
     """
     fd = os.open(path, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -24,7 +24,7 @@ def open_regular(path: str | Path, flags: int) -> int:
 
 
 def claim(file: BinaryIO) -> bool:
-    """Return whether nobody else holds the file. The lock ends with the file or the process, however that ends."""
+    """Lock the file for this process, and return whether that succeeded. The lock ends with the file or the process."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -39,8 +39,8 @@ def is_at(file: BinaryIO, path: Path) -> bool:
         return False
 
 
-def make_room(folder: Path, most: int, spare_s: float) -> int:
-    """Remove parts that nobody works on, then the least recently used shards; return the bytes that are still too many.
+def evict(folder: Path, most: int, spare_s: float) -> int:
+    """Remove abandoned parts, then the least recently used shards; return the bytes still above `most`.
 
     A shard stays while it is open, and for `spare_s` after its last use. The caller has the folder's lock.
     """

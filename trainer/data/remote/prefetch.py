@@ -1,4 +1,4 @@
-"""Remote shards ahead of their use: a process beside the data workers downloads what the order comes to next."""
+"""Downloads remote shards ahead of their use, in the order of training, in a process beside the data workers."""
 
 import contextlib
 import itertools
@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from typing import Any
 
+from trainer import timeouts
 from trainer.data.batch import Split
 from trainer.data.remote.shard import Remote
 from trainer.data.sampling.mixture import Mixture
@@ -21,23 +22,21 @@ from trainer.data.workers import FORK, begin, started
 from trainer.errors import ConfigError, DataError, UnavailableError
 
 DOWNLOADS = 4  # at the same time, of each rank
-FAR = 10_000  # micro-batches that are looked through at most
-LOOK_S = 0.2  # between two looks at how far training is
-AGAIN_S = 5.0  # until another try, for which nobody waits
-Needs = Callable[[], Iterator[set[int]]]  # gives the numbers of each micro-batch's shards, in turn
+FAR = 10_000  # micro-batches that are looked ahead at most
+Needs = Callable[[], Iterator[set[int]]]  # yields the numbers of the shards of each micro-batch
 
 
 @contextlib.contextmanager
 def fetching(remote: Mapping[int, Remote], needs: Needs, lanes: int, ranks: int) -> Iterator[Callable[[], None]]:
     """Download each lane's shard and its next one in a process, if the folder has room for both.
 
-    Call the result after each micro-batch. A thread would take the interpreter from training, and its locks into
-    workers that are forked meanwhile. It would also take random numbers from transforms, since drivers draw some for
-    their pauses. The process reports no failure: whoever needs the shard meets it.
+    The caller calls the result after each micro-batch. A thread instead of the process would slow the interpreter
+    down, and workers forked meanwhile would inherit its locks. It would also take random numbers from transforms, since
+    drivers draw some for their pauses. The process reports no failure: a reader of the shard will meet it.
 
     Args:
-        remote: By number.
-        ranks: That have the folder in common, each with as much of it.
+        remote: Number -> remote shard.
+        ranks: Number of ranks that share the folder; each uses an equal part.
     """
     if not remote:
         yield lambda: None
@@ -50,7 +49,7 @@ def fetching(remote: Mapping[int, Remote], needs: Needs, lanes: int, ranks: int)
         return process
 
     def end(process: ForkProcess) -> None:
-        process.kill()  # what it leaves, the next download removes
+        process.kill()  # the next download removes its partial files
         process.join()
 
     process = started(start, end)
@@ -66,58 +65,58 @@ def fetching(remote: Mapping[int, Remote], needs: Needs, lanes: int, ranks: int)
 
 def fetch(given: Connection, remote: Mapping[int, Remote], needs: Needs, lanes: int, ranks: int, done: Any) -> None:
     begin(given)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which multiprocessing sends it where the rank just ends
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # multiprocessing sends SIGTERM when the rank ends
     logging.disable()
     sizes, room = {number: path.bytes for number, path in remote.items()}, next(iter(remote.values())).most // ranks
     window = Window(needs(), sizes, 2 * lanes + DOWNLOADS, room)
     pool, coming = ThreadPoolExecutor(DOWNLOADS), set[int]()
     parent = multiprocessing.parent_process()
 
-    def ask_for(number: int) -> None:
+    def request(number: int) -> None:
         if number not in coming:
             coming.add(number)
             pool.submit(download, number)
 
     def download(number: int) -> None:
         try:
-            if number in window.last:  # still
+            if number in window.last:  # it is still needed
                 remote[number].fetch()
         except (ConfigError, DataError, UnavailableError):
-            time.sleep(AGAIN_S)
+            time.sleep(timeouts.AGAIN_S)
         finally:
             coming.remove(number)
 
     while parent and parent.is_alive():
         for number in window.move(done.value):
-            ask_for(number)
+            request(number)
         now = time.time_ns()
         for place, number in enumerate(window.last):
             try:
                 os.utime(
                     remote[number].file, ns=(now - place, now), follow_symlinks=False
-                )  # what is needed last goes first
-            except OSError:  # it is not there, or another user's
-                ask_for(number)
-        time.sleep(LOOK_S)
+                )  # the shard that is needed last is evicted first
+            except OSError:  # the shard is not there, or is another user's
+                request(number)
+        time.sleep(timeouts.LOOK_S)
 
 
 class Window:
     """The shards of the next micro-batches.
 
     Args:
-        needs: Of each micro-batch in turn.
-        sizes: Their bytes; shards without are left out.
-        most: So many shards are enough.
-        room: Bytes that they may have together. If the next micro-batch alone has more, the window is empty.
+        needs: The shards of each micro-batch, in order.
+        sizes: Shard -> bytes; shards that are not in it are left out.
+        most: Number of shards above which the window does not grow.
+        room: Bytes that the shards may have together. If the next micro-batch alone has more, the window is empty.
     """
 
     def __init__(self, needs: Iterator[set[int]], sizes: Mapping[int, int], most: int, room: int) -> None:
         self.needs, self.sizes, self.most, self.room = enumerate(needs), sizes, most, room
-        self.next = next(self.needs, None)  # micro-batch that was not looked at yet
-        self.last: dict[int, int] = {}  # of each shard, the last micro-batch seen that needs it
+        self.next = next(self.needs, None)  # the first micro-batch after the window
+        self.last: dict[int, int] = {}  # shard -> the last micro-batch in the window that needs it
 
     def move(self, done: int) -> Iterator[int]:
-        """Return the shards that come in when micro-batches before `done` go out."""
+        """Drop the micro-batches before `done`, and yield the shards that come in."""
         for shard in [shard for shard, last in self.last.items() if last < done]:
             del self.last[shard]
         while self.next and len(self.last) < self.most and (number := self.next[0]) < done + FAR:
@@ -130,12 +129,12 @@ class Window:
             self.next = next(self.needs, None)
 
 
-def of_training(order: Order | Mixture, steps: Iterable[tuple[int, Split]], rank: int) -> Iterator[set[int]]:
+def training_needs(order: Order | Mixture, steps: Iterable[tuple[int, Split]], rank: int) -> Iterator[set[int]]:
     """Yield the shards of each micro-batch of the steps at these positions."""
     for start, split in steps:
         shards = order.shards(start, start + split.samples, rank, split.shares)
         yield from itertools.repeat(shards, split.accumulate)
 
 
-def of_validation(parts: Callable[[], Iterable[list[Ref]]]) -> Iterator[set[int]]:
+def validation_needs(parts: Callable[[], Iterable[list[Ref]]]) -> Iterator[set[int]]:
     return ({ref.shard for ref in refs} for refs in parts())

@@ -1,4 +1,4 @@
-"""Shards that can't be read where they are: each comes whole, by one process a node, to a folder of bounded size."""
+"""Keeps shards that can't be read in place: one process per node downloads each into a folder of limited size."""
 
 import contextlib
 import fcntl
@@ -10,35 +10,34 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
 
+from trainer import timeouts
 from trainer.config.options import DataOptions
 from trainer.config.redact import redact_urls
 from trainer.data.remote.decompress import plain_name, unpack
 from trainer.data.remote.download import download, path_of, shown
-from trainer.data.remote.eviction import claim, is_at, make_room, open_regular
+from trainer.data.remote.eviction import claim, evict, is_at, open_regular
 from trainer.errors import ConfigError, DataError
 from trainer.log import log
 
-PATIENCE_S = 300.0  # without a new byte of a shard that was had before; less than trainer.timeout_s
-FIRST_S = 30.0  # of one that was not: its URL may be wrong
-AHEAD_S, SPARE_S = 1.0, 5.0  # of one that nobody waits for yet; for which what was used is not removed for it
-
 
 class Remote(NamedTuple):
-    """A shard that is a URL, a compressed file, or a program's output, in place of a path."""
+    """A shard that is a URL, a compressed file, or a program's output, instead of a path."""
 
     url: str  # with file:// before a path, and pipe: before a program
-    file: Path  # where it is kept, unpacked
-    most: int  # bytes that this folder may hold, but for what is in use
-    bytes: int = 0  # of what was indexed
+    file: Path  # of the downloaded shard, uncompressed
+    most: int  # bytes that its folder may hold; shards in use may exceed it
+    bytes: int = 0  # size when it was indexed
     sha256: str = ""
-    ahead: bool = False  # of its use: without room beside what is used, or an answer, it is let be
+    ahead: bool = False  # downloaded ahead of use: given up if there is no room, or no answer
 
     @classmethod
     def kept(cls, url: str, folder: str, gb: float) -> "Remote":
         try:
             return cls(url, Path(folder).expanduser().absolute() / key_of(url), int(gb * 1e9))
         except RuntimeError:
-            raise ConfigError(f"data.cache_dir={folder}: there is no home folder; give another, or set HOME") from None
+            raise ConfigError(
+                f"data.cache_dir={folder}: there is no home folder; give another folder, or set HOME"
+            ) from None
 
     def __str__(self) -> str:
         return shown(self.url)
@@ -49,16 +48,16 @@ class Remote(NamedTuple):
 
     @property
     def may_change(self) -> bool:
-        """Without another name in the folder: a local file that was written again has one."""
+        """Whether the content may change under the same key. A local file that is written again gets another key."""
         return not self.url.startswith("file://")
 
     def open(self) -> BinaryIO:
         """Open the whole shard, which stays in the folder until this file is closed.
 
         Raises:
-            DataError: it is not there, or the folder can't take it.
-            ConfigError: it is not what was indexed.
-            UnavailableError: the server gave nothing for too long.
+            DataError: The shard does not exist, or can't be stored in the folder.
+            ConfigError: The shard has changed since it was indexed.
+            UnavailableError: The server gave nothing for too long.
         """
         while (file := self._get()) is None:
             time.sleep(0.05)  # another process downloads it
@@ -70,12 +69,12 @@ class Remote(NamedTuple):
             return self._find() or self._download()
         except OSError as error:
             raise DataError(
-                f"{self}: can't be kept in {self.file.parent} ({error.strerror}); mend that, or give another "
-                "data.cache_dir"
+                f"{self}: can't be kept in {self.file.parent} ({error.strerror}); make room or make it writable, "
+                "or give another data.cache_dir"
             ) from None
 
     def fetch(self) -> None:
-        """For an `open` to come. Raises what that would."""
+        """Download the shard for a later `open`, with the same errors."""
         if file := self._replace(ahead=True)._get():
             file.close()
 
@@ -86,7 +85,7 @@ class Remote(NamedTuple):
     def refuse_larger(self, size: int) -> None:
         if size > self.most:
             has = f"data.cache_gb={self.most / 1e9:g}: {self} alone has {size / 1e9:g} GB"
-            raise ConfigError(f"{has}; give it more, or write smaller shards")
+            raise ConfigError(f"{has}; raise data.cache_gb, or write smaller shards")
 
     def _find(self) -> BinaryIO | None:
         with contextlib.suppress(FileNotFoundError):
@@ -97,7 +96,7 @@ class Remote(NamedTuple):
             return file
 
     def _download(self) -> BinaryIO | None:
-        """None where another process does, or has."""
+        """Download the shard; return None if another process does so, or has done so."""
         part = self.file.with_name(f".part-{self.file.name}")
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(os.fdopen(open_regular(part, os.O_RDWR | os.O_CREAT), "r+b"))
@@ -108,28 +107,30 @@ class Remote(NamedTuple):
                 return None
             self._fill(file)
             with self._locked_folder():
-                over = make_room(self.file.parent, self.most, SPARE_S if self.ahead else 0.0)
+                over = evict(self.file.parent, self.most, timeouts.SPARE_S if self.ahead else 0.0)
                 part.replace(self.file)
                 fcntl.flock(file, fcntl.LOCK_SH)
             if over:
-                told = "data.cache_gb=%g: %s holds %g GB more, all in use; give it more"
-                log.warning(told, self.most / 1e9, self.file.parent, over / 1e9)
+                text = "data.cache_gb=%g: %s holds %g GB more, all in use; raise data.cache_gb"
+                log.warning(text, self.most / 1e9, self.file.parent, over / 1e9)
             stack.pop_all()
             return file
 
     def _fill(self, file: BinaryIO) -> None:
         room, end = self.bytes, 0
         self._reserve(file, room)
-        patience_s = AHEAD_S if self.ahead else PATIENCE_S if self.sha256 else FIRST_S
+        patience_s = (
+            timeouts.AHEAD_S if self.ahead else timeouts.DOWNLOAD_S if self.sha256 else timeouts.FIRST_DOWNLOAD_S
+        )
         with contextlib.closing(unpack(download(self.url, patience_s), self)) as parts:
             for start, content in parts:
                 end = start + len(content)
-                if end > room:  # nobody has indexed it yet
+                if end > room:  # not indexed yet, so its size was unknown
                     room = max(end, min(end + self.most // 100, self.most))
                     self._reserve(file, room)
                 file.seek(start)
                 file.write(content)
-        file.truncate(end)  # a process that was killed may have left more
+        file.truncate(end)  # a killed process may have left a longer file
         file.flush()
         os.fsync(file.fileno())
         if sha256_of(file) != self.sha256 if self.sha256 else key_of(self.url) != self.file.name:
@@ -142,14 +143,14 @@ class Remote(NamedTuple):
             )
 
     def _reserve(self, file: BinaryIO, size: int) -> None:
-        """Room for what will come: a part counts with all its bytes."""
+        """Reserve room for `size` bytes: a partial download counts with its full size."""
         self.refuse_larger(size)
         with self._locked_folder():
             file.truncate(size)
-            over = make_room(self.file.parent, self.most, SPARE_S if self.ahead else 0.0)
+            over = evict(self.file.parent, self.most, timeouts.SPARE_S if self.ahead else 0.0)
             if over and self.ahead:
                 file.truncate(0)
-                raise DataError(f"{self}: no room for it yet")
+                raise DataError(f"{self}: there is no room for this shard yet")
 
     @contextlib.contextmanager
     def _locked_folder(self) -> Iterator[None]:
@@ -159,7 +160,7 @@ class Remote(NamedTuple):
 
 
 def key_of(url: str) -> str:
-    """Return the shard's key in the cache: a file that was written again is another one."""
+    """Return the shard's key in the cache. A local file that is written again gets another key."""
     if url.startswith("file://"):
         about = os.stat(path_of(url))
         url = f"file://{os.path.realpath(path_of(url))} {about.st_size} {about.st_mtime_ns}"

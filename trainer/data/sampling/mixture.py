@@ -1,6 +1,6 @@
-"""Several data sets as one stream, by weight: which of them a position draws from, and at which of its positions.
+"""Mixes several data sets into one stream by weight: each position of the stream is a position in one data set.
 
-The numbers are frozen, as those of `trainer.data.sampling.order` are. The state of the mixture is the same one integer.
+The numbers are frozen, like those of `trainer.data.sampling.order`. The state of the mixture is the same one integer.
 """
 
 from collections.abc import Sequence
@@ -13,21 +13,20 @@ from trainer.data.sampling.order import Order, Ref, permutation, piece
 from trainer.errors import DataError
 from trainer.rng import MIXTURE_ORDER, MIXTURE_PLACES, mix
 
-DRAWS = 4096  # positions of which every data set has its share, to a sample; they are shuffled among themselves
-LEAST = 1e-3  # of the whole; less would have no sample in some of the `DRAWS`
+DRAWS = 4096  # positions in a block; each data set has its share of a block, to one sample
+LEAST = 1e-3  # smallest share of a data set; a smaller one would have no sample in some blocks
 
 
 class Mixture:
-    """The endless training stream over several data sets. Each is walked in an order of its own, epoch after epoch of
-    its own, however often the others are.
+    """The endless training stream over several data sets. Each data set has its own order, and its own epochs.
 
     Args:
-        counts: Of each data set, the samples in its shards.
-        weights: Of each, how much of the stream it makes, relative to the others.
-        lanes: As for `Order`; each has its share of them.
+        counts: For each data set, the samples in its shards.
+        weights: For each data set, its share of the stream, relative to the others.
+        lanes: As for `Order`; each data set gets its share of them.
 
     Raises:
-        DataError: for a weight that is too small, or no number.
+        DataError: A weight is too small, or not a number.
     """
 
     def __init__(
@@ -35,28 +34,26 @@ class Mixture:
     ) -> None:
         total = sum(weights)
         if not all(weight >= LEAST * total > 0 for weight in weights):
-            told = f"must each be at least {LEAST:g} of their sum"
+            reason = f"each must be at least {LEAST:g} of their sum"
             raise DataError(
-                f"recipe.data('train'): weights {list(weights)}: {told}; leave that data out, or weigh it more"
+                f"recipe.data('train'): weights {list(weights)}: {reason}; leave that data out, or raise its weight"
             )
         shares = [weight / total for weight in weights]
-        self.ends = list(accumulate(shares))  # the last one is 1, and taken for it
+        self.ends = list(accumulate(shares))  # the last is 1, to rounding
         self.orders = [
             Order(each, mix(seed, MIXTURE_ORDER, i), max(1, round(lanes * share)), block)
             for i, (each, share) in enumerate(zip(counts, shares, strict=True))
         ]
         self.first_shards = list(accumulate(map(len, counts), initial=0))
-        self.samples, self.seed = sum(map(sum, counts)), seed  # an epoch of the run: as many as there are in all
+        self.samples, self.seed = sum(map(sum, counts)), seed  # samples of an epoch of the run: those of all data sets
         self._drawn: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def local(self, start: int, stop: int, rank: int, shares: int | Sequence[int]) -> list[Ref]:
-        """Return the samples of `rank` at positions [start, stop): its part of each data set's lanes, as near as can
-        be.
-        """
+        """Return the samples of `rank` at positions [start, stop): about an equal part of each data set's lanes."""
         return [self._ref(*place) for place in self._local(start, stop, rank, shares)]
 
     def shards(self, start: int, stop: int, rank: int, shares: int | Sequence[int]) -> set[int]:
-        """As `Order.shards`."""
+        """Return the shards, like `Order.shards`."""
         places = self._local(start, stop, rank, shares)
         blocks = {(source, epoch, lane, row // self.orders[source].block) for source, epoch, lane, row in places}
         return {self.first_shards[i] + shard for i, *block in blocks for shard in self.orders[i].shards_of(*block)}
@@ -64,7 +61,7 @@ class Mixture:
     def _local(self, start: int, stop: int, rank: int, shares: int | Sequence[int]) -> list[tuple[int, int, int, int]]:
         """Return the data set of each position, and its epoch, lane and row there."""
         sources, positions = self._draw(start, stop)
-        depths: list[NDArray[np.float64]] = []  # how far a place is in its data set's lanes: all are merged by it
+        depths: list[NDArray[np.float64]] = []  # relative place in the data set's lanes, by which data sets are merged
         places: list[NDArray[np.int64]] = []
         for source, order in enumerate(self.orders):
             mine = positions[sources == source]
@@ -82,7 +79,7 @@ class Mixture:
         return ref._replace(shard=self.first_shards[source] + ref.shard)
 
     def _draw(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each position: the data set, and the position in its own stream; of one data set they are consecutive."""
+        """Return the data set of each position, and the position in its stream, consecutive within a data set."""
         numbers = range(start // DRAWS, -(-stop // DRAWS))
         sources, positions = (np.concatenate(parts) for parts in zip(*map(self._block, numbers), strict=True))
         here = slice(start - numbers[0] * DRAWS, stop - numbers[0] * DRAWS)
@@ -103,6 +100,6 @@ class Mixture:
         return self._drawn[number]
 
     def _before(self, position: int) -> NDArray[np.int64]:
-        """How many samples of each data set come before `position`, a multiple of `DRAWS`."""
+        """Count the samples of each data set before `position`, a multiple of `DRAWS`."""
         ends = [int(end * position) for end in self.ends[:-1]]
         return np.diff(np.array([0, *ends, position]))

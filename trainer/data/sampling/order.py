@@ -1,4 +1,4 @@
-"""Which sample is used when: a pure function of shard sizes and seed. The state of a run's data is one integer.
+"""Orders the samples: a pure function of shard sizes and seed. The state of a run's data is one integer.
 
 An epoch permutes the shards, concatenates them, and cuts the result into lanes of equal length. Blocks inside a lane
 are permuted, and rows across all lanes make the sequence: a batch mixes `lanes` shards, a lane reads almost in order.
@@ -25,7 +25,7 @@ class Ref(NamedTuple):
 
 
 def permutation(size: int, *keys: int) -> list[int]:
-    """Fisher-Yates, from the last place down, driven by `mix(*keys, place)`."""
+    """Return a permutation of range(size): Fisher-Yates from the last place down, driven by `mix(*keys, place)`."""
     places = np.arange(1, size, dtype=np.uint64)
     partners = (mix_each(*keys, last=places) % (places + np.uint64(1))).tolist()
     items = list(range(size))
@@ -36,12 +36,12 @@ def permutation(size: int, *keys: int) -> list[int]:
 
 
 def near_equal(total: int, part: int, parts: int) -> tuple[int, int]:
-    """Bounds of one of `parts` contiguous pieces. Lengths differ by one at most; some are 0 if parts > total."""
+    """Return the bounds of one of `parts` contiguous pieces. Lengths differ by at most one, and may be 0."""
     return part * total // parts, (part + 1) * total // parts
 
 
 def piece(total: int, part: int, sizes: int | Sequence[int]) -> tuple[int, int]:
-    """Return the bounds of one contiguous piece: of so many near-equal ones, or of these sizes."""
+    """Return the bounds of one contiguous piece. `sizes` is the number of near-equal pieces, or their sizes."""
     if isinstance(sizes, int):
         return near_equal(total, part, sizes)
     first = sum(sizes[:part])
@@ -52,7 +52,7 @@ class Order:
     """The endless training stream over shards of `counts` samples.
 
     Args:
-        lanes: Places read from at the same time; no more than there are samples are used.
+        lanes: Number of lanes that are read at the same time; at most the number of samples.
         block: Consecutive samples of a lane that are shuffled among themselves.
     """
 
@@ -78,7 +78,7 @@ class Order:
         return [self.ref(*place) for place in self._local(start, stop, rank, shares)]
 
     def shards(self, start: int, stop: int, rank: int, shares: int | Sequence[int]) -> set[int]:
-        """Those that `local` reads from, and those of the rest of its blocks. Much cheaper than `local`."""
+        """Return all shards of the blocks that `local` reads. Much cheaper than `local`."""
         blocks = {(epoch, lane, row // self.block) for epoch, lane, row in self._local(start, stop, rank, shares)}
         return {shard for block in blocks for shard in self.shards_of(*block)}
 
@@ -111,7 +111,7 @@ class Order:
         return shards[bisect_right(starts, first) - 1 : bisect_right(starts, last)]
 
     def _epoch(self, epoch: int) -> tuple[list[int], list[int]]:
-        """Return the shards in this epoch's order, and where each starts in their concatenation."""
+        """Return the shards in this epoch's order, and the start of each in their concatenation."""
         if epoch not in self._epochs:
             shards = permutation(len(self.counts), self.seed, SHARDS, epoch)
             starts = list(accumulate((self.counts[shard] for shard in shards[:-1]), initial=0))
@@ -134,7 +134,7 @@ def _remember(cache: dict[Any, Any], limit: int, key: Any, value: Any) -> None:
 
 
 def walk(counts: Sequence[int], rank: int, world: int) -> Iterator[Ref]:
-    """One epoch as stored, unshuffled, cut into contiguous pieces: for validation."""
+    """Yield a rank's contiguous piece of one epoch in the stored order: for validation."""
     first, last = near_equal(sum(counts), rank, world)
     for shard, count in enumerate(counts):
         yield from (Ref(0, shard, offset) for offset in range(max(0, first), min(count, last)))

@@ -1,5 +1,7 @@
-"""From the bytes of a member to its value, by the member's extension, as WebDataset does it. Runs nothing of a
-stranger's, and takes no more memory than the bytes account for."""
+"""Decodes the bytes of a member by its extension, as WebDataset does.
+
+No content can run code, or take much more memory than its size.
+"""
 
 import ast
 import io
@@ -15,24 +17,24 @@ import numpy as np
 from safetensors.numpy import load
 
 PICKLED = ("pyd", "pickle", "pkl", "pth", "pt")
-FORMATS = ("JPEG", "PNG", "WEBP", "PPM")  # Pillow goes by the content, and for some of its formats runs a program
-PIXELS = 1 << 26  # of an image, however few bytes it has
-PIXELS_PER_BYTE = 100  # of a larger one
-LONGEST_HEADER = 10_000  # bytes, as NumPy has it
-UNPACKED = 1 << 30  # bytes of the arrays in an npz
+FORMATS = ("JPEG", "PNG", "WEBP", "PPM")  # others are refused: for some formats Pillow runs a program
+PIXELS = 1 << 26  # any image may have so many pixels
+PIXELS_PER_BYTE = 100  # limit of a larger image
+LONGEST_HEADER = 10_000  # bytes; NumPy's limit
+UNPACKED = 1 << 30  # limit of the bytes of the arrays in an npz
 
 
 def decode(extension: str, content: bytes, decoders: Sequence[Callable[[str, bytes], Any]] = ()) -> Any:
-    """Return the value of a member: by the first of a user's `decoders` that gives one, else by its last extension.
+    """Decode a member by the first of a user's `decoders` that returns a value, else by its last extension.
 
-    A member whose extension is none of `DECODERS` stays bytes. As with WebDataset, a user's decoder may give a
+    A member whose extension is not in `DECODERS` stays bytes. As with WebDataset, a user's decoder may return a
     `Continue`: another extension and content for the decoders after it.
     """
-    going_on = getattr(sys.modules.get("webdataset.autodecode"), "Continue", ())
+    continued = getattr(sys.modules.get("webdataset.autodecode"), "Continue", ())
     refuse_pickled(extension)
     for decoder in decoders:
         value = decoder(f".{extension}", content)
-        if isinstance(value, going_on):
+        if isinstance(value, continued):
             extension, content = value.key.removeprefix("."), value.data
             refuse_pickled(extension)
         elif value is not None:
@@ -47,7 +49,7 @@ def refuse_pickled(extension: str) -> None:
 
 
 def _image(content: bytes) -> Any:
-    from PIL import Image  # here, for data without images needs no Pillow
+    from PIL import Image  # imported here, since data without images needs no Pillow
 
     with Image.open(io.BytesIO(content), formats=FORMATS) as image:
         if image.width * image.height > max(PIXELS, PIXELS_PER_BYTE * len(content)):
@@ -66,9 +68,10 @@ def _npy(content: bytes) -> Any:
 
 @lru_cache(64)
 def _layout(head: bytes) -> tuple[tuple[int, ...], Literal["C", "F"], np.dtype[Any], int] | None:
-    """Parse a header of npy's version 1; None for an array that is left to NumPy.
+    """Parse a header of npy's version 1; None for an array that NumPy itself must read.
 
-    NumPy parses a header as Python, ten times slower than all else, though all samples of a shard have the same one.
+    NumPy parses a header as Python, which takes ten times as long as the rest. The cache helps, since most samples of a
+    shard have the same header.
     """
     if head[:8] != b"\x93NUMPY\x01\x00":
         return None
@@ -79,32 +82,32 @@ def _layout(head: bytes) -> tuple[tuple[int, ...], Literal["C", "F"], np.dtype[A
 
 
 def _refuse_larger(content: bytes) -> None:
-    """Refuse an array that says it has more bytes than there are: NumPy would take the memory first."""
+    """Refuse an array whose header claims more bytes than there are: NumPy would allocate them first."""
     start = 10 if content[6:7] == b"\x01" else 12
     length = int.from_bytes(content[8:start], "little")
     if length > LONGEST_HEADER:
-        raise ValueError(f"an array's header of {length} bytes")
+        raise ValueError(f"the array's header has {length} bytes")
     header = ast.literal_eval(content[start : start + length].decode("latin1").strip())
     size = math.prod(header["shape"]) * np.lib.format.descr_to_dtype(header["descr"]).itemsize
     if size > len(content):
-        raise ValueError(f"an array of {size} bytes in {len(content)}")
+        raise ValueError(f"the array claims {size} bytes, and there are {len(content)}")
 
 
 def _npz(content: bytes) -> dict[str, Any]:
     with zipfile.ZipFile(io.BytesIO(content)) as file:
         if (size := sum(member.file_size for member in file.infolist())) > UNPACKED:
-            raise ValueError(f"arrays of {size} bytes")
+            raise ValueError(f"the arrays have {size} bytes, and at most {UNPACKED} are read")
         return {name.removesuffix(".npy"): _npy(file.read(name)) for name in file.namelist()}
 
 
 def _tenbin(content: bytes) -> list[Any]:
-    """Return WebDataset's arrays: chunks, by turns a header of int64 (dtype, name, shape) and an array's bytes."""
+    """Decode WebDataset's arrays: chunks, alternately a header of int64 (dtype, name, shape) and an array's bytes."""
     chunks: list[bytes] = []
     at = 0
     while at < len(content):
         size = int.from_bytes(content[at + 8 : at + 16], "little", signed=True)
         if content[at : at + 8] != b"~TenBin~" or not 0 <= size <= len(content) - at - 16:
-            raise ValueError(f"no tensor at byte {at}")
+            raise ValueError(f"there is no tensor at byte {at}")
         chunks.append(content[at + 16 : at + 16 + size])
         at += 16 + -(-size // 64) * 64
     arrays: list[Any] = []
@@ -112,7 +115,7 @@ def _tenbin(content: bytes) -> list[Any]:
         kind, _, dimensions, *shape = np.frombuffer(header, np.int64).tolist()
         name = kind.to_bytes(8, "little").rstrip(b"\0").decode("ascii")
         if name not in TENBIN or len(shape) != dimensions:
-            raise ValueError(f"no tensor's header: {header!r}")
+            raise ValueError(f"{header!r} is not a tensor's header")
         arrays.append(np.frombuffer(values, name, math.prod(shape)).reshape(shape).copy())
     return arrays
 

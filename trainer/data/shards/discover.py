@@ -1,4 +1,4 @@
-"""The shards that a recipe names: files, patterns, URLs of a few schemes, programs if allowed, and nothing else."""
+"""Finds the shards that a recipe names: files, patterns, URLs of a few schemes, and programs if they are allowed."""
 
 import contextlib
 import glob
@@ -22,8 +22,8 @@ def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | 
     """Find the shards that a recipe names: paths, globs, URLs, programs, with braces (`train-{000..009}.tar`); sorted.
 
     Raises:
-        DataError: naming the pattern that matches no file, or that can't be looked up.
-        ConfigError: for a program, where none is allowed, and for what is no URL.
+        DataError: A pattern matches no file, or can't be looked up. The message names the pattern.
+        ConfigError: A program is not allowed, or a URL is invalid.
     """
     options = options or DataOptions()
     files: list[str] = []
@@ -32,8 +32,8 @@ def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | 
         try:
             names = [str(pattern)] if os.path.isfile(pattern) else list(braceexpand(str(pattern)))
         except ValueError as error:
-            told = redact_urls(f"{pattern}: not a pattern ({error})")
-            raise DataError(f"{told}; write braces as {{000..009}} or {{a,b}}") from None
+            reason = redact_urls(f"{pattern}: is not a pattern ({error})")
+            raise DataError(f"{reason}; write braces as {{000..009}} or {{a,b}}") from None
         for name in names:
             if name.startswith("pipe:") and not os.path.isfile(name):
                 refuse_program(name, options.allow_pipe)
@@ -41,7 +41,7 @@ def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | 
             elif name.partition("://")[0] not in SCHEMES:
                 files += _files(name.removeprefix("file://"), "" if name == str(pattern) else f" (of {pattern})")
             elif parsed(name).username:
-                raise DataError(f"{shown(name)}: a URL's user and password are not sent; give one without")
+                raise DataError(f"{shown(name)}: a URL's user and password are not sent; give a URL without them")
             elif "*" in name:
                 raise DataError(f"{shown(name)}: can't be listed; write braces as {{000..009}} or {{a,b}}")
             else:
@@ -68,25 +68,25 @@ def parsed(url: str) -> SplitResult:
     try:
         return urlsplit(url)
     except ValueError as error:
-        raise ConfigError(f"{redact_urls(url)}: is no URL ({error}); mend it") from None
+        raise ConfigError(f"{redact_urls(url)}: is not a URL ({error}); correct it") from None
 
 
 def refuse_program(name: str, allowed: bool) -> None:
     """Refuse a program that may not be run.
 
     Raises:
-        ConfigError: it may not be run.
-        DataError: it is none.
+        ConfigError: Programs are not allowed.
+        DataError: The text names no program.
     """
     if not allowed:
         raise ConfigError(
-            f"data.allow_pipe=false: {shown(name)} is a program, and none is run; if you trust it, "
+            f"data.allow_pipe=false: {shown(name)} is a program, and programs are not run; if you trust it, set "
             "data.allow_pipe=true, or --allow-pipe for a tool"
         )
     try:
         words = words_of(name)
     except ValueError as error:
-        raise DataError(f"{shown(name)}: can't be cut into words ({error}); quote them as for a shell") from None
+        raise DataError(f"{shown(name)}: can't be split into words ({error}); quote as for a shell") from None
     if not words:
         raise DataError(f"{name}: names no program; write 'pipe:PROGRAM ARGUMENTS'")
 
@@ -94,9 +94,9 @@ def refuse_program(name: str, allowed: bool) -> None:
 def _files(name: str, of: str) -> list[str]:
     found = [name] if os.path.isfile(name) else glob.glob(name, recursive=True)
     found = [file for file in found if os.path.isfile(file) and not file.endswith(".idx")]
-    told = redact_urls(f"{name}{of}")
+    named = redact_urls(f"{name}{of}")
     if not found and re.match(r"[A-Za-z][\w+.-]*:", name):
-        raise DataError(f"{told}: no such file, and no URL of file, {', '.join(SCHEMES)}, which alone are read")
+        raise DataError(f"{named}: no such file, and no URL of a known scheme; give file, {', '.join(SCHEMES)} or pipe")
     if not found:
-        raise DataError(f"{told}: no such file; give tar files, for example 'data/train-*.tar'")
+        raise DataError(f"{named}: no such file; give tar files, for example 'data/train-*.tar'")
     return found

@@ -1,4 +1,4 @@
-"""The index: each sample's place and checksum in its tar shard; built once, stored beside the shards."""
+"""Indexes tar shards: the position and checksum of each sample, built once, stored beside the shards."""
 
 import contextlib
 import hashlib
@@ -42,16 +42,16 @@ class Index:
         workers: int = 4,
         anew: bool = False,
     ) -> "Index":
-        """Read the stored index of each shard; make it if there is none.
+        """Read the stored index of each shard, or build it if there is none.
 
         Args:
-            progress: Called with (shard, shards done, shards to do) after each that had to be indexed.
-            workers: Threads that index: they read and hash side by side, members of a few kB by turns.
-            anew: Shards that have changed are indexed again; those at URLs and of programs all, as they come.
+            progress: Called with (shard, shards done, shards to do) after each shard that had to be indexed.
+            workers: Number of threads that index.
+            anew: Index shards again: local ones that have changed, all at URLs, and all of programs.
 
         Raises:
-            DataError: for a shard that is missing, given twice, cut or damaged, and if there is no sample at all.
-            ConfigError: for a shard that has changed since it was indexed, or is larger than the folder for it may be.
+            DataError: A shard is missing, given twice, cut or damaged, or there is no sample at all.
+            ConfigError: A shard has changed since it was indexed, or is larger than its folder may be.
         """
         if not paths:
             raise DataError("no shards: the list is empty; give tar files, for example 'data/train-*.tar'")
@@ -78,18 +78,18 @@ class Index:
         return index
 
     def samples(self, shard: int) -> Any:
-        """Rows [offset, length, crc32] of its samples, int64, mapped from the disk: `samples(shard)[i].tolist()`.
+        """Return rows [offset, length, crc32] of a shard's samples, int64, mapped: `samples(shard)[i].tolist()`.
 
         A sample's bytes run from its first header to the end of its last member's last block.
 
         Raises:
-            OSError: if it can't be read.
-            DataError: if another run has indexed the shard as something else since.
+            OSError: The index can't be read.
+            DataError: Another run has indexed the shard again, with another content.
         """
         ours = self.shards[shard]
         loaded = load(ours.path, ours.index_path)
         if loaded is None or loaded[0].sha256 != ours.sha256:
-            raise DataError(f"{ours.index_path}: changed during the run, maybe {ours.path} with it; start again")
+            raise DataError(f"{ours.index_path}: changed during the run, and maybe {ours.path}, too; start again")
         return loaded[1]
 
 
@@ -103,12 +103,12 @@ def _size_and_time(path: Path) -> tuple[int, int]:
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; restore the shard or leave it out") from None
     if not stat.S_ISREG(status.st_mode):
-        raise DataError(f"{path}: not a file; give tar files, for example '{path}/*.tar'")
+        raise DataError(f"{path}: is not a file; give tar files, for example '{path}/*.tar'")
     return status.st_size, status.st_mtime_ns
 
 
 def _find_stored(path: Path | Remote, anew: bool) -> Shard | None:
-    """Find the shard's stored index, if it is usable; one that can't be read is logged."""
+    """Find the shard's stored index, if it is usable. If an index can't be read, log that."""
     now = None if isinstance(path, Remote) else _size_and_time(path)
     if isinstance(path, Remote) and anew and (path.may_change or not path.file.exists()):
         return None
@@ -124,11 +124,11 @@ def _find_stored(path: Path | Remote, anew: bool) -> Shard | None:
 
 
 def _build(path: Path | Remote, anew: bool) -> Shard:
-    """Indexes a shard in one pass and stores the result."""
+    """Index a shard in one pass, and store the result."""
     mtime_ns = 0
     if isinstance(path, Remote):
         if anew:
-            path.drop()  # what is kept may not be what is there
+            path.drop()  # the source may have changed since the download
     else:
         size, mtime_ns = _size_and_time(path)  # before the pass: a change during it makes the index stale
         if not anew and (before := indexed(path)):
@@ -143,11 +143,11 @@ def _build(path: Path | Remote, anew: bool) -> Shard:
             return shard
         except OSError as error:
             errors.append(f"{place.parent}: {error.strerror}")
-    raise DataError(f"{path}: no place for its index ({'; '.join(errors)}); make one of these folders writable")
+    raise DataError(f"{path}: its index can't be stored ({'; '.join(errors)}); make one of these folders writable")
 
 
 def _refuse_changed(path: Path, size: int, before: Shard) -> None:
-    """Bytes that are the same under another time pass."""
+    """Refuse a shard with other content than its index says. The same bytes with another time pass."""
     if size != before.bytes:
         how = f"has {size} bytes, and had {before.bytes}"
     else:
@@ -162,17 +162,17 @@ def _refuse_changed(path: Path, size: int, before: Shard) -> None:
 
 
 def scan_shard(path: Path | Remote) -> tuple[NDArray[np.int64], str, int]:
-    """Rows [offset, length, crc32] of its samples, its sha256, its bytes.
+    """Return rows [offset, length, crc32] of a shard's samples, its sha256, its bytes.
 
     Raises:
-        DataError: it can't be read, or is cut or damaged.
+        DataError: The shard can't be read, or is cut or damaged.
     """
     with _readable(path) as file:
         try:
             return *scan(file.fileno(), path), os.fstat(file.fileno()).st_size
         except DataError:
             if isinstance(path, Remote):
-                path.drop()  # once mended there, it is downloaded again
+                path.drop()  # downloaded again after the source is repaired
             raise
 
 

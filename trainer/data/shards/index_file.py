@@ -1,4 +1,4 @@
-"""The stored index of a tar shard: where it lies, what it says, and whether that is to be believed."""
+"""Stores and loads the index of a tar shard, and checks that it is whole."""
 
 import contextlib
 import hashlib
@@ -17,14 +17,14 @@ from safetensors.numpy import save
 from trainer.data.remote.shard import Remote
 from trainer.files import write_whole
 
-VERSION = "2"  # of the file
+VERSION = "2"  # of the format
 
 
 class Shard(NamedTuple):
     path: Path | Remote
     index_path: Path
     bytes: int
-    mtime_ns: int  # 0 for a remote one
+    mtime_ns: int  # 0 for a remote shard
     sha256: str
     samples: int
 
@@ -34,7 +34,7 @@ def file_of(path: Path | Remote) -> Path:
 
 
 def places_of(path: Path | Remote) -> Iterator[Path]:
-    """Return the places where an index may be stored, the better one first."""
+    """Yield the places where an index may be stored, the better one first."""
     yield Path(f"{file_of(path)}.idx")
     name = hashlib.sha256(os.fsencode(os.path.abspath(file_of(path)))).hexdigest()
     with contextlib.suppress(RuntimeError):  # there is no home folder
@@ -42,7 +42,7 @@ def places_of(path: Path | Remote) -> Iterator[Path]:
 
 
 def indexed(path: Path | Remote) -> Shard | None:
-    """Return the indexed shard, whatever it is by now; None if there is no index."""
+    """Return the shard as it was indexed, even if it has changed since; None if there is no index."""
     return next((shard for place in places_of(path) if (shard := stored_at(path, place))), None)
 
 
@@ -54,19 +54,19 @@ def stored_at(path: Path | Remote, index_path: Path) -> Shard | None:
 
 
 def load(path: Path | Remote, index_path: Path) -> tuple[Shard, Any] | None:
-    """Load the shard and its rows; None for a file that is damaged, or of another version.
+    """Load the shard and its rows; None for an index that is damaged, or of another version.
 
     Raises:
-        OSError: it is gone, or can't be read.
+        OSError: The index is gone, or can't be read.
     """
-    if not stat.S_ISREG(index_path.stat().st_mode):  # of a pipe, reading would wait
+    if not stat.S_ISREG(index_path.stat().st_mode):  # a pipe would block
         return None
     try:
         with safe_open(index_path, framework="numpy") as file:
             about, rows = file.metadata(), file.get_slice("samples")
             size, mtime_ns, samples = (int(about[name]) for name in ("bytes", "mtime_ns", "samples"))
             known = about["version"] == VERSION and rows.get_dtype() == "I64" and rows.get_shape() == [samples, 3]
-            if not known or about["crc32"] != checksum(about, rows[:]):  # of 10 million samples in 0.1 s
+            if not known or about["crc32"] != checksum(about, rows[:]):  # takes 0.1 s for 10 million samples
                 return None
             if isinstance(path, Remote):
                 path = path._replace(bytes=size, sha256=about["sha256"])
@@ -75,7 +75,7 @@ def load(path: Path | Remote, index_path: Path) -> tuple[Shard, Any] | None:
         return None
 
 
-def content_of(shard: Shard, rows: NDArray[np.int64]) -> bytes:  # of the file
+def content_of(shard: Shard, rows: NDArray[np.int64]) -> bytes:
     about = {"version": VERSION} | {name: str(getattr(shard, name)) for name in Shard._fields[2:]}
     return save({"samples": rows}, about | {"crc32": checksum(about, rows)})
 

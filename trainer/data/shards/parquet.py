@@ -1,4 +1,4 @@
-"""Samples from the rows of a parquet file: columns of bytes are members, the others one JSON member."""
+"""Reads samples from the rows of a parquet file: columns of bytes are members, the others form one JSON member."""
 
 import contextlib
 import re
@@ -12,11 +12,10 @@ MEMBER = re.compile(r"(?!json$)[a-z0-9][\w.-]*")  # webdataset's writer drops `_
 
 
 def of_rows(source: Path) -> Iterator[dict[str, Any]]:
-    """Yield samples of the rows. A null of bytes is no member, any other null is JSON's.
+    """Yield the rows as samples. A null of bytes is no member; any other null is JSON's.
 
     Raises:
-        DataError: before the first sample, for another kind of file and for a column that has no form in a sample.
-            Later, for damage.
+        DataError: The file is not parquet, is damaged, or has a column that fits no member. Damage may be found late.
     """
     try:
         from pyarrow import parquet
@@ -30,12 +29,12 @@ def of_rows(source: Path) -> Iterator[dict[str, Any]]:
             extension = column.name.lower()
             if not MEMBER.fullmatch(extension) or extension in members:
                 raise DataError(
-                    f"{source}: column {column.name!r}: no extension of a member, or of two; rename it, as 'jpg'"
+                    f"{source}: column {column.name!r}: is not an extension, or one of two columns; rename it, as 'jpg'"
                 )
             members[extension] = column.name
         elif not is_plain(column.type):
             raise DataError(
-                f"{source}: column {column.name!r} is of {printable(str(column.type))}, which JSON does not know; "
+                f"{source}: column {column.name!r} is of {printable(str(column.type))}, which JSON lacks; "
                 "make it numbers or text, or leave it out"
             )
     with readable(source):
@@ -48,18 +47,14 @@ def of_rows(source: Path) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def readable(source: Path) -> Iterator[None]:
-    """Turn pyarrow's errors of a damaged file into ours.
-
-    Raises:
-        DataError: for what pyarrow says of a damaged file.
-    """
+    """Turn pyarrow's errors into a DataError: the file is damaged."""
     from pyarrow import ArrowException
 
     try:
         yield
     except (OSError, ValueError, ArrowException) as error:
-        told = printable(str(error).partition("\n")[0])
-        raise DataError(f"{source}: can't be read ({told}); write it again") from None
+        reason = printable(str(error).partition("\n")[0])
+        raise DataError(f"{source}: can't be read ({reason}); write it again") from None
 
 
 def is_bytes(kind: Any) -> bool:
@@ -69,7 +64,7 @@ def is_bytes(kind: Any) -> bool:
 
 
 def is_plain(kind: Any) -> bool:
-    """Whether JSON has a form for all of its values."""
+    """Return whether JSON can hold all values of this type."""
     from pyarrow import types
 
     if types.is_struct(kind):

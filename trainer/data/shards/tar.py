@@ -1,4 +1,4 @@
-"""The members of a tar, one after the other, and its samples; damage is an error, never the end."""
+"""Reads the members and samples of a tar; damage is an error, never the end of the archive."""
 
 import hashlib
 import os
@@ -15,20 +15,18 @@ from trainer.errors import DataError
 
 BLOCK = tarfile.BLOCKSIZE
 ZEROS = bytes(BLOCK)
-LONGEST_END = 2 * BLOCK + tarfile.RECORDSIZE  # two zero blocks, and zeros up to a full record; one block will do
+LONGEST_END = 2 * BLOCK + tarfile.RECORDSIZE  # two zero blocks, and zeros up to a full record; one block is enough
 PAGE = 4096  # a power cut leaves whole pages unwritten
 GNU_NAME, GNU_LINK, PAX, PAX_SOLARIS, PAX_GLOBAL = EXTENDED = (b"L", b"K", b"x", b"X", b"g")
 NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)$")  # key, and all that follows the first dot of the file's own name
-LONGEST_NAME, LONGEST_FIELDS = 4096, 1 << 20  # more is refused: it would take all memory, or all time
+LONGEST_NAME, LONGEST_FIELDS = 4096, 1 << 20  # longer ones are refused: they could take all memory, or hours
 SIZE = re.compile("[0-9]{1,20}")
 CHUNK = 1 << 20  # bytes of padding read at once
 META = re.compile(r"__[^/]*__($|/)")
 
 
 class Member(NamedTuple):
-    """One entry of a tar, with byte positions. An entry without a sample (a folder, a link, `__meta__`) has the key
-    None.
-    """
+    """One entry of a tar, with byte positions. The key of a folder, a link or `__meta__` is None."""
 
     key: str | None
     extension: str
@@ -39,12 +37,12 @@ class Member(NamedTuple):
 
 
 def members(fetch: Callable[[int, int], bytes], where: object) -> Iterator[Member]:
-    """Walk a tar to its end or its first zero block; `fetch(offset, size)` gives fewer bytes only at the end.
+    """Yield the members of a tar up to its first zero block. `fetch(offset, size)` gives fewer bytes only at the end.
 
     `tarfile.open` would take a damaged header for the end of the archive.
 
     Raises:
-        DataError: naming `where` and the byte.
+        DataError: The tar is damaged. The message names `where` and the byte.
     """
     offset = 0
     while (block := fetch(offset, BLOCK)) not in (b"", ZEROS):
@@ -54,13 +52,13 @@ def members(fetch: Callable[[int, int], bytes], where: object) -> Iterator[Membe
             try:
                 if header.size > LONGEST_FIELDS:
                     raise ValueError(f"{header.size} bytes")
-                fields = _fields(header, fetch(offset + BLOCK, header.size)) | fields  # the first of several counts
+                fields = _fields(header, fetch(offset + BLOCK, header.size)) | fields  # among several, the first counts
             except ValueError as error:
                 raise damaged(where, offset, f"bad extended header ({error})") from None
             offset += BLOCK + _padded(header.size)
             block = fetch(offset, BLOCK)
         if header.type == tarfile.GNUTYPE_SPARSE or any(name.startswith("GNU.sparse") for name in fields):
-            raise DataError(f"{where}: a sparse file at byte {start}; write the shard without sparse files")
+            raise DataError(f"{where}: has a sparse file at byte {start}; write the shard without sparse files")
         size = int(fields.get("size", header.size))
         regular = header.type in tarfile.REGULAR_TYPES
         if header.type in tarfile.SUPPORTED_TYPES and not regular:
@@ -69,29 +67,29 @@ def members(fetch: Callable[[int, int], bytes], where: object) -> Iterator[Membe
         offset = content + _padded(size)
         name = fields.get("path", header.name)
         if len(name) > LONGEST_NAME:
-            raise damaged(where, start, f"a name of {len(name)} characters")
+            raise damaged(where, start, f"the name has {len(name)} characters")
         key, extension = split_name(name) if regular else (None, "")
         yield Member(key, extension, start, content, size, offset)
 
 
 def split_name(name: str) -> tuple[str | None, str]:
-    """Key and extensions as WebDataset has them: `a/b.SEG.png` is `a/b`, `seg.png`. None for what is no sample's."""
+    """Split a name like WebDataset into key and extensions: `a/b.SEG.png` is `a/b`, `seg.png`. No sample: None."""
     match = None if META.match(name) else NAME.match(name)
     return (match[1], match[2].lower()) if match else (None, "")
 
 
 def scan(fd: int, where: object) -> tuple[NDArray[np.int64], str]:
-    """Rows [offset, length, crc32] of the samples in a tar, and its sha256. One pass.
+    """Return rows [offset, length, crc32] of the samples in a tar, and its sha256, after one pass.
 
-    Groups neighbours of one key, as WebDataset does; checks that nothing is missing at the end.
+    Neighbours of one key form a sample, as with WebDataset. The end of the archive must be there.
 
     Raises:
-        DataError: it is cut or damaged.
+        DataError: The tar is cut or damaged.
     """
     size = os.fstat(fd).st_size
 
     def fetch(offset: int, count: int) -> bytes:
-        start, stop = min(offset, size), min(offset + count, size)  # a header may ask for more than there is
+        start, stop = min(offset, size), min(offset + count, size)  # a header may claim more bytes than there are
         return read_at(fd, start, stop - start)
 
     sha256 = hashlib.sha256()
@@ -117,7 +115,7 @@ def scan(fd: int, where: object) -> tuple[NDArray[np.int64], str]:
             raise damaged(where, end, "no end of archive")
         sha256.update(padding)
         zeros += len(padding)
-    padded = end % PAGE and any(content[-BLOCK:])  # by the writer: the page that has the end was written
+    padded = end % PAGE and any(content[-BLOCK:])  # the writer padded: the page that has the end was written
     if zeros < BLOCK or (zeros > LONGEST_END and not padded):
         size = end + 2 * BLOCK
         raise DataError(f"{damaged(where, end, 'no end of archive')}; or, if it is whole, end it: truncate -s {size}")
@@ -131,18 +129,18 @@ class Header(NamedTuple):
 
 
 def _header(block: bytes, where: object, offset: int) -> Header:
-    """As `tarfile.TarInfo.frombuf` reads it, which takes three times as long, for fields that nobody here asks for."""
+    """Parse a header like `tarfile.TarInfo.frombuf`, which reads more fields and takes three times as long."""
     try:
         if len(block) != BLOCK:
             raise ValueError("truncated header")
         kind, size, prefix = block[156:157], _number(block[124:136]), block[345:500]
         checksum, summed = _number(block[148:156]), 256 + sum(block) - sum(block[148:156])
-        if checksum != summed and checksum != summed - 256 * sum(byte > 127 for byte in block):  # old ones are signed
+        if checksum != summed and checksum != summed - 256 * sum(byte > 127 for byte in block):  # signed in old tars
             raise ValueError("bad checksum")
         if size < 0:
             raise ValueError("negative size")
     except ValueError as error:
-        raise damaged(where, offset, f"no header ({error})") from None
+        raise damaged(where, offset, f"not a header ({error})") from None
     name = _text(block[:100])
     if kind == tarfile.AREGTYPE and name.endswith("/"):
         kind = tarfile.DIRTYPE
@@ -156,7 +154,7 @@ def _text(field: bytes) -> str:
 
 
 def _number(field: bytes) -> int:
-    """Octal digits, or in base 256 after a byte of 128, or of 255 where it is negative."""
+    """Parse octal digits, or base 256 after a byte of 128; after a byte of 255 the number is negative."""
     if field[0] in (128, 255):
         return int.from_bytes(field[1:], "big") - (field[0] == 255) * (1 << 8 * len(field) - 8)
     try:
@@ -179,7 +177,7 @@ def _fields(header: Header, payload: bytes) -> dict[str, str]:
         name, equals, value = record[:-1].decode(errors="surrogateescape").partition("=")
         whole = at < end <= len(payload) and equals and record[-1:] == b"\n"
         if not whole or (name == "size" and not SIZE.fullmatch(value)):
-            raise ValueError("no PAX record")
+            raise ValueError("not a PAX record")
         fields[name], at = value.rstrip("/") if name == "path" else value, end
     if header.type == PAX_GLOBAL and not fields.keys().isdisjoint(("path", "size")):
         raise ValueError("a path or size for all members")
@@ -197,7 +195,7 @@ def damaged(where: object, offset: int, reason: str) -> DataError:
 
 
 def read_at(fd: int, offset: int, size: int) -> bytes:
-    """Fewer than `size` bytes at the end of the file only; one `pread` may give fewer, and never over 2 GiB."""
+    """Read `size` bytes, or fewer at the end of the file. A single `pread` may give fewer, and at most 2 GiB."""
     content = os.pread(fd, size, offset)
     while 0 < len(content) < size and (more := os.pread(fd, size - len(content), offset + len(content))):
         content += more

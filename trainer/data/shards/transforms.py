@@ -1,4 +1,4 @@
-"""A user's own functions for samples: what `data.decoders` and `data.map` name, built, and called."""
+"""Builds and calls a user's functions for samples, which `data.decoders` and `data.map` name."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ def build_stages(data: Mapping[str, Any], allow: tuple[str, ...]) -> dict[str, l
     """Build the functions that the section `data` of a config names.
 
     Raises:
-        ConfigError: for what can't be built, or not be called as it will be.
+        ConfigError: A function can't be built, or does not take its arguments.
     """
     return {
         key: [_build(f"data.{key}.{i}", item, arguments, allow) for i, item in enumerate(data.get(key, ()))]
@@ -32,24 +32,25 @@ def _build(key: str, item: Any, arguments: tuple[str, ...], allow: tuple[str, ..
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{key}={target}: {error}; mend its arguments") from error
+        raise ConfigError(f"{key}={target}: {error}; correct its arguments") from error
     if isinstance(getattr(function, "func", function), type):
         raise ConfigError(f"{key}={target}: is a class; write {{_target_: {target}}} with its arguments")
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
-        raise ConfigError(f"{key}={target}: can't be called with ({', '.join(arguments)}): {error}; mend it") from None
-    except ValueError:  # of C, which has no signature
+        reason = f"can't be called with ({', '.join(arguments)}): {error}"
+        raise ConfigError(f"{key}={target}: {reason}; correct it") from None
+    except ValueError:  # a function in C has no signature
         pass
     return function
 
 
 class Dropped(DataError):
-    """By a map, which is what is wrong then, and not the sample."""
+    """A map returned None. The map is wrong, and no sample is bad."""
 
 
 class Maps:
-    """Takes the place of the recipe's `transform`: what `data.map` names, one after the other, comes before it."""
+    """A transform that applies the functions of `data.map` in order, and then the recipe's `transform`."""
 
     def __init__(
         self, maps: Sequence[Callable[[Any], Any]], transform: "Callable[[Any, Generator], Any] | None"
@@ -60,15 +61,14 @@ class Maps:
         """Apply the maps in turn.
 
         Raises:
-            Dropped: a map gives None.
+            Dropped: A map returned None.
         """
         key = sample.get("__key__") if isinstance(sample, Mapping) else None
         for number, apply in enumerate(self.maps):
             sample = apply(sample)
             if sample is None:
                 raise Dropped(
-                    f"data.map.{number}: gave None for sample {key!r}; a map returns a sample; none can be dropped "
-                    "from an order that is planned: leave it out of the shards, or raise trainer.errors.DataError, "
-                    "which data.max_bad counts"
+                    f"data.map.{number}: returned None for sample {key!r}, and a planned order can't drop a sample; "
+                    "leave it out of the shards, or raise trainer.errors.DataError, which data.max_bad counts"
                 )
         return sample if self.transform is None else self.transform(sample, rng)

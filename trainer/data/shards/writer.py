@@ -1,4 +1,4 @@
-"""Samples to tar shards in WebDataset format. The same samples give the same bytes."""
+"""Writes samples to tar shards in WebDataset format. The same samples give the same bytes."""
 
 import gzip
 import itertools
@@ -17,7 +17,7 @@ Progress = Callable[[str, int], None]  # called with a shard, once it is complet
 
 
 def quiet(*_: Any) -> None:
-    """Progress that nobody looks at."""
+    """Report no progress."""
 
 
 def write_shards(
@@ -25,21 +25,22 @@ def write_shards(
 ) -> list[Path]:
     """Write PREFIX-000000.tar and so on, each complete or absent, and return them.
 
-    A sample is `__key__` and values by extension. Bytes and text go as they are, the rest by WebDataset's encoders
-    (npy, json, cls, png, ...) and those for int and safetensors. Extensions that end in `.gz` are gzipped.
+    A sample is `__key__` and values by extension. Bytes and text are written unchanged. Other values are encoded by
+    WebDataset's encoders (npy, json, cls, png, ...) and those for int and safetensors. Values of extensions that end in
+    `.gz` are gzipped.
 
     Raises:
-        DataError: for a key or an extension that can't be read back, and if there are shards of that prefix already.
+        DataError: A key or an extension can't be read back, or there are shards of that prefix already.
     """
     assert per_shard > 0
-    # Here, for it takes a second and reading needs none of it.
+    # Imported here, since the import takes a second, and reading does not need it.
     from webdataset.writer import TarWriter, default_handlers
 
     secure_webdataset()
     encoders = {**default_handlers, "int": default_handlers["cls"], "safetensors": save}
     folder.mkdir(parents=True, exist_ok=True)
     if old := next(folder.glob(f"{prefix}-*.tar"), None):
-        raise DataError(f"{old}: is there already; remove the shards of {prefix!r} or choose another folder")
+        raise DataError(f"{old}: exists already; remove the shards of {prefix!r} or choose another folder")
     paths: list[Path] = []
     key, done = None, 0
     rest = iter(samples)
@@ -62,7 +63,7 @@ def write_shards(
 
 
 def contents(sample: Mapping[str, Any], encoders: Mapping[str, Callable[[Any], bytes]], path: Path) -> dict[str, bytes]:
-    """Return a sample's members, without those that WebDataset adds as it reads (`__url__`)."""
+    """Return a sample's members, without those that WebDataset adds while reading (`__url__`)."""
     found = {}
     for extension, value in sample.items():
         if extension.startswith("__"):
@@ -81,14 +82,14 @@ def contents(sample: Mapping[str, Any], encoders: Mapping[str, Callable[[Any], b
 
 
 def refuse_member(name: str, extension: str) -> None:
-    """Refuse a member that WebDataset would leave out, or reading refuse.
+    """Refuse a member that WebDataset would leave out, or that a reader would refuse.
 
     Raises:
-        DataError: for what WebDataset would leave out, or reading refuse.
+        DataError: The extension is none of a member, or is one of pickles.
     """
     if not extension or extension.startswith("_"):
-        raise DataError(f"{name}: {extension!r} is no extension of a member; rename it, as 'jpg'")
+        raise DataError(f"{name}: {extension!r} is not a member's extension; rename it, as 'jpg'")
     try:
         refuse_pickled(extension)
     except ValueError as error:
-        raise DataError(f"{name}: would be refused when it is read, for {error}") from None
+        raise DataError(f"{name}: a reader would refuse it: {error}") from None

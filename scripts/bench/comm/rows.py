@@ -1,0 +1,189 @@
+"""The rows of the tables: how each row trains, and how many bytes a rank should send for it in a step."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from scripts.bench.report import Row as Cells
+from trainer.callback import Callback, arrange
+from trainer.callbacks.grad_compress import GradCompress
+from trainer.callbacks.local_sgd.callback import LocalSGD
+from trainer.callbacks.onebit_adam.callback import OneBitAdam
+from trainer.callbacks.overlap.callback import Overlap
+from trainer.comm.codecs.registry import CODECS
+from trainer.errors import ConfigError
+
+Shapes = list[tuple[int, ...]]  # of the parameters
+Formula = Callable[[Shapes, int], float]  # shapes, number of ranks -> bytes that a rank sends in a step
+CLASSES: dict[str, type[Callback]] = {
+    "grad_compress": GradCompress, "overlap": Overlap, "local_sgd": LocalSGD, "onebit_adam": OneBitAdam
+}  # fmt: skip
+ONE = 1e4  # MiB: one bucket for all
+SLICE = 1.0  # MiB: overlap is fastest with small slices, since only one is sent at a time
+BESIDE = 5.0  # MiB: a bucket is encoded while the one before it is sent
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to train.
+
+    `run` is the name of a function in `rank.py`. `callbacks` maps names to arguments. Weights are averaged every
+    `every` steps.
+    """
+
+    run: str
+    sends: Formula | None = None
+    bucket_mib: float | None = None  # None: torch's 25, after a first one of 1
+    hook: str = ""  # torch's
+    callbacks: dict[str, Cells] = field(default_factory=dict)
+    every: int = 1
+
+    @property
+    def learns(self) -> bool:
+        """Whether the set-up measures the link, which therefore has to be slow before it."""
+        return "overlap" in self.callbacks
+
+    @property
+    def warm(self) -> int:
+        """The number of steps before those that are timed: they allocate buffers and moments."""
+        return self.every * math.ceil(5 / self.every)
+
+    def build(self) -> dict[str, Callback]:
+        """Build the callbacks.
+
+        Raises:
+            ConfigError: this checkout lacks a codec or refuses the combination.
+        """
+        codec = self.callbacks.get("grad_compress", {}).get("codec", "bf16")
+        if codec not in CODECS:
+            raise ConfigError(f"no codec {codec}")
+        built = {name: CLASSES[name](**arguments) for name, arguments in self.callbacks.items()}
+        arrange(built, set())
+        return built
+
+
+def elements(shapes: Shapes) -> int:
+    return sum(map(math.prod, shapes))
+
+
+def ring(ranks: int, size: float) -> float:
+    """Compute the bytes that each rank sends in a ring all-reduce of `size` bytes."""
+    return 2 * (ranks - 1) / ranks * size
+
+
+def summed(itemsize: int) -> Formula:
+    return lambda shapes, ranks: ring(ranks, itemsize * elements(shapes))
+
+
+def int8(shapes: Shapes, ranks: int) -> float:
+    return ring(ranks, elements(shapes) * (1 + 4 / 256))
+
+
+def sparse(density: float, itemsize: int) -> Formula:
+    def sends(shapes: Shapes, ranks: int) -> float:
+        n = elements(shapes)
+        return (ranks - 1) * ((itemsize + 2) * density * n + n / 16384)
+
+    return sends
+
+
+def sign(shapes: Shapes, ranks: int) -> float:
+    return (ranks - 1) * (elements(shapes) / 8 + 4 * len(shapes))
+
+
+def signs_of_shards(shapes: Shapes, ranks: int) -> float:
+    return ring(ranks, elements(shapes) / 8 + 4 * len(shapes))
+
+
+def blocksparse(shapes: Shapes, ranks: int) -> float:
+    """Compute the bytes if hardly any block is zero, as in a model whose embedding is its output layer."""
+    return (ranks - 1) * elements(shapes) / 256 / 8 + ring(ranks, 4 * elements(shapes))
+
+
+def powersgd(rank: int, least: float = 1.0) -> Formula:
+    """Make the formula of PowerSGD, which compresses a matrix if that makes it `least` times smaller or more."""
+
+    def sends(shapes: Shapes, ranks: int) -> float:
+        numbers = 0
+        for m, n in ((shape[0], math.prod(shape[1:])) for shape in shapes):
+            numbers += rank * (m + n) if n > 1 and rank * (m + n) * least < m * n else m * n
+        return ring(ranks, 4 * numbers)
+
+    return sends
+
+
+def seldom(sends: Formula, every: int) -> Formula:
+    return lambda shapes, ranks: sends(shapes, ranks) / every
+
+
+def compressed(codec: str, sends: Formula, bucket_mib: float | None = ONE, **knobs: Any) -> Row:
+    return Row("echelon", sends, bucket_mib, callbacks={"grad_compress": {"codec": codec, **knobs}})
+
+
+def overlapped(row: Row, bucket_mib: float = SLICE) -> Row:
+    return Row("echelon", row.sends, bucket_mib, callbacks={"overlap": {}, **row.callbacks})
+
+
+def onebit_adam(**arguments: Any) -> Row:
+    return Row("echelon", signs_of_shards, callbacks={"onebit_adam": arguments})
+
+
+def meeting(every: int, row: Row | None = None, **arguments: Any) -> Row:
+    sends, codec = (row.sends, row.callbacks) if row else (summed(4), {})
+    assert sends is not None
+    return Row(
+        "echelon", seldom(sends, every), callbacks={"local_sgd": {"every": every, **arguments}, **codec}, every=every
+    )
+
+
+CODEC_ROWS = {
+    "bf16": compressed("bf16", summed(2), None),
+    "fp16": compressed("fp16", summed(2), None),
+    "int8": compressed("int8", int8, BESIDE),
+    "topk": compressed("topk", sparse(0.01, 2), None, density=0.01),
+    "dgc": compressed("dgc", sparse(0.001, 4), density=0.001),
+    "sign": compressed("sign", sign, BESIDE),
+    "powersgd-1": compressed("powersgd", powersgd(1), rank=1),
+    "powersgd-4": compressed("powersgd", powersgd(4), rank=4),
+    "blocksparse": compressed("blocksparse", blocksparse),
+}
+INT8 = CODEC_ROWS["int8"]
+PLAIN = Row("echelon", summed(4))
+ROWS: dict[str, Row] = {
+    "no-communication": Row("alone"),
+    "all-reduce-alone": Row("wire", summed(4)),
+    "ddp-25": Row("ddp", summed(4)),
+    "ddp-5": Row("ddp", summed(4), 5.0),
+    "ddp-one": Row("ddp", summed(4), ONE),
+    "torch-fp16": Row("ddp", summed(2), hook="fp16"),
+    "torch-bf16": Row("ddp", summed(2), hook="bf16"),
+    "torch-powersgd-1": Row("ddp", powersgd(1, 2.0), ONE, "powersgd"),  # with several buckets it crashes on gloo
+    "torch-local_sgd-16": Row("averaged", seldom(summed(4), 16), every=16),
+    "plain": PLAIN,
+    "nothing-reduced": Row(
+        "echelon", callbacks={"local_sgd": {"every": 1_000_000}}
+    ),  # the messages of the trainer itself
+    **CODEC_ROWS,
+    "onebit_adam": onebit_adam(warmup_steps=2),
+    "overlap": overlapped(PLAIN),
+    "overlap+bf16": overlapped(CODEC_ROWS["bf16"]),
+    "overlap+int8": overlapped(INT8),
+    "overlap+topk": overlapped(CODEC_ROWS["topk"], 25.0),
+    "overlap+dgc": overlapped(CODEC_ROWS["dgc"], ONE),
+    "overlap+powersgd-1": overlapped(CODEC_ROWS["powersgd-1"], ONE),
+    "local_sgd-4": meeting(4),
+    "local_sgd-16": meeting(16),
+    "local_sgd-16+int8": meeting(16, INT8),
+    "local_sgd-16-delay-8": meeting(16, delay=8),
+    "local_sgd-16-delay-8+int8": meeting(16, INT8, delay=8),
+    "local_sgd-32-delay-16+int8": meeting(32, INT8, delay=16),
+    "diloco-16": meeting(16, outer="nesterov"),
+    "diloco-32-delay-16+int8": meeting(32, INT8, outer="nesterov", delay=16),
+}
+BASES = ("no-communication", "all-reduce-alone", "ddp-25")  # every ratio is to one of these or to a faster bare DDP
+DDP = ("ddp-25", "ddp-5", "ddp-one")
+QUICK = (
+    "torch-bf16", "bf16", "torch-powersgd-1", "powersgd-1", "topk", "overlap", "overlap+powersgd-1", "local_sgd-16+int8"
+)  # fmt: skip
+TORCHS = {name: f"torch-{name}" for name in ("fp16", "bf16", "powersgd-1", "local_sgd-16")}

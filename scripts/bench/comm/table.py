@@ -1,0 +1,135 @@
+"""Makes tables and goals from turns: a table for each model, number of hosts and rate."""
+
+import math
+import os
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from scripts.bench.comm.rank import Synthetic
+from scripts.bench.comm.rows import BASES, DDP, ROWS, TORCHS, Row, Shapes
+from scripts.bench.comm.turns import Turn
+from scripts.bench.report import Goal, at_least, at_most, median_ratio
+from scripts.bench.report import Row as Cells
+
+RATES = {"100mbit": 12.5e6, "1gbit": 125e6, "3gbit": 375e6, "unlimited": math.inf}  # bytes a second
+COMPUTE_S = {"10M": 0.25, "30M": 0.37}  # of a step on one core, about: decides the number of steps of a turn
+
+
+@dataclass(frozen=True)
+class Config:
+    """The conditions of one table."""
+
+    hosts: int
+    model: str
+    rate: str
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.hosts} hosts, {self.rate}"
+
+    def shapes(self) -> Shapes:
+        with torch.device("meta"):
+            return [tuple(p.shape) for p in Synthetic(self.model).model().parameters()]
+
+    def expected_s(self, row: Row) -> float:
+        """Estimate the seconds of a step."""
+        compute = COMPUTE_S[self.model] * max(1.0, self.hosts / (os.cpu_count() or 1))
+        return compute + (row.sends(self.shapes(), self.hosts) if row.sends else 0.0) / RATES[self.rate]
+
+    def steps(self, row: Row, seconds: float) -> int:
+        """Compute the number of steps to time in a turn of about `seconds`: 2 or more."""
+        steps = min(24, max(2, round(seconds / self.expected_s(row))))
+        return -(-steps // row.every) * row.every
+
+
+@dataclass
+class Result:
+    """All turns of each row, in the order of rounds, and the errors of rows that failed."""
+
+    config: Config
+    turns: dict[str, list[Turn]]
+    failed: dict[str, str]
+
+    def whole(self) -> "Result | None":
+        """Return the complete rounds; None if there are none, or if a row is missing that others are compared with."""
+        rounds = min(map(len, self.turns.values()), default=0)
+        if not rounds or not {*BASES[:2]} <= self.turns.keys() or not self.best(DDP):
+            return None
+        return Result(self.config, {name: turns[:rounds] for name, turns in self.turns.items()}, self.failed)
+
+    def seconds(self, name: str) -> list[float]:
+        return [turn["seconds"] for turn in self.turns[name]]
+
+    def ratio(self, name: str, other: str) -> float:
+        return median_ratio(self.seconds(name), self.seconds(other))
+
+    def exact_limit(self) -> list[float]:
+        return list(map(max, self.seconds("no-communication"), self.seconds("all-reduce-alone")))
+
+    def of_exact_limit(self, name: str) -> float:
+        return median_ratio(self.seconds(name), self.exact_limit())
+
+    def best(self, names: Iterable[str]) -> str | None:
+        here = [name for name in names if self.turns.get(name)]
+        return min(here, key=lambda name: statistics.median(self.seconds(name)), default=None)
+
+    def deviation(self, name: str) -> float | None:
+        """Compute the deviation of the bytes sent from the row's formula, in percent."""
+        sends = ROWS[name].sends
+        if sends is None:
+            return None
+        formula = sends(self.config.shapes(), self.config.hosts)
+        return (statistics.median(turn["sent"] for turn in self.turns[name]) / formula - 1) * 100
+
+    def others(self, turn: Turn) -> float:
+        """Compute the cores that others kept busy. If they exceed a few hundredths, times are of no use."""
+        return max(0.0, turn["busy"] - self.config.hosts * turn["cpu"]) / turn["seconds"]
+
+    def table(self) -> list[Cells]:
+        rounds, shapes, hosts = len(self.turns[BASES[0]]), self.config.shapes(), self.config.hosts
+        ddp = self.best(DDP)
+        assert ddp is not None
+        return [
+            {
+                "part": f"{self.config}; {rounds} rounds; speed-up over {ddp}",
+                "row": name,
+                "steps/s": 1 / statistics.median(self.seconds(name)),
+                "speed-up": 1 / self.ratio(name, ddp),
+                "time / exact limit": self.of_exact_limit(name),
+                "of no communication": 1 / self.ratio(name, BASES[0]),
+                "CPU s a step": statistics.median(turn["cpu"] for turn in turns),
+                "cores used by others": statistics.median(map(self.others, turns)),
+                "max / min": max(self.seconds(name)) / min(self.seconds(name)),
+                "MB sent": statistics.median(turn["sent"] for turn in turns) / 1e6,
+                "formula": "" if (sends := ROWS[name].sends) is None else sends(shapes, hosts) / 1e6,
+                "off by %": "" if (off := self.deviation(name)) is None else off,
+            }
+            for name, turns in self.turns.items()
+        ]
+
+    def goals(self) -> list[Goal]:
+        goals = []
+        communication = self.ratio("all-reduce-alone", "no-communication")
+        if "overlap" in self.turns and 0.5 <= communication <= 2:
+            name = f"{self.config}: overlap, times the exact limit (communication is {communication:.2f} of compute)"
+            goals.append(at_most(name, 1.10, self.of_exact_limit("overlap")))
+        off = {name: abs(percent) for name in self.turns if (percent := self.deviation(name)) is not None}
+        worst = max(off, key=lambda name: off[name])
+        name = f"{self.config}: bytes, off the formula by percent, worst of all ({worst})"
+        goals.append(at_most(name, 3, off[worst]))
+        if self.config.rate == "100mbit":
+            lossy = [name for name in self.turns if is_lossy(ROWS[name])]
+            for names, bound in ((lossy, 0.92), (["topk", "overlap+topk"], 0.85), (["dgc", "overlap+dgc"], 0.85)):
+                if best := self.best(names):
+                    name = f"{self.config}: {best}, of the speed without communication"
+                    goals.append(at_least(name, bound, 1 / self.ratio(best, BASES[0])))
+        for own, torchs in TORCHS.items():
+            if {own, torchs} <= self.turns.keys():
+                goals.append(at_most(f"{self.config}: {own}, times {torchs}", 1.0, self.ratio(own, torchs)))
+        return goals
+
+
+def is_lossy(row: Row) -> bool:
+    return row.sends is not None and any(not callback.exact for callback in row.build().values())

@@ -1,0 +1,189 @@
+"""Measures validation loss against wall time: BERT on text, 4 hosts of one rank, links of 100 Mbit/s.
+
+    python -m scripts.bench.loss [--quick] [--model 10M] [--steps 600] [--json FILE] [--svg FILE] [--real]
+
+The hosts are network namespaces, which need Linux, root and iproute2. A curve over steps does not depend on the link,
+so each method trains once, on unlimited links. A few of its steps are timed on slow links, in turns with all other
+methods and with steps that communicate nothing. Wall time is steps x seconds a step, without validation and without
+waiting for data. --real trains on the slow links and times that training.
+
+All methods have their default knobs, the same learning rate and the same steps; buckets and seeds are those of
+scripts.bench.comm. Methods whose names end in `-longer` train for more steps than DDP, to reach its loss.
+
+Each curve is written to the JSON when it is complete. If the JSON has curves of the same settings, only the missing
+ones are trained. Steps are always timed anew. Without options the bench takes hours.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.bench.comm.rows import Row
+from scripts.bench.comm.table import RATES
+from scripts.bench.comm.turns import Failed, Ranks
+from scripts.bench.loss import rank
+from scripts.bench.loss.methods import METHODS, SIZES, timed
+from scripts.bench.loss.plot import plot
+from scripts.bench.loss.rank import CURVE, Text
+from scripts.bench.loss.table import Curve, Outcome
+from scripts.bench.report import Row as Cells
+from scripts.bench.report import new_file, parser, positive, print_machine, report
+from scripts.cluster.netns import Cluster
+from scripts.command import command
+from trainer.errors import ConfigError, nearest
+
+HOSTS, RATE = 4, "100mbit"
+QUICK = ("ddp", "powersgd", "local_sgd+int8")
+TIMED_S = 4.0  # of the steps that a turn times, about
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a curve."""
+
+    model: str
+    steps: int
+    real: bool
+
+    def title(self, rounds: int) -> str:
+        size = SIZES[self.model]
+        batch = f"batch {HOSTS} x {size.batch} x {size.sequence} tokens, {self.steps} steps, learning rate {size.lr:g}"
+        unlimited = (
+            "loss by steps on an unlimited link; wall time = steps x seconds a step, timed on the slow one: median of"
+        )
+        how = "trained on that link" if self.real else f"{unlimited} {rounds} rounds"
+        return f"{self.model}, {HOSTS} hosts, {RATE}; {batch}; {how}"
+
+    def expected_s(self, row: Row) -> float:
+        """Estimate the seconds of a step on the slow link."""
+        text = Text(SIZES[self.model])
+        with torch.device("meta"):
+            shapes = [tuple(p.shape) for p in text.model().parameters()]
+        sent = row.sends(shapes, HOSTS) if row.sends else 0.0
+        return SIZES[self.model].compute_s * max(1.0, HOSTS / (os.cpu_count() or 1)) + sent / RATES[RATE]
+
+
+class Record:
+    """The curves so far, in a JSON file. A file with curves of other settings is refused."""
+
+    def __init__(self, file: Path | None, settings: Settings) -> None:
+        about = asdict(settings) | asdict(SIZES[settings.model])
+        self.file, self.everything = file, {"settings": about, "curves": {}}
+        if file is not None and file.exists():
+            there = json.loads(file.read_text())
+            if there.get("settings") != about:
+                raise ConfigError(
+                    f"--json {file}: has curves of {there.get('settings')}, not of {about}; name another file"
+                )
+            self.everything["curves"] = there["curves"]
+
+    @property
+    def curves(self) -> dict[str, Curve]:
+        return self.everything["curves"]
+
+    def write(self, **more: Any) -> None:
+        self.everything |= more
+        if self.file is not None:
+            partial = self.file.with_name(f"{self.file.name}.partial")
+            partial.write_text(json.dumps(self.everything, indent=1) + "\n")
+            partial.replace(self.file)
+
+
+def train(ranks: Ranks, settings: Settings, name: str, record: Record) -> None:
+    method = METHODS[name]
+    steps = round(settings.steps * method.longer)
+    patience_s = 60 + 20 * steps * settings.expected_s(method.row)
+    rate = RATE if settings.real else "unlimited"
+    turn = ranks.turn(settings.model, f"train {name}", rate, steps, patience_s, method.row.learns)
+    record.curves[name] = json.loads((ranks.folder / CURVE).read_text())
+    record.write()
+    loss, sent = record.curves[name][-1][1], f"{turn['sent'] / 1e6:.3f} MB a step sent, with validations"
+    print(f"{name}: loss {loss:.4f}, {turn['seconds'] * steps:.0f} s, {sent}", file=sys.stderr)
+
+
+def time_step(ranks: Ranks, settings: Settings, name: str) -> float:
+    row = timed(name)
+    expected_s = settings.expected_s(row)
+    steps = math.ceil(max(2, min(24, TIMED_S / expected_s)) / row.every) * row.every
+    turn = ranks.turn(settings.model, f"time {name}", RATE, steps, 20 * (row.warm + steps) * expected_s, row.learns)
+    print(f"{name or 'no communication'}: {turn['seconds']:.3f} s a step ({steps} steps)", file=sys.stderr)
+    return turn["seconds"]
+
+
+def run(
+    settings: Settings, names: list[str], rounds: int, record: Record
+) -> tuple[dict[str, list[float]], list[Cells]]:
+    """Train the missing curves and time steps.
+
+    Returns the seconds of a step by round, for each method with a curve and for "" without communication, and failures.
+    """
+    failed: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder, Cluster(HOSTS) as cluster:
+        ranks = Ranks(cluster, Path(folder), rank.__name__)
+        for name in names:
+            if name not in record.curves:
+                try:
+                    train(ranks, settings, name, record)
+                except Failed as error:
+                    failed[name] = str(error)
+        by_turns = [""] if settings.real else ["", *(name for name in names if name in record.curves)]
+        seconds: dict[str, list[float]] = {name: [] for name in by_turns}
+        for n in range(rounds):
+            for name in list(seconds)[:: -1 if n % 2 else 1]:
+                try:
+                    seconds[name].append(time_step(ranks, settings, name))
+                except Failed as error:
+                    failed[name] = str(error)
+                    del seconds[name]
+    return seconds, [{"part": "Failed", "method": name, "error": error} for name, error in failed.items()]
+
+
+def options() -> argparse.Namespace:
+    quick = "a tiny model, 90 steps, 3 methods, 2 rounds: 4 minutes"
+    made = parser("loss", __doc__, quick, "of the turns that time steps; without it 3, or 2 if --quick")
+    made.add_argument("--svg", type=new_file, metavar="FILE", help="write the plot to FILE")
+    made.add_argument("--real", action="store_true", help="train on the slow links")
+    made.add_argument("--model", choices=SIZES, help="parameters; without it 10M, or tiny if --quick")
+    made.add_argument("--steps", type=positive, help="of bare DDP; without it 600, or 90 if --quick")
+    made.add_argument("--methods", help=f"separated by commas, of {', '.join(METHODS)}; ddp is always measured")
+    return made.parse_args()
+
+
+def main() -> int:
+    args = options()
+    names = args.methods.split(",") if args.methods else list(QUICK if args.quick else METHODS)
+    for name in names:
+        if name not in METHODS:
+            raise ConfigError(f"--methods {name}: no such method; {nearest(name, list(METHODS))}")
+    names = [name for name in METHODS if name in names or name == "ddp"]
+    steps = args.steps or (90 if args.quick else 600)
+    settings = Settings(args.model or ("tiny" if args.quick else "10M"), steps, args.real)
+    rounds = args.rounds or (2 if args.quick else 3)
+    record = Record(args.json, settings)
+    about = print_machine(("torch", "transformers"))
+    assert Text(SIZES[settings.model]).corpus  # prepared here, once
+    seconds, failures = run(settings, names, rounds, record)
+    if "" not in seconds or "ddp" not in (record.curves if args.real else seconds):  # nothing to compare with
+        report([failures], [], about, None)
+        return 1
+    plain = {name: METHODS[name].plain for name in names}
+    curves = {name: record.curves[name] for name in names if name in record.curves}
+    outcome = Outcome(settings.title(rounds), steps, curves, seconds, plain, args.real)
+    rows, goals = outcome.table(), outcome.goals()
+    report([rows, failures] if failures else [rows], goals, about, None)
+    record.write(machine=about, seconds=seconds, rows=rows, failures=failures, goals=[asdict(goal) for goal in goals])
+    if args.svg:
+        args.svg.write_text(plot(outcome.title, outcome.lines(), outcome.free_s(), outcome.loss("ddp")))
+    return 0
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,46 @@
+"""The device of a rank, the backend of its device, and what has neither."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainer.comm.device import pick_backend, pick_device
+from trainer.errors import ConfigError
+from trainer.process.environment import Place
+
+CPU = torch.device("cpu")
+
+
+def test_devices(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device("auto", Place(3, 4, 3, 4)) == CPU
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert pick_device("cpu", Place(3, 4, 3, 4)) == CPU
+    second = Place(1, 2, 1, 2)
+    assert pick_device("auto", second) == pick_device("cuda", second) == torch.device("cuda", 1)
+    assert chosen == [1, 1]
+    message = (
+        "this node has 2 CUDA device(s), and local rank 2 has none; use trainer.devices=2 or trainer.accelerator=cpu"
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        pick_device("auto", Place(2, 3, 2, 3))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # one visible to each task
+    assert pick_device("auto", Place(2, 3, 2, 3, launcher="srun")) == torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match="this node has 1 CUDA"):
+        pick_device("auto", Place(2, 3, 2, 3, launcher="torchrun"))
+
+
+def test_backends(monkeypatch):
+    assert pick_backend("auto", CPU) == "gloo"
+    assert pick_backend("auto", torch.device("cuda", 0)) == "nccl"
+    assert pick_backend("gloo", torch.device("cuda", 0)) == "gloo"
+    with pytest.raises(ConfigError, match=r"trainer\.backend=nccl: needs CUDA.*use trainer\.backend=gloo"):
+        pick_backend("nccl", CPU)
+    monkeypatch.setattr(dist, "is_mpi_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"trainer\.backend=mpi: this torch was built without MPI.*gloo or nccl"):
+        pick_backend("mpi", CPU)

@@ -1,0 +1,25 @@
+"""What the check of a config says, in one line, before anything is built."""
+
+import pytest
+
+from trainer.config.check import check_node, check_type, check_values, stage_node
+from trainer.config.schema import Knob
+from trainer.errors import ConfigError
+
+SIGNED = "https://h/a-{0..9}.tar?X-Amz-Expires=9&X-Amz-Signature=s3cr3t"
+
+
+def test_a_value_is_printed_without_them() -> None:
+    """Where its key is mistyped, or its type is another."""
+    store = {"user": "me", "password": "s3cr3t"}
+    told = r"^a\.stor=\{'user': 'me', 'password': '\*\*\*'\}: no such key"
+    with pytest.raises(ConfigError, match=told):
+        check_values("a", {"stor": store}, {"store": Knob(dict)})
+    with pytest.raises(ConfigError, match=r"^a\.shrads=https://h/a-\{0\.\.9\}\.tar\?\*\*\*: no such key"):
+        check_values("a", {"shrads": SIGNED}, {"shards": Knob(str)})
+    with pytest.raises(ConfigError, match=r"^a=https://\*\*\*@h: must be int, not str"):
+        check_type("a", "https://u:s3cr3t@h", int)
+    for call in (lambda: check_node("recipe", store, ()), lambda: stage_node("data.map.0", store)):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        assert "s3cr3t" not in str(caught.value)

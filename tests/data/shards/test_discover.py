@@ -1,0 +1,70 @@
+"""The shards that a recipe names: files, patterns and URLs; each shard once, in order, and nothing else."""
+
+import bz2
+import gzip
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.shards import remote
+from support.tars import numbered, write_tar
+
+from trainer.config.options import DataOptions
+from trainer.data.shards.discover import find_shards
+from trainer.data.shards.index import Index
+from trainer.errors import DataError
+
+pytestmark = pytest.mark.usefixtures("home")
+
+
+def test_find_shards(tmp_path: Path) -> None:
+    names = [f"train-{i:03d}.tar" for i in range(12)] + ["val-[0].tar", "train-000.tar.idx"]
+    for name in names:
+        (tmp_path / name).touch()
+    train = [tmp_path / name for name in names[:12]]
+    assert find_shards(f"{tmp_path}/train-*") == train
+    assert find_shards(tmp_path / "train-{000..011}.tar") == train
+    assert find_shards([tmp_path / "train-0{10,11}.tar", str(train[3]), tmp_path / "val-[0].tar"]) == [
+        *(train[i] for i in (3, 10, 11)),
+        tmp_path / "val-[0].tar",
+    ]
+    for bad, text in (
+        ("train-{000..012}.tar", r"train-012\.tar \(of .*train-\{000\.\.012\}\.tar\): no such file"),
+        ("test-*.tar", r"test-\*\.tar: no such file"),
+        ("train-{000.tar", "not a pattern"),
+        ("", "no such file"),
+    ):
+        with pytest.raises(DataError, match=text):
+            find_shards(f"{tmp_path}/{bad}")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ftp://127.0.0.1/a.tar", "gopen:a.tar", "HTTP://127.0.0.1/a.tar", "data:;base64,AAAA"],
+)
+def test_schemes_beside_the_five_are_refused(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        DataError, match=r"no such file, and no URL of a known scheme; give file, http, https, s3, gs or"
+    ):
+        find_shards(name)
+
+
+def test_urls_expand_braces_alone(tmp_path: Path) -> None:
+    found = remote(tmp_path, "s3://bucket/a-{01..03}.tar")
+    assert [path.url for path in found] == [f"s3://bucket/a-0{i}.tar" for i in (1, 2, 3)]
+    assert [path.name for path in found] == [f"a-0{i}.tar" for i in (1, 2, 3)]
+    with pytest.raises(DataError, match=r"a-\*\.tar: can't be listed; write braces"):
+        remote(tmp_path, "https://127.0.0.1/a-*.tar")
+    (tmp_path / "a.tar").touch()
+    assert find_shards(f"file://{tmp_path}/*.tar") == [tmp_path / "a.tar"]
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_a_compressed_shard_may_be_named_tar(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+    content = write_tar(tmp_path / "plain.tar", numbered(4)).read_bytes()
+    (tmp_path / "a.tar").write_bytes(pack(content))
+    for _ in range(2):
+        index = Index.open(find_shards(str(tmp_path / "a.tar"), DataOptions(cache_dir=str(tmp_path / "cache"))))
+        assert index.counts == [4]

@@ -1,0 +1,86 @@
+"""Each loader gives every sample of the shards, and its table has what the goals are about."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.cli import environment
+
+from scripts.bench import data as bench
+from trainer.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "LARGE", 1000)
+
+
+@pytest.mark.parametrize("kind", ["large", "small"])
+def test_every_loader_gives_an_epoch(kind: str, tmp_path: Path) -> None:
+    data = bench.Data(kind, tmp_path, 96, 8)
+    data.write()
+    assert len(data.shards) == 16
+    for name in bench.LOADERS.keys() - {"streaming"}:
+        seen = 0.0
+        for samples in bench.LOADERS[name](data, 0):
+            seen += samples
+            if seen >= 96 - 1e-6:
+                break
+        assert seen == pytest.approx(96), name
+
+
+def test_a_turn_is_a_process_of_its_own(tmp_path: Path) -> None:
+    data = bench.Data("small", tmp_path, 96, 8)
+    data.write()
+    for name in ("raw", "Echelon", "webdataset"):
+        for cold in (True, False):
+            assert bench.turn(name, data, 1, cold) > 0
+
+
+def test_what_a_table_says(tmp_path: Path) -> None:
+    """Rounds are compared with each other: the second is twice as slow for all."""
+    turns = {"raw": [100.0, 50.0, 100.0], "Echelon": [80.0, 40.0, 80.0], "webdataset": [40.0, 20.0, 90.0]}
+    rows, goals = bench.table(bench.Data("large", tmp_path, 1, 1), 2, True, turns)
+    assert [row["of raw reading"] for row in rows] == [1, 0.8, 0.4]
+    assert [(goal.value, goal.met) for goal in goals] == [(2, True), (0.8, False)]
+
+
+def test_a_resume_in_an_index_of_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "MILLIONS", 10_000)
+    data = bench.many(tmp_path)
+    assert sum(bench.loader(data, 0).source.counts) == 10_000
+    assert bench.resume_s(data, 10_000 - data.batch) > 0
+
+
+def test_an_unknown_loader_is_told_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["data", "--loaders", "webdatset"])
+    with pytest.raises(
+        ConfigError, match=r"^--loaders webdatset: no such loader is installed; did you mean webdataset"
+    ):
+        bench.main()
+
+
+def test_a_stopped_bench_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "scripts.bench.data", "--quick"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        assert next(line for line in lines if line.startswith("large cold 1 raw")), "no turn"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_whole_script(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    command = [sys.executable, "-m", "scripts.bench.data", "--quick", "--json", file]
+    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=110)
+    assert result.returncode == 0, result.stderr
+    written = json.loads(file.read_text())
+    assert {row["loader"] for row in written["rows"]} >= {"raw", "Echelon", "webdataset"}
+    assert written["goals"][-1]["name"].startswith("resume at the last batch of 10,000,000 samples")
+    assert list(tmp_path.iterdir()) == [file]

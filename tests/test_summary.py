@@ -1,0 +1,60 @@
+"""The end of a run: the command that goes on, and the numbers in lines that a reader takes in."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.summary import earlier, go_on, grouped, this_python
+
+ELASTIC = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("executable", "here", "path", "called"),
+    [
+        ("checkout/.venv/bin/python", "checkout", "", ".venv/bin/python"),
+        ("checkout/.venv/bin/python", "elsewhere", "checkout/.venv/bin", "python"),
+        ("checkout/.venv/bin/python3", "elsewhere", "checkout/.venv/bin", "python"),
+        ("checkout/.venv/bin/python", "elsewhere", "usr/bin", "{}/checkout/.venv/bin/python"),
+        ("checkout/.venv/bin/python", "elsewhere", "", "{}/checkout/.venv/bin/python"),
+        ("checkout/.venv/bin/python", "checkout/.venv/bin", "", "./python"),
+    ],
+)
+def test_how_a_printed_command_calls_python(executable, here, path, called, tmp_path, monkeypatch):
+    """Of an environment that needn't be active, whose python is a link to the system's."""
+    for folder in ("usr/bin", "checkout/.venv/bin", "elsewhere"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "usr/bin/python").touch(mode=0o755)
+    for name in ("python", "python3"):
+        (tmp_path / "checkout/.venv/bin" / name).symlink_to(tmp_path / "usr/bin/python")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / executable))
+    monkeypatch.setenv("PATH", str(tmp_path / path) if path else str(tmp_path / "nothing"))
+    monkeypatch.chdir(tmp_path / here)
+    assert this_python() == called.format(tmp_path)
+    typed = ["trainer.resume=x", "batch=${a b}"]
+    rest = "-m trainer.main 'batch=${a b}' trainer.resume=ckpt/r"
+    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert go_on(typed, Path("ckpt/r")) == f"{called.format(tmp_path)} {rest}"
+    assert go_on(None, Path("ckpt/r")) == "trainer.resume=ckpt/r"
+    for name, value in ELASTIC.items():
+        monkeypatch.setenv(name, value)
+    assert go_on(typed, Path("ckpt/r")) == f"the same torchrun ... {rest}"
+    monkeypatch.setenv("ECHELON_STORE", "/s")
+    assert go_on(typed, Path("ckpt/r")) == f"{called.format(tmp_path)} {rest}"
+
+
+def test_numbers_are_in_a_line_for_each_group():
+    numbers = {"train/loss": 0.123456, "val/loss": 2.0, "train/samples": 1234567.0, "accuracy": math.nan}
+    assert grouped(numbers) == {"train": "loss 0.1235  samples 1,234,567", "val": "loss 2", "task": "accuracy nan"}
+
+
+def test_a_resume_that_makes_no_step_keeps_the_numbers_of_the_run(tmp_path):
+    file = tmp_path / "summary.json"
+    assert earlier(file, 4) == {}
+    file.write_text(json.dumps({"steps": 4, "train/loss": 1.5, "perf/mfu": None, "val/loss": 2.0, "ranks": 3}))
+    assert earlier(file, 4) == {"train/loss": 1.5}
+    assert earlier(file, 5) == {}
