@@ -1,6 +1,6 @@
 """The recipe is the user's part: a model, data, a loss. It needs no base class, no registry, no import of Echelon."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,6 +78,13 @@ class Optional(Protocol):
 
     def collate(self, samples: list[Any]) -> Any:
         """Return a batch of these samples. Default: torch's `default_collate`."""
+        ...
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return the repeated modules of `model`, in order: each can be recomputed, compiled, sharded or staged alone.
+
+        Default: the members of the longest `nn.ModuleList`.
+        """
         ...
 
     def summary(self) -> dict[str, float]:

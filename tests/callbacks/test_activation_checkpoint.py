@@ -1,6 +1,7 @@
 """What recomputing costs and saves, counted; the same bits; and which blocks."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from toy_recipe import Toy
 
+from trainer.blocks import find_blocks
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.errors import ConfigError
 
@@ -21,7 +23,7 @@ def model(dropout: float = 0.0) -> nn.Module:
 
 
 def wrapped(net: nn.Module, **knobs) -> nn.Module:
-    return ActivationCheckpoint(**knobs).wrap_model(None, net)
+    return ActivationCheckpoint(**knobs).wrap_model(SimpleNamespace(recipe=None), net)
 
 
 def batch() -> torch.Tensor:
@@ -104,9 +106,9 @@ class Two(nn.Module):
 
 def test_which_blocks():
     net = Two()
-    assert ActivationCheckpoint().find(net) == list(net.long)
-    assert ActivationCheckpoint(["Linear"]).find(net) == [*net.short, *(block[0] for block in net.long)]
-    assert ActivationCheckpoint(["Sequential", "Linear"]).find(net) == [
+    assert find_blocks(None, net, None, "k") == list(net.long)
+    assert find_blocks(None, net, ["Linear"], "k") == [*net.short, *(block[0] for block in net.long)]
+    assert find_blocks(None, net, ["Sequential", "Linear"], "k") == [
         m for m in net.modules() if type(m) in (nn.Linear, nn.Sequential)
     ]
 
