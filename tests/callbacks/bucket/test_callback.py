@@ -2,7 +2,6 @@
 
 import json
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,26 +23,17 @@ FILTER = "ignore:find_unused_parameters=True:UserWarning"
 
 
 class Slow(Callback):
-    """One rank takes its time for every call, if it is to."""
+    """One rank takes its time for every call."""
 
     role = Role.REDUCE
 
-    def __init__(self, slow: bool) -> None:
-        self.slow = slow
-
     def wrap_reduce(self, trainer, reduce):
         def slowed(flat, bucket):
-            if self.slow and trainer.rehearsing and trainer.rank == trainer.world - 1:
+            if trainer.rehearsing and trainer.rank == trainer.world - 1:
                 time.sleep(0.01)
             return reduce(flat, bucket)
 
         return slowed
-
-
-def few_are_slow(trainer, run_pass, ranks) -> float:
-    """Instead of a measured time: one rank is the slower the fewer buckets there are, the others are fast."""
-    run_pass()
-    return 1 / max(1, len(trainer.strategy.buckets())) if trainer.rank == trainer.world - 1 else 0.001
 
 
 class Small(Bucket):
@@ -53,10 +43,20 @@ class Small(Bucket):
 
 
 class Timed(Small):
-    """Takes what `few_are_slow` gives for the times."""
+    """Takes a number of buckets for a time: on the last rank `many` or `few` of them are slow, the others are fast."""
+
+    def __init__(self, slow: str) -> None:
+        super().__init__("auto")
+        self.slow = slow
 
     def rehearse(self, trainer, run_pass, batch) -> None:
-        with patch.object(callback, "time_pass", partial(few_are_slow, trainer)):
+        def time_pass(run_pass, ranks) -> float:
+            run_pass()
+            number = max(1, len(trainer.strategy.buckets()))
+            slowest = float(number) if self.slow == "many" else 1 / number
+            return slowest if trainer.rank == trainer.world - 1 else 0.001
+
+        with patch.object(callback, "time_pass", time_pass):
             super().rehearse(trainer, run_pass, batch)
 
 
@@ -112,8 +112,7 @@ def tried(
     **ddp: Any,
 ) -> tuple[dict[str, torch.Tensor], Count]:
     count = Count()
-    kind = Small if slow == "calls" else Timed
-    callbacks: dict[str, Callback] = {"bucket": kind("auto"), "slow": Slow(slow == "calls"), **WITH[with_]()}
+    callbacks: dict[str, Callback] = {"bucket": Timed(slow), **WITH[with_]()}
     if "grad_compress" not in callbacks:
         callbacks["count"] = count
     return fit(place, callbacks, steps=steps, name=name, resume=resume, **ddp), count
@@ -130,7 +129,7 @@ def times(text: str) -> dict[float, float]:
     return {float(mib): float(ms) for ms, _, _, mib, _ in parts}
 
 
-@pytest.mark.parametrize(("slow", "layers"), [("calls", [8]), ("few", [1] * 8)])
+@pytest.mark.parametrize(("slow", "layers"), [("many", [8]), ("few", [1] * 8)])
 def test_auto_takes_the_fastest_on_all_ranks(slow, layers):
     for _, count in run_ranks(3, tried, slow):
         assert count.calls == [(step, n * 1024) for step in range(4) for n in layers]  # no other DDP's hooks are left
@@ -143,10 +142,26 @@ def test_auto_takes_the_fastest_on_all_ranks(slow, layers):
     assert json.loads(manifest.read_text())["ddp"]["bucket_cap_mb"] == chosen
 
 
+def timed(place: Place) -> list[tuple[int, int]]:
+    count = Count()
+    fit(place, {"bucket": Small("auto"), "slow": Slow(), "count": count})
+    return count.calls
+
+
+def test_auto_measures_the_slowest_rank():
+    """By its clock: eight calls of 10 ms each are not the fastest."""
+    calls = run_ranks(3, timed)
+    measured = times(log())
+    chosen = min(measured, key=lambda mib: measured[mib])
+    assert chosen > 4 * KIB
+    for own in calls:
+        assert [n for step, n in own if step == 1] == [round(chosen / KIB) * 256] * round(32 * KIB / chosen)
+
+
 def test_a_run_that_goes_on_keeps_what_was_chosen():
     """Though now another size would win; with other ranks it measures anew."""
-    whole = run_ranks(3, tried, "calls", "nothing", "whole")
-    run_ranks(3, tried, "calls", "nothing", "part", 2)
+    whole = run_ranks(3, tried, "many", "nothing", "whole")
+    run_ranks(3, tried, "many", "nothing", "part", 2)
     rest = run_ranks(3, tried, "few", "nothing", "part", 4, "auto")
     assert "bucket: buckets of 0.03125 MiB, the size in the checkpoint" in log("part").partition("resumed from")[0]
     assert log("part").count("a pass takes") == 1
