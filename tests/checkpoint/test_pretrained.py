@@ -272,10 +272,10 @@ def test_far_more_names_than_the_model_has_are_refused_before_they_are_read(tmp_
     entries = (f'"{i}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in range(1_000_000))
     header = f"{{{','.join(entries)}}}".encode()
     (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(ConfigError, match=r"a\.safetensors: its header has \S+ bytes, and at most 4,196,352 fit"):
         load_weights(nn.Linear(3, 2), str(tmp_path / "a.safetensors"))
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_init_from_takes_weights_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def impatient(monkeypatch):
 
 class Hangs(Points):
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        time.sleep(2)
+        time.sleep(30)
         return super().__getitem__(i)
 
 
@@ -93,7 +93,7 @@ def test_a_data_worker_that_hangs_is_one_line():
     try:
         next(loader.train(0))
     except UnavailableError as error:
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 20
         message = str(error)
     assert message.startswith("trainer.timeout_s=0.5: a data worker gave no batch in this time; ")
     assert "\n" not in message

@@ -205,12 +205,12 @@ def test_records_that_would_take_all_time_or_lie(record: bytes) -> None:
     info.type, info.size = tarfile.XHDTYPE, len(record)
     content = info.tobuf(tarfile.USTAR_FORMAT) + record + bytes(-len(record) % BLOCK)
     content += tarfile.TarInfo("b.bin").tobuf(tarfile.USTAR_FORMAT) + bytes(1024)
-    began = time.monotonic()
+    began = time.process_time()
     try:
         assert [member.key for member in walk(content)] == ["b"]
     except DataError as error:
         assert "\n" not in str(error) and len(str(error)) < 300
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_an_extended_header_of_gigabytes_is_not_read() -> None:

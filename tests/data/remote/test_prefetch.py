@@ -285,13 +285,13 @@ def test_it_ends_at_once_and_what_it_leaves_is_removed(proxy: Proxy, tmp_path: P
     stream = far.train(0)
     next(stream)
     until(lambda: len(proxy.requests) >= 2 * LANES + DOWNLOADS and not proxy.open)
-    proxy.bytes_per_s = 5_000  # 6 s a shard
+    proxy.bytes_per_s = 500  # a minute a shard
     while not list(cache.glob(".part-*")):
         next(stream)
         time.sleep(0.05)
     started = time.monotonic()
     stream.close()
-    assert time.monotonic() - started < 1 and not forked()
+    assert time.monotonic() - started < 20 and not forked()
     assert list(cache.glob(".part-*"))
     proxy.well()
     far.source.reader.index.shards[0].path.drop()

@@ -34,10 +34,10 @@ def test_an_image_has_no_more_pixels_than_its_bytes_account_for() -> None:
     file = io.BytesIO()
     Image.new("1", (9000, 9000)).save(file, "PNG")
     assert len(file.getvalue()) < 20_000 and PIXELS < 9000 * 9000
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(ValueError, match=r"^9000 x 9000 pixels in \d+ bytes$"):
         decode("png", file.getvalue())
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
 
 
 def npy(version: int, shape: tuple[int, ...]) -> bytes:
