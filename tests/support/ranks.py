@@ -110,10 +110,11 @@ def _serve(pipe: Connection) -> None:
 
 def groups_left() -> int:
     """Count the threads of gloo that a collection of garbage leaves to this process."""
+    deadline = time.monotonic() + 20  # a thread ends soon after its group, unless the machine is busy
     gc.collect()
-    deadline = time.monotonic() + 2  # a thread ends soon after its group
     while (left := sum("gloo" in name for name in _threads())) and time.monotonic() < deadline:
-        time.sleep(0.01)
+        time.sleep(0.05)
+        gc.collect()  # another thread may have held the group a moment ago
     return left
 
 
