@@ -9,20 +9,25 @@ anew each time. RoBERTa's table 9 has the values of base and large: peak learnin
 8192, no gradient clipping. The table also has Adam's betas (0.9, 0.98) and epsilon 1e-6, weight decay 0.01, dropout
 0.1.
 
+A sequence holds several documents. Tokens attend across them, as in RoBERTa. With `document_mask` they attend within
+their own document alone, and positions count from its start (Krell et al. 2021, arXiv:2107.02027).
+
 Neither paper has the vocabulary (recipes/corpus.py) and the values of bert_tiny.
 """
 
 import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from numpy.random import Generator
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from recipes.corpus import CLS, MASK, SEP, SPECIALS, Corpus, Settings, prepare
 from trainer.errors import ConfigError, require
@@ -30,21 +35,92 @@ from trainer.errors import ConfigError, require
 if TYPE_CHECKING:
     from transformers import BertForMaskedLM
 
+ATTEND = "document_mask"  # name of `attend` for transformers
+
 # Shapes: B samples, T tokens of a sequence, K of them to predict, H hidden, V vocabulary.
 
 
 class MaskedLM(nn.Module):
-    """The encoder on all tokens, and the head on the K tokens to predict."""
+    """The encoder on all tokens, and the head on the K tokens to predict.
 
-    def __init__(self, bert: "BertForMaskedLM") -> None:
+    Args:
+        document_mask: Tokens attend to those of their own document alone.
+        loss_chunks: Parts of the B x K rows. With labels, the logits of one part are in memory at a time.
+    """
+
+    def __init__(self, bert: "BertForMaskedLM", document_mask: bool = False, loss_chunks: int = 1) -> None:
         super().__init__()
-        self.bert = bert
+        self.bert, self.document_mask, self.loss_chunks = bert, document_mask, loss_chunks
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        hidden = self.bert.bert(input_ids).last_hidden_state  # (B, T, H)
+    def forward(self, input_ids: Tensor, positions: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Return the logits, or with `labels` (B, K) the mean cross-entropy."""
+        hidden = self._encode(input_ids)
         # A boolean mask would cost a host sync: only the device knows how many tokens it selects.
         hidden = hidden.gather(1, positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))  # (B, K, H)
-        return self.bert.cls(hidden)  # (B, K, V)
+        if labels is None:
+            return self.bert.cls(hidden)  # (B, K, V)
+        rows, labels = hidden.flatten(0, 1), labels.flatten()
+        parts = zip(rows.chunk(self.loss_chunks), labels.chunk(self.loss_chunks), strict=True)
+        sums = [checkpoint(self._cross_entropy, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+        return torch.stack(sums).sum() / len(labels)
+
+    def _cross_entropy(self, rows: Tensor, labels: Tensor) -> Tensor:
+        """Return the sum over rows (N, H)."""
+        return F.cross_entropy(self.bert.cls(rows), labels, reduction="sum")
+
+    def _encode(self, input_ids: Tensor) -> Tensor:
+        """Return the last hidden states (B, T, H)."""
+        if not self.document_mask:
+            return self.bert.bert(input_ids).last_hidden_state
+        documents, places = find_documents(input_ids)
+        flex = input_ids.is_cuda and not self.bert.config.attention_probs_dropout_prob  # FlexAttention has no dropout
+        mask = block_mask(documents) if flex else (documents.unsqueeze(1) == documents.unsqueeze(2)).unsqueeze(1)
+        hidden = self.bert.bert.embeddings(input_ids, position_ids=places)
+        return self.bert.bert.encoder(hidden, attention_mask=mask).last_hidden_state
+
+
+def find_documents(input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of each token's document in its sequence, and the token's place in it, both (B, T).
+
+    A document ends with `[SEP]`. The first one of a sequence begins with `[CLS]`.
+    """
+    ends = input_ids == SEP
+    starts = F.pad(ends[:, :-1], (1, 0))
+    place = torch.arange(input_ids.shape[1], device=input_ids.device)
+    return starts.cumsum(1), place - (place * starts).cummax(1).values
+
+
+def block_mask(documents: Tensor) -> Any:
+    """Return FlexAttention's mask of tokens of the same document, from their numbers (B, T)."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def same(b: Tensor, _: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return documents[b, q] == documents[b, k]
+
+    size, length = documents.shape
+    return create_block_mask(same, size, None, length, length, device=str(documents.device))
+
+
+def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+    """Compute attention by FlexAttention under its own mask, else by SDPA. transformers calls it in each layer.
+
+    FlexAttention skips blocks of 128 x 128 tokens without a common document (Dong et al. 2024, arXiv:2412.05496).
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if not isinstance(mask, BlockMask):
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+    output = _flex_attention(query.is_cuda)(query, key, value, block_mask=mask, scale=options["scaling"])
+    return output.transpose(1, 2), None
+
+
+@cache
+def _flex_attention(compiled: bool) -> Any:
+    """Return FlexAttention. On a GPU only the compiled one has a kernel."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
 
 
 class Bert:
@@ -58,11 +134,16 @@ class Bert:
         vocab: Tokens, at most.
         sequence: Tokens of a sample.
         mask: Fraction of tokens to predict.
+        attention_dropout: Of the attention's probabilities; None: as `dropout`.
+        document_mask: Tokens attend within their document alone, and positions count from its start. On a GPU
+            FlexAttention computes this if `attention_dropout` is 0. Otherwise SDPA gets a boolean mask (B, 1, T, T).
+        loss_chunks: Parts into which the head and the loss are cut. Logits of one part are in memory at a time, and the
+            head is computed once more in the backward pass.
     """
 
     paths = ("text", "cache")
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 each argument is a knob of the config
         self,
         text: str | list[str] | None = None,
         cache: str | None = None,
@@ -74,14 +155,19 @@ class Bert:
         layers: int = 12,
         heads: int = 12,
         dropout: float = 0.1,
+        attention_dropout: float | None = None,
+        document_mask: bool = False,
+        loss_chunks: int = 1,
     ) -> None:
         _check(
             all(map(importlib.util.find_spec, ("transformers", "tokenizers"))),
             "recipe: needs transformers and tokenizers; pip install 'transformers>=5,<6' 'tokenizers>=0.22,<1'",
         )
-        for key, value in (("hidden", hidden), ("layers", layers), ("heads", heads)):
+        for key, value in (("hidden", hidden), ("layers", layers), ("heads", heads), ("loss_chunks", loss_chunks)):
             require(f"recipe.{key}", value, at_least=1)
-        _check(0 <= dropout < 1, f"recipe.dropout={dropout}: must be at least 0, and below 1")
+        self.attention_dropout = dropout if attention_dropout is None else attention_dropout
+        for key, value in (("dropout", dropout), ("attention_dropout", self.attention_dropout)):
+            _check(0 <= value < 1, f"recipe.{key}={value}: must be at least 0, and below 1")
         _check(vocab >= 256, f"recipe.vocab={vocab}: too few tokens for text; give 256 or more")
         _check(sequence >= 8, f"recipe.sequence={sequence}: too short to mask tokens in; give 8 or more")
         _check(0 < val_fraction <= 0.5, f"recipe.val_fraction={val_fraction}: must be above 0, and at most 0.5")
@@ -90,9 +176,9 @@ class Bert:
         self.text, self.cache = text, cache
         self.settings = Settings(vocab, sequence, val_fraction)
         self.hidden, self.layers, self.heads, self.dropout = hidden, layers, heads, dropout
+        self.document_mask, self.loss_chunks = document_mask, loss_chunks
         self.masked = round(mask * sequence)
         self.tokens_per_sample = sequence
-        self.flops_per_sample = self._flops()
 
     @cached_property
     def corpus(self) -> Corpus:
@@ -100,9 +186,14 @@ class Bert:
 
     def model(self) -> MaskedLM:
         # Imported here, since transformers takes seconds.
+        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+        from transformers.modeling_utils import AttentionInterface
         from transformers.models.bert.configuration_bert import BertConfig
         from transformers.models.bert.modeling_bert import BertForMaskedLM
 
+        if self.document_mask:
+            AttentionInterface.register(ATTEND, attend)
+            AttentionMaskInterface.register(ATTEND, sdpa_mask)
         config = BertConfig(
             vocab_size=self.settings.vocab,
             hidden_size=self.hidden,
@@ -111,10 +202,10 @@ class Bert:
             intermediate_size=4 * self.hidden,
             max_position_embeddings=self.settings.sequence,
             hidden_dropout_prob=self.dropout,
-            attention_probs_dropout_prob=self.dropout,
-            attn_implementation="sdpa",  # pyright: ignore[reportCallIssue] a parameter of the base class
+            attention_probs_dropout_prob=self.attention_dropout,
+            attn_implementation=ATTEND if self.document_mask else "sdpa",  # pyright: ignore[reportCallIssue] a parameter of the base class
         )
-        return MaskedLM(BertForMaskedLM(config))
+        return MaskedLM(BertForMaskedLM(config), self.document_mask, self.loss_chunks)
 
     def data(self, split: str) -> list[Path]:
         return self.corpus.shards(split)
@@ -131,6 +222,8 @@ class Bert:
         return {"input_ids": input_ids, "positions": positions, "labels": labels}
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        if self.loss_chunks > 1:
+            return model(batch["input_ids"], batch["positions"], batch["labels"])
         logits = model(batch["input_ids"], batch["positions"])
         return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
@@ -162,15 +255,16 @@ class Bert:
             model_max_length=self.settings.sequence,
         ).save_pretrained(folder)
 
-    def _flops(self) -> float:
-        """Count the operations of a sample, forward and backward: Kaplan et al. 2020, arXiv:2001.08361, section 2.1.
+    @cached_property
+    def flops_per_sample(self) -> float:
+        """Operations of a sample, forward and backward: Kaplan et al. 2020, arXiv:2001.08361, section 2.1.
 
         Each token makes 6 for each weight of a matrix, and attention has two products more. Only K tokens meet the
-        head.
+        head. With `document_mask`, pairs of tokens of one document count alone.
         """
         h, t = self.hidden, self.settings.sequence
         encoder = 6 * t * self.layers * 12 * h * h
-        attention = 12 * self.layers * h * t * t
+        attention = 12 * self.layers * h * (self.corpus.pairs_within_documents() if self.document_mask else t * t)
         head = 6 * self.masked * (h * h + h * self.settings.vocab)
         return float(encoder + attention + head)
 

@@ -14,11 +14,13 @@
 import fcntl
 import hashlib
 import importlib.metadata
+import io
 import json
 import logging
 import os
 import re
 import shutil
+import tarfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -59,6 +61,17 @@ class Corpus:
 
     def shards(self, split: str) -> list[Path]:
         return sorted(self.folder.glob(f"{split}-*.tar"))
+
+    def pairs_within_documents(self) -> float:
+        """Return the pairs of tokens of one document in a sequence: the mean over the first shard for training."""
+        pairs = []
+        with tarfile.open(self.shards("train")[0]) as shard:
+            for member in shard:
+                file = shard.extractfile(member)
+                assert file
+                ends = np.flatnonzero(np.load(io.BytesIO(file.read())) == SEP)  # the last token is one
+                pairs.append(np.square(np.diff(ends, prepend=-1)).sum())
+        return float(np.mean(pairs))
 
     def vocabulary(self) -> dict[str, int]:
         tokens = (self.folder / "vocab.txt").read_text("utf-8").split("\n")[:-1]

@@ -21,7 +21,7 @@ callbacks=[xyzzy]
 optimizer=adam
     optimizer=adam: there is no such optimizer; did you mean adamw
 optimizer=null
-    optimizer=null: a run needs one optimizer; there are adamw, lamb, sgd
+    optimizer=null: a run needs one optimizer; there are adafactor, adamw, adamw8bit, lamb, lars, muon, sgd
 schedule=cosin
     schedule=cosin: there is no such schedule; did you mean cosine?
 --config-dir=nowhere
@@ -72,9 +72,9 @@ recipe.with=2
 '+callbacks=[ema]' callbacks.ema.decai=0.9
     callbacks.ema.decai=0.9: no such key; did you mean decay?
 callbacks.ema.decay=0.9
-    callbacks.ema: is not in this run, which has metrics_file, progress, throughput; '+callbacks=[ema]' adds it
+    callbacks.ema: is not in this run, which has memory, metrics_file, progress, throughput; '+callbacks=[ema]' adds it
 callbacks.progres.columns=3
-    callbacks.progres: is not in this run, which has metrics_file, progress, throughput; did you mean
+    callbacks.progres: is not in this run, which has memory, metrics_file, progress, throughput; did you mean
 optimizer.lrr=1
     optimizer.lrr=1: no such key; did you mean lr?
 schedule.warm=1
@@ -175,7 +175,13 @@ trainer.accelerator=cpu trainer.backend=nccl trainer.devices=2
 trainer.accelerator=cpu trainer.precision=tf32 trainer.devices=2
     trainer.precision=tf32: cpu has no TF32; use trainer.precision=auto
 optimizer.lr=-1
-    optimizer: Invalid learning rate: -1; correct the keys optimizer.*
+    optimizer.lr=-1: must be at least 0
+'optimizer.groups=[{match: "blcks.*", lr_scale: 0.1}]'
+    optimizer.groups.0.match=blcks.*: no parameter has such a name; did you mean blocks.*
+optimizer=lars 'optimizer.groups=[{match: "blocks.*", freeze: true},{match: "*", freeze: true}]'
+    recipe.model(): all 8 parameters are frozen; return one with parameters that require a gradient
+optimizer=adamw8bit optimizer.min_8bit_size=64 'optimizer.groups=[{match: "first.*", min_8bit_size: 128}]'
+    optimizer.groups.0.min_8bit_size=128: AdamW8bit has no such setting of a group
 trainer.max_steps=null
     trainer.max_steps=null: schedule=linear must know the end of the run; give trainer.max_steps or trainer.max_epochs
 trainer.checkpoint.dir=file/ckpt trainer.devices=2

@@ -15,8 +15,7 @@ from toy_recipe import Toy
 
 from trainer.callback import Callback
 from trainer.config.options import DataOptions, Options
-from trainer.errors import DataError
-from trainer.forward_backward import Accumulate, weigh_loss, zero_loss
+from trainer.forward_backward import Accumulate, weigh_loss
 from trainer.parallel.strategy import SingleDevice
 from trainer.process.environment import Place
 from trainer.recipe_checks import CheckedLoss
@@ -81,17 +80,6 @@ def test_means_of_ranks_are_weighed_so_that_their_mean_is_that_of_all_items():
     assert weigh_loss(loss, 0, 4) == 0.0
 
 
-def test_a_loss_of_no_items_is_zero_and_has_a_gradient_for_every_parameter():
-    parameters = [nn.Parameter(torch.full((2,), 3.0)), nn.Parameter(torch.ones(1, dtype=torch.float64))]
-    loss = zero_loss(parameters, unused=False)
-    loss.backward()
-    assert loss == 0.0 and all(p.grad is not None and not p.grad.any() for p in parameters)
-    with pytest.raises(
-        DataError, match=r"^trainer.ddp.find_unused_parameters=true: a micro-batch has weight 0, .*=false, or"
-    ):
-        zero_loss(parameters, unused=True)
-
-
 def test_the_last_micro_batch_reduces_and_only_its_loss_has_a_graph():
     strategy, syncs = SingleDevice(nn.Linear(1, 1, bias=False)), []
     weight = strategy.parameters[0]
@@ -100,9 +88,8 @@ def test_the_last_micro_batch_reduces_and_only_its_loss_has_a_graph():
         syncs.append(strategy.syncing)
         return model(torch.tensor([batch])).sum()
 
-    accumulate = Accumulate(
-        CheckedLoss(loss_of, weight=lambda batch: 1), strategy, GradScaler("cpu", enabled=False), unused=False
-    )
+    loss = CheckedLoss(loss_of, weight=lambda batch: 1)
+    accumulate = Accumulate(loss, strategy, GradScaler("cpu", enabled=False))
     losses = accumulate(Micros([(1.0, 1), (5.0, 3), (math.nan, 0)]), lambda: 4)
     assert syncs == [False, False, True]
     assert weight.grad is not None and weight.grad.item() == (1 * 1.0 + 3 * 5.0) / 4

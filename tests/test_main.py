@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from support.cli import PYTHONPATH, QUICK, TOY, environment, run, toy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import trainer
+from trainer.config.check import check
 
 SHORT = [
     "trainer.max_steps=4",
@@ -124,9 +126,18 @@ def test_names_of_callbacks(tmp_path):
         done = run([*TOY, words, "--cfg", "job"], tmp_path)
         assert done.code == 0, done.err
         shown[words] = set(OmegaConf.create(done.out).callbacks)
-    observers = {"progress", "tensorboard", "metrics_file", "throughput"}
+    observers = {"progress", "tensorboard", "metrics_file", "throughput", "memory"}
     assert shown.pop("~callbacks.progress") == observers - {"progress"}
     assert set(map(frozenset, shown.values())) == {frozenset(observers | {"ema"})}
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adamw8bit", "lars", "muon"])
+def test_an_optimizer_by_its_name(tmp_path, name):
+    done = run([*TOY, f"optimizer={name}", "optimizer.lr=0.5", "--cfg", "job"], tmp_path)
+    assert done.code == 0, done.err
+    config: Any = OmegaConf.to_container(OmegaConf.create(done.out))
+    assert name in config["optimizer"]["_target_"].lower() and config["optimizer"]["lr"] == 0.5
+    check(config, ("trainer.optim", "trainer.callbacks", "trainer.monitors"))
 
 
 def test_lists_of_callbacks_add_up(tmp_path):
@@ -179,7 +190,7 @@ def test_a_finished_run_that_is_resumed_has_its_numbers_still(default):
     numbers = re.split(r"finished at step \d+ after \S+ s\n", again.out)[1].partition("run    ")[0]
     train, perf, val = numbers.splitlines()
     assert re.fullmatch(r"train       loss 0\.\d{1,6}  lr 0\.0005  grad_norm \S+", train)
-    assert re.fullmatch(r"perf        samples_per_s \d{0,2},?[\d.]{1,5}", perf)
+    assert re.fullmatch(r"perf        peak_rss_gib \d\.\d+  samples_per_s \d{0,2},?[\d.]{1,5}", perf)
     assert re.fullmatch(r"val         loss 0\.\d{1,6}", val)
 
 

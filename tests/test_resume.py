@@ -15,6 +15,7 @@ from toy_recipe import Toy
 from trainer.callback import Callback
 from trainer.callbacks.ema import EMA
 from trainer.callbacks.overlap.callback import Overlap
+from trainer.callbacks.shard.callback import Shard
 from trainer.checkpoint.serialize import optimizer_state
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.data.sampling.order import Order
@@ -57,6 +58,8 @@ def run(place: Place, run_dir: str, steps: int, resume: str | None, kill: int, v
         callbacks["ema"] = EMA(0.9)
     if variant.get("overlap"):
         callbacks["overlap"] = Overlap()
+    if stage := variant.get("stage"):
+        callbacks["shard"] = Shard(stage)
     trainer = Trainer(
         Toy(SAMPLES, width=96, depth=3, dropout=0.2),
         callbacks,
@@ -93,6 +96,7 @@ VARIANTS = {
     "accumulate": {"accumulate": 2},
     "overlap-accumulate": {"overlap": True, "accumulate": 2},
     "workers": {"workers": 2},
+    "shard": {"stage": 2, "clip": 0.5, "accumulate": 2},
 }
 
 

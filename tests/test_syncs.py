@@ -27,7 +27,7 @@ READS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal
 
 SETS = [
     ("ema", "overlap"), ("local_sgd", "int8"), ("hierarchical", "fp16"), ("bucket", "topk"), ("onebit_adam",),
-    ("activation_checkpoint", "powersgd"),
+    ("activation_checkpoint", "powersgd"), ("activation_checkpoint.offload", "bf16"),
 ]  # fmt: skip
 
 

@@ -20,14 +20,20 @@ from trainer.errors import ConfigError
 from trainer.forward_backward import ForwardBackward
 from trainer.parallel.strategy import Strategy
 from trainer.precision import Precision
+from trainer.process.heartbeat import Heartbeat
 
 
 class PlanProtocol(Protocol):
     """The part of the plan that a callback may read."""
 
     max_steps: int | None
+    accumulate: int  # micro-batches of each rank, without a callback that splits
+    source: Any  # samples by reference, or an iterable of batches
+    order: Any  # of the samples; None: the recipe yields batches
+    data: Any  # `DataOptions`
     validate_every: Any  # a `Duration`; None: only at the end
     manifest: dict[str, Any]  # of the checkpoint that the run resumes; empty for a new run
+    micro: int  # samples of the largest micro-batch, without a callback that splits
 
 
 class TrainerProtocol(Protocol):
@@ -44,6 +50,7 @@ class TrainerProtocol(Protocol):
     run_dir: Path
     batch: int  # samples per optimizer step, over all ranks
     ddp: dict[str, Any]  # arguments of DistributedDataParallel; may be changed in `wrap_model`
+    heartbeat: Heartbeat  # this rank's signs of life: a callback announces long work
     rehearsing: bool  # the rehearsal runs, whose passes are discarded
     # The model and its optimizer, once they are built.
     module: nn.Module  # the recipe's, wrapped by callbacks, without a strategy around it
@@ -138,7 +145,8 @@ class Callback:
     communicates: ClassVar[bool] = False  # it only communicates: with one rank it does nothing, and the log says so
     # Capabilities that other callbacks refuse or need. `defers`: gradients are not reduced, or not yet, when
     # on_before_optimizer_step runs. `own_order`: it sends buckets in its own order. `hierarchical`: two levels.
-    provides: ClassVar[frozenset[str]] = frozenset()
+    stages: int = 1  # ranks that read the same samples: a batch is split over world / stages
+    provides: frozenset[str] = frozenset()
     metric: str = ""  # a metric that validation must give, for example `val/loss`
     # A role, a capability, or the name of a feature of the trainer (`Plan.features`) -> reason and way out.
     conflicts: Mapping[Any, str] = {}
@@ -214,6 +222,10 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back the state of `state_dict`. Called before `on_fit_start`."""
+
+    def decisions(self) -> dict[str, Any]:
+        """Return the JSON values that a resume needs before it loads data. The manifest has them, by callback."""
+        return {}
 
     def rank_state_dict(self) -> dict[str, Any]:
         """Return the state that differs between ranks. Empty on all ranks or on none."""

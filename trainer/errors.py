@@ -49,9 +49,9 @@ def message(error: BaseException) -> str:
     if isinstance(error, tuple(EXIT_CODES)):
         return f"echelon: {printable(str(error))}"
     trace = printable("".join(traceback.format_exception(error)), keep="\n")
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
+    if is_out_of_memory(error):
         ways = "a smaller micro_batch (the batch stays), '+callbacks=[activation_checkpoint]' or trainer.precision=bf16"
-        return f"{trace}echelon: out of memory; try {ways}\n"
+        return f"{trace}echelon: out of memory; {printable(getattr(error, 'advice', f'try {ways}'))}\n"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         file = printable(str(error.filename or "a file of the run, or of /dev/shm, which data workers need"))
         way_out = "make room, then trainer.resume=auto goes on from the last checkpoint"
@@ -59,6 +59,15 @@ def message(error: BaseException) -> str:
     if limit := exhausted(error):
         return f"echelon: {limit}"
     return trace
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out: Python's, a GPU's, or that of torch's tensors on the CPU.
+
+    A callback may give such an error an attribute `advice`, a text that `message` ends with.
+    """
+    torchs = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: " in str(error)
+    return isinstance(error, MemoryError) or torchs
 
 
 def exhausted(error: BaseException) -> str:

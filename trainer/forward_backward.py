@@ -1,14 +1,13 @@
 """The forward and backward passes of a step, micro-batch by micro-batch."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from trainer.data.batch import Step
-from trainer.errors import DataError
 from trainer.parallel.strategy import Strategy
 from trainer.recipe_checks import CheckedLoss
 
@@ -22,22 +21,22 @@ class Accumulate:
 
     Args:
         loss: `recipe.loss`, under autocast if the precision has it.
-        unused: DDP looks for unused parameters, so no micro-batch can have weight 0.
     """
 
-    def __init__(self, loss: CheckedLoss, strategy: Strategy, scaler: GradScaler, unused: bool) -> None:
-        self.loss, self.strategy, self.scaler, self.unused = loss, strategy, scaler, unused
+    def __init__(self, loss: CheckedLoss, strategy: Strategy, scaler: GradScaler) -> None:
+        self.loss, self.strategy, self.scaler = loss, strategy, scaler
 
     def __call__(self, data: Step, total: Callable[[], int]) -> list[Tensor]:
         losses: list[Tensor] = []
-        strategy, last = self.strategy, len(data.weights) - 1
+        strategy, last = self.strategy, len(data.weights) - 1 if data.reduces else -1
         for batch, weight in data:
             final = len(losses) == last
             if strategy.syncing != final:
                 strategy.sync_gradients(final)
-            loss = self.loss.compute(strategy.model, batch)
-            if not weight:
-                loss = zero_loss(strategy.parameters, self.unused)
+            if weight:
+                loss = self.loss.compute(strategy.model, batch)
+            else:
+                loss = strategy.zero_loss(partial(self.loss.compute, strategy.model, batch))
             losses.append(loss if final else loss.detach())  # one graph stays: the next forward pass reuses its leaves
             self.scaler.scale(weigh_loss(loss, weight * strategy.data_world, total())).backward()
             del batch, loss  # so that two batches are on the device, not three
@@ -49,13 +48,3 @@ def weigh_loss(loss: Any, ours: int, total: int) -> Any:
     if ours == total:
         return loss
     return loss / (total / ours) if ours else loss * 0.0
-
-
-def zero_loss(parameters: list[nn.Parameter], unused: bool) -> Tensor:
-    """Return 0.0, with a gradient of zero for each parameter: the loss of a micro-batch without items may be NaN."""
-    if unused:
-        raise DataError(
-            "trainer.ddp.find_unused_parameters=true: a micro-batch has weight 0, and DDP would wait for its "
-            "parameters; set trainer.ddp.find_unused_parameters=false, or give every micro-batch a weight"
-        )
-    return torch.stack([p.sum().float() for p in parameters]).sum() * 0.0

@@ -42,7 +42,7 @@ class Plan:
     """The callbacks of a rank in order, its data, and the decisions of the run.
 
     Args:
-        options: The run's options, with the precision of the device if that is known.
+        options: The run's options, with the precision of all ranks if that is known.
         each: Returns on every rank the values of all ranks.
         spec: The decisions, if a launcher has made them. The rank then only compares its own view.
 
@@ -78,14 +78,15 @@ class Plan:
         self.uneven = len(set(node_range(options.nodes))) > 1 or self.manifest.get("world", world) != world
         self.uneven |= self.manifest.get("uneven", False)  # also on as many ranks as before: the same split
         parts = (spec.micro, spec.accumulate) if spec else None
-        self.micro, self.accumulate = parts or split_batch(batch, world, micro_batch, accumulate, self.uneven)
+        data_world = split_over(self.callbacks, world)
+        self.micro, self.accumulate = parts or split_batch(batch, data_world, micro_batch, accumulate, self.uneven)
         if self.resumed and self.manifest["world"] != world:
             refuse_unmerged(self.callbacks, self.manifest, world)
         if options.init_from and not self.resumed:
             weights_files(options.init_from)
         self._open_data(recipe, place, each)
         if self.order is None and spec is None:  # an iterable decides the size of its batches: no uneven split
-            split_batch(batch, world, micro_batch, accumulate)
+            split_batch(batch, data_world, micro_batch, accumulate)
         self.max_steps = spec.max_steps if spec else self._max_steps()
         self.rate = schedule.resolve(self.max_steps, batch, self.epoch_samples)
         self._set_intervals()
@@ -157,7 +158,8 @@ class Plan:
         ddp = self.options.ddp
         on = {
             "clip": self.options.clip_norm is not None,
-            "fp16": self.options.precision == "fp16",
+            "fp16": "fp16" in self.options.precision,  # of some rank
+            "bf16_params": self.options.precision == "bf16_params",
             "find_unused_parameters": ddp.find_unused_parameters,
             "static_graph": ddp.static_graph,
             "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
@@ -222,12 +224,16 @@ class Plan:
         return every
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings and the data that must be the same for an exact resume."""
+        """Return the settings and the data that must be the same for an exact resume.
+
+        A callback that distributes the model is left out, since any layout over ranks resumes any other.
+        """
         data = self.source.fingerprint if isinstance(self.source, Samples) else "iterable"
         stateful = [
             name
             for name, callback in self.callbacks.items()
             if callback.role not in (Role.MEASURE, Role.OBSERVE) or overrides(callback, "state_dict")
+            if not overrides(callback, "distribute")
         ]
         own = {"seed": self.options.seed, "batch": self.batch, "data": data, "callbacks": stateful}
         return own | {"lanes": self.data.lanes, "block": self.data.block}
@@ -239,6 +245,21 @@ def refuse_more(options: Options, world: int) -> None:
             f"trainer.devices={options.devices}, trainer.nodes={options.nodes}: a Trainer made in Python starts no "
             "other ranks; use python -m trainer.main or torchrun, or leave these settings out"
         )
+
+
+def split_over(callbacks: Mapping[str, Callback], world: int) -> int:
+    """Return the number of ranks that read different samples.
+
+    Raises:
+        ConfigError: The stages of a callback do not divide the ranks.
+    """
+    for name, callback in callbacks.items():
+        if world % callback.stages:
+            divisors = [str(n) for n in range(2, world + 1) if world % n == 0]
+            way_out = f"use {' or '.join(divisors)}" if divisors else f"leave {name} out"
+            raise ConfigError(f"callbacks.{name}.stages={callback.stages}: does not divide {world} rank(s); {way_out}")
+        world //= callback.stages
+    return world
 
 
 def refuse_incomplete(recipe: Any, callbacks: Mapping[str, Any]) -> None:
@@ -274,7 +295,7 @@ def refuse_other_manifests(manifest: Mapping[str, Any], key: str) -> None:
     """Refuse a valid manifest that no run has written: it may be a stranger's."""
     kinds = {"run_dir": str, "samples": int, "world": int, "identity": dict, "buckets": list, "ddp": dict}
     wrong = [name for name, kind in kinds.items() if not fits(manifest.get(name), kind)]
-    may = {"rank_states": list[str], "settings": dict, "versions": dict, "uneven": bool}
+    may = {"rank_states": list[str], "settings": dict, "versions": dict, "uneven": bool, "decisions": dict}
     wrong += [name for name, kind in may.items() if name in manifest and not fits(manifest[name], kind)]
     wrong += [name for name in ("model", "optimizer", "data") if name not in (manifest.get("identity") or ())]
     if wrong or not 0 <= manifest["samples"] < 1 << 62 or not 0 < manifest["world"] <= MOST_RANKS:

@@ -2,9 +2,13 @@
 
 import os
 from collections.abc import Callable
+from functools import cache
+from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from trainer.errors import ConfigError
 
@@ -12,26 +16,47 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """The number formats of a run: `fp32`, `tf32`, or `bf16` and `fp16` autocast.
+    """The number formats of a run: `fp32`, `tf32`, `bf16` and `fp16` autocast, or `bf16_params`.
 
-    `auto` is bf16 on a GPU that computes in it, fp16 on other GPUs, and fp32 on a CPU. With `tf32`, on Ampere or later,
-    float32 matrix products have a 10-bit mantissa. With `fp16`, loss scaling is dynamic (Micikevicius et al. 2018,
-    arXiv:1710.03740). With other formats the scaler is disabled, and every call to it is a no-op.
+    With `tf32`, on Ampere or later, float32 matrix products have a 10-bit mantissa. With `fp16`, loss scaling is
+    dynamic (Micikevicius et al. 2018, arXiv:1710.03740). With other formats the scaler is disabled, and every call to
+    it is a no-op.
+
+    `bf16_params` computes all of the model in bf16, without autocast. Parameters are float32 master weights
+    (arXiv:1710.03740), and modules read bf16 copies of them. On a GPU autocast runs LayerNorm in float32, and casts its
+    results for each product. Here nothing is cast but parameters, inputs and outputs.
+
+    `auto` is each device's own: bf16 on a GPU that computes in it, fp16 on other GPUs, and fp32 on a CPU. Weights and
+    gradients are float32 in all formats, so ranks of different formats train together. If one rank is in fp16, all
+    ranks scale their losses alike, since a sum over ranks has one scale. An overflow of one rank is in that sum, so all
+    ranks skip the step.
 
     `torch.backends.cudnn.benchmark` is the recipe's to set, since its search runs again for each new shape of a batch.
 
     Args:
         deterministic: Use kernels that give the same bits every time. If an operation has no such kernel, torch raises.
+        each: Returns on every rank the values of all ranks.
+
+    Attributes:
+        name: The format of this rank.
+        label: The format of all ranks, or the formats in the order of ranks.
     """
 
-    def __init__(self, name: str, device: torch.device, deterministic: bool = False) -> None:
-        cuda = device.type == "cuda"
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        deterministic: bool = False,
+        each: Callable[[Any], list[Any]] = lambda value: [value],
+    ) -> None:
+        cuda, setting = device.type == "cuda", name
         if name == "auto":
-            name = ("bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16") if cuda else "fp32"
+            name = fastest(device)
         if name == "tf32" and not (cuda and torch.cuda.get_device_capability(device) >= (8, 0)):
             raise ConfigError(f"trainer.precision=tf32: {device} has no TF32; use trainer.precision=auto")
         self.name, self.device = name, device
-        self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+        self.label = agree(setting, name, each)
+        self.scaler = torch.amp.GradScaler(device.type, enabled="fp16" in self.label)
         torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
         torch.backends.cudnn.allow_tf32 = name == "tf32"
         if deterministic and cuda:
@@ -47,12 +72,89 @@ class Precision:
             torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
             torch.backends.cudnn.benchmark = False  # it would choose kernels by their time
 
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Return the model; with `bf16_params`, its modules read their parameters in bf16.
+
+        Raises:
+            ConfigError: A module reads its parameters in another way.
+        """
+        if self.name == "bf16_params":
+            compute_in_bf16(model)
+        return model
+
     def cast(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function` under autocast; in float32 `function` itself: a null context takes 2 us of a small step."""
         return torch.autocast(self.device.type, DTYPES[self.name])(function) if self.name in DTYPES else function
+
+
+def fastest(device: torch.device) -> str:
+    """Return the fastest format that the device computes in."""
+    if device.type != "cuda":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+def agree(setting: str, name: str, each: Callable[[Any], list[Any]]) -> str:
+    """Return the formats of all ranks: `bf16`, or `2 x bf16, 1 x fp32` in the order of ranks. A collective.
+
+    Raises:
+        ConfigError: Ranks have different settings.
+    """
+    rows = each([setting, name])
+    for rank, (other, _) in enumerate(rows):
+        if other != rows[0][0]:
+            raise ConfigError(
+                f"trainer.precision is {rows[0][0]} on rank 0 and {other} on rank {rank}; start all ranks with "
+                "the same arguments, or give trainer.precision=auto, which each rank resolves for its device"
+            )
+    parts = [(kind, len(list(group))) for kind, group in groupby(name for _, name in rows)]
+    return parts[0][0] if len(parts) == 1 else ", ".join(f"{count} x {kind}" for kind, count in parts)
 
 
 def used_cuda() -> bool:
     """Return whether this process has allocated memory on a GPU, as all code that calls cuBLAS must."""
     stats = map(torch.cuda.memory_stats, range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0))
     return any(each.get("allocation.all.allocated") for each in stats)
+
+
+def compute_in_bf16(model: nn.Module) -> None:
+    """Let modules read float32 parameters as bf16. Float inputs of the model become bf16, its outputs float32.
+
+    Names, dtypes and gradients of the parameters stay. A gradient is computed in bf16 and accumulated in float32.
+
+    Raises:
+        ConfigError: The model has an RNN, which keeps a list of its parameters.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            raise ConfigError(
+                f"trainer.precision=bf16_params: {name} is a {type(module).__name__}, which keeps a list of its "
+                "parameters; use trainer.precision=bf16"
+            )
+        names = tuple(key for key, p in module._parameters.items() if p is not None and p.dtype == torch.float32)
+        if names:
+            module.__class__ = reads_bf16(type(module), names)
+    model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+    model.register_forward_hook(_cast_outputs)
+
+
+@cache
+def reads_bf16(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """Return a subclass of the same name whose attributes `names` are bf16 copies of the parameters."""
+
+    def reader(name: str) -> property:
+        return property(lambda self: self._parameters[name].to(torch.bfloat16))
+
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **{name: reader(name) for name in names}})
+
+
+def _cast_inputs(model: nn.Module, args: Any, kwargs: Any) -> Any:
+    return tree_map(lambda value: _cast(value, torch.float32, torch.bfloat16), (args, kwargs))
+
+
+def _cast_outputs(model: nn.Module, args: Any, output: Any) -> Any:
+    return tree_map(lambda value: _cast(value, torch.bfloat16, torch.float32), output)
+
+
+def _cast(value: Any, given: torch.dtype, wanted: torch.dtype) -> Any:
+    return value.to(wanted) if isinstance(value, Tensor) and value.dtype == given else value

@@ -87,6 +87,13 @@ class Optional(Protocol):
         """
         ...
 
+    def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Return settings for some of the parameters, as torch's optimizers take them: `params`, and what they have.
+
+        Settings are the optimizer's own, and `lr_scale` and `freeze`. `optimizer.groups` of the config goes first.
+        """
+        ...
+
     def summary(self) -> dict[str, float]:
         """Return numbers about the data or the task, for summary.json and beside the final metrics.
 

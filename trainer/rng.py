@@ -25,6 +25,7 @@ MIXTURE_ORDER = 6  # (data set): seed of a data set's order in a mixture
 INT8_NOISE = 6  # (step, rank, *shape, start, stop): rounding of gradients
 MIXTURE_PLACES = 7  # (block, place): order of the data sets in a block of a mixture
 POWERSGD_START = 7  # (rows, columns): first factor of a matrix
+PIPELINE = 8  # (rank, step, micro-batch, part): a pipeline's forward pass: before the blocks, each block, after them
 
 
 def mix(*keys: int) -> int:

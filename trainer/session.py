@@ -15,13 +15,14 @@ from omegaconf import OmegaConf
 from trainer.checkpoint.compare import flat
 from trainer.comm.nccl import NCCLOptions, in_words
 from trainer.config.build import build, build_options
-from trainer.config.check import ALLOWED
+from trainer.config.check import ALLOWED, split_groups
 from trainer.config.options import DataOptions, Options
 from trainer.config.redact import redact
 from trainer.data.shards.transforms import build_stages
 from trainer.errors import STOPPED, ConfigError, DataError, UnavailableError, message
 from trainer.files import Appended, write_json, write_whole
 from trainer.log import log
+from trainer.optim.groups import WithGroups
 from trainer.plan import RunSpec
 from trainer.process.environment import Place
 from trainer.timeouts import STILL
@@ -35,8 +36,10 @@ def build_components(config: dict[str, Any], allowed: tuple[str, ...] = ALLOWED)
     """Return the arguments of `Trainer` that `config` describes: all but `place`, `name` and `spec`."""
     options = build_options(Options, config["trainer"])
     allow = (*allowed, *options.allow_targets)
+    groups, optimizer = split_groups(config["optimizer"])
     return {
-        **{key: build(key, config[key], allow) for key in ("recipe", "optimizer", "schedule")},
+        **{key: build(key, config[key], allow) for key in ("recipe", "schedule")},
+        "optimizer": WithGroups(build("optimizer", optimizer, allow), groups or ()),
         "callbacks": {name: build(f"callbacks.{name}", node, allow) for name, node in config["callbacks"].items()},
         **{key: config[key] for key in ("batch", "micro_batch", "accumulate")},
         "options": options,
@@ -136,12 +139,13 @@ def save_config(config: dict[str, Any], run_dir: Path) -> None:
 def describe(trainer: Trainer, nccl: NCCLOptions) -> None:
     """Log the run, the model's size, the device, the batch, the optimizer and the callbacks."""
     plan, parameters = trainer.plan, sum(p.numel() for p in trainer.module.parameters())
+    data_world = trainer.strategy.data_world
     log.info("run %s  %s", trainer.run_dir, shlex.join(trainer.argv or ()))
     log.info(
         "%d rank(s) on %s, %s, %s parameters; batch %d = %d rank(s) x %d micro-batch(es) x %s%d samples",
-        trainer.world, trainer.device.type, trainer.precision.name, f"{parameters:,}",
-        trainer.batch, trainer.world, plan.accumulate,
-        "at most " if trainer.batch % (trainer.world * plan.accumulate) else "", plan.micro,
+        trainer.world, trainer.device.type, trainer.precision.label, f"{parameters:,}",
+        trainer.batch, data_world, plan.accumulate,
+        "at most " if trainer.batch % (data_world * plan.accumulate) else "", plan.micro,
     )  # fmt: skip
     optimizer, group = model_identity(trainer)["optimizer"], trainer.optimizer.param_groups[0]
     log.info("optimizer %s, lr %g, weight decay %g", optimizer, trainer.peak_lr[0], group.get("weight_decay", 0.0))

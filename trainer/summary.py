@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
+from trainer.checkpoint.pretrained import load_weights
 from trainer.files import apply_umask, write_json
 from trainer.log import log
+from trainer.parallel.strategy import Strategy
 from trainer.process.environment import detect
 from trainer.recipe_checks import call_summary
 from trainer.run_dir import versions
@@ -35,6 +38,7 @@ class FinishedTrainer(Protocol):
     run_dir: Path
     samples: int
     seconds: float
+    module: Any
     step: int
     stop_reason: str
     validation: dict[str, float]
@@ -45,6 +49,9 @@ class FinishedTrainer(Protocol):
 
     @property
     def checkpoint(self) -> Path | None: ...
+
+    @property
+    def strategy(self) -> Strategy: ...
 
 
 def report(trainer: FinishedTrainer) -> None:
@@ -67,17 +74,26 @@ def report(trainer: FinishedTrainer) -> None:
     log.info("run         %s", trainer.run_dir)
     log.info("checkpoint  %s", trainer.checkpoint or "none")
     exports, export = hasattr(trainer.recipe, "export"), trainer.run_dir / "export"
-    if trainer.stop_reason != "signal":
-        if exports:
-            export.mkdir(exist_ok=True)
-            log.info("exporting to %s", export)  # this may take minutes
-            trainer.recipe.export(trainer.eval_model.eval(), export)
-            apply_umask(export)
-            log.info("export      %s", export)
-    elif trainer.checkpoint is not None:
+    averaged = trainer.eval_model is not trainer.module
+    if trainer.stop_reason == "signal" and trainer.checkpoint is not None:
         log.info("go on with  %s", go_on(trainer.argv, trainer.checkpoint.parent))
-        if exports:
-            log.info("export with %s", export_from(trainer, trainer.checkpoint, export))
+    if exports and trainer.stop_reason != "signal" and (trainer.strategy.whole or not averaged):
+        export.mkdir(exist_ok=True)
+        log.info("exporting to %s", export)  # this may take minutes
+        trainer.recipe.export(exported(trainer).eval(), export)
+        apply_umask(export)
+        log.info("export      %s", export)
+    elif exports and trainer.checkpoint is not None:  # the command reads an average from the files of all ranks
+        log.info("export with %s", export_from(trainer, trainer.checkpoint, export))
+
+
+def exported(trainer: FinishedTrainer) -> nn.Module:
+    """Return the validated model; if this rank has a part of it only, a new one with the last checkpoint's weights."""
+    if trainer.strategy.whole:
+        return trainer.eval_model
+    model = trainer.recipe.model()
+    load_weights(model, str(trainer.checkpoint))
+    return model
 
 
 def go_on(argv: Sequence[str] | None, saved: Path) -> str:
@@ -146,7 +162,7 @@ def circumstances(trainer: FinishedTrainer) -> dict[str, Any]:
         "stopped": trainer.stop_reason,
         "ranks": trainer.world,
         "device": device_name(trainer.device),
-        "precision": trainer.precision.name,
+        "precision": trainer.precision.label,
         "checkpoint": trainer.checkpoint and str(trainer.checkpoint),
         "versions": versions(),
     }

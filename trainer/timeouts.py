@@ -12,6 +12,7 @@ START_S = 60.0  # until ranks have loaded and planned, plus PLANNING times the l
 PLANNING = 10.0
 STILL = 2.0  # times `trainer.timeout_s` without a beat: then no collective will time out any more
 SUSPENDED_S = 5.0  # between two looks of the supervisor; if they are further apart, it was suspended
+COMPILE_S = 1800.0  # extra seconds for the compilation of a graph, beside STILL
 AWAY_S = 10.0  # the shortest pause before a restart after unavailable data
 LONGEST_PAUSE_S = 30.0  # the longest pause before any other restart
 TICK_S = 1.0  # the longest pause between two looks of a rank at its own beats

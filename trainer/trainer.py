@@ -19,6 +19,7 @@ from torch.utils.data import default_collate
 from trainer import training_state
 from trainer.callback import HOOKS, Callback, overrides
 from trainer.checkpoint.pretrained import load_weights
+from trainer.comm.affinity import bind_to_cores
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.config.options import DataOptions, Options
@@ -32,7 +33,7 @@ from trainer.log import log, log_to_terminal, stop_log
 from trainer.monitors import replica_check
 from trainer.monitors.train_loss import TrainLoss
 from trainer.optim.factories import adamw
-from trainer.optim.groups import Groups, make_optimizer
+from trainer.optim.groups import Groups, ParameterRules, make_optimizer
 from trainer.optim.schedule import Constant, Schedule
 from trainer.parallel.ddp import DDP
 from trainer.parallel.strategy import SingleDevice, Strategy, to_device, trained
@@ -97,14 +98,15 @@ class Trainer:
         self.rank, self.world, self.device = self.ranks.rank, self.ranks.world, self.ranks.device
         with ExitStack() as refused:
             refused.callback(self.ranks.close)  # so that peers that wait for this rank get an error
-            self.precision = Precision(options.precision, self.device, options.deterministic)
+            self.precision = Precision(options.precision, self.device, options.deterministic, self.ranks.each)
             self.plan = Plan(
                 recipe, callbacks or {}, schedule or Constant(),
                 batch=batch, micro_batch=micro_batch, accumulate=accumulate, data=data or DataOptions(),
-                options=replace(options, precision=self.precision.name), place=place, each=self.ranks.each, spec=spec,
+                options=replace(options, precision=self.precision.label), place=place, each=self.ranks.each, spec=spec,
             )  # fmt: skip
             self._open_run(refused)
             refused.callback(self.saver.close)
+            bind_to_cores(self.ranks, options.affinity)  # before data workers fork
             self._set_hooks()
             self._build(optimizer)
             refused.pop_all()
@@ -156,9 +158,10 @@ class Trainer:
         module = to_device(build(), self.device)
         if not module.training:  # as `from_pretrained` leaves it; parts that the recipe has set to eval stay so
             module.train()
-        self.module = self._wrap("wrap_model", module)
+        self.module = self._wrap("wrap_model", self.precision.convert(module))
         self.eval_model = self.global_model = self.module  # is validated, is saved
         self.loss = CheckedLoss(self.precision.cast(self.recipe.loss), weight_of(self.recipe) or count_samples)
+        self.rules = ParameterRules(optimizer, self.recipe, self.module)  # freezes, before a strategy waits for these
         refuse_untrained(self.module)
         self.parameters = trained(self.module)
         if self.world > 1 and self._hooks["wrap_reduce"]:  # otherwise DDP's own reducer runs, which is in C++
@@ -166,16 +169,15 @@ class Trainer:
         distribute = next(iter(self._hooks["distribute"]), type(self)._distribute)
         self.strategy: Strategy = distribute(self, self.module)
         self.parameters = self.strategy.parameters
-        self.optimizer = self._wrap("wrap_optimizer", make_optimizer(optimizer, self.module))
+        self.optimizer = self._wrap("wrap_optimizer", make_optimizer(optimizer, self.module, self.rules))
         self.clips = self.options.clip_norm is not None
         self.peak_lr = [group["lr"] for group in self.optimizer.param_groups]
         self.scaler = self.precision.scaler
         cuda = [torch.cuda.default_generators[self.device.index]] if self.device.type == "cuda" else []
         self.generators = [torch.default_generator, *cuda]
         self.seed_base = mix(self.options.seed, STEP, self.strategy.data_rank)
-        unused = self.options.ddp.find_unused_parameters
         self.forward_backward: ForwardBackward = self._wrap(
-            "wrap_forward_backward", Accumulate(self.loss, self.strategy, self.scaler, unused)
+            "wrap_forward_backward", Accumulate(self.loss, self.strategy, self.scaler)
         )
         self._open_loader()
         if self.plan.resumed:

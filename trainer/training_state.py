@@ -4,7 +4,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,21 +15,16 @@ from trainer.checkpoint import fence, retention
 from trainer.checkpoint.compare import differences, plain
 from trainer.checkpoint.lock import Claim
 from trainer.checkpoint.manifest import Damaged
+from trainer.checkpoint.parts import is_part_section, open_parts, read_all
 from trainer.checkpoint.saver import Saver, State
-from trainer.checkpoint.serialize import (
-    is_rank_section,
-    load_optimizer_state,
-    load_sections,
-    load_state,
-    optimizer_state,
-    rank_section,
-)
+from trainer.checkpoint.serialize import is_rank_section, load_sections, load_state, optimizer_state, rank_section
 from trainer.config.schema import fits
 from trainer.data.bad_samples import BadSamples
 from trainer.errors import ConfigError, printable
 from trainer.log import log
+from trainer.optim.groups import ParameterRules
+from trainer.parallel.rows import is_sharded, parts_of
 from trainer.plan import Plan, refuse_differences
-from trainer.process.heartbeat import Heartbeat
 from trainer.run_dir import versions
 
 # Keys of `trainer` that change weights.
@@ -45,9 +40,9 @@ class SavedTrainer(TrainerProtocol, Protocol):
     """The attributes of a trainer that are saved and restored."""
 
     saver: Saver
-    heartbeat: Heartbeat
     quarantine: BadSamples
     settings: dict[str, Any]  # of the config, for the manifest
+    rules: ParameterRules  # settings for some of the parameters
     validation: dict[str, float]  # the metrics of the last validation
     validated_step: int  # the step of the last validation
     bests: list[dict[str, Any]]  # validations that were the best, the newest last
@@ -87,7 +82,8 @@ def claim(trainer: SavedTrainer, refused: ExitStack) -> Claim | None:
 
 def make_saver(trainer: SavedTrainer, claim: Claim | None) -> Saver:
     """Make the writer of the trainer's checkpoints. A collective."""
-    shared = any(overrides(callback, "rank_state_dict") for callback in trainer.plan.callbacks.values())
+    own = ("rank_state_dict", "distribute")  # a state or a strategy that differs between ranks
+    shared = any(overrides(callback, hook) for callback in trainer.plan.callbacks.values() for hook in own)
     options = trainer.options.checkpoint
     return Saver(saved_in(trainer), options, trainer.ranks, trainer.heartbeat, claim, shared)
 
@@ -112,22 +108,27 @@ def save(trainer: SavedTrainer, last: bool = False) -> None:
 
 
 def reserve(trainer: SavedTrainer) -> None:
-    """Allocate memory for a checkpoint, on the rank that writes it."""
-    if trainer.rank == 0:
-        trainer.saver.reserve(tensors(trainer))
+    """Allocate memory for this rank's tensors of a checkpoint. No collective."""
+    parts = trainer.strategy.save(trainer.optimizer)
+    trainer.saver.reserve({} if trainer.rank else tensors(trainer, parts), parts)
 
 
 def state(trainer: SavedTrainer) -> State:
     """Return this rank's part of a checkpoint."""
     own = {name: state for name, callback in trainer.callbacks.items() if (state := callback.rank_state_dict())}
-    return State({}, own, {}) if trainer.rank else State(state_dict(trainer), own, manifest(trainer, sorted(own)))
+    parts = trainer.strategy.save(trainer.optimizer)
+    if "model" in parts and is_sharded(callbacks := callback_states(trainer)):  # an average of the weights
+        parts = {**parts, "callbacks": parts_of(callbacks, trainer.rank)}
+    if trainer.rank:
+        return State({}, own, {}, parts)
+    return State(state_dict(trainer, parts), own, manifest(trainer, sorted(own)), parts)
 
 
-def state_dict(trainer: SavedTrainer) -> dict[str, Any]:
-    """Return the state that is equal on all ranks. Its tensors are the live ones."""
+def state_dict(trainer: SavedTrainer, parts: Collection[str]) -> dict[str, Any]:
+    """Return the state that is equal on all ranks, but for the sections `parts`. Its tensors are the live ones."""
     return {
-        **tensors(trainer),
-        "callbacks": {name: callback.state_dict() for name, callback in trainer.callbacks.items()},
+        **tensors(trainer, parts),
+        "callbacks": {} if "callbacks" in parts else callback_states(trainer),
         "scaler": trainer.scaler.state_dict(),
         "step": trainer.step,
         "samples": trainer.samples,
@@ -139,10 +140,18 @@ def state_dict(trainer: SavedTrainer) -> dict[str, Any]:
     }
 
 
-def tensors(trainer: SavedTrainer) -> dict[str, Any]:
-    """Return the large part of `state_dict`. Its tensors are the live ones."""
-    optimizer = optimizer_state(trainer.optimizer, trainer.module)
-    return {"model": trainer.global_model.state_dict(), "optimizer": optimizer}
+def callback_states(trainer: SavedTrainer) -> dict[str, Any]:
+    """Return the state of each callback. Its tensors are the live ones."""
+    return {name: callback.state_dict() for name, callback in trainer.callbacks.items()}
+
+
+def tensors(trainer: SavedTrainer, parts: Collection[str]) -> dict[str, Any]:
+    """Return the large part of `state_dict`."""
+    model = {} if "model" in parts else trainer.global_model.state_dict()
+    return {
+        "model": model,
+        "optimizer": {} if "optimizer" in parts else optimizer_state(trainer.optimizer, trainer.module),
+    }
 
 
 def manifest(trainer: SavedTrainer, rank_states: list[str]) -> dict[str, Any]:
@@ -157,6 +166,7 @@ def manifest(trainer: SavedTrainer, rank_states: list[str]) -> dict[str, Any]:
         "buckets": trainer.buckets,
         "ddp": trainer.ddp,
         "rank_states": rank_states,
+        "decisions": {name: made for name, callback in trainer.callbacks.items() if (made := callback.decisions())},
         "settings": plain(settings(trainer)),
         "metrics": {name: value for name, value in measured.items() if math.isfinite(value)},  # candidates for the best
         "versions": versions(),
@@ -173,6 +183,7 @@ def settings(trainer: SavedTrainer) -> dict[str, Any]:
         "trainer.backend": trainer.ranks.backend,
         **{f"trainer.{name}": getattr(plan.options, name) for name in OPTIONS},
         **trainer.settings,
+        "optimizer.groups": trainer.rules.described(),
     }
 
 
@@ -206,12 +217,19 @@ def load(trainer: SavedTrainer, path: Path) -> None:
     """
     saved, other_world = trainer.plan.manifest, trainer.plan.manifest["world"] != trainer.world
     own_section = "" if other_world else rank_section(trainer.rank)
-    state = load_state(path, saved["files"], lambda name: name == own_section or not is_rank_section(name))
-    _refuse_odd(state, saved, path)
+    sections = open_parts(path, saved["files"], saved["world"])
+
+    def wanted(name: str) -> bool:
+        return name == own_section or not (name in sections or is_rank_section(name) or is_part_section(name))
+
+    state = load_state(path, saved["files"], wanted)
+    _refuse_odd({**state, **sections}, saved, path)
+    if "callbacks" in sections:
+        state["callbacks"] = read_all(sections.pop("callbacks"))
     with _of_its_kind(path, "model or optimizer"):
-        trainer.module.load_state_dict(state["model"])
-        if saved["identity"]["optimizer"] == model_identity(trainer)["optimizer"]:  # else left behind, as accepted
-            load_optimizer_state(trainer.optimizer, trainer.module, state["optimizer"])
+        if saved["identity"]["optimizer"] != model_identity(trainer)["optimizer"]:  # as accepted
+            del sections["optimizer"]
+        trainer.strategy.load(trainer.optimizer, sections)
         if state["scaler"]:  # empty where the run was not in fp16
             trainer.scaler.load_state_dict(state["scaler"])
     for name in COUNTERS:

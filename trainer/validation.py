@@ -16,6 +16,7 @@ from trainer.data.bad_samples import allowed
 from trainer.data.batch import Micro
 from trainer.errors import ConfigError, DataError, nearest
 from trainer.log import log
+from trainer.parallel.strategy import OutputElsewhere
 from trainer.precision import Precision
 from trainer.recipe_checks import check_metrics
 
@@ -148,7 +149,10 @@ class Evaluator:
                     return
                 bad += [each.why for each in micro.bad if counts]
                 if micro.batch is not None:
-                    metrics = measure(model, micro.batch, micro.weight)
+                    try:
+                        metrics = measure(model, micro.batch, micro.weight)
+                    except OutputElsewhere:
+                        metrics = {}
                     yield metrics if counts else {}
         finally:
             for module in training:

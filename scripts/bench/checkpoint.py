@@ -96,7 +96,7 @@ class Copy(Way):
     buffers: list[Tensor] | None = None
 
     def begin(self, trainer: Trainer) -> Done:
-        tensors = [t.detach() for section in state_dict(trainer).values() for t in leaves(section)]
+        tensors = [t.detach() for section in state_dict(trainer, ()).values() for t in leaves(section)]
         if self.buffers is None:
             self.buffers = [torch.zeros_like(t) for t in tensors]
         began = time.perf_counter()

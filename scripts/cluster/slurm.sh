@@ -6,7 +6,7 @@
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8        # one task a GPU
 #SBATCH --cpus-per-task=4
-##SBATCH --gpus-per-node=8         # where the cluster counts them: take one # away
+##SBATCH --gpus-per-node=8         # where the cluster counts them: take one # away; each task must see all of them
 #SBATCH --time=04:00:00
 #SBATCH --signal=USR1@180          # seconds before the end, up to a minute earlier: time for the last checkpoint
 #SBATCH --requeue                  # also after a node has failed
@@ -15,7 +15,12 @@
 
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # srun has not taken it from the job since SLURM 22.05
 
-srun --kill-on-bad-exit=1 python -m trainer.main \
+# Each rank binds itself to cores beside its GPU (trainer.affinity), which srun's own binding would prevent. A cluster
+# without srun's binding refuses the option.
+bind=()
+scontrol show config | grep -q '^TaskPlugin .*affinity' && bind=(--cpu-bind=none)
+
+srun --kill-on-bad-exit=1 "${bind[@]}" python -m trainer.main \
     trainer.run_dir="runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" trainer.resume=auto "$@"
 code=$?
 ((code != 75)) || scontrol requeue "$SLURM_JOB_ID"  # 75: stopped by the signal, with a checkpoint

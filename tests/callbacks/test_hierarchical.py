@@ -283,7 +283,7 @@ def uneven(place: Place) -> str:
     uneven = replace(place, local_rank=place.rank % 2, local_world=2 if place.rank < 2 else 1)
     trainer = Trainer(Toy(), {}, sgd, batch=12, options=Options(max_steps=1), place=uneven)
     with pytest.raises(ConfigError) as refusal:
-        trainer.ranks.ranks_per_node()
+        trainer.ranks.ranks_per_node("hierarchical")
     trainer.close()
     return str(refusal.value)
 

@@ -1,6 +1,7 @@
 """Steps: any split of the samples, at any position; batches on the device one by one; loading beside computing."""
 
 import ast
+import contextlib
 import gc
 import itertools
 import os
@@ -120,10 +121,30 @@ def test_shares_that_change_during_a_run_move_no_sample_to_another_step(mixed, t
     assert [len(rank[3].refs) for rank in other] == [3, 6, 15]
 
 
-@pytest.mark.parametrize("wrong", [(24, (3, 6, 14), 1), (24, (1, 8, 15), 2), (24, 3, 0)])
+@pytest.mark.parametrize(
+    "wrong", [(24, (3, 6, 14), 1), (24, (1, 8, 15), 2), (24, 3, 0), (24, 3, (1, 2)), (24, 3, (1, 0, 2))]
+)
 def test_a_split_that_is_none_is_refused(wrong):
     with pytest.raises(AssertionError, match=r"^Split\("):
         Split(*wrong)
+
+
+def test_ranks_may_have_different_numbers_of_micro_batches(monkeypatch):
+    """The process that downloads ahead hears of steps, whatever their micro-batches."""
+    passed: list[int] = []
+
+    @contextlib.contextmanager
+    def fetching(*_: Any) -> Iterator[Any]:
+        yield lambda: passed.append(1)
+
+    monkeypatch.setattr("trainer.data.loader.fetching", fetching)
+    split = Split(24, (3, 6, 15), (1, 2, 5))
+    assert split.micro == 3
+    for rank, weights in enumerate(([3], [3, 3], [3] * 5)):
+        loader = open_loader(Recipe(), rank, 3, options=IN_PROCESS, batch=24)
+        passed.clear()
+        for number, step in enumerate(itertools.islice(loader.train(0, lambda _: split), 4), start=1):
+            assert step.weights == weights and len(passed) == number
 
 
 class Batches:

@@ -42,7 +42,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path, monkeypatch):
     assert torch.equal(straight, weights(train("halves", 10, resume="auto")))
 
 
-@pytest.mark.parametrize("precision", ["auto", "tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["auto", "tf32", "bf16", "fp16", "bf16_params"])
 def test_every_precision_trains_near_fp32(precision, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exact, other = train("exact", 10), train("other", 10, precision=precision)

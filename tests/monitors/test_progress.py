@@ -57,9 +57,9 @@ def test_plain_lines(tmp_path, monkeypatch, capsys):
 def test_the_numbers_of_a_line():
     numbers = {
         "train/loss": 2.34567, "train/lr": 1.5e-4, "train/grad_norm": 3.0, "perf/samples_per_s": 1234.6,
-        "perf/tokens_per_s": 158029.0, "perf/mfu": 0.4321,
+        "perf/tokens_per_s": 158029.0, "perf/mfu": 0.4321, "perf/peak_rss_gib": 1.26,
     }  # fmt: skip
-    assert describe(numbers) == "loss 2.346  lr 1.50e-04  1,235 samples/s  158,029 tokens/s  mfu 43.2%"
+    assert describe(numbers) == "loss 2.346  lr 1.50e-04  1,235 samples/s  158,029 tokens/s  mfu 43.2%  peak 1.3 GiB"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ class Screen(io.StringIO):
 
 METRICS = {
     "train/loss": 2.34567, "train/lr": 1.5e-4, "perf/samples_per_s": 158_029.0, "perf/tokens_per_s": 20_227_712.0,
-    "perf/mfu": 0.4321,
+    "perf/mfu": 0.4321, "perf/peak_memory_gib": 61.74,
 }  # fmt: skip
 
 
@@ -114,7 +114,8 @@ METRICS = {
         (72, r"loss 2\.346  158,029 samples/s"),
         (80, r" {11}loss 2\.346  158,029 samples/s"),  # after a bar that has not begun
         (112, r" {11}loss .* samples/s  20,227,712 tokens/s  mfu 43\.2%"),
-        (150, r"\S+ +loss .* mfu 43\.2% \d+:\d\d:\d\d"),
+        (130, r" {11}loss .* samples/s  20,227,712 tokens/s  mfu 43\.2%  peak 61\.7 GiB"),
+        (165, r"\S+ +loss .* mfu 43\.2%  peak 61\.7 GiB \d+:\d\d:\d\d"),
     ],
 )
 def test_what_a_terminal_has_room_for(columns, there, monkeypatch):

@@ -140,7 +140,7 @@ def trained(place: Place, callback: str, share_all: bool) -> tuple[set[str], byt
     deferred: dict[str, Callback] = {"overlap": Overlap()} if callback == "overlap" else {"onebit_adam": OneBitAdam(1)}
     with pytest.MonkeyPatch.context() as patch:
         if share_all:
-            patch.setattr(DDP, "_leave_out_constants", lambda *_: None)
+            patch.setattr("trainer.parallel.ddp.constants", lambda *_: frozenset())
         noted = Broadcasts(patch)
         trainer = Trainer(
             Constant(), {**deferred, "watch": Watch()}, batch=12, place=place, data=DataOptions(workers=0),

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.parallel.strategy import SingleDevice, clip_gradients, to_device, trained
+from trainer.errors import DataError
+from trainer.parallel.strategy import SingleDevice, clip_gradients, to_device, trained, zero_loss
 
 
 def model() -> nn.Sequential:
@@ -43,3 +44,14 @@ def test_the_reduction_is_only_noted():
     assert one.syncing and one.buckets() == []
     one.sync_gradients(False)
     assert not one.syncing
+
+
+def test_a_loss_of_no_items_is_zero_and_has_a_gradient_for_every_parameter():
+    parameters = [nn.Parameter(torch.full((2,), 3.0)), nn.Parameter(torch.ones(1, dtype=torch.float64))]
+    loss = zero_loss(parameters, unused=False)
+    loss.backward()
+    assert loss == 0.0 and all(p.grad is not None and not p.grad.any() for p in parameters)
+    with pytest.raises(
+        DataError, match=r"^trainer.ddp.find_unused_parameters=true: a micro-batch has weight 0, .*=false, or"
+    ):
+        zero_loss(parameters, unused=True)

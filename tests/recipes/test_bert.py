@@ -107,6 +107,49 @@ def test_loss_and_metrics_by_hand(recipe: Bert, model: MaskedLM):
     assert metrics["loss"][0].item() == pytest.approx(sum(surprise), rel=1e-5) and metrics["accuracy"][0].item() == hits
 
 
+WEIGHTS = {(300,), (32, 300)}  # the head's bias, and its matrix, transposed
+
+
+class Wide(TorchDispatchMode):
+    """The most rows of a tensor with a column for each token of the vocabulary; of those that are no weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **kwargs or {})
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (300,) and tensor.shape not in WEIGHTS:
+                self.rows = max(self.rows, tensor.numel() // 300)
+        return out
+
+
+@pytest.mark.parametrize(("chunks", "rows"), [(2, 9), (4, 5), (18, 1), (50, 1)])  # of 3 x 6
+def test_a_loss_in_chunks_is_the_same_with_fewer_logits_in_memory(
+    chunks: int, rows: int, recipe: Bert, model: MaskedLM
+):
+    data, results = batch(recipe), []
+    parts = Bert(**SIZES, loss_chunks=chunks)
+    other = parts.model()
+    other.load_state_dict(model.state_dict())
+    for own, net in ((recipe, model), (parts, other)):
+        net.zero_grad()
+        kept: list[tuple[int, ...]] = []
+        with Wide() as wide:
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(tuple(t.shape)), t)[1], lambda t: t):  # noqa: B023
+                loss = own.loss(net, data)
+            loss.backward()
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        results.append(
+            ([loss.detach(), *grads], wide.rows, sum(shape[-1:] == (300,) and shape not in WEIGHTS for shape in kept))
+        )
+    (expected, plain_rows, plain_kept), (got, most, still_kept) = results
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    assert (plain_rows, plain_kept, most, still_kept) == (18, 2, rows, 0)  # both of log_softmax's result
+    model.zero_grad()
+
+
 def test_flops_by_count_and_no_host_sync(recipe: Bert, model: MaskedLM):
     """torch counts each matrix product of a step; nothing in it reads a value or depends on a count of values."""
 
@@ -185,6 +228,8 @@ def test_importing_and_constructing_does_not_import_transformers():
         ({"hidden": 0}, "recipe.hidden=0: must be at least 1"),
         ({"layers": -1}, "recipe.layers=-1: must be at least 1"),
         ({"dropout": 2.0}, "recipe.dropout=2.0: must be at least 0, and below 1"),
+        ({"loss_chunks": 0}, "recipe.loss_chunks=0: must be at least 1"),
+        ({"attention_dropout": 1.0}, "recipe.attention_dropout=1.0: must be at least 0, and below 1"),
         ({"dropout": -0.1}, "recipe.dropout=-0.1: must be at least 0, and below 1"),
         ({"vocab": 100}, "recipe.vocab=100: "),
         ({"sequence": 4}, "recipe.sequence=4: "),
@@ -213,6 +258,16 @@ def test_the_three_configs_differ_in_values_only_and_give_every_knob():
         for key in keys[name]:
             assert OmegaConf.select(config, key) == OmegaConf.select(file, key)
         Bert(**{key: value for key, value in config.recipe.items() if key != "_target_"})
+
+
+def test_large_batches_by_lamb():
+    """BERT large in every size; the rest is the last row of the paper's table."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        plain, lamb = (compose("config", [f"recipe={name}"]) for name in ("bert_large", "bert_large_lamb"))
+    assert lamb.recipe == plain.recipe and lamb.optimizer._target_ == "trainer.optim.factories.lamb"
+    assert (lamb.batch, lamb.optimizer.lr, lamb.trainer.max_steps) == (32768, 5 / (2**0.0 * 10**3), 15625)
+    assert lamb.schedule.warmup == f"{15625 // 5} steps"
+    assert lamb.batch % lamb.micro_batch == 0
 
 
 def test_sizes_are_those_of_the_paper():

@@ -4,15 +4,22 @@ from collections.abc import Callable, Mapping
 
 from trainer.callback import Callback
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
+from trainer.callbacks.auto_batch import AutoBatch
 from trainer.callbacks.bucket.callback import Bucket
+from trainer.callbacks.compile import Compile
 from trainer.callbacks.early_stop import EarlyStop
 from trainer.callbacks.ema import EMA
 from trainer.callbacks.grad_compress import GradCompress
+from trainer.callbacks.hetero_batch.callback import HeteroBatch
 from trainer.callbacks.hierarchical import Hierarchical
 from trainer.callbacks.local_sgd.callback import LocalSGD
 from trainer.callbacks.nan_guard.callback import NanGuard
 from trainer.callbacks.onebit_adam.callback import OneBitAdam
+from trainer.callbacks.optimizer_in_backward import OptimizerInBackward
 from trainer.callbacks.overlap.callback import Overlap
+from trainer.callbacks.pipeline.callback import PipelineParallel
+from trainer.callbacks.shard.callback import Shard
+from trainer.monitors.memory.callback import Memory
 from trainer.monitors.metrics_file import MetricsFile
 from trainer.monitors.progress import Progress
 from trainer.monitors.tensorboard import TensorBoard
@@ -22,21 +29,34 @@ Table = Mapping[str, Callable[[], Callback]]
 
 OBSERVERS: Table = {
     "early_stop": lambda: EarlyStop(patience=5),
+    "memory": Memory,
     "metrics_file": MetricsFile,
     "progress": Progress,
     "tensorboard": TensorBoard,
     "throughput": Throughput,
 }
-# What changes training. `grad_compress` is there once for each codec, under its name.
+# What changes training. `grad_compress` is there once for each codec, under its name; `callback.knob` is the callback
+# with another knob.
 CHANGES: Table = {
     "activation_checkpoint": ActivationCheckpoint,
+    "activation_checkpoint.selective": lambda: ActivationCheckpoint(policy="selective"),
+    "activation_checkpoint.budget": lambda: ActivationCheckpoint(budget=0.8),
+    "activation_checkpoint.offload": lambda: ActivationCheckpoint(policy="offload"),
+    "auto_batch": AutoBatch,
     "bucket": lambda: Bucket(mib=0.01),
+    "compile": lambda: Compile(backend="aot_eager"),
     "ema": lambda: EMA(decay=0.8),
+    "hetero_batch": lambda: HeteroBatch(shares=[1.0, 1.0, 1.0]),  # others would draw other random numbers
     "hierarchical": lambda: Hierarchical(ranks_per_node=1),
     "local_sgd": lambda: LocalSGD(every=2),
     "nan_guard": lambda: NanGuard("rollback", loss_spike=5.0, norm_spike=5.0, every=2),
     "onebit_adam": lambda: OneBitAdam(warmup_steps=3),
+    "optimizer_in_backward": OptimizerInBackward,
     "overlap": Overlap,
+    "pipeline": lambda: PipelineParallel(stages=3, schedule="gpipe"),
+    "shard": Shard,
+    "shard.2": lambda: Shard(stage=2),
+    "shard.3": lambda: Shard(stage=3),
 }
 CODECS: Table = {
     "bf16": GradCompress,

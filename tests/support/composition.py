@@ -20,6 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
 SETTINGS = {
     "clip": "trainer.clip_norm",
     "fp16": "trainer.precision=fp16",
+    "bf16_params": "trainer.precision=bf16_params",
     "find_unused_parameters": "trainer.ddp.find_unused_parameters",
     "static_graph": "trainer.ddp.static_graph",
     "gradient_as_bucket_view": "trainer.ddp.gradient_as_bucket_view",
@@ -82,10 +83,11 @@ def page() -> str:
     for row in rows:
         cells = []
         for column in columns:
-            reason = "" if row == column != "fp16" else re.sub(r"codec=\w+ (?=gather|keep)", "", refusal(row, column))
+            own = column in CHANGES and name_of(row) == name_of(column)
+            reason = "" if own else re.sub(r"codec=\w+ (?=gather|keep)", "", refusal(row, column))
             if reason and reason not in reasons:
                 reasons.append(reason)
-            cells.append(str(reasons.index(reason) + 1) if reason else "" if row == column != "fp16" else "+")
+            cells.append(str(reasons.index(reason) + 1) if reason else "" if own else "+")
         lines.append(f"| {row} | {' | '.join(cells)} |")
     settings = [f"`{name}` is `{key}`." for name, key in SETTINGS.items() if name not in key.split(".")[-1:]]
     numbered = [f"{number}. {reason}" for number, reason in enumerate(reasons, start=1)]

@@ -62,6 +62,8 @@ class KeepBatches(Callback):
 class Kept:
     """A step whose batches are added to a list as they are given out."""
 
+    reduces = True
+
     def __init__(self, step: Step, batches: list[Any]) -> None:
         self.step, self.batches, self.weights = step, batches, step.weights
 

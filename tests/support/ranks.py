@@ -25,7 +25,7 @@ CONTEXT.set_forkserver_preload(["trainer.trainer", "torch._dynamo"])  # DDP and 
 PEERS: list[tuple[Any, Connection]] = []
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
+def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240) -> list[Any]:
     """`function(place, *args)` on `world` ranks in the caller's current folder; what each returned.
 
     Raises:

@@ -177,7 +177,7 @@ def test_what_is_not_exported_is_not_read(cwd, monkeypatch):
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     monkeypatch.setattr(sys, "argv", ["export", "ckpt/last.pt", "out", TRUSTED])
     assert main() == 0
-    assert {Path(name).name for name in read} == {"model.safetensors", "callbacks.safetensors"}
+    assert {Path(name).name for name in read} == {"callbacks.safetensors"}  # which has the average
 
 
 class Stops(Callback):
@@ -208,3 +208,15 @@ def test_only_what_is_missing_is_asked_for(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main()
     assert capsys.readouterr().err.endswith("error: the following arguments are required: folder\n")
+
+
+@pytest.mark.slow
+def test_a_run_whose_ranks_have_parts_of_the_state(cwd):
+    """Its checkpoint has the weights in one file, and the optimizer's state in one of each rank."""
+    two = ["trainer.devices=2", "trainer.accelerator=cpu", "trainer.run_dir=runs/two", "callbacks.shard.stage=2"]
+    done = run(["--config-dir", "conf", "recipe=mine", "+callbacks=[shard]", "~callbacks.tensorboard", *two], cwd)
+    assert done.code == 0, done.err
+    assert (cwd / "ckpt/two/step-00000004/part-00001.safetensors").exists()
+    done = export(cwd, "ckpt/last.pt")
+    assert done.code == 0, done.err
+    assert files(cwd / "out" / "deep") == files(cwd / "runs" / "two" / "export")

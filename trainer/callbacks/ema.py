@@ -1,13 +1,13 @@
 """Exponential moving average of the weights, used for validation and export (Polyak and Juditsky 1992)."""
 
-from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.errors import ConfigError
+from trainer.parallel.rows import local
 
 
 class EMA(Callback):
@@ -29,11 +29,11 @@ class EMA(Callback):
         self.restored: dict[str, Any] | None = None
 
     def on_fit_start(self, trainer) -> None:
-        self.model = trainer.eval_model = deepcopy(trainer.module).requires_grad_(False)
+        self.model = trainer.eval_model = trainer.strategy.copy().requires_grad_(False)
         if self.restored is not None:
             self.model.load_state_dict(self.restored)
         self.step = trainer.step  # the last step whose weights are in the average
-        self.pairs: tuple[list[Tensor], list[Tensor]] = list(self.model.parameters()), list(trainer.module.parameters())
+        self.pairs: tuple[list[Tensor], list[Tensor]] = rows(self.model), rows(trainer.module)
         self.buffers = list(self.model.buffers()), list(trainer.module.buffers())
 
     def on_step_end(self, trainer) -> None:
@@ -56,3 +56,8 @@ class EMA(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.restored = state
+
+
+def rows(model: nn.Module) -> list[Tensor]:
+    """List the parts of the parameters that this rank has."""
+    return [local(p.detach()) for p in model.parameters()]

@@ -63,11 +63,11 @@ class GradCompress(Callback):
         self.conflicts = conflicts(codec, self.codec, level, momentum, clip_norm)
         fed_back = isinstance(self.codec, ErrorFeedback)
         self.setting = {"codec": codec, "feedback": fed_back, "level": level, "keeps": bool(self.codec.kept)}
+        self.provides = frozenset({"compresses_all"} if level == "all" else ())
         if level == "inter":
             self.requires = {"hierarchical": "level=inter compresses between nodes; add hierarchical, or use level=all"}
 
     def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
-        self.names = {p: name for name, p in trainer.module.named_parameters()}
         if self.level == "all":
             if self.codec.gathers and not isinstance(reduce, AllReduce):
                 raise ConfigError(
@@ -75,7 +75,9 @@ class GradCompress(Callback):
                     "that changes the reduction; leave that callback out, or use codec=bf16"
                 )
             self.own = lambda bucket: bucket
-            return self._compress(trainer, reduce, trainer.world, trainer.rank)
+            group = reduce.group if isinstance(reduce, AllReduce) else None  # a pipeline's has the replicas of a stage
+            ranks = (group.size(), group.rank()) if group else (trainer.world, trainer.rank)
+            return self._compress(trainer, reduce, *ranks)
         assert isinstance(reduce, TwoLevel)
         if reduce.nodes > 1:
             self.own = reduce.own
@@ -118,6 +120,7 @@ class GradCompress(Callback):
             log.warning("grad_compress: the codec's residuals are dropped")
 
     def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Optimizer:
+        self.names = {p: name for name, p in trainer.module.named_parameters()}  # a strategy may have replaced them
         momenta = [group.get("momentum") or group.get("betas") for group in optimizer.param_groups]
         if self.momentum and any(momenta):
             raise ConfigError(
@@ -169,6 +172,8 @@ def conflicts(
             f"codec={name} would send residuals of parameters that no rank has used, and DDP drops these; "
             "set trainer.ddp.find_unused_parameters=false, or use a codec without residuals"
         )
+    if codec.shared:
+        refused[Role.SPLIT] = f"codec={name} keeps one state for all ranks, and stages differ; use another codec"
     if momentum or clip_norm:
         knob = "momentum" if momentum else "clip_norm"
         reason = f"{knob} applies to gradients, and local_sgd sends weights"

@@ -28,7 +28,7 @@ class Hierarchical(Callback):
         self.ranks_per_node = ranks_per_node
 
     def wrap_reduce(self, trainer, reduce: Reduce) -> "TwoLevel":
-        world, per_node = trainer.world, self.ranks_per_node or trainer.ranks.ranks_per_node()
+        world, per_node = trainer.world, self.ranks_per_node or trainer.ranks.ranks_per_node("hierarchical")
         if world % per_node:
             raise ConfigError(
                 f"callbacks.hierarchical.ranks_per_node={per_node}: does not divide the {world} ranks; "

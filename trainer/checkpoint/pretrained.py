@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from trainer.checkpoint.manifest import FILE, Damaged, verify
+from trainer.checkpoint.manifest import FILE, MANIFEST, Damaged, verify
+from trainer.checkpoint.parts import open_parts, read_all
 from trainer.checkpoint.serialize import strict_json
 from trainer.errors import ConfigError, printable
 from trainer.log import log
@@ -39,6 +40,8 @@ def weights_files(source: str) -> list[Path]:
     for name in (INDEX, "model.safetensors", BIN_INDEX, "pytorch_model.bin"):
         if (path / name).is_file():
             return _shards(path, name, key) if name in (INDEX, BIN_INDEX) else [path / name]
+    if (path / MANIFEST).is_file():
+        return [path / MANIFEST]  # of a checkpoint whose ranks had parts of the weights
     raise ConfigError(
         f"{key}: no such checkpoint, .safetensors, .pt, .pth or .bin file, or Hugging Face folder; give one of these"
     )
@@ -67,13 +70,16 @@ def load_weights(module: nn.Module, source: str) -> None:
     weights: dict[str, Tensor] = {}
     try:
         if Path(source).is_dir() and not (Path(source) / "config.json").is_file():  # only a Hugging Face folder has one
-            verify(files[0].parent)
+            manifest = verify(files[0].parent)
+            if files[0].name == MANIFEST:
+                files, sections = [], open_parts(files[0].parent, manifest["files"], manifest.get("world", 0))
+                weights = read_all(sections.get("model", {}))
         for file in files:
             weights |= _read(file, own)
     except Damaged as error:
         raise ConfigError(f"{key}: {error}; give a whole checkpoint, or a file of weights alone") from None
     put_weights(module, weights, key)
-    log.info("weights from %s", ", ".join(map(str, files)))
+    log.info("weights from %s", ", ".join(map(str, files or [source])))
 
 
 def _read(file: Path, own: list[str]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from trainer.checkpoint import commit, locate, retention
 from trainer.checkpoint.fence import Attempt, refuse_superseded, see_attempt
 from trainer.checkpoint.lock import Claim
 from trainer.checkpoint.manifest import Entries
+from trainer.checkpoint.parts import part_section
 from trainer.checkpoint.serialize import rank_section
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.comm.ranks import Ranks
@@ -29,6 +30,7 @@ class State(NamedTuple):
     common: dict[str, Any]  # rank 0's, for all; empty on the others
     own: dict[str, Any]  # of this rank alone
     manifest: dict[str, Any]  # JSON; rank 0's
+    parts: dict[str, Any] = {}  # this rank's of `parts.SECTIONS`; empty on all ranks or on none
 
 
 class Saver:
@@ -60,7 +62,7 @@ class Saver:
         self.folder, self.options, self.ranks, self.heartbeat, self.claim = folder, options, ranks, heartbeat, claim
         self.attempt = claim.attempt if claim else Attempt(0, "")
         self.shares = shared and ranks.world > 1
-        self.snapshot, self.own = Snapshot(), Snapshot()
+        self.snapshot, self.own, self.parts = Snapshot(), Snapshot(), Snapshot()
         self.thread = ThreadPoolExecutor(1, "checkpoint", _lower_priority)
         self.writing: Future[Path | Entries | OSError] | None = None
         self.staging = False  # ranks stage their files; rank 0 commits when all ranks have staged
@@ -77,10 +79,10 @@ class Saver:
         if self.shares:
             self._refuse_other_disks()
 
-    def reserve(self, state: dict[str, Any]) -> None:
-        """Allocate memory for such a state in the thread, unless a checkpoint was requested already."""
-        if self.requested < 0:
-            self.reserving = self.thread.submit(self.snapshot.reserve, state)
+    def reserve(self, common: dict[str, Any], parts: dict[str, Any]) -> None:
+        """Allocate memory for such a `State` in the thread, unless a checkpoint was requested already."""
+        if self.requested < 0 and (common or parts):
+            self.reserving = self.thread.submit(self._reserve, common, parts)
 
     def save(
         self,
@@ -196,11 +198,14 @@ class Saver:
         if self.reserving is not None:
             self.reserving.result()
         files: dict[str, memoryview] = self.snapshot.take(state.common) if state.common else {}
-        if state.own:
-            section = rank_section(self.ranks.rank)
-            files |= self.own.take({section: state.own}, f"{section}.json")
+        for section, value, snapshot in (
+            (rank_section(self.ranks.rank), state.own, self.own),
+            (part_section(self.ranks.rank), state.parts, self.parts),
+        ):
+            if value:
+                files |= snapshot.take({section: value}, f"{section}.json")
         self.step, self.manifest = step, state.manifest
-        self.staging = self.shares and self.ranks.agree((int(bool(state.own)),))()[0] > 0
+        self.staging = self.shares and self.ranks.agree((int(bool(state.own or state.parts)),))()[0] > 0
         if self.staging:
             self.writing = self.thread.submit(self._stage, step, files)
         elif self.claim:
@@ -276,9 +281,13 @@ class Saver:
             retention.retain(self.folder, self.options.keep, self.options.keep_best, self.options.keep_every)
         return written
 
+    def _reserve(self, common: dict[str, Any], parts: dict[str, Any]) -> None:
+        self.snapshot.reserve(common)
+        self.parts.reserve({part_section(self.ranks.rank): parts})
+
     def _wait_for_copies(self) -> None:
-        self.snapshot.wait()
-        self.own.wait()
+        for snapshot in (self.snapshot, self.own, self.parts):
+            snapshot.wait()
 
     def _refusal(self, what: str) -> ConfigError:
         return ConfigError(

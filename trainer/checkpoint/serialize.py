@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +21,21 @@ from trainer.errors import ConfigError
 STATE = "state.json"
 STATE_BYTES = 256 << 20  # a larger file is refused
 SECTION = re.compile(r"[A-Za-z0-9_-]{1,99}")  # a section's name, which becomes a file name
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of a tensor that one rank has.
+
+    Args:
+        tensor: (rows, ...) of the whole tensor's (all rows, ...), or a tensor without dimensions.
+        shape: The whole tensor's.
+        start: The first of these rows, counted in the whole tensor.
+    """
+
+    tensor: Any
+    shape: tuple[int, ...]
+    start: int = 0
 
 
 def load_state(
@@ -44,15 +60,15 @@ def load_sections(
     """
     path = folder / STATE
     try:
-        for section, value in _read_json(folder, STATE, names).items():
+        for section, value in read_json(folder, STATE, names).items():
             if wanted(section):
-                yield section, _decode(value, _read_tensors(folder, names, section))
+                yield section, decode(value, _read_tensors(folder, names, section))
         for name in sorted(names):
             section = name.removesuffix(".json")
             if name not in (STATE, section) and wanted(section):
                 path = folder / name
-                value = _read_json(folder, name, names)[section]
-                yield section, _decode(value, _read_tensors(folder, names, section))
+                value = read_json(folder, name, names)[section]
+                yield section, decode(value, _read_tensors(folder, names, section))
     except Damaged:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
@@ -101,6 +117,8 @@ class Pack:
         """Return `value` as JSON. An object with one key that begins with $ stands for a value that JSON lacks."""
         if isinstance(value, Tensor):
             return {"$tensor": self.add(value, path)}
+        if isinstance(value, Part):
+            return {"$part": [self.add(value.tensor, path), list(value.shape), value.start]}
         if isinstance(value, dict):
             if not all(type(key) in (str, int) for key in value):
                 raise TypeError(f"state {'/'.join(path)}: keys {list(value)} can't be saved; make each a str or an int")
@@ -135,7 +153,8 @@ class Pack:
         return self.names[key]
 
 
-def _read_json(folder: Path, name: str, names: Collection[str]) -> Any:
+def read_json(folder: Path, name: str, names: Collection[str]) -> Any:
+    """Read a JSON file of the checkpoint that is among `names`."""
     if name not in names:
         raise ValueError("its manifest does not name it")
     with opened(folder, name) as file:
@@ -152,23 +171,26 @@ def _read_tensors(folder: Path, names: Collection[str], section: str) -> dict[st
         return {name: tensor.clone() for name, tensor in load_file(file).items()}
 
 
-def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def decode(value: Any, tensors: Mapping[str, Any]) -> Any:
+    """Return the value that `Pack.encode` was given, with `tensors[name]` in the place of each tensor."""
     if isinstance(value, list):
-        return [_decode(item, tensors) for item in value]
+        return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     match list(value.items()):
         case [("$tensor", name)]:
             return tensors[name]
+        case [("$part", [name, list(shape), int(start)])]:
+            return Part(tensors[name], tuple(shape), start)
         case [("$float", "inf" | "-inf" | "nan" as text)]:
             return float(text)
         case [("$tuple", list(items))]:
-            return tuple(_decode(item, tensors) for item in items)
+            return tuple(decode(item, tensors) for item in items)
         case [("$dict", list(items))]:
-            return {key: _decode(item, tensors) for key, item in items}
+            return {key: decode(item, tensors) for key, item in items}
     if any(key.startswith("$") for key in value):
         raise ValueError(f"unknown kind {list(value)}")
-    return {key: _decode(item, tensors) for key, item in value.items()}
+    return {key: decode(item, tensors) for key, item in value.items()}
 
 
 def strict_json(path: Path, most: int) -> Any:

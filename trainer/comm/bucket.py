@@ -38,7 +38,7 @@ class Bucket:
         """Return a view of each piece; a whole piece has its parameter's shape."""
         parts = flat.split([stop - start for _, start, stop in self.pieces])
         return [
-            part.view_as(p) if stop - start == p.numel() else part
+            part.view(p.shape) if stop - start == p.numel() else part
             for part, (p, start, stop) in zip(parts, self.pieces, strict=True)
         ]
 
@@ -49,6 +49,13 @@ class Bucket:
             part.as_strided(p.shape, p.stride(), part.storage_offset()) if dense(p) else part.view_as(p)
             for part, (p, _, _) in zip(parts, self.pieces, strict=True)
         ]
+
+    def take_gradients(self, flat: Tensor) -> None:
+        """Fill `flat` with the gradients of whole parameters, zero for one that has none, and free them."""
+        params = [p for p, _, _ in self.pieces]
+        torch._foreach_copy_(self.gradients(flat), [torch.zeros_like(p) if p.grad is None else p.grad for p in params])
+        for p in params:
+            p.grad = None
 
     def cut(self, start: int, stop: int) -> "Bucket":
         """Return the layout of elements `start` to `stop`; fewer if `stop` is past the end."""

@@ -74,8 +74,11 @@ class Ranks:
         assert isinstance(own, dist.ProcessGroup)
         return own
 
-    def ranks_per_node(self) -> int:
+    def ranks_per_node(self, callback: str) -> int:
         """Return how many ranks the launcher started on each node.
+
+        Args:
+            callback: Name of the callback that asks, for errors.
 
         Raises:
             ConfigError: The number differs between nodes, or ranks are not numbered node by node.
@@ -85,8 +88,8 @@ class Ranks:
         for rank, place in enumerate(places):
             if place != [rank % per_node, per_node]:
                 raise ConfigError(
-                    f"callbacks.hierarchical: rank {rank} has local rank {place[0]} of {place[1]}, and rank 0's node "
-                    f"has {per_node} ranks; start as many on each node, node by node, or leave hierarchical out"
+                    f"callbacks.{callback}: rank {rank} has local rank {place[0]} of {place[1]}, and rank 0's node "
+                    f"has {per_node} ranks; start as many on each node, node by node, or leave {callback} out"
                 )
         return per_node
 
@@ -166,9 +169,13 @@ def share_buffers(module: nn.Module, group: dist.ProcessGroup | None, but: Conta
     Args:
         group: None leaves the buffers as they are.
     """
-    buffers = [buffer for name, buffer in module.named_buffers() if name not in but]
-    if group is not None and buffers:
-        dist._broadcast_coalesced(group, buffers, 250 << 20, 0)
+    share([buffer for name, buffer in module.named_buffers() if name not in but], group)
+
+
+def share(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Copy tensors of the group's first rank to its others; None leaves them as they are."""
+    if group is not None and tensors:
+        dist._broadcast_coalesced(group, tensors, 250 << 20, 0)
 
 
 def all_gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:

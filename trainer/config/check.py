@@ -8,6 +8,7 @@ from typing import Any
 from trainer.comm.nccl import NCCLOptions
 from trainer.config.build import arguments, build, build_options
 from trainer.config.options import DataOptions, Options
+from trainer.config.parameter_groups import check_groups
 from trainer.config.redact import HIDDEN, redact, redacted_keys
 from trainer.config.schema import ANY_NAME, NO_DEFAULT, Knob, describe, fits, knobs, option_parameters
 from trainer.config.targets import ALLOWED, refuse_nested, refuse_target
@@ -94,11 +95,20 @@ def check_node(key: str, node: Any, allow: tuple[str, ...]) -> None:
     refuse_nested(key, arguments(node))
     if key in GROUPS and node.get("_partial_") and known and next(iter(known.values())).default is NO_DEFAULT:
         known = dict(list(known.items())[1:])  # its first argument, the groups of parameters, is no key
+    if key == "optimizer":
+        groups, node = split_groups(node)
+        types = {name: knob.annotation for name, knob in known.items()}
+        check_groups("optimizer.groups", groups or [], known=None if ANY_NAME in known else types)
     own = key in GROUPS and not target.startswith("trainer.")
     check_values(key, arguments(node), known, f"; {OWN_CHOICE.format(key)}" if own else "")
     for name, knob in known.items():
         if knob.default is NO_DEFAULT and name not in node and name != ANY_NAME and not node.get("_partial_"):
             raise ConfigError(f"{key}.{name}: is missing; give {key}.{name}=VALUE")
+
+
+def split_groups(node: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the settings for some of the parameters, and the optimizer's node without them."""
+    return node.get("groups"), {name: value for name, value in node.items() if name != "groups"}
 
 
 def check_stages(data: Mapping[str, Any], allow: tuple[str, ...]) -> None:

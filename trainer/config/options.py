@@ -78,7 +78,8 @@ class Options:
     nodes: int | str = 1  # or MIN:MAX under torchrun, whose nodes may come and go
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
+    affinity: Literal["auto", "none"] = "auto"  # auto: a rank has cores of its GPU's NUMA node to itself
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "bf16_params"] = "auto"
     deterministic: bool = False  # GPU kernels that give the same bits every time; an error if an operation has none
     max_steps: int | None = None
     max_epochs: float | None = None

@@ -20,17 +20,19 @@ class Split:
     Args:
         samples: Of the step, over all ranks.
         shares: The number of ranks, which then have even shares; or the samples of each rank.
-        accumulate: Micro-batches of each rank. No rank has fewer samples.
+        accumulate: Micro-batches of every rank, or of each. No rank has fewer samples.
     """
 
     samples: int
     shares: int | tuple[int, ...] = 1
-    accumulate: int = 1
+    accumulate: int | tuple[int, ...] = 1
 
     def __post_init__(self) -> None:
         sizes = [self.share(rank) for rank in range(self.world)]
         assert sum(sizes) == self.samples, f"{self}: the shares do not add up"
-        assert min(sizes) >= self.accumulate > 0, f"{self}: a micro-batch without samples"
+        assert isinstance(self.accumulate, int) or len(self.accumulate) == self.world, f"{self}: ranks without a count"
+        fits = all(size >= self.micros(rank) > 0 for rank, size in enumerate(sizes))
+        assert fits, f"{self}: a micro-batch without samples"
 
     @property
     def world(self) -> int:
@@ -41,10 +43,14 @@ class Split:
         first, last = piece(self.samples, rank, self.shares)
         return last - first
 
+    def micros(self, rank: int) -> int:
+        """Return the micro-batches of `rank`."""
+        return self.accumulate if isinstance(self.accumulate, int) else self.accumulate[rank]
+
     @property
     def micro(self) -> int:
         """The samples of the largest micro-batch on any rank."""
-        return -(-max(map(self.share, range(self.world))) // self.accumulate)
+        return max(-(-self.share(rank) // self.micros(rank)) for rank in range(self.world))
 
 
 class Micro(NamedTuple):
@@ -64,7 +70,12 @@ class Step:
     Args:
         micros: With an `Upload` for a batch that is not on the device yet.
         following: First micro-batch of the next step, whose upload begins with the last batch of this one.
+
+    Attributes:
+        reduces: The last backward pass reduces the gradients over ranks.
     """
+
+    reduces = True
 
     def __init__(self, micros: Sequence[Micro], following: Sequence[Micro] = ()) -> None:
         self.weights: list[int] = []

@@ -84,7 +84,7 @@ class Loader:
             micros = map(partial(to_upload, stream=stream), micros)
         ahead: list[Micro] = []  # with a stream, the first of the next step, which is uploaded during this one
         for split in (split for _, split in steps(start)) if split_at else itertools.repeat(self.split):
-            now = [*ahead, *itertools.islice(micros, split.accumulate - len(ahead))]
+            now = [*ahead, *itertools.islice(micros, split.micros(self.rank) - len(ahead))]
             if stream:
                 ahead = list(itertools.islice(micros, 1))
             if not now:
@@ -130,16 +130,24 @@ class Loader:
             return training_needs(order, itertools.takewhile(lambda step: step[0] < stop, steps()), self.rank)
 
         lanes = -(-self.options.lanes // self.split.world)
-        accumulate = max(self.split.accumulate, next(steps())[1].accumulate)
+        accumulate = max(self.split.micros(self.rank), next(steps())[1].micros(self.rank))
         each = AHEAD * accumulate / max(1, self.options.workers)
         ahead = max(self.options.prefetch, math.ceil(each))
-        return self._run(replace_bad(self._load(source, self._refs(order, steps()), needs, lanes, ahead)))
+        micros = self._load(source, self._refs(order, steps()), needs, lanes, ahead, self._step_ends(steps()))
+        return self._run(replace_bad(micros))
 
     def _refs(self, order: Order | Mixture, steps: Iterator[tuple[int, Split]]) -> Iterator[list[Ref]]:
         for start, split in steps:
             local = order.local(start, start + split.samples, self.rank, split.shares)
-            for part in range(split.accumulate):
-                yield local[slice(*near_equal(len(local), part, split.accumulate))]
+            accumulate = split.micros(self.rank)
+            for part in range(accumulate):
+                yield local[slice(*near_equal(len(local), part, accumulate))]
+
+    def _step_ends(self, steps: Iterator[tuple[int, Split]]) -> Iterator[bool]:
+        """Yield for each micro-batch whether it is its step's last."""
+        for _, split in steps:
+            yield from itertools.repeat(False, split.micros(self.rank) - 1)
+            yield True
 
     def _iterated(
         self, source: Iterable[Any], steps: Callable[[int], Iterator[tuple[int, Split]]], start: int
@@ -153,7 +161,7 @@ class Loader:
             refuse_other_size(first.batch, self.split)
         passed = itertools.takewhile(lambda step: step[0] < start, steps(0))
         return itertools.islice(
-            itertools.chain(iter([first]), micros), sum(split.accumulate for _, split in passed), None
+            itertools.chain(iter([first]), micros), sum(split.micros(self.rank) for _, split in passed), None
         )
 
     def _stored(self, source: Samples) -> Iterator[list[Ref]]:
@@ -164,13 +172,15 @@ class Loader:
         return replay(source, self.weight or count_samples, mix(self.seed, ITERABLE, self.rank), endless)
 
     def _load(
-        self, source: Samples, micro_refs: Iterator[list[Ref]], needs: Needs, lanes: int, ahead: int
-    ) -> Generator[Micro]:
+        self, source: Samples, micro_refs: Iterator[list[Ref]], needs: Needs, lanes: int, ahead: int,
+        ends: Iterator[bool] | None = None,
+    ) -> Generator[Micro]:  # fmt: skip
         """Yield the micro-batches of `micro_refs`, in this order, from workers.
 
         Args:
-            needs: Yields the shards of each micro-batch.
+            needs: Yields the shards of the micro-batches up to each end.
             ahead: Micro-batches that each worker loads ahead.
+            ends: Tells of each micro-batch whether it is such an end; None: each is.
         """
         to_load, to_name, later = itertools.tee(micro_refs, 3)
         workers, timeout_s = self.options.workers, self.timeout_s
@@ -189,10 +199,11 @@ class Loader:
         batches = start_workers(loader, to_load) if workers else loader(sampler=to_load)
         try:
             with fetching(source.reader.remote(), needs, lanes, self.ranks_on_node) as passed:
-                for fetched, refs in zip(batches, to_name, strict=False):
+                for fetched, refs, end in zip(batches, to_name, ends or itertools.repeat(True), strict=False):
                     if isinstance(fetched, Exception):
                         raise fetched
-                    passed()
+                    if end:
+                        passed()
                     batch, weight, bad = fetched
                     micro = Micro(batch, weight, refs, bad)
                     del fetched, batch  # so that the consumer alone keeps the batch

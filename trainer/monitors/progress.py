@@ -16,8 +16,11 @@ SHOWN = {
     "perf/samples_per_s": "{:,.0f} samples/s",
     "perf/tokens_per_s": "{:,.0f} tokens/s",
     "perf/mfu": "mfu {:.1%}",
+    "perf/peak_memory_gib": "peak {:.1f} GiB",
+    "perf/peak_rss_gib": "peak {:.1f} GiB",
 }
-OPTIONAL = ("train/lr", "perf/mfu", "perf/tokens_per_s")  # left out in this order if the terminal is too narrow
+# Left out in this order if the terminal is too narrow.
+OPTIONAL = ("train/lr", "perf/peak_rss_gib", "perf/peak_memory_gib", "perf/mfu", "perf/tokens_per_s")
 
 SHORT_BAR = 11  # columns
 BAR = 29  # columns of the long bar and the elapsed time

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from trainer.callback import TrainerProtocol
 from trainer.errors import NumericsError
+from trainer.parallel.rows import local
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
@@ -25,7 +26,7 @@ def check(trainer: TrainerProtocol) -> None:
     if trainer.step % every or trainer.global_model is not trainer.module:
         return
     named = dict(trainer.module.named_parameters())
-    own = torch.stack([checksum(p) for p in named.values()])
+    own = torch.stack([checksum(local(p.detach())) for p in named.values()])
     both = torch.stack([own, ~own])
     if group is not None:
         dist.all_reduce(both, dist.ReduceOp.MIN, group=group)
@@ -56,4 +57,4 @@ def _others(own: Tensor, group: dist.ProcessGroup | None, names: list[str]) -> t
 
 def checksum(tensor: Tensor) -> Tensor:
     """Sum the tensor's bits as integers: one element that differs always changes the sum."""
-    return tensor.detach().reshape(-1).view(INTEGERS.get(tensor.element_size(), torch.int64)).sum()
+    return tensor.reshape(-1).view(INTEGERS.get(tensor.element_size(), torch.int64)).sum()

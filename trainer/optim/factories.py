@@ -1,10 +1,12 @@
-"""Makes the optimizers that the config names: torch's own, fused if possible, and LAMB."""
+"""Makes the optimizers that the config names: torch's own, fused if possible, and others."""
 
 import torch
 from torch.optim import Optimizer
 
+from trainer.errors import ConfigError, require
 from trainer.optim.groups import Groups
 from trainer.optim.lamb import Lamb
+from trainer.optim.lars import Lars
 
 
 def adamw(
@@ -18,6 +20,7 @@ def adamw(
 
     The defaults of betas and eps are RoBERTa's (Liu et al. 2019, arXiv:1907.11692).
     """
+    require_adam(lr, betas, eps, weight_decay)
     return torch.optim.AdamW(params, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, fused=True)
 
 
@@ -27,6 +30,8 @@ def sgd(
     # Not fused: torch 2.13's fused SGD does not update bf16 parameters on the CPU (pytorch#191763). Also, if fp16's
     # scaler skips the first step, the momentum starts as uninitialised memory, on CUDA too. Without fusing, each step
     # in fp16 waits for the device.
+    for key, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+        require(f"optimizer.{key}", value, at_least=0)
     return torch.optim.SGD(params, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
 
 
@@ -37,4 +42,79 @@ def lamb(
     eps: float = 1e-6,
     weight_decay: float = 0.01,
 ) -> Optimizer:
+    require_adam(lr, betas, eps, weight_decay)
     return Lamb(params, lr, (betas[0], betas[1]), eps, weight_decay)
+
+
+def lars(
+    params: Groups,
+    lr: float = 1.0,
+    momentum: float = 0.9,
+    weight_decay: float = 5e-4,
+    trust_coefficient: float = 1e-3,
+) -> Optimizer:
+    return Lars(params, lr, momentum, weight_decay, trust_coefficient)
+
+
+def adafactor(
+    params: Groups,
+    lr: float = 1e-2,
+    beta2_decay: float = -0.8,
+    eps: tuple[float | None, float] = (None, 1e-3),
+    d: float = 1.0,
+    weight_decay: float = 0.0,
+) -> Optimizer:
+    """Make Adafactor (Shazeer and Stern 2018, arXiv:1804.04235), without momentum.
+
+    A matrix of n by m has a second moment of n + m elements. Each step waits for the device.
+
+    Args:
+        beta2_decay: Exponent c of the moment's decay, 1 - t**c.
+        eps: Of the second moment (null: that of the type), and the least length of a parameter for the relative step.
+        d: Largest root mean square of an update.
+    """
+    require("optimizer.lr", lr, at_least=0)
+    if not beta2_decay <= 0:
+        raise ConfigError(f"optimizer.beta2_decay={beta2_decay}: must be at most 0")
+    for i, value in enumerate(eps):
+        require(f"optimizer.eps.{i}", value, at_least=0)
+    require("optimizer.d", d, at_least=1)
+    require("optimizer.weight_decay", weight_decay, at_least=0)
+    return torch.optim.Adafactor(params, lr, beta2_decay, (eps[0], eps[1]), d, weight_decay)
+
+
+def adamw8bit(
+    params: Groups,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.98),
+    eps: float = 1e-6,
+    weight_decay: float = 0.01,
+    min_8bit_size: int = 4096,
+) -> Optimizer:
+    """Make AdamW with moments of 8 bits (Dettmers et al. 2021, arXiv:2110.02861).
+
+    Args:
+        min_8bit_size: Elements of the smallest parameter with 8-bit moments.
+
+    Raises:
+        ConfigError: The package bitsandbytes is missing, or a setting is out of range.
+    """
+    require_adam(lr, betas, eps, weight_decay)
+    require("optimizer.min_8bit_size", min_8bit_size, at_least=1)
+    try:
+        from trainer.optim.adamw8bit import AdamW8bit
+    except ImportError as error:
+        raise ConfigError(
+            f"optimizer=adamw8bit: needs the package bitsandbytes ({error}); python -m pip install "
+            "'bitsandbytes>=0.50,<0.51'"
+        ) from None
+    settings = {"lr": lr, "betas": (betas[0], betas[1]), "eps": eps, "weight_decay": weight_decay}
+    return AdamW8bit(params, **settings, min_8bit_size=min_8bit_size)
+
+
+def require_adam(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Refuse settings of an Adam that are out of range."""
+    for key, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        require(f"optimizer.{key}", value, at_least=0)
+    for i, beta in enumerate(betas):
+        require(f"optimizer.betas.{i}", beta, at_least=0, below=1)

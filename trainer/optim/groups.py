@@ -1,36 +1,208 @@
 """Makes parameter groups, and the optimizer from them."""
 
-from collections.abc import Callable, Iterable
+import difflib
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.errors import ConfigError
+from trainer.config.parameter_groups import NOT_SETTINGS, check_groups
+from trainer.errors import ConfigError, nearest
+from trainer.log import log
 
 Groups = Iterable[dict[str, Any]]
+Make = Callable[[Groups], Optimizer]
 
 
-def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
-    """Return two groups: matrices, and parameters of fewer than two dimensions, which take no weight decay."""
-    trained = [p for p in module.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() >= 2]},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+@dataclass(frozen=True)
+class WithGroups:
+    """A function that makes an optimizer, with `optimizer.groups`: settings for some of the parameters."""
+
+    make: Make
+    groups: Sequence[Mapping[str, Any]]
+
+    def __call__(self, params: Groups) -> Optimizer:
+        return self.make(params)
 
 
-def make_optimizer(optimizer: Callable[[Groups], Optimizer], module: nn.Module) -> Optimizer:
+@dataclass(frozen=True)
+class Rule:
+    key: str  # as a message names it, such as optimizer.groups.0
+    settings: dict[str, Any]
+    names: list[str]  # of its parameters; a tied one has the first of its names
+
+
+class ParameterRules:
+    """The settings for some of the parameters, from `optimizer.groups` and from `recipe.parameter_groups`.
+
+    A parameter that several groups match belongs to the first of them. The config's come before the recipe's.
+    """
+
+    def __init__(self, optimizer: Make, recipe: Any, module: nn.Module) -> None:
+        """Find the parameters of each group, and freeze those that a group freezes.
+
+        Raises:
+            ConfigError: A group is malformed, or is of no parameter.
+        """
+        self.rules: list[Rule] = []
+        self.of: dict[str, Rule] = {}
+        own = optimizer.groups if isinstance(optimizer, WithGroups) else ()
+        check_groups("optimizer.groups", own)
+        for i, group in enumerate(own):
+            self._add(f"optimizer.groups.{i}", group, matched(f"optimizer.groups.{i}", group["match"], module))
+        groups = recipe.parameter_groups(module) if hasattr(recipe, "parameter_groups") else []
+        check_groups("recipe.parameter_groups()", groups, "params")
+        for i, group in enumerate(groups):
+            key = f"recipe.parameter_groups().{i}"
+            self._add(key, group, listed(key, group["params"], module))
+        self._freeze(module)
+
+    def _add(self, key: str, group: Mapping[str, Any], found: list[str]) -> None:
+        own = [name for name in found if name not in self.of]
+        if found and not own:
+            raise ConfigError(f"{key}: all its parameters are in groups before it; put it before them, or leave it out")
+        rule = Rule(key, {name: value for name, value in group.items() if name not in NOT_SETTINGS}, own)
+        self.rules.append(rule)
+        self.of |= dict.fromkeys(own, rule)
+
+    def _freeze(self, module: nn.Module) -> None:
+        parameters = dict(module.named_parameters())
+        for rule in self.rules:
+            own = [parameters[name] for name in rule.names]
+            if rule.settings.get("freeze"):
+                for p in own:
+                    p.requires_grad_(False)
+            elif own and not any(p.requires_grad for p in own):
+                raise ConfigError(f"{rule.key}: all its parameters are frozen already; leave the group out")
+
+    def described(self) -> list[dict[str, Any]] | None:
+        """Return what a resume compares: each group's settings, and a digest of its names. None without groups."""
+        return [{**rule.settings, "parameters": digest(rule.names)} for rule in self.rules] or None
+
+
+def digest(names: list[str]) -> str:
+    return f"{len(names)}, {hashlib.sha256(repr(names).encode()).hexdigest()[:12]}"
+
+
+def matched(key: str, patterns: str | list[str], module: nn.Module) -> list[str]:
+    """Return the names of parameters that fnmatch finds. A tied parameter is found by any of its names.
+
+    Raises:
+        ConfigError: A pattern matches nothing. The message has similar names.
+    """
+    first = {p: name for name, p in module.named_parameters()}
+    names = {name: first[p] for name, p in module.named_parameters(remove_duplicate=False)}
+    found: dict[str, None] = {}
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        own = [first for name, first in names.items() if fnmatchcase(name, pattern)]
+        if not own:
+            inner = {name.rsplit(".", depth)[0] for name in names for depth in range(1, name.count(".") + 1)}
+            near = difflib.get_close_matches(pattern, [*names, *(f"{name}.*" for name in sorted(inner))], 3, 0.5)
+            hint = (
+                f"did you mean {' or '.join(near)}?" if near else f"the names begin with {', '.join(list(names)[:3])}"
+            )
+            raise ConfigError(f"{key}.match={pattern}: no parameter has such a name; {hint}")
+        found |= dict.fromkeys(own)
+    return list(found)
+
+
+def listed(key: str, parameters: Iterable[nn.Parameter], module: nn.Module) -> list[str]:
+    """Return the names of a recipe's parameters.
+
+    Raises:
+        ConfigError: A parameter is not the model's.
+    """
+    first = {p: name for name, p in module.named_parameters()}
+    own = list(parameters)
+    if other := [p for p in own if not isinstance(p, Tensor) or p not in first]:
+        kind = f"a tensor of shape {tuple(other[0].shape)}" if isinstance(other[0], Tensor) else repr(other[0])
+        raise ConfigError(f"{key}.params: has {kind}, which is no parameter of the model; take model.parameters()")
+    return [first[p] for p in own]
+
+
+def parameter_groups(module: nn.Module, rules: Sequence[Rule] = (), by_hidden: bool = False) -> list[dict[str, Any]]:
+    """Return matrices, and parameters of fewer than two dimensions, which take no weight decay unless a rule says so.
+
+    Args:
+        rules: The groups of a rule come after those without one.
+        by_hidden: Each group says whether its matrices are hidden.
+    """
+    rule_of = {name: i for i, rule in enumerate(rules) for name in rule.names}
+    hidden = hidden_matrices(module) if by_hidden else set[Tensor]()
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name, p in module.named_parameters():
+        if not p.requires_grad:
+            continue
+        i = rule_of.get(name, -1)
+        decays = p.dim() >= 2
+        settings: dict[str, Any] = {"hidden": p in hidden} if by_hidden else {}
+        settings |= {} if decays else {"weight_decay": 0.0}
+        settings |= {key: value for key, value in rules[i].settings.items() if key != "freeze"} if i >= 0 else {}
+        key = (i, not decays, not settings.get("hidden"))
+        found.setdefault(key, {"params": [], **settings})["params"].append(p)
+    return [found[key] for key in sorted(found)]
+
+
+def hidden_matrices(module: nn.Module) -> set[Tensor]:
+    """Return parameters of two dimensions but embeddings, matrices tied to them, and the output head.
+
+    Only transformers' models tell their head, by `get_output_embeddings`.
+    """
+    others, matrices = set[Tensor](), {p for p in module.parameters() if p.dim() == 2}
+    for part in module.modules():
+        head = getattr(part, "get_output_embeddings", None)
+        parts = (part if isinstance(part, nn.Embedding | nn.EmbeddingBag) else None, head() if callable(head) else None)
+        others |= {p for inner in parts if isinstance(inner, nn.Module) for p in inner.parameters()}
+    return set[Tensor](matrices) - others
+
+
+def make_optimizer(optimizer: Make, module: nn.Module, rules: ParameterRules | None = None) -> Optimizer:
     """Make the optimizer of the module's parameter groups.
 
     Raises:
-        ConfigError: The optimizer refuses its settings.
+        ConfigError: The optimizer refuses its settings, or lacks a setting of a group.
     """
-    groups = parameter_groups(module)
+    make = optimizer.make if isinstance(optimizer, WithGroups) else optimizer
+    by_hidden = getattr(make.func if isinstance(make, partial) else make, "by_hidden", False)
+    groups = parameter_groups(module, rules.rules if rules else (), by_hidden)
     if not groups:
         raise ConfigError("recipe.model(): no parameter requires a gradient; unfreeze some parameters")
+    made = tried(make, groups)
+    for rule in rules.rules if rules else ():
+        refuse_settings(rule, make, made, groups)
+    for group in made.param_groups:
+        group["lr"] *= group.pop("lr_scale", 1.0)
+    if by_hidden:
+        names = {p: name for name, p in module.named_parameters()}
+        rest = [p for group in made.param_groups if not group["hidden"] for p in group["params"]]
+        matrices = ", ".join(names[p] for p in rest if p.dim() == 2)
+        log.info("%s: AdamW steps %d parameters, of which are matrices: %s", type(made).__name__, len(rest), matrices)
+    return made
+
+
+def tried(make: Callable[..., Optimizer], groups: Groups, key: str = "optimizer", **settings: Any) -> Optimizer:
     try:
-        return optimizer(groups)
+        return make(groups, **settings)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}" if settings else str(error)) from None
     except ValueError as error:
-        raise ConfigError(f"optimizer: {error}; correct the keys optimizer.*") from error
+        raise ConfigError(f"{key}: {error}; correct the keys {key}.*") from error
+
+
+def refuse_settings(rule: Rule, make: Make, made: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Refuse a setting that the optimizer does not have for a group, and a value that it would not take for all."""
+    settings = {name: value for name, value in rule.settings.items() if name not in ("freeze", "lr_scale")}
+    if other := settings.keys() - made.defaults.keys():
+        name = sorted(other)[0]
+        kind = type(made).__name__
+        hint = nearest(name, {*made.defaults, "lr_scale", "freeze"})
+        raise ConfigError(f"{rule.key}.{name}={settings[name]}: {kind} has no such setting of a group; {hint}")
+    settings.pop("hidden", None)
+    if settings and settings.keys() <= inspect.signature(make).parameters.keys():
+        tried(make, [{**group} for group in groups], rule.key, **settings)

@@ -42,7 +42,12 @@ class Lamb(Optimizer):
         updates = torch._foreach_div(torch._foreach_div(means, [1 - beta1**t for t in steps]), roots)
         if decay:
             torch._foreach_add_(updates, params, alpha=decay)
-        for p, update in zip(params, updates, strict=True):
-            weight_norm, update_norm = p.norm(), update.norm()
-            ratio = torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
-            p.sub_(update.mul_(ratio * lr))
+        weights, lengths = norms(params), norms(list(updates))
+        ratios = torch.where((weights > 0) & (lengths > 0), weights / lengths, 1.0)
+        torch._foreach_mul_(updates, (ratios * lr).unbind())
+        torch._foreach_sub_(params, updates)
+
+
+def norms(tensors: list[Tensor]) -> Tensor:
+    """Return the L2 norm of each of n tensors, (n,). Each is of its tensor alone, whichever others are in the list."""
+    return torch.stack(torch._foreach_norm(tensors))

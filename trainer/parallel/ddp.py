@@ -3,8 +3,8 @@
 import gc
 import importlib
 import weakref
-from collections.abc import Callable
-from itertools import compress
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from trainer.comm.bucket import Bucket
 from trainer.comm.reduce import Background, Reduce
-from trainer.parallel.strategy import clip_gradients, trained
+from trainer.parallel.strategy import clip_gradients, load_replica, trained, zero_loss
+from trainer.parallel.warmup import constants, integer_buffers
 
 
 class DDP:
@@ -30,7 +32,7 @@ class DDP:
         constant_buffers: Names of buffers that are equal on all ranks, so DDP does not broadcast them.
     """
 
-    lockstep, syncing = False, True
+    whole, lockstep, syncing = True, False, True
 
     def __init__(
         self,
@@ -71,27 +73,38 @@ class DDP:
         if isinstance(self.model, DistributedDataParallel):
             self.model.require_backward_grad_sync = on
 
+    def share_buffers(self) -> None:
+        if isinstance(self.model, DistributedDataParallel):
+            if self.model._check_sync_bufs_pre_fwd():
+                self.model._sync_buffers()
+            self.model.require_forward_param_sync = False  # until a pass that reduces
+
+    def reduce_gradients(self) -> None:
+        """Run a backward pass that adds zero to each gradient, so that DDP reduces what is there."""
+        if isinstance(self.model, DistributedDataParallel):
+            self.sync_gradients(True)
+            zero = torch.stack([p.sum().float() for p in self.parameters]).sum() * 0.0
+            self.model._pre_forward(zero)
+            passed: Any = self.model._post_forward(zero)
+            passed.backward()
+
     def clip(self, max_norm: float | None) -> Tensor:
         return clip_gradients(self.parameters, max_norm)
 
-    def warm_up(self, run_pass: Callable[[], None]) -> None:
-        """Run two passes: DDP rebuilds its buckets after the first. With a static graph, run three.
+    def zero_loss(self, run: Callable[[], Tensor]) -> Tensor:
+        run()
+        return zero_loss(self.parameters, self.arguments["find_unused_parameters"])
 
-        A buffer that is not floating-point, and that no rank's pass has changed, is a constant.
-        """
-        before = {name: b.clone() for name, b in self.module.named_buffers() if not b.is_floating_point()}
+    def copy(self) -> nn.Module:
+        return deepcopy(self.module)
+
+    def warm_up(self, run_pass: Callable[[], None]) -> None:
+        """Run two passes: DDP rebuilds its buckets after the first. With a static graph, run three."""
+        before = integer_buffers(self.module)
         for _ in range(3 if self.arguments["static_graph"] else 2):
             run_pass()
-        if before:
-            self._leave_out_constants(before)
-
-    def _leave_out_constants(self, before: dict[str, Tensor]) -> None:
-        """Stop broadcasting buffers that still have the value `before`. A collective."""
-        after = dict(self.module.named_buffers())
-        changed = [name not in after or not torch.equal(value, after[name]) for name, value in before.items()]
-        dist.all_reduce(anywhere := torch.tensor(changed, dtype=torch.uint8, device=self.device), dist.ReduceOp.MAX)
-        self.constant_buffers = frozenset(compress(before, anywhere.logical_not().tolist()))
-        if isinstance(self.model, DistributedDataParallel):
+        self.constant_buffers = constants(self.module, before, self.device)
+        if self.constant_buffers and isinstance(self.model, DistributedDataParallel):
             self.model.parameters_to_ignore |= self.constant_buffers
             self.model._assign_modules_buffers()
 
@@ -107,6 +120,12 @@ class DDP:
         # DDP counts only those that it does not ignore.
         known = [i for i, name in enumerate(names) if name not in self.model.parameters_to_ignore]
         return [[known[int(i)] for i in bucket.split()] for bucket in text.split(",") if bucket.strip()]
+
+    def save(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        return {}
+
+    def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
+        load_replica(self.module, optimizer, sections)
 
     def _reduce_bucket(self, _: None, bucket: dist.GradBucket) -> Future[Tensor]:
         assert self.background and self.reduce

@@ -1,13 +1,23 @@
 """The layout of a model over the ranks: its contract, and the layout on a single device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from trainer.checkpoint.parts import read_all
+from trainer.checkpoint.serialize import load_optimizer_state
+from trainer.errors import DataError
+
+
+class OutputElsewhere(BaseException):
+    """Raised by a model's forward pass on a rank that gets no output: another stage has it. No recipe catches it."""
 
 
 class Strategy(Protocol):
@@ -18,6 +28,7 @@ class Strategy(Protocol):
     data_rank: int  # this rank among those that read different data
     data_world: int  # the number of such ranks, over which a batch is split
     replicas: ProcessGroup | None  # the ranks that have this one's weights; None: no other has
+    whole: bool  # each rank has the whole model, in which it trains
     lockstep: bool  # forward passes communicate, so every rank makes as many, also in validation
     syncing: bool  # the next backward pass reduces
     constant_buffers: frozenset[str]  # names of those that are equal on all ranks
@@ -26,8 +37,24 @@ class Strategy(Protocol):
         """Switch the reduction in the next backward passes on or off. Called when it changes."""
         ...
 
+    def share_buffers(self) -> None:
+        """Share the buffers now, so that passes without a reduction communicate nothing. A collective."""
+        ...
+
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients that passes without a reduction have left. A collective."""
+        ...
+
     def clip(self, max_norm: float | None) -> Tensor:
         """Scale the gradients to a global norm of at most `max_norm`; return the norm before scaling, a scalar."""
+        ...
+
+    def zero_loss(self, run: Callable[[], Tensor]) -> Tensor:
+        """Run a pass without items; return 0.0 with gradients of zero, for its own loss may be NaN."""
+        ...
+
+    def copy(self) -> nn.Module:
+        """Return a copy of the bare model in this layout, with hooks and all. A collective."""
         ...
 
     def warm_up(self, run_pass: Callable[[], None]) -> None:
@@ -42,11 +69,27 @@ class Strategy(Protocol):
         """Use the bare model from here on: its backward pass reduces nothing."""
         ...
 
+    def save(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        """Return this rank's part of the checkpoint's sections `model` and `optimizer`. No collective.
+
+        A section is laid out as by `Module.state_dict` or by `serialize.optimizer_state`, with live tensors. A `Part`
+        stands for rows of a tensor. Each row and each value is given by one rank only. All ranks return the same
+        sections; rank 0 saves those that no rank returns, whole.
+        """
+        ...
+
+    def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
+        """Load `model`, and `optimizer` if it is there, as any strategy on any number of ranks has saved them.
+
+        The sections are whole, and have a `parts.Stored` for each tensor: read the rows that this rank needs.
+        """
+        ...
+
 
 class SingleDevice:
     """One rank: the model itself."""
 
-    data_rank, data_world, lockstep, syncing = 0, 1, False, True
+    data_rank, data_world, whole, lockstep, syncing = 0, 1, True, False, True
     replicas: ProcessGroup | None = None
     constant_buffers: frozenset[str] = frozenset()
 
@@ -56,8 +99,21 @@ class SingleDevice:
     def sync_gradients(self, on: bool) -> None:
         self.syncing = on
 
+    def share_buffers(self) -> None:
+        """Do nothing: no other rank has buffers."""
+
+    def reduce_gradients(self) -> None:
+        """Do nothing: no other rank has gradients."""
+
     def clip(self, max_norm: float | None) -> Tensor:
         return clip_gradients(self.parameters, max_norm)
+
+    def zero_loss(self, run: Callable[[], Tensor]) -> Tensor:
+        run()
+        return zero_loss(self.parameters, unused=False)
+
+    def copy(self) -> nn.Module:
+        return deepcopy(self.model)
 
     def warm_up(self, run_pass: Callable[[], None]) -> None:
         """Do nothing: there is no layout that changes."""
@@ -67,6 +123,12 @@ class SingleDevice:
 
     def unwrap(self) -> None:
         """Do nothing: the model is bare."""
+
+    def save(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        return {}
+
+    def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
+        load_replica(self.model, optimizer, sections)
 
 
 def to_device(model: nn.Module, device: torch.device) -> nn.Module:
@@ -78,6 +140,27 @@ def to_device(model: nn.Module, device: torch.device) -> nn.Module:
 def trained(model: nn.Module) -> list[nn.Parameter]:
     """List the parameters that have gradients."""
     return [p for p in model.parameters() if p.requires_grad]
+
+
+def load_replica(module: nn.Module, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
+    """Load all of the sections of `Strategy.load`, as a rank does that has the whole model."""
+    module.load_state_dict(read_all(sections["model"]))
+    if "optimizer" in sections:
+        load_optimizer_state(optimizer, module, read_all(sections["optimizer"]))
+
+
+def zero_loss(parameters: Sequence[Tensor], unused: bool) -> Tensor:
+    """Return 0.0, with a gradient of zero for each parameter.
+
+    Args:
+        unused: DDP looks for unused parameters, so no micro-batch can have weight 0.
+    """
+    if unused:
+        raise DataError(
+            "trainer.ddp.find_unused_parameters=true: a micro-batch has weight 0, and DDP would wait for its "
+            "parameters; set trainer.ddp.find_unused_parameters=false, or give every micro-batch a weight"
+        )
+    return torch.stack([p.sum().float() for p in parameters]).sum() * 0.0
 
 
 def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:

@@ -3,9 +3,11 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import compress
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from trainer.comm.ranks import Ranks
 
@@ -17,6 +19,21 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
     yield
     for buffer, value in zip(module.buffers(), before, strict=True):
         buffer.copy_(value)
+
+
+def integer_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Copy the buffers that are not floating-point, which passes often leave as they are."""
+    return {name: buffer.clone() for name, buffer in module.named_buffers() if not buffer.is_floating_point()}
+
+
+def constants(module: nn.Module, before: dict[str, Tensor], device: torch.device) -> frozenset[str]:
+    """Return the names of the buffers that still have the value `before` on all ranks. A collective."""
+    if not before:
+        return frozenset()
+    after = dict(module.named_buffers())
+    changed = [name not in after or not torch.equal(value, after[name]) for name, value in before.items()]
+    dist.all_reduce(anywhere := torch.tensor(changed, dtype=torch.uint8, device=device), dist.ReduceOp.MAX)
+    return frozenset(compress(before, anywhere.logical_not().tolist()))
 
 
 def time_pass(run_pass: Callable[[], None], ranks: Ranks) -> float:

@@ -81,11 +81,10 @@ class Heartbeat:
             patience_s: Extra seconds allowed for the work that begins now.
             busy: The rank writes its last checkpoint.
         """
-        if step is None and self.began < 0:
-            return
         if step is not None:
             self.began, self.step = step if self.began < 0 else self.began, step
-        self.left_s = self.still_s + patience_s
+        if self.began >= 0:
+            self.left_s = self.still_s + patience_s
         self._write(patience_s, busy)
 
     def _write(self, patience_s: float, busy: bool) -> None:

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from trainer import monitors
 from trainer.callback import Role
 from trainer.checkpoint.manifest import Damaged, verify
+from trainer.checkpoint.parts import open_parts, read_all
 from trainer.checkpoint.pretrained import put_weights
 from trainer.checkpoint.serialize import load_state
 from trainer.config.check import check
@@ -69,9 +70,12 @@ def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
     refuse_other_data(source, manifest["identity"]["data"], key)
     torch.manual_seed(seed)
     model = recipe.model()
-    state = load_state(path, manifest["files"], {"model", "callbacks"}.__contains__)
-    averages = (state["callbacks"].get(name) for name, c in made["callbacks"].items() if c.role is Role.AVERAGE)
-    put_weights(model, next(averages, None) or state["model"], key)
+    sections = open_parts(path, manifest["files"], manifest["world"])
+    state = load_state(path, manifest["files"], "callbacks".__eq__)
+    callbacks = sections.get("callbacks", state["callbacks"])
+    averages = (callbacks.get(name) for name, c in made["callbacks"].items() if c.role is Role.AVERAGE)
+    weights = read_all(next(averages, None) or sections["model"])
+    put_weights(model, weights, key)
     make_writable("FOLDER", folder)
     recipe.export(model.eval(), folder)
     apply_umask(folder)

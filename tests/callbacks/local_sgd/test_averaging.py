@@ -84,6 +84,13 @@ def test_states_of_ranks_have_a_mean():
     assert mean["w"]["m"].tolist() == [2.0, 2.0] and mean["step"] == 1 and mean["kind"] == "Adam"
 
 
+def test_moments_of_8_bits_have_no_mean():
+    """Each rank's values count in scales of its own."""
+    states = [{"optimizer": {"head.weight": {"step": 3, "state1": torch.zeros(4, dtype=torch.uint8)}}}] * 2
+    with pytest.raises(ConfigError, match=r"can't average the ranks' 8-bit moments of head\.weight; resume on as many"):
+        mean_of(states)
+
+
 def test_defaults_are_dilocos():
     nesterov, average = (OuterOptimizer.of(kind, None, None, None, delay=0) for kind in ("nesterov", "average"))
     assert (nesterov.lr, nesterov.momentum, nesterov.mix) == (0.7, 0.9, 0.0)

@@ -8,6 +8,7 @@ from toy_recipe import Toy
 from trainer.callback import Callback
 from trainer.callbacks.nan_guard.callback import NanGuard
 from trainer.config.options import DataOptions, Options
+from trainer.optim.factories import adamw, lamb
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -15,6 +16,18 @@ from trainer.trainer import Trainer
 @pytest.fixture(autouse=True)
 def _folder(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("optimizer", [lamb, adamw])
+def test_rollback_takes_back_steps_that_are_plain_numbers(optimizer):
+    """LAMB and bitsandbytes count so. Six steps, of which the third and the fourth are undone."""
+    recipe = OneIsNaN()
+    recipe.trainer = Trainer(
+        recipe, {"guard": NanGuard("rollback", every=2)}, optimizer, batch=12, place=Place(),
+        data=DataOptions(workers=0, lanes=5, block=4), options=Options(max_steps=6, run_dir="runs/r"),
+    )  # fmt: skip
+    recipe.trainer.fit()
+    assert {float(state["step"]) for state in recipe.trainer.optimizer.state.values()} == {4.0}
 
 
 class Running(nn.Module):

@@ -67,7 +67,7 @@ class Bucket(Callback):
             refused["find_unused_parameters"] = f"{ORDER}; {off}"
         if late:
             off = "leave callbacks.bucket.late out"
-            refused["own_order"] = f"overlap sends buckets in an order of its own, and late needs DDP's; {off}"
+            refused["own_order"] = f"the buckets are sent without DDP, and late needs DDP's order; {off}"
             for key in ("find_unused_parameters", "static_graph"):
                 refused[key] = f"only DDP knows which parameters no rank has used; set trainer.ddp.{key}=false or {off}"
 

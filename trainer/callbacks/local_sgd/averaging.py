@@ -148,6 +148,16 @@ def load_own(trainer: TrainerProtocol, state: dict[str, Any]) -> None:
         load_optimizer_state(trainer.optimizer, trainer.module, state["optimizer"])
 
 
+def refuse_quantised(state: dict[str, dict[str, Any]]) -> None:
+    """Refuse moments of 8 bits, which have no mean over ranks."""
+    for name, own in state.items():
+        if any(isinstance(value, Tensor) and value.dtype == torch.uint8 for value in own.values()):
+            raise ConfigError(
+                f"trainer.resume: local_sgd can't average the ranks' 8-bit moments of {name}; resume on as many ranks "
+                "as before, or take the weights alone: trainer.init_from"
+            )
+
+
 def mean_of(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return the mean of each floating-point tensor in nested dicts; all else is the first's.
 
@@ -155,6 +165,7 @@ def mean_of(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """
     sums, dtypes, ranks = {}, {}, 0
     for state in states:
+        refuse_quantised(state.get("optimizer", {}))
         if ranks == 0:
             dtypes = map_floats(lambda value: value.dtype, state)
             sums = map_floats(lambda v: torch.zeros_like(v, dtype=torch.promote_types(v.dtype, torch.float32)), state)

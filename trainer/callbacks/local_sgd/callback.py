@@ -51,8 +51,7 @@ class LocalSGD(Callback):
     communicates = True
     provides = frozenset({"defers"})
     conflicts = {
-        "own_order": "no gradient is reduced between synchronisations, and local_sgd.delay hides these; "
-        "leave overlap out",
+        "own_order": "no gradient is reduced between synchronisations, and local_sgd.delay hides these; leave one out",
         Role.AVERAGE: "it would average one rank's own weights; leave ema out, since local_sgd validates an average",
         "fp16": "each rank would have a loss scale of its own; use trainer.precision=bf16",
     }

@@ -5,10 +5,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm
 
 from trainer.callback import Callback, Role, TrainerProtocol
-from trainer.callbacks.nan_guard.rollback import buffers, copy_into, state
+from trainer.callbacks.nan_guard.rollback import buffers, copy_into, counts, state
 from trainer.errors import NumericsError, require, require_one_of
 from trainer.log import log
 
@@ -68,9 +67,12 @@ class NanGuard(Callback):
             way_out = "a smaller learning rate, trainer.clip_norm, or callbacks.nan_guard.action=rollback"
             raise NumericsError(f"{message}{row}; try {way_out}")
         first, now = step, list(state(trainer))
-        if len(now) == len(self.copies):
+        # A rank may have more state than in its copy, for example of parameters that it alone steps.
+        if not trainer.ranks.agree((int(len(now) != len(self.copies)),))()[0]:
             first = self.copied_at + 1
             copy_into(now, self.copies)
+            for own, key, value in self.counts:
+                own[key] = value
         else:
             copy_into(buffers(trainer), self.buffers)
             trainer.emit("on_step_undone")
@@ -104,6 +106,7 @@ class NanGuard(Callback):
             pin = trainer.device.type == "cuda"
             self.copies = [torch.empty_like(t, device="cpu", pin_memory=pin) for t in now]
         copy_into(self.copies, now)
+        self.counts = counts(trainer)
         self.copied_at = trainer.step
 
     @torch.no_grad()
@@ -115,13 +118,13 @@ class NanGuard(Callback):
         zero = torch.zeros((), dtype=torch.float64, device=trainer.device)
         weighed = zip(trainer.losses, trainer.data.weights, strict=True)
         total = sum((loss.double().sum() * weight for loss, weight in weighed if weight), zero)
-        norms = torch._foreach_norm([p.grad for p in trainer.parameters if p.grad is not None] or [zero])
-        loss, norm = torch.stack([total, vector_norm(torch.stack(norms)).double()]).tolist()
+        loss, norm = torch.stack([total, trainer.strategy.clip(None).to(zero)]).tolist()
         if trainer.scaler.is_enabled():  # fp16's scaler deals with infinite gradients
             norm = 0.0
         bad = not (math.isfinite(loss) and math.isfinite(norm))
         bad, losses, norms = trainer.ranks.agree((int(bad), whole(loss, UNIT), whole(norm, NORM_UNIT)))()
-        return bad, losses * UNIT / max(1, trainer.weight), norms * NORM_UNIT / trainer.world
+        copies = trainer.world // trainer.strategy.data_world  # ranks that count the same samples
+        return bad, losses * UNIT / copies / max(1, trainer.weight), norms * NORM_UNIT / trainer.world
 
     def _judge(self, trainer: TrainerProtocol, bad: int, loss: float, norm: float) -> str:
         """Return the reason against this step; empty for a step to take."""

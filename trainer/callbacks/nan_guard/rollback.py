@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from trainer.callback import Role, TrainerProtocol
+from trainer.parallel.rows import local
 
 
 def buffers(trainer: TrainerProtocol) -> list[Tensor]:
@@ -16,12 +17,18 @@ def buffers(trainer: TrainerProtocol) -> list[Tensor]:
 
 def state(trainer: TrainerProtocol) -> Iterator[Tensor]:
     """Yield the tensors that a step changes, also buffers that no checkpoint has."""
-    yield from (tensor.detach() for tensor in (*trainer.module.parameters(), *trainer.module.buffers()))
+    yield from (local(tensor.detach()) for tensor in (*trainer.parameters, *trainer.module.buffers()))
     for callback in trainer.callbacks.values():
         if callback.role <= Role.AVERAGE:
             yield from tensors({**callback.state_dict(), **callback.rank_state_dict()})
     for values in trainer.optimizer.state.values():
         yield from tensors(values)
+
+
+def counts(trainer: TrainerProtocol) -> list[tuple[dict[str, Any], str, int | float]]:
+    """List the plain numbers in the optimizer's state, such as LAMB's steps: the mapping, its key, the value."""
+    states = trainer.optimizer.state.values()
+    return [(own, key, value) for own in states for key, value in own.items() if isinstance(value, int | float)]
 
 
 def copy_into(dst: list[Tensor], src: list[Tensor]) -> None:
@@ -32,7 +39,7 @@ def copy_into(dst: list[Tensor], src: list[Tensor]) -> None:
 
 def tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        yield value
+        yield local(value)
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors(item)

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.callback import Callback, Role
-from trainer.callbacks.overlap.deferred import BucketedStep, DeferredBucket
+from trainer.callbacks.overlap.deferred import DeferredBucket
 from trainer.callbacks.overlap.send_order import PASSES, Record
 from trainer.comm.bucket import Bucket
 from trainer.comm.ranks import share_buffers
 from trainer.comm.reduce import Background, Reduce
 from trainer.log import log
+from trainer.optim.partial_step import PartialStep
 from trainer.optim.wrapper import OptimizerProxy
 
 
@@ -31,6 +32,8 @@ class Overlap(Callback):
     communicates = True
     provides = frozenset({"defers", "own_order"})
     conflicts = {
+        Role.COMPILE: "a compiled block calls no hooks that come later, and overlap waits for weights in such hooks; "
+        "leave one out",
         "clip": "the global norm is known only after all buckets; set trainer.clip_norm=null or leave overlap out",
         "fp16": "loss scaling must see all gradients first; use trainer.precision=bf16 or leave overlap out",
         "static_graph": "only DDP knows which parameters are used twice; "
@@ -56,7 +59,7 @@ class Overlap(Callback):
         return self.record.timed(reduce)
 
     def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Any:
-        self.trainer, self.steps = trainer, BucketedStep(optimizer)
+        self.trainer, self.steps = trainer, PartialStep(optimizer)
         return OptimizerProxy(optimizer, self.defer)
 
     def rehearse(self, trainer, run_pass: Callable[[Any], None], batch: Any) -> None:
@@ -142,7 +145,7 @@ class Overlap(Callback):
                 bucket.mean.wait()
             there = [bucket for bucket in self.pending if bucket in needed or bucket.mean.arrived()]
             unused = self._by_no_rank() if any(self.unused.intersection(bucket.params) for bucket in there) else ()
-            self.steps.step(there, unused)
+            self.steps.step({p: mean for bucket in there for p, mean in bucket.gradients(unused).items()})
             for bucket in there:
                 del self.pending[bucket]
             self.trainer.lag = 1 if self.pending else 0

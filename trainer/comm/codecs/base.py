@@ -138,7 +138,8 @@ class Residuals:
         """
         if self.restored.get(bucket.kind):
             like = bucket.whole[0].param
-            self.of(bucket, like.new_empty(sum(stop - start for _, start, stop in bucket.pieces)))
+            elements = sum(stop - start for _, start, stop in bucket.pieces)
+            self.of(bucket, torch.empty(elements, dtype=like.dtype, device=like.device))  # also where `like` is sharded
 
     def state(self, names: Mapping[Tensor, str]) -> Stretches:
         """Return all residuals by name, also restored ones that are not laid out yet."""

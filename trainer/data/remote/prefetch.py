@@ -1,7 +1,6 @@
 """Downloads remote shards ahead of their use, in the order of training, in a process beside the data workers."""
 
 import contextlib
-import itertools
 import logging
 import multiprocessing
 import os
@@ -22,17 +21,18 @@ from trainer.data.workers import FORK, begin, started
 from trainer.errors import ConfigError, DataError, UnavailableError
 
 DOWNLOADS = 4  # at the same time, of each rank
-FAR = 10_000  # micro-batches that are looked ahead at most
-Needs = Callable[[], Iterator[set[int]]]  # yields the numbers of the shards of each micro-batch
+FAR = 10_000  # steps, or micro-batches of a validation, that are looked ahead at most
+Needs = Callable[[], Iterator[set[int]]]  # yields the shards of each step, or of each micro-batch of a validation
 
 
 @contextlib.contextmanager
 def fetching(remote: Mapping[int, Remote], needs: Needs, lanes: int, ranks: int) -> Iterator[Callable[[], None]]:
     """Download each lane's shard and its next one in a process, if the folder has room for both.
 
-    The caller calls the result after each micro-batch. A thread instead of the process would slow the interpreter
-    down, and workers forked meanwhile would inherit its locks. It would also take random numbers from transforms, since
-    drivers draw some for their pauses. The process reports no failure: a reader of the shard will meet it.
+    The caller calls the result after each step, or each micro-batch of a validation. A thread instead of the process
+    would slow the interpreter down, and workers forked meanwhile would inherit its locks. It would also take random
+    numbers from transforms, since drivers draw some for their pauses. The process reports no failure: a reader of the
+    shard will meet it.
 
     Args:
         remote: Number -> remote shard.
@@ -130,10 +130,12 @@ class Window:
 
 
 def training_needs(order: Order | Mixture, steps: Iterable[tuple[int, Split]], rank: int) -> Iterator[set[int]]:
-    """Yield the shards of each micro-batch of the steps at these positions."""
+    """Yield the shards of each of the steps at these positions.
+
+    Counts of micro-batches would not do: a split that changes during the run may change how many a step has.
+    """
     for start, split in steps:
-        shards = order.shards(start, start + split.samples, rank, split.shares)
-        yield from itertools.repeat(shards, split.accumulate)
+        yield order.shards(start, start + split.samples, rank, split.shares)
 
 
 def validation_needs(parts: Callable[[], Iterable[list[Ref]]]) -> Iterator[set[int]]:

@@ -2,6 +2,7 @@
 
 import copy
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from toy_recipe import Toy
 
 from trainer.blocks import find_blocks
+from trainer.callback import Callback, Role, arrange
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.errors import ConfigError
 
 BATCH, WIDTH, DEPTH = 6, 16, 4
+STAND_IN: Any = SimpleNamespace(recipe=None, device=torch.device("cpu"))  # a trainer, as far as wrap_model needs it
 BLOCK_FLOPS = 2 * BATCH * WIDTH * WIDTH  # of a block's forward pass: one matrix product
 
 
@@ -23,7 +26,7 @@ def model(dropout: float = 0.0) -> nn.Module:
 
 
 def wrapped(net: nn.Module, **knobs) -> nn.Module:
-    return ActivationCheckpoint(**knobs).wrap_model(SimpleNamespace(recipe=None), net)
+    return ActivationCheckpoint(**knobs).wrap_model(STAND_IN, net)
 
 
 def batch() -> torch.Tensor:
@@ -130,6 +133,92 @@ def test_what_is_not_there_is_refused(net, knobs, message):
         wrapped(net, **knobs)
 
 
-def test_every_must_be_positive():
-    with pytest.raises(ConfigError, match=r"activation_checkpoint\.every=0: must be at least 1"):
-        ActivationCheckpoint(every=0)
+class Shared(nn.Module):
+    """One layer, three times, as in ALBERT (Lan et al. 2019, arXiv:1909.11942)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh())] * 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_shared_block_is_wrapped_once():
+    net = wrapped(Shared())
+    assert flops(net) - flops(Shared()) == 3 * 2 * BATCH * 8 * 8
+    net.layers[0].forward.on = False
+    assert flops(net) == flops(Shared())
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"every": 0}, "every=0: must be at least 1, which recomputes every block"),
+        ({"policy": "ful"}, "policy=ful: is unknown; did you mean full?"),
+        ({"budget": -0.1}, "budget=-0.1: must be from 0 (recompute all) to 1 (recompute nothing)"),
+        ({"budget": float("nan")}, "budget=nan: must be from 0 (recompute all) to 1 (recompute nothing)"),
+        (
+            {"budget": 0.5, "every": 2},
+            "budget=0.5: chooses the blocks whose recomputation costs least, so every=2 has no place; leave one out",
+        ),
+        (
+            {"budget": 0.5, "policy": "selective"},
+            "budget=0.5: chooses the blocks whose recomputation costs least, so policy=selective has no place; "
+            "leave one out",
+        ),
+    ],
+)
+def test_a_knob_out_of_range_is_refused(knobs, message):
+    with pytest.raises(ConfigError) as refusal:
+        ActivationCheckpoint(**knobs)
+    assert str(refusal.value) == f"callbacks.activation_checkpoint.{message}"
+
+
+def test_a_budget_for_blocks_in_blocks_is_refused():
+    with pytest.raises(ConfigError, match=r"budget=0.5: a block Linear lies inside a block Sequential; name one of"):
+        wrapped(Two(), blocks=["Sequential", "Linear"], budget=0.5)
+
+
+class Compile(Callback):
+    role = Role.COMPILE
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({}, ""),
+        ({"policy": "selective"}, ""),
+        ({"policy": "offload"}, "Dynamo breaks the block's graph there; use policy=full or policy=selective"),
+        ({"budget": 0.5}, "a compiled block keeps other tensors; use every=2 or policy=selective instead of budget"),
+    ],
+)
+def test_what_a_compiled_block_can_not_do_is_refused(knobs, message):
+    callbacks = {"compile": Compile(), "activation_checkpoint": ActivationCheckpoint(**knobs)}
+    if message:
+        with pytest.raises(ConfigError) as refusal:
+            arrange(callbacks, set())
+        assert str(refusal.value).startswith("activation_checkpoint and compile can't run together: ")
+        assert str(refusal.value).endswith(message)
+    else:
+        assert list(arrange(callbacks, set())) == ["activation_checkpoint", "compile"]
+
+
+def test_offload_on_a_cpu_is_told(caplog):
+    wrapped(model(), policy="offload")
+    assert "policy=offload frees nothing on the CPU, whose memory is the host's" in caplog.text
+
+
+@pytest.mark.parametrize("state", [{}, {"budget": 0.4, "blocks": 4, "recomputed": [0]}])
+def test_a_state_of_another_budget_is_left(state):
+    callback = ActivationCheckpoint(budget=0.5)
+    callback.wrap_model(STAND_IN, model())
+    callback.load_state_dict(state)
+    assert all(forward.on for forward in callback.wrapped.values())
+    callback.load_state_dict({"budget": 0.5, "blocks": 4, "recomputed": [0, 2]})
+    assert [forward.on for forward in callback.wrapped.values()] == [True, False, True, False]

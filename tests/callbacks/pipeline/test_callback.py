@@ -1,0 +1,334 @@
+"""Pipelines against the same model in one piece: losses and weights bit for bit."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+from toy_recipe import Toy
+
+from trainer.callback import Callback
+from trainer.callbacks.grad_compress import GradCompress
+from trainer.callbacks.nan_guard import NanGuard
+from trainer.callbacks.pipeline import PipelineParallel
+from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.errors import ConfigError
+from trainer.process.environment import Place
+from trainer.trainer import Trainer
+
+STEPS = 3
+
+
+class Ragged(Toy):
+    """Some micro-batches lose a sample, as one that can't be read."""
+
+    def collate(self, samples: list[Any]) -> Any:
+        keep = len(samples) - int(samples[0]["mask"].sum() == 2)
+        return default_collate(samples[:keep])
+
+
+class Exports(Toy):
+    def export(self, model: nn.Module, folder: Path) -> None:
+        torch.save(model.state_dict(), folder / "model.pt")
+
+
+class Fails(Toy):
+    """The last rank's data breaks the third loss."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        loss = super().loss(model, batch)
+        self.calls += 1
+        if self.calls > 30:
+            raise ValueError("broken on purpose")
+        return loss
+
+
+class OutsideNet(nn.Module):
+    """A learned number goes to all blocks from outside."""
+
+    def __init__(self, net: Any) -> None:
+        super().__init__()
+        self.scale, self.net = nn.Parameter(torch.ones(())), net
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net.first(x)
+        for block in self.net.blocks:
+            x = x + block(x) * self.scale
+        return self.net.last(x)
+
+
+class Outside(Toy):
+    def model(self) -> nn.Module:
+        return OutsideNet(super().model())
+
+
+class Sleepy(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.05)
+        return super().forward(x)
+
+
+class Slow(Toy):
+    """One of six blocks takes as long as many."""
+
+    def model(self) -> nn.Module:
+        net: Any = super().model()
+        net.blocks[4] = Sleepy(*net.blocks[4])
+        return net
+
+
+class ArgmaxNet(OutsideNet):
+    """The blocks pass on a number from before them, in a way that hides NaN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = self.net.first(x).argmax(1, keepdim=True)
+        x = self.net.first(x)
+        for block in self.net.blocks:
+            x = x + block(x) * places
+        return self.net.last(x)
+
+
+class Argmax(Toy):
+    def model(self) -> nn.Module:
+        return ArgmaxNet(super().model())
+
+
+class Frozen(Toy):
+    def model(self) -> nn.Module:
+        net = super().model()
+        for part in (net.first, *list(net.blocks)[:2]):  # pyright: ignore
+            part.requires_grad_(False)
+        return net
+
+
+class Losses(Callback):
+    """Keeps the losses of all micro-batches, and the norms."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_step_end(self, trainer) -> None:
+        self.seen += [loss.item() for loss in trainer.losses]
+        self.seen.append(trainer.grad_norm.item())
+
+
+def train(place: Place, knobs: dict[str, Any] | None, run: dict[str, Any] | None = None) -> dict[str, Any]:
+    run = {"depth": 6, "batch": 12, "accumulate": 6, "dropout": 0.0, "steps": STEPS, "resume": None, **(run or {})}
+    losses = Losses()
+    pipeline = {"pipeline": PipelineParallel(**knobs)} if knobs is not None else {}
+    recipe = run.get("recipe", Toy)(samples=48, depth=run["depth"], dropout=run["dropout"])
+    trainer = Trainer(
+        recipe,
+        {**pipeline, **{name: make() for name, make in run.get("others", {}).items()}, "losses": losses},
+        lambda groups: torch.optim.AdamW(groups, lr=0.01),
+        batch=run["batch"],
+        accumulate=run["accumulate"],
+        options=Options(
+            max_steps=run["steps"], log_every_steps=1, clip_norm=0.05, timeout_s=20.0, resume=run["resume"],
+            init_from=run.get("init_from"),
+            checkpoint=CheckpointOptions(every_steps=3),
+        ),
+        data=DataOptions(workers=0),
+        place=place,
+    )  # fmt: skip
+    trainer.fit()
+    own = {name: p.detach().numpy() for name, p in trainer.module.named_parameters() if p.requires_grad}
+    assert len(own) < sum(1 for _ in trainer.module.parameters()) or knobs is None
+    starts = trainer.callbacks["pipeline"].decisions()["starts"] if pipeline else []
+    return {
+        "weights": own,
+        "losses": losses.seen,
+        "validation": trainer.validation,
+        "saved": str(trainer.checkpoint),
+        "starts": starts,
+    }
+
+
+def whole(ranks: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    return {name: value for rank in ranks for name, value in rank["weights"].items()}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+CASES: list[tuple[str, int, list[int] | str]] = [
+    ("gpipe", 2, "auto"),
+    ("1f1b", 3, [1, 5]),
+    ("interleaved", 2, [1, 2, 5]),
+    ("zero_bubble", 3, "auto"),
+    ("zbv", 3, "auto"),
+]
+
+
+@pytest.mark.parametrize(("schedule", "stages", "cut"), CASES)
+def test_weights_and_losses_are_those_of_the_unsplit_model(here, schedule, stages, cut):
+    (alone,) = run_ranks(1, train, None)
+    ranks = run_ranks(stages, train, {"stages": stages, "schedule": schedule, "cut": cut})
+    same_bits(ranks, alone)
+
+
+def same_bits(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    found = whole(ranks)
+    assert found.keys() == alone["weights"].keys()
+    for rank in ranks:
+        assert rank["losses"] == alone["losses"]
+        assert rank["validation"] == alone["validation"]
+    for name, value in alone["weights"].items():
+        assert (found[name] == value).all(), name
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_two_pipelines_are_two_ranks_of_ddp(here, schedule):
+    """A sum of two is the same in either order, so the bits are."""
+    run = {"batch": 24, "accumulate": 3}
+    alone = run_ranks(2, train, None, run)
+    ranks = run_ranks(4, train, {"schedule": schedule}, run)
+    for replica in (0, 1):
+        own = ranks[replica::2]  # rank = stage * replicas + replica
+        found = whole(own)
+        for name, value in alone[replica]["weights"].items():
+            assert (found[name] == value).all(), name
+        assert [rank["losses"] for rank in own] == [alone[replica]["losses"]] * 2
+    for rank in ranks:
+        assert rank["validation"]["val/loss"] == pytest.approx(alone[0]["validation"]["val/loss"], rel=1e-6)
+
+
+def test_dropout_is_keyed_by_step_micro_batch_and_block(here):
+    """So it doesn't depend on the cut or the schedule, and a run can be repeated."""
+    run = {"dropout": 0.3}
+    plans: list[dict[str, Any]] = [
+        {"stages": 3, "cut": [1, 2]},
+        {"stages": 3, "schedule": "gpipe"},
+        {"schedule": "zbv"},
+    ]
+    first, *others = [run_ranks(plan.get("stages", 2), train, plan, run) for plan in plans]
+    for other in others:
+        assert other[0]["losses"] == first[0]["losses"]
+        assert all((whole(other)[name] == value).all() for name, value in whole(first).items())
+    losses = first[0]["losses"][:6]
+    assert len(set(losses)) == 6 and losses != run_ranks(3, train, plans[0])[0]["losses"][:6]
+
+
+def test_a_run_resumes_bit_for_bit_in_stages_and_in_one_piece(here):
+    """A pipeline's checkpoint loads into the unsplit model, and the reverse."""
+    six = {"steps": 6}
+    (alone,) = run_ranks(1, train, None, six)
+    (half,) = run_ranks(1, train, None)
+    staged = run_ranks(3, train, {"stages": 3})
+    saved = {rank["saved"] for rank in staged if rank["saved"] != "None"}.pop()
+    same_end(run_ranks(1, train, None, {**six, "resume": saved}), alone)
+    same_end(run_ranks(2, train, {"schedule": "zbv"}, {**six, "resume": saved}), alone)
+    same_end(run_ranks(3, train, {"stages": 3, "cut": [1, 5]}, {**six, "resume": half["saved"]}), alone)
+
+
+def same_end(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    found = whole(ranks)
+    assert found.keys() == alone["weights"].keys()
+    assert all((found[name] == value).all() for name, value in alone["weights"].items())
+    for rank in ranks:
+        assert rank["losses"] == alone["losses"][-len(rank["losses"]) :]
+        assert rank["validation"] == alone["validation"]
+
+
+def test_a_run_with_dropout_resumes_bit_for_bit(here):
+    run = {"dropout": 0.3}
+    straight = run_ranks(4, train, {}, {**run, "steps": 6})
+    first = run_ranks(4, train, {}, run)
+    resumed = run_ranks(4, train, {}, {**run, "steps": 6, "resume": first[0]["saved"]})
+    for rank, other in zip(resumed, straight, strict=True):
+        assert rank["losses"] == other["losses"][len(first[0]["losses"]) :]
+    ends = [{name: w for rank in ranks for name, w in rank["weights"].items()} for ranks in (resumed, straight)]
+    assert ends[0].keys() == ends[1].keys()  # each run has measured its own cut
+    assert all((ends[0][name] == value).all() for name, value in ends[1].items())
+
+
+def test_micro_batches_of_other_sizes_are_padded_on_their_way(here):
+    """A sample is left out of some: the numbers stay the unsplit model's."""
+    run = {"recipe": Ragged, "accumulate": 3}
+    (alone,) = run_ranks(1, train, None, run)
+    assert alone["losses"] != run_ranks(1, train, None, {"accumulate": 3})[0]["losses"]
+    same_bits(run_ranks(3, train, {"stages": 3}, run), alone)
+
+
+def test_an_export_and_other_runs_weights_are_whole(here):
+    run_ranks(3, train, {"stages": 3}, {"recipe": Exports})
+    (file,) = Path("runs").glob("*/export/model.pt")
+    exported = torch.load(file)
+    (alone,) = run_ranks(1, train, None)
+    assert all((exported[name].numpy() == value).all() for name, value in alone["weights"].items())
+    (checkpoint,) = Path("ckpt").glob("*/step-00000003/part-00002.json")
+    from_parts = run_ranks(1, train, None, {"init_from": str(checkpoint.parent)})
+    from_file = run_ranks(2, train, {}, {"init_from": str(file)})
+    same_bits(from_file, from_parts[0])
+
+
+def test_codecs_and_guards_see_what_they_see_in_ddp(here):
+    """Two replicas of each stage send bfloat16; a cast is the same in buckets of any size."""
+    run = {"batch": 24, "accumulate": 3, "others": {"grad_compress": GradCompress, "nan_guard": Rollback}}
+    alone = run_ranks(2, train, None, run)
+    ranks = run_ranks(4, train, {}, run)
+    found = whole(ranks[::2])
+    assert all((found[name] == value).all() for name, value in alone[0]["weights"].items())
+    plain = run_ranks(2, train, None, {**run, "others": {}})
+    assert any((found[name] != value).any() for name, value in plain[0]["weights"].items())
+
+
+def Rollback() -> NanGuard:
+    return NanGuard("rollback", every=1)
+
+
+def test_the_cut_is_by_time_and_a_resume_keeps_it(here):
+    """The slow block is alone in its stage."""
+    ranks = run_ranks(3, train, {"stages": 3}, {"recipe": Slow})
+    assert [rank["starts"] for rank in ranks] == [[0, 4, 5]] * 3
+    resumed = run_ranks(3, train, {"stages": 3}, {"steps": 4, "resume": ranks[0]["saved"]})
+    assert [rank["starts"] for rank in resumed] == [[0, 4, 5]] * 3
+
+
+def fails(place: Place) -> str:
+    try:
+        train(place, {"stages": 3}, {"recipe": Fails if place.rank == 2 else Toy})
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "ended"
+
+
+def test_a_rank_that_fails_ends_the_others(here):
+    *others, own = run_ranks(3, fails)
+    assert own == "ValueError: broken on purpose"
+    assert all(error.startswith(("DistBackendError", "RuntimeError", "DistNetworkError")) for error in others), others
+
+
+def refused(place: Place, knobs: dict[str, Any], run: dict[str, Any]) -> str:
+    try:
+        train(place, knobs, run)
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("knobs", "run", "message"),
+    [
+        ({"stages": 2}, {}, "callbacks.pipeline.stages=2: does not divide 3 rank(s); use 3"),
+        ({"stages": 3}, {"depth": 2}, "callbacks.pipeline.stages: 3 stages"),
+        ({"stages": 3}, {"accumulate": 2}, "callbacks.pipeline.schedule=1f1b: needs accumulate=3 or more"),
+        ({"stages": 3, "cut": [2, 2]}, {}, "callbacks.pipeline.cut=[2, 2]: must be 2 rising numbers from 1 to 5"),
+        ({"stages": 3, "cut": [2]}, {}, "callbacks.pipeline.cut=[2]: must be 2 rising numbers"),
+        ({"stages": 3, "cut": [0, 3]}, {}, "callbacks.pipeline.cut=[0, 3]: must be 2 rising numbers"),
+        ({"stages": 3, "cut": [2, 4]}, {"recipe": Frozen}, "callbacks.pipeline: stage 0 has no parameter that trains"),
+        ({"stages": 3}, {"recipe": Outside}, "callbacks.pipeline: the loss of the first micro-batch is not finite"),
+        ({"stages": 3}, {"recipe": Argmax}, "in one piece, so something passes by the blocks"),
+    ],
+)
+def test_what_cannot_work_is_refused_on_every_rank(here, knobs, run, message):
+    assert all(message in error for error in run_ranks(3, refused, knobs, run))

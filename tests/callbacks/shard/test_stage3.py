@@ -1,0 +1,172 @@
+"""Checkpoints of rows: each rank writes its own, and any other layout goes on from them; and the second level."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from support.ranks import run_ranks
+from support.sharded import Case, adam, fit
+from toy_recipe import Toy
+
+from trainer.callback import Callback, arrange
+from trainer.callbacks.bucket.callback import Bucket
+from trainer.callbacks.ema import EMA
+from trainer.callbacks.grad_compress import GradCompress
+from trainer.callbacks.hierarchical import Hierarchical
+from trainer.callbacks.local_sgd.callback import LocalSGD
+from trainer.callbacks.onebit_adam.callback import OneBitAdam
+from trainer.callbacks.overlap.callback import Overlap
+from trainer.callbacks.shard.callback import Shard
+from trainer.checkpoint.parts import open_parts, read_all
+from trainer.errors import ConfigError
+
+pytestmark = pytest.mark.slow  # the contract's rows are in the default run
+
+STEPS, HALF = 6, 3
+AT = f"step-{HALF:08d}"
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def case(name: str, shard: Shard | None, resume: str | None = None, **knobs: Any) -> Case:
+    callbacks: dict[str, Callback] = {"ema": EMA(0.5), **({"shard": shard} if shard else {})}
+    options = {"resume": resume and f"ckpt/{resume}/{AT}", "validate_every": 2, **knobs.pop("options", {})}
+    return Case(callbacks, options, Toy(width=17, depth=2), steps=STEPS, run=name, **knobs)
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> float:
+    assert not {"refused"} & {*one, *other}, (one, other)
+    return max(float(np.abs(one[key] - other[key]).max()) for key in ("weights", "validated"))
+
+
+@pytest.mark.timeout(400)
+def test_a_resume_on_as_many_ranks_has_the_same_bits():
+    """With AdamW, an average, clipping, accumulation and validations on both sides of the checkpoint."""
+    straight, again = (
+        run_ranks(3, fit, [case("a", Shard(3), optimizer=adam), case("h", Shard(3, reshard=False), optimizer=adam)]),
+        run_ranks(3, fit, [case("b", Shard(3), "a", optimizer=adam), case("i", Shard(3), "h", optimizer=adam)]),
+    )
+    for ours, theirs in zip(straight, again, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert differences(one, other) == 0 and one["validation"] == other["validation"]
+            assert one["losses"][HALF:] == other["losses"]
+
+
+@pytest.mark.timeout(400)
+def test_any_layout_goes_on_from_any_other():
+    """To rounding, since sums have another order; with SGD, which does not amplify that as Adam does."""
+    plain, sharded = run_ranks(3, fit, [case("plain", None), case("rows", Shard(3))])[0]
+    assert differences(plain, sharded) < 1e-6
+    for world, moves in {
+        3: [("rows", None), ("plain", Shard(3)), ("rows", Shard(3, offload=True))],
+        4: [("rows", Shard(3, hybrid=2)), ("rows", Shard(3))],
+        1: [("rows", None)],
+    }.items():
+        runs = [case(f"{start}-{world}-{i}", shard, start) for i, (start, shard) in enumerate(moves)]
+        for rank in run_ranks(world, fit, runs):
+            for run, found in zip(runs, rank, strict=True):
+                assert differences(found, plain) < 1e-6, run.run
+
+
+def test_each_rank_writes_its_rows_alone():
+    run_ranks(3, fit, [case("rows", Shard(3), optimizer=adam)])
+    folder = Path(f"ckpt/rows/{AT}")
+    names = {path.name for path in folder.glob("*.safetensors")}
+    assert names == {f"part-0000{rank}.safetensors" for rank in range(3)}
+    sizes = [(folder / name).stat().st_size for name in sorted(names)]
+    whole = 4 * sum(p.numel() for p in Toy(width=17, depth=2).model().parameters()) * 4  # weights, average, moments
+    assert sum(sizes) < whole + 3 * 8000 and max(sizes) < 0.4 * whole + 8000
+    with safe_open(folder / "part-00002.safetensors", "pt") as file:
+        assert file.get_slice("model/blocks.0.0.weight").get_shape() == [5, 17]  # 17 rows are 6, 6 and 5
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    weights = read_all(open_parts(folder, manifest["files"], 3)["model"])
+    assert {name: tuple(p.shape) for name, p in weights.items()} == {
+        name: tuple(p.shape) for name, p in Toy(width=17, depth=2).model().state_dict().items()
+    }
+
+
+def test_weights_alone_are_taken_from_rows_and_into_rows():
+    first = run_ranks(3, fit, [case("rows", Shard(3))])[0][0]
+    start = {"init_from": f"ckpt/rows/step-{STEPS:08d}", "max_steps": None}
+    del first
+    runs = [
+        case(name, shard, options={"init_from": start["init_from"]}) for name, shard in (("x", None), ("y", Shard(3)))
+    ]
+    one, other = run_ranks(3, fit, runs)[0]
+    assert differences(one, other) < 1e-6
+    fresh = run_ranks(3, fit, [case("fresh", None)])[0][0]
+    assert differences(one, fresh) > 1e-3
+
+
+def between(codec: str, level: Callback, **knobs: Any) -> dict[str, Callback]:
+    return {"level": level, "grad_compress": GradCompress(codec, level="inter", **knobs)}
+
+
+@pytest.mark.timeout(400)
+def test_a_codec_between_groups_of_rows():
+    """bf16 rounds element by element, so it gives what it gives to whole buckets; topk resumes with its residuals."""
+    plain, there, here, topk = run_ranks(
+        4,
+        fit,
+        [
+            Case(run="plain", steps=STEPS),
+            Case(between("bf16", Hierarchical(2)), run="there", steps=STEPS),
+            Case(between("bf16", Shard(3, hybrid=2)), run="here", steps=STEPS),
+            Case(between("topk", Shard(3, hybrid=2), density=0.3), run="topk", steps=STEPS),
+        ],
+    )[0]
+    assert differences(there, here) < 0.3 * differences(there, plain) and differences(here, plain) > 1e-6
+    assert 1e-4 < differences(topk, plain) < 0.2
+    resumed = Case(
+        between("topk", Shard(3, hybrid=2), density=0.3), {"resume": f"ckpt/topk/{AT}"}, run="again", steps=STEPS
+    )
+    assert differences(run_ranks(4, fit, [resumed])[0][0], topk) == 0
+
+
+class Flip(Callback):
+    """Changes a weight on one rank, as broken memory would."""
+
+    def on_step_end(self, trainer) -> None:
+        if trainer.step == 2 and trainer.rank == 3:
+            with torch.no_grad():
+                trainer.parameters[0].to_local()[0, 0] += 1.0
+
+
+def test_replicas_of_rows_are_compared():
+    found = run_ranks(4, fit, [Case({"shard": Shard(3, hybrid=2), "a_flip": Flip()})])
+    assert all("NumericsError: trainer.check_replicas_every=1: after step" in each["refused"] for (each,) in found)
+    assert all("first.weight first" in each["refused"] for (each,) in found)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"grad_compress": GradCompress()}, "use callbacks.shard.hybrid with callbacks.grad_compress.level=inter"),
+        ({"hierarchical": Hierarchical()}, "use callbacks.shard.hybrid for two levels"),
+        ({"overlap": Overlap()}, "as soon as they are summed"),
+        ({"onebit_adam": OneBitAdam()}, "as soon as they are summed"),
+        ({"local_sgd": LocalSGD()}, "as soon as they are summed"),
+        ({"bucket": Bucket()}, "both decide how parameters and gradients are laid out"),
+    ],
+)
+@pytest.mark.parametrize("hybrid", [False, 2])
+def test_what_cannot_run_with_rows_is_refused_by_name(other, words, hybrid):
+    (name,) = other
+    with pytest.raises(ConfigError) as refusal:
+        arrange({"shard": Shard(3, hybrid=hybrid), **other}, set())
+    assert words in str(refusal.value) and {"shard", name} <= set(str(refusal.value).split())
+
+
+@pytest.mark.parametrize("setting", ["find_unused_parameters", "static_graph", "gradient_as_bucket_view"])
+def test_settings_of_ddp_are_refused(setting):
+    with pytest.raises(ConfigError, match=f"shard and {setting} can't run together: .*trainer.ddp.{setting}="):
+        arrange({"shard": Shard(3)}, {setting})
+    with pytest.raises(ConfigError, match="shard and fp16 can't run together"):
+        arrange({"shard": Shard(3, offload=True)}, {"fp16"})

@@ -1,0 +1,94 @@
+"""Bytes counted by hand, and what the advice says that a setting takes away."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.monitors.memory.advice import Setting, Use, advise, count_state, size
+from trainer.monitors.memory.allocator import GIB
+
+USE = Use(peak=70 * GIB, weights=2 * GIB, gradients=2 * GIB, state=4 * GIB, expected=False, limit=80 * GIB)
+ALONE = Setting(1, 16, 24, "bf16", True, "AdamW", frozenset(), frozenset({"ema", "adamw"}))
+NODE = replace(ALONE, world=8, available=frozenset({"shard", "auto_batch", "adamw8bit"}))
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))  # 36 and 10 parameters
+
+
+def test_shared_storage_counts_once():
+    module = net()
+    assert size(module.parameters()) == 46 * 4
+    tied = nn.ModuleList([module, nn.Linear(8, 4)])
+    tied[1].weight = module.get_submodule("0").weight
+    assert size([p for part in tied for p in part.parameters()]) == (46 + 4) * 4
+    assert size(module.double().parameters()) == 46 * 8
+    assert size([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "computed", "held"),
+    [
+        (torch.optim.AdamW, 2 * 46 * 4, 2 * 46 * 4 + 4 * 4),  # and a counter for each of 4
+        (lambda params: torch.optim.SGD(params, momentum=0.9), 46 * 4, 46 * 4),
+        (torch.optim.SGD, 0, 0),
+    ],
+)
+def test_state_is_counted_after_a_step_and_computed_before(optimizer, computed, held):
+    module = net()
+    chosen, parameters = optimizer(module.parameters()), list(module.parameters())
+    assert count_state(chosen, parameters) == (computed, True)
+    module(torch.ones(3, 8)).sum().backward()
+    chosen.step()
+    assert count_state(chosen, parameters) == (held, held == 0)
+
+
+def test_what_is_neither_weights_nor_gradients_nor_state_is_the_rest():
+    assert USE.rest == 62 * GIB
+    assert replace(USE, expected=True).rest == 66 * GIB  # a state to come is not in the peak
+    assert replace(USE, peak=GIB).rest == 0
+    assert str(USE) == (
+        "peak 70.00 of 80.00 GiB (weights 2.00, gradients 2.00, optimizer 4.00, activations and the rest 62.00)"
+    )
+    assert str(replace(USE, limit=0, expected=True)).startswith(
+        "peak 70.00 GiB (weights 2.00, gradients 2.00, optimize"
+    )
+
+
+def test_the_most_effective_setting_comes_first_with_its_bytes():
+    assert advise(USE, ALONE) == (
+        "'+callbacks=[activation_checkpoint]' (up to 59.42 GiB less), "  # 23 of 24 blocks
+        "micro_batch=8, with the same batch (up to 31.00 GiB less)"
+    )
+    assert advise(USE, replace(ALONE, micro=3, blocks=0)) == (
+        "micro_batch=1, with the same batch (up to 41.33 GiB less)"
+    )
+    fp32 = replace(ALONE, precision="fp32", blocks=0, micro=1)
+    assert advise(USE, fp32) == "trainer.precision=bf16 (up to 31.00 GiB less)"
+    assert advise(USE, replace(fp32, cuda=False)) == "a smaller model"
+
+
+def test_splitting_over_ranks_leaves_each_its_part():
+    """Of 8 ranks each keeps an eighth: of the state (stage 1), of gradients too (2), of weights too (3)."""
+    text = advise(USE, replace(NODE, blocks=0, micro=1))
+    shards = "'+callbacks=[shard]' callbacks.shard.stage="
+    assert text == (
+        f"{shards}3 (up to 7.00 GiB less), {shards}2 (up to 5.25 GiB less), {shards}1 (up to 3.50 GiB less), "
+        "optimizer=adamw8bit (up to 2.98 GiB less), '+callbacks=[auto_batch]' (finds micro_batch itself)"
+    )
+    assert "shard" not in advise(USE, replace(NODE, world=1))
+    assert "adamw8bit" not in advise(USE, replace(NODE, optimizer="SGD"))
+
+
+@pytest.mark.parametrize(
+    ("decided", "gone"), [("recompute", "activation_checkpoint"), ("shard", "shard"), ("batch", "auto_batch")]
+)
+def test_the_decision_of_a_callback_is_not_advised_again(decided, gone):
+    assert gone in advise(USE, NODE) and gone not in advise(USE, replace(NODE, decided=frozenset({decided})))
+
+
+def test_a_setting_that_saves_next_to_nothing_is_not_named():
+    small = replace(USE, state=GIB // 4)
+    assert "adamw8bit" not in advise(small, NODE)

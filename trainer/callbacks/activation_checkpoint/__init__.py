@@ -1,0 +1,1 @@
+from trainer.callbacks.activation_checkpoint.callback import ActivationCheckpoint as ActivationCheckpoint

@@ -1,0 +1,135 @@
+"""Trades the memory of activations for FLOPs or for copies to the host, block by block."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+from torch import nn
+
+from trainer.blocks import find_blocks
+from trainer.callback import Callback, Role
+from trainer.callbacks.activation_checkpoint import budget as budgets
+from trainer.callbacks.activation_checkpoint.offload import Copies, Offload
+from trainer.callbacks.activation_checkpoint.recompute import Recompute
+from trainer.errors import ConfigError, require_one_of
+from trainer.log import log
+
+KEY = "callbacks.activation_checkpoint"
+POLICIES = ("full", "selective", "offload")
+CONFLICTS: dict[str, dict[str | Role, str]] = {
+    "offload": {
+        Role.COMPILE: "policy=offload hooks what a block saves, and Dynamo breaks the block's graph there; use "
+        "policy=full or policy=selective",
+    },
+    "budget": {
+        Role.COMPILE: "budget measures blocks operation by operation, and a compiled block keeps other tensors; use "
+        "every=2 or policy=selective instead of budget",
+        Role.SPLIT: "budget measures all blocks on each rank, and a stage runs its own only; use every=2 or "
+        "policy=selective instead of budget",
+    },
+}
+
+
+class ActivationCheckpoint(Callback):
+    """Keeps less of chosen blocks for their backward pass. Bits do not change: dropout draws the same numbers again.
+
+    `full` recomputes a block from its inputs (Chen et al. 2016, arXiv:1604.06174): a third more FLOPs if all blocks
+    do. `selective` also keeps the results of matrix products and of attention, and recomputes the rest (Korthikanti
+    et al. 2022, arXiv:2205.05198). `offload` moves what blocks save to host memory (Rhu et al. 2016,
+    arXiv:1602.08124), at no FLOPs.
+
+    Args:
+        blocks: Class names of the modules to recompute; null takes `recipe.blocks`, or the members of
+            the longest `nn.ModuleList`.
+        every: Recompute each `every`-th of them, counting from the first.
+        policy: `full`, `selective` or `offload`.
+        budget: Share of the blocks' activation bytes that may be kept, 0 to 1. The rehearsal measures each block's
+            bytes and seconds, and the blocks whose recomputation takes the least time are recomputed. A resume keeps
+            the choice.
+    """
+
+    role = Role.RECOMPUTE
+
+    def __init__(
+        self,
+        blocks: list[str] | None = None,
+        every: int = 1,
+        policy: Literal["full", "selective", "offload"] = "full",
+        budget: float | None = None,
+    ) -> None:
+        require_one_of(f"{KEY}.policy", policy, POLICIES)
+        if every < 1:
+            raise ConfigError(f"{KEY}.every={every}: must be at least 1, which recomputes every block")
+        if budget is not None:
+            if not 0 <= budget <= 1:
+                raise ConfigError(f"{KEY}.budget={budget}: must be from 0 (recompute all) to 1 (recompute nothing)")
+            other = f"every={every}" if every > 1 else f"policy={policy}" if policy != "full" else ""
+            if other:
+                reason = f"chooses the blocks whose recomputation costs least, so {other} has no place"
+                raise ConfigError(f"{KEY}.budget={budget}: {reason}; leave one out")
+        self.blocks, self.every, self.policy, self.budget = blocks, every, policy, budget
+        refused = "offload" if policy == "offload" else "budget" if budget is not None else ""
+        self.conflicts = CONFLICTS.get(refused, {})
+        self.wrapped: dict[nn.Module, Recompute] = {}
+
+    def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
+        found = find_blocks(trainer.recipe, model, self.blocks, f"{KEY}.blocks")
+        blocks = list(dict.fromkeys(found))[:: self.every]  # a list may have one module several times
+        if self.budget is not None:
+            refuse_nested(blocks, self.budget)
+        if self.policy == "offload":
+            if trainer.device.type == "cpu":
+                log.warning(
+                    "activation_checkpoint: policy=offload frees nothing on the CPU, whose memory is the host's"
+                )
+            copies = Copies(trainer.device)
+            for block in blocks:
+                block.forward = Offload(block.forward, block, copies)
+        else:
+            for block in blocks:
+                block.forward = self.wrapped[block] = Recompute(block.forward, self.policy == "selective")
+        return model
+
+    def rehearse(self, trainer, run_pass: Callable[[Any], None], batch: Any) -> None:
+        if self.budget is None:
+            return
+        own = budgets.measure(trainer.module, self.wrapped, trainer.device, partial(run_pass, batch))
+        sizes = budgets.agree(own, trainer.ranks.gather)
+        if sizes.inputs > self.budget * sizes.plain > 0:
+            share = sizes.inputs / sizes.plain
+            log.warning("%s.budget=%.4g: the inputs of the blocks alone are %.4g", KEY, self.budget, share)
+        self._choose(budgets.choose(sizes, self.budget))
+        log.info(
+            "rehearsal: budget=%.4g recomputes blocks %s of %d: keeps %.4g of %.4g MiB, runs %.4g of %.4g ms again",
+            self.budget, self.recomputed, len(self.wrapped), sizes.kept(self.recomputed) / 2**20, sizes.plain / 2**20,
+            sum(sizes.seconds[i] for i in self.recomputed) * 1000, sum(sizes.seconds) * 1000,
+        )  # fmt: skip
+
+    def _choose(self, recomputed: list[int]) -> None:
+        self.recomputed = recomputed
+        for index, forward in enumerate(self.wrapped.values()):
+            forward.on = index in recomputed
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.budget is None:
+            return {}
+        return {"budget": self.budget, "blocks": len(self.wrapped), "recomputed": self.recomputed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the choice of the checkpoint if it is of the same budget and as many blocks."""
+        if self.budget is not None and (state.get("budget"), state.get("blocks")) == (self.budget, len(self.wrapped)):
+            self._choose(state["recomputed"])
+            log.info("activation_checkpoint: recomputes blocks %s, as in the checkpoint", self.recomputed)
+
+
+def refuse_nested(blocks: list[nn.Module], budget: float) -> None:
+    """Refuse a block inside another: both would be measured and recomputed with the outer one.
+
+    Raises:
+        ConfigError: A block lies inside another.
+    """
+    own = set(blocks)
+    for outer in blocks:
+        for inner in own.intersection(outer.modules()) - {outer}:
+            names = f"a block {type(inner).__name__} lies inside a block {type(outer).__name__}"
+            raise ConfigError(f"{KEY}.budget={budget}: {names}; name one of them in {KEY}.blocks")

@@ -1,0 +1,274 @@
+"""Finds the largest micro-batch that fits, and halves it when memory runs out."""
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.batch import split_batch
+from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.config.schema import fits
+from trainer.data.batch import Split, Step, count_samples
+from trainer.data.decisions import Decisions
+from trainer.data.resize import cut_batch, repeat_batch
+from trainer.errors import ConfigError, require
+from trainer.forward_backward import ForwardBackward
+from trainer.log import log
+from trainer.recipe_checks import weight_of
+
+KEY = "callbacks.auto_batch"
+# Messages of errors that are none of torch's OutOfMemoryError.
+WORDS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
+HELD = 3  # copies of the parameters that a step has and the first pass has not: gradients, two moments
+
+
+class AutoBatch(Callback):
+    """Chooses the micro-batch by memory. The batch stays, so the numbers are the same to rounding.
+
+    The rehearsal doubles the micro-batch until a pass does not fit, then bisects. A pass that does not fit on one rank
+    fits on none. If a later step runs out of memory on any rank, all ranks halve the micro-batch for the rest of the
+    run. They run that step again. For this, the ranks vote after the passes of each step, and reduce the gradients only
+    then. Until that, no rank waits for another, so a failed pass leaves no unfinished collective.
+
+    Decisions are in the checkpoint, and in `splits.jsonl` in the folder of the run. A resume repeats them.
+
+    Args:
+        max_micro: Samples of a micro-batch at most; null: a rank's part of the batch. On a CPU, which has no error of
+            memory to go by, null leaves the micro-batch of the config.
+    """
+
+    role = Role.BATCH
+    conflicts = {
+        "own_order": "gradients are reduced after all passes of a step, not during the last; leave one out",
+        "find_unused_parameters": "the ranks reduce all gradients after a step's passes; "
+        "set trainer.ddp.find_unused_parameters=false or leave auto_batch out",
+        "static_graph": "a pass that runs out of memory is not the graph that DDP has recorded; "
+        "set trainer.ddp.static_graph=false or leave auto_batch out",
+    }
+
+    def __init__(self, max_micro: int | None = None) -> None:
+        require(f"{KEY}.max_micro", max_micro, at_least=1)
+        self.max_micro = max_micro
+        self.asked = 0  # the first position that this rank has not loaded or begun to load
+        self.probing = False
+
+    def wrap_forward_backward(self, trainer, run: ForwardBackward) -> ForwardBackward:
+        refuse(trainer)
+        world, batch, plan = trainer.strategy.data_world, trainer.batch, trainer.plan
+        share = -(-batch // world)
+        self.most = min(share, self.max_micro or (share if trainer.device.type == "cuda" else plan.micro))
+        self.micro = min(plan.micro, self.most)  # of the rehearsal
+        gpu = torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else "cpu"
+        gpus = sorted(set(trainer.ranks.gather(gpu)))
+        made_with = {"world": world, "batch": batch, "max_micro": self.max_micro, "micro": plan.micro, "gpus": gpus}
+        self.made = Decisions(trainer.run_dir / "splits.jsonl", trainer.rank, made_with)
+        name = next(name for name, callback in trainer.callbacks.items() if callback is self)
+        self.made.begin(plan.manifest, name, trainer.ranks.first)
+        for decision in self.made.made:
+            micro: Any = decision.value.get("micro")
+            if not fits(micro, int) or not 0 < micro <= share:
+                raise ConfigError(f"trainer.resume: the checkpoint has no valid decisions of {KEY}; take another one")
+        if begun := self.made.made_by(plan.manifest.get("samples", 0)):
+            self.micro = begun["micro"]
+        self.weigh = weight_of(trainer.recipe) or count_samples
+        return lambda data, total: self._passes(trainer, run, data, total)
+
+    def split(self, trainer, position: int) -> Split:
+        self.asked = max(self.asked, position + trainer.batch)
+        plan, value = trainer.plan, self.made.at(position)
+        times = plan.accumulate
+        if value and value["micro"] != plan.micro:
+            _, times = split_batch(trainer.batch, trainer.strategy.data_world, value["micro"], None, uneven=True)
+        return Split(trainer.batch, trainer.strategy.data_world, times)
+
+    def rehearse(self, trainer, run_pass: Callable[[Any], None], batch: Any) -> None:
+        if self.made.made:  # a resume repeats decisions
+            return
+        held = [torch.empty(HELD * p.numel(), dtype=p.dtype, device=p.device) for p in trainer.parameters]
+        self.probing = True
+        tried = search(self.micro, self.most, lambda micro: self._fits(trainer, run_pass, batch, micro))
+        self.probing = False
+        del held
+        if not tried:
+            raise ConfigError(
+                f"{KEY}: a single sample does not fit into memory; use a smaller model or shorter samples"
+            )
+        self.micro = tried[-1]
+        probes = "of this size" if len(tried) == 1 else f"the largest that fits, up to {self.most}"
+        log.info("auto_batch: micro-batches of at most %d samples (%s)", self.micro, probes)
+        if trainer.device.type != "cuda" and not self.max_micro:
+            log.info(
+                "auto_batch: a CPU tells no limit of memory, so none is looked for; callbacks.auto_batch.max_micro"
+            )
+        self._decide(trainer, trainer.plan.manifest.get("samples", 0))
+
+    def _fits(self, trainer: TrainerProtocol, run_pass: Callable[[Any], None], batch: Any, micro: int) -> bool:
+        """Return whether passes of `micro` samples fit on all ranks. A collective."""
+        trainer.strategy.share_buffers()
+        failed = fails(lambda: run_pass(repeat_batch(batch, micro)))
+        return not self._vote(trainer, failed)
+
+    def _passes(
+        self, trainer: TrainerProtocol, run: ForwardBackward, data: Step, total: Callable[[], int]
+    ) -> list[Tensor]:
+        """Run the passes of a step on parts that fit, again if they do not, then reduce the gradients."""
+        if self.probing:
+            data.reduces = False
+            return run(data, total)
+        if not trainer.rehearsing and (decided := self.made.made_by(trainer.samples + trainer.batch)):
+            self.micro = decided["micro"]
+        kept, strategy = Kept(data), trainer.strategy
+        strategy.share_buffers()
+        buffers = [buffer for name, buffer in trainer.module.named_buffers() if name not in strategy.constant_buffers]
+        before, state = [buffer.clone() for buffer in buffers], random_state(trainer.device)
+        losses: list[Tensor] = []
+        while ranks := self._vote(trainer, fails(lambda: self._run_parts(kept, run, total, losses))):
+            self._halve(trainer, ranks)
+            set_random_state(trainer.device, state)
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+        strategy.reduce_gradients()
+        return losses
+
+    def _run_parts(self, kept: "Kept", run: ForwardBackward, total: Callable[[], int], losses: list[Tensor]) -> None:
+        """Run the passes on parts that fit, and put the loss of each batch into `losses`."""
+        losses.clear()
+        parts = Parts(kept, self.micro, self.weigh)
+        losses += parts.merge(run(parts, total))
+
+    def _vote(self, trainer: TrainerProtocol, failed: bool) -> int:
+        """Return the ranks that have failed. If any has, forget the gradients. A collective."""
+        (ranks,) = trainer.ranks.agree((int(failed),))()
+        if ranks:
+            for p in trainer.parameters:
+                p.grad = None
+            gc.collect()
+            if trainer.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return ranks
+
+    def _halve(self, trainer: TrainerProtocol, ranks: int) -> None:
+        """Halve the micro-batch for the rest of the run.
+
+        Raises:
+            ConfigError: It is of one sample already.
+        """
+        if self.micro == 1:
+            raise ConfigError(
+                f"{KEY}: a single sample does not fit into memory; use a smaller model or shorter samples"
+            )
+        before, self.micro = self.micro, self.micro // 2
+        text = "auto_batch: step %d: out of memory on %d of %d rank(s) with micro-batches of %d samples; %d from now on"
+        log.warning(text, trainer.step + 1, ranks, trainer.world, before, self.micro)
+        if not trainer.rehearsing:
+            self._decide(trainer, trainer.samples + trainer.batch)
+
+    def _decide(self, trainer: TrainerProtocol, samples: int) -> None:
+        """Load micro-batches of the new size from where no rank has loaded yet. A collective."""
+        asked = max(trainer.ranks.gather(self.asked))
+        last = self.made.made[-1].position if self.made.made else 0
+        self.made.add(samples, max(last, asked), {"micro": self.micro})
+
+    def on_fit_end(self, trainer) -> None:
+        self.made.close()
+
+    def decisions(self) -> dict[str, Any]:
+        return self.made.state()
+
+
+class Kept(Step):
+    """A step that can be iterated again: its batches stay until its end."""
+
+    def __init__(self, step: Step) -> None:
+        self.weights, self.rest = step.weights, iter(step)
+        self.given: list[tuple[Any, int]] = []
+
+    def __iter__(self) -> Iterator[tuple[Any, int]]:
+        yield from list(self.given)
+        for one in self.rest:
+            self.given.append(one)
+            yield one
+        if len(self.given) < len(self.weights):
+            raise RuntimeError("auto_batch: memory ran out while a batch was copied to the device; set a smaller batch")
+
+
+class Parts(Step):
+    """A step whose batches are cut into parts of at most `most` samples. No pass reduces gradients."""
+
+    reduces = False
+
+    def __init__(self, step: Step, most: int, weigh: Callable[[Any], int]) -> None:
+        self.step, self.most, self.weigh, self.weights = step, most, weigh, step.weights
+        self.parts: list[list[int]] = []  # the weights of each batch's parts
+
+    def __iter__(self) -> Iterator[tuple[Any, int]]:
+        for batch, weight in self.step:
+            cut = cut_batch(batch, self.most) if weight else [batch]
+            self.parts.append([weight] if len(cut) == 1 else [self.weigh(part) for part in cut])
+            yield from zip(cut, self.parts[-1], strict=True)
+
+    def merge(self, losses: list[Tensor]) -> list[Tensor]:
+        """Return the loss of each batch: the mean over its items."""
+        rest = iter(losses)
+        return [merged([(next(rest), weight) for weight in weights]) for weights in self.parts]
+
+
+def merged(losses: list[tuple[Tensor, int]]) -> Tensor:
+    total = sum(weight for _, weight in losses)
+    if len(losses) == 1 or not total:
+        return losses[0][0]
+    return torch.stack([loss.detach() * (weight / total) for loss, weight in losses if weight]).sum()
+
+
+def search(first: int, most: int, fits: Callable[[int], bool]) -> list[int]:
+    """Return the sizes that fit, in rising order: `first` is doubled, or halved, then bisected."""
+    fitting, failing, size = list[int](), most + 1, first
+    while size > (fitting[-1] if fitting else 0):
+        if fits(size):
+            fitting.append(size)
+        else:
+            failing = size
+        low = fitting[-1] if fitting else 0
+        size = min(2 * low, most) if failing > most and low else (low + failing) // 2
+    return fitting
+
+
+def fails(run: Callable[[], Any]) -> bool:
+    """Return whether memory ran out. The frames of the error, which hold tensors, are gone then."""
+    try:
+        run()
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not any(w in str(error) for w in WORDS):
+            raise
+        return True
+    return False
+
+
+def refuse(trainer: TrainerProtocol) -> None:
+    """Refuse strategies whose passes communicate, and data that cuts itself.
+
+    Raises:
+        ConfigError: The message has the reason and the way out.
+    """
+    if trainer.strategy.lockstep:
+        raise ConfigError(
+            f"{KEY}: a forward pass communicates with this sharding, so ranks can't run out of memory alone; "
+            "leave auto_batch or the sharding out"
+        )
+    if trainer.plan.order is None:
+        raise ConfigError(
+            f"{KEY}: recipe.data('train') is an iterable, which cuts the batches itself; return a dataset or shards, "
+            "or leave auto_batch out"
+        )
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def set_random_state(device: torch.device, state: list[Tensor]) -> None:
+    torch.set_rng_state(state[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[1], device)

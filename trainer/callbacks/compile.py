@@ -1,0 +1,238 @@
+"""Compiles the blocks of the model, or the whole model, with torch.compile."""
+
+import importlib.util
+import os
+import shutil
+import sysconfig
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from trainer.blocks import find_blocks
+from trainer.callback import Callback, Role
+from trainer.errors import ConfigError, nearest, require
+from trainer.log import log
+from trainer.timeouts import COMPILE_S
+
+KEY = "callbacks.compile"
+MODES = ("default", "max-autotune-no-cudagraphs")
+EAGER = ("eager", "aot_eager")  # backends that run eager's kernels, with eager's random numbers
+TRACED = ("inductor", "aot_eager")  # backends that keep the state of the generator for a recomputation
+UNLIMITED = 1 << 30
+GraphCompiler = Callable[[GraphModule, list[Any]], Callable[..., Any]]
+
+
+class Compile(Callback):
+    """Compiles each block of the model once, for fixed shapes (Ansel et al. 2024, doi 10.1145/3620665.3640366).
+
+    Equal blocks share their graphs, one for training and one for evaluation. Inductor fuses operations, so its sums are
+    in another order than eager's. Dropout draws other numbers than eager's unless `fallback_random` is set.
+
+    The rehearsal compiles. A later graph of a block is a recompilation, except for its first evaluation.
+
+    Args:
+        blocks: Class names of the modules to compile; null takes `recipe.blocks`, or the members of the longest
+            `nn.ModuleList`.
+        whole: Compile the model instead of its blocks.
+        backend: One of `torch.compiler.list_backends`.
+        mode: Inductor's mode; null is its default. Modes with CUDA graphs are refused.
+        fallback_random: Draw eager's random numbers. Only for Inductor.
+        max_recompiles: Recompilations of one block. One more ends the run.
+    """
+
+    role = Role.COMPILE
+
+    def __init__(
+        self,
+        blocks: list[str] | None = None,
+        whole: bool = False,
+        backend: str = "inductor",
+        mode: str | None = None,
+        fallback_random: bool = False,
+        max_recompiles: int = 8,
+    ) -> None:
+        require(f"{KEY}.max_recompiles", max_recompiles, at_least=0)
+        if whole and blocks is not None:
+            raise ConfigError(
+                f"{KEY}.whole=true: compiles the model, so blocks=[{','.join(blocks)}] has no effect; leave one out"
+            )
+        if mode is not None and mode not in MODES:
+            raise ConfigError(
+                f"{KEY}.mode={mode}: is unknown or has CUDA graphs, which reuse the memory of gradients; give null or "
+                f"{MODES[1]}"
+            )
+        if backend != "inductor" and (mode is not None or fallback_random):
+            key = "fallback_random=true" if fallback_random else f"mode={mode}"
+            raise ConfigError(f"{KEY}.{key}: backend={backend} has no such setting; use backend=inductor")
+        self.blocks, self.whole, self.backend = blocks, whole, backend
+        self.mode, self.fallback_random, self.max_recompiles = mode, fallback_random, max_recompiles
+        self.exact = fallback_random or backend in EAGER
+        if backend not in TRACED:
+            self.conflicts = {
+                Role.RECOMPUTE: f"backend={backend} draws other random numbers when it recomputes; use backend="
+                f"{' or '.join(TRACED)}"
+            }
+        self.counters: list[GraphCounter] = []
+
+    def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
+        compile_graph = self._graph_compiler(trainer.device)
+        # torch would run a block eagerly after its own limit. DDPOptimizer would cut graphs at buckets, and refuses
+        # graphs with recomputation.
+        limits = {"recompile_limit": UNLIMITED, "accumulated_recompile_limit": UNLIMITED}
+        self.config = torch._dynamo.config.patch({"optimize_ddp": False, **limits})
+        self.config.__enter__()
+        self.breaks = graph_breaks()
+        modules = [model] if self.whole else find_blocks(trainer.recipe, model, self.blocks, f"{KEY}.blocks")
+        beat = partial(trainer.heartbeat.beat, patience_s=COMPILE_S)
+        kinds: dict[Any, GraphCounter] = {}
+        for module in modules:
+            name = type(module).__name__
+            counter = kinds.setdefault(signature(module), GraphCounter(name, compile_graph, beat, self.max_recompiles))
+            # `compile` alone skips a forward of torch's own, such as nn.Sequential's. A copy of the module gets a
+            # partial of its own, with the copy's weights; a closure would keep these.
+            module.forward = partial(call, module.forward)
+            module.compile(backend=counter, dynamic=False)
+        self.counters = list(kinds.values())
+        return model
+
+    def _graph_compiler(self, device: torch.device) -> GraphCompiler:
+        known = torch.compiler.list_backends(exclude_tags=())
+        if self.backend not in known:
+            raise ConfigError(f"{KEY}.backend={self.backend}: is not a backend; {nearest(self.backend, known)}")
+        compile_graph: Any = torch._dynamo.lookup_backend(self.backend)
+        if self.backend != "inductor":
+            return compile_graph
+        refuse_missing_tools(device)
+        options = torch._inductor.list_mode_options(self.mode or "default")
+        return partial(compile_graph, config_patches={**options, "fallback_random": self.fallback_random})
+
+    def rehearse(self, trainer, run_pass: Callable[[Any], None], batch: Any) -> None:
+        run_pass(batch)  # one rank alone has no other rehearsal
+
+    def on_fit_start(self, trainer) -> None:
+        graphs, seconds = self._graphs(), sum(counter.seconds for counter in self.counters)
+        if not graphs:
+            names = ", ".join(sorted({counter.name for counter in self.counters}))
+            raise ConfigError(
+                f"{KEY}: no {names} was compiled, since the model does not call it as a module or torch skips it; name "
+                "other blocks, or give whole=true"
+            )
+        text = "compile: %d graph(s) of %d kind(s) of blocks in %.1f s, in %s"
+        log.info(text, graphs, len(self.counters), seconds, os.environ.get("TORCHINDUCTOR_CACHE_DIR", "memory"))
+        if new := [reason for reason, count in graph_breaks().items() if count > self.breaks.get(reason, 0)]:
+            log.warning("compile: %d graph break(s), which cut blocks into parts; the first: %s", len(new), new[0])
+        for counter in self.counters:
+            counter.begin()
+
+    def on_step_end(self, trainer) -> None:
+        if trainer.metrics:
+            trainer.metrics["compile/graphs"] = float(self._graphs())
+            trainer.metrics["compile/recompiles"] = float(max(counter.recompiles for counter in self.counters))
+        self._refuse_more()
+
+    def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
+        self._refuse_more()
+
+    def on_fit_end(self, trainer) -> None:
+        self.config.__exit__(None, None, None)
+
+    def _graphs(self) -> int:
+        return sum(sum(counter.graphs.values()) for counter in self.counters)
+
+    def _refuse_more(self) -> None:
+        """Refuse to go on with eager blocks: a resumed run would compile them, and have other bits."""
+        for counter in self.counters:
+            if counter.recompiles > self.max_recompiles:
+                raise ConfigError(
+                    f"{KEY}.max_recompiles={self.max_recompiles}: {counter.name} was to be compiled once more, for "
+                    f"inputs of {counter.shapes}; give batches few shapes, by padding for example, or raise this limit"
+                )
+
+
+class GraphCounter:
+    """A backend of torch.compile for equal blocks, which counts their graphs in training and in evaluation.
+
+    Args:
+        name: The class of the blocks.
+        compile_graph: The backend that compiles.
+        beat: Called before each compilation, which may take minutes.
+        most: Recompilations after which graphs run eagerly, until the callback ends the run.
+    """
+
+    def __init__(self, name: str, compile_graph: GraphCompiler, beat: Callable[[], None], most: int) -> None:
+        self.name, self.compile_graph, self.beat, self.most = name, compile_graph, beat, most
+        self.graphs = {True: 0, False: 0}  # by whether gradients are recorded
+        self.expected = UNLIMITED  # graphs in either mode that are no recompilations
+        self.seconds, self.shapes = 0.0, ""
+
+    def begin(self) -> None:
+        """Count further graphs as recompilations: the rehearsal is over."""
+        self.expected = max(self.graphs[True], 1)
+
+    @property
+    def recompiles(self) -> int:
+        return max(0, max(self.graphs.values()) - self.expected)
+
+    def __call__(self, graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """Compile a graph that torch has traced. `inputs` are its parameters and inputs."""
+        mode = torch.is_grad_enabled()
+        self.graphs[mode] += 1
+        shown = [list(t.shape) for t in inputs if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
+        self.shapes = ", ".join(map(str, shown[:3]))
+        if self.recompiles > self.most:
+            return graph.forward
+        self.beat()
+        began = time.monotonic()
+        compiled = self.compile_graph(graph, inputs)
+        seconds = time.monotonic() - began
+        self.seconds += seconds
+        if self.graphs[mode] > self.expected:
+            text = "compile: %s compiled again in %.1f s, for inputs of %s; recompilation %d of at most %d"
+            log.info(text, self.name, seconds, self.shapes, self.graphs[mode] - self.expected, self.most)
+        return compiled
+
+
+def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a block's forward from a function that torch traces."""
+    return forward(*args, **kwargs)
+
+
+def signature(module: nn.Module) -> Any:
+    """Return what equal blocks have in common: the class, and names, shapes and dtypes of the tensors."""
+    tensors = chain(module.named_parameters(), module.named_buffers())
+    return type(module), tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors)
+
+
+def graph_breaks() -> dict[str, int]:
+    """Return how often torch has cut a graph in this process, by the first line of the reason."""
+    reasons = torch._dynamo.utils.counters["graph_break"]
+    return {str(reason).strip().partition("\n")[0]: count for reason, count in reasons.items()}
+
+
+def refuse_missing_tools(device: torch.device) -> None:
+    """Refuse Inductor without the tools that it calls: it would raise at its first graph.
+
+    Raises:
+        ConfigError: There is no compiler, no Python.h, or on a GPU no triton.
+    """
+    key, way_out = f"{KEY}.backend=inductor", "or leave compile out"
+    cuda = device.type == "cuda"
+    variable, compilers = ("CC", ("gcc", "clang")) if cuda else ("CXX", ("g++",))
+    named = os.environ.get(variable)
+    compilers = (named,) if named else compilers
+    if not any(map(shutil.which, compilers)):
+        raise ConfigError(
+            f"{key}: found no working {'C' if cuda else 'C++'} compiler ({' or '.join(compilers)}); install one, name "
+            f"one by the variable {variable}, {way_out}"
+        )
+    if not (header := Path(sysconfig.get_path("include")) / "Python.h").exists():
+        raise ConfigError(f"{key}: there is no {header}; install Python's headers (python3-dev), {way_out}")
+    if cuda and importlib.util.find_spec("triton") is None:
+        raise ConfigError(f"{key}: triton, which makes GPU kernels, is not installed; install triton, {way_out}")

@@ -1,0 +1,1 @@
+from trainer.callbacks.hetero_batch.callback import HeteroBatch as HeteroBatch

@@ -1,0 +1,144 @@
+"""Steps each parameter in the backward pass, as soon as its gradient is there, and frees the gradient."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer.callback import Callback, Role
+from trainer.comm.bucket import Bucket
+from trainer.comm.ranks import share_buffers
+from trainer.comm.reduce import Background, Reduce, Reduced
+from trainer.data.batch import Step
+from trainer.errors import ConfigError
+from trainer.forward_backward import ForwardBackward
+from trainer.log import log
+from trainer.optim.partial_step import PartialStep
+from trainer.optim.wrapper import OptimizerProxy
+from trainer.parallel.ddp import DDP
+from trainer.parallel.strategy import SingleDevice
+
+MOST_SENT = 2  # buckets: one is reduced while the backward pass fills the next
+
+
+class OptimizerInBackward(Callback):
+    """Steps each parameter in the backward pass, and frees its gradient (Lv et al. 2023, arXiv:2306.09782, LOMO).
+
+    On one rank, a parameter is stepped when its gradient is complete. On several, a bucket is stepped when it is
+    reduced. The weights are plain DDP's with the same buckets, bit for bit, and complete at the end of each step.
+
+    The rehearsal ends DDP's part. Gradients go into buckets of DDP's layout, each allocated when it is complete. At
+    most `MOST_SENT` are on their way; the backward pass waits for the oldest one.
+    """
+
+    role = Role.OPTIMIZER
+    provides = frozenset({"defers", "own_order"})
+    conflicts = {
+        Role.SYNC: "no gradient is reduced between synchronisations; leave one out",
+        "clip": "the global norm is known only after all gradients; "
+        "set trainer.clip_norm=null or leave optimizer_in_backward out",
+        "fp16": "loss scaling must see all gradients first; "
+        "use trainer.precision=bf16 or leave optimizer_in_backward out",
+        "find_unused_parameters": "only DDP knows which parameters no rank has used; "
+        "set trainer.ddp.find_unused_parameters=false or leave optimizer_in_backward out",
+        "static_graph": "only DDP knows which parameters are used twice; "
+        "set trainer.ddp.static_graph=false or leave optimizer_in_backward out",
+    }
+
+    def __init__(self) -> None:
+        self.reduce: Reduce | None = None  # None: one rank
+        self.hooks: list[Any] = []  # none during the rehearsal
+        self.done: set[Tensor] = set()  # parameters whose gradient of this step was taken
+        self.sent = 0  # buckets of this step
+        self.flying = deque[tuple[Bucket, Reduced]]()
+
+    def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
+        self.reduce, self.background = reduce, Background(trainer.device)
+        return reduce
+
+    def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Any:
+        if not isinstance(trainer.strategy, DDP | SingleDevice):
+            kind = type(trainer.strategy).__name__
+            raise ConfigError(
+                f"callbacks.optimizer_in_backward: needs whole gradients on each rank, and {kind} lays them out; "
+                "leave one out"
+            )
+        self.trainer, self.partial = trainer, PartialStep(optimizer)
+        return OptimizerProxy(optimizer, self._end_step)
+
+    def wrap_forward_backward(self, trainer, run: ForwardBackward) -> ForwardBackward:
+        def begin_step(data: Step, total: Callable[[], int]) -> list[Tensor]:
+            if self.hooks:
+                self.partial.note()
+                share_buffers(trainer.module, trainer.strategy.replicas, trainer.strategy.constant_buffers)  # as DDP
+            return run(data, total)
+
+        return begin_step
+
+    def on_fit_start(self, trainer) -> None:
+        log.info("optimizer_in_backward: train/grad_norm is not reported, since no moment has all gradients")
+        self.layout: list[list[Tensor]] = [[trainer.parameters[i] for i in bucket] for bucket in trainer.buckets]
+        trainer.strategy.unwrap()
+        self.hooks = [p.register_post_accumulate_grad_hook(self._take) for p in trainer.parameters]
+
+    def on_fit_end(self, trainer) -> None:
+        for hook in self.hooks:  # hooks of parameters keep the trainer alive, past Python's collector
+            hook.remove()
+
+    @torch.no_grad()
+    def _take(self, p: Tensor) -> None:
+        """Take a complete gradient from the backward pass of the step's last micro-batch."""
+        if not self.trainer.strategy.syncing:
+            return
+        if p in self.done:
+            raise RuntimeError(
+                f"optimizer_in_backward: {self._names([p])} has a second gradient in a step; use it in one backward "
+                "pass, without reentrant checkpoints, or leave optimizer_in_backward out"
+            )
+        self.done.add(p)
+        if self.reduce is None:
+            assert p.grad is not None
+            self.partial.step({p: p.grad})
+            return
+        while self.sent < len(self.layout) and self.done.issuperset(self.layout[self.sent]):
+            self._send(self.layout[self.sent], self.reduce)
+            self.sent += 1
+
+    def _send(self, params: list[Tensor], reduce: Reduce) -> None:
+        while len(self.flying) == MOST_SENT or (self.flying and self.flying[0][1].arrived()):
+            self._land()
+        bucket = Bucket.of(params, self.trainer.step)
+        flat = params[0].new_empty(sum(p.numel() for p in params))
+        bucket.take_gradients(flat)
+        self.flying.append((bucket, self.background.submit(reduce, flat, bucket)))
+
+    def _land(self) -> None:
+        """Wait for the oldest bucket on its way, and step it."""
+        bucket, mean = self.flying.popleft()
+        params = [piece.param for piece in bucket.pieces]
+        self.partial.step(dict(zip(params, bucket.gradients(mean.wait()), strict=True)))
+
+    @torch.no_grad()
+    def _end_step(self) -> None:
+        """Step all that is on its way. On one rank, also parameters that the last micro-batch did not use."""
+        if self.reduce is None:
+            late: dict[Tensor, Tensor] = {p: p.grad for p in self.trainer.parameters if p.grad is not None}
+            if late:
+                self.partial.step(late)
+        elif self.sent < len(self.layout):
+            missing = [p for p in self.trainer.parameters if p not in self.done]
+            raise RuntimeError(
+                f"optimizer_in_backward: no gradient for {self._names(missing)} in the last micro-batch of a step; use "
+                "every parameter in every loss, or leave optimizer_in_backward out"
+            )
+        while self.flying:
+            self._land()
+        self.done.clear()
+        self.sent = 0
+
+    def _names(self, params: Sequence[Tensor]) -> str:
+        names: dict[Tensor, str] = {p: name for name, p in self.trainer.module.named_parameters()}
+        return ", ".join(names[p] for p in params)

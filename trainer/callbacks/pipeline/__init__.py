@@ -1,0 +1,1 @@
+from trainer.callbacks.pipeline.callback import PipelineParallel as PipelineParallel

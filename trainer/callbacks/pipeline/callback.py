@@ -1,0 +1,186 @@
+"""Runs the model as a pipeline: each rank has some of its blocks, and micro-batches pass from rank to rank."""
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import nn
+from torch.utils.data import default_collate
+
+from trainer.blocks import find_blocks
+from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.comm.reduce import AllReduce, Reduce
+from trainer.config.schema import fits
+from trainer.data.batch import Split
+from trainer.data.loader import Loader
+from trainer.errors import ConfigError, require, require_one_of
+from trainer.forward_backward import Accumulate, ForwardBackward
+from trainer.log import log
+from trainer.parallel.pipeline import SCHEDULES, Mesh, Pipeline
+from trainer.parallel.stages import KEY, Layout, balance, check_blocks, drop_others, holders
+from trainer.parallel.trial import Trial, cut_by_time, try_whole
+
+TWICE = ("interleaved", "zero_bubble", "zbv")  # schedules with two stages on each rank
+
+
+class PipelineParallel(Callback):
+    """Cuts the model into stages between its blocks (Huang et al. 2018, arXiv:1811.06965).
+
+    The ranks are a mesh of `stages` x replicas: rank = stage * replicas + replica. Without dropout, weights and losses
+    have the unsplit model's bits. With it, each block draws numbers of its own, which no cut or schedule changes.
+
+    Args:
+        stages: Ranks of a pipeline. It divides the number of ranks.
+        schedule: The order of the passes: `gpipe`, `1f1b` (Narayanan et al. 2019, arXiv:1806.03377), `interleaved`
+            (2021, arXiv:2104.04473), `zero_bubble` or `zbv` (Qi et al. 2024, arXiv:2401.10241). The last three cut the
+            model into two stages for each rank.
+        cut: The first block of each stage but the first. `auto` measures the time of each block, on each rank, in
+            forward passes of the first micro-batch. A resume keeps the cut.
+    """
+
+    role = Role.SPLIT
+    also = (Role.SHARD,)
+    conflicts = {
+        Role.OPTIMIZER: "a rank has the parameters of its stage only; leave one out",
+        Role.SYNC: "the stages of a pipeline exchange data in each step; leave one out",
+        Role.AVERAGE: "the average would hold the parameters of one stage; leave ema out",
+        Role.BATCH: "the schedule needs the same number of micro-batches on each rank; leave one out",
+        Role.REDUCE: "gradients are reduced over the replicas of a stage, not over all ranks; leave one out",
+        Role.COMPILE: "a stage ends the model's forward pass inside it; leave one out",
+        Role.QUANTIZE: "a stage has no numbers to convert for the blocks of other stages; leave one out",
+        "fp16": "each stage would scale its loss by its own overflows; use trainer.precision=bf16",
+        "find_unused_parameters": "there is no DDP that looks for them; set trainer.ddp.find_unused_parameters=false",
+        "static_graph": "there is no DDP that keeps the graph; set trainer.ddp.static_graph=false",
+    }
+
+    def __init__(
+        self,
+        stages: int = 2,
+        schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b",
+        cut: list[int] | Literal["auto"] = "auto",
+    ) -> None:
+        require(f"{KEY}.stages", stages, at_least=2)
+        require_one_of(f"{KEY}.schedule", schedule, tuple(SCHEDULES))
+        self.stages, self.schedule, self.cut = stages, schedule, cut
+        self.virtual = stages * (2 if schedule in TWICE else 1)
+
+    def build_model(self, trainer, build: Callable[[], nn.Module]) -> nn.Module:
+        model = build()
+        blocks = find_blocks(trainer.recipe, model, None, KEY)
+        check_blocks(blocks, self.virtual)
+        self.mesh = Mesh(trainer.ranks, self.stages)
+        starts = None if isinstance(self.cut, str) else self._checked(self.cut, len(blocks))
+        resumed = self._resumed(trainer, len(blocks))
+        self.trial = None if resumed else self._try(trainer, model, blocks)
+        starts = starts or resumed or self._cut(model, blocks)
+        self.layout = Layout(starts, len(blocks), self.stages, self.schedule == "zbv")
+        self.holders = holders(model, blocks, self.layout)
+        self._refuse_unlike(model)
+        own = set(self.layout.of(self.mesh.stage))
+        log.info(
+            "pipeline: %d stages of %d blocks begin at blocks %s; %d replica(s)",
+            self.virtual, len(blocks), ", ".join(map(str, starts)), self.mesh.data_world,
+        )  # fmt: skip
+        drop_others(model, {name for name, stages in self.holders.items() if own & set(stages)}, trainer.device)
+        return model
+
+    def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
+        return AllReduce(self.mesh.replicas) if self.mesh.replicas else reduce
+
+    def distribute(self, trainer, model: nn.Module) -> Pipeline:
+        accumulate = trainer.plan.accumulate
+        if self.schedule == "1f1b" and accumulate < self.stages:
+            raise ConfigError(
+                f"{KEY}.schedule=1f1b: needs accumulate={self.stages} or more, one micro-batch for each stage, and "
+                f"accumulate={accumulate}; raise accumulate, or use {KEY}.schedule=gpipe"
+            )
+        idle = [name for name, other in trainer.callbacks.items() if other.communicates]
+        if idle and not self.mesh.replicas:
+            log.info("pipeline: one replica of each stage, nothing to reduce: %s will do nothing", ", ".join(idle))
+        self.strategy = Pipeline(
+            model, find_blocks(trainer.recipe, model, None, KEY), self.layout, self.holders, self.mesh,
+            split=Split(trainer.batch, self.mesh.data_world, accumulate), schedule=self.schedule,
+            reduce=trainer.reduce if self.mesh.replicas else None, seed=trainer.options.seed,
+            expected=self.trial and self.trial.loss, step=lambda: trainer.step, device=trainer.device,
+        )  # fmt: skip
+        return self.strategy
+
+    def wrap_forward_backward(self, trainer, run: ForwardBackward) -> ForwardBackward:
+        assert isinstance(run, Accumulate)
+        self.strategy.loss = run.loss
+        return self.strategy.forward_backward
+
+    def decisions(self) -> dict[str, Any]:
+        return {"starts": list(self.layout.starts), "blocks": self.layout.blocks, "schedule": self.schedule}
+
+    def _resumed(self, trainer: TrainerProtocol, blocks: int) -> tuple[int, ...] | None:
+        """Return the cut of the checkpoint that the run resumes, if it has as many stages."""
+        name = next(name for name, callback in trainer.callbacks.items() if callback is self)
+        saved = trainer.plan.manifest.get("decisions", {}).get(name, {})
+        starts = saved.get("starts", []) if fits(saved, dict[str, Any]) else []
+        if not fits(starts, list[int]) or len(starts) != self.virtual or saved.get("blocks") != blocks:
+            return None
+        return self._checked(starts[1:], blocks)
+
+    def _try(self, trainer: TrainerProtocol, model: nn.Module, blocks: list[nn.Module]) -> Trial | None:
+        """Run the first micro-batch through the whole model; None if no rank can, or the data has no order."""
+        plan, recipe, found = trainer.plan, trainer.recipe, None
+        if plan.order is not None:  # else a walk through the data would take its first batches
+            split = Split(trainer.batch, self.mesh.data_world, plan.accumulate)
+            loader = Loader(
+                plan.source, plan.order, split, replace(plan.data, workers=0), rank=self.mesh.data_rank,
+                seed=trainer.options.seed, device=trainer.device, collate=getattr(recipe, "collate", default_collate),
+            )  # fmt: skip
+            with closing(loader):
+                batch = next(loader.train(plan.manifest.get("samples", 0), stop=0)).peek()
+            loss = trainer.precision.cast(recipe.loss)
+            found = try_whole(model, blocks, lambda: loss(model, batch), trainer.device)
+        every = trainer.ranks.gather(found)
+        self.trials = [] if None in every else [Trial(*trial) for trial in every]
+        return found if self.trials else None
+
+    def _cut(self, model: nn.Module, blocks: list[nn.Module]) -> tuple[int, ...]:
+        """Return the first block of each stage: by measured times, else so that parameters are spread evenly."""
+        if self.trials:
+            layout = Layout(tuple(range(self.virtual)), len(blocks), self.stages, self.schedule == "zbv")
+            replicas = range(self.mesh.data_world)
+            firsts = (layout.rank(stage) * self.mesh.data_world for stage in range(self.virtual))
+            return cut_by_time(self.trials, [[first + i for i in replicas] for first in firsts])
+        log.info("pipeline: no times are measured, so stages get even numbers of parameters")
+        of_blocks = {id(p) for block in blocks for p in block.parameters()}
+        ends = holders(model, blocks, Layout((0, 1), len(blocks), 2))
+        sizes = [0, 0]
+        for name, p in model.named_parameters():
+            for stage in () if id(p) in of_blocks else ends[name]:
+                sizes[stage] += p.numel()
+        costs = [sum(p.numel() for p in block.parameters()) for block in blocks]
+        return balance(costs, [1.0] * self.virtual, *sizes)
+
+    def _refuse_unlike(self, model: nn.Module) -> None:
+        """Refuse a model whose stages have nothing to train, or of which more than two ranks share a parameter."""
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        idle = set(range(self.virtual)) - {stage for name in trained for stage in self.holders[name]}
+        if idle:
+            raise ConfigError(
+                f"{KEY}: stage {min(idle)} has no parameter that trains; unfreeze some, cut elsewhere by {KEY}.cut, or "
+                "leave pipeline out"
+            )
+        for name in trained:
+            if len({self.layout.rank(stage) for stage in self.holders[name]}) > 2:
+                raise ConfigError(f"{KEY}: {name} is used by more than two ranks; untie it, or leave pipeline out")
+
+    def _checked(self, cut: list[int], blocks: int) -> tuple[int, ...]:
+        """Return the first block of each stage.
+
+        Raises:
+            ConfigError: The cut does not give each stage a block.
+        """
+        starts = (0, *cut)
+        rises = all(one < other for one, other in zip(starts, (*cut, blocks), strict=True))
+        if len(starts) != self.virtual or not rises:
+            raise ConfigError(
+                f"{KEY}.cut={cut}: must be {self.virtual - 1} rising numbers from 1 to {blocks - 1}, the first "
+                f"block of each of {self.virtual} stages but the first; or use auto"
+            )
+        return starts

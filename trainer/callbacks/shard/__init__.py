@@ -1,0 +1,1 @@
+from trainer.callbacks.shard.callback import Shard as Shard

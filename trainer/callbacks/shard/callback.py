@@ -1,0 +1,108 @@
+"""Shards optimizer state, gradients and parameters over the ranks: ZeRO (Rajbhandari et al. 2019, arXiv:1910.02054)."""
+
+from typing import Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.callback import Callback, Role
+from trainer.callbacks.shard import stage3
+from trainer.callbacks.shard.zero1 import ZeRO1
+from trainer.callbacks.shard.zero2 import ZeRO2
+from trainer.comm.reduce import AllReduce, Reduce
+from trainer.errors import ConfigError, require
+from trainer.parallel.fsdp import FSDP
+from trainer.parallel.strategy import Strategy
+
+OFF = "or use callbacks.shard.stage=1"
+STEPS = "a rank steps its own parameters alone, after all gradients of the step are reduced; leave one out"
+WITHOUT_DDP = {
+    "find_unused_parameters": "only DDP knows which parameters no rank has used, and stage 2 runs without DDP; "
+    f"set trainer.ddp.find_unused_parameters=false, {OFF}",
+    "static_graph": "only DDP knows which parameters are used twice, and stage 2 runs without DDP; "
+    f"set trainer.ddp.static_graph=false, {OFF}",
+    "gradient_as_bucket_view": "a view keeps its whole bucket in memory, and stage 2 frees buckets; "
+    f"set trainer.ddp.gradient_as_bucket_view=null, {OFF}",
+}
+
+
+class Shard(Callback):
+    """Gives each rank a part of the training state.
+
+    Stages 1 and 2 give each parameter one rank that steps it, the largest first, each to the rank with the fewest
+    elements. Parameters stay whole, and numbers are plain training's, bit for bit, with any optimizer whose step of a
+    parameter needs no other. Stage 3 is torch's FSDP2: each rank has some rows of each parameter, and numbers are plain
+    training's to rounding.
+
+    Args:
+        stage: 1 shards the optimizer's state. 2 shards gradients too: a bucket is freed as soon as it is reduced. 3
+            shards parameters too.
+        blocks: Of stage 3, class names of the modules that are gathered one by one; null takes `recipe.blocks`, or the
+            members of the longest `nn.ModuleList`.
+        reshard: Of stage 3, free a block's parameters after its forward pass, and gather them again for its backward
+            pass.
+        hybrid: Of stage 3, shard inside groups of so many ranks, and average across groups; true: a node is a group.
+        offload: Of stage 3, keep parameters, gradients and optimizer state on the host.
+    """
+
+    role = Role.SHARD
+    communicates = True
+
+    def __init__(
+        self,
+        stage: Literal[1, 2, 3] = 1,
+        blocks: list[str] | None = None,
+        reshard: bool = True,
+        hybrid: bool | int = False,
+        offload: bool = False,
+    ) -> None:
+        if stage not in (1, 2, 3):
+            kinds = "1 (optimizer state), 2 (gradients too) or 3 (parameters too)"
+            raise ConfigError(f"callbacks.shard.stage={stage}: must be {kinds}")
+        if not isinstance(hybrid, bool):
+            require("callbacks.shard.hybrid", hybrid, at_least=2)
+        given = {"blocks": blocks is not None, "reshard": not reshard, "hybrid": bool(hybrid), "offload": offload}
+        if stage < 3 and any(given.values()):
+            key = next(key for key in given if given[key])
+            raise ConfigError(
+                f"callbacks.shard.{key}: has no effect with callbacks.shard.stage={stage}; set "
+                f"callbacks.shard.stage=3, or leave {key} out"
+            )
+        self.stage, self.blocks, self.reshard, self.hybrid, self.offload = stage, blocks, reshard, hybrid, offload
+        self.provides = frozenset({"hierarchical"} if hybrid else ())
+        self.conflicts = stage3.conflicts(offload) if stage == 3 else {"defers": STEPS}
+        if stage == 2:
+            self.conflicts |= WITHOUT_DDP
+
+    def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
+        """Take the group of all ranks. Hybrid begins the chain with the mean across groups."""
+        assert isinstance(reduce, AllReduce)  # no other callback has wrapped it yet
+        self.group, self.across = reduce.group, None
+        if self.hybrid:
+            self.across = stage3.two_levels(trainer, self.hybrid)
+            self.group = self.across.inside
+        return self.across or reduce
+
+    def distribute(self, trainer, model: nn.Module) -> Strategy:
+        if self.stage == 1:  # DDP's own reducer is in C++
+            self.strategy = ZeRO1(trainer, model, None if isinstance(trainer.reduce, AllReduce) else trainer.reduce)
+        elif self.stage == 2:
+            self.strategy = ZeRO2(trainer, model)
+        else:
+            self.strategy = stage3.fully_shard(
+                trainer, model, self.group, self.across, self.blocks, reshard=self.reshard, offload=self.offload
+            )
+        return self.strategy
+
+    def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Optimizer:
+        if isinstance(self.strategy, ZeRO1):
+            self.strategy.owners.attach(optimizer)
+        return optimizer
+
+    def on_flush(self, trainer) -> None:
+        """Share rank 0's buffers, which validation and checkpoints read. Other strategies have replicas that do."""
+        if isinstance(self.strategy, FSDP):
+            self.strategy.share_buffers(*dict.fromkeys((trainer.module, trainer.eval_model)))
+
+    def on_fit_end(self, trainer) -> None:
+        self.strategy.unwrap()  # hooks of parameters keep the trainer alive, past Python's collector

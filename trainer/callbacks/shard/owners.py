@@ -1,0 +1,93 @@
+"""Gives each parameter an owner: the rank that steps it and has its optimizer state."""
+
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.comm.bucket import flatten
+from trainer.comm.reduce import all_gather
+
+ROUND_BYTES = 64 << 20  # of the weights that are gathered at a time
+
+
+def assign(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Return the rank of each size: the largest first, each to the rank that has the least so far."""
+    loads, found = [0] * ranks, [0] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        found[i] = min(range(ranks), key=loads.__getitem__)
+        loads[found[i]] += sizes[i]
+    return found
+
+
+def rounds(owned: Sequence[Sequence[Tensor]], most: int) -> Iterator[list[Sequence[Tensor]]]:
+    """Cut each rank's parameters into groups of one dtype, and yield the ranks' first groups, their second, and so on.
+
+    Args:
+        owned: The parameters of each rank.
+        most: Bytes of a group, unless a single parameter has more.
+    """
+    for dtype in dict.fromkeys(p.dtype for params in owned for p in params):
+        cut: list[list[Sequence[Tensor]]] = []
+        for params in owned:
+            groups: list[list[Tensor]] = [[]]
+            for p in (p for p in params if p.dtype == dtype):
+                if groups[-1] and sum(q.nbytes for q in groups[-1]) + p.nbytes > most:
+                    groups.append([])
+                groups[-1].append(p)
+            cut.append([*groups])
+        yield from map(list, zip_longest(*cut, fillvalue=()))
+
+
+class Owners:
+    """The parameters that each rank owns (ZeRO, Rajbhandari et al. 2019, arXiv:1910.02054).
+
+    A rank steps its own parameters only, so any optimizer works whose step of a parameter needs no other parameter.
+
+    Args:
+        parameters: The trained ones, in the same order on all ranks.
+        group: All ranks, for weights alone.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self.group, self.rank = group, group.rank()
+        self.by_rank: list[list[nn.Parameter]] = [[] for _ in range(group.size())]
+        for p, rank in zip(parameters, assign([p.numel() for p in parameters], group.size()), strict=True):
+            self.by_rank[rank].append(p)
+        self.own: set[Tensor] = set(self.by_rank[self.rank])
+        self.others = [p for p in parameters if p not in self.own]
+        self.rounds = list(rounds(self.by_rank, ROUND_BYTES // group.size()))
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Make each step of the optimizer one of this rank's own parameters, followed by a gather of the weights."""
+        for p in self.others:
+            optimizer.state.pop(p, None)  # some optimizers make state at once
+        optimizer.register_step_pre_hook(self._drop_gradients)
+        optimizer.register_step_post_hook(self._gather_weights)
+
+    def _drop_gradients(self, *_: Any) -> None:
+        """Drop the gradients of others' parameters: an optimizer makes no state for these, and no step."""
+        for p in self.others:
+            p.grad = None
+
+    @torch.no_grad()
+    def _gather_weights(self, *_: Any) -> None:
+        """Copy each rank's parameters to all ranks. A collective.
+
+        Memory: `ROUND_BYTES`, or the largest parameter for each rank.
+        """
+        for groups in self.rounds:
+            size = max(sum(p.numel() for p in params) for params in groups)
+            like = next(p for params in groups for p in params)
+            own, rows = like.new_zeros(size), like.new_empty(len(groups), size)
+            if mine := groups[self.rank]:
+                own[: sum(p.numel() for p in mine)] = flatten(mine)
+            all_gather(rows.view(-1), own, self.group)
+            for rank, (params, row) in enumerate(zip(groups, rows, strict=True)):
+                if params and rank != self.rank:
+                    parts = row[: sum(p.numel() for p in params)].split([p.numel() for p in params])
+                    torch._foreach_copy_([*params], [part.view_as(p) for p, part in zip(params, parts, strict=True)])

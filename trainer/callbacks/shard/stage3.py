@@ -1,0 +1,74 @@
+"""Stage 3: the groups of ranks that share the rows of FSDP2, and what it can't run with."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from trainer.blocks import find_blocks
+from trainer.callback import Role, TrainerProtocol
+from trainer.comm.reduce import AllReduce
+from trainer.errors import ConfigError
+from trainer.log import log
+from trainer.parallel.fsdp import FSDP, AcrossNodes
+
+
+def two_levels(trainer: TrainerProtocol, hybrid: bool | int) -> AcrossNodes:
+    """Group the ranks, and return the mean across groups: the mean inside is FSDP2's own. A collective.
+
+    Raises:
+        ConfigError: The ranks can't be cut into such groups.
+    """
+    world = trainer.world
+    per_group = trainer.ranks.ranks_per_node("shard") if hybrid is True else int(hybrid)
+    if per_group == 1 or world % per_group:
+        why = "a node has one rank" if per_group == 1 else f"does not divide the {world} ranks"
+        raise ConfigError(
+            f"callbacks.shard.hybrid={str(hybrid).lower()}: {why}; give a divisor of {world} above 1, or false"
+        )
+    if per_group == world:
+        log.info("shard: hybrid has one group of %d ranks, so nothing is averaged across", world)
+    groups = torch.arange(world).view(-1, per_group)
+    inside = trainer.ranks.new_groups(groups.tolist())
+    return AcrossNodes(inside, AllReduce(trainer.ranks.new_groups(groups.T.tolist())))
+
+
+def fully_shard(
+    trainer: TrainerProtocol,
+    model: nn.Module,
+    group: ProcessGroup,
+    across: AcrossNodes | None,
+    blocks: list[str] | None,
+    **knobs: bool,
+) -> FSDP:
+    """Lay the model out in rows over the ranks of `group`."""
+    found = find_blocks(trainer.recipe, model, blocks, "callbacks.shard.blocks")
+    copied = any(Role.AVERAGE in (callback.role, *callback.also) for callback in trainer.callbacks.values())
+    strategy = FSDP(model, found, group, across, trainer.device, copied=copied, step=lambda: trainer.step, **knobs)
+    units = len(strategy.buckets())
+    log.info("shard: %d units in rows over %d of %d ranks", units, group.size(), trainer.world)
+    return strategy
+
+
+def conflicts(offload: bool) -> dict[Any, str]:
+    """Return the conflicts of stage 3, as `Callback.conflicts` has them."""
+    rows = "stage=3 gives each rank the mean of its rows alone"
+    refused: dict[Any, str] = {
+        Role.BATCH: "stage=3 communicates in each forward pass, so all ranks make as many; use stage=1",
+        Role.REDUCE: f"{rows}; use callbacks.shard.hybrid for two levels, or stage=2",
+        "defers": f"{rows}, as soon as they are summed; leave one out",
+        "compresses_all": f"{rows}, and torch sums them; use callbacks.shard.hybrid with "
+        "callbacks.grad_compress.level=inter, or stage=2",
+        "find_unused_parameters": "FSDP2 has no search for unused parameters; set "
+        "trainer.ddp.find_unused_parameters=false, or use stage=1",
+        "bf16_params": "FSDP2 gathers the float32 weights that modules read; use trainer.precision=bf16, or stage=2",
+        "static_graph": "FSDP2 has no such mode; set trainer.ddp.static_graph=false, or use stage=1",
+        "gradient_as_bucket_view": "FSDP2 has no buckets; set trainer.ddp.gradient_as_bucket_view=null, or use stage=1",
+    }
+    if offload:
+        refused["fp16"] = (
+            "the loss scale is on the device, and offload has gradients on the host; use trainer.precision=bf16, or "
+            "callbacks.shard.offload=false"
+        )
+    return refused

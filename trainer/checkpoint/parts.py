@@ -1,0 +1,216 @@
+"""Reads tensors of a checkpoint by rows, from whatever files of whatever ranks have them.
+
+    state.json, optimizer.safetensors           tensors that one rank had whole
+    part-00003.json, part-00003.safetensors     those that rank 3 had: whole tensors, or rows of them
+
+A checkpoint of any number of ranks, and of any layout over them, so loads into any other.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from trainer.checkpoint.manifest import Damaged, opened
+from trainer.checkpoint.safetensors_buffer import DTYPES
+from trainer.checkpoint.serialize import SECTION, STATE, Part, decode, read_json
+
+SECTIONS = ("model", "optimizer")  # may be in parts
+PART_SECTIONS = (*SECTIONS, "callbacks")
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def part_section(rank: int) -> str:
+    """Return the name of the section that has a rank's parts."""
+    return f"part-{rank:05d}"
+
+
+def is_part_section(name: str) -> bool:
+    return name.startswith("part-")
+
+
+class Piece(NamedTuple):
+    """A tensor in a safetensors file."""
+
+    handle: Any  # of safetensors
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return a copy of rows of the tensor; all of it, if it has no dimensions."""
+        found = self.handle.get_slice(self.name)[start:stop] if self.shape else self.handle.get_tensor(self.name)
+        return found.clone()  # because safetensors maps the file, which may be cut
+
+
+class Stored:
+    """A tensor of a checkpoint, whose rows may lie in several files. Only the rows that are asked for are read.
+
+    Args:
+        shape: Of the whole tensor. A tensor without dimensions counts as one row.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.rows = shape[0] if shape else 1
+        self.pieces: list[tuple[int, Piece]] = []  # with the first row of each, counted in the whole tensor
+
+    def add(self, start: int, piece: Piece) -> None:
+        """Add rows, which begin at `start`.
+
+        Raises:
+            ValueError: They are no rows of this tensor.
+        """
+        rows = piece.shape[0] if piece.shape else 1
+        if piece.shape[1:] != self.shape[1:] or not 0 <= start <= start + rows <= self.rows:
+            raise ValueError(f"{piece.name} of {piece.shape} from row {start} on is no part of {self.shape}")
+        self.pieces.append((start, piece))
+        self.pieces.sort(key=lambda item: (item[0], item[1].shape))  # one without rows first
+
+    def is_whole(self) -> bool:
+        """Return whether each row is in one piece, and in one only."""
+        end = 0
+        for start, piece in self.pieces:
+            if piece.shape[:1] != (0,):
+                if start != end:
+                    return False
+                end += piece.shape[0] if piece.shape else 1
+        return end == self.rows
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Read the rows `start` to `stop` (None: to the last) -> (stop - start, ...) in new memory on the CPU."""
+        stop = self.rows if stop is None else stop
+        assert 0 <= start <= stop <= self.rows, (start, stop, self.shape)
+        found = []
+        for first, piece in self.pieces:
+            low, high = max(start - first, 0), min(stop - first, piece.shape[0] if piece.shape else 1)
+            if low < high:
+                found.append(piece.read(low, high))
+        if not found:
+            return torch.empty((0, *self.shape[1:]), dtype=self.dtype)
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def open_parts(folder: Path, names: Collection[str], world: int) -> dict[str, Any]:
+    """Return the sections `SECTIONS` of a checkpoint, with a `Stored` in the place of each tensor.
+
+    The section `callbacks` is there only if ranks have parts of it.
+
+    Args:
+        names: The files of the manifest; no other file is read.
+        world: The number of ranks that wrote the checkpoint.
+
+    Raises:
+        Damaged: No run can have made a file. Or a rank's file is missing, or a file is of no rank. Or rows of a tensor
+            are missing, or in two files.
+    """
+    found: dict[str, Any] = {}
+    files = [name for name in sorted(names) if is_part_section(name) and name.endswith(".json")]
+    path = folder
+    try:
+        for file in (STATE, *files):
+            path = folder / file
+            for name, value in _sections(path, names):
+                found[name] = _merged(found[name], value, name) if name in found else value
+        path = folder
+        if files and files != [f"{part_section(rank)}.json" for rank in range(world)]:
+            raise ValueError(f"parts of {world} rank(s) are expected; it has {', '.join(files)[:200]}")
+        for name, tensor in _tensors(found, ""):
+            if not tensor.is_whole():
+                raise ValueError(f"rows of {name} are missing or in two files")
+    except Damaged:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        raise Damaged(f"{path}: can't be read as parts ({type(error).__name__}: {error})") from error
+    return found
+
+
+def read_all(value: Any) -> Any:
+    """Return nested dicts and lists with the tensor itself in the place of each `Stored`."""
+    if isinstance(value, Stored):
+        return value.read()
+    if isinstance(value, dict):
+        return {key: read_all(item) for key, item in value.items()}
+    return type(value)(map(read_all, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _sections(path: Path, names: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the sections that a JSON file has, with the tensors that lie beside it."""
+    content, known = read_json(path.parent, path.name, names), SECTIONS
+    if path.name != STATE:
+        content, known = content[path.stem], PART_SECTIONS
+        if foreign := content.keys() - set(known):
+            raise ValueError(f"{sorted(foreign)} can't be in parts")
+    for name in known:
+        if name in content:
+            file = _File(path.parent, names, name if path.name == STATE else path.stem)
+            yield name, _stored(decode(content[name], file))
+
+
+class _File(Mapping[str, Piece]):
+    """The tensors of a safetensors file by name. The file is opened when the first is asked for."""
+
+    def __init__(self, folder: Path, names: Collection[str], section: str) -> None:
+        if not SECTION.fullmatch(section):
+            raise ValueError(f"section {section!r}")
+        self.folder, self.names, self.file = folder, names, f"{section}.safetensors"
+
+    @cached_property
+    def handle(self) -> Any:
+        if self.file not in self.names:
+            raise ValueError(f"its manifest does not name {self.file}")
+        with opened(self.folder, self.file) as file:
+            return safe_open(file, "pt")  # stays mapped
+
+    def __getitem__(self, name: str) -> Piece:
+        rows = self.handle.get_slice(name)
+        return Piece(self.handle, name, tuple(rows.get_shape()), TORCH_DTYPES[rows.get_dtype()])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.handle.keys())
+
+    def __len__(self) -> int:
+        return len(self.handle.keys())
+
+
+def _stored(value: Any) -> Any:
+    """Return nested dicts and lists with a `Stored` in the place of each tensor or part."""
+    if isinstance(value, dict):
+        return {key: _stored(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not isinstance(value, Piece):
+        return type(value)(map(_stored, value))
+    if isinstance(value, Piece):
+        value = Part(value, value.shape)
+    if not isinstance(value, Part):
+        return value
+    if not all(type(size) is int for size in (*value.shape, value.start)):
+        raise ValueError(f"a part of {value.shape} from row {value.start} on")
+    stored = Stored(value.shape, value.tensor.dtype)
+    stored.add(value.start, value.tensor)
+    return stored
+
+
+def _merged(one: Any, other: Any, name: str) -> Any:
+    """Merge what two files have of a section: their entries, and the rows of a tensor in both."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        both = {key: _merged(one[key], other[key], f"{name}/{key}") for key in one.keys() & other.keys()}
+        return {**one, **other, **both}
+    if not isinstance(one, Stored) or not isinstance(other, Stored):
+        raise ValueError(f"{name} is in two files")
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        raise ValueError(f"{name} is {one.dtype} {one.shape} in one file, and {other.dtype} {other.shape} in another")
+    for start, piece in other.pieces:
+        one.add(start, piece)
+    return one
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, Stored]]:
+    if isinstance(value, Stored):
+        yield name, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, item in items:
+        yield from _tensors(item, f"{name}/{key}".strip("/"))

@@ -1,0 +1,108 @@
+"""Decisions about the split of later steps: made during a run, written to a file, and repeated by a resume."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.config.schema import fits
+from trainer.errors import ConfigError
+from trainer.files import Appended, write_whole
+
+
+class Decision(NamedTuple):
+    samples: int  # position of the run when it was made
+    position: int  # from which on it holds, ahead of all that was loaded when it was made
+    value: dict[str, Any]  # of JSON values
+
+
+class Decisions:
+    """The decisions of a run, the same on all ranks: a pure function of the position, once they are made.
+
+    A checkpoint has the decisions up to its step. The file has those after it too, so that a resume which follows them
+    repeats the bits of the run.
+
+    Args:
+        path: Of the file, which rank 0 writes, one line each.
+        made_with: The settings that decisions follow from. Decisions that were made with others are dropped.
+    """
+
+    def __init__(self, path: Path, rank: int, made_with: Mapping[str, Any]) -> None:
+        self.file, self.rank, self.made_with = Appended(path), rank, dict(made_with)
+        self.made: list[Decision] = []
+        self.replaced: bytes | None = None  # the file's content without lines of other decisions
+
+    def begin(self, manifest: Mapping[str, Any], name: str, first: Callable[[Any], Any]) -> None:
+        """Take the decisions of a checkpoint, then those of the file that were made after it. A collective.
+
+        Args:
+            manifest: Of the checkpoint; empty for a new run.
+            name: Of the callback that decides.
+            first: Gives every rank the value of rank 0.
+
+        Raises:
+            ConfigError: The checkpoint's decisions are none.
+        """
+        saved, samples = manifest.get("decisions", {}).get(name), manifest.get("samples", 0)
+        goes_on = fits(saved, dict) and saved.get("made_with") == self.made_with
+        made = [*(saved["made"] if goes_on and fits(saved.get("made"), list) else [])]
+        made += first([] if self.rank else self._later(samples, samples + 1 if goes_on else samples))
+        for one in made:
+            if not fits(one, tuple[int, int, dict]):
+                raise ConfigError(f"trainer.resume: the checkpoint has no valid decisions of {name}; take another one")
+        self.made = [Decision(*one) for one in made]
+
+    def _later(self, samples: int, least: int) -> list[list[Any]]:
+        """Read the decisions of the file that were made at `least` or later."""
+        lines = self.file.path.read_bytes().splitlines(keepends=True) if self.file.path.exists() else []
+        later: list[list[Any]] = []
+        kept: list[bytes] = []
+        for line in lines:
+            one = parsed(line)
+            if one and (one.pop("made_with") == self.made_with or one["samples"] <= samples):
+                kept.append(line)
+                later += [[one.pop("samples"), one.pop("position"), one]] if one["samples"] >= least else []
+        self.replaced = None if kept == lines else b"".join(kept)
+        return later
+
+    def follows(self, samples: int) -> bool:
+        """Return whether what is decided at `samples` is among the decisions of an interrupted run."""
+        return bool(self.made) and samples <= self.made[-1].samples
+
+    def at(self, position: int) -> dict[str, Any] | None:
+        """Return what holds at `position`; None before the first decision."""
+        return next((one.value for one in reversed(self.made) if one.position <= position), None)
+
+    def made_by(self, samples: int) -> dict[str, Any] | None:
+        """Return what was decided last, up to `samples`, whether it holds yet or not."""
+        return next((one.value for one in reversed(self.made) if one.samples <= samples), None)
+
+    def add(self, samples: int, position: int, value: dict[str, Any]) -> None:
+        """Decide what holds from `position` on. Decisions that no later step needs are dropped."""
+        self.made.append(Decision(samples, position, value))
+        while len(self.made) > 1 and self.made[1].position <= samples:
+            del self.made[0]
+        if self.rank == 0:
+            if self.replaced is not None:
+                write_whole(self.file.path, self.replaced)
+                self.replaced = None
+            line = {"samples": samples, "position": position, **value, "made_with": self.made_with}
+            self.file.write(f"{json.dumps(line)}\n".encode())
+
+    def state(self) -> dict[str, Any]:
+        """Return JSON values, for a checkpoint's manifest."""
+        return {"made_with": self.made_with, "made": [list(one) for one in self.made]}
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """Return a line's decision; None for a line that a killed process has left unfinished."""
+    try:
+        one = json.loads(line)
+    except ValueError:
+        return None
+    kinds = {"samples": int, "position": int, "made_with": dict}
+    valid = line.endswith(b"\n") and fits(one, dict) and all(fits(one.get(key), kind) for key, kind in kinds.items())
+    return one if valid else None

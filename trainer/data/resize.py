@@ -1,0 +1,65 @@
+"""Cuts a batch into smaller ones, and makes larger ones of its samples, in memory."""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.data.batch import count_samples
+from trainer.data.device_prefetch import map_tensors
+from trainer.data.sampling.order import near_equal
+from trainer.errors import DataError
+
+
+def cut_batch(batch: Any, most: int) -> list[Any]:
+    """Cut a batch along dimension 0 into the fewest parts of at most `most` samples. The parts are views.
+
+    Raises:
+        DataError: A part of the batch is no tensor with one row for each sample.
+    """
+    samples = count_samples(batch)
+    parts = -(-samples // most)
+    if parts < 2:
+        return [batch]
+    refuse_uncuttable(batch, samples)
+    bounds = [near_equal(samples, part, parts) for part in range(parts)]
+    return [map_tensors(batch, lambda tensor, rows=slice(*rows): tensor[rows]) for rows in bounds]
+
+
+def repeat_batch(batch: Any, samples: int) -> Any:
+    """Make a batch of `samples` samples: those of `batch`, again and again.
+
+    Raises:
+        DataError: A part of the batch is no tensor with one row for each sample.
+    """
+    count = count_samples(batch)
+    refuse_uncuttable(batch, count)
+    return map_tensors(batch, lambda tensor: tensor[torch.arange(samples, device=tensor.device) % count])
+
+
+def refuse_uncuttable(batch: Any, samples: int) -> None:
+    """Refuse a batch that has anything else than tensors with one row for each sample.
+
+    Raises:
+        DataError: The message names the part.
+    """
+    for name, leaf in leaves(batch, "batch"):
+        if leaf is not None and not (isinstance(leaf, Tensor) and leaf.shape[:1] == (samples,)):
+            kind = f"a tensor of shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+            raise DataError(
+                f"callbacks.auto_batch: {name} is {kind}, and can't be cut into {samples} samples; let recipe.collate "
+                "return tensors with the samples along dimension 0, or leave auto_batch out and give micro_batch"
+            )
+
+
+def leaves(value: Any, name: str) -> list[tuple[str, Any]]:
+    """List the parts of a batch that are no containers, with their names."""
+    if isinstance(value, Mapping):
+        return [leaf for key, item in value.items() for leaf in leaves(item, f"{name}[{key!r}]")]
+    if isinstance(value, list | tuple) and not hasattr(value, "to"):
+        return [leaf for i, item in enumerate(value) for leaf in leaves(item, f"{name}[{i}]")]
+    if is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "to"):
+        return [leaf for f in fields(value) for leaf in leaves(getattr(value, f.name), f"{name}.{f.name}")]
+    return [(name, value)]

@@ -1,0 +1,100 @@
+"""Counts the bytes of a training process, and tells which settings would take how many of them away."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer.monitors.memory.allocator import GIB
+
+LEAST = 0.005  # of all bytes: a setting that saves less is not named
+
+
+@dataclass(frozen=True)
+class Use:
+    """Bytes of one process. `rest` has the activations, temporary tensors, and on a CPU the libraries."""
+
+    peak: int
+    weights: int
+    gradients: int
+    state: int  # of the optimizer
+    expected: bool  # the optimizer has no state yet, and `state` is computed
+    limit: int = 0  # bytes of the device that the process may take; 0: unknown
+
+    @property
+    def rest(self) -> int:
+        """The bytes of the peak that are neither weights, gradients nor state."""
+        return max(0, self.peak - self.weights - self.gradients - (0 if self.expected else self.state))
+
+    def __str__(self) -> str:
+        limit = f" of {self.limit / GIB:.2f}" if self.limit else ""
+        parts = {"weights": self.weights, "gradients": self.gradients}
+        parts |= {"optimizer, to come" if self.expected else "optimizer": self.state}
+        parts |= {"activations and the rest": self.rest}
+        listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+        return f"peak {self.peak / GIB:.2f}{limit} GiB ({listed})"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The part of the run's settings that decides which advice makes sense."""
+
+    world: int
+    micro: int  # samples of the largest micro-batch
+    blocks: int  # of the model, each with activations of its own; 0: unknown
+    precision: str
+    cuda: bool
+    optimizer: str  # class name
+    decided: frozenset[str]  # what callbacks decide already: recompute, shard, batch
+    available: frozenset[str]  # names of callbacks and optimizers that the configs have
+
+
+def size(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of this rank's part of the tensors; a storage that several share counts once."""
+    parts = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]  # DTensor's
+    return sum({(p.data_ptr(), p.device): p.numel() * p.element_size() for p in parts}.values())
+
+
+def count_state(optimizer: Optimizer, parameters: list[torch.nn.Parameter]) -> tuple[int, bool]:
+    """Return the bytes of the optimizer's state, and whether they are only computed, before its first step.
+
+    A state like Adam's has as many tensors for each parameter as the group has betas. Momentum has one.
+    """
+    held = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    if held:
+        return size(held), False
+    group = optimizer.param_groups[0]
+    tensors = len(group["betas"]) if "betas" in group else bool(group.get("momentum"))
+    return tensors * size(parameters), True
+
+
+def advise(use: Use, setting: Setting) -> str:
+    """Return the settings that take memory away, the most effective first, with an upper limit of what they take."""
+    ways = [(saved, text) for saved, text in _ways(use, setting) if saved > LEAST * use.peak]
+    ways.sort(key=lambda way: -way[0])
+    named = [f"{text} (up to {saved / GIB:.2f} GiB less)" for saved, text in ways]
+    if "auto_batch" in setting.available and "batch" not in setting.decided:
+        named.append("'+callbacks=[auto_batch]' (finds micro_batch itself)")
+    return ", ".join(named) or "a smaller model"
+
+
+def _ways(use: Use, setting: Setting) -> list[tuple[float, str]]:
+    others = (setting.world - 1) / setting.world
+    ways: list[tuple[float, str]] = []
+    if setting.micro > 1:
+        half = setting.micro // 2
+        ways.append((use.rest * (1 - half / setting.micro), f"micro_batch={half}, with the same batch"))
+    if setting.blocks > 1 and "recompute" not in setting.decided:  # one block's activations are there at a time
+        ways.append((use.rest * (1 - 1 / setting.blocks), "'+callbacks=[activation_checkpoint]'"))
+    if setting.cuda and setting.precision in ("fp32", "tf32"):
+        ways.append((use.rest / 2, "trainer.precision=bf16"))
+    if others and "shard" in setting.available and "shard" not in setting.decided:
+        for stage, bytes_split in enumerate((use.state, use.gradients, use.weights), 1):
+            before = ways[-1][0] if stage > 1 else 0.0
+            ways.append((before + others * bytes_split, f"'+callbacks=[shard]' callbacks.shard.stage={stage}"))
+    if "adamw8bit" in setting.available and setting.optimizer == "AdamW":
+        # A byte an element, and a float32 scale for each 256 of them, instead of 4 bytes an element.
+        ways.append((use.state * (1 - (1 + 4 / 256) / 4), "optimizer=adamw8bit"))
+    return ways

@@ -1,0 +1,106 @@
+"""Reads and sets torch's CUDA caching allocator, and finds out when it costs time."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from trainer.errors import ConfigError
+
+GIB = 1 << 30
+UNUSED = 0.2  # share of the device, reserved at the peak and never allocated, above which fragmentation is reported
+
+
+def read_settings() -> str:
+    """Return the settings that hold: of PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF, or set later."""
+    return torch._C._accelerator_getAllocatorSettings()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def write_settings(settings: str) -> None:
+    torch._C._accelerator_setAllocatorSettings(settings)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def merge_settings(settings: str, wanted: Mapping[str, str]) -> str:
+    """Return `settings` with those that are `wanted`: torch resets what a new text leaves out.
+
+    Raises:
+        ConfigError: A setting has another value already.
+    """
+    known = dict(part.strip().split(":", 1) for part in settings.split(",") if ":" in part)
+    for key, value in wanted.items():
+        if known.get(key, value).strip().lower() != value.lower():
+            raise ConfigError(
+                f"callbacks.memory: PYTORCH_ALLOC_CONF has {key}:{known[key]}, and this callback {key}:{value}; "
+                "leave one out"
+            )
+    new = [f"{key}:{value}" for key, value in wanted.items() if key not in known]
+    return ",".join([*filter(None, [settings]), *new])
+
+
+def set_up(wanted: Mapping[str, str], device: torch.device) -> str:
+    """Give the allocator the `wanted` settings, and return those before.
+
+    torch reads the settings as it reserves a segment, so segments that are there keep the ones before.
+
+    Raises:
+        ConfigError: The process holds CUDA memory already.
+    """
+    before = read_settings()
+    settings = merge_settings(before, wanted)
+    if settings == before:
+        return before
+    torch.cuda.empty_cache()  # of a run before, in this process
+    if held := torch.cuda.memory_reserved(device):
+        text = ",".join(f"{key}:{value}" for key, value in wanted.items())
+        raise ConfigError(
+            f"callbacks.memory: {text} comes too late, since this process holds {held / GIB:.2f} GiB of {device}; "
+            f"make the Trainer before tensors on the GPU, or start with PYTORCH_ALLOC_CONF={text}"
+        )
+    write_settings(settings)
+    return before
+
+
+def peak_resident() -> int:
+    """Return the largest resident memory of this process so far, in bytes (VmHWM of Linux)."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) << 10
+
+
+class Watch:
+    """Compares the allocator's counters with those of the look before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.total = device, torch.cuda.get_device_properties(device).total_memory
+        self.retries, self.freed = 0, 0
+        self.fragmented = False
+        self.look()  # start-up may free memory
+
+    def look(self) -> list[str]:
+        """Return a warning for each thing that has cost time, or may end the run, since the look before."""
+        stats = torch.cuda.memory_stats(self.device)
+        retries, freed = stats["num_alloc_retries"], stats["num_device_free"]
+        new, again, self.retries, self.freed = retries - self.retries, freed - self.freed, retries, freed
+        found = []
+        if new:
+            found.append(
+                f"the GPU was full {new} time(s): the allocator gave its unused memory back and asked again, which "
+                "waits for the GPU; give a smaller micro_batch, or callbacks.memory.expandable_segments=true"
+            )
+        elif again:
+            found.append(
+                f"{again} block(s) of GPU memory were given back, which waits for the GPU; leave out "
+                "torch.cuda.empty_cache() and garbage_collection_threshold"
+            )
+        if not self.fragmented and (unused := unused_at_peak(stats)) > UNUSED * self.total:
+            self.fragmented = True
+            reserved = stats["reserved_bytes.all.peak"]
+            found.append(
+                f"{reserved / GIB:.2f} GiB are reserved, and {unused / GIB:.2f} of them were never in use: "
+                "fragmentation; callbacks.memory.expandable_segments=true avoids it"
+            )
+        return found
+
+
+def unused_at_peak(stats: Mapping[str, int]) -> int:
+    """Return the bytes by which the peak of reserved memory is above the peak of allocated memory."""
+    return stats["reserved_bytes.all.peak"] - stats["allocated_bytes.all.peak"]

@@ -1,0 +1,182 @@
+"""Measures peak memory, limits what the process may take of a GPU, and advises when memory runs out."""
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.blocks import find_blocks
+from trainer.callback import Callback, Role, TrainerProtocol, present
+from trainer.config.compose import CONF
+from trainer.errors import ConfigError, is_out_of_memory, require
+from trainer.forward_backward import ForwardBackward
+from trainer.log import log
+from trainer.monitors.memory import allocator
+from trainer.monitors.memory.advice import Setting, Use, advise, count_state, size
+
+EVENTS = 100_000  # allocations that a snapshot has; some hundred bytes of host memory each
+
+
+class Memory(Callback):
+    """Adds `perf/peak_memory_gib`: GiB of tensors on the GPU at the peak, of the rank with the most.
+
+    On a CPU, `perf/peak_rss_gib` is the resident memory of the process (VmHWM), without data workers.
+
+    Args:
+        max_share: Share of the GPU's memory that the process may take. Above it, torch raises OutOfMemoryError.
+        expandable_segments: Segments of the allocator grow, which leaves fewer gaps. null: torch's setting.
+        max_split_mib: Blocks above this size are not split. null: torch's setting.
+        snapshot: Record allocations, and write torch's snapshot of them to the run's logs when memory runs out.
+    """
+
+    role = Role.MEASURE
+
+    def __init__(
+        self,
+        max_share: float | None = None,
+        expandable_segments: bool | None = None,
+        max_split_mib: int | None = None,
+        snapshot: bool = False,
+    ) -> None:
+        require("callbacks.memory.max_share", max_share, above=0)
+        if max_share is not None and max_share > 1:
+            raise ConfigError(f"callbacks.memory.max_share={max_share}: must be at most 1, which is the whole GPU")
+        require("callbacks.memory.max_split_mib", max_split_mib, at_least=20)  # torch's own limit
+        self.max_share, self.snapshot = max_share, snapshot
+        self.wanted = {"expandable_segments": expandable_segments, "max_split_size_mb": max_split_mib}
+        self.wanted = {key: str(value) for key, value in self.wanted.items() if value is not None}
+        self.watch: allocator.Watch | None = None
+        self.undo = ExitStack()
+
+    def build_model(self, trainer, build: Callable[[], nn.Module]) -> nn.Module:
+        """Set the allocator up: nothing is on the device yet."""
+        asked = {"max_share": self.max_share, **self.wanted, "snapshot": self.snapshot}
+        asked = [name for name, value in asked.items() if value]
+        if trainer.device.type == "cuda":
+            self._set_up(trainer.device)
+        elif asked:
+            log.info("memory: %s need(s) a GPU, and this run is on %s", ", ".join(asked), trainer.device.type)
+        return build()
+
+    def _set_up(self, device: torch.device) -> None:
+        torch.cuda.reset_peak_memory_stats(device)
+        if self.wanted:
+            self.undo.callback(allocator.write_settings, allocator.set_up(self.wanted, device))
+        if self.max_share is not None:
+            torch.cuda.memory.set_per_process_memory_fraction(self.max_share, device)
+            self.undo.callback(torch.cuda.memory.set_per_process_memory_fraction, 1.0, device)
+        if self.snapshot:
+            torch.cuda.memory._record_memory_history(max_entries=EVENTS, stacks="python")
+            self.undo.callback(torch.cuda.memory._record_memory_history, enabled=None)
+
+    def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Optimizer:
+        optimizer.step = self._guard(trainer, optimizer.step)  # its first call makes the state
+        return optimizer
+
+    def wrap_forward_backward(self, trainer, run: ForwardBackward) -> ForwardBackward:
+        return self._guard(trainer, run)
+
+    def on_fit_start(self, trainer) -> None:
+        if trainer.device.type == "cuda":
+            self.watch = allocator.Watch(trainer.device)
+
+    def on_step_end(self, trainer) -> None:
+        if not trainer.metrics:
+            return
+        name, peak = "perf/peak_rss_gib", allocator.peak_resident
+        if trainer.device.type == "cuda":
+            name, peak = "perf/peak_memory_gib", lambda: torch.cuda.max_memory_allocated(trainer.device)
+        trainer.metrics[name] = max(trainer.ranks.gather(peak())) / allocator.GIB
+        for text in self.watch.look() if self.watch else ():
+            log.warning("step %d: %s", trainer.step, text)
+
+    def on_fit_end(self, trainer) -> None:
+        error = sys.exc_info()[1]  # the one that ends the run; its frames hold the tensors
+        if self.snapshot and trainer.device.type == "cuda" and error and is_out_of_memory(error):
+            try:
+                torch.cuda.memory._dump_snapshot(str(snapshot_file(trainer)))
+            except (OSError, RuntimeError) as failure:
+                log.warning("%s: can't be written: %s", snapshot_file(trainer), failure)
+        self.undo.close()
+
+    def _guard(self, trainer: TrainerProtocol, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Give an error of `run` the advice, if memory has run out."""
+
+        @wraps(run, updated=())
+        def call(*args: Any, **options: Any) -> Any:
+            try:
+                return run(*args, **options)
+            except (MemoryError, RuntimeError) as error:
+                if is_out_of_memory(error):
+                    self._advise(trainer, error)
+                raise
+
+        return call
+
+    def _advise(self, trainer: TrainerProtocol, error: Any) -> None:
+        use = count(trainer, self.max_share)
+        ways = advise(use, setting(trainer))
+        if trainer.device.type == "cuda":
+            ways = "; ".join(filter(None, [self._unused(trainer, use), ways]))
+        error.advice = f"{use}; try {ways}"
+        if self.snapshot and trainer.device.type == "cuda":
+            error.advice += f"; snapshot for pytorch.org/memory_viz: {snapshot_file(trainer)}"
+
+    def _unused(self, trainer: TrainerProtocol, use: Use) -> str:
+        """Return what keeps memory of the GPU from tensors, other than tensors."""
+        gib, device = allocator.GIB, trainer.device
+        free, total = torch.cuda.mem_get_info(device)
+        unused = allocator.unused_at_peak(torch.cuda.memory_stats(device))
+        others = total - free - torch.cuda.memory_reserved(device)
+        found = []
+        if use.limit < total:
+            found.append(f"callbacks.memory.max_share={self.max_share} ({(total - use.limit) / gib:.2f} GiB more)")
+        if unused > allocator.UNUSED * use.peak and "expandable_segments" not in self.wanted:
+            found.append(f"callbacks.memory.expandable_segments=true (up to {unused / gib:.2f} GiB, fragmented)")
+        if others > allocator.UNUSED * total:
+            found.append(f"a GPU of its own ({others / gib:.2f} GiB are other processes')")
+        return ", ".join(found)
+
+
+def snapshot_file(trainer: TrainerProtocol) -> Path:
+    return trainer.run_dir / "logs" / f"memory-rank{trainer.rank}.pickle"
+
+
+def count(trainer: TrainerProtocol, max_share: float | None) -> Use:
+    """Count the bytes of this rank."""
+    module, parameters = trainer.module, trainer.parameters
+    gradients = size(parameters)
+    if trainer.world > 1 and type(trainer.strategy).__name__ == "DDP" and not trainer.ddp["gradient_as_bucket_view"]:
+        gradients *= 2  # DDP's buckets
+    state, expected = count_state(trainer.optimizer, parameters)
+    peak, limit = allocator.peak_resident(), 0
+    if trainer.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(trainer.device)
+        limit = int(torch.cuda.mem_get_info(trainer.device)[1] * (max_share or 1))
+    weights = size([*module.parameters(), *module.buffers()])
+    return Use(peak, weights, gradients, state, expected, limit)
+
+
+def setting(trainer: TrainerProtocol) -> Setting:
+    """Return the settings of the run that the advice depends on."""
+    roles = {"recompute": Role.RECOMPUTE, "shard": Role.SHARD, "batch": Role.BATCH}
+    try:
+        blocks = len(find_blocks(trainer.recipe, trainer.module, None, ""))
+    except ConfigError:
+        blocks = 0
+    return Setting(
+        trainer.world,
+        trainer.plan.micro,
+        blocks,
+        trainer.precision.name,
+        trainer.device.type == "cuda",
+        type(getattr(trainer.optimizer, "optimizer", trainer.optimizer)).__name__,
+        frozenset(name for name, role in roles.items() if present(role, trainer.callbacks, set())),
+        frozenset(file.stem for group in ("callbacks", "optimizer") for file in (CONF / group).glob("*.yaml")),
+    )

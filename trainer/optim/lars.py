@@ -1,0 +1,60 @@
+"""LARS: SGD whose step per matrix follows the matrix's length (You et al. 2017, arXiv:1708.03888)."""
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer.errors import require
+from trainer.optim.groups import Groups
+from trainer.optim.lamb import norms
+
+
+class Lars(Optimizer):
+    """SGD with momentum, whose rate for each matrix follows the matrix's length (You et al. 2017, arXiv:1708.03888).
+
+    The local rate is `trust_coefficient * |w| / (|gradient| + weight_decay * |w|)`, as in the paper's algorithm 1. It
+    is 1 where either norm is zero, and for parameters of fewer than two dimensions, which often begin at zero. The
+    momentum has the rates of its steps, as in the paper; torch's SGD applies the present rate to the whole momentum.
+    Memory: one copy of the parameters.
+
+    Raises:
+        ConfigError: A knob is out of range.
+    """
+
+    def __init__(
+        self, params: Groups, lr: float, momentum: float, weight_decay: float, trust_coefficient: float
+    ) -> None:
+        require("optimizer.lr", lr, at_least=0)
+        require("optimizer.momentum", momentum, at_least=0, below=1)
+        require("optimizer.weight_decay", weight_decay, at_least=0)
+        require("optimizer.trust_coefficient", trust_coefficient, above=0)
+        own = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust_coefficient": trust_coefficient}
+        super().__init__(params, own)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] no closures here
+        for group in self.param_groups:
+            lr, decay = group["lr"], group["weight_decay"]
+            params = [p for p in group["params"] if p.grad is not None]
+            for matrices in (True, False):
+                if not (some := [p for p in params if (p.dim() > 1) == matrices]):
+                    continue
+                gradients = [p.grad for p in some]
+                updates = torch._foreach_add(gradients, some, alpha=decay)
+                if matrices:
+                    weights = norms(some)
+                    lengths = norms(gradients)
+                    local = group["trust_coefficient"] * weights / (lengths + decay * weights)
+                    local = torch.where((weights > 0) & (lengths > 0), local, 1.0)
+                    torch._foreach_mul_(updates, (local * lr).unbind())
+                else:
+                    torch._foreach_mul_(updates, lr)
+                momenta = [self._momentum(p) for p in some]
+                torch._foreach_mul_(momenta, group["momentum"])
+                torch._foreach_add_(momenta, updates)
+                torch._foreach_sub_(some, momenta)
+
+    def _momentum(self, p: Tensor) -> Tensor:
+        if not self.state[p]:
+            self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
+        return self.state[p]["momentum_buffer"]

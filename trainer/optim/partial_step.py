@@ -1,0 +1,34 @@
+"""Steps some of an optimizer's parameters at a time."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class PartialStep:
+    """Steps some parameters at a time by `optimizer`, whose step must be a function of each parameter alone."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.group_of = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+    def note(self) -> None:
+        """Keep the present settings of the optimizer's groups, such as learning rates, for the steps to come."""
+        self.settings = [{**group, "params": []} for group in self.optimizer.param_groups]
+
+    def step(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Step these parameters by their gradients, which are dropped."""
+        groups = [{**group, "params": []} for group in self.settings]
+        for p, gradient in gradients.items():
+            p.grad = gradient
+            groups[self.group_of[p]]["params"].append(p)
+        everything = self.optimizer.param_groups
+        self.optimizer.param_groups = [group for group in groups if group["params"]]
+        self.optimizer.step()
+        self.optimizer.param_groups = everything
+        torch.autograd.graph.increment_version(list(gradients))  # fused steps don't: a weight used too soon must raise
+        torch.clear_autocast_cache()
+        for p in gradients:
+            p.grad = None

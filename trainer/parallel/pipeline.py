@@ -1,0 +1,414 @@
+"""The model in a pipeline of stages (Huang et al. 2018, arXiv:1811.06965), run by torch.distributed.pipelining."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.nn.utils import clip_grads_with_norm_
+from torch.optim import Optimizer
+
+from trainer.checkpoint.parts import read_all
+from trainer.checkpoint.serialize import load_optimizer_state, optimizer_state
+from trainer.comm.bucket import Bucket, flatten
+from trainer.comm.ranks import Ranks
+from trainer.comm.reduce import Reduce
+from trainer.data.batch import Split, Step
+from trainer.errors import ConfigError
+from trainer.forward_backward import weigh_loss
+from trainer.parallel.stages import KEY, Absent, Gates, Layout, homes, padded
+from trainer.parallel.strategy import OutputElsewhere, trained, zero_loss
+from trainer.parallel.trial import evaluating
+from trainer.recipe_checks import CheckedLoss
+from trainer.rng import PIPELINE, mix
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+CLOSE = 1e-3  # relative; the loss in stages has the same bits, but for kernels that are not deterministic
+BUCKET_BYTES = 25 << 20  # DDP's own size: gradients of so many bytes are reduced at once
+
+SCHEDULES = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+}
+
+
+class Mesh:
+    """The ranks as stages x replicas: rank = stage * replicas + replica, so that replicas are neighbours.
+
+    Attributes:
+        pipe: The ranks of this rank's pipeline, in the order of its stages.
+        replicas: The ranks that run this rank's stages; None if no other does.
+    """
+
+    def __init__(self, ranks: Ranks, stages: int) -> None:
+        self.stages, self.data_world = stages, ranks.world // stages
+        self.stage, self.data_rank = divmod(ranks.rank, self.data_world)
+        rows = torch.arange(ranks.world).view(stages, self.data_world)
+        self.pipe = ranks.new_groups(rows.T.tolist())
+        self.replicas = ranks.new_groups(rows.tolist()) if self.data_world > 1 else None
+        self.host = ranks.host
+
+    def global_rank(self, stage: int) -> int:
+        """Return the rank that has this place in this rank's pipeline."""
+        return stage * self.data_world + self.data_rank
+
+
+class Pipeline:
+    """One stage of the model on each rank, or two, and copies of the whole pipeline.
+
+    Gradients are reduced over the replicas of a stage after the last backward pass. A parameter of several names that
+    two ranks have gets the sum of both gradients, which equals the unsplit model's to rounding.
+
+    Args:
+        holders: The stages that use each parameter, by name.
+        split: Of a step over the replicas. Between stages, a micro-batch has as many rows as its largest.
+        schedule: A key of SCHEDULES.
+        reduce: The chain over the replicas of a stage; None without replicas.
+        expected: The unsplit model's loss of the first micro-batch without dropout; None if it is unknown.
+        seed: Of the run; dropout is keyed by (step, micro-batch, block).
+        step: Returns the step that runs.
+    """
+
+    whole, lockstep, syncing = False, True, True
+    constant_buffers: frozenset[str] = frozenset()
+    loss: CheckedLoss  # set once the trainer has it
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        layout: Layout,
+        holders: dict[str, list[int]],
+        mesh: Mesh,
+        *,
+        split: Split,
+        schedule: str,
+        reduce: Reduce | None,
+        expected: float | None,
+        seed: int,
+        step: Callable[[], int],
+        device: torch.device,
+    ) -> None:
+        self.model, self.layout, self.mesh, self.holders = model, layout, mesh, holders
+        self.data_rank, self.data_world, self.replicas = mesh.data_rank, mesh.data_world, mesh.replicas
+        self.parameters = trained(model)
+        self.micros, self.rows, self.schedule_name = split.micros(mesh.data_rank), split.micro, schedule
+        self.reduce, self.expected, self.seed, self.step, self.device = reduce, expected, seed, step, device
+        self.own = layout.of(mesh.stage)
+        self.gates = Gates(blocks, layout)
+        self.full, self.training = model.forward, False
+        model.forward = self._forward
+        self.schedule: Any = None
+        self.pass_: Pass | None = None
+        self.metas: dict[int, tuple[tuple[int, ...], torch.dtype]] = {}  # of each stage's output, until the schedule is
+        self._lay_out(blocks)
+
+    def _lay_out(self, blocks: Sequence[nn.Module]) -> None:
+        """Cut the parameters into buckets, in the order of backward passes, and find the tied ones."""
+        names = {id(p): name for name, p in self.model.named_parameters()}  # a tied one's first name
+        self.slots = {name: i for i, (name, stages) in enumerate(self.holders.items())}
+        self.names = [names[id(p)] for p in self.parameters]
+        self._buckets: list[list[int]] = []
+        size = BUCKET_BYTES
+        for i in reversed(range(len(self.parameters))):
+            p = self.parameters[i]
+            if size + p.nbytes > BUCKET_BYTES or p.dtype != self.parameters[self._buckets[-1][0]].dtype:
+                self._buckets.append([])
+                size = 0
+            self._buckets[-1].append(i)
+            size += p.nbytes
+        # The first stage that has each entry of the model's state.
+        modules = homes(self.model, blocks, self.layout)
+        self.home = {key: modules[key.rpartition(".")[0]] for key in self.model.state_dict()}
+        for key, p in self.model.named_parameters(remove_duplicate=False):
+            self.home[key] = self.holders[names[id(p)]][0]
+        self.tied: list[tuple[nn.Parameter, int]] = []  # with the other rank that has it
+        self.first_holder: list[bool] = []  # this rank is the first that has the parameter
+        for p, name in zip(self.parameters, self.names, strict=True):
+            ranks = sorted({self.layout.rank(stage) for stage in self.holders[name]})
+            self.first_holder.append(ranks[0] == self.mesh.stage)
+            self.tied += [(p, rank) for rank in ranks if rank != self.mesh.stage]
+
+    # The contract of a strategy.
+    def sync_gradients(self, on: bool) -> None:
+        self.syncing = on
+
+    def share_buffers(self) -> None:
+        raise NotImplementedError("a schedule's passes always reduce")
+
+    reduce_gradients = share_buffers
+
+    def zero_loss(self, run: Callable[[], Tensor]) -> Tensor:
+        raise NotImplementedError("a schedule's passes weigh their losses themselves")
+
+    def copy(self) -> nn.Module:
+        raise NotImplementedError("a rank has its stages only")
+
+    def buckets(self) -> list[list[int]]:
+        return [list(bucket) for bucket in self._buckets]
+
+    def unwrap(self) -> None:
+        """Leave the model as it is: no rank can run it alone."""
+
+    def save(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        """Return the tensors whose first stage is this rank's, on the first replica."""
+        if self.data_rank:
+            return {"model": {}, "optimizer": {}}
+        state = self.model.state_dict()
+        model = {key: value for key, value in state.items() if self.home[key] in self.own}
+        moments = optimizer_state(optimizer, self.model).items()
+        return {"model": model, "optimizer": {name: value for name, value in moments if self.home[name] in self.own}}
+
+    def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
+        """Load this rank's parameters and their state, and all buffers."""
+        absent = {n for n, p in self.model.named_parameters(remove_duplicate=False) if isinstance(p, Absent)}
+        state = self.model.state_dict()
+        self.model.load_state_dict(
+            {key: state[key] if key in absent else read_all(sections["model"][key]) for key in state}
+        )
+        if "optimizer" in sections:
+            load_optimizer_state(optimizer, self.model, {n: read_all(sections["optimizer"][n]) for n in self.names})
+
+    @torch.no_grad()
+    def clip(self, max_norm: float | None) -> Tensor:
+        """Clip to the global norm over all stages: the norm of the parameters' norms, in the order of the model."""
+        norms = torch.zeros(len(self.slots), dtype=self.parameters[0].dtype, device=self.device)
+        own = [
+            (self.slots[name], p.grad)
+            for p, name, first in zip(self.parameters, self.names, self.first_holder, strict=True)
+            if first and p.grad is not None
+        ]
+        if own:
+            values = torch._foreach_norm([grad for _, grad in own])
+            norms[[slot for slot, _ in own]] = torch.stack(values).to(norms.dtype)
+        dist.all_reduce(norms, group=self.mesh.pipe)  # all others are zero, so the sum has the same bits
+        total = torch.linalg.vector_norm(norms)
+        if max_norm is not None:
+            clip_grads_with_norm_(self.parameters, max_norm, total)
+        return total
+
+    def warm_up(self, run_pass: Callable[[], None]) -> None:
+        """Find the shapes between stages in a first pass, and make the schedule; then run one pass of it.
+
+        Raises:
+            ConfigError: The model can't be cut like this, or the schedule does not take so many micro-batches.
+        """
+        run_pass()
+        run_pass()
+
+    # The passes of a step.
+    def forward_backward(self, data: Step, total: Callable[[], int]) -> list[Tensor]:
+        """Run the schedule, and reduce the gradients; return the losses of all micro-batches on each rank."""
+        batches, weights = [batch for batch, _ in data], list(data.weights)
+        schedule = self.schedule or self._prepare(batches[0])
+        if len(batches) < self.micros:  # the rehearsal's
+            batches, weights = batches * self.micros, weights * self.micros
+        own = [weight * self.data_world for weight in weights[: self.micros]]
+        self.pass_ = Pass(batches[: self.micros], own, total())
+        arguments: dict[str, Any] = {}
+        if self.layout.stages - 1 in self.own:
+            arguments["target"] = torch.zeros(self.micros)  # the batch has it
+        for part in self.parts:
+            part.done = 0
+        self.training = True
+        try:
+            schedule.step(**arguments)
+        except RuntimeError as error:  # torch's, around that of a stage
+            raise error.__cause__ or error from None
+        finally:
+            self.training = False
+        for stage in self.stages:
+            stage.clear_runtime_states()
+        losses = self._share(self.pass_.losses)
+        self.pass_ = None
+        self._reduce()
+        return losses[: len(data.weights)]
+
+    def run_stage(self, stage: int, micro: int, received: Tensor | None) -> Tensor:
+        """Run a stage forward; return its output for the next stage, or of the last one the weighed loss, (1,)."""
+        now = self.pass_
+        assert now is not None
+        run = partial(self.loss.compute, self.model, now.batches[micro])
+        loss, stream = self.gates.run(stage, received, run, partial(self._seed, self.step(), micro))
+        if stream is not None:
+            stream = padded(stream, (self.rows, *self.metas[stage][0][1:]))
+            return stream.clone() if stream._is_view() else stream  # zero-bubble schedules detach it in place
+        if not now.weights[micro]:
+            loss = zero_loss([*self.parameters, *([] if received is None else [received])], False)  # of any leaves
+        now.losses.append(loss.detach())
+        return weigh_loss(loss, now.weights[micro], now.total).reshape(1)
+
+    def _seed(self, step: int, micro: int, part: int) -> None:
+        """Seed what the model draws, by the part of the model and not by the stage: a cut then changes no bits."""
+        torch.manual_seed(mix(self.seed, PIPELINE, self.data_rank, step, micro, part))
+
+    def _prepare(self, batch: Any) -> Any:
+        """Run the stages one after another without gradients, for the shapes between them; return the schedule."""
+        loss = math.inf
+        mode = nullcontext() if self.expected is None else evaluating(self.model)
+        with torch.no_grad(), mode, suppress(OutputElsewhere):
+            loss = float(self.loss.loss(self.model, batch))
+        last = self.mesh.global_rank(self.layout.rank(self.layout.stages - 1))
+        dist.broadcast(
+            found := torch.tensor([loss], dtype=torch.float64, device=self.device), last, group=self.mesh.pipe
+        )
+        self._refuse_other_loss(found.item())
+        rows = max((shape[0] for shape, _ in self.metas.values()), default=0)
+        self.rows = max(self.rows, rows)
+        self.parts = [Part(self, stage) for stage in self.own]
+        self.stages = [
+            pipelining.PipelineStage(
+                part, part.stage, self.layout.stages, self.device, self._example(part.stage - 1),
+                self._example(part.stage), group=self.mesh.pipe,
+            )
+            for part in self.parts
+        ]  # fmt: skip
+        make: Any = SCHEDULES[self.schedule_name]
+        single = issubclass(make, pipelining.schedules.PipelineScheduleSingle)
+        try:
+            self.schedule = make(
+                self.stages[0] if single else self.stages, self.micros, lambda out, _: out.sum(), scale_grads=False
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f"{KEY}.schedule={self.schedule_name}: {' '.join(str(error).split())}; change accumulate, or use gpipe"
+            ) from None
+        return self.schedule
+
+    def _refuse_other_loss(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise ConfigError(
+                f"{KEY}: the loss of the first micro-batch is not finite in stages; unless it never is, a stage needs "
+                "parameters of another one; leave pipeline out, name other recipe.blocks(), or define parameters ahead "
+                "of the blocks in the model if they are used there"
+            )
+        if self.expected is not None and abs(loss - self.expected) > CLOSE * abs(self.expected):
+            raise ConfigError(
+                f"{KEY}: the loss of the first micro-batch is {loss:.6g} in stages and {self.expected:.6g} in one "
+                "piece, so something passes by the blocks; leave pipeline out, or name other recipe.blocks()"
+            )
+
+    def _example(self, stage: int) -> Tensor | tuple[()]:
+        """Return a tensor without memory in the form of the stage's output."""
+        if stage < 0:
+            return ()
+        if stage == self.layout.stages - 1:
+            return torch.empty(1, device="meta", requires_grad=True)
+        shape, dtype = self.metas[stage]
+        return torch.empty(self.rows, *shape[1:], dtype=dtype, device="meta", requires_grad=True)
+
+    @torch.no_grad()
+    def _share(self, losses: list[Tensor]) -> list[Tensor]:
+        """Return the last stage's losses, as float64 scalars, on every rank of the pipeline."""
+        values = torch.zeros(self.micros, dtype=torch.float64, device=self.device)
+        if losses:
+            values.copy_(torch.stack([loss.reshape(()).double() for loss in losses]))
+        last = self.mesh.global_rank(self.layout.rank(self.layout.stages - 1))
+        dist.broadcast(values, last, group=self.mesh.pipe)
+        return list(values.unbind())
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        """Average the gradients over the replicas of a stage; then add those of tied parameters over two stages.
+
+        The sum comes last: replicas of one stage have the same bits, and a sum of two has the same bits on both sides.
+        """
+        if self.reduce:
+            for indices in self._buckets:
+                params = [self.parameters[i] for i in indices if self.parameters[i].grad is not None]
+                if not params:
+                    continue
+                grads: list[Tensor] = [p.grad for p in params if p.grad is not None]
+                bucket = Bucket.of(params, self.step())
+                torch._foreach_copy_(grads, bucket.split(self.reduce(flatten(grads), bucket)))
+        for p, rank in self.tied:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            own = p.grad.contiguous()
+            other, peer = torch.empty_like(own), self.mesh.global_rank(rank)
+            both = (dist.isend, own), (dist.irecv, other)
+            for work in dist.batch_isend_irecv([dist.P2POp(op, t, peer, self.mesh.pipe) for op, t in both]):
+                work.wait()
+            p.grad = own + other
+
+    # The forward pass alone: validation, and the first pass of the rehearsal.
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training:
+            return self.full(*args, **kwargs)
+        if torch.is_grad_enabled():
+            raise ConfigError(f"{KEY}: the model runs forward in training through recipe.loss alone; call it there")
+        stream: Tensor | None = None
+        output: Any = None
+        for stage in self.own:
+            received = self._receive(stage - 1, stream) if stage else None
+            output, stream = self.gates.run(stage, received, partial(self.full, *args, **kwargs))
+            if stream is not None and self.layout.rank(stage + 1) != self.mesh.stage:
+                self._send(stage, stream.contiguous())
+        if self.layout.stages - 1 not in self.own:
+            raise OutputElsewhere
+        return output
+
+    def _send(self, stage: int, stream: Tensor) -> None:
+        """Send the stage's output, after a header on the host: its type and shape."""
+        self._note(stage, stream)
+        peer = self.mesh.global_rank(self.layout.rank(stage + 1))
+        header = torch.zeros(10, dtype=torch.int64)
+        header[: 2 + stream.dim()] = torch.tensor([DTYPES.index(stream.dtype), stream.dim(), *stream.shape])
+        dist.send(header, peer, group=self.mesh.host)
+        dist.send(stream, peer, group=self.mesh.pipe)
+
+    def _receive(self, stage: int, local: Tensor | None) -> Tensor:
+        if self.layout.rank(stage) == self.mesh.stage:
+            assert local is not None
+            self._note(stage, local)
+            return local
+        peer = self.mesh.global_rank(self.layout.rank(stage))
+        dist.recv(header := torch.zeros(10, dtype=torch.int64), peer, group=self.mesh.host)
+        kind, dims, *shape = header.tolist()
+        stream = torch.empty(shape[:dims], dtype=DTYPES[kind], device=self.device)
+        dist.recv(stream, peer, group=self.mesh.pipe)
+        self._note(stage, stream)
+        return stream
+
+    def _note(self, stage: int, stream: Tensor) -> None:
+        """Keep the form of a stage's output, for the schedule."""
+        if self.schedule is None:
+            self.metas[stage] = tuple(stream.shape), stream.dtype
+
+
+class Pass:
+    """The micro-batches of a step, while the schedule runs.
+
+    Args:
+        weights: Items of each, times the number of replicas.
+        total: Items of the step, over all ranks.
+    """
+
+    def __init__(self, batches: list[Any], weights: list[int], total: int) -> None:
+        self.batches, self.weights, self.total = batches, weights, total
+        self.losses: list[Tensor] = []
+
+
+class Part(nn.Module):
+    """A stage of the pipeline, as torch's schedules call it: micro-batch after micro-batch."""
+
+    def __init__(self, pipeline: Pipeline, stage: int) -> None:
+        super().__init__()
+        self.stage, self.done = stage, 0
+        self.run = pipeline.run_stage
+        names = {name for name, stages in pipeline.holders.items() if stage in stages}
+        own = {n: p for n, p in pipeline.model.named_parameters() if n in names and p.requires_grad}
+        for i, p in enumerate(own.values()):
+            self.register_parameter(str(i), p)
+
+    def forward(self, received: Tensor | None = None) -> Tensor:
+        self.done += 1
+        return self.run(self.stage, self.done - 1, received)

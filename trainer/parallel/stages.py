@@ -1,0 +1,275 @@
+"""Cuts a model into the stages of a pipeline: which rank has which parameters, and how a pass runs one stage.
+
+A stage runs the model's own `forward`. Blocks of other stages are passed over: a gate before each block takes the
+stage's input in, or hands the stage's output out. All that is not a block runs on every stage, without the parameters
+that the stage lacks. These are NaN there, so a result that depends on one is NaN, and a rehearsal can tell.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import ConfigError
+
+KEY = "callbacks.pipeline"
+
+
+class Absent(nn.Parameter):
+    """A parameter that another stage has: its shape, dtype and device, and a single NaN as memory."""
+
+    def copy_(self, *_: Any, **__: Any) -> "Absent":
+        """Copy nothing: a state that is loaded has the parameters of all stages."""
+        return self
+
+
+def absent(p: nn.Parameter, device: torch.device) -> Absent:
+    """Return a parameter like `p` that takes no memory."""
+    return Absent(torch.full((), math.nan, dtype=p.dtype, device=device).expand(p.shape), requires_grad=False)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The blocks of each stage, and the rank of the pipeline that runs the stage.
+
+    Args:
+        starts: The first block of each stage; stage 0 starts at block 0.
+        blocks: The number of blocks.
+        ranks: Of the pipeline. A rank has one stage or two.
+        v: Of two stages on a rank, the second comes in reverse order of ranks (Qi et al. 2024, arXiv:2401.10241).
+    """
+
+    starts: tuple[int, ...]
+    blocks: int
+    ranks: int
+    v: bool = False
+
+    @property
+    def stages(self) -> int:
+        return len(self.starts)
+
+    def rank(self, stage: int) -> int:
+        """Return the rank that runs the stage."""
+        return self.stages - 1 - stage if self.v and stage >= self.ranks else stage % self.ranks
+
+    def of(self, rank: int) -> list[int]:
+        """Return the stages of the rank, in order."""
+        return [stage for stage in range(self.stages) if self.rank(stage) == rank]
+
+    def range(self, stage: int) -> tuple[int, int]:
+        """Return the first block of the stage, and the one after its last."""
+        return self.starts[stage], (*self.starts, self.blocks)[stage + 1]
+
+    def stage(self, block: int) -> int:
+        """Return the stage that runs the block."""
+        return sum(start <= block for start in self.starts) - 1
+
+
+def balance(costs: Sequence[float], slow: Sequence[float], head: float = 0.0, tail: float = 0.0) -> tuple[int, ...]:
+    """Cut a row of blocks so that the costliest stage costs least; return the first block of each stage.
+
+    Args:
+        costs: Of each block; at least as many as stages.
+        slow: Of each stage: a factor on all of its costs.
+        head, tail: The first stage costs as much more, and the last one.
+    """
+    n, stages = len(costs), len(slow)
+    sums = [0.0, *accumulate(costs)]
+    # best[s][i]: the least cost of the costliest of s stages that run the first i blocks.
+    best = [[math.inf] * (n + 1) for _ in range(stages + 1)]
+    cut = [[0] * (n + 1) for _ in range(stages + 1)]
+    best[0][0] = 0.0
+    for s in range(1, stages + 1):
+        extra = (head if s == 1 else 0.0) + (tail if s == stages else 0.0)
+        for i in range(s, n + 1):
+            for j in range(s - 1, i):
+                if (worst := max(best[s - 1][j], (sums[i] - sums[j] + extra) * slow[s - 1])) < best[s][i]:
+                    best[s][i], cut[s][i] = worst, j
+    starts, end = [], n
+    for s in range(stages, 0, -1):
+        end = cut[s][end]
+        starts.append(end)
+    return tuple(reversed(starts))
+
+
+def check_blocks(blocks: Sequence[nn.Module], stages: int) -> None:
+    """Raise ConfigError if the blocks can't be cut into so many stages."""
+    if len(blocks) < stages:
+        raise ConfigError(
+            f"{KEY}.stages: {stages} stages, two on each rank if the schedule has that, and {len(blocks)} blocks; "
+            "use fewer stages, or a deeper model"
+        )
+    for one, other in combinations(blocks, 2):
+        if one is other or not {id(p) for p in one.parameters()}.isdisjoint(id(p) for p in other.parameters()):
+            raise ConfigError(
+                f"{KEY}: two blocks ({type(one).__name__}) share parameters, which stages would train apart; leave "
+                "pipeline out, or return the blocks that differ in recipe.blocks()"
+            )
+
+
+def homes(model: nn.Module, blocks: Sequence[nn.Module], layout: Layout) -> dict[str, int]:
+    """Return the stage of each module, by name.
+
+    A module that is in no block belongs to the first stage if the model defines it before the blocks, else to the last.
+    """
+    own = {id(module): layout.stage(i) for i, block in enumerate(blocks) for module in block.modules()}
+    found: dict[str, int] = {}
+    seen = False
+    for name, module in model.named_modules(remove_duplicate=False):
+        seen |= id(module) in own
+        found[name] = own.get(id(module), layout.stages - 1 if seen else 0)
+    return found
+
+
+def holders(model: nn.Module, blocks: Sequence[nn.Module], layout: Layout) -> dict[str, list[int]]:
+    """Return the stages that use each parameter, in order, by the parameter's first name.
+
+    A parameter with several names, a tied one, may belong to two stages.
+    """
+    home = homes(model, blocks, layout)
+    names = {id(p): name for name, p in reversed(list(model.named_parameters()))}
+    found: dict[str, set[int]] = {name: set() for name, _ in model.named_parameters()}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        found[names[id(p)]].add(home[name.rpartition(".")[0]])
+    return {name: sorted(stages) for name, stages in found.items()}
+
+
+def drop_others(model: nn.Module, own: set[str], device: torch.device) -> None:
+    """Replace each parameter whose first name is not in `own` by one that takes no memory, under all its names."""
+    kept = {id(p) for name, p in model.named_parameters() if name in own}
+    dropped: dict[int, Absent] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and id(p) not in kept and not isinstance(p, Absent):
+                module._parameters[name] = dropped.setdefault(id(p), absent(p, device))
+                kept.add(id(dropped[id(p)]))
+
+
+class Handed(BaseException):
+    """Ends a model's forward pass where a stage hands its output on. No `except Exception` of a model catches it.
+
+    Args:
+        stream: The output of the stage's last block, as the next block would get it.
+    """
+
+    def __init__(self, stream: Tensor) -> None:
+        super().__init__()
+        self.stream = stream
+
+
+class Gates:
+    """Gates before the blocks of a model: a pass runs the blocks of one stage.
+
+    A block's first argument, or its first keyword, must be a tensor that each block takes and the model then
+    replaces: the block's output, or a sum with it.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], layout: Layout) -> None:
+        self.layout = layout
+        self.first, self.stop = 0, len(blocks)
+        self.received: Tensor | None = None
+        self.trains, self.next = False, 0
+        self.seed: Callable[[int], object] = lambda part: None
+        for i, block in enumerate(blocks):
+            block.forward = partial(self._pass, i, block.forward)
+
+    def run(
+        self,
+        stage: int,
+        received: Tensor | None,
+        call: Callable[[], Any],
+        seed: Callable[[int], object] = lambda part: None,
+    ) -> tuple[Any, Tensor | None]:
+        """Call the model's forward pass for one stage; return its value, None before the last stage, and its output.
+
+        Args:
+            received: The output of the stage before; None on the first.
+            call: Calls the model; returns its value, or a loss of it.
+            seed: Called before the blocks with 0, before block i with i + 1, and after the last with one more.
+
+        Raises:
+            ConfigError: The model does not pass through its blocks in order.
+        """
+        self.first, self.stop = self.layout.range(stage)
+        self.received, self.next, self.seed = received, 0, seed
+        self.trains = torch.is_grad_enabled()
+        seed(0)
+        value: Any = None
+        stream = None
+        try:
+            # The part before the stage runs for its other values only. From the stage's first block on, it has a graph.
+            with torch.set_grad_enabled(self.trains and received is None):
+                value = call()
+        except Handed as handed:
+            stream = handed.stream
+        finally:
+            self.received = None
+        self._expect(self.stop)
+        return value, stream
+
+    def _expect(self, index: int) -> None:
+        if index != self.next:
+            raise ConfigError(
+                f"{KEY}: recipe.loss() or the model does not run all blocks once and in order; return the blocks in "
+                "the order of the model in recipe.blocks(), or leave pipeline out"
+            )
+
+    def _pass(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        stream = args[0] if args else next(iter(kwargs.values()), None)
+        if not isinstance(stream, Tensor):
+            raise ConfigError(f"{KEY}: a block's first argument is {type(stream).__name__}; it must be a tensor")
+        self._expect(index)
+        self.next += index < self.stop
+        if index >= self.stop:
+            raise Handed(stream)
+        if index < self.first:
+            return self._unknown(stream) if index == 0 else stream
+        if index == self.first and self.received is not None:
+            self._enter(stream, self.received)
+        self.seed(index + 1)
+        out = forward(*args, **kwargs)
+        if not isinstance(out, Tensor):
+            raise ConfigError(f"{KEY}: a block returns {type(out).__name__}; it must return one tensor")
+        if index == self.layout.blocks - 1:
+            self.seed(index + 2)
+        return out
+
+    def _unknown(self, stream: Tensor) -> Tensor:
+        """Return NaN in the form of the stage's input: what the blocks before would have given."""
+        assert self.received is not None
+        return self.received.new_full((len(stream), *self.received.shape[1:]), math.nan)
+
+    def _enter(self, stream: Tensor, received: Tensor) -> None:
+        """Write the input into the model's own tensor, which it may also use after the block, as a residual."""
+        form = (len(stream), *received.shape[1:])
+        if stream.shape != form or stream.dtype != received.dtype or len(stream) > len(received):
+            raise ConfigError(
+                f"{KEY}: a block gets {tuple(stream.shape)} of {stream.dtype}, and the stage before has sent "
+                f"{tuple(received.shape)} of {received.dtype}; blocks must keep shape and dtype, or leave pipeline out"
+            )
+        torch.set_grad_enabled(self.trains)
+        inner = received.view_as(received) if len(stream) == len(received) else received[: len(stream)]
+        if inner.requires_grad:
+            inner.register_hook(Tensor.contiguous)  # gloo sends no other
+        stream.copy_(inner)
+
+
+def padded(stream: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the tensor with as many rows as `shape`, contiguous: every micro-batch is sent in the same shape.
+
+    Raises:
+        ConfigError: The tensor has more rows, or rows of another shape.
+    """
+    if len(stream) > shape[0] or stream.shape[1:] != shape[1:]:
+        raise ConfigError(
+            f"{KEY}: a micro-batch is {tuple(stream.shape)} between two stages, and the first one was {shape}; collate "
+            "every micro-batch to the same shape"
+        )
+    if len(stream) < shape[0]:
+        stream = torch.cat([stream, stream.new_zeros(shape[0] - len(stream), *stream.shape[1:])])
+    return stream.contiguous()

@@ -1,0 +1,98 @@
+"""Divides the CPU cores of a node among its ranks: cores beside the rank's GPU, and no core for two ranks."""
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+SYS = Path("/sys")
+
+
+class Neighbour(NamedTuple):
+    """A rank of this node, as each rank tells the others."""
+
+    cores: list[int]  # that its process may use
+    near: int | None  # the NUMA node of its GPU; None: unknown, or no GPU
+
+
+class Binding(NamedTuple):
+    cores: frozenset[int] | None  # for this rank; None: it keeps those that it has
+    reason: str
+
+
+def parse_cores(text: str) -> list[int]:
+    """Return the numbers in Linux's format of lists: "0-2,8" -> [0, 1, 2, 8]."""
+    ranges = [part.partition("-") for part in text.strip().split(",") if part]
+    return [core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)]
+
+
+def numa_nodes(sys: Path) -> dict[int, list[int]]:
+    """Return the cores of each NUMA node that has cores; empty if the system does not tell."""
+    files = (sys / "devices" / "system" / "node").glob("node[0-9]*/cpulist")
+    nodes = {int(file.parent.name.removeprefix("node")): parse_cores(file.read_text()) for file in files}
+    return {node: nodes[node] for node in sorted(nodes) if nodes[node]}
+
+
+def numa_node_of(sys: Path, pci_address: str) -> int | None:
+    """Return the NUMA node of a PCI device, such as "0000:3b:00.0"; None if the system does not tell."""
+    with contextlib.suppress(OSError, ValueError):
+        node = int((sys / "bus" / "pci" / "devices" / pci_address / "numa_node").read_text())
+        return node if node >= 0 else None
+    return None
+
+
+def physical_cores(sys: Path, cores: Sequence[int]) -> list[list[int]]:
+    """Group hardware threads by the physical core that they share, in the order of the first thread."""
+    groups: dict[int, list[int]] = {}
+    for core in sorted(cores):
+        first = core
+        with contextlib.suppress(OSError, ValueError):
+            file = sys / "devices" / "system" / "cpu" / f"cpu{core}" / "topology" / "thread_siblings_list"
+            first = min(parse_cores(file.read_text()))
+        groups.setdefault(first, []).append(core)
+    return [groups[first] for first in sorted(groups)]
+
+
+def divide(own: int, neighbours: Sequence[Neighbour], nodes: Mapping[int, Sequence[int]], sys: Path) -> Binding:
+    """Choose the cores of the rank at index `own` of this node's ranks. All ranks divide alike.
+
+    A rank gets cores of its GPU's NUMA node. Without a GPU, ranks go to the nodes in order, as many to each. Ranks of
+    the same node share its physical cores evenly.
+    """
+    sets = [set(neighbour.cores) for neighbour in neighbours]
+    together = set().union(*sets)
+    if len(sets) > 1 and len(together) == sum(map(len, sets)):
+        return Binding(None, f"the launcher has given each rank its own cores: {len(sets[own])} for this one")
+    usable = {node: sorted(together & set(cores)) for node, cores in nodes.items() if together & set(cores)}
+    if len(usable) < 2:
+        return Binding(None, "the cores are of one NUMA node, so nothing is bound")
+    if any(cores != sets[0] for cores in sets):
+        return Binding(None, "ranks may use different cores, some of them the same, so nothing is bound")
+    order = list(usable)
+    spread = [order[i * len(order) // len(neighbours)] for i in range(len(neighbours))]
+    homes = [n.near if n.near in usable else spread[i] for i, n in enumerate(neighbours)]
+    mates = [i for i, home in enumerate(homes) if home == homes[own]]
+    cores = physical_cores(sys, usable[homes[own]])
+    if len(cores) < len(mates):
+        few = f"NUMA node {homes[own]} has {len(cores)} core(s) for {len(mates)} ranks"
+        return Binding(None, f"{few}, so none of them is bound")
+    place, count = mates.index(own), len(mates)
+    part = cores[place * len(cores) // count : (place + 1) * len(cores) // count]
+    chosen = frozenset(core for group in part for core in group)
+    return Binding(chosen, f"bound to {len(chosen)} core(s) of NUMA node {homes[own]}: {in_words(chosen)}")
+
+
+def in_words(cores: frozenset[int]) -> str:
+    """Return the cores in Linux's format of lists."""
+    ordered = sorted(cores)
+    starts = [c for c in ordered if c - 1 not in cores]
+    ends = [c for c in ordered if c + 1 not in cores]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
+def bind_process(cores: frozenset[int]) -> None:
+    """Bind all threads of this process. Threads and processes that begin later inherit the cores."""
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # ended meanwhile
+            os.sched_setaffinity(int(thread), cores)
