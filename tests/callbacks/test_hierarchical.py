@@ -316,4 +316,4 @@ def test_fewer_bytes_cross_the_network(tmp_path):
         sent = cluster.sent(0) - before
     assert codes == [0, 0, 0, 0]
     gradients = 4 * sum(p.numel() for p in Toy(width=600).model().parameters())
-    assert 1.0 < sent / ((steps + 2) * gradients) < 1.1  # two passes more in the rehearsal
+    assert 4 < sent / gradients - steps < 4.5  # two passes of the rehearsal, and the weights for two ranks

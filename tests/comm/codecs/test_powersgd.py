@@ -164,7 +164,9 @@ def test_bytes_and_the_sum_with_error_feedback():
 def chain(module: nn.Module) -> tuple[GradCompress, Any]:
     compress = GradCompress("powersgd", rank=RANK)
     trainer: Any = SimpleNamespace(world=1, rank=0, options=Options(), module=module, rehearsing=False)
-    return compress, compress.wrap_reduce(trainer, alone)
+    reduce = compress.wrap_reduce(trainer, alone)
+    compress.wrap_optimizer(trainer, torch.optim.SGD(module.parameters()))
+    return compress, reduce
 
 
 def test_a_resume_has_the_same_bits_whatever_the_buckets_are():
