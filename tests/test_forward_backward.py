@@ -99,6 +99,8 @@ def test_the_last_micro_batch_reduces_and_only_its_loss_has_a_graph():
 class Micros:
     """A step's micro-batches with their weights."""
 
+    reduces = True
+
     def __init__(self, batches: list[tuple[float, int]]) -> None:
         self.batches, self.weights = batches, [weight for _, weight in batches]
 

@@ -20,6 +20,7 @@ from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import AllReduce, Background
 from trainer.config.options import DataOptions, Options
 from trainer.optim.factories import adamw, sgd
+from trainer.parallel.strategy import clip_gradients
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -132,6 +133,7 @@ def test_nan_guard_waits_for_the_device_once_a_step(monkeypatch):
         losses=[torch.tensor(0.5), torch.tensor(float("nan")), torch.tensor(2.0)],
         data=SimpleNamespace(weights=[2, 0, 4]), weight=6, world=1, device=torch.device("cpu"), parameters=params,
         scaler=torch.amp.GradScaler("cpu", enabled=False), ranks=SimpleNamespace(agree=lambda values: lambda: values),
+        strategy=SimpleNamespace(data_world=1, clip=lambda most: clip_gradients(params, most)),
     )  # fmt: skip
     mode, copies, tolist = Reads(), [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: (copies.append(self.numel()), tolist(self))[1])

@@ -163,5 +163,5 @@ def test_a_setting_out_of_range_is_refused_with_the_range(name, settings, told):
 
 def test_without_bitsandbytes_the_command_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "trainer.optim.adamw8bit", None)
-    with pytest.raises(ConfigError, match=r"optimizer=adamw8bit: .*; python -m pip install 'bitsandbytes>=0\.50"):
+    with pytest.raises(ConfigError, match=r"optimizer=adamw8bit: .*; pip install 'bitsandbytes>=0\.50"):
         adamw8bit(parameter_groups(layer()))

@@ -101,16 +101,16 @@ def _serve(pipe: Connection) -> None:
             ok, value = False, traceback.format_exc()
         if dist.is_initialized():
             dist.destroy_process_group()
-        left = groups_left()  # as after an exception in a backward pass: each thread wakes 100 times a second for ever
+        left = groups_left(2)  # as after an exception in a backward pass: each thread wakes 100 times a second for ever
         pipe.send_bytes(pickle.dumps((ok, value, left)))  # whole: torch would share memory of a process that may end
         if left:
             return
         os.chdir(Path(folder).anchor)
 
 
-def groups_left() -> int:
+def groups_left(seconds: float = 20) -> int:
     """Count the threads of gloo that a collection of garbage leaves to this process."""
-    deadline = time.monotonic() + 20  # a thread ends soon after its group, unless the machine is busy
+    deadline = time.monotonic() + seconds  # a thread ends soon after its group, unless the machine is busy
     gc.collect()
     while (left := sum("gloo" in name for name in _threads())) and time.monotonic() < deadline:
         time.sleep(0.05)

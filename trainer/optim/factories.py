@@ -105,8 +105,7 @@ def adamw8bit(
         from trainer.optim.adamw8bit import AdamW8bit
     except ImportError as error:
         raise ConfigError(
-            f"optimizer=adamw8bit: needs the package bitsandbytes ({error}); python -m pip install "
-            "'bitsandbytes>=0.50,<0.51'"
+            f"optimizer=adamw8bit: needs the package bitsandbytes ({error}); pip install 'bitsandbytes>=0.50,<0.51'"
         ) from None
     settings = {"lr": lr, "betas": (betas[0], betas[1]), "eps": eps, "weight_decay": weight_decay}
     return AdamW8bit(params, **settings, min_8bit_size=min_8bit_size)

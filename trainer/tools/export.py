@@ -99,7 +99,7 @@ def read_config(file: Path, changes: list[str], key: str) -> dict[str, Any]:
 def without_monitors(callbacks: dict[str, Any]) -> dict[str, Any]:
     """Return `callbacks` without monitors: an export has no numbers, and an older config names other modules."""
     names = {module.name for module in pkgutil.iter_modules(monitors.__path__)}
-    target = re.compile(rf"trainer\.\w+\.({'|'.join(names)})\.\w+")
+    target = re.compile(rf"trainer\.\w+\.({'|'.join(names)})(\.\w+)+")
     return {name: node for name, node in callbacks.items() if not target.fullmatch(str(node.get("_target_")))}
 
 

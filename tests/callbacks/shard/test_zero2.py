@@ -1,7 +1,9 @@
 """Stage 2: what a rank holds of the gradients, and what it refuses."""
 
 import gc
+import time
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 WIDTH = 64
+SLACK = 1000  # bytes of biases, and of a flag for each bucket
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +46,17 @@ class Held(Callback):
         self.before = list(map(weakref.ref, alive()))  # other tests' too
 
     def on_before_optimizer_step(self, trainer) -> None:
-        self.held.append(held(trainer, self.before))
+        looks = [held(trainer, self.before)]
+        while isinstance(trainer.strategy, ZeRO2) and looks[-1] > size(trainer.strategy.owners.own) + SLACK:
+            if len(looks) == 40:
+                break
+            time.sleep(0.05)  # a thread of gloo's may be about to let the last bucket go
+            looks.append(held(trainer, self.before))
+        self.held.append(looks[-1])
+
+
+def size(tensors: Iterable[Tensor]) -> int:
+    return sum(t.nbytes for t in tensors)
 
 
 def alive() -> list[Tensor]:
@@ -94,16 +107,15 @@ def count(place: Place, stage: int, accumulate: int) -> tuple[list[int], list[in
     watch, recipe = Held(), Between()
     trainer = fit(place, recipe, {"held": watch, **({"shard": Shard(2)} if stage else {})}, accumulate)  # pyright: ignore
     own = trainer.strategy.owners.own if isinstance(trainer.strategy, ZeRO2) else trainer.parameters
-    return watch.held, recipe.held, sum(p.nbytes for p in own), sum(p.nbytes for p in trainer.parameters)
+    return watch.held, recipe.held, size(own), size(trainer.parameters)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_after_backward_a_rank_holds_the_gradients_of_its_own_parameters(accumulate):
-    """Until the last micro-batch, they accumulate whole. Biases and a flag for each bucket are the slack."""
-    slack = 1000
+    """Until the last micro-batch, they accumulate whole."""
     for after, between, own, total in run_ranks(3, count, 2, accumulate):
         assert own < 0.4 * total
-        assert max(after) <= own + slack and min(after) > own - slack, after
+        assert max(after) <= own + SLACK and min(after) > own - SLACK, after
         assert between == [0, *[total] * (accumulate - 1)] * 2
     for after, _, _, total in run_ranks(3, count, 0, accumulate):
         assert min(after) >= 0.95 * total  # biases are not counted, as activations are as small
