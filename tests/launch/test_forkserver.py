@@ -10,13 +10,15 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.cli import MAIN, TOY, run
 from support.faults import alive, below
 
 from trainer.errors import STOPPED
-from trainer.launch.forkserver import ForkServer, Rank, Server
+from trainer.launch.forkserver import ForkServer, Rank, Server, adopt_orphans
 
 OWN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "ECHELON_STORE": ""}
 
@@ -112,6 +114,33 @@ def test_no_rank_is_lost_with_a_server_that_is_killed_as_it_forks(server: ForkSe
         codes.append(ended(rank))
     assert set(codes) <= {1, -signal.SIGKILL} and not server.starting
     assert not [pid for pid in below(os.getpid()) - before if alive(pid)]
+
+
+def test_a_parent_that_takes_its_time_to_end_loses_no_rank():
+    """It has closed its files, and the rank is not this process's child yet."""
+    adopt_orphans(True)
+    server: Any = SimpleNamespace(starting=set())
+    pid_pipe, write_end = os.pipe()
+    if not (between := os.fork()):
+        if not (pid := os.fork()):
+            os.close(write_end)
+            time.sleep(60)
+            os._exit(0)
+        os.write(write_end, str(pid).encode())
+        os.close(write_end)
+        time.sleep(0.3)
+        os._exit(0)
+    os.close(write_end)
+    server.starting.add(rank := Rank(server, pid_pipe))
+    pid = forked(rank)
+    try:
+        assert rank.poll() is None and not server.starting
+        rank.kill()
+        assert ended(rank) == -signal.SIGKILL
+    finally:
+        os.waitpid(between, 0)
+        if alive(pid):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_orphans_of_ranks_are_not_ours(server: ForkServer, resolved: int, tmp_path: Path):

@@ -32,7 +32,7 @@ class Rank:
 
     Args:
         server: Forks the rank.
-        pid_pipe: Carries the rank's process id. The pipe closes when the rank is a child of this process.
+        pid_pipe: Carries the rank's process id. The pipe closes when the rank's first parent ends.
     """
 
     def __init__(self, server: "ForkServer", pid_pipe: int) -> None:
@@ -81,6 +81,8 @@ class Rank:
         closed.register(self.pid_pipe, 0)
         if closed.poll(timeout_ms):
             self.pid = int(os.read(self.pid_pipe, 20) or 0)
+            while self.pid and not is_child(self.pid):  # its first parent closes files a moment before it ends
+                time.sleep(0.001)
             self.server.starting.discard(self)
             adopt_orphans(bool(self.server.starting))
 
@@ -135,6 +137,15 @@ class ForkServer:
 def adopt_orphans(on: bool) -> None:
     """Make this process the parent of processes below it whose own parent ends (Linux)."""
     ctypes.CDLL(None).prctl(36, int(on))  # PR_SET_CHILD_SUBREAPER
+
+
+def is_child(pid: int) -> bool:
+    """Return whether this process can wait for the process, which exists."""
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 class Server:
