@@ -40,13 +40,11 @@ HEAD = f"""# What composes
 outdated. `+` means that both run together. A number means that a run with both is refused before its first step; the
 reason under that number names the way out. A codec's row is `grad_compress` with that codec.
 
-
-`tests/test_contract.py` trains the callbacks on 3 ranks, with accumulation and uneven batches. It compares the result
-with plain training or with the stated bound, and resumes it bit for bit. `./scripts/test` trains every callback and
-every codec alone, and the pairs that change the same thing. `./scripts/test -m pairs` trains every other pair (with
-bf16 for `grad_compress`), and every codec with `overlap` and `local_sgd`. `tests/test_settings.py` trains most
-callbacks with each setting.
-
+`tests/test_contract.py` trains the callbacks on 3 ranks, or on 4 with `CONTRACT_RANKS=4`, with accumulation and uneven
+batches. It compares the result with plain training or with the stated bound, and resumes it bit for bit.
+`./scripts/test` trains every callback and every codec alone, and the pairs that change the same thing.
+`./scripts/test -m pairs` trains every other pair (with bf16 for `grad_compress`), and every codec with `overlap` and
+`local_sgd`. `tests/test_settings.py` trains most callbacks with each setting.
 
 {", ".join(f"`{name}`" for name in OBSERVERS)} compose with all of these, and with each other.
 """
