@@ -62,6 +62,15 @@ def test_decisions_with_other_settings_are_dropped(tmp_path):
     assert [json.loads(line)["n"] for line in (tmp_path / "splits.jsonl").read_text().splitlines()] == [0, 7]
 
 
+@pytest.mark.parametrize("samples", [0, 30])
+def test_decisions_with_other_settings_at_the_same_step_are_dropped(samples, tmp_path):
+    """A node was lost before the next checkpoint."""
+    first = made(tmp_path)
+    first.add(samples, samples + 20, {"n": 0})
+    first.close()
+    assert made(tmp_path, {"samples": samples}, world=2).made == []
+
+
 def test_rank_0_writes_alone(tmp_path):
     decisions = made(tmp_path, rank=1)
     decisions.add(0, 20, {"n": 0})

@@ -59,9 +59,11 @@ class Decisions:
         kept: list[bytes] = []
         for line in lines:
             one = parsed(line)
-            if one and (one.pop("made_with") == self.made_with or one["samples"] <= samples):
+            own = one is not None and one.pop("made_with") == self.made_with
+            if one and (own or one["samples"] <= samples):
                 kept.append(line)
-                later += [[one.pop("samples"), one.pop("position"), one]] if one["samples"] >= least else []
+            if one and own and one["samples"] >= least:
+                later.append([one.pop("samples"), one.pop("position"), one])
         self.replaced = None if kept == lines else b"".join(kept)
         return later
 
