@@ -1,6 +1,7 @@
 """Rows give plain DDP's numbers to rounding, hold a share of the bytes, and send nothing between micro-batches."""
 
 import math
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +24,6 @@ from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.parallel.fsdp import FSDP, own_parameters, units
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
-
-pytestmark = pytest.mark.slow  # the contract's rows are in the default run
 
 CPU = torch.device("cpu")
 CLOSE = 1e-6  # float32, a few steps of SGD
@@ -137,11 +136,10 @@ class Poison(Callback):
 @pytest.mark.parametrize(
     ("world", "shard"),
     [
-        (3, Shard(3)),
-        (3, Shard(3, reshard=False, offload=True)),
-        (4, Shard(3, hybrid=2)),
+        pytest.param(3, Shard(3), id="rows"),
+        pytest.param(3, Shard(3, reshard=False, offload=True), id="whole", marks=pytest.mark.slow),
+        pytest.param(4, Shard(3, hybrid=2), id="hybrid", marks=pytest.mark.slow),
     ],
-    ids=["rows", "whole", "hybrid"],
 )
 def test_numbers_are_those_of_ddp_to_rounding(world, shard):
     """With clipping, accumulation, uneven and empty weights, and parts of the validation that are not equal."""
@@ -287,6 +285,7 @@ class Overflow(Callback):
 
 def counted(place: Place, shard: Shard, watch: Callback, options: dict[str, Any]) -> dict[str, Any]:
     real = dist.all_gather_single, dist.reduce_scatter_single
+    shard = deepcopy(shard)  # which keeps its process groups
     trainer = Trainer(
         Toy(width=17, depth=3), {"shard": shard, "watch": watch}, adam, batch=36, accumulate=3,
         data=DataOptions(workers=0),
@@ -334,6 +333,7 @@ def laid_out(place: Place) -> list[tuple[list[str], list[str]]]:
         theirs = [p.sharded_param for group in unit._get_fsdp_state()._fsdp_param_groups for p in group.fsdp_params]
         found.append(([names[p] for p in own_parameters(unit)], [names[p] for p in theirs]))
     norm_of_one(strategy)
+    strategy.unwrap()
     ranks.close()
     return found
 

@@ -203,7 +203,7 @@ class FSDP:
 
     def unwrap(self) -> None:
         """Let the trainer and the process group go. The model stays in rows, and can't be called any more."""
-        self.step = int
+        self.step, self.across = int, None
         for hook in self.hooks:
             hook.remove()
         # Graphs have hooks of FSDP's, where Python's collector sees no cycle, and DTensor's caches keep the mesh.
