@@ -23,41 +23,99 @@ REPO = str(Path(commit.__file__).parents[2])
 # Forks for each line that it reads, and prints the process's id and exit code: a Python of its own would take ten times
 # as long as the commit. Can't import torch: -S leaves site-packages out.
 WRITERS = """
-import ctypes, os, signal, sys, traceback
+import ctypes, errno, os, signal, sys, traceback
 sys.path.insert(0, sys.argv[1])
+from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
-from trainer.checkpoint.commit import begin, commit, publish, stage
+from trainer.checkpoint.commit import begin, commit, commit_staged, discard, publish, stage
 from trainer.checkpoint.fence import Attempt
 from trainer.checkpoint.retention import retain
 
-def write(run, step, fill, kind):
-    names = ("rank-00001.safetensors", "rank-00001.json") if kind == "rank" else ("model.safetensors", "state.json")
-    files = dict.fromkeys(names, memoryview(bytes([fill]) * 5000))
+COMMON = ("model.safetensors", "state.json")
+
+def files(fill, *names):
+    return dict.fromkeys(names, memoryview(bytes([fill]) * 5000))
+
+def section(rank, kind):
+    return f"{kind}-{rank:05d}.safetensors", f"{kind}-{rank:05d}.json"
+
+def whole(run, step, fill):
+    attempt = begin(run)
+    publish(commit(run, step, files(fill, *COMMON), {}, attempt), attempt)
+    retain(run, 2, None, None)
+
+def alone(run, step, fill):
+    stage(run, step, files(fill, *section(1, "rank")), Attempt(1, ""), lambda: None)
+
+def first(pipes, run, step, fill):
+    attempt = begin(run)
+    for pipe in pipes:
+        pipe.send(attempt)
     try:
-        if kind == "rank":
-            stage(run, step, files, Attempt(1, ""), lambda: None)
-            return 0
-        attempt = begin(run)
-        publish(commit(run, step, files, {}, attempt), attempt)
-        retain(run, 2, None, None)
+        parts = [stage(run, step, files(fill, *COMMON, *section(0, "part")), attempt, lambda: None)]
+        parts += [pipe.recv() for pipe in pipes]
+    except EOFError:
+        discard(run, step, attempt)
+        raise
+    publish(commit_staged(run, step, parts, {}, attempt), attempt)
+    retain(run, 2, None, None)
+
+def other(rank, pipe, run, step, fill):
+    attempt = pipe.recv()
+    pipe.send(stage(run, step, files(fill, *section(rank, "part")), attempt, lambda: None))
+
+def ended(work):
+    try:
+        work()
     except OSError as error:
         return error.errno
+    except EOFError:  # another rank has ended
+        return errno.ECANCELED
     except BaseException:
         traceback.print_exc()
         return 255
     return 0
 
+def fork(work, traced, unused=()):
+    if pid := os.fork():
+        return pid
+    for pipe in unused:
+        pipe.close()
+    if traced:
+        ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1))  # PR_SET_PTRACER: strace is not its parent
+        signal.sigwait({signal.SIGUSR1})
+    os._exit(ended(work))
+
+def fork_ranks(arguments, traced):
+    links = {1: Pipe(), 2: Pipe()}
+    zero, far = [zero for zero, _ in links.values()], [far for _, far in links.values()]
+    works = {0: partial(first, zero, *arguments)}
+    works |= {rank: partial(other, rank, pipe, *arguments) for rank, (_, pipe) in links.items()}
+    keep = {0: zero} | {rank: [pipe] for rank, (_, pipe) in links.items()}
+    pids = [
+        fork(work, rank == traced, [pipe for pipe in zero + far if pipe not in keep[rank]])
+        for rank, work in works.items()
+    ]
+    for pipe in zero + far:
+        pipe.close()
+    return pids
+
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 for line in sys.stdin:
     run, step, fill, kind = line.split()
-    if pid := os.fork():
-        print(pid, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    arguments, traced = (Path(run), int(step), int(fill)), 0
+    if kind.startswith("part-"):
+        traced = int(kind[-1])
+        pids = fork_ranks(arguments, traced)
     else:
-        ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1))  # PR_SET_PTRACER: strace is not its parent
-        signal.sigwait({signal.SIGUSR1})
-        os._exit(write(Path(run), int(step), int(fill), kind))
+        pids = [fork(partial(alone if kind == "rank" else whole, *arguments), True)]
+    print(pids[traced], flush=True)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    print(codes[traced], flush=True)
 """
+RANKS = (0, 1, 2)
+PARTS = {f"part-{rank:05d}.{end}" for rank in RANKS for end in ("safetensors", "json")}
 CHANGES = {"mkdir", "mkdirat", "write", "fsync", "rename", "renameat", "renameat2", "symlink", "symlinkat", "unlink"}
 CHANGES |= {"unlinkat", "rmdir", "fchmod", "chmod", "fallocate", "pwrite64"}
 READS = {"openat", "read", "newfstatat", "fstat", "statfs", "getdents64", "readlink", "close"}
@@ -76,7 +134,8 @@ class Traced(NamedTuple):
 class Writers:
     """A context: processes that commit, each under strace from its first system call on."""
 
-    kind = "whole"  # or "rank": writes the files that a rank other than 0 has
+    # Or "rank": stages the files that a rank other than 0 has; "part-N": three ranks commit, of which N is traced.
+    kind = "whole"
 
     def __enter__(self) -> "Writers":
         words = [sys.executable, "-S", "-E", "-B", "-c", WRITERS, REPO]
@@ -188,6 +247,7 @@ def sweep(writers: Writers, run: Path, case: str, faults: tuple[str, ...], calls
                 assert claim <= done.code < 255, where  # a disk that is full is told of before anything is written
             found = resolve("auto", root, run)
             assert found is not None and holds(found) in allowed, where
+            assert {path.name for path in found.iterdir()} - {MANIFEST, *NAMES} in (set(), PARTS), where
             assert len(valid(run)) >= min(2, len(before)), where
             put(run, step + 1)
             found = resolve(str(root / "last.pt"), root, None)
@@ -211,6 +271,16 @@ def test_a_rank_killed_at_any_change_of_its_own_files_loses_nothing(
     monkeypatch.setattr(writers, "kind", "rank")
     calls = {"mkdir", "fallocate", "write", "fsync"}
     assert sweep(writers, run, "a rank's own", (KILL, FULL), CHANGES) >= calls
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_one_of_three_ranks_killed_at_any_change_loses_nothing(
+    writers: Writers, run: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Each rank writes a part: the checkpoint is the old one, or has all parts."""
+    monkeypatch.setattr(writers, "kind", f"part-{rank}")
+    calls = {"mkdir", "fallocate", "write", "fsync"} | (set() if rank else USUAL)
+    assert sweep(writers, run, "replace the only one", (KILL,) if rank == 0 else (KILL, FULL), CHANGES) >= calls
 
 
 def test_an_error_at_any_change_loses_nothing(writers: Writers, run: Path) -> None:

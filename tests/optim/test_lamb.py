@@ -37,3 +37,20 @@ def test_lamb_is_the_papers():
     plain_lamb(weights, gradients, decays, 0.01)
     for p, w in zip(ours, weights):
         np.testing.assert_allclose(p.detach().numpy(), w, rtol=1e-10, atol=1e-12)
+
+
+def test_a_parameters_step_has_the_same_bits_whichever_others_step():
+    """A rank of `shard` steps some. One of another dtype must not lend its precision to the others' norms."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(4, 4, generator=generator) for _ in range(50)]
+
+    def step(*dtypes: torch.dtype) -> list[bytes]:
+        params = [nn.Parameter(value.clone()) for value in values]
+        others = [nn.Parameter(torch.ones(2, 2, dtype=dtype)) for dtype in dtypes]
+        optimizer = lamb([{"params": [*others, *params]}], lr=0.1)
+        for p in (*others, *params):
+            p.grad = p.detach().sin()
+        optimizer.step()
+        return [p.detach().numpy().tobytes() for p in params]
+
+    assert step() == step(torch.float64) == step(torch.float64, torch.float32)

@@ -48,3 +48,20 @@ def test_a_matrix_moves_by_its_share_whatever_the_gradients_scale():
         p.grad = scale * torch.randn_like(p)
         optimizer.step()
         torch.testing.assert_close((p.detach() - before).norm(), 0.01 * before.norm())
+
+
+def test_a_parameters_step_has_the_same_bits_whichever_others_step():
+    """A rank of `shard` steps some. One of another dtype must not lend its precision to the others' norms."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(4, 4, generator=generator) for _ in range(50)]
+
+    def step(*dtypes: torch.dtype) -> list[bytes]:
+        params = [nn.Parameter(value.clone()) for value in values]
+        others = [nn.Parameter(torch.ones(2, 2, dtype=dtype)) for dtype in dtypes]
+        optimizer = lars([{"params": [*others, *params]}], lr=1.0, trust_coefficient=1.0)
+        for p in (*others, *params):
+            p.grad = p.detach().sin()
+        optimizer.step()
+        return [p.detach().numpy().tobytes() for p in params]
+
+    assert step() == step(torch.float64) == step(torch.float64, torch.float32)

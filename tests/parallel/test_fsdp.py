@@ -1,6 +1,7 @@
 """Rows give plain DDP's numbers to rounding, hold a share of the bytes, and send nothing between micro-batches."""
 
 import math
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
-from support.sharded import Case, adam, fit
+from support.sharded import Case, adam, fit, flat, sgd
 from torch import Tensor, nn
 from toy_recipe import Toy
 
@@ -23,8 +24,6 @@ from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.parallel.fsdp import FSDP, own_parameters, units
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
-
-pytestmark = pytest.mark.slow  # the contract's rows are in the default run
 
 CPU = torch.device("cpu")
 CLOSE = 1e-6  # float32, a few steps of SGD
@@ -137,11 +136,10 @@ class Poison(Callback):
 @pytest.mark.parametrize(
     ("world", "shard"),
     [
-        (3, Shard(3)),
-        (3, Shard(3, reshard=False, offload=True)),
-        (4, Shard(3, hybrid=2)),
+        pytest.param(3, Shard(3), id="rows"),
+        pytest.param(3, Shard(3, reshard=False, offload=True), id="whole", marks=pytest.mark.slow),
+        pytest.param(4, Shard(3, hybrid=2), id="hybrid", marks=pytest.mark.slow),
     ],
-    ids=["rows", "whole", "hybrid"],
 )
 def test_numbers_are_those_of_ddp_to_rounding(world, shard):
     """With clipping, accumulation, uneven and empty weights, and parts of the validation that are not equal."""
@@ -150,6 +148,73 @@ def test_numbers_are_those_of_ddp_to_rounding(world, shard):
         for case, one, other in zip(cases(None), found, expected, strict=True):
             close(one, other, 2e-3 if case.run == "bf16" else CLOSE)
         assert found[-1]["left"] == 0
+
+
+class Reads(nn.Module):
+    """Scales by a float and by an integer that it has counted from the samples; notes what each pass begins with."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.seen: list[tuple[list[float], int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, count = self.mean.clone(), self.count.clone()
+        if self.training:
+            self.seen.append((mean.tolist(), int(count)))
+            self.mean.lerp_(x.detach().mean(0), 0.5)
+            self.count += (x[:, 0] > x[:, 1]).sum()
+        return x * (1 + mean.tanh()) / (1 + count % 5)
+
+
+class Reading(Toy):
+    def model(self) -> nn.Module:
+        net = super().model()
+        net.add_module("first", nn.Sequential(net.get_submodule("first"), Reads(self.width)))
+        return net
+
+
+class Weights(Callback):
+    """The weights after the last step; forgets what the rehearsal has seen."""
+
+    def on_fit_start(self, trainer) -> None:
+        self.reads = trainer.module.first[1]
+        self.reads.seen.clear()
+
+    def on_fit_end(self, trainer) -> None:
+        self.weights = flat(trainer.module, buffers=False)
+
+
+def read(place: Place) -> list[tuple[list[tuple[list[float], int]], Any]]:
+    """What each micro-batch reads, and the weights: with DDP, and with each way of stage 3."""
+    found = []
+    for i, knobs in enumerate([None, {}, {"reshard": False}]):
+        weights = Weights()
+        Trainer(
+            Reading(width=6), {"weights": weights, **({} if knobs is None else {"shard": Shard(3, **knobs)})}, sgd,
+            batch=36, accumulate=3, data=DataOptions(workers=0),
+            options=Options(
+                max_steps=4, timeout_s=30.0, run_dir=f"runs/{i}", checkpoint=CheckpointOptions(every_steps=None)
+            ),
+            place=replace(place, store=f"{place.store}-{i}"),
+        ).fit()  # fmt: skip
+        found.append((weights.reads.seen, weights.weights))
+    return found
+
+
+def test_training_passes_begin_with_rank_0s_buffers():
+    """Once a step, as in DDP: the later micro-batches of a step read what the rank itself has counted."""
+    ranks = run_ranks(3, read)
+    for found in ranks:
+        (plain, weights), *others = found
+        assert len(plain) == 4 * 3
+        for seen, own in others:
+            assert [count for _, count in seen] == [count for _, count in plain]
+            np.testing.assert_allclose([m for m, _ in seen], [m for m, _ in plain], rtol=0, atol=CLOSE)
+            np.testing.assert_allclose(own, weights, rtol=0, atol=CLOSE)
+    passes = zip(*(found[1][0] for found in ranks), strict=True)
+    assert [len({str(each) for each in seen}) for seen in passes] == [1, 3, 3] * 4  # of 3 ranks
 
 
 class Bytes(Callback):
@@ -220,6 +285,7 @@ class Overflow(Callback):
 
 def counted(place: Place, shard: Shard, watch: Callback, options: dict[str, Any]) -> dict[str, Any]:
     real = dist.all_gather_single, dist.reduce_scatter_single
+    shard = deepcopy(shard)  # which keeps its process groups
     trainer = Trainer(
         Toy(width=17, depth=3), {"shard": shard, "watch": watch}, adam, batch=36, accumulate=3,
         data=DataOptions(workers=0),
@@ -267,6 +333,7 @@ def laid_out(place: Place) -> list[tuple[list[str], list[str]]]:
         theirs = [p.sharded_param for group in unit._get_fsdp_state()._fsdp_param_groups for p in group.fsdp_params]
         found.append(([names[p] for p in own_parameters(unit)], [names[p] for p in theirs]))
     norm_of_one(strategy)
+    strategy.unwrap()
     ranks.close()
     return found
 

@@ -1,10 +1,11 @@
-"""Checkpoints without a trainer: two files full of one byte, written by the code under test, and read without it."""
+"""Checkpoints without a trainer: files full of one byte, written by the code under test, and read without it."""
 
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.commit import begin, commit, publish
 from trainer.checkpoint.locate import checkpoints
+from trainer.checkpoint.manifest import MANIFEST
 
 NAMES = ("model.safetensors", "state.json")
 
@@ -19,9 +20,10 @@ def put(run: Path, step: int, fill: int | None = None, **manifest: Any) -> Path:
 
 def holds(checkpoint: Path) -> tuple[int, int]:
     """Step by its name, and the byte that its files are full of: read without the code under test."""
-    contents = [(checkpoint / name).read_bytes() for name in NAMES]
-    assert contents[0] == contents[1] == contents[0][:1] * 5000
-    return int(checkpoint.name.removeprefix("step-")), contents[0][0]
+    contents = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.name != MANIFEST}
+    first = contents[NAMES[0]][:1]
+    assert contents.keys() >= set(NAMES) and set(contents.values()) == {first * 5000}
+    return int(checkpoint.name.removeprefix("step-")), first[0]
 
 
 def steps(run: Path) -> list[int]:

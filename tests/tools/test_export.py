@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from support.cli import Result, run
 from toy_recipe import Toy
@@ -220,3 +221,26 @@ def test_a_run_whose_ranks_have_parts_of_the_state(cwd):
     done = export(cwd, "ckpt/last.pt")
     assert done.code == 0, done.err
     assert files(cwd / "out" / "deep") == files(cwd / "runs" / "two" / "export")
+
+
+@pytest.mark.slow
+def test_the_average_of_a_run_whose_ranks_have_rows(cwd):
+    """No rank has the whole of it; a run on one rank starts from the weights, not from the average."""
+    average = "+callbacks.avg={_target_: trainer.callbacks.ema.EMA, decay: 0.5}"
+    three = ["trainer.devices=3", "trainer.accelerator=cpu", "trainer.run_dir=runs/three", "callbacks.shard.stage=3"]
+    words = ["--config-dir", "conf", "recipe=mine", "~callbacks.tensorboard"]
+    done = run([*words, "+callbacks=[shard]", average, *three], cwd)
+    assert done.code == 0, done.err
+    done = export(cwd, "ckpt/last.pt")
+    assert done.code == 0, done.err
+    parts = [load_file(cwd / f"ckpt/three/step-00000004/part-0000{rank}.safetensors") for rank in range(3)]
+    exported = load_file(cwd / "out" / "deep" / "exported.safetensors")
+    for name, tensor in exported.items():
+        own, weights = (torch.cat([part[f"{kind}/{name}"] for part in parts]) for kind in ("callbacks/avg", "model"))
+        assert torch.equal(tensor, own) and not torch.equal(tensor, weights)
+    alone = ["trainer.devices=1", "trainer.run_dir=runs/alone", "trainer.init_from=ckpt/three/step-00000004"]
+    done = run([*words, *alone, "trainer.max_steps=1", "trainer.clip_norm=null", "optimizer.lr=0"], cwd)
+    assert done.code == 0, done.err
+    started = load_file(cwd / "ckpt/alone/step-00000001/model.safetensors")
+    for name, tensor in started.items():
+        assert torch.equal(tensor, torch.cat([part[f"model/{name}"] for part in parts]))

@@ -22,8 +22,9 @@ class Lamb(Optimizer):
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] no closures here
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            if params:
-                self._step_group(group, params, [p.grad for p in params])
+            for dtype in dict.fromkeys(p.dtype for p in params):  # norms of several dtypes would be one, the widest
+                same = [p for p in params if p.dtype == dtype]
+                self._step_group(group, same, [p.grad for p in same])
 
     def _step_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Any]) -> None:
         for p in params:

@@ -36,9 +36,9 @@ class Lars(Optimizer):
         for group in self.param_groups:
             lr, decay = group["lr"], group["weight_decay"]
             params = [p for p in group["params"] if p.grad is not None]
-            for matrices in (True, False):
-                if not (some := [p for p in params if (p.dim() > 1) == matrices]):
-                    continue
+            kinds = [(p.dim() > 1, p.dtype) for p in params]
+            for matrices, dtype in dict.fromkeys(kinds):  # norms of several dtypes would be one, the widest
+                some = [p for p, kind in zip(params, kinds, strict=True) if kind == (matrices, dtype)]
                 gradients = [p.grad for p in some]
                 updates = torch._foreach_add(gradients, some, alpha=decay)
                 if matrices:

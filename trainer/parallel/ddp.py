@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from trainer.comm.bucket import Bucket
 from trainer.comm.reduce import Background, Reduce
+from trainer.parallel.meta import refuse_meta
 from trainer.parallel.strategy import clip_gradients, load_replica, trained, zero_loss
 from trainer.parallel.warmup import constants, integer_buffers
 
@@ -44,6 +45,7 @@ class DDP:
         reduce: Reduce | None,
         step: Callable[[], int],
     ) -> None:
+        refuse_meta(module)
         self.model = self.module = module
         self.device, self.arguments = device, arguments
         self.data_rank, self.data_world, self.replicas = rank, world, dist.group.WORLD

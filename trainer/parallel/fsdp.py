@@ -24,6 +24,7 @@ from trainer.comm.ranks import share, share_buffers
 from trainer.comm.reduce import AllReduce
 from trainer.comm.two_level import TwoLevel
 from trainer.errors import ConfigError, DataError
+from trainer.parallel.meta import initialise, on_meta, refuse_without_reset
 from trainer.parallel.rows import local, own_span, parts_of, rows_like, span
 from trainer.parallel.strategy import trained
 from trainer.parallel.warmup import constants, integer_buffers
@@ -37,7 +38,8 @@ class FSDP:
     micro-batches each rank holds its whole gradients, since nothing is sent.
 
     Args:
-        module: On its device, the same on all ranks; rank 0's weights are taken.
+        module: On its device, the same on all ranks; rank 0's weights are taken. On the meta device: `reset_parameters`
+            of each module gives the first values.
         blocks: The modules whose parameters are gathered together; the rest of the model is one more unit.
         inside: The ranks that share the rows.
         across: The mean over several groups of such ranks; None: there is one.
@@ -47,7 +49,7 @@ class FSDP:
         step: Returns the step whose gradients are reduced.
 
     Raises:
-        ConfigError: FSDP2 can't shard one of the parameters.
+        ConfigError: FSDP2 can't shard one of the parameters, or a module on the meta device has no first values.
     """
 
     lockstep, syncing, whole = True, True, False
@@ -76,15 +78,32 @@ class FSDP:
         names = {child: name for name, child in module.named_modules()}
         self.blocks = [names[block] for block in blocks if block is not module]
         refuse_unshardable(module, self.blocks)
-        share(chain_of_tensors(module), dist.group.WORLD)
+        source = self._shared_or_meta(module)
         self.skeleton = without_memory(module) if copied else None
         self.module = self._lay_out(module)
+        if source:
+            module.to_empty(device=self._home())
+            initialise(module, source, device)
+            share(chain_of_tensors(module), self.replicas)
+            share_buffers(module, dist.group.WORLD)
         self.parameters = trained(module)
         if self.replicas:
             for unit in units(module):
                 own = [p for p in own_parameters(unit) if p.requires_grad]
                 unit.set_all_reduce_hook(partial(self._reduce_across, own))
         self.model: nn.Module = Sharded(self)
+
+    def _shared_or_meta(self, model: nn.Module) -> nn.Module | None:
+        """Share rank 0's weights and buffers. Return a copy of a model on the meta device instead, to initialise it."""
+        if on_meta(model):
+            refuse_without_reset(model)
+            return deepcopy(model)
+        share(chain_of_tensors(model), dist.group.WORLD)
+        return None
+
+    def _home(self) -> torch.device:
+        """Return the device on which rows are."""
+        return torch.device("cpu") if isinstance(self.policy, CPUOffloadPolicy) else self.device
 
     def _lay_out(self, model: nn.Module) -> nn.Module:
         """Shard the model in place."""
@@ -168,7 +187,7 @@ class FSDP:
         """Return a sharded model with the same weights and buffers. A collective."""
         assert self.skeleton is not None
         model = self._lay_out(deepcopy(self.skeleton))
-        model.to_empty(device="cpu" if isinstance(self.policy, CPUOffloadPolicy) else self.device)
+        model.to_empty(device=self._home())
         with torch.no_grad():
             for own, other in zip(chain_of_tensors(model), chain_of_tensors(self.module), strict=True):
                 own.copy_(other)
@@ -184,7 +203,7 @@ class FSDP:
 
     def unwrap(self) -> None:
         """Let the trainer and the process group go. The model stays in rows, and can't be called any more."""
-        self.step = int
+        self.step, self.across = int, None
         for hook in self.hooks:
             hook.remove()
         # Graphs have hooks of FSDP's, where Python's collector sees no cycle, and DTensor's caches keep the mesh.

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from trainer.checkpoint.parts import read_all
 from trainer.checkpoint.serialize import load_optimizer_state
 from trainer.errors import DataError
+from trainer.parallel.meta import refuse_meta
 
 
 class OutputElsewhere(BaseException):
@@ -94,6 +95,7 @@ class SingleDevice:
     constant_buffers: frozenset[str] = frozenset()
 
     def __init__(self, model: nn.Module) -> None:
+        refuse_meta(model)
         self.model, self.parameters = model, trained(model)
 
     def sync_gradients(self, on: bool) -> None:

@@ -1,5 +1,6 @@
 """What is not finite, and spikes: every rank decides the same, nothing of the step stays, and it is written down."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from toy_recipe import Toy
 from trainer.callback import Callback
 from trainer.callbacks.ema import EMA
 from trainer.callbacks.nan_guard.callback import NanGuard
+from trainer.callbacks.shard.callback import Shard
 from trainer.checkpoint.serialize import optimizer_state
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError, NumericsError
@@ -144,6 +146,52 @@ def test_a_spike_on_one_rank_is_a_spike_for_all(key, name):
         assert [entry[:2] for entry in left_out] == [[24, 24]] and left_out[0][2].startswith(f"{name} ")
         assert "more than 10 times the usual" in left_out[0][2] and equal(seen[24], seen[23])
     assert all(left_out == [] for _, left_out in run_ranks(3, train_long, {key: 10.0}, 1.5, "b"))
+
+
+SHARDED: list[dict[str, Any]] = [{"stage": 2}, {"stage": 3}, {"stage": 3, "hybrid": 2}]
+
+
+class Norms(Callback):
+    """The norm of each step, and the running mean that the guard has after it."""
+
+    def __init__(self, guard: NanGuard) -> None:
+        self.guard, self.norms, self.usual = guard, list[float](), list[float]()
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self.norms.append(trainer.metrics["train/grad_norm"])
+        self.usual.append(self.guard.usual["gradient norm"])
+
+
+def norms(place: Place) -> list[tuple[list[float], list[float], list[list[Any]]]]:
+    """Without `shard`, then with each of `SHARDED`. The loss of step 24 is 1000 times as large, on one rank."""
+    found = []
+    for i, knobs in enumerate([None, *SHARDED]):
+        guard = NanGuard(norm_spike=10.0)
+        watch, recipe = Norms(guard), Bad(1e3, 1, 24, 24)
+        trainer = recipe.trainer = Trainer(
+            recipe, {"watch": watch, "nan_guard": guard, **({"shard": Shard(**knobs)} if knobs else {})}, batch=12,
+            place=replace(place, store=f"{place.store}-{i}"), data=DataOptions(workers=0),
+            options=Options(
+                max_steps=25, run_dir=f"runs/{i}", log_every_steps=1, validate_every=None,
+                checkpoint=CheckpointOptions(every_steps=None),
+            ),
+        )  # fmt: skip
+        trainer.fit()
+        found.append((watch.norms, watch.usual, guard.left_out))
+    return found
+
+
+def test_the_norm_is_that_of_all_ranks_gradients():
+    """A rank of `shard` has some of them. Until the spike, the running mean is the mean of all steps before."""
+    for (plain, means, left_out), *sharded in run_ranks(4, norms):
+        usual = [sum(plain[:n]) / n for n in range(1, 24)]
+        assert means[:23] == pytest.approx(usual, rel=1e-6)
+        assert [entry[:2] for entry in left_out] == [[24, 24]] and left_out[0][2].startswith("gradient norm ")
+        for knobs, (own, own_means, own_left_out) in zip(SHARDED, sharded, strict=True):
+            assert own_left_out[0][:2] == [24, 24] and len(own_left_out) == 1
+            if knobs["stage"] < 3:
+                assert (own, own_means, own_left_out) == (plain, means, left_out)
+            assert own == pytest.approx(plain, rel=1e-4) and own_means == pytest.approx(means, rel=1e-4)
 
 
 def compressed(place: Place, action: str, codec: str) -> Any:

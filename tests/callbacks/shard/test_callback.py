@@ -28,8 +28,6 @@ from trainer.optim.factories import adamw, lamb, sgd
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-pytestmark = pytest.mark.slow  # the contract's rows are in the default run
-
 STEPS, BAD = 6, 3
 
 

@@ -1,6 +1,8 @@
 """Checkpoints of rows: each rank writes its own, and any other layout goes on from them; and the second level."""
 
 import json
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from support.ranks import run_ranks
-from support.sharded import Case, adam, fit
+from support.sharded import Case, adam, fit, flat, sgd
 from toy_recipe import Toy
 
 from trainer.callback import Callback, arrange
@@ -20,11 +22,14 @@ from trainer.callbacks.hierarchical import Hierarchical
 from trainer.callbacks.local_sgd.callback import LocalSGD
 from trainer.callbacks.onebit_adam.callback import OneBitAdam
 from trainer.callbacks.overlap.callback import Overlap
+from trainer.callbacks.pipeline import PipelineParallel
 from trainer.callbacks.shard.callback import Shard
 from trainer.checkpoint.parts import open_parts, read_all
+from trainer.checkpoint.pretrained import load_weights
+from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError
-
-pytestmark = pytest.mark.slow  # the contract's rows are in the default run
+from trainer.process.environment import Place
+from trainer.trainer import Trainer
 
 STEPS, HALF = 6, 3
 AT = f"step-{HALF:08d}"
@@ -93,16 +98,56 @@ def test_each_rank_writes_its_rows_alone():
 
 
 def test_weights_alone_are_taken_from_rows_and_into_rows():
-    first = run_ranks(3, fit, [case("rows", Shard(3))])[0][0]
-    start = {"init_from": f"ckpt/rows/step-{STEPS:08d}", "max_steps": None}
-    del first
-    runs = [
-        case(name, shard, options={"init_from": start["init_from"]}) for name, shard in (("x", None), ("y", Shard(3)))
-    ]
+    """The weights, not their average, which the checkpoint has beside them."""
+    trained = run_ranks(3, fit, [case("rows", Shard(3), optimizer=adam)])[0][0]
+    folder = Path(f"ckpt/rows/step-{STEPS:08d}")
+    model = Toy(width=17, depth=2).model()
+    load_weights(model, str(folder))
+    np.testing.assert_array_equal(flat(model), trained["weights"])
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    average = read_all(open_parts(folder, manifest["files"], 3)["callbacks"]["ema"])
+    model.load_state_dict(average)
+    np.testing.assert_array_equal(flat(model), trained["validated"])
+    assert np.abs(trained["weights"] - trained["validated"]).max() > 1e-3
+    runs = [case(name, shard, options={"init_from": str(folder)}) for name, shard in (("x", None), ("y", Shard(3)))]
     one, other = run_ranks(3, fit, runs)[0]
     assert differences(one, other) < 1e-6
-    fresh = run_ranks(3, fit, [case("fresh", None)])[0][0]
-    assert differences(one, fresh) > 1e-3
+    assert np.abs(one["weights"] - trained["weights"]).max() < 0.2  # SGD has moved them since
+
+
+def leg(place: Place, callback: Callback | None, run: str, steps: int, resume: str | None) -> None:
+    Trainer(
+        Toy(width=17, depth=4), {"own": deepcopy(callback)} if callback else {}, sgd, batch=24, accumulate=2,
+        data=DataOptions(workers=0), place=replace(place, store=f"{place.store}-{run}"),
+        options=Options(
+            max_steps=steps, run_dir=f"runs/{run}", resume=resume, clip_norm=0.3, timeout_s=30.0,
+            checkpoint=CheckpointOptions(every_steps=None),
+        ),
+    ).fit()  # fmt: skip
+
+
+def saved(run: str, steps: int) -> np.ndarray:
+    model = Toy(width=17, depth=4).model()
+    load_weights(model, f"ckpt/{run}/step-{steps:08d}")
+    return flat(model)
+
+
+def test_a_run_goes_on_from_layout_to_layout():
+    """Each but stage 3 has the bits of a plain run from the same checkpoint, and stage 3 DDP's to rounding."""
+    resume: str | None = None
+    before = None
+    for steps, (world, own, plain) in enumerate(
+        [(4, Shard(3), 4), (3, Shard(2), 3), (1, None, 1), (2, PipelineParallel(stages=2), 1)], start=2
+    ):
+        run_ranks(world, leg, own, f"own-{steps}", steps, resume)
+        run_ranks(plain, leg, None, f"plain-{steps}", steps, resume)
+        found, expected = saved(f"own-{steps}", steps), saved(f"plain-{steps}", steps)
+        if before is None:
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+        else:
+            np.testing.assert_array_equal(found, expected)
+            assert np.abs(found - before).max() > 1e-4
+        before, resume = found, f"ckpt/own-{steps}"
 
 
 def between(codec: str, level: Callback, **knobs: Any) -> dict[str, Callback]:
@@ -123,11 +168,15 @@ def test_a_codec_between_groups_of_rows():
         ],
     )[0]
     assert differences(there, here) < 0.3 * differences(there, plain) and differences(here, plain) > 1e-6
-    assert 1e-4 < differences(topk, plain) < 0.2
-    resumed = Case(
-        between("topk", Shard(3, hybrid=2), density=0.3), {"resume": f"ckpt/topk/{AT}"}, run="again", steps=STEPS
-    )
-    assert differences(run_ranks(4, fit, [resumed])[0][0], topk) == 0
+    assert 1e-4 < differences(topk, plain) < 0.2 and topk["left"] == 0
+    two_nodes = between("topk", Shard(3, hybrid=True), density=0.3)
+    resumed = Case(two_nodes, {"resume": f"ckpt/topk/{AT}"}, run="again", steps=STEPS)
+    for found in run_ranks(4, fit_on_two_nodes, [resumed, Case(two_nodes, run="nodes", steps=STEPS)])[0]:
+        assert differences(found, topk) == 0 and found["left"] == 0
+
+
+def fit_on_two_nodes(place: Place, cases: list[Case]) -> list[dict[str, Any]]:
+    return fit(replace(place, local_rank=place.rank % 2, local_world=2), cases)
 
 
 class Flip(Callback):

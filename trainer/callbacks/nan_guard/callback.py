@@ -111,9 +111,9 @@ class NanGuard(Callback):
 
     @torch.no_grad()
     def _agreed(self, trainer: TrainerProtocol) -> tuple[int, float, float]:
-        """Return the number of ranks with a number that is not finite, the mean loss, and the mean of the ranks' norms.
+        """Return the number of ranks with a number that is not finite, the mean loss, and the gradient's global norm.
 
-        Waits for the device once.
+        Waits for the device once. Ranks of different devices may differ in the norm's last bits, so it is their mean.
         """
         zero = torch.zeros((), dtype=torch.float64, device=trainer.device)
         weighed = zip(trainer.losses, trainer.data.weights, strict=True)
