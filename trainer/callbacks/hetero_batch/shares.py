@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-JUMP = 0.25  # a speed that differs from its average by more has changed, and is no noise
+JUMP = 0.15  # a speed that differs from its average by more has changed, and is no noise
 GAIN = 0.02  # part of the step's time that other shares must save
 
 
