@@ -18,6 +18,7 @@ CONFIG = 78  # sysexits' EX_CONFIG
 HUNG = 124  # no rank moved for too long (as of `timeout`)
 
 NO_MORE = ("can't start new thread", "Resource temporarily unavailable")  # messages of Python and gloo
+NO_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: ")  # as torch says
 FINAL = (NUMERICS, DATA, CONFIG)  # another attempt would meet the same error
 
 
@@ -66,7 +67,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     A callback may give such an error an attribute `advice`, a text that `message` ends with.
     """
-    torchs = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: " in str(error)
+    torchs = type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in NO_MEMORY)
     return isinstance(error, MemoryError) or torchs
 
 

@@ -2,12 +2,16 @@
 
     python -m scripts.bench.hetero [--quick] [--rounds 3] [--json FILE]
 
-Three ranks have 0.1, 0.2 and 0.5 of a core, so their speeds are about 1 : 2 : 5. Control groups hold them to it, which
-needs root and Linux. Without these, a rank sleeps for each sample, and the table says so. Each rank's own speed comes
-from a run alone, beside the runs alone of the other ranks. A row's part is its speed over the sum of the own speeds.
+Three ranks have 0.2, 0.4 and 1.0 of a core, so their speeds are about 1 : 2 : 5. Run it on two idle cores. Control
+groups hold the ranks, which needs root and Linux. Without these, a rank sleeps after each micro-batch, in proportion to
+the CPU time that it has used, and the table says so.
 
-In the last row the fastest rank has 0.2 of a core from the middle of the run on. The second half is timed, from the
-fifth step after the change, beside the sum of the own speeds with the later cores. The bench takes about 12 minutes.
+A rank's own speed is that of a run of its own, with its part of the batch, at the same time as the runs of the other
+ranks. A row's part is its speed over the sum of the own speeds of the same round.
+
+In the last two rows the fastest rank has 0.4 of a core from a step on. Steps are timed from the eleventh after the
+change on, beside the sum of the own speeds with the later cores: two measurements of four steps each, and three steps
+that were loaded before. A round takes about three minutes.
 """
 
 import multiprocessing
@@ -33,11 +37,11 @@ from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-CORES, LATER = (0.1, 0.2, 0.5), (0.1, 0.2, 0.2)
+CORES, LATER = (0.2, 0.4, 1.0), (0.2, 0.4, 0.4)
 PERIOD_US = 10_000  # of a quota: short beside a micro-batch
-SLEEP_S = 0.002  # of a core, for each sample, without control groups
-BATCH, MICRO = 96, 4
-SETTLED = 5  # steps until shares have followed the speeds
+BATCH, MICRO = 288, 4
+EVERY = 4  # steps between two measurements of `hetero_batch`
+SETTLED = 2 * EVERY + 3  # steps until the shares have followed a change
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,18 @@ class Case:
 
     name: str
     batch: int
-    steps: int
+    timed: int  # the last steps
     cores: tuple[float, ...]
-    later: tuple[float, ...]  # from the middle of the run on
+    later: tuple[float, ...] = ()  # from step `EVERY + 2` on
     hetero: bool = False
-    alone: bool = False  # each rank has a run of its own
-    tokens: int = 64
-    width: int = 256
+    alone: bool = False  # each rank has a run of its own, with its part of the batch
+    tokens: int = 128
+    width: int = 128
+
+    @property
+    def steps(self) -> int:
+        """The steps of the run; those that are not timed let shares and caches settle."""
+        return self.timed + (SETTLED if self.hetero else 2) + (EVERY + 2 if self.later else 0)
 
 
 class Tokens:
@@ -72,7 +81,7 @@ class Tokens:
         return TensorDataset(x) if split == "train" else None
 
     def loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
-        self.limit.sleep(len(batch[0]))
+        self.limit.sleep()
         return model(batch[0]).square().mean()
 
 
@@ -83,89 +92,109 @@ class Limit:
         group: Folder of a control group of its own; None: by sleeping.
     """
 
-    def __init__(self, group: Path | None, cores: float) -> None:
-        self.group, self.cores = group, cores
+    def __init__(self, group: Path | None) -> None:
+        self.group, self.cores, self.used = group, 1.0, 0.0
         if group is not None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
-        self.hold(cores)
 
-    def hold(self, cores: float) -> None:
-        self.cores = cores
+    def hold(self, cores: float | None) -> None:
+        """Hold the process to `cores`; None lets it go."""
+        self.cores, self.used = cores or 1.0, time.process_time()
         if self.group is None:
             return
-        quota = int(cores * PERIOD_US)
+        quota = cores and int(cores * PERIOD_US)
         if (self.group / "cpu.max").exists():
-            (self.group / "cpu.max").write_text(f"{quota} {PERIOD_US}")
+            (self.group / "cpu.max").write_text(f"{quota or 'max'} {PERIOD_US}")
         else:
             (self.group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-            (self.group / "cpu.cfs_quota_us").write_text(str(quota))
+            (self.group / "cpu.cfs_quota_us").write_text(str(quota or -1))
 
-    def sleep(self, samples: int) -> None:
+    def sleep(self) -> None:
+        """Without a control group, sleep for the CPU time since the last call: the process had `cores` of a core."""
         if self.group is None:
-            time.sleep(samples * SLEEP_S / self.cores)
+            time.sleep((time.process_time() - self.used) * (1 / self.cores - 1))
+            self.used = time.process_time()
 
 
 class Times(Callback):
-    """Notes the end of each step, and changes the limit in the middle of the run."""
+    """Notes the end of each step, and changes the limit where the case says so."""
 
-    def __init__(self, case: Case, limit: Limit, later: float) -> None:
-        self.case, self.limit, self.later = case, limit, later
+    def __init__(self, limit: Limit, later: float | None) -> None:
+        self.limit, self.later = limit, later
         self.ends: list[float] = []
 
     def on_step_end(self, trainer) -> None:
         self.ends.append(time.monotonic())
-        if trainer.step == self.case.steps // 2:
+        if self.later and trainer.step == EVERY + 2:
             self.limit.hold(self.later)
 
 
-def train(place: Place, case: Case, number: int, group: Path | None) -> float:
-    """Return the samples per second of a run's second half, once it has settled."""
-    torch.set_num_threads(1)
-    limit = Limit(group, case.cores[number])
-    times = Times(case, limit, case.later[number])
+def train(place: Place, case: Case, number: int, limit: Limit, run_dir: str) -> float:
+    """Return the samples per second of the steps that are timed."""
+    part = case.cores[number] / sum(case.cores)
+    batch = MICRO * max(1, round(case.batch * part / MICRO)) if case.alone else case.batch
+    times = Times(limit, case.later[number] if case.later else None)
     callbacks: dict[str, Callback] = {"times": times}
     if case.hetero:
-        callbacks["hetero_batch"] = HeteroBatch(every=2, smoothing=0.3)
+        callbacks["hetero_batch"] = HeteroBatch(every=EVERY)
     trainer = Trainer(
-        Tokens(case, limit), callbacks, batch=case.batch, micro_batch=MICRO, place=place,
+        Tokens(case, limit), callbacks, batch=batch, micro_batch=MICRO, place=place,
         options=Options(
-            max_steps=case.steps, accelerator="cpu", log_every_steps=case.steps, run_dir=f"runs/{case.name}-{number}"
-            if case.alone else f"runs/{case.name}", checkpoint=CheckpointOptions(every_steps=None), validate_every=None,
+            max_steps=case.steps, accelerator="cpu", log_every_steps=case.steps, run_dir=run_dir,
+            checkpoint=CheckpointOptions(every_steps=None), validate_every=None,
         ),
         data=DataOptions(workers=0),
     )  # fmt: skip
+    limit.hold(case.cores[number])
     trainer.fit()
-    half = times.ends[case.steps // 2 + SETTLED :]
-    return case.batch * (len(half) - 1) / (half[-1] - half[0])
+    limit.hold(None)
+    timed = times.ends[-case.timed - 1 :]
+    return batch * case.timed / (timed[-1] - timed[0])
 
 
-def work(folder: str, place: Place, case: Case, number: int, group: Path | None, answer: Any) -> None:
+def work(folder: str, number: int, world: int, group: Path | None, asked: Any) -> None:
+    """Run one case after the other, as this rank."""
     os.chdir(folder)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    answer.send(train(place, case, number, group))
+    torch.set_num_threads(1)
+    limit, runs = Limit(group), 0
+    while case := asked.recv():
+        runs += 1
+        place = Place() if case.alone else Place(number, world, number, world, os.path.abspath(f"store-{runs}"), "b")
+        asked.send(train(place, case, number, limit, f"runs/{runs}-{number}" if case.alone else f"runs/{runs}"))
 
 
-def run(case: Case, groups: list[Path] | None) -> list[float]:
-    """Run a case's ranks, each in a process of its own, and return the samples per second of each."""
-    context, world = multiprocessing.get_context("spawn"), len(case.cores)
-    with tempfile.TemporaryDirectory(dir=".") as folder:
-        ranks: list[tuple[Any, Any]] = []
-        try:
-            for number in range(world):
-                ours, theirs = context.Pipe(duplex=False)
-                store = os.path.abspath(f"{folder}/store")
-                place = Place() if case.alone else Place(number, world, number, world, store, "bench")
-                group = groups[number] if groups else None
-                process = context.Process(target=work, args=(folder, place, case, number, group, theirs))
-                process.start()
-                theirs.close()
-                ranks.append((process, ours))
-            return [answer.recv() for _, answer in ranks]
-        finally:
-            for process, _ in ranks:
-                process.join(10)
-                process.kill()
-                process.join()
+class Ranks:
+    """The processes of the ranks, which run one case after the other.
+
+    Args:
+        groups: A control group for each rank; None: they sleep.
+    """
+
+    def __init__(self, folder: str, world: int, groups: list[Path] | None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.ranks: list[tuple[Any, Any]] = []
+        for number in range(world):
+            ours, theirs = context.Pipe()
+            own = (folder, number, world, groups[number] if groups else None, theirs)
+            process = context.Process(target=work, args=own, daemon=True)
+            process.start()
+            theirs.close()
+            self.ranks.append((process, ours))
+
+    def run(self, case: Case) -> list[float]:
+        """Return the samples per second of each rank."""
+        for _, asked in self.ranks:
+            asked.send(case)
+        return [asked.recv() for _, asked in self.ranks]
+
+    def end(self) -> None:
+        for process, asked in self.ranks:
+            with suppress(OSError):
+                asked.send(None)
+            process.join(10)
+            process.kill()
+            process.join()
 
 
 @contextmanager
@@ -194,16 +223,20 @@ def control_groups(count: int) -> Iterator[list[Path] | None]:
                 group.rmdir()
 
 
-def cases(steps: int) -> list[Case]:
-    """List a round: the own speeds with both limits, then the rows of the table."""
-    own = {"batch": 3 * MICRO, "alone": True}
+def cases(timed: int) -> list[Case]:
+    """List a round: the own speeds with each limit, followed by the rows of the table that they belong to.
+
+    Args:
+        timed: Steps of a run that count.
+    """
+    few = -(-timed // 2)  # even shares take long
     return [
-        Case("own", steps=steps, cores=CORES, later=CORES, **own),
-        Case("own, later", steps=steps, cores=LATER, later=LATER, **own),
-        Case("even shares", BATCH, steps, CORES, CORES),
-        Case("hetero_batch", BATCH, steps, CORES, CORES, hetero=True),
-        Case("even shares, one rank slows down", BATCH, steps, CORES, LATER),
-        Case("hetero_batch, one rank slows down", BATCH, steps, CORES, LATER, hetero=True),
+        Case("own", BATCH, timed, CORES, alone=True),
+        Case("hetero_batch", BATCH, timed, CORES, hetero=True),
+        Case("even shares", BATCH, few, CORES),
+        Case("own, later", BATCH, timed, LATER, alone=True),
+        Case("hetero_batch, one rank slows down", BATCH, timed, CORES, LATER, hetero=True),
+        Case("even shares, one rank slows down", BATCH, few, CORES, LATER),
     ]
 
 
@@ -235,16 +268,22 @@ def table(speeds: dict[str, list[list[float]]], held: str) -> tuple[list[Row], l
 
 def main() -> None:
     args = parser(
-        "hetero", __doc__, "1 round of short runs: about 3 minutes", "of all cases; without it 3"
+        "hetero", __doc__, "1 round of short runs: about 2 minutes", "of all cases; without it 3"
     ).parse_args()
     about = print_machine(("torch",))
     speeds: dict[str, list[list[float]]] = {}
-    with control_groups(len(CORES)) as groups:
-        for number in range(1 if args.quick else args.rounds or 3):
-            for case in cases(20 if args.quick else 30):
-                speeds.setdefault(case.name, []).append(run(case, groups))
-                print(f"round {number + 1}, {case.name}: {', '.join(f'{each:.3g}' for each in speeds[case.name][-1])}")
-        held = "control groups" if groups else "sleeping for each sample"
+    with control_groups(len(CORES)) as groups, tempfile.TemporaryDirectory(dir=".") as folder:
+        ranks = Ranks(folder, len(CORES), groups)
+        try:
+            ranks.run(Case("imports", 24, 1, (1.0, 1.0, 1.0), hetero=True))
+            for number in range(1 if args.quick else args.rounds or 3):
+                for case in cases(4 if args.quick else 12):
+                    found = ranks.run(case)
+                    speeds.setdefault(case.name, []).append(found)
+                    print(f"round {number + 1}, {case.name}: {', '.join(f'{each:.3g}' for each in found)}", flush=True)
+        finally:
+            ranks.end()
+        held = "control groups" if groups else "sleeping for the CPU time they used"
     rows, goals = table(speeds, held)
     report([rows], goals, about, args.json)
 

@@ -23,6 +23,7 @@ class Item:
     x: Tensor
 
 
+KEY = "callbacks.mine"
 NUMBERS = torch.arange(7)
 BATCHES: list[Any] = [
     NUMBERS, {"a": NUMBERS, "b": [NUMBERS, (NUMBERS, None)]}, UserDict(a=NUMBERS), Pair(NUMBERS, Item(NUMBERS)),
@@ -40,7 +41,7 @@ def numbers(value: Any) -> list[list[int]]:
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize(("most", "sizes"), [(7, [7]), (9, [7]), (6, [3, 4]), (3, [2, 2, 3]), (1, [1] * 7)])
 def test_the_parts_are_the_batch_in_order(batch, most, sizes):
-    parts = cut_batch(batch, most)
+    parts = cut_batch(batch, most, KEY)
     assert [type(part) for part in parts] == [type(batch)] * len(sizes)
     for tensors in zip(*map(numbers, parts), strict=True):
         assert [len(tensor) for tensor in tensors] == sizes
@@ -50,7 +51,7 @@ def test_the_parts_are_the_batch_in_order(batch, most, sizes):
 @pytest.mark.parametrize("batch", BATCHES)
 def test_samples_come_again_in_a_larger_batch(batch):
     for size in (3, 7, 10):
-        assert all(each == [i % 7 for i in range(size)] for each in numbers(repeat_batch(batch, size)))
+        assert all(each == [i % 7 for i in range(size)] for each in numbers(repeat_batch(batch, size, KEY)))
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,6 @@ def test_samples_come_again_in_a_larger_batch(batch):
     ],
 )
 def test_a_batch_that_has_no_rows_of_samples_is_refused(batch, part):
-    for change in (lambda: cut_batch(batch, 3), lambda: repeat_batch(batch, 9)):
-        with pytest.raises(DataError, match=part + r".* can't be cut into 7 samples; let recipe\.collate"):
+    for change in (lambda: cut_batch(batch, 3, KEY), lambda: repeat_batch(batch, 9, KEY)):
+        with pytest.raises(DataError, match=rf"^callbacks\.mine: {part}.* can't be cut into 7 .*, or leave mine out$"):
             change()

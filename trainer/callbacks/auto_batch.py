@@ -1,6 +1,5 @@
 """Finds the largest micro-batch that fits, and halves it when memory runs out."""
 
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,17 +10,16 @@ from trainer.batch import split_batch
 from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.config.schema import fits
 from trainer.data.batch import Split, Step, count_samples
-from trainer.data.decisions import Decisions
-from trainer.data.resize import cut_batch, repeat_batch
+from trainer.data.decisions import Decisions, refuse_fixed_split
+from trainer.data.parts import Parts
+from trainer.data.resize import repeat_batch
 from trainer.errors import ConfigError, require
 from trainer.forward_backward import ForwardBackward
 from trainer.log import log
+from trainer.parallel.memory_search import drop_gradients, fails, fits_beside_state, search
 from trainer.recipe_checks import weight_of
 
 KEY = "callbacks.auto_batch"
-# Messages of errors that are none of torch's OutOfMemoryError.
-WORDS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
-HELD = 3  # copies of the parameters that a step has and the first pass has not: gradients, two moments
 
 
 class AutoBatch(Callback):
@@ -55,7 +53,7 @@ class AutoBatch(Callback):
         self.probing = False
 
     def wrap_forward_backward(self, trainer, run: ForwardBackward) -> ForwardBackward:
-        refuse(trainer)
+        refuse_fixed_split(KEY, trainer.strategy.lockstep, trainer.plan.order)
         world, batch, plan = trainer.strategy.data_world, trainer.batch, trainer.plan
         share = -(-batch // world)
         self.most = min(share, self.max_micro or (share if trainer.device.type == "cuda" else plan.micro))
@@ -86,11 +84,9 @@ class AutoBatch(Callback):
     def rehearse(self, trainer, run_pass: Callable[[Any], None], batch: Any) -> None:
         if self.made.made:  # a resume repeats decisions
             return
-        held = [torch.empty(HELD * p.numel(), dtype=p.dtype, device=p.device) for p in trainer.parameters]
         self.probing = True
         tried = search(self.micro, self.most, lambda micro: self._fits(trainer, run_pass, batch, micro))
         self.probing = False
-        del held
         if not tried:
             raise ConfigError(
                 f"{KEY}: a single sample does not fit into memory; use a smaller model or shorter samples"
@@ -107,8 +103,8 @@ class AutoBatch(Callback):
     def _fits(self, trainer: TrainerProtocol, run_pass: Callable[[Any], None], batch: Any, micro: int) -> bool:
         """Return whether passes of `micro` samples fit on all ranks. A collective."""
         trainer.strategy.share_buffers()
-        failed = fails(lambda: run_pass(repeat_batch(batch, micro)))
-        return not self._vote(trainer, failed)
+        fit = fits_beside_state(lambda: run_pass(repeat_batch(batch, micro, KEY)), trainer.parameters)
+        return not self._vote(trainer, not fit)
 
     def _passes(
         self, trainer: TrainerProtocol, run: ForwardBackward, data: Step, total: Callable[[], int]
@@ -135,18 +131,14 @@ class AutoBatch(Callback):
     def _run_parts(self, kept: "Kept", run: ForwardBackward, total: Callable[[], int], losses: list[Tensor]) -> None:
         """Run the passes on parts that fit, and put the loss of each batch into `losses`."""
         losses.clear()
-        parts = Parts(kept, self.micro, self.weigh)
+        parts = Parts(kept, self.micro, self.weigh, KEY)
         losses += parts.merge(run(parts, total))
 
     def _vote(self, trainer: TrainerProtocol, failed: bool) -> int:
         """Return the ranks that have failed. If any has, forget the gradients. A collective."""
         (ranks,) = trainer.ranks.agree((int(failed),))()
         if ranks:
-            for p in trainer.parameters:
-                p.grad = None
-            gc.collect()
-            if trainer.device.type == "cuda":
-                torch.cuda.empty_cache()
+            drop_gradients(trainer.parameters, trainer.device)
         return ranks
 
     def _halve(self, trainer: TrainerProtocol, ranks: int) -> None:
@@ -192,76 +184,6 @@ class Kept(Step):
             yield one
         if len(self.given) < len(self.weights):
             raise RuntimeError("auto_batch: memory ran out while a batch was copied to the device; set a smaller batch")
-
-
-class Parts(Step):
-    """A step whose batches are cut into parts of at most `most` samples. No pass reduces gradients."""
-
-    reduces = False
-
-    def __init__(self, step: Step, most: int, weigh: Callable[[Any], int]) -> None:
-        self.step, self.most, self.weigh, self.weights = step, most, weigh, step.weights
-        self.parts: list[list[int]] = []  # the weights of each batch's parts
-
-    def __iter__(self) -> Iterator[tuple[Any, int]]:
-        for batch, weight in self.step:
-            cut = cut_batch(batch, self.most) if weight else [batch]
-            self.parts.append([weight] if len(cut) == 1 else [self.weigh(part) for part in cut])
-            yield from zip(cut, self.parts[-1], strict=True)
-
-    def merge(self, losses: list[Tensor]) -> list[Tensor]:
-        """Return the loss of each batch: the mean over its items."""
-        rest = iter(losses)
-        return [merged([(next(rest), weight) for weight in weights]) for weights in self.parts]
-
-
-def merged(losses: list[tuple[Tensor, int]]) -> Tensor:
-    total = sum(weight for _, weight in losses)
-    if len(losses) == 1 or not total:
-        return losses[0][0]
-    return torch.stack([loss.detach() * (weight / total) for loss, weight in losses if weight]).sum()
-
-
-def search(first: int, most: int, fits: Callable[[int], bool]) -> list[int]:
-    """Return the sizes that fit, in rising order: `first` is doubled, or halved, then bisected."""
-    fitting, failing, size = list[int](), most + 1, first
-    while size > (fitting[-1] if fitting else 0):
-        if fits(size):
-            fitting.append(size)
-        else:
-            failing = size
-        low = fitting[-1] if fitting else 0
-        size = min(2 * low, most) if failing > most and low else (low + failing) // 2
-    return fitting
-
-
-def fails(run: Callable[[], Any]) -> bool:
-    """Return whether memory ran out. The frames of the error, which hold tensors, are gone then."""
-    try:
-        run()
-    except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not any(w in str(error) for w in WORDS):
-            raise
-        return True
-    return False
-
-
-def refuse(trainer: TrainerProtocol) -> None:
-    """Refuse strategies whose passes communicate, and data that cuts itself.
-
-    Raises:
-        ConfigError: The message has the reason and the way out.
-    """
-    if trainer.strategy.lockstep:
-        raise ConfigError(
-            f"{KEY}: a forward pass communicates with this sharding, so ranks can't run out of memory alone; "
-            "leave auto_batch or the sharding out"
-        )
-    if trainer.plan.order is None:
-        raise ConfigError(
-            f"{KEY}: recipe.data('train') is an iterable, which cuts the batches itself; return a dataset or shards, "
-            "or leave auto_batch out"
-        )
 
 
 def random_state(device: torch.device) -> list[Tensor]:

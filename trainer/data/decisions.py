@@ -108,3 +108,27 @@ def parsed(line: bytes) -> dict[str, Any] | None:
     kinds = {"samples": int, "position": int, "made_with": dict}
     valid = line.endswith(b"\n") and fits(one, dict) and all(fits(one.get(key), kind) for key, kind in kinds.items())
     return one if valid else None
+
+
+def refuse_fixed_split(key: str, lockstep: bool, order: Any) -> None:
+    """Refuse strategies and data whose split a callback can't change.
+
+    Args:
+        key: Of the callback.
+        lockstep: Forward passes communicate.
+        order: Of the samples; None: the recipe yields batches.
+
+    Raises:
+        ConfigError: The message has the reason and the way out.
+    """
+    name = key.removeprefix("callbacks.")
+    if lockstep:
+        raise ConfigError(
+            f"{key}: a forward pass communicates with this sharding, so every rank must make as many; "
+            f"leave {name} or the sharding out"
+        )
+    if order is None:
+        raise ConfigError(
+            f"{key}: recipe.data('train') is an iterable, which cuts the batches itself; return a dataset or "
+            f"shards, or leave {name} out"
+        )

@@ -13,8 +13,11 @@ from trainer.data.sampling.order import near_equal
 from trainer.errors import DataError
 
 
-def cut_batch(batch: Any, most: int) -> list[Any]:
+def cut_batch(batch: Any, most: int, key: str) -> list[Any]:
     """Cut a batch along dimension 0 into the fewest parts of at most `most` samples. The parts are views.
+
+    Args:
+        key: Of the callback that cuts, for errors.
 
     Raises:
         DataError: A part of the batch is no tensor with one row for each sample.
@@ -23,23 +26,23 @@ def cut_batch(batch: Any, most: int) -> list[Any]:
     parts = -(-samples // most)
     if parts < 2:
         return [batch]
-    refuse_uncuttable(batch, samples)
+    refuse_uncuttable(batch, samples, key)
     bounds = [near_equal(samples, part, parts) for part in range(parts)]
     return [map_tensors(batch, lambda tensor, rows=slice(*rows): tensor[rows]) for rows in bounds]
 
 
-def repeat_batch(batch: Any, samples: int) -> Any:
+def repeat_batch(batch: Any, samples: int, key: str) -> Any:
     """Make a batch of `samples` samples: those of `batch`, again and again.
 
     Raises:
         DataError: A part of the batch is no tensor with one row for each sample.
     """
     count = count_samples(batch)
-    refuse_uncuttable(batch, count)
+    refuse_uncuttable(batch, count, key)
     return map_tensors(batch, lambda tensor: tensor[torch.arange(samples, device=tensor.device) % count])
 
 
-def refuse_uncuttable(batch: Any, samples: int) -> None:
+def refuse_uncuttable(batch: Any, samples: int, key: str) -> None:
     """Refuse a batch that has anything else than tensors with one row for each sample.
 
     Raises:
@@ -49,8 +52,8 @@ def refuse_uncuttable(batch: Any, samples: int) -> None:
         if leaf is not None and not (isinstance(leaf, Tensor) and leaf.shape[:1] == (samples,)):
             kind = f"a tensor of shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
             raise DataError(
-                f"callbacks.auto_batch: {name} is {kind}, and can't be cut into {samples} samples; let recipe.collate "
-                "return tensors with the samples along dimension 0, or leave auto_batch out and give micro_batch"
+                f"{key}: {name} is {kind}, and can't be cut into {samples} samples; let recipe.collate "
+                f"return tensors with the samples along dimension 0, or leave {key.removeprefix('callbacks.')} out"
             )
 
 

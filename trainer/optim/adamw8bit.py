@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.errors import ConfigError
+from trainer.optim.groups import refuse_rows
 
 
 @contextmanager
@@ -42,11 +43,12 @@ class AdamW8bit(bitsandbytes.optim.AdamW8bit):
     All parameters share the two tables of 256 values, also after a resume, so a checkpoint stores each once.
 
     Raises:
-        ConfigError: A parameter's type or memory format has no kernel, or a checkpoint has another table.
+        ConfigError: A parameter's type, memory format or layout has no kernel, or a checkpoint has another table.
     """
 
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, **settings)
+        refuse_rows(self, "adamw8bit", "its blocks of 256 values are of whole parameters")
         for p in (p for group in self.param_groups for p in group["params"]):
             if p.dtype not in NUMBERS:
                 raise ConfigError(

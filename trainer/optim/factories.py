@@ -4,7 +4,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigError, require
-from trainer.optim.groups import Groups
+from trainer.optim.groups import Groups, refuse_rows
 from trainer.optim.lamb import Lamb
 from trainer.optim.lars import Lars
 
@@ -80,7 +80,9 @@ def adafactor(
         require(f"optimizer.eps.{i}", value, at_least=0)
     require("optimizer.d", d, at_least=1)
     require("optimizer.weight_decay", weight_decay, at_least=0)
-    return torch.optim.Adafactor(params, lr, beta2_decay, (eps[0], eps[1]), d, weight_decay)
+    made = torch.optim.Adafactor(params, lr, beta2_decay, (eps[0], eps[1]), d, weight_decay)
+    refuse_rows(made, "adafactor", "its moments are sums over whole matrices")
+    return made
 
 
 def adamw8bit(

@@ -78,7 +78,7 @@ class ParameterRules:
             if rule.settings.get("freeze"):
                 for p in own:
                     p.requires_grad_(False)
-            elif own and not any(p.requires_grad for p in own):
+            elif own and not any(p.requires_grad or getattr(p, "elsewhere", False) for p in own):
                 raise ConfigError(f"{rule.key}: all its parameters are frozen already; leave the group out")
 
     def described(self) -> list[dict[str, Any]] | None:
@@ -206,3 +206,24 @@ def refuse_settings(rule: Rule, make: Make, made: Optimizer, groups: list[dict[s
     settings.pop("hidden", None)
     if settings and settings.keys() <= inspect.signature(make).parameters.keys():
         tried(make, [{**group} for group in groups], rule.key, **settings)
+
+
+def refuse_rows(optimizer: Optimizer, name: str, why: str) -> None:
+    """Refuse parameters of which each rank has some rows, as stage 3 of `shard` lays them out.
+
+    Args:
+        name: Of the optimizer in the config.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    if any(is_in_rows(p) for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigError(
+            f"optimizer={name}: {why}, and callbacks.shard.stage=3 gives each rank rows of them; use "
+            "callbacks.shard.stage=2, or optimizer=adamw"
+        )
+
+
+def is_in_rows(p: Tensor) -> bool:
+    """Return whether this rank has some rows of `p` only: a DTensor, whose module is large and so not imported here."""
+    return hasattr(p, "to_local")

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from support.callbacks import CHANGES, CODECS, name_of
 from support.ranks import run_ranks
+from support.steps import Steps, bits
 from test_extension_points import Sharded
 from torch import Tensor, nn
 from toy_recipe import Points, Toy
 
 from trainer.callback import Callback
 from trainer.callbacks.hetero_batch.callback import HeteroBatch
-from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError, DataError
 from trainer.optim.factories import adamw
 from trainer.process.environment import Place
@@ -27,6 +28,9 @@ pytestmark = pytest.mark.slow  # the contract's rows are in the default run
 WORLD, BATCH, STEPS = 3, 24, 12
 NOW = [0.0]  # seconds of this process's clock, which computing alone moves
 COSTS = (1.0, 2.0, 5.0)  # seconds that the ranks take for a sample
+
+
+PLENTY = (99, 99, 99)  # samples of a micro-batch that the ranks hold
 
 
 class Holes(Points):
@@ -41,34 +45,27 @@ class Unequal(Toy):
 
     step = 0
 
-    def __init__(self, costs: tuple[float, ...] = COSTS, later: tuple[float, ...] = (), holes: bool = False) -> None:
+    def __init__(
+        self, costs: tuple[float, ...] = COSTS, later: tuple[float, ...] = (), holes: bool = False,
+        holds: tuple[int, ...] = PLENTY,
+    ) -> None:  # fmt: skip
         super().__init__(dtype="float64")
-        self.costs, self.later, self.holes = costs, later, holes
+        self.costs, self.later, self.holes, self.holds = costs, later, holes, holds
+        self.fitted: list[int] = []  # samples of each pass that fit
+        self.failed: list[int] = []
 
     def data(self, split: str) -> Any:
         return Holes(96, torch.float64) if self.holes and split == "train" else super().data(split)
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         costs = self.later if self.later and self.step >= 4 else self.costs
-        NOW[0] += len(batch["x"]) * costs[dist.get_rank() if dist.is_initialized() else 0]
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        NOW[0] += len(batch["x"]) * costs[rank]
+        if torch.is_grad_enabled():
+            (self.failed if len(batch["x"]) > self.holds[rank] else self.fitted).append(len(batch["x"]))
+            if len(batch["x"]) > self.holds[rank]:
+                raise torch.OutOfMemoryError("injected")
         return super().loss(model, batch)
-
-
-class Watch(Callback):
-    def __init__(self) -> None:
-        self.steps: list[dict[str, Any]] = []
-
-    def on_step_end(self, trainer) -> None:
-        trainer.recipe.step = trainer.step
-        self.steps.append(
-            {
-                "weights": torch.cat([p.detach().flatten() for p in trainer.parameters]).numpy().tobytes(),
-                "loss": trainer.metrics["train/loss"],
-                "norm": trainer.metrics.get("train/grad_norm", 0.0),
-                "refs": [tuple(ref) for ref in trainer.data.refs],
-                "weights_of_micros": len(trainer.data.weights),
-            }
-        )
 
 
 def hetero(**knobs: Any) -> HeteroBatch:
@@ -79,24 +76,26 @@ def hetero(**knobs: Any) -> HeteroBatch:
 
 def train(
     place: Place, name: str, knobs: dict[str, Any] | None, recipe: Toy | None = None, steps: int = STEPS,
-    resume: str | None = None, workers: int = 0, run_dir: str = "", **more: Any,
+    resume: str | None = None, workers: int = 0, run_dir: str = "", save: int = 3, **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    watch = Watch()
+    watch = Steps()
     callbacks: dict[str, Callback] = {"watch": watch} | more.pop("callbacks", {})
     if knobs is not None:
         callbacks["mine"] = hetero(**knobs)
     options = {"clip_norm": 1.0, **more}
+    recipe = recipe or Unequal()
     trainer = Trainer(
-        recipe or Unequal(), callbacks, adamw, batch=BATCH, accumulate=2,
+        recipe, callbacks, adamw, batch=BATCH, accumulate=2,
         options=Options(
             max_steps=steps, log_every_steps=1, validate_every=6, run_dir=run_dir or f"runs/{name}", resume=resume,
-            checkpoint=CheckpointOptions(every_steps=3, keep=9), check_replicas_every=1, timeout_s=30.0, **options,
+            checkpoint=CheckpointOptions(every_steps=save, keep=99), check_replicas_every=1, timeout_s=30.0, **options,
         ),
         data=DataOptions(workers=workers, lanes=5, block=4, max_bad=0.5),
         place=replace(place, store=f"{place.store}-{name}"),
     )  # fmt: skip
     trainer.fit()
-    return {"steps": watch.steps, "validation": trainer.validation}
+    passes = {"fitted": recipe.fitted, "failed": recipe.failed} if isinstance(recipe, Unequal) else {}
+    return {"steps": watch.steps, "validation": trainer.validation, **passes}
 
 
 def several(place: Place, cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -129,12 +128,28 @@ def runs(tmp_path_factory):
                 ("holes", {"knobs": None, "recipe": holed}),
                 ("unequal holes", {"knobs": measured, "recipe": holed}),
                 ("caps", {"knobs": {**measured, "max_micro": [7, 2, 1]}}),
+                ("little", {"knobs": measured, "recipe": Unequal(holds=(3, 99, 1))}),
+                (
+                    "little, slows",
+                    {"knobs": measured, "recipe": Unequal(later=(8.0, 2.0, 5.0), holds=(3, 99, 1)), "save": 1},
+                ),
+                ("little, fixed", {"knobs": {"shares": [1.0, 2.0, 5.0]}, "recipe": Unequal(holds=(99, 99, 3))}),
+                ("grows", {"knobs": {**measured, "max_micro": 24}, "recipe": Unequal(holds=(11, 5, 99))}),
                 ("resumed", {"knobs": {"shares": [1.0, 2.0, 5.0]}, "resume": "ckpt/1:2:5/step-00000006"}),
                 # Its ranks have other speeds now.
                 (
                     "repeated",
                     {"knobs": measured, "resume": "ckpt/slows/step-00000006", "run_dir": "runs/slows",
                      "recipe": Unequal(costs=(3.0, 1.0, 1.0))},
+                ),
+                # Its ranks have more memory now.
+                (
+                    "little, repeated",
+                    {"knobs": measured, "resume": "ckpt/little, slows/step-00000006", "run_dir": "runs/little, slows"},
+                ),
+                (
+                    "little, from the start",
+                    {"knobs": measured, "resume": "ckpt/little, slows/step-00000001", "run_dir": "runs/little, slows"},
                 ),
                 (
                     "without the file",
@@ -153,7 +168,8 @@ def samples(ranks: list[dict[str, Any]], step: int) -> list[tuple[int, ...]]:
     return sorted(ref for rank in ranks for ref in rank["steps"][step]["refs"])
 
 
-UNEQUAL = ["1:2:5", "1:1:10", "measured", "slows", "workers", "caps"]
+LITTLE = ["little", "little, slows", "little, fixed", "grows"]
+UNEQUAL = ["1:2:5", "1:1:10", "measured", "slows", "workers", "caps", *LITTLE]
 
 
 @pytest.mark.timeout(400)
@@ -161,7 +177,7 @@ UNEQUAL = ["1:2:5", "1:1:10", "measured", "slows", "workers", "caps"]
 def test_unequal_shares_give_the_numbers_of_even_ones(runs, name):
     """In double precision: the bound on the loss is far below 1e-6."""
     for step, plain in enumerate(runs["plain"][0]["steps"]):
-        assert len({rank["steps"][step]["weights"] for rank in runs[name]}) == 1
+        assert len(bits(runs[name])[step]) == 1
         for rank in runs[name]:
             assert abs(rank["steps"][step]["loss"] - plain["loss"]) < 1e-12
             assert abs(rank["steps"][step]["norm"] - plain["norm"]) < 1e-12
@@ -173,12 +189,12 @@ def test_unequal_shares_give_the_numbers_of_even_ones(runs, name):
 @pytest.mark.parametrize("name", ["1:1:1", "equal"])
 def test_even_shares_give_the_bits_of_plain_training(runs, name):
     for rank, plain in zip(runs[name], runs["plain"], strict=True):
-        assert rank == plain
+        assert rank["steps"] == plain["steps"] and rank["validation"] == plain["validation"]
 
 
 def test_fixed_shares_hold_from_the_first_step(runs):
     assert set(sizes(runs["1:2:5"])) == {(3, 6, 15)} and set(sizes(runs["1:1:10"])) == {(2, 2, 20)}
-    assert runs["1:2:5"][2]["steps"][0]["weights_of_micros"] == 4  # of at most 4 samples, as without the callback
+    assert runs["1:2:5"][2]["steps"][0]["micros"] == 4  # of at most 4 samples, as without the callback
 
 
 def test_shares_follow_the_speeds_of_the_rehearsal_as_soon_as_steps_are_not_loaded(runs):
@@ -201,8 +217,35 @@ def test_new_shares_wait_until_no_rank_has_loaded_their_steps(runs):
 
 
 def test_a_rank_has_as_many_micro_batches_as_its_memory_wants(runs):
-    first, last = ([rank["steps"][step]["weights_of_micros"] for rank in runs["caps"]] for step in (0, -1))
+    first, last = ([rank["steps"][step]["micros"] for rank in runs["caps"]] for step in (0, -1))
     assert first == [2, 4, 8] and last == [3, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "held"),
+    [("little", (3, 4, 1)), ("little, slows", (3, 4, 1)), ("little, fixed", (3, 4, 3)), ("grows", (11, 5, 22))],
+)
+def test_no_micro_batch_is_larger_than_what_its_rank_holds(runs, name, held):
+    """It is measured once, before the first step; no later pass runs out of memory, whatever the shares."""
+    for line in Path(f"runs/{name}/splits.jsonl").read_text().splitlines():
+        assert tuple(json.loads(line)["held"]) == held
+    for rank, largest in zip(runs[name], held, strict=True):
+        assert max(rank["fitted"]) <= largest and len(rank["failed"]) <= 4
+        assert all(-(-len(step["refs"]) // step["micros"]) <= largest for step in rank["steps"][3:])
+
+
+def test_shares_follow_the_speeds_where_memory_is_short_too(runs):
+    assert sizes(runs["little"]) == sizes(runs["measured"])
+    assert sizes(runs["little, slows"]) == sizes(runs["slows"])
+    assert [rank["steps"][-1]["micros"] for rank in runs["little, slows"]] == [1, 4, 6]  # 3, 15 and 6 samples
+    assert [rank["steps"][-1]["micros"] for rank in runs["grows"]] == [2, 2, 1]  # 15, 7 and 2 samples
+
+
+def test_a_resume_repeats_what_memory_has_decided(runs):
+    for rank, straight in zip(runs["little, repeated"], runs["little, slows"], strict=True):
+        assert rank["steps"] == straight["steps"][6:] and not rank["failed"]
+    for rank, straight in zip(runs["little, from the start"], runs["little, slows"], strict=True):
+        assert rank["steps"] == straight["steps"][1:]
 
 
 def test_damaged_samples_are_left_out(runs):
@@ -294,6 +337,38 @@ class Stream(Toy):
         points = Points(4, torch.float32)
         batch = {key: torch.stack([points[i][key] for i in range(4)]) for key in points[0]}
         return iter(lambda: batch, None) if split == "train" else super().data(split)
+
+
+SHORT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (
+        {"holds": (99, 0, 99)}, {},
+        "ConfigError: callbacks.hetero_batch: a single sample does not fit into the memory of rank 1;",
+    ),
+    (
+        {"holds": (99, 3, 99)}, {"ddp": DDPOptions(find_unused_parameters=True)},
+        "ConfigError: callbacks.hetero_batch: micro-batches of [4, 4, 4] samples do not fit into memory, and "
+        "find_unused_parameters lets the first steps have no other; set callbacks.hetero_batch.max_micro=[4, 3, 4]",
+    ),
+    ({"holds": (99, 3, 99)}, {"ddp": DDPOptions(static_graph=True)}, "OutOfMemoryError: injected"),
+]  # fmt: skip
+
+
+def too_little(place: Place, number: int) -> str:
+    recipe, options, _ = SHORT[number]
+    try:
+        train(place, "little", {}, Unequal(**recipe), steps=2, **options)
+    except (ConfigError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("number", range(len(SHORT)))
+def test_too_little_memory_ends_the_run_before_the_first_step(tmp_path, monkeypatch, number):
+    """With a static graph nothing is measured, and the log says so."""
+    monkeypatch.chdir(tmp_path)
+    assert run_ranks(WORLD, too_little, number)[1].startswith(SHORT[number][2])
+    log = Path("runs/little/logs/rank0.log").read_text()
+    assert ("static_graph allows no pass without a reduction, so no memory is measured" in log) == (number == 2)
 
 
 def refused(place: Place) -> list[str]:

@@ -16,21 +16,55 @@ from trainer.process.environment import Place
 
 def tiny(place: Place) -> list[float]:
     """The ranks sleep, so nothing of the machine is changed."""
-    own, *_, last = (replace(case, tokens=2, width=4) for case in bench.cases(14))
+    own, *_, slows, _ = (replace(case, batch=24, tokens=2, width=4) for case in bench.cases(4))
+    limit = bench.Limit(None)
     return [
-        bench.train(Place(), replace(own, batch=4), place.rank, None),
-        bench.train(place, replace(last, batch=24), place.rank, None),
+        bench.train(Place(), own, place.rank, limit, f"runs/own-{place.rank}"),
+        bench.train(place, slows, place.rank, limit, "runs/slows"),
     ]
 
 
 def test_a_run_alone_and_one_of_three_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench, "SLEEP_S", 0.0001)
     for speeds in run_ranks(3, tiny):
         assert len(speeds) == 2 and min(speeds) > 0
-    (file,) = tmp_path.glob("runs/*/splits.jsonl")
-    shares = [json.loads(line)["shares"] for line in file.read_text().splitlines()]
-    assert all(sum(each) == 24 for each in shares) and len(shares) == 1 + 14 // 2
+    shares = [json.loads(line)["shares"] for line in Path("runs/slows/splits.jsonl").read_text().splitlines()]
+    steps = bench.cases(4)[-2].steps
+    assert all(sum(each) == 24 for each in shares) and len(shares) == 1 + steps // bench.EVERY
+
+
+def test_without_a_control_group_a_rank_sleeps_for_the_time_it_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    used, slept = [10.0], list[float]()
+    monkeypatch.setattr(bench.time, "process_time", lambda: used[0])
+    monkeypatch.setattr(bench.time, "sleep", slept.append)
+    limit = bench.Limit(None)
+    limit.hold(0.2)
+    used[0] = 11.0
+    limit.sleep()
+    limit.hold(None)
+    used[0] = 12.0
+    limit.sleep()
+    assert slept == pytest.approx([4.0, 0.0])
+
+
+def test_a_control_group_gets_a_quota_and_is_let_go(tmp_path: Path) -> None:
+    for names, held, free in (
+        (("cgroup.procs", "cpu.cfs_period_us", "cpu.cfs_quota_us"), ["10000", "4000"], ["10000", "-1"]),
+        (("cgroup.procs", "cpu.max"), ["4000 10000"], ["max 10000"]),
+    ):
+        for name in names:
+            (tmp_path / name).touch()
+        limit = bench.Limit(tmp_path)
+        for cores, texts in ((0.4, held), (None, free)):
+            limit.hold(cores)
+            assert [(tmp_path / name).read_text() for name in names[1:]] == texts
+
+
+def test_a_slowdown_is_timed_once_the_shares_have_followed() -> None:
+    """Two measurements, and the steps that are loaded ahead; even shares settle at once."""
+    hetero, even = bench.cases(12)[-2:]
+    assert hetero.steps - hetero.timed - (bench.EVERY + 2) == 2 * bench.EVERY + 3
+    assert even.steps - even.timed == bench.EVERY + 2 + 2
 
 
 def test_what_a_table_says() -> None:

@@ -5,28 +5,36 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.callbacks.hetero_batch.clock import ComputeClock
-from trainer.callbacks.hetero_batch.shares import cut_shares, slowest
+from trainer.callbacks.hetero_batch.shares import cut_again, cut_shares, fit, follow, keep, with_micros
 from trainer.config.schema import fits
-from trainer.data.batch import Split
-from trainer.data.decisions import Decisions
+from trainer.data.batch import Micro, Split, Step, count_samples
+from trainer.data.decisions import Decisions, refuse_fixed_split
+from trainer.data.parts import Parts
+from trainer.data.resize import repeat_batch
 from trainer.data.sampling.order import near_equal
 from trainer.errors import ConfigError, require
 from trainer.forward_backward import ForwardBackward
 from trainer.log import log
+from trainer.parallel.memory_search import drop_gradients, fits_beside_state, search
+from trainer.recipe_checks import weight_of
 
 KEY = "callbacks.hetero_batch"
 PASSES = 3  # of the rehearsal that are timed
-GAIN = 0.02  # part of the step's time that other shares must save
 
 
 class HeteroBatch(Callback):
-    """Cuts each batch over the ranks by their measured speeds; the mean over its items stays exact.
+    """Cuts each batch over the ranks by their measured speeds and memory; the mean over its items stays exact.
 
     Every `every` steps the ranks gather their samples per second of computing, and cut the batch anew. The new shares
-    hold from a position that no rank has loaded yet. A rank has as many micro-batches as its share needs, so their
-    size, and the memory, stay. Each step has the samples that it has with even shares.
+    hold from a position that no rank has loaded yet. Each step has the samples that it has with even shares.
+
+    A rank has as many micro-batches as its share needs. Their largest size is measured on each rank before the first
+    step, so a share needs no more memory than the rank has.
 
     Decisions are in the checkpoint, and in `splits.jsonl` in the folder of the run. A resume repeats them, also those
     that the interrupted run made after the checkpoint.
@@ -35,7 +43,8 @@ class HeteroBatch(Callback):
         every: Steps between two measurements.
         smoothing: Weight of the past in the moving average of the speeds.
         min_share: Smallest share of a rank, relative to an even one.
-        max_micro: Samples of a micro-batch at most, on every rank or on each; null: as without the callback.
+        max_micro: Samples of a micro-batch at most, on every rank or on each; null: as without the callback. A rank
+            whose memory holds fewer has smaller ones.
         shares: Fixed shares, relative to each other, one for each rank; null: measured.
     """
 
@@ -67,48 +76,43 @@ class HeteroBatch(Callback):
         self.every, self.smoothing, self.min_share = every, smoothing, min_share
         self.max_micro, self.shares = max_micro, shares
         self.speeds: list[float] = []  # of each rank, in samples per second
+        self.held: list[int] = []  # samples of a micro-batch that each rank holds; empty: not measured yet
         self.asked = 0  # the first position that this rank has not loaded or begun to load
         self.rehearsed = 0  # samples of a pass of the rehearsal
 
     def wrap_forward_backward(self, trainer, run: ForwardBackward) -> ForwardBackward:
+        refuse_fixed_split(KEY, trainer.strategy.lockstep, trainer.plan.order)
         self._refuse(trainer)
         world, batch, plan = trainer.strategy.data_world, trainer.batch, trainer.plan
         caps = self.max_micro or plan.micro
         self.caps = caps if isinstance(caps, list) else [caps] * world
         self.least = max(1, int(self.min_share * batch / world))
         if self.shares:
-            self.begin = self._value(cut_shares(batch, self.shares))
+            self.begin = with_micros(cut_shares(batch, self.shares), self.caps)
         else:
             even = [last - first for first, last in (near_equal(batch, rank, world) for rank in range(world))]
-            self.begin = self._value(even) if self.max_micro else {"shares": even, "micros": [plan.accumulate] * world}
+            self.begin = with_micros(even, self.caps)
+            if not self.max_micro:
+                self.begin["micros"] = [plan.accumulate] * world
         settings = {name: getattr(self, name) for name in ("every", "smoothing", "min_share", "shares")}
-        made_with = {"world": world, "batch": batch, "caps": self.caps, **settings}
-        self.made = Decisions(trainer.run_dir / "splits.jsonl", trainer.rank, made_with)
+        device = torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else "cpu"
+        made_with = {"world": world, "batch": batch, "caps": self.caps, "devices": trainer.ranks.gather(device)}
+        self.made = Decisions(trainer.run_dir / "splits.jsonl", trainer.rank, made_with | settings)
         name = next(name for name, callback in trainer.callbacks.items() if callback is self)
         self.made.begin(plan.manifest, name, trainer.ranks.first)
         for decision in self.made.made:
-            self.speeds = self._checked(decision.value, batch, world)
-        self.clock = ComputeClock(trainer.device, self.now)
-        if self.shares:
-            return run
-        return lambda data, total: self.clock.timed(run, data, total, len(data.refs) - len(data.bad) or self.rehearsed)
+            self._refuse_invalid(decision.value, batch, world)
+            self.speeds = decision.value["speeds"]
+            self._hold(decision.value["held"])
+        self.clock, self.weigh = ComputeClock(trainer.device, self.now), weight_of(trainer.recipe) or count_samples
+        return lambda data, total: self._passes(trainer, run, data, total)
 
     def _refuse(self, trainer: TrainerProtocol) -> None:
-        """Refuse strategies and data with which a rank can't have a share of its own.
+        """Refuse knobs that do not suit the number of ranks.
 
         Raises:
             ConfigError: The message has the reason and the way out.
         """
-        if trainer.strategy.lockstep:
-            raise ConfigError(
-                f"{KEY}: a forward pass communicates with this sharding, so every rank must make as many; "
-                "leave hetero_batch or the sharding out"
-            )
-        if trainer.plan.order is None:
-            raise ConfigError(
-                f"{KEY}: recipe.data('train') is an iterable, which cuts the batches itself; return a dataset or "
-                "shards, or leave hetero_batch out"
-            )
         world, batch = trainer.strategy.data_world, trainer.batch
         if batch < world:
             raise ConfigError(
@@ -118,23 +122,84 @@ class HeteroBatch(Callback):
             if isinstance(given, list) and len(given) != world:
                 raise ConfigError(f"{KEY}.{key}={given}: has {len(given)} values; give one for each of {world} rank(s)")
 
-    def _value(self, shares: list[int]) -> dict[str, Any]:
-        """Return shares with the micro-batches that they need."""
-        return {"shares": shares, "micros": [-(-share // cap) for share, cap in zip(shares, self.caps, strict=True)]}
-
-    def _checked(self, value: dict[str, Any], batch: int, world: int) -> list[float]:
-        """Return the speeds of a decision, which may be a stranger's.
+    def _refuse_invalid(self, value: dict[str, Any], batch: int, world: int) -> None:
+        """Refuse the decision of a checkpoint, which may be a stranger's.
 
         Raises:
             ConfigError: It is no decision of this callback.
         """
-        kinds = {"shares": list[int], "micros": list[int], "speeds": list[float]}
+        kinds = {"shares": list[int], "micros": list[int], "held": list[int], "speeds": list[float]}
         if all(fits(value.get(key), kind) and len(value[key]) == world for key, kind in kinds.items()):
             micros = zip(value["micros"], value["shares"], strict=True)
             cut = all(0 < count <= share for count, share in micros) and sum(value["shares"]) == batch
-            if cut and min(value["speeds"]) > 0:
-                return value["speeds"]
+            if cut and min(value["speeds"]) > 0 and min(value["held"]) > 0 and fit(value, value["held"]):
+                return
         raise ConfigError(f"trainer.resume: the checkpoint has no valid decisions of {KEY}; take another checkpoint")
+
+    def _passes(
+        self, trainer: TrainerProtocol, run: ForwardBackward, data: Step, total: Callable[[], int]
+    ) -> list[Tensor]:
+        """Run the passes of a step, and time them.
+
+        If some rank does not hold the micro-batches that were loaded before its memory was measured, all ranks reduce
+        after the passes, which run on parts that fit.
+        """
+        if not self.held:
+            self._hold(self._measure_memory(trainer, run, data.peek()))
+        samples = len(data.refs) - len(data.bad) or self.rehearsed
+        if not self.cuts or not (trainer.rehearsing or self.made.at(trainer.samples) is None):
+            return self.clock.timed(run, data, total, samples)
+        trainer.strategy.share_buffers()
+        parts = Parts(data, self.held[trainer.strategy.data_rank], self.weigh, KEY)
+        losses = parts.merge(self.clock.timed(run, parts, total, samples))
+        trainer.strategy.reduce_gradients()
+        return losses
+
+    def _loaded(self, rank: int) -> int:
+        """Return the samples of the first micro-batch of a rank, on which the rehearsal runs."""
+        return near_equal(self.begin["shares"][rank], 0, self.begin["micros"][rank])[1]
+
+    def _hold(self, held: list[int]) -> None:
+        self.held, self.cuts = held, not fit(self.begin, held)
+
+    def _measure_memory(self, trainer: TrainerProtocol, run: ForwardBackward, batch: Any) -> list[int]:
+        """Return the samples of the largest micro-batch that each rank holds, up to those of the knobs. A collective.
+
+        The passes of the search do not reduce, so each rank makes as many as it needs.
+
+        Raises:
+            ConfigError: A rank holds no sample.
+        """
+        rank, world = trainer.strategy.data_rank, trainer.strategy.data_world
+        if trainer.ddp["static_graph"]:
+            log.info("hetero_batch: static_graph allows no pass without a reduction, so no memory is measured")
+            return self.caps
+        share, loaded = self.begin["shares"][rank], self._loaded(rank)
+        most = min(self.caps[rank], share if self.shares else trainer.batch - self.least * (world - 1))
+
+        def holds(samples: int) -> bool:
+            some = batch if samples == loaded else repeat_batch(batch, samples, KEY)
+            step = Step([Micro(some, max(1, self.weigh(some)), [], [])])
+            step.reduces = False
+            fit = fits_beside_state(lambda: run(step, lambda: step.weights[0] * world), trainer.parameters)
+            drop_gradients(trainer.parameters, trainer.device)
+            return fit
+
+        trainer.strategy.share_buffers()
+        held = trainer.ranks.gather(max(search(loaded, most, holds), default=0))
+        if 0 in held:
+            raise ConfigError(
+                f"{KEY}: a single sample does not fit into the memory of rank {held.index(0)}; use a smaller model or "
+                "shorter samples, or leave the rank out"
+            )
+        if not fit(self.begin, held):
+            log.info("hetero_batch: by memory, the ranks' micro-batches have at most %s samples", held)
+            if trainer.ddp["find_unused_parameters"]:
+                raise ConfigError(
+                    f"{KEY}: micro-batches of {self.caps} samples do not fit into memory, and find_unused_parameters "
+                    f"lets the first steps have no other; set {KEY}.max_micro={held}"
+                )
+        return held
 
     def split(self, trainer, position: int) -> Split:
         self.asked = max(self.asked, position + trainer.batch)
@@ -142,14 +207,12 @@ class HeteroBatch(Callback):
         return make_split(trainer.batch, tuple(value["shares"]), tuple(value["micros"]))
 
     def rehearse(self, trainer, run_pass: Callable[[Any], None], batch: Any) -> None:
-        if self.shares:
-            return
-        self.clock.attach(trainer.strategy, trainer.module)
+        if not self.shares:
+            self.clock.attach(trainer.strategy, trainer.module)
         if self.made.made:  # a resume repeats decisions
             return
-        first = self.begin["shares"][trainer.strategy.data_rank] // self.begin["micros"][trainer.strategy.data_rank]
-        self.rehearsed = first
-        for _ in range(PASSES):
+        self.rehearsed = self._loaded(trainer.strategy.data_rank)
+        for _ in range(0 if self.shares else PASSES):
             run_pass(batch)
         self.rehearsed = 0
         self._decide(trainer, trainer.plan.manifest.get("samples", 0))
@@ -164,27 +227,28 @@ class HeteroBatch(Callback):
         asked, counts, seconds = zip(*trainer.ranks.gather([self.asked, *own]), strict=True)
         made = self.made.made
         before, position = (made[-1].value, made[-1].position) if made else (self.begin, 0)
-        new = [count / second if second > 0 else 0.0 for count, second in zip(counts, seconds, strict=True)]
-        if min(new) > 0:
-            past = self.smoothing if self.speeds else 0.0
-            self.speeds = [past * old + (1 - past) * now for old, now in zip(self.speeds or new, new, strict=True)]
+        measured = [count / second if second > 0 else 0.0 for count, second in zip(counts, seconds, strict=True)]
+        if self.shares:
+            self.speeds = self.shares
+        elif min(measured) > 0:
+            self.speeds = follow(self.speeds or measured, measured, self.smoothing)
         if not self.speeds:  # some rank has not finished a step since its device began
             return
-        value = self._value(cut_shares(trainer.batch, self.speeds, self.least))
+        value = keep(before, self.held)
+        if not self.shares:
+            value = cut_again(value, trainer.batch, self.speeds, self.held, self.least)
         position = max(position, *asked)
-        if slowest(value["shares"], self.speeds) > (1 - GAIN) * slowest(before["shares"], self.speeds):
-            value = {"shares": before["shares"], "micros": before["micros"]}
-        else:
+        if value["shares"] != before["shares"]:
             text = "hetero_batch: step %d: the ranks' samples are %s instead of %s from sample %d on"
             log.info(text, trainer.step, value["shares"], before["shares"], position)
-        self.made.add(samples, position, {**value, "speeds": self.speeds})
+        self.made.add(samples, position, {**value, "speeds": self.speeds, "held": self.held})
 
     def on_fit_end(self, trainer) -> None:
         self.clock.detach()
         self.made.close()
 
     def decisions(self) -> dict[str, Any]:
-        return {} if self.shares else self.made.state()
+        return self.made.state()
 
 
 @lru_cache(maxsize=8)

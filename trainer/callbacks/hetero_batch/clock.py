@@ -101,7 +101,7 @@ class Timed(Step):
     """A step whose batches start the clock as they are given out."""
 
     def __init__(self, step: Step, clock: ComputeClock) -> None:
-        self.step, self.clock, self.weights = step, clock, step.weights
+        self.step, self.clock, self.weights, self.reduces = step, clock, step.weights, step.reduces
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         for batch, weight in self.step:
