@@ -5,6 +5,7 @@ on a GPU, and reads the loss every 50 steps.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -31,6 +32,7 @@ from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 LOG_EVERY = 50
+MAX_STEPS = 100_000  # of a run that is ended sooner
 LR = 1e-4
 
 
@@ -83,20 +85,26 @@ def bare(job: Job) -> None:
         job.tick()
 
 
+class Ended(Exception):
+    """Ends a run after what is measured, and before its last checkpoint."""
+
+
 class Ticks(Callback):
-    def __init__(self, tick: Callable[[], None]) -> None:
-        self.tick = tick
+    def __init__(self, tick: Callable[[], None], steps: int) -> None:
+        self.tick, self.steps = tick, steps
 
     def on_step_end(self, trainer: Any) -> None:
         self.tick()
+        if trainer.step == self.steps:
+            raise Ended
 
 
 def echelon(job: Job) -> None:
-    make_trainer(job, {"ticks": Ticks(job.tick)}, job.steps, CheckpointOptions(every_steps=None)).fit()
+    train(job, Ticks(job.tick, job.steps), CheckpointOptions(every_steps=None))
 
 
-def make_trainer(job: Job, more: dict[str, Callback], steps: int, checkpoint: CheckpointOptions) -> Trainer:
-    """Make Echelon's trainer, with the default observers but TensorBoard.
+def train(job: Job, watch: Callback, checkpoint: CheckpointOptions) -> None:
+    """Train with Echelon until `watch` raises `Ended`, with the default observers but TensorBoard.
 
     Raises:
         ConfigError: Echelon can't do what the cell wants.
@@ -106,13 +114,15 @@ def make_trainer(job: Job, more: dict[str, Callback], steps: int, checkpoint: Ch
     if cell.precision not in formats:
         raise ConfigError(f"trainer.precision={cell.precision}: is not one of {', '.join(formats)}")
     options: dict[str, Any] = {
-        "max_steps": steps, "precision": cell.precision, "log_every_steps": LOG_EVERY,
+        "max_steps": MAX_STEPS, "precision": cell.precision, "log_every_steps": LOG_EVERY,
         "run_dir": str(job.folder / "run"), "accelerator": job.device.type, "checkpoint": checkpoint,
     }  # fmt: skip
-    return Trainer(
-        job.recipe, {**observers(), **changes(cell), **more}, lambda groups: adamw(groups, lr=LR),
+    trainer = Trainer(
+        job.recipe, {**observers(), **changes(cell), "watch": watch}, lambda groups: adamw(groups, lr=LR),
         batch=cell.micro, place=Place(), options=Options(**options), data=DataOptions(workers=job.workers),
     )  # fmt: skip
+    with suppress(Ended):
+        trainer.fit()
 
 
 def observers() -> dict[str, Callback]:

@@ -10,15 +10,13 @@ import torch
 
 from scripts.bench.bert.cells import Cell
 from scripts.bench.bert.kernels import STEPS, Kernels
-from scripts.bench.bert.loops import LOOPS, Job, Ticks, make_trainer
+from scripts.bench.bert.loops import LOOPS, Ended, Job, Ticks, train
 from scripts.bench.bert.recipe import RandomText
 from trainer.callback import Callback
 from trainer.config.options import CheckpointOptions
 from trainer.monitors.memory.allocator import GIB, peak_resident
 from trainer.monitors.throughput import PEAKS
 from trainer.parallel.warmup import wait
-
-MAX_STEPS = 100_000  # of a run that ends when its checkpoint is written
 
 
 def measure(cell: Cell, folder: Path) -> dict[str, float]:
@@ -79,9 +77,8 @@ def profile_steps(cell: Cell, device: torch.device, folder: Path) -> dict[str, f
             wait(device)
             kernels.tick()
 
-    options = CheckpointOptions(every_steps=None)
     job = Job(cell, RandomText(cell), device, folder, tick)
-    make_trainer(job, {"ticks": Ticks(tick)}, cell.warm + STEPS, options).fit()
+    train(job, Ticks(tick, cell.warm + STEPS), CheckpointOptions(every_steps=None))
     return kernels.ms
 
 
@@ -95,7 +92,7 @@ class Stall(Callback):
         wait(trainer.device)
         self.ends.append(time.perf_counter())
         if trainer.step > self.at + 1 and trainer.saver.newest is not None:
-            trainer.stop("written")
+            raise Ended
 
 
 def time_checkpoint(cell: Cell, device: torch.device, folder: Path) -> dict[str, float]:
@@ -103,8 +100,7 @@ def time_checkpoint(cell: Cell, device: torch.device, folder: Path) -> dict[str,
     at = cell.warm + cell.timed
     options = CheckpointOptions(str(folder / "ckpt"), every_steps=at, every_minutes=None, when_busy="skip")
     stall = Stall(at)
-    job = Job(cell, RandomText(cell), device, folder, lambda: None)
-    make_trainer(job, {"stall": stall}, MAX_STEPS, options).fit()
+    train(Job(cell, RandomText(cell), device, folder, lambda: None), stall, options)
     steps = [end - begin for begin, end in zip(stall.ends, stall.ends[1:])]
     quiet, beside = steps[cell.warm - 1 : at - 1], steps[at - 1 :]
     usual = sum(quiet) / len(quiet)
@@ -128,5 +124,4 @@ PARTS: dict[str, Callable[[Cell, torch.device, Path], dict[str, float]]] = {
 
 def one_gpu() -> None:
     """Hide all GPUs but the first: other trainers would take all of them."""
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    os.environ["CUDA_VISIBLE_DEVICES"] = first
+    os.environ["CUDA_VISIBLE_DEVICES"] = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]

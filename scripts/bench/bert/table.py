@@ -7,7 +7,7 @@ from scripts.bench.report import Goal, Row, at_least, at_most
 
 TITLES = {
     "speed": "training steps; tokens/s of one GPU, MFU of the peak in bf16, peak memory of tensors",
-    "launches": "host: steps of 1 sample whose kernels have next to no work (24 layers, hidden 128)",
+    "launches": "host: steps of 1 sample whose kernels have next to no work",
     "snapshot": "a checkpoint beside training: by how much it delays steps until it is written",
     "kernels": "the device's time of a step, by kind of kernel",
 }
@@ -21,7 +21,8 @@ def tables(measured: Measured) -> list[list[Row]]:
 
 
 def settings(cell: Cell) -> Row:
-    title = f"{TITLES[cell.part]}; {cell.timed} steps after {cell.warm}"
+    sizes = f"{cell.size.layers} layers, hidden {cell.size.hidden}"
+    title = f"{TITLES[cell.part]}; {sizes}; {cell.timed} steps after {cell.warm}"
     return {"part": title, "trainer": cell.trainer, "sequence": cell.sequence, "micro_batch": cell.micro}
 
 

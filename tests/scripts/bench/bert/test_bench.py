@@ -1,4 +1,4 @@
-"""The command: cells without packages or time are listed, the table is written, and without a GPU there is a way out."""
+"""The command: cells without packages or time are listed, and the table is written."""
 
 import subprocess
 import sys

@@ -22,7 +22,7 @@ def test_samples_are_sequences_of_a_few_documents() -> None:
         tokens, positions = sample["input_ids"], sample["positions"]
         assert tokens[0] == CLS and tokens[-1] == SEP and (tokens == SEP).sum() == DOCUMENTS
         assert positions.unique().numel() == recipe.masked == len(sample["labels"])
-        assert 0 <= positions.min() and positions.max() < 64 and tokens.max() < TINY.vocab
+        assert positions.min() >= 0 and positions.max() < 64 and tokens.max() < TINY.vocab
 
 
 def test_flops_count_pairs_of_one_document() -> None:
