@@ -1,12 +1,12 @@
 """BERT with a document mask on one CUDA device: FlexAttention's kernel gives what SDPA gives."""
 
-import pytest
 import torch
+from support.gpu import on_device, only_gpu
 
 from recipes.bert import Bert
 from recipes.corpus import SEP
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [*on_device, only_gpu]
 
 
 def test_flex_attention_trains_as_sdpa_does():

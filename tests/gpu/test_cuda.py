@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.gpu import ACCELERATOR, on_device, only_gpu
 from toy_recipe import Toy
 
 from trainer.callbacks.ema import EMA
@@ -15,12 +16,12 @@ from trainer.data.device_prefetch import upload
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = on_device
 
 
 def train(run: str, steps: int, resume: str | None = None, precision: Any = "fp32") -> Trainer:
     options = Options(
-        max_steps=steps, run_dir=f"runs/{run}", resume=resume, precision=precision, accelerator="cuda",
+        max_steps=steps, run_dir=f"runs/{run}", resume=resume, precision=precision, accelerator=ACCELERATOR,
         log_every_steps=1, checkpoint=CheckpointOptions(every_steps=4), deterministic=True,
     )  # fmt: skip
     data = DataOptions(workers=2, lanes=5, block=4)
@@ -50,6 +51,7 @@ def test_every_precision_trains_near_fp32(precision, tmp_path, monkeypatch):
     assert other.scaler.is_enabled() == (other.precision.name == "fp16")
 
 
+@only_gpu
 def test_batches_arrive_whole_and_in_order_while_the_device_computes():
     batches = [{"x": torch.full((1 << 20,), float(i)).pin_memory()} for i in range(8)]
     busy = torch.randn(2048, 2048, device="cuda")
@@ -61,6 +63,7 @@ def test_batches_arrive_whole_and_in_order_while_the_device_computes():
         assert bool((micro.batch["x"] == i).all())
 
 
+@only_gpu
 def test_loading_looks_one_batch_ahead_and_no_further():
     taken = itertools.count()
     source = (Micro({"x": torch.zeros(1) + next(taken)}, 1, [], []) for _ in itertools.count())
@@ -70,6 +73,7 @@ def test_loading_looks_one_batch_ahead_and_no_further():
     assert next(taken) == 2
 
 
+@only_gpu
 def test_what_runs_beside_the_step_is_waited_for_and_keeps_its_memory():
     """`Background`'s stream: a slow call, a buffer that is freed at once, and its successor in the same memory."""
     device = torch.device("cuda", torch.cuda.current_device())

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.callbacks import CODECS
+from support.gpu import DEVICE, ON_GPU, delay, on_device
 from support.ranks import run_ranks
 from torch import Tensor, nn
 from toy_recipe import Toy
@@ -23,16 +24,16 @@ from trainer.parallel.ddp import DDP
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-BACKEND, DEVICE = "nccl", torch.device("cuda", 0)
+BACKEND = "nccl" if ON_GPU else "gloo"
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = on_device
 
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[AllReduce]:
     """The end of the chain on a group of this process alone."""
     store = dist.FileStore(str(tmp_path / "store"), 1)
-    bound = DEVICE if DEVICE.type == "cuda" else None
+    bound = DEVICE if ON_GPU else None
     dist.init_process_group(BACKEND, store=store, rank=0, world_size=1, device_id=bound)
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
@@ -135,10 +136,9 @@ def agreed_beside_the_device(place: Place) -> tuple[int, ...]:
         patch.setattr("trainer.comm.ranks.pick_device", lambda *_: DEVICE)
         patch.setattr("trainer.comm.ranks.RING", 0)
         ranks = Ranks(place, "auto", "gloo", 60.0)
-        if DEVICE.type == "cuda":
-            torch.cuda._sleep(2**31)  # about a second
+        delay(2**31)  # about a second
         sums = ranks.agree((1, place.rank))()
-        idle = DEVICE.type == "cuda" and torch.cuda.current_stream().query()
+        idle = ON_GPU and torch.cuda.current_stream().query()
         ranks.close()
     assert not idle
     return sums

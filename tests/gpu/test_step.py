@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.gpu import ACCELERATOR, on_device, only_gpu
 from torch import nn
 from torch.utils.data import Dataset
 from toy_recipe import Toy
@@ -16,10 +17,9 @@ from trainer.optim.factories import adamw, lamb, sgd
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-ACCELERATOR = "cuda"
 MIB = 2**20
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = on_device
 
 
 def train(recipe: Any, watch: Callback, optimizer: Any = adamw, accumulate: int = 1, **options: Any) -> Trainer:
@@ -100,12 +100,14 @@ class Memory(Callback):
         torch.cuda.reset_peak_memory_stats()
 
 
+@only_gpu
 def test_a_step_keeps_no_batch_for_the_next():
     memory = Memory()
     train(Wide(), memory, max_steps=30, accumulate=4)
     assert max(memory.held[2:]) - min(memory.held[2:]) < 6.5  # two micro-batches of 3 MiB, as far as they are ahead
 
 
+@only_gpu
 def test_accumulation_takes_the_memory_of_two_micro_batches():
     peaks = {}
     for accumulate in (1, 12):
@@ -134,6 +136,7 @@ class Scales(Callback):
         self.weights.append(torch.cat([p.detach().flatten().cpu() for p in trainer.module.parameters()]))
 
 
+@only_gpu  # float32 on a CPU holds these gradients
 @pytest.mark.parametrize("optimizer", [adamw, sgd, lamb])
 def test_an_overflow_in_fp16_skips_the_step_and_halves_the_scale(optimizer):
     watch = Scales()
@@ -151,11 +154,13 @@ class Reserved(Callback):
         self.mib.append(torch.cuda.memory_reserved() / MIB)
 
 
+@only_gpu
 def test_validations_do_not_reserve_more_and_more():
     reserved = Reserved()
     train(Toy(), reserved, max_steps=24, validate_every=1)
     assert len(reserved.mib) == 24 and reserved.mib[-1] <= reserved.mib[3]
 
 
+@only_gpu
 def test_the_peak_of_this_device_is_known():
     assert torch.cuda.get_device_name() in PEAKS
