@@ -1,13 +1,19 @@
 """One CUDA device: the parts that no CPU has. `./scripts/test -m gpu`."""
 
 import itertools
+import multiprocessing
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from support.gpu import ACCELERATOR, on_device, only_gpu
-from toy_recipe import Toy
+from torch.utils.data import Dataset
+from toy_recipe import Points, Toy
+from transformers import BatchEncoding
 
+from trainer.callback import Callback
 from trainer.callbacks.ema import EMA
 from trainer.comm.reduce import Background
 from trainer.config.options import CheckpointOptions, DataOptions, Options
@@ -43,7 +49,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path, monkeypatch):
     assert torch.equal(straight, weights(train("halves", 10, resume="auto")))
 
 
-@pytest.mark.parametrize("precision", ["auto", "tf32", "bf16", "fp16", "bf16_params"])
+@pytest.mark.parametrize("precision", ["auto", pytest.param("tf32", marks=only_gpu), "bf16", "fp16", "bf16_params"])
 def test_every_precision_trains_near_fp32(precision, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exact, other = train("exact", 10), train("other", 10, precision=precision)
@@ -61,6 +67,25 @@ def test_batches_arrive_whole_and_in_order_while_the_device_computes():
         busy = busy @ busy * 1e-3
         assert micro.batch["x"].is_cuda
         assert bool((micro.batch["x"] == i).all())
+
+
+@only_gpu
+@pytest.mark.parametrize("kind", ["pageable", "pinned", "BatchEncoding"])
+def test_a_batch_behind_a_sleeping_kernel_arrives_whole(kind):
+    """The copies' stream sleeps: a batch that its step reads too early has the bytes of the one before."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    stream, size = torch.cuda.Stream(device), 1 << 20
+
+    def micros() -> Iterator[Micro]:
+        for i in range(6):
+            x = torch.full((size,), float(i))
+            x = x if kind == "pageable" else x.pin_memory()
+            yield Micro(BatchEncoding({"x": x}) if kind == "BatchEncoding" else {"x": x}, 1, [], [])
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(2**27)
+
+    for i, micro in enumerate(upload(micros(), stream)):
+        assert micro.batch["x"].is_cuda and bool((micro.batch["x"] == i).all())
 
 
 @only_gpu
@@ -89,3 +114,50 @@ def test_what_runs_beside_the_step_is_waited_for_and_keeps_its_memory():
         coming = background.submit(slow_double, flat.clone())
         torch.full((1 << 20,), -1.0, device="cuda")  # takes the memory of the clone, if nobody holds it
         assert bool((coming.wait() == 2.0 * value).all())
+
+
+class Counted(Dataset):
+    """Counts the samples that data workers have read."""
+
+    def __init__(self) -> None:
+        self.read = multiprocessing.get_context("fork").Value("q", 0)
+
+    def __len__(self) -> int:
+        return 960
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        with self.read.get_lock():
+            self.read.value += 1
+        return Points(960, torch.float32)[i]
+
+
+class Slow(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.train_data = Counted()
+
+    def data(self, split: str) -> Dataset | None:
+        return self.train_data if split == "train" else None
+
+
+class Ahead(Callback):
+    """Waits, before a step ends, until workers have read all of the next: they do so beside the step, or never."""
+
+    def __init__(self, read: Any) -> None:
+        self.read, self.steps = read, 0
+
+    def on_step_end(self, trainer) -> None:
+        wanted, deadline = min(trainer.step + 2, 8) * trainer.batch, time.monotonic() + 60
+        while self.read.value < wanted and time.monotonic() < deadline:
+            time.sleep(0.005)
+        self.steps += self.read.value >= wanted
+
+
+def test_a_step_of_many_micro_batches_is_loaded_beside_the_one_before(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = Slow()
+    ahead = Ahead(recipe.train_data.read)
+    options = Options(max_steps=8, accelerator=ACCELERATOR, checkpoint=CheckpointOptions(every_steps=None))
+    data = DataOptions(workers=2)
+    Trainer(recipe, {"ahead": ahead}, batch=48, accumulate=8, options=options, data=data, place=Place()).fit()
+    assert ahead.steps == 8
