@@ -1,6 +1,6 @@
 """Two gloo ranks that share the device: the chain, and what divides work over ranks, with tensors of the device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from trainer.callbacks.pipeline.callback import PipelineParallel
 from trainer.callbacks.shard.callback import Shard
 from trainer.comm.reduce import Reduce
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
+from trainer.data.batch import Step
 from trainer.optim.factories import adamw
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
@@ -82,7 +83,13 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 class End(Callback):
-    """The weights, while the ranks are together."""
+    """The losses, and the weights while the ranks are together."""
+
+    def __init__(self) -> None:
+        self.losses = list[float]()
+
+    def on_step_end(self, trainer) -> None:
+        self.losses.append(trainer.metrics["train/loss"])
 
     def on_fit_end(self, trainer) -> None:
         if trainer.step:
@@ -91,11 +98,9 @@ class End(Callback):
             self.weights = torch.cat([whole(state[name]).flatten().cpu() for name in sorted(state)]).numpy()
 
 
-def two_on_one(
-    place: Place, make: dict[str, Callable[[], Callback]], optimizer: Any = adamw, **more: Any
-) -> np.ndarray:
-    """Weights of a run of two ranks, which `pick_device` would refuse."""
-    end, knobs = End(), {"accumulate": 3, "depth": 3, **more}
+def two_on_one(place: Place, make: dict[str, Callable[[], Callback]]) -> tuple[np.ndarray, list[float]]:
+    """Weights and losses of a run of two ranks, which `pick_device` would refuse."""
+    end = End()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer.comm.ranks.pick_device", lambda *_: DEVICE)
         trainer = Trainer(
@@ -103,11 +108,11 @@ def two_on_one(
             batch=BATCH, accumulate=3, place=place, data=DataOptions(workers=0),
             options=Options(
                 max_steps=STEPS, run_dir=f"runs/{'-'.join(make)}", backend="gloo", precision="fp32",
-                ddp=DDPOptions(0.002), checkpoint=CheckpointOptions(every_steps=None),
+                ddp=DDPOptions(0.002), log_every_steps=1, checkpoint=CheckpointOptions(every_steps=None),
             ),
         )  # fmt: skip
         trainer.fit()
-    return end.weights
+    return end.weights, end.losses
 
 
 class Named:
@@ -124,18 +129,22 @@ TABLES = {"SAME": SAME, "NEAR": NEAR, "OTHER": OTHER}
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> np.ndarray:
+def plain(tmp_path_factory) -> tuple[np.ndarray, list[float]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("plain"))
         one, other = run_ranks(2, two_on_one, {}, timeout_s=110)
-    assert (one == other).all()
+    assert (one[0] == other[0]).all()
     return one
 
 
 @pytest.mark.parametrize(("table", "name"), [(t, name) for t in ("SAME", "NEAR") for name in TABLES[t]])
 def test_what_is_exact_trains_as_plain_ddp_does(table, name, plain):
-    for weights in run_ranks(2, two_on_one, {name.split(".")[0]: Named(table, name)}, timeout_s=110):
-        assert (weights == plain).all() if table == "SAME" else np.abs(weights - plain).max() < 1e-5
+    for weights, losses in run_ranks(2, two_on_one, {name.split(".")[0]: Named(table, name)}, timeout_s=110):
+        if table == "SAME":
+            assert (weights == plain[0]).all() and losses == plain[1]
+        else:
+            np.testing.assert_allclose(losses, plain[1], rtol=1e-5)
+            assert name == "pipeline" or np.abs(weights - plain[0]).max() < 1e-5  # a stage has a part of the weights
 
 
 @pytest.mark.parametrize("name", OTHER)
@@ -143,14 +152,15 @@ def test_what_is_lossy_leaves_ranks_equal_and_goes_the_same_way(name, plain):
     makes = {"c": Named("OTHER", name)}
     if "nodes" in name:
         makes["hierarchical"] = Named("NEAR", "hierarchical")
-    one, other = run_ranks(2, two_on_one, makes, timeout_s=110)
+    (one, _), (other, _) = run_ranks(2, two_on_one, makes, timeout_s=110)
     assert (one == other).all() and np.isfinite(one).all()
-    assert 0 < np.abs(one - plain).max() < 0.1
+    apart = np.abs(one - plain[0]).max()
+    assert apart < 0.1 and (apart > 0 or name == "blocksparse")  # which sends all that is not zero
 
 
 def test_overlap_waits_for_a_late_reduction(plain):
-    for weights in run_ranks(2, two_on_one, {"overlap": Named("SAME", "overlap"), "late": Late}, timeout_s=110):
-        assert (weights == plain).all()
+    for weights, _ in run_ranks(2, two_on_one, {"overlap": Named("SAME", "overlap"), "late": Late}, timeout_s=110):
+        assert (weights == plain[0]).all()
 
 
 class Batches(Callback):
@@ -159,8 +169,10 @@ class Batches(Callback):
     def __init__(self) -> None:
         self.batches = list[Any]()
 
-    def on_step_end(self, trainer) -> None:
-        self.batches.append({key: value.cpu() for key, value in trainer.data.batches[0].items()})
+    def wrap_batches(self, trainer, steps: Iterator[Step]) -> Iterator[Step]:
+        for step in steps:
+            self.batches.append({key: value.clone() for key, value in step.peek().items()})
+            yield step
 
 
 def beside_bare_ddp(place: Place) -> bool:
@@ -200,7 +212,8 @@ def beside_bare_ddp(place: Place) -> bool:
 class Even(Toy):
     """The loss counts samples, of which ranks have as many."""
 
-    weight = None  # type: ignore[assignment]
+    def weight(self, batch: dict[str, Tensor]) -> int:
+        return len(batch["x"])
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return (model(batch["x"]) - batch["y"]).square().mean()
