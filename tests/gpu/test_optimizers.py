@@ -53,7 +53,8 @@ def test_8_bit_moments_resume_bit_for_bit_and_train_as_adamw_does():
     resumed = train(Toy(width=64), eight_bit, "resumed", resume="ckpt/straight/step-00000003")
     plain = train(Toy(width=64), lambda groups: adamw(groups, lr=0.01), "plain")
     assert torch.equal(weights(straight), weights(resumed))
-    assert any(t.dtype == torch.uint8 for state in straight.optimizer.state.values() for t in state.values())
+    kept = [value for state in straight.optimizer.state.values() for value in state.values()]
+    assert any(isinstance(value, torch.Tensor) and value.dtype == torch.uint8 for value in kept)
     assert 0 < (weights(straight) - weights(plain)).abs().max() < 0.05
 
 
@@ -109,7 +110,11 @@ def launches(call: Any) -> int:
     return len(events) if not ON_GPU else sum(str(event.device_type).endswith("CUDA") for event in events)
 
 
-@pytest.mark.parametrize("name", ["lamb", *(name for name in CODECS if "nodes" not in name and name != "powersgd")])
+BY_PIECE = ("powersgd", "sign", "topk between nodes")  # launch kernels for each parameter
+NAMES = [pytest.param("lamb", marks=only_gpu), *(name for name in CODECS if name not in BY_PIECE)]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_launches_do_not_grow_with_the_parameters_of_a_bucket(name):
     counts = []
     for number in (8, 32):

@@ -14,7 +14,7 @@ from support.gpu import ACCELERATOR, ON_GPU, on_device, only_gpu
 pytestmark = on_device
 HERE = [f"trainer.accelerator={ACCELERATOR}", "trainer.devices=1", "trainer.deterministic=true"]
 PATHS = [PYTHONPATH, os.environ.get("PYTHONPATH", "")]  # packages that the machine lacks are on the second
-WORDS = "the quick brown fox jumps over a lazy dog and then it sleeps under some old oak tree until dawn".split()
+WORDS = [a + b for a in ("train", "step", "rank", "batch") for b in ("s", "ing", "ed", "er", "able")]
 
 
 def bert(folder: Path, name: str, steps: int, *more: str) -> list[str]:
@@ -25,9 +25,10 @@ def bert(folder: Path, name: str, steps: int, *more: str) -> list[str]:
             order = [WORDS[(i * k + k) % len(WORDS)] for k in range(1, 120)]
             (text / f"{i}.txt").write_text(" ".join(order))
     return [
-        *QUICK, *HERE, "recipe=bert_tiny", f"recipe.text={text}", f"recipe.cache={folder / 'cache'}", "recipe.vocab=256",
-        "recipe.dropout=0.1", "batch=16", "accumulate=2", f"trainer.max_steps={steps}", f"trainer.run_dir=runs/{name}",
-        "trainer.validate_every=10 steps", "trainer.log_every_steps=5", "trainer.checkpoint.every_steps=10",
+        *QUICK, *HERE, "recipe=bert_tiny", f"recipe.text={text}", f"recipe.cache={folder / 'cache'}",
+        "recipe.vocab=256", "recipe.sequence=32", "recipe.hidden=32", "recipe.dropout=0.1", "batch=16", "accumulate=2",
+        f"trainer.max_steps={steps}", f"trainer.run_dir=runs/{name}", "trainer.log_every_steps=5",
+        "trainer.validate_every=10 steps", "trainer.checkpoint.every_steps=10", "trainer.checkpoint.keep_every=10",
         "schedule=constant", "+callbacks=[activation_checkpoint]", *more,
     ]  # fmt: skip
 
