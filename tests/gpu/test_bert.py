@@ -1,5 +1,8 @@
 """BERT with a document mask on one CUDA device: FlexAttention's kernel gives what SDPA gives."""
 
+from typing import Any
+
+import pytest
 import torch
 from support.gpu import ACCELERATOR, DEVICE, ON_GPU, on_device, only_gpu
 from torch.utils._python_dispatch import TorchDispatchMode
