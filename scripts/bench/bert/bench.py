@@ -3,8 +3,8 @@
     python scripts/bench/gpu.py [--out FOLDER] [--quick] [--json FILE]
 
 Each cell trains on random tokens in a process of its own. The cells are measured in the order of their importance until
-the time is over, and the others are listed. The tables have tokens/s, MFU, peak memory, the host's time for a step, the
-delay by a checkpoint, and the device's time by kind of kernel. The other trainers need the extra [peers].
+the time is over, and the others are listed. The tables have tokens/s, MFU and peak memory, the host's time for a step,
+the delay by a checkpoint, and the device's time by kernel. The other trainers need the extra [peers].
 
 With --out the tables also go to FOLDER/GPU-DATE.md. Without a GPU only --quick runs, a miniature to test the bench.
 """

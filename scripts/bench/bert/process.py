@@ -19,7 +19,7 @@ END_S = 5  # until a process that has answered is killed
 
 
 class Outcome(NamedTuple):
-    """What a cell has given: numbers, or the reason why there are none."""
+    """The numbers of a cell, or the reason why there are none."""
 
     found: dict[str, float]
     reason: str = ""

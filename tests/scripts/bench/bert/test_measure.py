@@ -1,6 +1,7 @@
 """Each kind of cell in miniature, on the CPU: its numbers exist and agree with each other."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +21,13 @@ CELL = Cell("speed", "Echelon", 16, 2, size=TINY, backend="aot_eager", warm=2, t
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    variables = dict(os.environ)
+    yield
+    for name in os.environ.keys() - variables.keys():  # other trainers set some
+        del os.environ[name]
 
 
 @pytest.mark.parametrize("trainer", LOOPS)
