@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 import torch
 from support.activations import stand_in
+from support.gpu import on_device, only_gpu
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [*on_device, only_gpu]
 BATCH, TOKENS, HIDDEN, HEADS, LAYERS = 8, 256, 256, 4, 6
 POLICIES: list[dict[str, Any]] = [
     {"policy": "full"}, {"policy": "selective"}, {"every": 2}, {"budget": 0.5}, {"policy": "offload"},

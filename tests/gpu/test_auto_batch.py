@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.gpu import ACCELERATOR, on_device, only_gpu
 from torch import Tensor, nn
 from toy_recipe import Toy
 
@@ -18,9 +19,7 @@ from trainer.process.environment import Place
 from trainer.recipe_checks import CheckedLoss
 from trainer.trainer import Trainer
 
-ACCELERATOR = "cuda"
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [*on_device, only_gpu]
 
 
 class Large(Toy):

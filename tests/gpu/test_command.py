@@ -2,16 +2,14 @@
 
 import os
 
-import pytest
 import torch
 from support.cli import PYTHONPATH, toy
+from support.gpu import ACCELERATOR, delay, on_device
 
 from trainer.checkpoint.serialize import load_state
 from trainer.checkpoint.snapshot import Snapshot
 
-ACCELERATOR = "cuda"
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = on_device
 
 
 def weights(run: str, cwd, steps: int, *more: str) -> bytes:
@@ -33,8 +31,7 @@ def test_a_deterministic_run_is_resumed_bit_for_bit(tmp_path):
 def test_a_checkpoint_has_the_bytes_of_its_step_while_the_stream_is_late(tmp_path):
     weight, snapshot = torch.ones(2**20, device=ACCELERATOR), Snapshot()
     for value in (2.0, 3.0):  # the second uses the memory of the first
-        if ACCELERATOR == "cuda":
-            torch.cuda._sleep(2**30)
+        delay()
         weight.fill_(value)
         files = snapshot.take({"model": {"w": weight}})
         weight.fill_(-1.0)  # the next step's

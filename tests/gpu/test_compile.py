@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.gpu import ACCELERATOR, on_device
 from toy_recipe import Toy
 
 from trainer.callback import Callback
@@ -13,15 +14,15 @@ from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-pytestmark = pytest.mark.gpu
+pytestmark = on_device
 
 
 def train(run: str, callbacks: dict[str, Callback], **options: Any) -> torch.Tensor:
     trainer = Trainer(
         Toy(width=32, depth=3, dropout=0.1), callbacks, batch=12, place=Place(), data=DataOptions(workers=0),
         options=Options(**{
-            "max_steps": 4, "run_dir": f"runs/{run}", "accelerator": "cuda", "precision": "fp32", "deterministic": True,
-            "checkpoint": CheckpointOptions(every_steps=2), **options,
+            "max_steps": 4, "run_dir": f"runs/{run}", "accelerator": ACCELERATOR, "precision": "fp32",
+            "deterministic": True, "checkpoint": CheckpointOptions(every_steps=2), **options,
         }),
     )  # fmt: skip
     trainer.fit()

@@ -1,12 +1,19 @@
 """One CUDA device: the parts that no CPU has. `./scripts/test -m gpu`."""
 
 import itertools
+import multiprocessing
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from toy_recipe import Toy
+from support.gpu import ACCELERATOR, on_device, only_gpu
+from torch.utils.data import Dataset
+from toy_recipe import Points, Toy
+from transformers import BatchEncoding
 
+from trainer.callback import Callback
 from trainer.callbacks.ema import EMA
 from trainer.comm.reduce import Background
 from trainer.config.options import CheckpointOptions, DataOptions, Options
@@ -15,12 +22,13 @@ from trainer.data.device_prefetch import upload
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = on_device
+STEPS = 6
 
 
 def train(run: str, steps: int, resume: str | None = None, precision: Any = "fp32") -> Trainer:
     options = Options(
-        max_steps=steps, run_dir=f"runs/{run}", resume=resume, precision=precision, accelerator="cuda",
+        max_steps=steps, run_dir=f"runs/{run}", resume=resume, precision=precision, accelerator=ACCELERATOR,
         log_every_steps=1, checkpoint=CheckpointOptions(every_steps=4), deterministic=True,
     )  # fmt: skip
     data = DataOptions(workers=2, lanes=5, block=4)
@@ -42,7 +50,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path, monkeypatch):
     assert torch.equal(straight, weights(train("halves", 10, resume="auto")))
 
 
-@pytest.mark.parametrize("precision", ["auto", "tf32", "bf16", "fp16", "bf16_params"])
+@pytest.mark.parametrize("precision", ["auto", pytest.param("tf32", marks=only_gpu), "bf16", "fp16", "bf16_params"])
 def test_every_precision_trains_near_fp32(precision, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exact, other = train("exact", 10), train("other", 10, precision=precision)
@@ -50,6 +58,7 @@ def test_every_precision_trains_near_fp32(precision, tmp_path, monkeypatch):
     assert other.scaler.is_enabled() == (other.precision.name == "fp16")
 
 
+@only_gpu
 def test_batches_arrive_whole_and_in_order_while_the_device_computes():
     batches = [{"x": torch.full((1 << 20,), float(i)).pin_memory()} for i in range(8)]
     busy = torch.randn(2048, 2048, device="cuda")
@@ -61,6 +70,26 @@ def test_batches_arrive_whole_and_in_order_while_the_device_computes():
         assert bool((micro.batch["x"] == i).all())
 
 
+@only_gpu
+@pytest.mark.parametrize("kind", ["pageable", "pinned", "BatchEncoding"])
+def test_a_batch_behind_a_sleeping_kernel_arrives_whole(kind):
+    """The copies' stream sleeps: a batch that its step reads too early has the bytes of the one before."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    stream, size = torch.cuda.Stream(device), 1 << 20
+
+    def micros() -> Iterator[Micro]:
+        for i in range(6):
+            x = torch.full((size,), float(i))
+            x = x if kind == "pageable" else x.pin_memory()
+            yield Micro(BatchEncoding({"x": x}) if kind == "BatchEncoding" else {"x": x}, 1, [], [])
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(2**27)
+
+    for i, micro in enumerate(upload(micros(), stream)):
+        assert micro.batch["x"].is_cuda and bool((micro.batch["x"] == i).all())
+
+
+@only_gpu
 def test_loading_looks_one_batch_ahead_and_no_further():
     taken = itertools.count()
     source = (Micro({"x": torch.zeros(1) + next(taken)}, 1, [], []) for _ in itertools.count())
@@ -70,6 +99,7 @@ def test_loading_looks_one_batch_ahead_and_no_further():
     assert next(taken) == 2
 
 
+@only_gpu
 def test_what_runs_beside_the_step_is_waited_for_and_keeps_its_memory():
     """`Background`'s stream: a slow call, a buffer that is freed at once, and its successor in the same memory."""
     device = torch.device("cuda", torch.cuda.current_device())
@@ -85,3 +115,51 @@ def test_what_runs_beside_the_step_is_waited_for_and_keeps_its_memory():
         coming = background.submit(slow_double, flat.clone())
         torch.full((1 << 20,), -1.0, device="cuda")  # takes the memory of the clone, if nobody holds it
         assert bool((coming.wait() == 2.0 * value).all())
+
+
+class Counted(Dataset):
+    """Counts the samples that data workers have read."""
+
+    def __init__(self) -> None:
+        self.read = multiprocessing.get_context("fork").Value("q", 0)
+
+    def __len__(self) -> int:
+        return 960
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        with self.read.get_lock():
+            self.read.value += 1
+        return Points(960, torch.float32)[i]
+
+
+class Slow(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.train_data = Counted()
+
+    def data(self, split: str) -> Dataset | None:
+        return self.train_data if split == "train" else None
+
+
+class Ahead(Callback):
+    """Waits, before a step ends, until workers have read all of the next: they do so beside the step, or never."""
+
+    def __init__(self, read: Any) -> None:
+        self.read, self.steps = read, 0
+
+    def on_step_end(self, trainer) -> None:
+        wanted, deadline = min(trainer.step + 1, STEPS) * trainer.batch, time.monotonic() + 20
+        while self.read.value < wanted:
+            assert time.monotonic() < deadline, (trainer.step, self.read.value)
+            time.sleep(0.005)
+        self.steps += 1
+
+
+def test_a_step_of_many_micro_batches_is_loaded_beside_the_one_before(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = Slow()
+    ahead = Ahead(recipe.train_data.read)
+    options = Options(max_steps=STEPS, accelerator=ACCELERATOR, checkpoint=CheckpointOptions(every_steps=None))
+    data = DataOptions(workers=2)
+    Trainer(recipe, {"ahead": ahead}, batch=48, accumulate=8, options=options, data=data, place=Place()).fit()
+    assert ahead.steps == STEPS

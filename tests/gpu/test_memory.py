@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.gpu import on_device, only_gpu
 from torch import Tensor, nn
 from toy_recipe import Toy
 
@@ -12,7 +13,7 @@ from trainer.monitors.memory.callback import Memory
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [*on_device, only_gpu]
 
 
 class Greedy(Toy):

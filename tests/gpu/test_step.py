@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.gpu import ACCELERATOR, ON_GPU, on_device, only_gpu
 from torch import nn
 from torch.utils.data import Dataset
 from toy_recipe import Toy
@@ -16,19 +17,19 @@ from trainer.optim.factories import adamw, lamb, sgd
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-ACCELERATOR = "cuda"
 MIB = 2**20
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = on_device
 
 
 def train(recipe: Any, watch: Callback, optimizer: Any = adamw, accumulate: int = 1, **options: Any) -> Trainer:
     callbacks, data = {"watch": watch, **options.pop("callbacks", {})}, DataOptions(workers=0)
     trainer = Trainer(
         recipe, callbacks, optimizer, batch=12, micro_batch=12 // accumulate, place=Place(), data=data,
-        options=Options(
-            run_dir="runs/r", accelerator=ACCELERATOR, checkpoint=CheckpointOptions(every_steps=None), **options
-        ),
+        options=Options(**{
+            "run_dir": "runs/r", "accelerator": ACCELERATOR,
+            "checkpoint": CheckpointOptions(every_steps=None), **options,
+        }),
     )  # fmt: skip
     trainer.fit()
     return trainer
@@ -49,7 +50,7 @@ class Strict(Callback):
     def on_step_end(self, trainer) -> None:
         strict = 2 <= trainer.step < 6
         self.steps += strict
-        if trainer.device.type == "cuda":
+        if ON_GPU:
             torch.cuda.set_sync_debug_mode("error" if strict else "default")
 
 
@@ -57,7 +58,8 @@ class Strict(Callback):
     ("optimizer", "setting"),
     [
         (adamw, {}), (sgd, {}), (lamb, {}), (adamw, {"accumulate": 3}), (adamw, {"clip_norm": 1.0}),
-        (adamw, {"precision": "bf16"}), (adamw, {"precision": "fp16"}), (adamw, {"callbacks": {"ema": EMA(0.9)}}),
+        (adamw, {"precision": "bf16"}), (adamw, {"precision": "bf16_params"}),
+        (adamw, {"precision": "fp16"}), (adamw, {"callbacks": {"ema": EMA(0.9)}}),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else value.__name__,
 )  # fmt: skip
@@ -100,12 +102,14 @@ class Memory(Callback):
         torch.cuda.reset_peak_memory_stats()
 
 
+@only_gpu
 def test_a_step_keeps_no_batch_for_the_next():
     memory = Memory()
     train(Wide(), memory, max_steps=30, accumulate=4)
     assert max(memory.held[2:]) - min(memory.held[2:]) < 6.5  # two micro-batches of 3 MiB, as far as they are ahead
 
 
+@only_gpu
 def test_accumulation_takes_the_memory_of_two_micro_batches():
     peaks = {}
     for accumulate in (1, 12):
@@ -134,6 +138,7 @@ class Scales(Callback):
         self.weights.append(torch.cat([p.detach().flatten().cpu() for p in trainer.module.parameters()]))
 
 
+@only_gpu  # float32 on a CPU holds these gradients
 @pytest.mark.parametrize("optimizer", [adamw, sgd, lamb])
 def test_an_overflow_in_fp16_skips_the_step_and_halves_the_scale(optimizer):
     watch = Scales()
@@ -141,6 +146,24 @@ def test_an_overflow_in_fp16_skips_the_step_and_halves_the_scale(optimizer):
     assert watch.scales == [2.0**16, 2.0**15, 2.0**15]
     first, second, third = watch.weights
     assert torch.equal(first, second) and not torch.equal(second, third)
+
+
+class Scaled(Toy):
+    """As `Overflowing`, without the overflow."""
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return super().loss(model, batch) * 2**-8
+
+
+@only_gpu
+def test_a_resume_after_a_skipped_step_has_the_same_bits_and_scale():
+    options = {"precision": "fp16", "deterministic": True}
+    straight, halves = Scales(), Scales()
+    saves = CheckpointOptions(every_steps=2, keep=9)
+    train(Overflowing(), straight, max_steps=5, checkpoint=saves, **options)
+    train(Scaled(), halves, max_steps=5, run_dir="runs/halves", resume="ckpt/r/step-00000002", **options)
+    assert halves.scales == straight.scales[2:] == [2.0**15] * 3
+    assert all(map(torch.equal, halves.weights, straight.weights[2:]))
 
 
 class Reserved(Callback):
@@ -151,11 +174,13 @@ class Reserved(Callback):
         self.mib.append(torch.cuda.memory_reserved() / MIB)
 
 
+@only_gpu
 def test_validations_do_not_reserve_more_and_more():
     reserved = Reserved()
     train(Toy(), reserved, max_steps=24, validate_every=1)
     assert len(reserved.mib) == 24 and reserved.mib[-1] <= reserved.mib[3]
 
 
+@only_gpu
 def test_the_peak_of_this_device_is_known():
     assert torch.cuda.get_device_name() in PEAKS
