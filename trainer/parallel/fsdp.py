@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import is_dataclass
 from functools import partial
@@ -51,6 +51,7 @@ class FSDP:
     """
 
     lockstep, syncing, whole = True, True, False
+    owned: Collection[Tensor] | None = None
 
     def __init__(
         self,

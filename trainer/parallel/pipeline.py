@@ -1,7 +1,7 @@
 """The model in a pipeline of stages (Huang et al. 2018, arXiv:1811.06965), run by torch.distributed.pipelining."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from trainer.data.batch import Split, Step
 from trainer.errors import ConfigError
 from trainer.forward_backward import weigh_loss
 from trainer.parallel.stages import KEY, Absent, Gates, Layout, homes, padded
-from trainer.parallel.strategy import OutputElsewhere, trained, zero_loss
+from trainer.parallel.strategy import OutputElsewhere, own_names, trained, zero_loss
 from trainer.parallel.trial import evaluating
 from trainer.recipe_checks import CheckedLoss
 from trainer.rng import PIPELINE, mix
@@ -79,6 +79,7 @@ class Pipeline:
 
     whole, lockstep, syncing = False, True, True
     constant_buffers: frozenset[str] = frozenset()
+    owned: Collection[Tensor] | None = None
     loss: CheckedLoss  # set once the trainer has it
 
     def __init__(
@@ -159,13 +160,13 @@ class Pipeline:
         """Leave the model as it is: no rank can run it alone."""
 
     def save(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-        """Return the tensors whose first stage is this rank's, on the first replica."""
-        if self.data_rank:
-            return {"model": {}, "optimizer": {}}
-        state = self.model.state_dict()
+        """Return the tensors whose first stage is this rank's. The first replica has them all, but for owned state."""
+        state = {} if self.data_rank else self.model.state_dict()
         model = {key: value for key, value in state.items() if self.home[key] in self.own}
+        stepped = own_names(self.model, [] if self.owned is None and self.data_rank else self.owned)
         moments = optimizer_state(optimizer, self.model).items()
-        return {"model": model, "optimizer": {name: value for name, value in moments if self.home[name] in self.own}}
+        found = {name: value for name, value in moments if name in stepped and self.home[name] in self.own}
+        return {"model": model, "optimizer": found}
 
     def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
         """Load this rank's parameters and their state, and all buffers."""
@@ -175,7 +176,9 @@ class Pipeline:
             {key: state[key] if key in absent else read_all(sections["model"][key]) for key in state}
         )
         if "optimizer" in sections:
-            load_optimizer_state(optimizer, self.model, {n: read_all(sections["optimizer"][n]) for n in self.names})
+            states, stepped = sections["optimizer"], own_names(self.model, self.owned)
+            own = {name: read_all(states[name]) if name in stepped else {} for name in self.names}
+            load_optimizer_state(optimizer, self.model, own)
 
     @torch.no_grad()
     def clip(self, max_norm: float | None) -> Tensor:
