@@ -28,10 +28,19 @@ class Losses(Callback):
 
 
 def train(place: Place, knobs: dict[str, Any] | None, run: dict[str, Any] | None = None) -> dict[str, Any]:
-    run = {"depth": 6, "batch": 12, "accumulate": 6, "dropout": 0.0, "steps": STEPS, "resume": None, **(run or {})}
+    run = {
+        "width": 16,
+        "depth": 6,
+        "batch": 12,
+        "accumulate": 6,
+        "dropout": 0.0,
+        "steps": STEPS,
+        "resume": None,
+        **(run or {}),
+    }
     losses = Losses()
     pipeline = {"pipeline": PipelineParallel(**knobs)} if knobs is not None else {}
-    recipe = run.get("recipe", Toy)(samples=48, depth=run["depth"], dropout=run["dropout"])
+    recipe = run.get("recipe", Toy)(samples=48, width=run["width"], depth=run["depth"], dropout=run["dropout"])
     trainer = Trainer(
         recipe,
         {**pipeline, **{name: make() for name, make in run.get("others", {}).items()}, "losses": losses},
@@ -55,6 +64,7 @@ def train(place: Place, knobs: dict[str, Any] | None, run: dict[str, Any] | None
     return {
         "weights": own,
         "averages": {name: value for name, value in averages.items() if not np.isnan(value).any()},
+        "state_bytes": sum(value.nbytes for _, state in states for value in state.values()),
         "states": [name for name, state in states if state],
         "losses": losses.seen,
         "validation": trainer.validation,

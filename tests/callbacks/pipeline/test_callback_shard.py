@@ -111,4 +111,4 @@ def refused(place: Place, stage: int) -> str:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_further_stages_lay_parameters_out_themselves(here, stage):
     assert "pipeline and shard both decide" in run_ranks(1, refused, stage)[0]
-    assert Shard(stage=1).beside and not Shard(stage=2).beside
+    assert Shard(stage=1).shares_with and not Shard(stage=2).shares_with

@@ -70,7 +70,7 @@ class Shard(Callback):
                 f"callbacks.shard.stage=3, or leave {key} out"
             )
         self.stage, self.blocks, self.reshard, self.hybrid, self.offload = stage, blocks, reshard, hybrid, offload
-        self.beside = frozenset({Role.SPLIT} if stage == 1 else ())
+        self.shares_with = frozenset({Role.SPLIT} if stage == 1 else ())
         self.provides = frozenset({"hierarchical"} if hybrid else ())
         self.conflicts = stage3.conflicts(offload) if stage == 3 else {"defers": STEPS}
         if stage == 2:

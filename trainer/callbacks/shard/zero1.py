@@ -1,6 +1,8 @@
 """Stage 1: DDP whose ranks each keep the optimizer state of their own parameters."""
 
-from torch import nn
+from collections.abc import Collection
+
+from torch import Tensor, nn
 
 from trainer.callback import TrainerProtocol
 from trainer.callbacks.shard.owners import Owners
@@ -20,4 +22,4 @@ class ZeRO1(DDP):
     def __init__(self, trainer: TrainerProtocol, module: nn.Module, reduce: Reduce | None) -> None:
         super().__init__(module, trainer.rank, trainer.world, trainer.device, trainer.ddp, reduce, lambda: trainer.step)
         self.owners = Owners(self.parameters, trainer.ranks.new_group())
-        self.owned = self.owners.own
+        self.owned: Collection[Tensor] | None = self.owners.own
