@@ -71,7 +71,7 @@ REFUSED = {
     *((row, "shard.3") for row in ("local_sgd", "onebit_adam", "overlap")),
     ("shard.3", "bf16"),
     *(("hierarchical", codec) for codec in ("int8", "topk", "dgc", "sign", "blocksparse")),
-    *((row, "pipeline") for row in ("bucket", "ema", "hierarchical", "local_sgd", "onebit_adam", "overlap")),
+    *((row, "pipeline") for row in ("bucket", "hierarchical", "local_sgd", "onebit_adam", "overlap")),
 }
 CASES: list[tuple[str, ...]] = [
     (),

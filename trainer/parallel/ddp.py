@@ -130,6 +130,9 @@ class DDP:
         own, states = own_names(self.module, self.owned), optimizer_state(optimizer, self.module).items()
         return {"optimizer": {name: state for name, state in states if name in own}}
 
+    def own_part(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        return None
+
     def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
         load_replica(self.module, optimizer, sections, self.owned)
 

@@ -24,7 +24,7 @@ from trainer.comm.ranks import share, share_buffers
 from trainer.comm.reduce import AllReduce
 from trainer.comm.two_level import TwoLevel
 from trainer.errors import ConfigError, DataError
-from trainer.parallel.rows import local, own_span, parts_of, rows_like, span
+from trainer.parallel.rows import is_sharded, local, own_span, parts_of, rows_like, span
 from trainer.parallel.strategy import trained
 from trainer.parallel.warmup import constants, integer_buffers
 
@@ -156,6 +156,9 @@ class FSDP:
     def save(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         model, state = self.module.state_dict(), optimizer_state(optimizer, self.module)
         return {"model": parts_of(model, self.data_rank), "optimizer": parts_of(state, self.data_rank)}
+
+    def own_part(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        return parts_of(state, self.data_rank) if is_sharded(state) else None
 
     def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
         own = self.module.state_dict()

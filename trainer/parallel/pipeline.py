@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -106,7 +107,7 @@ class Pipeline:
         self.own = layout.of(mesh.stage)
         self.gates = Gates(blocks, layout)
         self.full, self.training = model.forward, False
-        model.forward = self._forward
+        model.forward = partial(self._forward, self.gates, self.full)
         self.schedule: Any = None
         self.pass_: Pass | None = None
         self.metas: dict[int, tuple[tuple[int, ...], torch.dtype]] = {}  # of each stage's output, until the schedule is
@@ -151,7 +152,15 @@ class Pipeline:
         raise NotImplementedError("a schedule's passes weigh their losses themselves")
 
     def copy(self) -> nn.Module:
-        raise NotImplementedError("a rank has its stages only")
+        modules, inner = [self.model, *self.gates.blocks], [self.full, *self.gates.inner]
+        gated = [module.forward for module in modules]
+        set_forwards(modules, inner)  # gates hold process groups, which can't be copied
+        try:
+            model, blocks = deepcopy((self.model, self.gates.blocks))
+        finally:
+            set_forwards(modules, gated)
+        model.forward = partial(self._forward, Gates(blocks, self.layout), model.forward)
+        return model
 
     def buckets(self) -> list[list[int]]:
         return [list(bucket) for bucket in self._buckets]
@@ -167,6 +176,15 @@ class Pipeline:
         moments = optimizer_state(optimizer, self.model).items()
         found = {name: value for name, value in moments if name in stepped and self.home[name] in self.own}
         return {"model": model, "optimizer": found}
+
+    def own_part(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Of a state like the model's, such as an average, return the entries of this rank's stages."""
+        like = {name for name, value in state.items() if isinstance(value, dict) and value.keys() == self.home.keys()}
+        if not like:
+            return None
+        shared = {} if self.data_rank or self.mesh.stage else {n: state[n] for n in state.keys() - like}
+        own = set[str]() if self.data_rank else {key for key, stage in self.home.items() if stage in self.own}
+        return {**shared, **{name: {key: v for key, v in state[name].items() if key in own} for name in sorted(like)}}
 
     def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
         """Load this rank's parameters and their state, and all buffers."""
@@ -343,16 +361,16 @@ class Pipeline:
             p.grad = own + other
 
     # The forward pass alone: validation, and the first pass of the rehearsal.
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, gates: Gates, full: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.training:
-            return self.full(*args, **kwargs)
+            return full(*args, **kwargs)
         if torch.is_grad_enabled():
             raise ConfigError(f"{KEY}: the model runs forward in training through recipe.loss alone; call it there")
         stream: Tensor | None = None
         output: Any = None
         for stage in self.own:
             received = self._receive(stage - 1, stream) if stage else None
-            output, stream = self.gates.run(stage, received, partial(self.full, *args, **kwargs))
+            output, stream = gates.run(stage, received, partial(full, *args, **kwargs))
             if stream is not None and self.layout.rank(stage + 1) != self.mesh.stage:
                 self._send(stage, stream.contiguous())
         if self.layout.stages - 1 not in self.own:
@@ -385,6 +403,11 @@ class Pipeline:
         """Keep the form of a stage's output, for the schedule."""
         if self.schedule is None:
             self.metas[stage] = tuple(stream.shape), stream.dtype
+
+
+def set_forwards(modules: Sequence[nn.Module], forwards: Sequence[Callable[..., Any]]) -> None:
+    for module, forward in zip(modules, forwards, strict=True):
+        module.forward = forward
 
 
 class Pass:

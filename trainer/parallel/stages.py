@@ -27,6 +27,13 @@ class Absent(nn.Parameter):
         """Copy nothing: a state that is loaded has the parameters of all stages."""
         return self
 
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Convert the one number that is there."""
+        return self.data.as_strided((), ()).to(*args, **kwargs).expand(self.shape)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Absent":
+        return absent(self, self.device)
+
 
 def absent(p: nn.Parameter, device: torch.device) -> Absent:
     """Return a parameter like `p` that takes no memory."""
@@ -157,7 +164,8 @@ class Gates:
     """
 
     def __init__(self, blocks: Sequence[nn.Module], layout: Layout) -> None:
-        self.layout = layout
+        self.layout, self.blocks = layout, blocks
+        self.inner = [block.forward for block in blocks]
         self.first, self.stop = 0, len(blocks)
         self.received: Tensor | None = None
         self.trains, self.next = False, 0

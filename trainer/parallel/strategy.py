@@ -79,6 +79,10 @@ class Strategy(Protocol):
         """
         ...
 
+    def own_part(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Return this rank's part of the callbacks' state, as `save` has sections; None on all ranks: not split."""
+        ...
+
     def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
         """Load `model`, and `optimizer` if it is there, as any strategy on any number of ranks has saved them.
 
@@ -128,6 +132,9 @@ class SingleDevice:
 
     def save(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         return {}
+
+    def own_part(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        return None
 
     def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
         load_replica(self.model, optimizer, sections)

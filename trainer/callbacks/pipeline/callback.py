@@ -49,7 +49,6 @@ class PipelineParallel(Callback):
     conflicts = {
         Role.OPTIMIZER: "a rank has the parameters of its stage only; leave one out",
         Role.SYNC: "the stages of a pipeline exchange data in each step; leave one out",
-        Role.AVERAGE: "the average would hold the parameters of one stage; leave ema out",
         Role.BATCH: "the schedule needs the same number of micro-batches on each rank; leave one out",
         Role.REDUCE: "gradients are reduced over the replicas of a stage, not over all ranks; leave one out",
         Role.COMPILE: "a stage ends the model's forward pass inside it; leave one out",
@@ -142,7 +141,8 @@ class PipelineParallel(Callback):
             with closing(loader):
                 batch = next(loader.train(plan.manifest.get("samples", 0), stop=0)).peek()
             loss = trainer.precision.cast(recipe.loss)
-            found = try_whole(model, blocks, lambda: loss(model, batch), trainer.device)
+            with trainer.precision.converted(model):
+                found = try_whole(model, blocks, lambda: loss(model, batch), trainer.device)
         every = trainer.ranks.gather(found)
         self.trials = [] if None in every else [Trial(*trial) for trial in every]
         return found if self.trials else None
