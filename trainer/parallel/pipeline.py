@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint.parts import read_all
 from trainer.checkpoint.serialize import load_optimizer_state, optimizer_state
-from trainer.comm.bucket import Bucket, flatten
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import Reduce
 from trainer.data.batch import Split, Step
 from trainer.errors import ConfigError
 from trainer.forward_backward import weigh_loss
+from trainer.parallel.reducer import Reducer
 from trainer.parallel.stages import KEY, Absent, Gates, Layout, homes, padded
 from trainer.parallel.strategy import OutputElsewhere, own_names, trained, zero_loss
 from trainer.parallel.trial import evaluating
@@ -30,7 +30,6 @@ from trainer.rng import PIPELINE, mix
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 CLOSE = 1e-3  # relative; the loss in stages has the same bits, but for kernels that are not deterministic
-BUCKET_BYTES = 25 << 20  # DDP's own size: gradients of so many bytes are reduced at once
 
 SCHEDULES = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -65,8 +64,8 @@ class Mesh:
 class Pipeline:
     """One stage of the model on each rank, or two, and copies of the whole pipeline.
 
-    Gradients are reduced over the replicas of a stage after the last backward pass. A parameter of several names that
-    two ranks have gets the sum of both gradients, which equals the unsplit model's to rounding.
+    Gradients are reduced over the replicas of a stage beside the last backward passes. A parameter of several names
+    that two ranks have gets the sum of both gradients, which equals the unsplit model's to rounding.
 
     Args:
         holders: The stages that use each parameter, by name.
@@ -114,19 +113,12 @@ class Pipeline:
         self._lay_out(blocks)
 
     def _lay_out(self, blocks: Sequence[nn.Module]) -> None:
-        """Cut the parameters into buckets, in the order of backward passes, and find the tied ones."""
+        """Find the first stage of each entry of the model's state, and the tied parameters."""
         names = {id(p): name for name, p in self.model.named_parameters()}  # a tied one's first name
         self.slots = {name: i for i, (name, stages) in enumerate(self.holders.items())}
         self.names = [names[id(p)] for p in self.parameters]
-        self._buckets: list[list[int]] = []
-        size = BUCKET_BYTES
-        for i in reversed(range(len(self.parameters))):
-            p = self.parameters[i]
-            if size + p.nbytes > BUCKET_BYTES or p.dtype != self.parameters[self._buckets[-1][0]].dtype:
-                self._buckets.append([])
-                size = 0
-            self._buckets[-1].append(i)
-            size += p.nbytes
+        passes = [self.micros * len(set(self.holders[name]) & set(self.own)) for name in self.names]
+        self.reducer = Reducer(self.parameters, passes, self.reduce, self.names, self.device)
         # The first stage that has each entry of the model's state.
         modules = homes(self.model, blocks, self.layout)
         self.home = {key: modules[key.rpartition(".")[0]] for key in self.model.state_dict()}
@@ -163,10 +155,11 @@ class Pipeline:
         return model
 
     def buckets(self) -> list[list[int]]:
-        return [list(bucket) for bucket in self._buckets]
+        return [list(bucket) for bucket in self.reducer.buckets]
 
     def unwrap(self) -> None:
-        """Leave the model as it is: no rank can run it alone."""
+        """Let the parameters go. No rank can run the model alone."""
+        self.reducer.close()
 
     def save(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         """Return the tensors whose first stage is this rank's. The first replica has them all, but for owned state."""
@@ -239,7 +232,7 @@ class Pipeline:
             arguments["target"] = torch.zeros(self.micros)  # the batch has it
         for part in self.parts:
             part.done = 0
-        self.training = True
+        self.training, self.reducer.step = True, self.step()
         try:
             schedule.step(**arguments)
         except RuntimeError as error:  # torch's, around that of a stage
@@ -342,14 +335,7 @@ class Pipeline:
 
         The sum comes last: replicas of one stage have the same bits, and a sum of two has the same bits on both sides.
         """
-        if self.reduce:
-            for indices in self._buckets:
-                params = [self.parameters[i] for i in indices if self.parameters[i].grad is not None]
-                if not params:
-                    continue
-                grads: list[Tensor] = [p.grad for p in params if p.grad is not None]
-                bucket = Bucket.of(params, self.step())
-                torch._foreach_copy_(grads, bucket.split(self.reduce(flatten(grads), bucket)))
+        self.reducer.finish()
         for p, rank in self.tied:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)

@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from toy_recipe import Toy
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.nan_guard import NanGuard
 from trainer.errors import ConfigError
+from trainer.parallel import reducer
+from trainer.parallel.reducer import Reducer
 from trainer.process.environment import Place
 
 
@@ -137,6 +140,30 @@ def test_two_pipelines_are_two_ranks_of_ddp(here, schedule):
         assert [rank["losses"] for rank in own] == [alone[replica]["losses"]] * 2
     for rank in ranks:
         assert rank["validation"]["val/loss"] == pytest.approx(alone[0]["validation"]["val/loss"], rel=1e-6)
+
+
+def beside(place: Place, knobs: dict[str, Any], most: int) -> dict[str, Any]:
+    """With the buckets that are on their way when the last backward pass has ended, and all, of each step."""
+    counts: list[tuple[int, int]] = []
+    finish = Reducer.finish
+
+    def look(own: Reducer) -> None:
+        counts.append((len(own.sent), len(own.buckets)))
+        finish(own)
+
+    with mock.patch.object(reducer, "BUCKET_BYTES", most), mock.patch.object(Reducer, "finish", look):
+        return {**train(place, {**knobs, "cut": [3]}, {"batch": 24, "accumulate": 3}), "counts": counts}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_gradients_are_reduced_beside_the_last_backward_passes(here, schedule):
+    """Buckets of a matrix each change no bits: two replicas sum the same in any order."""
+    one, many = (run_ranks(4, beside, {"schedule": schedule}, most) for most in (1 << 20, 64))
+    for rank, other in zip(one, many, strict=True):
+        assert set(rank["counts"]) == {(1, 1)}
+        assert len(set(other["counts"])) == 1 and other["counts"][0] == (8, 8)
+        assert rank["losses"] == other["losses"]
+        assert all((other["weights"][name] == value).all() for name, value in rank["weights"].items())
 
 
 def test_dropout_is_keyed_by_step_micro_batch_and_block(here):

@@ -117,6 +117,9 @@ class PipelineParallel(Callback):
         self.strategy.loss = run.loss
         return self.strategy.forward_backward
 
+    def on_fit_end(self, trainer) -> None:
+        self.strategy.unwrap()  # hooks of parameters keep the trainer alive, past Python's collector
+
     def decisions(self) -> dict[str, Any]:
         return {"starts": list(self.layout.starts), "blocks": self.layout.blocks, "schedule": self.schedule}
 
