@@ -171,7 +171,7 @@ class Pipeline:
         return {"model": model, "optimizer": found}
 
     def own_part(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Of a state like the model's, such as an average, return the entries of this rank's stages."""
+        """Return the entries of this rank's stages, if a callback has a state like the model's, such as an average."""
         like = {name for name, value in state.items() if isinstance(value, dict) and value.keys() == self.home.keys()}
         if not like:
             return None

@@ -38,9 +38,9 @@ class PipelineParallel(Callback):
         schedule: The order of the passes: `gpipe`, `1f1b` (Narayanan et al. 2019, arXiv:1806.03377), `interleaved`
             (2021, arXiv:2104.04473), `zero_bubble` or `zbv` (Qi et al. 2024, arXiv:2401.10241). The last three cut the
             model into two stages for each rank.
-        cut: The first block of each stage but the first. `auto` measures the time of each block, on each rank, in
-            forward passes of the first micro-batch, and the bytes that it keeps for its backward pass. Of the cuts
-            whose stages fit their ranks' memory, `auto` takes the one with the least time. A resume keeps the cut.
+        cut: The first block of each stage but the first. `auto` measures the time of each block on each rank,
+            in forward passes of the first micro-batch. `auto` also counts the bytes that a block keeps for its backward
+            pass, and leaves out cuts that do not fit the ranks' memory. A resume keeps the cut.
         memory_gib: GiB that a rank may take, for `cut=auto`; null: what its GPU has. On a CPU, null is no limit.
     """
 
