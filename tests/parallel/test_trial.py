@@ -59,8 +59,10 @@ class Plain(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
+        self.modes: list[tuple[bool, bool]] = []
 
     def forward(self, x: Tensor) -> Tensor:
+        self.modes.append((self.training, torch.is_grad_enabled()))
         return self.linear(x).tanh()
 
 
@@ -73,6 +75,7 @@ def test_the_bytes_that_a_backward_pass_keeps_are_counted_once():
         net.train(mode)
         trial = try_whole(net, list(net.blocks), lambda: net(x).sum(), CPU)
         assert trial is not None and net.training == mode
+        assert net.blocks[0].modes[-5:] == [(False, False)] * 4 + [(True, True)]  # pyright: ignore
         assert trial.saved == [5 * 8 * 4, *[2 * 5 * 16 * 4] * 3, 5 * 16 * 4]
         assert trial.stream == 5 * 16 * 4
     net.requires_grad_(False)

@@ -44,13 +44,15 @@ def test_a_large_rank_gets_many_blocks(here):
     assert starts[1] <= 2
     other = run_ranks(3, limited, limits[::-1], {"stages": 3}, {"depth": 8})[0]["starts"]
     assert other[2] >= 6
+    replica = run_ranks(4, limited, [100.0, 0.2, 100.0, 100.0], {}, {"depth": 8, "batch": 24})[0]["starts"]
+    assert replica[1] <= 2  # the smallest of a stage's ranks counts
     (alone,) = run_ranks(1, train, None, {"width": 64, "depth": 8})
     same_bits(ranks, alone)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_model_that_fits_nowhere_is_refused_with_the_numbers(here, schedule):
-    found = run_ranks(2, limited, [0.05, 0.05], {"schedule": schedule}, {})
+    found = run_ranks(2, limited, [0.02, 0.02], {"schedule": schedule}, {})
     assert found[0] == found[1] and "\n" not in found[0]
     for words in ("callbacks.pipeline.cut=auto: no cut fits into memory", " MiB of 0.0", "optimizer state", "use more"):
         assert words in found[0]
