@@ -278,6 +278,19 @@ def test_distribute_and_split_are_of_their_roles():
         arrange({"one": Watches()}, set())
 
 
+def test_a_callback_may_work_beside_one_that_fills_its_role():
+    class Splits(Sharded):
+        role, also = Role.SPLIT, (Role.SHARD,)
+
+    class Works(Callback):
+        role, shares_with = Role.SHARD, frozenset({Role.SPLIT})
+
+    assert list(arrange({"one": Works(), "two": Splits()}, set())) == ["two", "one"]
+    for other in (Sharded(), Works()):
+        with pytest.raises(ConfigError, match="both decide how parameters and gradients are laid out"):
+            arrange({"one": Works(), "two": other}, set())
+
+
 def test_only_the_role_that_shards_distributes():
     """Two would each lay the model out."""
     with pytest.raises(ConfigError, match="both decide how parameters and gradients are laid out"):

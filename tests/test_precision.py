@@ -400,3 +400,16 @@ def test_an_rnn_is_refused_in_bf16_params():
     net = nn.Sequential(nn.Linear(2, 2), nn.GRU(2, 2))
     with pytest.raises(ConfigError, match=r"precision=bf16_params: 1 is a GRU, which keeps a list of its parameters"):
         Precision("bf16_params", CPU).convert(net)
+
+
+@pytest.mark.parametrize("name", ["bf16_params", "fp32"])
+def test_a_model_is_converted_for_a_while(name):
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    kinds, x = [type(module) for module in model.modules()], torch.randn(2, 3)
+    with pytest.raises(ValueError, match="on purpose"), Precision(name, CPU).converted(model):
+        inside = model(x)
+        raise ValueError("on purpose")
+    assert torch.equal(inside, Precision(name, CPU).convert(copy.deepcopy(model))(x))
+    assert [type(module) for module in model.modules()] == kinds
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    assert torch.equal(inside, model(x)) == (name == "fp32")

@@ -58,6 +58,7 @@ class TrainerProtocol(Protocol):
     global_model: nn.Module  # the model that is saved; may be set
     parameters: list[nn.Parameter]
     optimizer: Any
+    new_optimizer: Callable[[nn.Module], Optimizer]  # makes the run's optimizer for the parameters of a module
     scaler: GradScaler
     reduce: Reduce | None  # the chain, if a callback has wrapped the reduction
     # The step.
@@ -141,6 +142,7 @@ class Callback:
 
     role: ClassVar[Role] = Role.OBSERVE
     also: ClassVar[tuple[Role, ...]] = ()  # further roles that it fills, so no other callback may
+    shares_with: frozenset[Role] = frozenset()  # a callback of these may fill this one's role too, and then distributes
     exact: bool = True  # training gives the same numbers as without the callback, to rounding
     communicates: ClassVar[bool] = False  # it only communicates: with one rank it does nothing, and the log says so
     # Capabilities that other callbacks refuse or need. `defers`: gradients are not reduced, or not yet, when
@@ -288,7 +290,8 @@ def arrange(callbacks: Mapping[str, Callback], features: set[str]) -> dict[str, 
     rivals: set[frozenset[str]] = set()  # pairs with a role in common: one reason is enough
     for name, callback in ordered.items():
         for role in (callback.role, *callback.also):
-            if role in DECIDES and (owner := owners.setdefault(role, name)) != name:
+            owner = owners.setdefault(role, name) if role in DECIDES else name
+            if owner != name and ordered[owner].role not in callback.shares_with:
                 errors.append(f"{owner} and {name} both decide {DECIDES[role]} (role {role.name}): leave one out")
                 rivals.add(frozenset((owner, name)))
         for hook, role in (("distribute", Role.SHARD), ("split", Role.BATCH)):

@@ -1,7 +1,8 @@
 """Number formats: the autocast region and the loss scaler that follow from one setting, and deterministic kernels."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 from trainer.errors import ConfigError
 
@@ -82,6 +84,19 @@ class Precision:
             compute_in_bf16(model)
         return model
 
+    @contextmanager
+    def converted(self, model: nn.Module) -> Iterator[None]:
+        """Let the model compute as after `convert`, until the context ends."""
+        kinds = [(module, type(module)) for module in model.modules()]
+        handles = compute_in_bf16(model) if self.name == "bf16_params" else []
+        try:
+            yield
+        finally:
+            for module, kind in kinds:
+                module.__class__ = kind
+            for handle in handles:
+                handle.remove()
+
     def cast(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function` under autocast; in float32 `function` itself: a null context takes 2 us of a small step."""
         return torch.autocast(self.device.type, DTYPES[self.name])(function) if self.name in DTYPES else function
@@ -117,8 +132,10 @@ def used_cuda() -> bool:
     return any(each.get("allocation.all.allocated") for each in stats)
 
 
-def compute_in_bf16(model: nn.Module) -> None:
+def compute_in_bf16(model: nn.Module) -> list[RemovableHandle]:
     """Let modules read float32 parameters as bf16. Float inputs of the model become bf16, its outputs float32.
+
+    Return the handles of the hooks that cast inputs and outputs.
 
     Names, dtypes and gradients of the parameters stay. A gradient is computed in bf16 and accumulated in float32.
 
@@ -134,8 +151,8 @@ def compute_in_bf16(model: nn.Module) -> None:
         names = tuple(key for key, p in module._parameters.items() if p is not None and p.dtype == torch.float32)
         if names:
             module.__class__ = reads_bf16(type(module), names)
-    model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
-    model.register_forward_hook(_cast_outputs)
+    before = model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+    return [before, model.register_forward_hook(_cast_outputs)]
 
 
 @cache

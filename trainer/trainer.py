@@ -152,6 +152,7 @@ class Trainer:
     def _build(self, optimizer: Callable[[Groups], Optimizer]) -> None:
         torch.manual_seed(self.options.seed)
         self.ddp = self.options.ddp.arguments(self.device.type == "cuda")
+        self.new_optimizer: Callable[[nn.Module], Optimizer] = partial(make_optimizer, optimizer)
         build = partial(build_model, self.recipe)
         for hook in self._hooks["build_model"]:
             build = partial(hook, self, build)

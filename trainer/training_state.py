@@ -23,7 +23,6 @@ from trainer.data.bad_samples import BadSamples
 from trainer.errors import ConfigError, printable
 from trainer.log import log
 from trainer.optim.groups import ParameterRules
-from trainer.parallel.rows import is_sharded, parts_of
 from trainer.plan import Plan, refuse_differences
 from trainer.run_dir import versions
 
@@ -117,8 +116,8 @@ def state(trainer: SavedTrainer) -> State:
     """Return this rank's part of a checkpoint."""
     own = {name: state for name, callback in trainer.callbacks.items() if (state := callback.rank_state_dict())}
     parts = trainer.strategy.save(trainer.optimizer)
-    if "model" in parts and is_sharded(callbacks := callback_states(trainer)):  # an average of the weights
-        parts = {**parts, "callbacks": parts_of(callbacks, trainer.rank)}
+    if "model" in parts and (split := trainer.strategy.own_part(callback_states(trainer))) is not None:
+        parts = {**parts, "callbacks": split}
     if trainer.rank:
         return State({}, own, {}, parts)
     return State(state_dict(trainer, parts), own, manifest(trainer, sorted(own)), parts)

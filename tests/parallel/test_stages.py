@@ -4,7 +4,6 @@ import copy
 import math
 from collections.abc import Callable
 from functools import partial
-from itertools import combinations
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from toy_recipe import Net, Toy
 
 from trainer.errors import ConfigError
-from trainer.parallel.stages import Absent, Gates, Layout, balance, check_blocks, drop_others, holders, padded
+from trainer.parallel.stages import Absent, Gates, Layout, check_blocks, drop_others, holders, padded, part_sums
 
 WIDTH = 6
 
@@ -210,12 +209,18 @@ def test_a_dropped_parameter_has_its_form_and_no_memory():
     assert [name for name, p in net.named_parameters() if p.requires_grad] == ["last.weight"]
     net.load_state_dict({name: torch.ones(shape) for name, (shape, _) in shapes.items()})
     assert (net.last.weight == 1).all() and net.last.bias.isnan().all()
-    assert isinstance(copy.deepcopy(net).last.bias, Absent)
+    other = copy.deepcopy(net).embed.weight
+    assert isinstance(other, Absent) and other.shape == net.embed.weight.shape and other.isnan().all()
+    assert other.untyped_storage().nbytes() == 4 and other.data_ptr() != net.embed.weight.data_ptr()
+    half = net.embed.weight.to(torch.bfloat16)
+    assert half.dtype == torch.bfloat16 and half.shape == other.shape and half.untyped_storage().nbytes() == 2
 
 
 def test_a_tied_parameter_belongs_to_both_ends():
     net = Tower()
     net.last.weight = net.embed.weight
+    block = WIDTH * WIDTH + 3 * WIDTH
+    assert part_sums(net, blocks_of(net), nn.Parameter.numel) == [5 * WIDTH, *[block] * 4, 4 * WIDTH + 1]
     uses = holders(net, blocks_of(net), Layout((0, 2), 4, 2))
     assert uses["embed.weight"] == [0, 1] and uses["embed.bias"] == [0] and uses["last.bias"] == [1]
     assert uses["layers.1.norm.weight"] == [0] and uses["layers.2.norm.weight"] == [1]
@@ -227,19 +232,6 @@ def test_places_of_two_stages_on_a_rank(v: bool, ranks: int, of: list[int]):
     assert [layout.rank(stage) for stage in range(6)] == of
     assert [layout.of(rank) for rank in range(ranks)] == [[i for i in range(6) if of[i] == r] for r in range(ranks)]
     assert layout.range(5) == (5, 7) and [layout.stage(block) for block in (0, 4, 6)] == [0, 4, 5]
-
-
-@pytest.mark.parametrize("costs", [[1.0] * 7, [5.0, 1, 1, 1, 1, 9, 2], [1.0, 2, 3, 4, 5, 6, 7]])
-@pytest.mark.parametrize("ends", [(0.0, 0.0), (4.0, 2.5)])
-@pytest.mark.parametrize("slow", [[1.0, 1.0], [1.0, 3.0, 1.0], [1.0] * 7])
-def test_no_other_cut_has_a_cheaper_costliest_stage(costs: list[float], ends: tuple[float, float], slow: list[float]):
-    def worst(starts: tuple[int, ...]) -> float:
-        sums = [sum(costs[a:b]) for a, b in zip(starts, (*starts[1:], len(costs)), strict=True)]
-        sums[0], sums[-1] = sums[0] + ends[0], sums[-1] + ends[1]
-        return max(cost * factor for cost, factor in zip(sums, slow, strict=True))
-
-    every = [(0, *cut) for cut in combinations(range(1, len(costs)), len(slow) - 1)]
-    assert worst(balance(costs, slow, *ends)) == min(map(worst, every))
 
 
 def test_rows_are_padded_and_never_cut():

@@ -1,4 +1,4 @@
-"""Times of blocks, and the cut that follows from them."""
+"""Times and bytes of blocks, in a model that is still whole."""
 
 import time
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from toy_recipe import Net, Toy
 
-from trainer.parallel.trial import Trial, cut_by_time, evaluating, try_whole
+from trainer.parallel.trial import Stretches, evaluating, try_whole
 
 CPU = torch.device("cpu")
 
@@ -53,23 +53,47 @@ def test_a_model_that_fails_or_repeats_its_blocks_has_no_times():
     assert not blocks[0]._forward_pre_hooks and not blocks[1]._forward_hooks
 
 
-@pytest.mark.parametrize(
-    ("seconds", "starts"),
-    [
-        ((1.0, 1.0), (0, 3)),
-        ((1.0, 1.05), (0, 3)),  # alike: noise moves no block
-        ((1.0, 2.0), (0, 4)),  # half as fast: half as many
-        ((3.0, 1.0), (0, 1)),
-    ],
-)
-def test_a_slow_rank_gets_fewer_blocks(seconds: tuple[float, ...], starts: tuple[int, ...]):
-    trials = [Trial(0.0, [each] * 6, 0.0, 0.0) for each in seconds]
-    assert cut_by_time(trials, [[0], [1]]) == starts
-    assert cut_by_time([*trials, *trials], [[0, 2], [1, 3]]) == starts
+class Plain(nn.Module):
+    """Keeps its input and its output for the backward pass."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.modes: list[tuple[bool, bool]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.modes.append((self.training, torch.is_grad_enabled()))
+        return self.linear(x).tanh()
 
 
-def test_the_ends_and_the_slowest_replica_count():
-    assert cut_by_time([Trial(3.0, [1.0] * 6, 0.0, 0.0)] * 2, [[0], [1]]) == (0, 1)
-    assert cut_by_time([Trial(0.0, [1.0] * 6, 3.0, 0.0)] * 2, [[0], [1]]) == (0, 4)
-    fast, slow = Trial(0.0, [1.0] * 6, 0.0, 0.0), Trial(0.0, [2.0] * 6, 0.0, 0.0)
-    assert cut_by_time([fast, fast, fast, slow], [[0, 1], [2, 3]]) == (0, 4)
+def test_the_bytes_that_a_backward_pass_keeps_are_counted_once():
+    """Of float32: a block keeps its input, which no part before it keeps, and its output."""
+    net: Net = Toy(depth=3).model()  # pyright: ignore
+    net.blocks = nn.ModuleList(Plain(16) for _ in range(3))
+    x = torch.ones(5, 8)
+    for mode in (True, False):
+        net.train(mode)
+        trial = try_whole(net, list(net.blocks), lambda: net(x).sum(), CPU)
+        assert trial is not None and net.training == mode
+        assert net.blocks[0].modes[-5:] == [(False, False)] * 4 + [(True, True)]  # pyright: ignore
+        assert trial.saved == [5 * 8 * 4, *[2 * 5 * 16 * 4] * 3, 5 * 16 * 4]
+        assert trial.stream == 5 * 16 * 4
+    net.requires_grad_(False)
+    trial = try_whole(net, list(net.blocks), lambda: net(x).sum(), CPU)
+    assert trial is not None and trial.saved == [0.0] * 5
+
+
+def test_one_block_at_a_time_is_on_the_device():
+    """The meta device stands for a GPU: a moved parameter has no memory on the host, and its values are lost."""
+    net: Net = Toy(depth=3).model()  # pyright: ignore
+    blocks, seen = list(net.blocks), []  # pyright: ignore
+
+    def look(block: nn.Module, *_: object) -> None:
+        seen.append([next(each.parameters()).is_meta for each in blocks])
+
+    stretches = Stretches(net, blocks, torch.device("meta"))
+    for block in blocks:
+        block.register_forward_pre_hook(look)
+    with pytest.raises(NotImplementedError):  # no tensor comes back from there
+        stretches.run(lambda: net(torch.ones(2, 8, device="meta")).sum())
+    assert seen[0] == [True, False, False]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.errors import ConfigError
 from trainer.parallel.rows import local
+from trainer.parallel.stages import Absent
 
 
 class EMA(Callback):
@@ -60,4 +61,4 @@ class EMA(Callback):
 
 def rows(model: nn.Module) -> list[Tensor]:
     """List the parts of the parameters that this rank has."""
-    return [local(p.detach()) for p in model.parameters()]
+    return [local(p.detach()) for p in model.parameters() if not isinstance(p, Absent)]

@@ -3,7 +3,7 @@
 import gc
 import importlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -14,10 +14,11 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from trainer.checkpoint.serialize import optimizer_state
 from trainer.comm.bucket import Bucket
 from trainer.comm.reduce import Background, Reduce
 from trainer.parallel.meta import refuse_meta
-from trainer.parallel.strategy import clip_gradients, load_replica, trained, zero_loss
+from trainer.parallel.strategy import clip_gradients, load_replica, own_names, trained, zero_loss
 from trainer.parallel.warmup import constants, integer_buffers
 
 
@@ -34,6 +35,7 @@ class DDP:
     """
 
     whole, lockstep, syncing = True, False, True
+    owned: Collection[Tensor] | None = None
 
     def __init__(
         self,
@@ -124,10 +126,17 @@ class DDP:
         return [[known[int(i)] for i in bucket.split()] for bucket in text.split(",") if bucket.strip()]
 
     def save(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-        return {}
+        """Return the optimizer state of `owned`. Rank 0 saves all else."""
+        if self.owned is None:
+            return {}
+        own, states = own_names(self.module, self.owned), optimizer_state(optimizer, self.module).items()
+        return {"optimizer": {name: state for name, state in states if name in own}}
+
+    def own_part(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        return None
 
     def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
-        load_replica(self.module, optimizer, sections)
+        load_replica(self.module, optimizer, sections, self.owned)
 
     def _reduce_bucket(self, _: None, bucket: dist.GradBucket) -> Future[Tensor]:
         assert self.background and self.reduce

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import is_dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from trainer.comm.reduce import AllReduce
 from trainer.comm.two_level import TwoLevel
 from trainer.errors import ConfigError, DataError
 from trainer.parallel.meta import initialise, on_meta, refuse_without_reset
-from trainer.parallel.rows import local, own_span, parts_of, rows_like, span
+from trainer.parallel.rows import is_sharded, local, own_span, parts_of, rows_like, span
 from trainer.parallel.strategy import trained
 from trainer.parallel.warmup import constants, integer_buffers
 
@@ -53,6 +53,7 @@ class FSDP:
     """
 
     lockstep, syncing, whole = True, True, False
+    owned: Collection[Tensor] | None = None
 
     def __init__(
         self,
@@ -174,6 +175,9 @@ class FSDP:
     def save(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         model, state = self.module.state_dict(), optimizer_state(optimizer, self.module)
         return {"model": parts_of(model, self.data_rank), "optimizer": parts_of(state, self.data_rank)}
+
+    def own_part(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        return parts_of(state, self.data_rank) if is_sharded(state) else None
 
     def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
         own = self.module.state_dict()

@@ -1,8 +1,9 @@
 """The model in a pipeline of stages (Huang et al. 2018, arXiv:1811.06965), run by torch.distributed.pipelining."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -15,21 +16,20 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint.parts import read_all
 from trainer.checkpoint.serialize import load_optimizer_state, optimizer_state
-from trainer.comm.bucket import Bucket, flatten
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import Reduce
 from trainer.data.batch import Split, Step
 from trainer.errors import ConfigError
 from trainer.forward_backward import weigh_loss
+from trainer.parallel.reducer import Reducer
 from trainer.parallel.stages import KEY, Absent, Gates, Layout, homes, padded
-from trainer.parallel.strategy import OutputElsewhere, trained, zero_loss
+from trainer.parallel.strategy import OutputElsewhere, own_names, trained, zero_loss
 from trainer.parallel.trial import evaluating
 from trainer.recipe_checks import CheckedLoss
 from trainer.rng import PIPELINE, mix
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 CLOSE = 1e-3  # relative; the loss in stages has the same bits, but for kernels that are not deterministic
-BUCKET_BYTES = 25 << 20  # DDP's own size: gradients of so many bytes are reduced at once
 
 SCHEDULES = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -64,8 +64,8 @@ class Mesh:
 class Pipeline:
     """One stage of the model on each rank, or two, and copies of the whole pipeline.
 
-    Gradients are reduced over the replicas of a stage after the last backward pass. A parameter of several names that
-    two ranks have gets the sum of both gradients, which equals the unsplit model's to rounding.
+    Gradients are reduced over the replicas of a stage beside the last backward passes. A parameter of several names
+    that two ranks have gets the sum of both gradients, which equals the unsplit model's to rounding.
 
     Args:
         holders: The stages that use each parameter, by name.
@@ -79,6 +79,7 @@ class Pipeline:
 
     whole, lockstep, syncing = False, True, True
     constant_buffers: frozenset[str] = frozenset()
+    owned: Collection[Tensor] | None = None
     loss: CheckedLoss  # set once the trainer has it
 
     def __init__(
@@ -105,26 +106,19 @@ class Pipeline:
         self.own = layout.of(mesh.stage)
         self.gates = Gates(blocks, layout)
         self.full, self.training = model.forward, False
-        model.forward = self._forward
+        model.forward = partial(self._forward, self.gates, self.full)
         self.schedule: Any = None
         self.pass_: Pass | None = None
         self.metas: dict[int, tuple[tuple[int, ...], torch.dtype]] = {}  # of each stage's output, until the schedule is
         self._lay_out(blocks)
 
     def _lay_out(self, blocks: Sequence[nn.Module]) -> None:
-        """Cut the parameters into buckets, in the order of backward passes, and find the tied ones."""
+        """Find the first stage of each entry of the model's state, and the tied parameters."""
         names = {id(p): name for name, p in self.model.named_parameters()}  # a tied one's first name
         self.slots = {name: i for i, (name, stages) in enumerate(self.holders.items())}
         self.names = [names[id(p)] for p in self.parameters]
-        self._buckets: list[list[int]] = []
-        size = BUCKET_BYTES
-        for i in reversed(range(len(self.parameters))):
-            p = self.parameters[i]
-            if size + p.nbytes > BUCKET_BYTES or p.dtype != self.parameters[self._buckets[-1][0]].dtype:
-                self._buckets.append([])
-                size = 0
-            self._buckets[-1].append(i)
-            size += p.nbytes
+        passes = [self.micros * len(set(self.holders[name]) & set(self.own)) for name in self.names]
+        self.reducer = Reducer(self.parameters, passes, self.reduce, self.names, self.device)
         # The first stage that has each entry of the model's state.
         modules = homes(self.model, blocks, self.layout)
         self.home = {key: modules[key.rpartition(".")[0]] for key in self.model.state_dict()}
@@ -150,22 +144,40 @@ class Pipeline:
         raise NotImplementedError("a schedule's passes weigh their losses themselves")
 
     def copy(self) -> nn.Module:
-        raise NotImplementedError("a rank has its stages only")
+        modules, inner = [self.model, *self.gates.blocks], [self.full, *self.gates.inner]
+        gated = [module.forward for module in modules]
+        set_forwards(modules, inner)  # gates hold process groups, which can't be copied
+        try:
+            model, blocks = deepcopy((self.model, self.gates.blocks))
+        finally:
+            set_forwards(modules, gated)
+        model.forward = partial(self._forward, Gates(blocks, self.layout), model.forward)
+        return model
 
     def buckets(self) -> list[list[int]]:
-        return [list(bucket) for bucket in self._buckets]
+        return [list(bucket) for bucket in self.reducer.buckets]
 
     def unwrap(self) -> None:
-        """Leave the model as it is: no rank can run it alone."""
+        """Let the parameters go. No rank can run the model alone."""
+        self.reducer.close()
 
     def save(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-        """Return the tensors whose first stage is this rank's, on the first replica."""
-        if self.data_rank:
-            return {"model": {}, "optimizer": {}}
-        state = self.model.state_dict()
+        """Return the tensors whose first stage is this rank's. The first replica has them all, but for owned state."""
+        state = {} if self.data_rank else self.model.state_dict()
         model = {key: value for key, value in state.items() if self.home[key] in self.own}
+        stepped = own_names(self.model, [] if self.owned is None and self.data_rank else self.owned)
         moments = optimizer_state(optimizer, self.model).items()
-        return {"model": model, "optimizer": {name: value for name, value in moments if self.home[name] in self.own}}
+        found = {name: value for name, value in moments if name in stepped and self.home[name] in self.own}
+        return {"model": model, "optimizer": found}
+
+    def own_part(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the entries of this rank's stages, if a callback has a state like the model's, such as an average."""
+        like = {name for name, value in state.items() if isinstance(value, dict) and value.keys() == self.home.keys()}
+        if not like:
+            return None
+        shared = {} if self.data_rank or self.mesh.stage else {n: state[n] for n in state.keys() - like}
+        own = set[str]() if self.data_rank else {key for key, stage in self.home.items() if stage in self.own}
+        return {**shared, **{name: {key: v for key, v in state[name].items() if key in own} for name in sorted(like)}}
 
     def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
         """Load this rank's parameters and their state, and all buffers."""
@@ -175,7 +187,9 @@ class Pipeline:
             {key: state[key] if key in absent else read_all(sections["model"][key]) for key in state}
         )
         if "optimizer" in sections:
-            load_optimizer_state(optimizer, self.model, {n: read_all(sections["optimizer"][n]) for n in self.names})
+            states, stepped = sections["optimizer"], own_names(self.model, self.owned)
+            own = {name: read_all(states[name]) if name in stepped else {} for name in self.names}
+            load_optimizer_state(optimizer, self.model, own)
 
     @torch.no_grad()
     def clip(self, max_norm: float | None) -> Tensor:
@@ -218,7 +232,7 @@ class Pipeline:
             arguments["target"] = torch.zeros(self.micros)  # the batch has it
         for part in self.parts:
             part.done = 0
-        self.training = True
+        self.training, self.reducer.step = True, self.step()
         try:
             schedule.step(**arguments)
         except RuntimeError as error:  # torch's, around that of a stage
@@ -321,14 +335,7 @@ class Pipeline:
 
         The sum comes last: replicas of one stage have the same bits, and a sum of two has the same bits on both sides.
         """
-        if self.reduce:
-            for indices in self._buckets:
-                params = [self.parameters[i] for i in indices if self.parameters[i].grad is not None]
-                if not params:
-                    continue
-                grads: list[Tensor] = [p.grad for p in params if p.grad is not None]
-                bucket = Bucket.of(params, self.step())
-                torch._foreach_copy_(grads, bucket.split(self.reduce(flatten(grads), bucket)))
+        self.reducer.finish()
         for p, rank in self.tied:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
@@ -340,16 +347,16 @@ class Pipeline:
             p.grad = own + other
 
     # The forward pass alone: validation, and the first pass of the rehearsal.
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, gates: Gates, full: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.training:
-            return self.full(*args, **kwargs)
+            return full(*args, **kwargs)
         if torch.is_grad_enabled():
             raise ConfigError(f"{KEY}: the model runs forward in training through recipe.loss alone; call it there")
         stream: Tensor | None = None
         output: Any = None
         for stage in self.own:
             received = self._receive(stage - 1, stream) if stage else None
-            output, stream = self.gates.run(stage, received, partial(self.full, *args, **kwargs))
+            output, stream = gates.run(stage, received, partial(full, *args, **kwargs))
             if stream is not None and self.layout.rank(stage + 1) != self.mesh.stage:
                 self._send(stage, stream.contiguous())
         if self.layout.stages - 1 not in self.own:
@@ -382,6 +389,11 @@ class Pipeline:
         """Keep the form of a stage's output, for the schedule."""
         if self.schedule is None:
             self.metas[stage] = tuple(stream.shape), stream.dtype
+
+
+def set_forwards(modules: Sequence[nn.Module], forwards: Sequence[Callable[..., Any]]) -> None:
+    for module, forward in zip(modules, forwards, strict=True):
+        module.forward = forward
 
 
 class Pass:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, combinations
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -28,6 +28,13 @@ class Absent(nn.Parameter):
     def copy_(self, *_: Any, **__: Any) -> "Absent":
         """Copy nothing: a state that is loaded has the parameters of all stages."""
         return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Convert the one number that is there."""
+        return self.data.as_strided((), ()).to(*args, **kwargs).expand(self.shape)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Absent":
+        return absent(self, self.device)
 
 
 def absent(p: nn.Parameter, device: torch.device) -> Absent:
@@ -72,33 +79,6 @@ class Layout:
         return sum(start <= block for start in self.starts) - 1
 
 
-def balance(costs: Sequence[float], slow: Sequence[float], head: float = 0.0, tail: float = 0.0) -> tuple[int, ...]:
-    """Cut a row of blocks so that the costliest stage costs least; return the first block of each stage.
-
-    Args:
-        costs: Of each block; at least as many as stages.
-        slow: Of each stage: a factor on all of its costs.
-        head, tail: The first stage costs as much more, and the last one.
-    """
-    n, stages = len(costs), len(slow)
-    sums = [0.0, *accumulate(costs)]
-    # best[s][i]: the least cost of the costliest of s stages that run the first i blocks.
-    best = [[math.inf] * (n + 1) for _ in range(stages + 1)]
-    cut = [[0] * (n + 1) for _ in range(stages + 1)]
-    best[0][0] = 0.0
-    for s in range(1, stages + 1):
-        extra = (head if s == 1 else 0.0) + (tail if s == stages else 0.0)
-        for i in range(s, n + 1):
-            for j in range(s - 1, i):
-                if (worst := max(best[s - 1][j], (sums[i] - sums[j] + extra) * slow[s - 1])) < best[s][i]:
-                    best[s][i], cut[s][i] = worst, j
-    starts, end = [], n
-    for s in range(stages, 0, -1):
-        end = cut[s][end]
-        starts.append(end)
-    return tuple(reversed(starts))
-
-
 def check_blocks(blocks: Sequence[nn.Module], stages: int) -> None:
     """Raise ConfigError if the blocks can't be cut into so many stages."""
     if len(blocks) < stages:
@@ -141,6 +121,20 @@ def holders(model: nn.Module, blocks: Sequence[nn.Module], layout: Layout) -> di
     return {name: sorted(stages) for name, stages in found.items()}
 
 
+def part_sums(model: nn.Module, blocks: Sequence[nn.Module], weigh: Callable[[nn.Parameter], float]) -> list[float]:
+    """Sum a number of each parameter over the part before the blocks, each block, and the part after them.
+
+    A tied parameter may count in the first and in the last sum.
+    """
+    block_of = {id(p): i for i, block in enumerate(blocks, start=1) for p in block.parameters()}
+    ends, sums = holders(model, blocks, Layout((0, 1), len(blocks), 2)), [0.0] * (len(blocks) + 2)
+    for name, p in model.named_parameters():
+        parts = [block_of[id(p)]] if id(p) in block_of else [-stage for stage in ends[name]]
+        for part in parts:
+            sums[part] += weigh(p)
+    return sums
+
+
 def drop_others(model: nn.Module, own: set[str], device: torch.device) -> None:
     """Replace each parameter whose first name is not in `own` by one that takes no memory, under all its names."""
     kept = {id(p) for name, p in model.named_parameters() if name in own}
@@ -172,7 +166,8 @@ class Gates:
     """
 
     def __init__(self, blocks: Sequence[nn.Module], layout: Layout) -> None:
-        self.layout = layout
+        self.layout, self.blocks = layout, blocks
+        self.inner = [block.forward for block in blocks]
         self.first, self.stop = 0, len(blocks)
         self.received: Tensor | None = None
         self.trains, self.next = False, 0

@@ -1,6 +1,6 @@
 """The layout of a model over the ranks: its contract, and the layout on a single device."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import Any, Protocol
@@ -33,6 +33,7 @@ class Strategy(Protocol):
     lockstep: bool  # forward passes communicate, so every rank makes as many, also in validation
     syncing: bool  # the next backward pass reduces
     constant_buffers: frozenset[str]  # names of those that are equal on all ranks
+    owned: Collection[Tensor] | None  # of `replicas`, this rank alone steps these; None: each steps all; may be set
 
     def sync_gradients(self, on: bool) -> None:
         """Switch the reduction in the next backward passes on or off. Called when it changes."""
@@ -79,6 +80,10 @@ class Strategy(Protocol):
         """
         ...
 
+    def own_part(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Return this rank's part of the callbacks' state, as `save` has sections; None on all ranks: not split."""
+        ...
+
     def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
         """Load `model`, and `optimizer` if it is there, as any strategy on any number of ranks has saved them.
 
@@ -93,6 +98,7 @@ class SingleDevice:
     data_rank, data_world, whole, lockstep, syncing = 0, 1, True, False, True
     replicas: ProcessGroup | None = None
     constant_buffers: frozenset[str] = frozenset()
+    owned: Collection[Tensor] | None = None
 
     def __init__(self, model: nn.Module) -> None:
         refuse_meta(model)
@@ -129,6 +135,9 @@ class SingleDevice:
     def save(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         return {}
 
+    def own_part(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        return None
+
     def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
         load_replica(self.model, optimizer, sections)
 
@@ -144,11 +153,20 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def load_replica(module: nn.Module, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
-    """Load all of the sections of `Strategy.load`, as a rank does that has the whole model."""
+def own_names(module: nn.Module, owned: Collection[Tensor] | None) -> set[str]:
+    """Return the names of the parameters that this rank steps, by `Strategy.owned`."""
+    return {name for name, p in module.named_parameters() if owned is None or p in owned}
+
+
+def load_replica(
+    module: nn.Module, optimizer: Optimizer, sections: Mapping[str, Any], owned: Collection[Tensor] | None = None
+) -> None:
+    """Load the sections of `Strategy.load`, as a rank does that has the whole model and steps `owned`."""
     module.load_state_dict(read_all(sections["model"]))
     if "optimizer" in sections:
-        load_optimizer_state(optimizer, module, read_all(sections["optimizer"]))
+        own, states = own_names(module, owned), sections["optimizer"].items()
+        own_states = {name: read_all(state) if name in own else {} for name, state in states}
+        load_optimizer_state(optimizer, module, own_states)
 
 
 def zero_loss(parameters: Sequence[Tensor], unused: bool) -> Tensor:

@@ -1,73 +1,159 @@
-"""Runs a model in one piece before it is cut: the time of each block, and the loss that the stages must give."""
+"""Runs a model in one piece before it is cut: time and bytes of each block, and the loss that the stages must give."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
-from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from trainer.log import log
-from trainer.parallel.stages import balance
 from trainer.parallel.warmup import buffers_kept, wait
 
 PASSES = 3  # of which the fastest counts, after one that warms up
-ALIKE = 1.1  # ranks whose times differ by less count as equally fast
 
 
 class Trial(NamedTuple):
-    """Seconds of a forward pass on one rank, and the loss."""
+    """Seconds of a forward pass on one rank, the loss, and the bytes that a backward pass needs."""
 
     head: float  # before the first block
     blocks: list[float]
     tail: float  # after the last block
     loss: float
+    saved: list[float]  # of the part before the blocks, each block, and the part after them
+    stream: int  # the largest first argument of a block
 
     @property
     def total(self) -> float:
         return self.head + sum(self.blocks) + self.tail
 
 
+class Stretches:
+    """Cuts forward passes into the part before the blocks, each block, and the part after them.
+
+    Only one block at a time is on the device. A block's stretch lasts until the next block, without the moves.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], device: torch.device) -> None:
+        self.blocks, self.device = blocks, device
+        self.stream = 0
+        inside = {id(module) for block in blocks for module in block.modules()}
+        self.rest = [module for module in model.modules() if id(module) not in inside]
+        self.handles = [block.register_forward_pre_hook(self._enter, with_kwargs=True) for block in blocks]
+        self.handles += [block.register_forward_hook(self._leave) for block in blocks]
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self._move_rest(torch.device("cpu"))
+        for block in self.blocks:
+            block.to("cpu")
+
+    def run(self, call: Callable[[], Tensor]) -> float:
+        """Run a forward pass; return its value."""
+        self.seconds, self.saved = [0.0], [0.0]
+        self.known: dict[int, StorageWeakRef] = {}  # as long as these live, no other storage has their identity
+        self._move_rest(self.device)
+        for module in self.rest:
+            self._know(module, recurse=False)
+        self._resume()
+        value = call().item()
+        self._pause()
+        return value
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Count a tensor that is saved for the backward pass, which never comes, and drop it."""
+        storage = StorageWeakRef(tensor.untyped_storage())
+        if storage.cdata not in self.known:
+            self.known[storage.cdata] = storage
+            self.saved[-1] += tensor.untyped_storage().nbytes()
+
+    def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        self._pause()
+        sizes = [value.nbytes for value in (*args, *kwargs.values())[:1] if isinstance(value, Tensor)]
+        self.stream = max([self.stream, *sizes])
+        block.to(self.device)
+        self._know(block)
+        self._begin()
+
+    def _leave(self, block: nn.Module, *_: Any) -> None:
+        self._pause()
+        if self.device.type != "cpu":
+            block.to("cpu")
+        if block is self.blocks[-1]:
+            self._begin()
+        else:
+            self._resume()
+
+    def _know(self, module: nn.Module, recurse: bool = True) -> None:
+        """Leave parameters and buffers out of what is counted."""
+        for tensor in (*module.parameters(recurse), *module.buffers(recurse)):
+            storage = StorageWeakRef(tensor.untyped_storage())
+            self.known.setdefault(storage.cdata, storage)
+
+    def _begin(self) -> None:
+        self.seconds.append(0.0)
+        self.saved.append(0.0)
+        self._resume()
+
+    def _pause(self) -> None:
+        wait(self.device)
+        self.seconds[-1] += time.perf_counter() - self.began
+
+    def _resume(self) -> None:
+        wait(self.device)
+        self.began = time.perf_counter()
+
+    def _move_rest(self, device: torch.device) -> None:
+        for module in self.rest:
+            module._apply(lambda tensor: tensor.to(device), recurse=False)
+
+
 def try_whole(
     model: nn.Module, blocks: Sequence[nn.Module], loss: Callable[[], Tensor], device: torch.device
 ) -> Trial | None:
-    """Run the whole model without dropout on the device; return it to the host. None if it does not run like this.
+    """Run the whole model, with a block at a time on the device; return it to the host. None if it can't.
 
     Args:
         loss: Computes the loss of a micro-batch.
     """
-    marks: list[float] = []
-
-    def mark(*_: object) -> None:
-        wait(device)
-        marks.append(time.perf_counter())
-
-    handles = [block.register_forward_pre_hook(mark) for block in blocks]
-    handles.append(blocks[-1].register_forward_hook(mark))
     trials: list[Trial] = []
+    stretches = Stretches(model, blocks, device)
     try:
-        model.to(device)
-        with torch.no_grad(), torch.random.fork_rng(), buffers_kept(model), evaluating(model):
-            for _ in range(1 + PASSES):
-                marks.clear()
-                mark()
-                value = loss().item()
-                mark()
-                seconds = [end - begin for begin, end in pairwise(marks)]
-                if len(seconds) != len(blocks) + 2:
+        with torch.random.fork_rng(), buffers_kept(model):
+            with torch.no_grad(), evaluating(model):
+                for _ in range(1 + PASSES):
+                    value, seconds = stretches.run(loss), stretches.seconds
+                    if len(seconds) != len(blocks) + 2:
+                        return None
+                    trials.append(Trial(seconds[0], seconds[1:-1], seconds[-1], value, [], 0))
+            with training(model), saved_tensors_hooks(stretches.pack, lambda nothing: nothing):
+                stretches.run(loss)
+                if len(stretches.saved) != len(blocks) + 2:
                     return None
-                trials.append(Trial(seconds[0], seconds[1:-1], seconds[-1], value))
-    except Exception as error:  # too little memory for the whole, or a loss that needs the training mode
+    except Exception as error:  # too little memory for a block, or a loss that needs the training mode
         log.info("pipeline: the model does not run in one piece (%s)", " ".join(str(error).split())[:200])
         return None
     finally:
-        for handle in handles:
-            handle.remove()
-        model.to("cpu")
-    return min(trials[1:], key=lambda trial: trial.total)
+        stretches.close()
+    best = min(trials[1:], key=lambda trial: trial.total)
+    return best._replace(saved=stretches.saved, stream=stretches.stream)
+
+
+@contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    """Set the model to training if it is in eval as a whole, as a run does, and each module back at the end."""
+    modes = [(module, module.training) for module in model.modules()]
+    if not model.training:
+        model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 @contextmanager
@@ -80,22 +166,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def cut_by_time(trials: Sequence[Trial], place: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the first block of each stage, so that the slowest stage takes the least time.
-
-    Args:
-        trials: Of each rank.
-        place: The ranks that run each stage: they wait for the slowest.
-    """
-    totals = [trial.total for trial in trials]
-    slow = [max(totals[rank] for rank in ranks) / min(totals) for ranks in place]
-    slow = [1.0 if factor < ALIKE else factor for factor in slow]
-
-    def share(*seconds: float) -> float:
-        return fmean(one / total for one, total in zip(seconds, totals, strict=True))
-
-    each = [share(*column) for column in zip(*(trial.blocks for trial in trials), strict=True)]
-    head, tail = share(*(trial.head for trial in trials)), share(*(trial.tail for trial in trials))
-    return balance(each, slow, head, tail)

@@ -3,25 +3,22 @@
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import numpy as np
 import pytest
 import torch
+from support.pipelines import same_bits, train, whole
 from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 from toy_recipe import Toy
 
-from trainer.callback import Callback
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.nan_guard import NanGuard
-from trainer.callbacks.pipeline import PipelineParallel
-from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError
+from trainer.parallel import reducer
+from trainer.parallel.reducer import Reducer
 from trainer.process.environment import Place
-from trainer.trainer import Trainer
-
-STEPS = 3
 
 
 class Ragged(Toy):
@@ -108,53 +105,6 @@ class Frozen(Toy):
         return net
 
 
-class Losses(Callback):
-    """Keeps the losses of all micro-batches, and the norms."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_step_end(self, trainer) -> None:
-        self.seen += [loss.item() for loss in trainer.losses]
-        self.seen.append(trainer.grad_norm.item())
-
-
-def train(place: Place, knobs: dict[str, Any] | None, run: dict[str, Any] | None = None) -> dict[str, Any]:
-    run = {"depth": 6, "batch": 12, "accumulate": 6, "dropout": 0.0, "steps": STEPS, "resume": None, **(run or {})}
-    losses = Losses()
-    pipeline = {"pipeline": PipelineParallel(**knobs)} if knobs is not None else {}
-    recipe = run.get("recipe", Toy)(samples=48, depth=run["depth"], dropout=run["dropout"])
-    trainer = Trainer(
-        recipe,
-        {**pipeline, **{name: make() for name, make in run.get("others", {}).items()}, "losses": losses},
-        lambda groups: torch.optim.AdamW(groups, lr=0.01),
-        batch=run["batch"],
-        accumulate=run["accumulate"],
-        options=Options(
-            max_steps=run["steps"], log_every_steps=1, clip_norm=0.05, timeout_s=20.0, resume=run["resume"],
-            init_from=run.get("init_from"),
-            checkpoint=CheckpointOptions(every_steps=3),
-        ),
-        data=DataOptions(workers=0),
-        place=place,
-    )  # fmt: skip
-    trainer.fit()
-    own = {name: p.detach().numpy() for name, p in trainer.module.named_parameters() if p.requires_grad}
-    assert len(own) < sum(1 for _ in trainer.module.parameters()) or knobs is None
-    starts = trainer.callbacks["pipeline"].decisions()["starts"] if pipeline else []
-    return {
-        "weights": own,
-        "losses": losses.seen,
-        "validation": trainer.validation,
-        "saved": str(trainer.checkpoint),
-        "starts": starts,
-    }
-
-
-def whole(ranks: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    return {name: value for rank in ranks for name, value in rank["weights"].items()}
-
-
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -176,16 +126,6 @@ def test_weights_and_losses_are_those_of_the_unsplit_model(here, schedule, stage
     same_bits(ranks, alone)
 
 
-def same_bits(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
-    found = whole(ranks)
-    assert found.keys() == alone["weights"].keys()
-    for rank in ranks:
-        assert rank["losses"] == alone["losses"]
-        assert rank["validation"] == alone["validation"]
-    for name, value in alone["weights"].items():
-        assert (found[name] == value).all(), name
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_two_pipelines_are_two_ranks_of_ddp(here, schedule):
     """A sum of two is the same in either order, so the bits are."""
@@ -200,6 +140,31 @@ def test_two_pipelines_are_two_ranks_of_ddp(here, schedule):
         assert [rank["losses"] for rank in own] == [alone[replica]["losses"]] * 2
     for rank in ranks:
         assert rank["validation"]["val/loss"] == pytest.approx(alone[0]["validation"]["val/loss"], rel=1e-6)
+
+
+def beside(place: Place, knobs: dict[str, Any], most: int) -> dict[str, Any]:
+    """With the buckets that are on their way when the last backward pass has ended, and all, of each step."""
+    counts: list[tuple[int, int]] = []
+    finish = Reducer.finish
+
+    def look(own: Reducer) -> None:
+        counts.append((len(own.sent), len(own.buckets)))
+        finish(own)
+
+    with mock.patch.object(reducer, "BUCKET_BYTES", most), mock.patch.object(Reducer, "finish", look):
+        return {**train(place, knobs, {"batch": 24, "accumulate": 3}), "counts": counts}
+
+
+@pytest.mark.parametrize(("schedule", "early"), [("1f1b", 8), ("interleaved", 8), ("zbv", 0)])
+def test_gradients_are_reduced_beside_the_last_backward_passes(here, schedule, early):
+    """Small buckets change no bits. Schedules that compute the gradients of weights apart reduce them at last."""
+    knobs = {"schedule": schedule, "cut": [3] if schedule == "1f1b" else [1, 3, 5]}
+    one, many = (run_ranks(4, beside, knobs, most) for most in (1 << 20, 64))
+    for rank, other in zip(one, many, strict=True):
+        assert set(rank["counts"]) == {(min(early, 1), 1)}
+        assert set(other["counts"]) == {(early, 8)}
+        assert rank["losses"] == other["losses"]
+        assert all((other["weights"][name] == value).all() for name, value in rank["weights"].items())
 
 
 def test_dropout_is_keyed_by_step_micro_batch_and_block(here):

@@ -1,5 +1,6 @@
 """Runs the model as a pipeline: each rank has some of its blocks, and micro-batches pass from rank to rank."""
 
+import math
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -10,6 +11,7 @@ from torch.utils.data import default_collate
 
 from trainer.blocks import find_blocks
 from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.callbacks.pipeline.room import make_room, refuse
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.config.schema import fits
 from trainer.data.batch import Split
@@ -17,9 +19,10 @@ from trainer.data.loader import Loader
 from trainer.errors import ConfigError, require, require_one_of
 from trainer.forward_backward import Accumulate, ForwardBackward
 from trainer.log import log
+from trainer.parallel.cut import Fits, balance, cut_by_time, memory_limit
 from trainer.parallel.pipeline import SCHEDULES, Mesh, Pipeline
-from trainer.parallel.stages import KEY, Layout, balance, check_blocks, drop_others, holders
-from trainer.parallel.trial import Trial, cut_by_time, try_whole
+from trainer.parallel.stages import KEY, Layout, check_blocks, drop_others, holders, part_sums
+from trainer.parallel.trial import Trial, try_whole
 
 TWICE = ("interleaved", "zero_bubble", "zbv")  # schedules with two stages on each rank
 
@@ -35,8 +38,10 @@ class PipelineParallel(Callback):
         schedule: The order of the passes: `gpipe`, `1f1b` (Narayanan et al. 2019, arXiv:1806.03377), `interleaved`
             (2021, arXiv:2104.04473), `zero_bubble` or `zbv` (Qi et al. 2024, arXiv:2401.10241). The last three cut the
             model into two stages for each rank.
-        cut: The first block of each stage but the first. `auto` measures the time of each block, on each rank, in
-            forward passes of the first micro-batch. A resume keeps the cut.
+        cut: The first block of each stage but the first. `auto` measures the time of each block on each rank,
+            in forward passes of the first micro-batch. `auto` also counts the bytes that a block keeps for its backward
+            pass, and leaves out cuts that do not fit the ranks' memory. A resume keeps the cut.
+        memory_gib: GiB that a rank may take, for `cut=auto`; null: what its GPU has. On a CPU, null is no limit.
     """
 
     role = Role.SPLIT
@@ -44,7 +49,6 @@ class PipelineParallel(Callback):
     conflicts = {
         Role.OPTIMIZER: "a rank has the parameters of its stage only; leave one out",
         Role.SYNC: "the stages of a pipeline exchange data in each step; leave one out",
-        Role.AVERAGE: "the average would hold the parameters of one stage; leave ema out",
         Role.BATCH: "the schedule needs the same number of micro-batches on each rank; leave one out",
         Role.REDUCE: "gradients are reduced over the replicas of a stage, not over all ranks; leave one out",
         Role.COMPILE: "a stage ends the model's forward pass inside it; leave one out",
@@ -59,10 +63,12 @@ class PipelineParallel(Callback):
         stages: int = 2,
         schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b",
         cut: list[int] | Literal["auto"] = "auto",
+        memory_gib: float | None = None,
     ) -> None:
         require(f"{KEY}.stages", stages, at_least=2)
         require_one_of(f"{KEY}.schedule", schedule, tuple(SCHEDULES))
-        self.stages, self.schedule, self.cut = stages, schedule, cut
+        require(f"{KEY}.memory_gib", memory_gib, above=0)
+        self.stages, self.schedule, self.cut, self.memory_gib = stages, schedule, cut, memory_gib
         self.virtual = stages * (2 if schedule in TWICE else 1)
 
     def build_model(self, trainer, build: Callable[[], nn.Module]) -> nn.Module:
@@ -73,7 +79,7 @@ class PipelineParallel(Callback):
         starts = None if isinstance(self.cut, str) else self._checked(self.cut, len(blocks))
         resumed = self._resumed(trainer, len(blocks))
         self.trial = None if resumed else self._try(trainer, model, blocks)
-        starts = starts or resumed or self._cut(model, blocks)
+        starts = starts or resumed or self._cut(trainer, model, blocks)
         self.layout = Layout(starts, len(blocks), self.stages, self.schedule == "zbv")
         self.holders = holders(model, blocks, self.layout)
         self._refuse_unlike(model)
@@ -111,6 +117,9 @@ class PipelineParallel(Callback):
         self.strategy.loss = run.loss
         return self.strategy.forward_backward
 
+    def on_fit_end(self, trainer) -> None:
+        self.strategy.unwrap()  # hooks of parameters keep the trainer alive, past Python's collector
+
     def decisions(self) -> dict[str, Any]:
         return {"starts": list(self.layout.starts), "blocks": self.layout.blocks, "schedule": self.schedule}
 
@@ -135,27 +144,41 @@ class PipelineParallel(Callback):
             with closing(loader):
                 batch = next(loader.train(plan.manifest.get("samples", 0), stop=0)).peek()
             loss = trainer.precision.cast(recipe.loss)
-            found = try_whole(model, blocks, lambda: loss(model, batch), trainer.device)
+            with trainer.precision.converted(model):
+                found = try_whole(model, blocks, lambda: loss(model, batch), trainer.device)
         every = trainer.ranks.gather(found)
         self.trials = [] if None in every else [Trial(*trial) for trial in every]
         return found if self.trials else None
 
-    def _cut(self, model: nn.Module, blocks: list[nn.Module]) -> tuple[int, ...]:
-        """Return the first block of each stage: by measured times, else so that parameters are spread evenly."""
-        if self.trials:
-            layout = Layout(tuple(range(self.virtual)), len(blocks), self.stages, self.schedule == "zbv")
-            replicas = range(self.mesh.data_world)
-            firsts = (layout.rank(stage) * self.mesh.data_world for stage in range(self.virtual))
-            return cut_by_time(self.trials, [[first + i for i in replicas] for first in firsts])
-        log.info("pipeline: no times are measured, so stages get even numbers of parameters")
-        of_blocks = {id(p) for block in blocks for p in block.parameters()}
-        ends = holders(model, blocks, Layout((0, 1), len(blocks), 2))
-        sizes = [0, 0]
-        for name, p in model.named_parameters():
-            for stage in () if id(p) in of_blocks else ends[name]:
-                sizes[stage] += p.numel()
-        costs = [sum(p.numel() for p in block.parameters()) for block in blocks]
-        return balance(costs, [1.0] * self.virtual, *sizes)
+    def _cut(self, trainer: TrainerProtocol, model: nn.Module, blocks: list[nn.Module]) -> tuple[int, ...]:
+        """Return the first block of each stage: by measured times, else so that parameters are spread evenly.
+
+        Raises:
+            ConfigError: No cut fits into the memory of the ranks.
+        """
+        layout = Layout(tuple(range(self.virtual)), len(blocks), self.stages, self.schedule == "zbv")
+        ranks, replicas = [layout.rank(stage) for stage in range(self.virtual)], self.mesh.data_world
+        place = [[rank * replicas + i for i in range(replicas)] for rank in ranks]
+        if not self.trials:
+            log.info("pipeline: no times are measured, so stages get even numbers of parameters")
+
+        def cut(fits: Fits) -> tuple[int, ...] | None:
+            if self.trials:
+                return cut_by_time(self.trials, place, fits)
+            head, *costs, tail = part_sums(model, blocks, nn.Parameter.numel)
+            return balance(costs, [1.0] * self.virtual, head, tail, fits)
+
+        own = self.memory_gib * 2**30 if self.memory_gib is not None else memory_limit(trainer.device)
+        every = [math.inf if limit is None else limit for limit in trainer.ranks.gather(own)]
+        limits = [min(every[rank] for rank in stage) for stage in place]
+        room = make_room(trainer, model, blocks, layout, self.trials, limits, self.schedule)
+        starts = cut(room.fits)
+        if starts and not room.holds(starts, ranks):  # two stages of a rank, which fit one by one
+            room = room.halved()
+            starts = cut(room.fits)
+        if not starts:
+            raise refuse(room)
+        return starts
 
     def _refuse_unlike(self, model: nn.Module) -> None:
         """Refuse a model whose stages have nothing to train, or of which more than two ranks share a parameter."""

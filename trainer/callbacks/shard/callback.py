@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 
 from trainer.callback import Callback, Role
 from trainer.callbacks.shard import stage3
+from trainer.callbacks.shard.owners import Owners
 from trainer.callbacks.shard.zero1 import ZeRO1
 from trainer.callbacks.shard.zero2 import ZeRO2
 from trainer.comm.reduce import AllReduce, Reduce
@@ -69,6 +70,7 @@ class Shard(Callback):
                 f"callbacks.shard.stage=3, or leave {key} out"
             )
         self.stage, self.blocks, self.reshard, self.hybrid, self.offload = stage, blocks, reshard, hybrid, offload
+        self.shares_with = frozenset({Role.SPLIT} if stage == 1 else ())
         self.provides = frozenset({"hierarchical"} if hybrid else ())
         self.conflicts = stage3.conflicts(offload) if stage == 3 else {"defers": STEPS}
         if stage == 2:
@@ -85,24 +87,27 @@ class Shard(Callback):
 
     def distribute(self, trainer, model: nn.Module) -> Strategy:
         if self.stage == 1:  # DDP's own reducer is in C++
-            self.strategy = ZeRO1(trainer, model, None if isinstance(trainer.reduce, AllReduce) else trainer.reduce)
-        elif self.stage == 2:
-            self.strategy = ZeRO2(trainer, model)
-        else:
-            self.strategy = stage3.fully_shard(
-                trainer, model, self.group, self.across, self.blocks, reshard=self.reshard, offload=self.offload
-            )
-        return self.strategy
+            return ZeRO1(trainer, model, None if isinstance(trainer.reduce, AllReduce) else trainer.reduce)
+        if self.stage == 2:
+            return ZeRO2(trainer, model)
+        return stage3.fully_shard(
+            trainer, model, self.group, self.across, self.blocks, reshard=self.reshard, offload=self.offload
+        )
 
     def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Optimizer:
-        if isinstance(self.strategy, ZeRO1):
-            self.strategy.owners.attach(optimizer)
+        strategy = trainer.strategy
+        if isinstance(strategy, ZeRO1):
+            strategy.owners.attach(optimizer)
+        elif self.stage == 1 and strategy.replicas:  # a pipeline's, for a part of the model
+            owners = Owners(strategy.parameters, strategy.replicas)
+            owners.attach(optimizer)
+            strategy.owned = owners.own
         return optimizer
 
     def on_flush(self, trainer) -> None:
         """Share rank 0's buffers, which validation and checkpoints read. Other strategies have replicas that do."""
-        if isinstance(self.strategy, FSDP):
-            self.strategy.share_buffers(*dict.fromkeys((trainer.module, trainer.eval_model)))
+        if isinstance(trainer.strategy, FSDP):
+            trainer.strategy.share_buffers(*dict.fromkeys((trainer.module, trainer.eval_model)))
 
     def on_fit_end(self, trainer) -> None:
-        self.strategy.unwrap()  # hooks of parameters keep the trainer alive, past Python's collector
+        trainer.strategy.unwrap()  # hooks of parameters keep the trainer alive, past Python's collector

@@ -1,0 +1,77 @@
+"""Counts the bytes that stages need, and those that ranks have for them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from trainer.callback import Role, TrainerProtocol
+from trainer.errors import ConfigError
+from trainer.parallel.cut import Room, Sizes, in_flight
+from trainer.parallel.stages import KEY, Layout, part_sums
+from trainer.parallel.trial import Trial
+
+PROBE = 256  # rows and columns of a matrix whose optimizer state is measured
+MIB = 1 << 20
+
+
+def make_room(
+    trainer: TrainerProtocol,
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    layout: Layout,
+    trials: Sequence[Trial],
+    limits: Sequence[float],
+    schedule: str,
+) -> Room:
+    """Return the bytes that stages need and may take.
+
+    Args:
+        layout: Has the ranks of stages; where stages begin does not count.
+        trials: Of all ranks; empty if the model was not tried, and then saved bytes count as none.
+        limits: Of each stage.
+    """
+    of_state = state_share(trainer)
+    averaged = bool(has(trainer, Role.AVERAGE))
+
+    def held(p: nn.Parameter) -> float:
+        return p.nbytes * (1 + averaged + (1 + of_state if p.requires_grad else 0))
+
+    saved, stream = [0.0] * (len(blocks) + 2), 0
+    if trials:
+        saved, stream = [max(column) for column in zip(*(t.saved for t in trials), strict=True)], trials[0].stream
+    if trials and has(trainer, Role.RECOMPUTE):  # the least that a recomputed block keeps: its input
+        saved = [saved[0], *(min(each, stream) for each in saved[1:-1]), saved[-1]]
+    micros = trainer.plan.accumulate
+    live = in_flight(schedule, layout.stages, layout.ranks, micros)
+    return Room(Sizes(part_sums(model, blocks, held), saved, stream), limits, live, micros)
+
+
+def has(trainer: TrainerProtocol, role: Role) -> list[str]:
+    """Return the names of the callbacks of a role."""
+    return [name for name, other in trainer.callbacks.items() if role in (other.role, *other.also)]
+
+
+def state_share(trainer: TrainerProtocol) -> float:
+    """Return the bytes of optimizer state for each byte of a parameter, measured by a step of a small matrix."""
+    probe = nn.Module()  # a layer would draw numbers for its weights
+    probe.weight = weight = nn.Parameter(torch.zeros(PROBE, PROBE, device=trainer.device))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = trainer.new_optimizer(probe)
+    optimizer.step()
+    state = [value for value in optimizer.state[weight].values() if isinstance(value, Tensor)]
+    split = any(Role.SPLIT in other.shares_with for other in trainer.callbacks.values())
+    replicas = trainer.world // max(other.stages for other in trainer.callbacks.values()) if split else 1
+    return sum(value.nbytes for value in state) / weight.nbytes / replicas
+
+
+def refuse(room: Room) -> ConfigError:
+    """Return the refusal of all cuts, with the bytes of the best one."""
+    stage, needs = room.tightest()
+    fixed, saved, messages = (f"{need / MIB:.4g}" for need in needs)
+    return ConfigError(
+        f"{KEY}.cut=auto: no cut fits into memory: at best stage {stage} needs {sum(needs) / MIB:.4g} MiB of "
+        f"{room.limits[stage] / MIB:.4g} ({fixed} for parameters, gradients and optimizer state, {saved} for "
+        f"activations of {room.live[stage]} micro-batches, {messages} for messages); use more stages, a smaller "
+        f"micro_batch, activation_checkpoint or shard, or set {KEY}.cut, which is not checked"
+    )

@@ -1,0 +1,157 @@
+"""Chooses where a pipeline's stages begin: the slowest takes the least time, and each fits the memory of its ranks."""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from statistics import fmean
+from typing import NamedTuple
+
+import torch
+
+from trainer.parallel.trial import Trial
+
+ALIKE = 1.1  # ranks whose times differ by less count as equally fast
+USABLE = 0.9  # of a GPU's free memory; the rest is for gaps between tensors, and for kernels
+Fits = Callable[[int, int, int], bool]  # (stage, its first block, the one after its last) -> whether it has room
+
+
+class Sizes(NamedTuple):
+    """Bytes of a model in parts: before the blocks, each block, after the blocks."""
+
+    fixed: list[float]  # parameters, gradients, optimizer state
+    saved: list[float]  # kept for the backward pass of a micro-batch
+    stream: int = 0  # sent between two stages, per micro-batch
+
+
+class Room:
+    """The bytes that stages need, and those that they may take.
+
+    Args:
+        limits: Of each stage: of the rank with the least that runs it.
+        live: Of each stage: the micro-batches between their forward and their backward pass, at most.
+        micros: Of a step; torch allocates a message for each.
+    """
+
+    def __init__(self, sizes: Sizes, limits: Sequence[float], live: Sequence[int], micros: int) -> None:
+        self.sizes, self.limits, self.live, self.micros = sizes, limits, live, micros
+        self.blocks, self.stages = len(sizes.fixed) - 2, len(limits)
+        self.fixed, self.saved = [0.0, *accumulate(sizes.fixed)], [0.0, *accumulate(sizes.saved)]
+
+    def need(self, stage: int, start: int, stop: int) -> tuple[float, float, float]:
+        """Return the bytes of a stage of the blocks `start` to `stop`: fixed ones, saved ones, messages."""
+        low = start + 1 if stage else 0
+        high = stop + 1 + (stage == self.stages - 1)
+        ends = (stage > 0) + (stage < self.stages - 1)
+        saved = self.live[stage] * (self.saved[high] - self.saved[low])
+        return self.fixed[high] - self.fixed[low], saved, ends * self.micros * self.sizes.stream
+
+    def fits(self, stage: int, start: int, stop: int) -> bool:
+        return sum(self.need(stage, start, stop)) <= self.limits[stage]
+
+    def halved(self) -> "Room":
+        """Return the room of each of two stages that share a rank."""
+        return Room(self.sizes, [limit / 2 for limit in self.limits], self.live, self.micros)
+
+    def holds(self, starts: Sequence[int], ranks: Sequence[int]) -> bool:
+        """Return whether the stages fit together on their ranks, `ranks` of each stage."""
+        needs = dict.fromkeys(ranks, 0.0)
+        ends = (*starts[1:], self.blocks)
+        for stage, rank in enumerate(ranks):
+            needs[rank] += sum(self.need(stage, starts[stage], ends[stage]))
+        return all(needs[rank] <= limit for rank, limit in zip(ranks, self.limits, strict=True))
+
+    def tightest(self) -> tuple[int, tuple[float, float, float]]:
+        """Return the fullest stage of the cut that fills the fullest one least, and the bytes that it needs."""
+
+        def share(stage: int, start: int, stop: int) -> float:
+            return sum(self.need(stage, start, stop)) / max(self.limits[stage], 1.0)
+
+        starts = best_cut(self.blocks, self.stages, share)
+        assert starts is not None
+        places = list(zip(range(self.stages), starts, (*starts[1:], self.blocks), strict=True))
+        fullest = max(places, key=lambda place: share(*place))
+        return fullest[0], self.need(*fullest)
+
+
+def in_flight(schedule: str, stages: int, ranks: int, micros: int) -> list[int]:
+    """Return the most micro-batches of each stage between forward and backward pass, or a bound above it."""
+    by_stage: dict[str, Callable[[int], int]] = {
+        "gpipe": lambda stage: micros,
+        "interleaved": lambda stage: min(stages, 2 * (stages - stage) - 1),
+        "zero_bubble": lambda stage: stages if stage < ranks else ranks,  # weights' gradients come later
+    }
+    most = by_stage.get(schedule, lambda stage: stages - stage)
+    return [min(micros, most(stage)) for stage in range(stages)]
+
+
+def best_cut(blocks: int, stages: int, cost: Callable[[int, int, int], float]) -> tuple[int, ...] | None:
+    """Cut a row of blocks so that the costliest stage costs least; return the first block of each, None if none can.
+
+    Args:
+        cost: (stage, its first block, the one after its last) -> its cost; inf if there can't be such a stage.
+    """
+    # best[s][i]: the least cost of the costliest of s stages that run the first i blocks.
+    best = [[math.inf] * (blocks + 1) for _ in range(stages + 1)]
+    cut = [[0] * (blocks + 1) for _ in range(stages + 1)]
+    best[0][0] = 0.0
+    for s in range(1, stages + 1):
+        for i in range(s, blocks + 1):
+            for j in range(s - 1, i):
+                if best[s - 1][j] < best[s][i] and (worst := max(best[s - 1][j], cost(s - 1, j, i))) < best[s][i]:
+                    best[s][i], cut[s][i] = worst, j
+    if best[stages][blocks] == math.inf:
+        return None
+    starts, end = [], blocks
+    for s in range(stages, 0, -1):
+        end = cut[s][end]
+        starts.append(end)
+    return tuple(reversed(starts))
+
+
+def balance(
+    costs: Sequence[float], slow: Sequence[float], head: float, tail: float, fits: Fits
+) -> tuple[int, ...] | None:
+    """Return the first block of each stage, so that the slowest takes least, of those that fit; None if none does.
+
+    Args:
+        costs: Of each block; at least as many as stages.
+        slow: Of each stage: a factor on all of its costs.
+        head, tail: The first stage costs as much more, and the last one.
+    """
+    sums, last = [0.0, *accumulate(costs)], len(slow) - 1
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        if not fits(stage, start, stop):
+            return math.inf
+        extra = (head if stage == 0 else 0.0) + (tail if stage == last else 0.0)
+        return (sums[stop] - sums[start] + extra) * slow[stage]
+
+    return best_cut(len(costs), len(slow), cost)
+
+
+def cut_by_time(trials: Sequence[Trial], place: Sequence[Sequence[int]], fits: Fits) -> tuple[int, ...] | None:
+    """Return the first block of each stage, so that the slowest stage takes the least time; None if none fits.
+
+    Args:
+        trials: Of each rank.
+        place: The ranks that run each stage: they wait for the slowest.
+    """
+    totals = [trial.total for trial in trials]
+    slow = [max(totals[rank] for rank in ranks) / min(totals) for ranks in place]
+    slow = [1.0 if factor < ALIKE else factor for factor in slow]
+
+    def share(*seconds: float) -> float:
+        return fmean(one / total for one, total in zip(seconds, totals, strict=True))
+
+    each = [share(*column) for column in zip(*(trial.blocks for trial in trials), strict=True)]
+    head, tail = share(*(trial.head for trial in trials)), share(*(trial.tail for trial in trials))
+    return balance(each, slow, head, tail, fits)
+
+
+def memory_limit(device: torch.device) -> float | None:
+    """Return the bytes that this process may take of a GPU; None on a CPU, whose limit is unknown."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    return USABLE * min(free + torch.cuda.memory_reserved(device), share * total)

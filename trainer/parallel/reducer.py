@@ -1,0 +1,101 @@
+"""Averages the gradients of a pipeline's stage over its replicas, beside the last backward passes of a step."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.comm.bucket import Bucket, flatten
+from trainer.comm.reduce import Background, Reduce, Reduced
+
+BUCKET_BYTES = 25 << 20  # DDP's own size: gradients of so many bytes are reduced at once
+
+
+def cut_buckets(parameters: Sequence[Tensor], most: int) -> list[list[int]]:
+    """Cut the parameters into buckets of one dtype, from the last one on: about the order of their gradients."""
+    buckets: list[list[int]] = []
+    size = most
+    for i in reversed(range(len(parameters))):
+        p = parameters[i]
+        if size + p.nbytes > most or p.dtype != parameters[buckets[-1][0]].dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(i)
+        size += p.nbytes
+    return buckets
+
+
+class Reducer:
+    """Sends a bucket as soon as each of its parameters has the gradients of all micro-batches.
+
+    Buckets are sent in order, so all replicas send the same ones. A schedule that adds gradients of weights without
+    autograd, as zero bubble does, calls no hooks; `finish` sends what is left.
+
+    Args:
+        passes: Of each parameter: the backward passes of a step that add to its gradient.
+        reduce: The chain over the replicas; None without replicas.
+        names: Of the parameters, for errors.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        passes: Sequence[int],
+        reduce: Reduce | None,
+        names: Sequence[str],
+        device: torch.device,
+    ) -> None:
+        self.parameters, self.passes, self.reduce, self.names = parameters, passes, reduce, names
+        self.buckets = cut_buckets(parameters, BUCKET_BYTES)
+        self.bucket_of = {i: number for number, bucket in enumerate(self.buckets) for i in bucket}
+        self.step = 0  # whose gradients these are
+        self.background = Background(device) if reduce else None
+        self.hooks: list[Any] = []
+        if reduce:
+            self.hooks = [
+                p.register_post_accumulate_grad_hook(partial(self._arrive, i)) for i, p in enumerate(parameters)
+            ]
+        self._begin()
+
+    def close(self) -> None:
+        for hook in self.hooks:  # hooks of parameters keep their owner alive, past Python's collector
+            hook.remove()
+
+    def _begin(self) -> None:
+        self.left = [*self.passes]  # gradients of each parameter that are to come
+        self.missing = [len(bucket) for bucket in self.buckets]  # parameters without all of their gradients
+        self.sent: list[tuple[list[Tensor], Bucket, Reduced]] = []
+        self.next = 0  # the bucket to send
+
+    @torch.no_grad()
+    def _arrive(self, index: int, _: Tensor) -> None:
+        if not self.left[index]:
+            raise RuntimeError(
+                f"pipeline: {self.names[index]} has two gradients in one backward pass; use each block once in a pass"
+            )
+        self.left[index] -= 1
+        self.missing[self.bucket_of[index]] -= not self.left[index]
+        while self.next < len(self.buckets) and not self.missing[self.next]:
+            self._send()
+
+    def _send(self) -> None:
+        indices = self.buckets[self.next]
+        self.next += 1
+        params = [self.parameters[i] for i in indices if self.parameters[i].grad is not None]
+        if params:
+            grads: list[Tensor] = [p.grad for p in params if p.grad is not None]
+            bucket = Bucket.of(params, self.step)
+            assert self.background and self.reduce
+            self.sent.append((grads, bucket, self.background.submit(self.reduce, flatten(grads), bucket)))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Send what is left, and wait until all gradients are averages."""
+        if self.reduce:
+            while self.next < len(self.buckets):
+                self._send()
+            for grads, bucket, done in self.sent:
+                torch._foreach_copy_(grads, bucket.split(done.wait()))
+        self._begin()
