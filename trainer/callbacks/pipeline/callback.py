@@ -1,15 +1,16 @@
 """Runs the model as a pipeline: each rank has some of its blocks, and micro-batches pass from rank to rank."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
 from torch.utils.data import default_collate
 
 from trainer.blocks import find_blocks
-from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.callback import Callback, Role, TrainerProtocol, overrides
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.config.schema import fits
 from trainer.data.batch import Split
@@ -17,10 +18,13 @@ from trainer.data.loader import Loader
 from trainer.errors import ConfigError, require, require_one_of
 from trainer.forward_backward import Accumulate, ForwardBackward
 from trainer.log import log
+from trainer.parallel.pipedream import PipeDream
 from trainer.parallel.pipeline import SCHEDULES, Mesh, Pipeline
 from trainer.parallel.stages import KEY, Layout, balance, check_blocks, drop_others, holders
 from trainer.parallel.trial import Trial, cut_by_time, try_whole
 
+ASYNC = "pipedream_2bw"
+AHEAD = 1
 TWICE = ("interleaved", "zero_bubble", "zbv")  # schedules with two stages on each rank
 
 
@@ -33,8 +37,9 @@ class PipelineParallel(Callback):
     Args:
         stages: Ranks of a pipeline. It divides the number of ranks.
         schedule: The order of the passes: `gpipe`, `1f1b` (Narayanan et al. 2019, arXiv:1806.03377), `interleaved`
-            (2021, arXiv:2104.04473), `zero_bubble` or `zbv` (Qi et al. 2024, arXiv:2401.10241). The last three cut the
-            model into two stages for each rank.
+            (2021, arXiv:2104.04473), `zero_bubble` or `zbv` (Qi et al. 2024, arXiv:2401.10241). These three cut the
+            model into two stages for each rank. `pipedream_2bw` (2021, arXiv:2006.09503) is asynchronous, and not
+            exact: a step applies the gradient of the batch before.
         cut: The first block of each stage but the first. `auto` measures the time of each block, on each rank, in
             forward passes of the first micro-batch. A resume keeps the cut.
     """
@@ -57,15 +62,22 @@ class PipelineParallel(Callback):
     def __init__(
         self,
         stages: int = 2,
-        schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b",
+        schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "pipedream_2bw"] = "1f1b",
         cut: list[int] | Literal["auto"] = "auto",
     ) -> None:
         require(f"{KEY}.stages", stages, at_least=2)
-        require_one_of(f"{KEY}.schedule", schedule, tuple(SCHEDULES))
+        require_one_of(f"{KEY}.schedule", schedule, (*SCHEDULES, ASYNC))
+        self.exact = schedule != ASYNC
         self.stages, self.schedule, self.cut = stages, schedule, cut
         self.virtual = stages * (2 if schedule in TWICE else 1)
 
     def build_model(self, trainer, build: Callable[[], nn.Module]) -> nn.Module:
+        readers = [n for n, other in trainer.callbacks.items() if overrides(other, "on_before_optimizer_step")]
+        if readers and not self.exact:
+            raise ConfigError(
+                f"{KEY}.schedule={ASYNC}: a step has the losses of its batch and the gradients of the batch before, "
+                f"which {readers[0]} would take for one; use {KEY}.schedule=1f1b, or leave {readers[0]} out"
+            )
         model = build()
         blocks = find_blocks(trainer.recipe, model, None, KEY)
         check_blocks(blocks, self.virtual)
@@ -90,15 +102,18 @@ class PipelineParallel(Callback):
 
     def distribute(self, trainer, model: nn.Module) -> Pipeline:
         accumulate = trainer.plan.accumulate
-        if self.schedule == "1f1b" and accumulate < self.stages:
+        if self.schedule in ("1f1b", ASYNC) and accumulate < self.stages:
             raise ConfigError(
-                f"{KEY}.schedule=1f1b: needs accumulate={self.stages} or more, one micro-batch for each stage, and "
-                f"accumulate={accumulate}; raise accumulate, or use {KEY}.schedule=gpipe"
+                f"{KEY}.schedule={self.schedule}: needs accumulate={self.stages} or more, one micro-batch for each "
+                f"stage, and accumulate={accumulate}; raise accumulate, or use {KEY}.schedule=gpipe"
             )
         idle = [name for name, other in trainer.callbacks.items() if other.communicates]
         if idle and not self.mesh.replicas:
             log.info("pipeline: one replica of each stage, nothing to reduce: %s will do nothing", ", ".join(idle))
-        self.strategy = Pipeline(
+        kind = Pipeline
+        if not self.exact:
+            kind = partial(PipeDream, groups=[trainer.ranks.new_groups(self.mesh.pipes) for _ in range(2)], ahead=AHEAD)
+        self.strategy = kind(
             model, find_blocks(trainer.recipe, model, None, KEY), self.layout, self.holders, self.mesh,
             split=Split(trainer.batch, self.mesh.data_world, accumulate), schedule=self.schedule,
             reduce=trainer.reduce if self.mesh.replicas else None, seed=trainer.options.seed,
@@ -110,6 +125,25 @@ class PipelineParallel(Callback):
         assert isinstance(run, Accumulate)
         self.strategy.loss = run.loss
         return self.strategy.forward_backward
+
+    def on_fit_start(self, trainer) -> None:
+        trainer.lag = int(not self.exact)
+
+    def on_flush(self, trainer) -> None:
+        self.strategy.drain()
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        return self.strategy.pending()
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        if state["starts"] != list(self.layout.starts) or self.exact:
+            log.warning("%s: the cut or the schedule differs, so the gradients of the last batch are dropped", KEY)
+        else:
+            self.strategy.load_pending(state)
+
+    def merge_rank_states(self, states: Iterator[dict[str, Any]]) -> dict[str, Any]:
+        log.warning("%s: the number of ranks differs, so the gradients of the last batch are dropped", KEY)
+        return {}
 
     def decisions(self) -> dict[str, Any]:
         return {"starts": list(self.layout.starts), "blocks": self.layout.blocks, "schedule": self.schedule}
