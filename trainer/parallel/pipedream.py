@@ -103,13 +103,15 @@ class PipeDream(Pipeline):
 
     Args:
         groups: Of the ranks of the pipeline: for outputs, and for their gradients.
-        ahead: Forward passes by which a stage is ahead of the next one.
+        rehearsing: Returns whether the passes that run are discarded.
     """
 
-    def __init__(self, *args: Any, groups: list[dist.ProcessGroup], ahead: int, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, groups: list[dist.ProcessGroup], rehearsing: Callable[[], bool], **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.groups, self.last = groups, self.layout.stages - 1
-        self.behind = ahead * (self.last - self.mesh.stage)
+        self.groups, self.rehearsing, self.last = groups, rehearsing, self.layout.stages - 1
+        self.behind = self.last - self.mesh.stage
         self.versions = WeightVersions(self.model, self.parameters)
         self.flights: deque[Flight] = deque()
         self.before: Version | None = None  # of the batch before, until its gradients are reduced
@@ -119,7 +121,7 @@ class PipeDream(Pipeline):
     def forward_backward(self, data: Step, total: Callable[[], int]) -> list[Tensor]:
         """Run the forward passes of the batch, and as many backward passes; return the losses of all micro-batches.
 
-        Then the parameters have the gradients of the batch before. A batch of fewer micro-batches is the rehearsal's.
+        Then the parameters have the gradients of the batch before.
         """
         self.pass_ = self._read(data, total)
         if self.schedule is None:
@@ -137,15 +139,12 @@ class PipeDream(Pipeline):
             self.versions.use(self.parameters)
         losses = self._send_losses(self.pass_.losses)
         self.pass_, self.before = None, version
-        if len(data.weights) < self.micros:
+        if self.rehearsing():
             self._end_rehearsal()
             return losses[: len(data.weights)]
         if self.flights:
             self.versions.part(version)
-        self._add(self.adding)
-        self.adding = []
-        for box in self.sends:
-            box.settle(left=self.micros)
+        self._end(left=self.micros)
         return losses
 
     @torch.no_grad()
@@ -168,9 +167,11 @@ class PipeDream(Pipeline):
     def pending(self) -> dict[str, Any]:
         """Return the gradients of the last batch, which the next step applies. Call `drain` before."""
         assert not self.flights
-        leaves = self.before.leaves if self.before else []
-        grads = {name: leaf.grad for name, leaf in zip(self.names, leaves) if leaf.grad is not None}
-        return {"starts": list(self.layout.starts), "gradients": grads} if grads else {}
+        if self.before is None:
+            return {}
+        named = zip(self.names, self.before.leaves, strict=True)
+        gradients = {name: leaf.grad for name, leaf in named if leaf.grad is not None}
+        return {"starts": list(self.layout.starts), "gradients": gradients}
 
     def load_pending(self, state: dict[str, Any]) -> None:
         """Take back the state of `pending`."""
@@ -280,6 +281,11 @@ class PipeDream(Pipeline):
                 f"of it can't be; use {KEY}.schedule=1f1b, or take parameters from their modules in each forward pass"
             )
         self._settle()
+        self._end(left=0)
+
+    def _end(self, left: int) -> None:
+        """Wait for what was begun long ago; so many of the last messages to each neighbour may be underway."""
         self._add(self.adding)
+        self.adding = []
         for box in self.sends:
-            box.settle(left=0)
+            box.settle(left)

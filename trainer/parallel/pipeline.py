@@ -366,7 +366,9 @@ class Pipeline:
 
     def _average(self) -> None:
         """Average the gradients over the replicas of this rank's stages."""
-        for indices in self._buckets if self.reduce else ():
+        if self.reduce is None:
+            return
+        for indices in self._buckets:
             params = [self.parameters[i] for i in indices if self.parameters[i].grad is not None]
             if not params:
                 continue

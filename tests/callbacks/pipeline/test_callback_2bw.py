@@ -42,7 +42,7 @@ class Naive(Callback):
             loss = trainer.precision.cast(trainer.recipe.loss)
             batches = list(data)
             with torch.no_grad():
-                losses = [loss(trainer.module, batch) for batch, _ in batches]
+                losses = [loss(trainer.module, batch) * bool(weight) for batch, weight in batches]
             if self.before:
                 old, earlier, items = self.before
                 for batch, weight in earlier:
@@ -142,3 +142,186 @@ def here(tmp_path, monkeypatch):
 def test_weights_and_losses_are_those_of_a_naive_loop(here, stages, cut, run):
     (alone,) = run_ranks(1, train, None, run)
     same_bits(run_ranks(stages, train, {"stages": stages, "cut": cut}, run), alone)
+
+
+def test_a_naive_loop_is_not_plain_training(here):
+    (alone,), (plain,) = run_ranks(1, train, None), run_ranks(1, train, None, {"others": {"naive": Callback}})
+    assert alone["losses"][:6] == plain["losses"][:6] and alone["losses"][-7:] != plain["losses"][-7:]
+    assert alone["losses"][6] == 0.0  # the norm of the first step, which has no gradients
+
+
+def test_two_pipelines_are_two_ranks(here):
+    """A sum of two is the same in either order, so the bits are."""
+    run = {"batch": 24, "accumulate": 3}
+    alone = run_ranks(2, train, None, run)
+    ranks = run_ranks(4, train, {}, run)
+    for replica in (0, 1):
+        own = ranks[replica::2]  # rank = stage * replicas + replica
+        found = whole(own)
+        for name, value in alone[replica]["weights"].items():
+            assert (found[name] == value).all(), name
+        assert [rank["losses"][:-1] for rank in own] == [alone[replica]["losses"][:-1]] * 2
+
+
+class Ragged(Toy):
+    """Some micro-batches lose a sample, as one that can't be read; some weigh nothing."""
+
+    def collate(self, samples: list[Any]) -> Any:
+        keep = len(samples) - int(samples[0]["mask"].sum() == 2)
+        batch = default_collate(samples[:keep])
+        if samples[0]["mask"].sum() == 4:
+            batch["mask"].zero_()
+        return batch
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return super().loss(model, {**batch, "mask": batch["mask"] if batch["mask"].any() else batch["mask"] + 1})
+
+
+def test_micro_batches_of_other_sizes_and_weights(here):
+    run = {"recipe": Ragged, "accumulate": 3}
+    (alone,) = run_ranks(1, train, None, run)
+    assert alone["losses"] != run_ranks(1, train, None, {"accumulate": 3})[0]["losses"]
+    same_bits(run_ranks(3, train, THREE, run), alone)
+
+
+def test_recomputation_reads_the_weights_of_its_batch(here):
+    (alone,) = run_ranks(1, train, None)
+    same_bits(run_ranks(3, train, THREE, {"others": {"activation_checkpoint": ActivationCheckpoint}}), alone)
+
+
+class Half(nn.Module):
+    def __init__(self, weight: nn.Parameter, turned: bool) -> None:
+        super().__init__()
+        self.weight, self.turned = weight, turned
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight.T)[:, :4] if self.turned else x @ self.weight
+
+
+class Tied(Toy):
+    def model(self) -> nn.Module:
+        net: Any = super().model().double()
+        weight = nn.Parameter(torch.linspace(-1, 1, 8 * self.width, dtype=torch.float64).view(8, self.width))
+        net.first, net.last = Half(weight, False), Half(weight, True)
+        return net
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return super().loss(model, {name: value.double() for name, value in batch.items()})
+
+
+def test_a_tied_parameter_gets_the_sum_of_two_stages(here):
+    """The gradients are summed per stage first, so all is the naive loop's to rounding."""
+    run = {"recipe": Tied}
+    (alone,) = run_ranks(1, train, None, run)
+    ranks = run_ranks(3, train, THREE, run)
+    assert (ranks[0]["weights"]["first.weight"] == ranks[2]["weights"]["first.weight"]).all()
+    for name, value in alone["weights"].items():
+        assert np.abs(whole(ranks)[name] - value).max() < 1e-12, name
+    assert np.allclose(ranks[1]["losses"], alone["losses"], rtol=1e-12, atol=0)
+
+
+def Bf16() -> GradCompress:
+    return GradCompress("topk", density=0.3)
+
+
+@pytest.mark.parametrize(("world", "run"), [(3, {"optimizer": momentum}), (4, {"others": {"grad_compress": Bf16}})])
+def test_a_run_resumes_bit_for_bit(here, world, run):
+    """Also with dropout, two replicas and a codec; the gradients of the last batch are in the checkpoint."""
+    knobs = {"stages": 3, "cut": [1, 5]} if world == 3 else {"cut": [2]}
+    run = {**run, "dropout": 0.3}
+    straight = run_ranks(world, train, knobs, run)
+    first = run_ranks(world, train, knobs, {**run, "steps": 3})
+    resumed = run_ranks(world, train, knobs, {**run, "resume": first[0]["saved"]})
+    for rank, other in zip(resumed, straight, strict=True):
+        assert rank["losses"] == other["losses"][len(first[0]["losses"]) :]
+        assert all((rank["weights"][name] == value).all() for name, value in other["weights"].items())
+
+
+def test_a_validation_changes_no_bits(here):
+    """It drains the pipeline, as a step that is not logged does not."""
+    knobs = {"stages": 3, "cut": [1, 4]}
+    often = run_ranks(3, train, knobs, {"validate": 2, "log": 1})
+    never = run_ranks(3, train, knobs, {"log": 50})
+    for rank, other in zip(often, never, strict=True):
+        assert rank["losses"][:-1] == other["losses"][:-1]
+        assert all((rank["weights"][name] == value).all() for name, value in other["weights"].items())
+
+
+def test_another_cut_schedule_or_number_of_ranks_drops_the_last_gradients(here, caplog):
+    half = run_ranks(3, train, {"stages": 3, "cut": [2, 4]}, {"steps": 3})[0]["saved"]
+    end = {"resume": half}
+    plain = run_ranks(3, train, {"stages": 3, "schedule": "1f1b"}, end)
+    (alone,) = run_ranks(1, train, None, {**end, "others": {"naive": Callback}})
+    same_bits(plain, alone)  # as from a checkpoint without them
+    (naive,) = run_ranks(1, train, None, end)  # whose first step applies nothing
+    same_bits(run_ranks(3, train, {"stages": 3, "cut": [1, 5]}, end), naive)
+    same_bits(run_ranks(2, train, {"cut": [3]}, end), naive)
+    logs = "".join(path.read_text() for path in Path("runs").glob("*/logs/*.log"))
+    assert logs.count("so the gradients of the last batch are dropped") >= 3
+
+
+class Fails(Toy):
+    """The last rank's data breaks the loss in a step."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        loss = super().loss(model, batch)
+        self.calls += 1
+        if self.calls > 30:
+            raise ValueError("broken on purpose")
+        return loss
+
+
+def fails(place: Place) -> str:
+    try:
+        train(place, THREE, {"recipe": Fails if place.rank == 2 else Toy})
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "ended"
+
+
+def test_a_rank_that_fails_ends_the_others(here):
+    *others, own = run_ranks(3, fails)
+    assert own == "ValueError: broken on purpose"
+    assert all(error.startswith(("DistBackendError", "RuntimeError", "DistNetworkError")) for error in others), others
+
+
+class Keeps(Toy):
+    """The model keeps a parameter where no second version can be."""
+
+    def model(self) -> nn.Module:
+        net: Any = super().model()
+        for block in net.blocks:
+            block[1] = Kept(block[0].bias)
+        return net
+
+
+class Kept(nn.Module):
+    def __init__(self, bias: nn.Parameter) -> None:
+        super().__init__()
+        self.kept = [bias]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x + self.kept[0])
+
+
+def refused(place: Place, run: dict[str, Any]) -> str:
+    try:
+        train(place, THREE, run)
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ({"accumulate": 1}, "callbacks.pipeline.schedule=pipedream_2bw: needs accumulate=2 or more for 3 stages"),
+        ({"others": {"nan_guard": NanGuard}}, "nan_guard and pipeline can't run together: nan_guard reads gradients"),
+        ({"precision": "fp16"}, "pipeline and fp16 can't run together"),
+        ({"recipe": Keeps}, "the model keeps a parameter outside its module"),
+    ],
+)
+def test_what_cannot_work_is_refused_on_every_rank(here, run, message):
+    assert all(message in error for error in run_ranks(3, refused, run))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from trainer.blocks import find_blocks
-from trainer.callback import Callback, Role, TrainerProtocol, overrides
+from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.config.schema import fits
 from trainer.data.batch import Split
@@ -24,7 +24,6 @@ from trainer.parallel.stages import KEY, Layout, balance, check_blocks, drop_oth
 from trainer.parallel.trial import Trial, cut_by_time, try_whole
 
 ASYNC = "pipedream_2bw"
-AHEAD = 1
 TWICE = ("interleaved", "zero_bubble", "zbv")  # schedules with two stages on each rank
 
 
@@ -68,16 +67,11 @@ class PipelineParallel(Callback):
         require(f"{KEY}.stages", stages, at_least=2)
         require_one_of(f"{KEY}.schedule", schedule, (*SCHEDULES, ASYNC))
         self.exact = schedule != ASYNC
+        self.provides = frozenset() if self.exact else frozenset({"defers"})  # a step has the batch before's gradients
         self.stages, self.schedule, self.cut = stages, schedule, cut
         self.virtual = stages * (2 if schedule in TWICE else 1)
 
     def build_model(self, trainer, build: Callable[[], nn.Module]) -> nn.Module:
-        readers = [n for n, other in trainer.callbacks.items() if overrides(other, "on_before_optimizer_step")]
-        if readers and not self.exact:
-            raise ConfigError(
-                f"{KEY}.schedule={ASYNC}: a step has the losses of its batch and the gradients of the batch before, "
-                f"which {readers[0]} would take for one; use {KEY}.schedule=1f1b, or leave {readers[0]} out"
-            )
         model = build()
         blocks = find_blocks(trainer.recipe, model, None, KEY)
         check_blocks(blocks, self.virtual)
@@ -102,17 +96,19 @@ class PipelineParallel(Callback):
 
     def distribute(self, trainer, model: nn.Module) -> Pipeline:
         accumulate = trainer.plan.accumulate
-        if self.schedule in ("1f1b", ASYNC) and accumulate < self.stages:
+        needed = {"1f1b": self.stages, ASYNC: self.stages - 1}.get(self.schedule, 1)
+        if accumulate < needed:
             raise ConfigError(
-                f"{KEY}.schedule={self.schedule}: needs accumulate={self.stages} or more, one micro-batch for each "
-                f"stage, and accumulate={accumulate}; raise accumulate, or use {KEY}.schedule=gpipe"
+                f"{KEY}.schedule={self.schedule}: needs accumulate={needed} or more for {self.stages} stages, and "
+                f"accumulate={accumulate}; raise accumulate, or use {KEY}.schedule=gpipe"
             )
         idle = [name for name, other in trainer.callbacks.items() if other.communicates]
         if idle and not self.mesh.replicas:
             log.info("pipeline: one replica of each stage, nothing to reduce: %s will do nothing", ", ".join(idle))
         kind = Pipeline
         if not self.exact:
-            kind = partial(PipeDream, groups=[trainer.ranks.new_groups(self.mesh.pipes) for _ in range(2)], ahead=AHEAD)
+            groups = [trainer.ranks.new_groups(self.mesh.pipes) for _ in range(2)]
+            kind = partial(PipeDream, groups=groups, rehearsing=lambda: trainer.rehearsing)
         self.strategy = kind(
             model, find_blocks(trainer.recipe, model, None, KEY), self.layout, self.holders, self.mesh,
             split=Split(trainer.batch, self.mesh.data_world, accumulate), schedule=self.schedule,
