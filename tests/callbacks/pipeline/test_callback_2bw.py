@@ -180,7 +180,7 @@ class Ragged(Toy):
 def test_micro_batches_of_other_sizes_and_weights(here):
     run = {"recipe": Ragged, "accumulate": 3}
     (alone,) = run_ranks(1, train, None, run)
-    assert alone["losses"] != run_ranks(1, train, None, {"accumulate": 3})[0]["losses"]
+    assert alone["losses"].count(0.0) > 1  # beside the norm of the first step
     same_bits(run_ranks(3, train, THREE, run), alone)
 
 
