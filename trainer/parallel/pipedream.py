@@ -235,8 +235,8 @@ class PipeDream(Pipeline):
     def _settle(self) -> None:
         """Reduce the gradients of the batch before, once its last backward pass has run on this stage.
 
-        The stages get there at different times, so none waits for a later one: the norms and the gradients of tied
-        parameters travel beside further passes.
+        The stages get there at different times, so none waits for another. Norms, and gradients of tied parameters,
+        travel beside further passes.
         """
         version = self.before
         if version is None or (self.flights and self.flights[0].version is version):
