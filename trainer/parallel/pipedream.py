@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.comm.ranks import Ranks
 from trainer.data.batch import Step
 from trainer.errors import ConfigError
 from trainer.parallel.pipeline import Pipeline
@@ -15,6 +16,24 @@ from trainer.parallel.stages import KEY
 from trainer.parallel.weight_versions import Version, WeightVersions
 
 Form = tuple[tuple[int, ...], torch.dtype]
+Links = list[list[dist.ProcessGroup]]  # [even or odd earlier stage][outputs or their gradients]
+
+
+def open_links(ranks: Ranks, pipes: list[list[int]]) -> Links:
+    """Make a group for each direction of the link between two stages. A collective.
+
+    NCCL runs the messages of a group one after another. So a message never waits for one of another neighbour, or for
+    one of the other direction, which may need it first.
+
+    Args:
+        pipes: The ranks of each pipeline, in the order of its stages.
+    """
+    links: Links = []
+    for odd in (0, 1):
+        parts = [[pipe[:odd], *(pipe[i : i + 2] for i in range(odd, len(pipe), 2))] for pipe in pipes]
+        pairs = [part for pipe in parts for part in pipe if part]
+        links.append([ranks.new_groups(pairs) for _ in range(2)])
+    return links
 
 
 class Flight(NamedTuple):
@@ -97,21 +116,20 @@ class PipeDream(Pipeline):
     """A stage whose passes go on over the end of a step, with two versions of its weights.
 
     A step runs the forward passes of its batch, and applies the gradients of the batch before:
-    W(t+1) = W(t) - step(gradient of batch t-1 at W(t-1)). Stage s of S is S - 1 - s micro-batches behind with its
-    backward passes, also at the end of a step. The first step has no gradients to apply, and no step applies those of
-    the last batch. Between two stages messages travel beside the passes.
+    W(t+1) = W(t) - step(gradient of batch t-1 at W(t-1)). With `run_ahead` = 1, stage s of S is S - 1 - s
+    micro-batches behind with its backward passes, also at the end of a step. The first step has no gradients to apply,
+    and no step applies those of the last batch. Between two stages messages travel beside the passes.
 
     Args:
-        groups: Of the ranks of the pipeline: for outputs, and for their gradients.
+        links: Of `open_links`.
+        run_ahead: Forward passes by which a stage is ahead of the next one, at least 1.
         rehearsing: Returns whether the passes that run are discarded.
     """
 
-    def __init__(
-        self, *args: Any, groups: list[dist.ProcessGroup], rehearsing: Callable[[], bool], **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, links: Links, run_ahead: int, rehearsing: Callable[[], bool], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.groups, self.rehearsing, self.last = groups, rehearsing, self.layout.stages - 1
-        self.behind = self.last - self.mesh.stage
+        self.links, self.rehearsing, self.last = links, rehearsing, self.layout.stages - 1
+        self.behind = run_ahead * (self.last - self.mesh.stage)
         self.versions = WeightVersions(self.model, self.parameters)
         self.flights: deque[Flight] = deque()
         self.before: Version | None = None  # of the batch before, until its gradients are reduced
@@ -185,14 +203,15 @@ class PipeDream(Pipeline):
         self._find_forms(batch)
         self.receives: list[Inbox] = []
         self.sends: list[Outbox] = []
-        outputs, gradients = self.groups
         stage = self.mesh.stage
         if stage:
+            outputs, gradients = self.links[(stage - 1) % 2]
             before, form = self.mesh.global_rank(stage - 1), self._form(stage - 1)
             self.inputs, self.input_gradients = Inbox(before, outputs, form, self.device), Outbox(before, gradients)
             self.receives.append(self.inputs)
             self.sends.append(self.input_gradients)
         if stage < self.last:
+            outputs, gradients = self.links[stage % 2]
             after = self.mesh.global_rank(stage + 1)
             self.outputs = Outbox(after, outputs)
             self.output_gradients = Inbox(after, gradients, self._form(stage), self.device)

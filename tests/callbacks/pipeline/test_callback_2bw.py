@@ -137,11 +137,13 @@ def here(tmp_path, monkeypatch):
         (3, [2, 3], {"clip": None, "optimizer": momentum}),
         (4, [1, 2, 5], {"accumulate": 4}),
         (3, "auto", {"precision": "bf16"}),
+        (3, [3, 4], {"run_ahead": 3}),
     ],
 )
 def test_weights_and_losses_are_those_of_a_naive_loop(here, stages, cut, run):
     (alone,) = run_ranks(1, train, None, run)
-    same_bits(run_ranks(stages, train, {"stages": stages, "cut": cut}, run), alone)
+    knobs = {"stages": stages, "cut": cut, "run_ahead": run.get("run_ahead", 1)}
+    same_bits(run_ranks(stages, train, knobs, run), alone)
 
 
 def test_a_naive_loop_is_not_plain_training(here):
@@ -308,7 +310,7 @@ class Kept(nn.Module):
 
 def refused(place: Place, run: dict[str, Any]) -> str:
     try:
-        train(place, THREE, run)
+        train(place, {**THREE, **run.get("knobs", {})}, run)
     except ConfigError as error:
         return str(error)
     return "nothing"
@@ -320,6 +322,9 @@ def refused(place: Place, run: dict[str, Any]) -> str:
         ({"accumulate": 1}, "callbacks.pipeline.schedule=pipedream_2bw: needs accumulate=2 or more for 3 stages"),
         ({"others": {"nan_guard": NanGuard}}, "nan_guard and pipeline can't run together: nan_guard reads gradients"),
         ({"precision": "fp16"}, "pipeline and fp16 can't run together"),
+        ({"knobs": {"run_ahead": 0}}, "callbacks.pipeline.run_ahead=0: must be at least 1"),
+        ({"knobs": {"run_ahead": 4}}, "pipedream_2bw, run_ahead=4: needs accumulate=8 or more for 3 stages"),
+        ({"knobs": {"run_ahead": 2, "schedule": "1f1b"}}, "callbacks.pipeline.run_ahead=2: is for"),
         ({"recipe": Keeps}, "the model keeps a parameter outside its module"),
     ],
 )

@@ -18,7 +18,7 @@ from trainer.data.loader import Loader
 from trainer.errors import ConfigError, require, require_one_of
 from trainer.forward_backward import Accumulate, ForwardBackward
 from trainer.log import log
-from trainer.parallel.pipedream import PipeDream
+from trainer.parallel.pipedream import PipeDream, open_links
 from trainer.parallel.pipeline import SCHEDULES, Mesh, Pipeline
 from trainer.parallel.stages import KEY, Layout, balance, check_blocks, drop_others, holders
 from trainer.parallel.trial import Trial, cut_by_time, try_whole
@@ -41,6 +41,8 @@ class PipelineParallel(Callback):
             exact: a step applies the gradient of the batch before.
         cut: The first block of each stage but the first. `auto` measures the time of each block, on each rank, in
             forward passes of the first micro-batch. A resume keeps the cut.
+        run_ahead: Forward passes by which a stage of `pipedream_2bw` is ahead of the next one. With 2, messages between
+            stages may take a third of a forward and backward pass. More activations are kept.
     """
 
     role = Role.SPLIT
@@ -63,12 +65,18 @@ class PipelineParallel(Callback):
         stages: int = 2,
         schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "pipedream_2bw"] = "1f1b",
         cut: list[int] | Literal["auto"] = "auto",
+        run_ahead: int = 1,
     ) -> None:
         require(f"{KEY}.stages", stages, at_least=2)
         require_one_of(f"{KEY}.schedule", schedule, (*SCHEDULES, ASYNC))
         self.exact = schedule != ASYNC
         self.provides = frozenset() if self.exact else frozenset({"defers"})  # a step has the batch before's gradients
-        self.stages, self.schedule, self.cut = stages, schedule, cut
+        require(f"{KEY}.run_ahead", run_ahead, at_least=1)
+        if run_ahead > 1 and schedule != ASYNC:
+            raise ConfigError(
+                f"{KEY}.run_ahead={run_ahead}: is for {KEY}.schedule={ASYNC}, and schedule={schedule}; set it to 1"
+            )
+        self.stages, self.schedule, self.cut, self.run_ahead = stages, schedule, cut, run_ahead
         self.virtual = stages * (2 if schedule in TWICE else 1)
 
     def build_model(self, trainer, build: Callable[[], nn.Module]) -> nn.Module:
@@ -96,19 +104,20 @@ class PipelineParallel(Callback):
 
     def distribute(self, trainer, model: nn.Module) -> Pipeline:
         accumulate = trainer.plan.accumulate
-        needed = {"1f1b": self.stages, ASYNC: self.stages - 1}.get(self.schedule, 1)
+        needed = {"1f1b": self.stages, ASYNC: self.run_ahead * (self.stages - 1)}.get(self.schedule, 1)
         if accumulate < needed:
+            ahead = f", run_ahead={self.run_ahead}" if self.run_ahead > 1 else ""
             raise ConfigError(
-                f"{KEY}.schedule={self.schedule}: needs accumulate={needed} or more for {self.stages} stages, and "
-                f"accumulate={accumulate}; raise accumulate, or use {KEY}.schedule=gpipe"
+                f"{KEY}.schedule={self.schedule}{ahead}: needs accumulate={needed} or more for {self.stages} stages, "
+                f"and accumulate={accumulate}; raise accumulate, or use {KEY}.schedule=gpipe"
             )
         idle = [name for name, other in trainer.callbacks.items() if other.communicates]
         if idle and not self.mesh.replicas:
             log.info("pipeline: one replica of each stage, nothing to reduce: %s will do nothing", ", ".join(idle))
         kind = Pipeline
         if not self.exact:
-            groups = [trainer.ranks.new_groups(self.mesh.pipes) for _ in range(2)]
-            kind = partial(PipeDream, groups=groups, rehearsing=lambda: trainer.rehearsing)
+            links = open_links(trainer.ranks, self.mesh.pipes)
+            kind = partial(PipeDream, links=links, run_ahead=self.run_ahead, rehearsing=lambda: trainer.rehearsing)
         self.strategy = kind(
             model, find_blocks(trainer.recipe, model, None, KEY), self.layout, self.holders, self.mesh,
             split=Split(trainer.batch, self.mesh.data_world, accumulate), schedule=self.schedule,
