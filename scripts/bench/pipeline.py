@@ -3,8 +3,8 @@
     python -m scripts.bench.pipeline [--quick] [--rounds 3] [--json FILE]
 
 Four stages run eight micro-batches. A stage sleeps 40 ms forward and 80 ms backward, so cores that are busy disturb
-little. Rates give a message of 128 KiB no time, a quarter of a forward pass, a half, or a whole one. Waiting is the
-time of a step beyond the 960 ms that a stage works. Needs Linux, root and iproute2. The bench takes about 8 minutes.
+little. A message has 1 MiB; links let 128 KiB of it through at once, and the rest takes 0, 10, 20 or 40 ms. Waiting is
+the time of a step beyond the 960 ms that a stage works. Needs Linux, root and iproute2. It takes about 12 minutes.
 """
 
 import json
@@ -32,8 +32,8 @@ from trainer.trainer import Trainer
 
 STAGES, MICROS = 4, 8
 FORWARD_S, BACKWARD_S = 0.040, 0.080
-WIDTH = 32768  # 128 KiB
-RATES = {"0 ms": None, "10 ms": "105mbit", "20 ms": "52mbit", "40 ms": "26mbit"}  # a message's time -> a link's rate
+WIDTH = 1 << 18  # 1 MiB
+RATES = {"0 ms": None, "10 ms": "768mbit", "20 ms": "384mbit", "40 ms": "192mbit"}  # a message's time -> a link's rate
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b"},
     "2bw": {"schedule": "pipedream_2bw"},
@@ -168,7 +168,7 @@ def main() -> int:
     args = parser("pipeline", __doc__, "one rate, 5 steps, 1 round", "without it 3, or 1 if --quick").parse_args()
     about = print_machine(("torch",))
     rates = {"10 ms": RATES["10 ms"]} if args.quick else RATES
-    rounds, steps = args.rounds or (1 if args.quick else 3), 5 if args.quick else 10
+    rounds, steps = args.rounds or (1 if args.quick else 3), 5 if args.quick else 8
     times: dict[str, list[dict[str, float]]] = {message: [] for message in rates}
     with Cluster(STAGES) as cluster:
         for n in range(rounds):

@@ -118,7 +118,7 @@ class PipeDream(Pipeline):
     A step runs the forward passes of its batch, and applies the gradients of the batch before:
     W(t+1) = W(t) - step(gradient of batch t-1 at W(t-1)). With `run_ahead` = 1, stage s of S is S - 1 - s
     micro-batches behind with its backward passes, also at the end of a step. The first step has no gradients to apply,
-    and no step applies those of the last batch. Between two stages messages travel beside the passes.
+    and no step applies those of the last batch.
 
     Args:
         links: Of `open_links`.

@@ -46,7 +46,7 @@ class WeightVersions:
         """Put these into the model, in the place of the parameters."""
         if leaves is not self.used:
             for module, name, i in self.places:
-                setattr(module, name, leaves[i])  # torch's recurrent modules keep lists of theirs
+                module._parameters[name] = leaves[i]
             self.used = leaves
 
     @torch.no_grad()

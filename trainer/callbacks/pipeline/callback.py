@@ -41,8 +41,8 @@ class PipelineParallel(Callback):
             exact: a step applies the gradient of the batch before.
         cut: The first block of each stage but the first. `auto` measures the time of each block, on each rank, in
             forward passes of the first micro-batch. A resume keeps the cut.
-        run_ahead: Forward passes by which a stage of `pipedream_2bw` is ahead of the next one. With 2, messages between
-            stages may take a third of a forward and backward pass. More activations are kept.
+        run_ahead: Forward passes by which a stage of `pipedream_2bw` is ahead of the next one. More of them hide slower
+            messages, and keep more activations.
     """
 
     role = Role.SPLIT
