@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -86,7 +87,7 @@ def train(place: Place, name: str) -> float:
     return (times.ends[SETTLED + STEPS - 1] - times.ends[SETTLED - 1]) / STEPS
 
 
-def rank(folder: str, names: list[str]) -> None:
+def rank(folder: str, names: Sequence[str]) -> None:
     """Train in each way as a rank; write the times."""
     os.chdir(folder)
     torch.set_num_threads(1)
@@ -95,7 +96,7 @@ def rank(folder: str, names: list[str]) -> None:
     Path(f"{folder}/rank{number}.json").write_text(json.dumps(times))
 
 
-def measure(cluster: Cluster, rate: str | None, names: list[str]) -> dict[str, float]:
+def measure(cluster: Cluster, rate: str | None, names: Sequence[str]) -> dict[str, float]:
     """Return the seconds of a step in each way, on the slowest rank."""
     with tempfile.TemporaryDirectory() as folder:
         cluster.shape(rate)

@@ -115,11 +115,12 @@ def test_micro_batches_in_flight_are_those_of_torchs_schedules(name: str, kind: 
     """Exact but for `interleaved`, of which there is a bound that the stages with most reach."""
     for micros in (1, 2, ranks, 2 * ranks - 1, 4 * ranks):
         expected = peaks(getattr(schedules, kind), ranks, micros)
-        found = in_flight(name, 2 * ranks, ranks, micros)
+        found = in_flight(name, 2 * ranks, ranks, micros, 1)
         assert all(one >= other for one, other in zip(found, expected, strict=True))
         assert max(found) == max(expected)
         assert name == "interleaved" or found == expected
-    assert in_flight("gpipe", 3, 3, 7) == [7] * 3 and in_flight("1f1b", 3, 3, 7) == [3, 2, 1]
+    assert in_flight("gpipe", 3, 3, 7, 1) == [7] * 3 and in_flight("1f1b", 3, 3, 7, 1) == [3, 2, 1]
+    assert in_flight("pipedream_2bw", 3, 3, 4, 2) == [5, 3, 1]
 
 
 def peaks(kind: Any, ranks: int, micros: int) -> list[int]:

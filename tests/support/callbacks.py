@@ -58,6 +58,7 @@ CHANGES: Table = {
     "optimizer_in_backward": OptimizerInBackward,
     "overlap": Overlap,
     "pipeline": lambda: PipelineParallel(stages=STAGES, schedule="gpipe"),
+    "pipeline.2bw": lambda: PipelineParallel(stages=STAGES, schedule="pipedream_2bw"),
     "shard": Shard,
     "shard.2": lambda: Shard(stage=2),
     "shard.3": lambda: Shard(stage=3),

@@ -73,8 +73,10 @@ class Room:
         return fullest[0], self.need(*fullest)
 
 
-def in_flight(schedule: str, stages: int, ranks: int, micros: int) -> list[int]:
+def in_flight(schedule: str, stages: int, ranks: int, micros: int, run_ahead: int) -> list[int]:
     """Return the most micro-batches of each stage between forward and backward pass, or a bound above it."""
+    if schedule == "pipedream_2bw":
+        return [run_ahead * (stages - 1 - stage) + 1 for stage in range(stages)]
     by_stage: dict[str, Callable[[int], int]] = {
         "gpipe": lambda stage: micros,
         "interleaved": lambda stage: min(stages, 2 * (stages - stage) - 1),

@@ -52,7 +52,8 @@ class Mesh:
         self.stages, self.data_world = stages, ranks.world // stages
         self.stage, self.data_rank = divmod(ranks.rank, self.data_world)
         rows = torch.arange(ranks.world).view(stages, self.data_world)
-        self.pipe = ranks.new_groups(rows.T.tolist())
+        self.pipes: list[list[int]] = rows.T.tolist()  # the ranks of each pipeline
+        self.pipe = ranks.new_groups(self.pipes)
         self.replicas = ranks.new_groups(rows.tolist()) if self.data_world > 1 else None
         self.host = ranks.host
 
@@ -101,6 +102,7 @@ class Pipeline:
         self.model, self.layout, self.mesh, self.holders = model, layout, mesh, holders
         self.data_rank, self.data_world, self.replicas = mesh.data_rank, mesh.data_world, mesh.replicas
         self.parameters = trained(model)
+        self.leaves: list[nn.Parameter] = self.parameters  # what passes use, and leave gradients in
         self.micros, self.rows, self.schedule_name = split.micros(mesh.data_rank), split.micro, schedule
         self.reduce, self.expected, self.seed, self.step, self.device = reduce, expected, seed, step, device
         self.own = layout.of(mesh.stage)
@@ -157,6 +159,16 @@ class Pipeline:
     def buckets(self) -> list[list[int]]:
         return [list(bucket) for bucket in self.reducer.buckets]
 
+    def drain(self) -> None:
+        """Finish passes of earlier steps: there are none."""
+
+    def pending(self) -> dict[str, Any]:
+        """Return what this rank has of gradients that no step has taken."""
+        return {}
+
+    def load_pending(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError("a step has taken all gradients")
+
     def unwrap(self) -> None:
         """Let the parameters go. No rank can run the model alone."""
         self.reducer.close()
@@ -194,6 +206,12 @@ class Pipeline:
     @torch.no_grad()
     def clip(self, max_norm: float | None) -> Tensor:
         """Clip to the global norm over all stages: the norm of the parameters' norms, in the order of the model."""
+        norms = self._norms()
+        dist.all_reduce(norms, group=self.mesh.pipe)
+        return self._clip_to(norms, max_norm)
+
+    def _norms(self) -> Tensor:
+        """Return the norm of each parameter of the model; all but this rank's own are zero, so a sum keeps the bits."""
         norms = torch.zeros(len(self.slots), dtype=self.parameters[0].dtype, device=self.device)
         own = [
             (self.slots[name], p.grad)
@@ -203,7 +221,10 @@ class Pipeline:
         if own:
             values = torch._foreach_norm([grad for _, grad in own])
             norms[[slot for slot, _ in own]] = torch.stack(values).to(norms.dtype)
-        dist.all_reduce(norms, group=self.mesh.pipe)  # all others are zero, so the sum has the same bits
+        return norms
+
+    def _clip_to(self, norms: Tensor, max_norm: float | None) -> Tensor:
+        """Clip to the norm of the norms of all parameters, if they are given a limit; return it."""
         total = torch.linalg.vector_norm(norms)
         if max_norm is not None:
             clip_grads_with_norm_(self.parameters, max_norm, total)
@@ -221,12 +242,8 @@ class Pipeline:
     # The passes of a step.
     def forward_backward(self, data: Step, total: Callable[[], int]) -> list[Tensor]:
         """Run the schedule, and reduce the gradients; return the losses of all micro-batches on each rank."""
-        batches, weights = [batch for batch, _ in data], list(data.weights)
-        schedule = self.schedule or self._prepare(batches[0])
-        if len(batches) < self.micros:  # the rehearsal's
-            batches, weights = batches * self.micros, weights * self.micros
-        own = [weight * self.data_world for weight in weights[: self.micros]]
-        self.pass_ = Pass(batches[: self.micros], own, total())
+        self.pass_ = self._read(data, total)
+        schedule = self.schedule or self._prepare(self.pass_.batches[0])
         arguments: dict[str, Any] = {}
         if self.layout.stages - 1 in self.own:
             arguments["target"] = torch.zeros(self.micros)  # the batch has it
@@ -246,6 +263,13 @@ class Pipeline:
         self._reduce()
         return losses[: len(data.weights)]
 
+    def _read(self, data: Step, total: Callable[[], int]) -> "Pass":
+        batches, weights = [batch for batch, _ in data], list(data.weights)
+        if len(batches) < self.micros:  # the rehearsal's
+            batches, weights = batches * self.micros, weights * self.micros
+        own = [weight * self.data_world for weight in weights[: self.micros]]
+        return Pass(batches[: self.micros], own, total)
+
     def run_stage(self, stage: int, micro: int, received: Tensor | None) -> Tensor:
         """Run a stage forward; return its output for the next stage, or of the last one the weighed loss, (1,)."""
         now = self.pass_
@@ -256,16 +280,16 @@ class Pipeline:
             stream = padded(stream, (self.rows, *self.metas[stage][0][1:]))
             return stream.clone() if stream._is_view() else stream  # zero-bubble schedules detach it in place
         if not now.weights[micro]:
-            loss = zero_loss([*self.parameters, *([] if received is None else [received])], False)  # of any leaves
+            loss = zero_loss([*self.leaves, *([] if received is None else [received])], False)  # of any leaves
         now.losses.append(loss.detach())
-        return weigh_loss(loss, now.weights[micro], now.total).reshape(1)
+        return weigh_loss(loss, now.weights[micro], now.total()).reshape(1)
 
     def _seed(self, step: int, micro: int, part: int) -> None:
         """Seed what the model draws, by the part of the model and not by the stage: a cut then changes no bits."""
         torch.manual_seed(mix(self.seed, PIPELINE, self.data_rank, step, micro, part))
 
-    def _prepare(self, batch: Any) -> Any:
-        """Run the stages one after another without gradients, for the shapes between them; return the schedule."""
+    def _find_forms(self, batch: Any) -> None:
+        """Run the stages one after another without gradients, for the shapes between them."""
         loss = math.inf
         mode = nullcontext() if self.expected is None else evaluating(self.model)
         with torch.no_grad(), mode, suppress(OutputElsewhere):
@@ -277,6 +301,10 @@ class Pipeline:
         self._refuse_other_loss(found.item())
         rows = max((shape[0] for shape, _ in self.metas.values()), default=0)
         self.rows = max(self.rows, rows)
+
+    def _prepare(self, batch: Any) -> Any:
+        """Return the schedule, once the shapes between stages are known."""
+        self._find_forms(batch)
         self.parts = [Part(self, stage) for stage in self.own]
         self.stages = [
             pipelining.PipelineStage(
@@ -322,12 +350,16 @@ class Pipeline:
     @torch.no_grad()
     def _share(self, losses: list[Tensor]) -> list[Tensor]:
         """Return the last stage's losses, as float64 scalars, on every rank of the pipeline."""
-        values = torch.zeros(self.micros, dtype=torch.float64, device=self.device)
-        if losses:
-            values.copy_(torch.stack([loss.reshape(()).double() for loss in losses]))
+        values = self._values(losses)
         last = self.mesh.global_rank(self.layout.rank(self.layout.stages - 1))
         dist.broadcast(values, last, group=self.mesh.pipe)
         return list(values.unbind())
+
+    def _values(self, losses: list[Tensor]) -> Tensor:
+        """Return the losses as one tensor, (micro-batches,); without any it is NaN."""
+        if not losses:
+            return torch.full((self.micros,), math.nan, dtype=torch.float64, device=self.device)
+        return torch.stack([loss.reshape(()).double() for loss in losses])
 
     @torch.no_grad()
     def _reduce(self) -> None:
@@ -401,10 +433,10 @@ class Pass:
 
     Args:
         weights: Items of each, times the number of replicas.
-        total: Items of the step, over all ranks.
+        total: Returns the items of the step, over all ranks.
     """
 
-    def __init__(self, batches: list[Any], weights: list[int], total: int) -> None:
+    def __init__(self, batches: list[Any], weights: list[int], total: Callable[[], int]) -> None:
         self.batches, self.weights, self.total = batches, weights, total
         self.losses: list[Tensor] = []
 

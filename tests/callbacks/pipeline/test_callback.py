@@ -286,7 +286,7 @@ def refused(place: Place, knobs: dict[str, Any], run: dict[str, Any]) -> str:
     [
         ({"stages": 2}, {}, "callbacks.pipeline.stages=2: does not divide 3 rank(s); use 3"),
         ({"stages": 3}, {"depth": 2}, "callbacks.pipeline.stages: 3 stages"),
-        ({"stages": 3}, {"accumulate": 2}, "callbacks.pipeline.schedule=1f1b: needs accumulate=3 or more"),
+        ({"stages": 3}, {"accumulate": 2}, "callbacks.pipeline.schedule=1f1b: needs accumulate=3 or more for 3 stages"),
         ({"stages": 3, "cut": [2, 2]}, {}, "callbacks.pipeline.cut=[2, 2]: must be 2 rising numbers from 1 to 5"),
         ({"stages": 3, "cut": [2]}, {}, "callbacks.pipeline.cut=[2]: must be 2 rising numbers"),
         ({"stages": 3, "cut": [0, 3]}, {}, "callbacks.pipeline.cut=[0, 3]: must be 2 rising numbers"),

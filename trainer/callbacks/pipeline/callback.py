@@ -1,9 +1,10 @@
 """Runs the model as a pipeline: each rank has some of its blocks, and micro-batches pass from rank to rank."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
@@ -19,11 +20,13 @@ from trainer.data.loader import Loader
 from trainer.errors import ConfigError, require, require_one_of
 from trainer.forward_backward import Accumulate, ForwardBackward
 from trainer.log import log
-from trainer.parallel.cut import Fits, balance, cut_by_time, memory_limit
+from trainer.parallel.cut import Fits, balance, cut_by_time, in_flight, memory_limit
+from trainer.parallel.pipedream import PipeDream, open_links
 from trainer.parallel.pipeline import SCHEDULES, Mesh, Pipeline
 from trainer.parallel.stages import KEY, Layout, check_blocks, drop_others, holders, part_sums
 from trainer.parallel.trial import Trial, try_whole
 
+ASYNC = "pipedream_2bw"
 TWICE = ("interleaved", "zero_bubble", "zbv")  # schedules with two stages on each rank
 
 
@@ -36,12 +39,15 @@ class PipelineParallel(Callback):
     Args:
         stages: Ranks of a pipeline. It divides the number of ranks.
         schedule: The order of the passes: `gpipe`, `1f1b` (Narayanan et al. 2019, arXiv:1806.03377), `interleaved`
-            (2021, arXiv:2104.04473), `zero_bubble` or `zbv` (Qi et al. 2024, arXiv:2401.10241). The last three cut the
-            model into two stages for each rank.
+            (2021, arXiv:2104.04473), `zero_bubble` or `zbv` (Qi et al. 2024, arXiv:2401.10241). These three cut the
+            model into two stages for each rank. `pipedream_2bw` (2021, arXiv:2006.09503) is asynchronous, and not
+            exact: a step applies the gradient of the batch before.
         cut: The first block of each stage but the first. `auto` measures the time of each block on each rank,
             in forward passes of the first micro-batch. `auto` also counts the bytes that a block keeps for its backward
             pass, and leaves out cuts that do not fit the ranks' memory. A resume keeps the cut.
         memory_gib: GiB that a rank may take, for `cut=auto`; null: what its GPU has. On a CPU, null is no limit.
+        run_ahead: Forward passes by which a stage of `pipedream_2bw` is ahead of the next one. More of them hide slower
+            messages, and keep more activations.
     """
 
     role = Role.SPLIT
@@ -61,14 +67,23 @@ class PipelineParallel(Callback):
     def __init__(
         self,
         stages: int = 2,
-        schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b",
+        schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "pipedream_2bw"] = "1f1b",
         cut: list[int] | Literal["auto"] = "auto",
         memory_gib: float | None = None,
+        run_ahead: int = 1,
     ) -> None:
         require(f"{KEY}.stages", stages, at_least=2)
-        require_one_of(f"{KEY}.schedule", schedule, tuple(SCHEDULES))
+        require_one_of(f"{KEY}.schedule", schedule, (*SCHEDULES, ASYNC))
         require(f"{KEY}.memory_gib", memory_gib, above=0)
-        self.stages, self.schedule, self.cut, self.memory_gib = stages, schedule, cut, memory_gib
+        require(f"{KEY}.run_ahead", run_ahead, at_least=1)
+        self.exact = schedule != ASYNC
+        self.provides = frozenset() if self.exact else frozenset({"defers"})  # a step has the batch before's gradients
+        if run_ahead > 1 and schedule != ASYNC:
+            raise ConfigError(
+                f"{KEY}.run_ahead={run_ahead}: is for {KEY}.schedule={ASYNC}, and schedule={schedule}; set it to 1"
+            )
+        self.stages, self.schedule, self.cut = stages, schedule, cut
+        self.memory_gib, self.run_ahead = memory_gib, run_ahead
         self.virtual = stages * (2 if schedule in TWICE else 1)
 
     def build_model(self, trainer, build: Callable[[], nn.Module]) -> nn.Module:
@@ -96,15 +111,21 @@ class PipelineParallel(Callback):
 
     def distribute(self, trainer, model: nn.Module) -> Pipeline:
         accumulate = trainer.plan.accumulate
-        if self.schedule == "1f1b" and accumulate < self.stages:
+        needed = {"1f1b": self.stages, ASYNC: self.run_ahead * (self.stages - 1)}.get(self.schedule, 1)
+        if accumulate < needed:
+            ahead = f", run_ahead={self.run_ahead}" if self.run_ahead > 1 else ""
             raise ConfigError(
-                f"{KEY}.schedule=1f1b: needs accumulate={self.stages} or more, one micro-batch for each stage, and "
-                f"accumulate={accumulate}; raise accumulate, or use {KEY}.schedule=gpipe"
+                f"{KEY}.schedule={self.schedule}{ahead}: needs accumulate={needed} or more for {self.stages} stages, "
+                f"and accumulate={accumulate}; raise accumulate, or use {KEY}.schedule=gpipe"
             )
         idle = [name for name, other in trainer.callbacks.items() if other.communicates]
         if idle and not self.mesh.replicas:
             log.info("pipeline: one replica of each stage, nothing to reduce: %s will do nothing", ", ".join(idle))
-        self.strategy = Pipeline(
+        kind = Pipeline
+        if not self.exact:
+            links = open_links(trainer.ranks, self.mesh.pipes)
+            kind = partial(PipeDream, links=links, run_ahead=self.run_ahead, rehearsing=lambda: trainer.rehearsing)
+        self.strategy = kind(
             model, find_blocks(trainer.recipe, model, None, KEY), self.layout, self.holders, self.mesh,
             split=Split(trainer.batch, self.mesh.data_world, accumulate), schedule=self.schedule,
             reduce=trainer.reduce if self.mesh.replicas else None, seed=trainer.options.seed,
@@ -119,6 +140,25 @@ class PipelineParallel(Callback):
 
     def on_fit_end(self, trainer) -> None:
         self.strategy.unwrap()  # hooks of parameters keep the trainer alive, past Python's collector
+
+    def on_fit_start(self, trainer) -> None:
+        trainer.lag = int(not self.exact)
+
+    def on_flush(self, trainer) -> None:
+        self.strategy.drain()
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        return self.strategy.pending()
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        if state["starts"] != list(self.layout.starts) or self.exact:
+            log.warning("%s: the cut or the schedule differs, so the gradients of the last batch are dropped", KEY)
+        else:
+            self.strategy.load_pending(state)
+
+    def merge_rank_states(self, states: Iterator[dict[str, Any]]) -> dict[str, Any]:
+        log.warning("%s: the number of ranks differs, so the gradients of the last batch are dropped", KEY)
+        return {}
 
     def decisions(self) -> dict[str, Any]:
         return {"starts": list(self.layout.starts), "blocks": self.layout.blocks, "schedule": self.schedule}
@@ -171,7 +211,8 @@ class PipelineParallel(Callback):
         own = self.memory_gib * 2**30 if self.memory_gib is not None else memory_limit(trainer.device)
         every = [math.inf if limit is None else limit for limit in trainer.ranks.gather(own)]
         limits = [min(every[rank] for rank in stage) for stage in place]
-        room = make_room(trainer, model, blocks, layout, self.trials, limits, self.schedule)
+        live = in_flight(self.schedule, self.virtual, self.stages, trainer.plan.accumulate, self.run_ahead)
+        room = make_room(trainer, model, blocks, self.trials, limits, live, 1 if self.exact else 2)
         starts = cut(room.fits)
         if starts and not room.holds(starts, ranks):  # two stages of a rank, which fit one by one
             room = room.halved()

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from trainer.callback import Role, TrainerProtocol
 from trainer.errors import ConfigError
-from trainer.parallel.cut import Room, Sizes, in_flight
-from trainer.parallel.stages import KEY, Layout, part_sums
+from trainer.parallel.cut import Room, Sizes
+from trainer.parallel.stages import KEY, part_sums
 from trainer.parallel.trial import Trial
 
 PROBE = 256  # rows and columns of a matrix whose optimizer state is measured
@@ -19,32 +19,31 @@ def make_room(
     trainer: TrainerProtocol,
     model: nn.Module,
     blocks: Sequence[nn.Module],
-    layout: Layout,
     trials: Sequence[Trial],
     limits: Sequence[float],
-    schedule: str,
+    live: Sequence[int],
+    versions: int,
 ) -> Room:
     """Return the bytes that stages need and may take.
 
     Args:
-        layout: Has the ranks of stages; where stages begin does not count.
         trials: Of all ranks; empty if the model was not tried, and then saved bytes count as none.
         limits: Of each stage.
+        live: Of each stage: the micro-batches between their forward and their backward pass, at most.
+        versions: Of the weights, each with gradients.
     """
     of_state = state_share(trainer)
     averaged = bool(has(trainer, Role.AVERAGE))
 
     def held(p: nn.Parameter) -> float:
-        return p.nbytes * (1 + averaged + (1 + of_state if p.requires_grad else 0))
+        return p.nbytes * (1 + averaged + (2 * versions - 1 + of_state if p.requires_grad else 0))
 
     saved, stream = [0.0] * (len(blocks) + 2), 0
     if trials:
         saved, stream = [max(column) for column in zip(*(t.saved for t in trials), strict=True)], trials[0].stream
     if trials and has(trainer, Role.RECOMPUTE):  # the least that a recomputed block keeps: its input
         saved = [saved[0], *(min(each, stream) for each in saved[1:-1]), saved[-1]]
-    micros = trainer.plan.accumulate
-    live = in_flight(schedule, layout.stages, layout.ranks, micros)
-    return Room(Sizes(part_sums(model, blocks, held), saved, stream), limits, live, micros)
+    return Room(Sizes(part_sums(model, blocks, held), saved, stream), limits, live, trainer.plan.accumulate)
 
 
 def has(trainer: TrainerProtocol, role: Role) -> list[str]:

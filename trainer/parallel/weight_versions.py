@@ -1,0 +1,66 @@
+"""Two versions of the weights of a stage, for backward passes that run after a step (PipeDream-2BW)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class Version:
+    """The weights that the passes of one batch use.
+
+    Attributes:
+        leaves: In the order of the parameters, with gradients of their own.
+        apart: The leaves have memory of their own; else it is the parameters'.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.leaves = [nn.Parameter(p.data) for p in parameters]
+        self.apart = False
+
+
+class WeightVersions:
+    """The parameters have the newest weights; passes of the batch before use the weights of their version.
+
+    A step must leave the tensors alone that backward passes still need. `part` gives the parameters other memory for
+    that, so each weight is in memory twice at the most.
+
+    Args:
+        model: Has the parameters, also tied ones.
+        parameters: Those that are trained.
+    """
+
+    def __init__(self, model: nn.Module, parameters: list[nn.Parameter]) -> None:
+        index = {id(p): i for i, p in enumerate(parameters)}
+        self.parameters = parameters
+        self.places = [
+            (module, name, index[id(p)])
+            for module in model.modules()
+            for name, p in module._parameters.items()
+            if id(p) in index
+        ]
+        self.used: Sequence[nn.Parameter] = parameters
+        self.spare: list[Tensor] = []  # memory that no version uses
+
+    def use(self, leaves: Sequence[nn.Parameter]) -> None:
+        """Put these into the model, in the place of the parameters."""
+        if leaves is not self.used:
+            for module, name, i in self.places:
+                module._parameters[name] = leaves[i]
+            self.used = leaves
+
+    @torch.no_grad()
+    def part(self, version: Version) -> None:
+        """Leave the parameters' memory to the version, and give them other memory with the same weights."""
+        memory = self.spare or [torch.empty_like(p) for p in self.parameters]
+        torch._foreach_copy_(memory, list(self.parameters))
+        for p, new in zip(self.parameters, memory, strict=True):
+            p.data = new
+        self.spare, version.apart = [], True
+
+    def release(self, version: Version) -> None:
+        """Give the gradients to the parameters; no pass needs the version any more."""
+        for p, leaf in zip(self.parameters, version.leaves, strict=True):
+            p.grad = leaf.grad
+        if version.apart:
+            self.spare = [leaf.data for leaf in version.leaves]
