@@ -159,6 +159,7 @@ class Plan:
         on = {
             "clip": self.options.clip_norm is not None,
             "fp16": "fp16" in self.options.precision,  # of some rank
+            "fp8": self.options.precision == "fp8",
             "bf16_params": self.options.precision == "bf16_params",
             "find_unused_parameters": ddp.find_unused_parameters,
             "static_graph": ddp.static_graph,
