@@ -18,7 +18,6 @@ from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 from toy_recipe import Toy
 
-from trainer import precision_fp8
 from trainer.callback import Callback
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.callbacks.compile import Compile
@@ -26,8 +25,8 @@ from trainer.callbacks.ema import EMA
 from trainer.callbacks.pipeline.callback import PipelineParallel
 from trainer.callbacks.shard.callback import Shard
 from trainer.errors import ConfigError
-from trainer.precision import Precision
-from trainer.precision_fp8 import compute_in_fp8, refuse_without_fp8
+from trainer.precision import Precision, fp8
+from trainer.precision.fp8 import compute_in_fp8, refuse_without_fp8
 from trainer.process.environment import Place
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -40,7 +39,7 @@ def emulated() -> Iterator[None]:
     config = partial(Float8LinearConfig, emulate=True)
     with (
         mock.patch("torchao.float8.Float8LinearConfig", config),
-        mock.patch("trainer.precision.refuse_without_fp8", lambda device: None),
+        mock.patch("trainer.precision.formats.refuse_without_fp8", lambda device: None),
     ):
         yield
 
@@ -74,7 +73,7 @@ class Model(nn.Module):
 def test_hidden_layers_with_sizes_that_are_multiples_of_16_are_converted_and_the_rest_is_counted(caplog):
     model = Model()
     before, state = dict(model.named_parameters(remove_duplicate=False)), torch.get_rng_state()
-    with emulated(), mock.patch.object(precision_fp8.log, "propagate", True), caplog.at_level("INFO", "echelon"):
+    with emulated(), mock.patch.object(fp8.log, "propagate", True), caplog.at_level("INFO", "echelon"):
         assert compute_in_fp8(model) is model
     converted = [name for name, layer in model.named_modules() if isinstance(layer, Float8Linear)]
     assert converted == ["blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2"]
@@ -126,7 +125,7 @@ def test_a_device_without_fp8_is_refused(device, monkeypatch):
 def test_torchao_is_asked_for_where_it_is_missing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     refuse_without_fp8(CUDA)
-    monkeypatch.setattr(precision_fp8.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(fp8.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"precision=fp8: needs the package torchao; .* 'torchao>=0\.18,<0\.19'"):
         refuse_without_fp8(CUDA)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from trainer.errors import ConfigError
-from trainer.precision_fp8 import compute_in_fp8, refuse_without_fp8
+from trainer.precision.fp8 import compute_in_fp8, refuse_without_fp8
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # of autocast
 
@@ -27,7 +27,7 @@ class Precision:
     (arXiv:1710.03740), and modules read bf16 copies of them. On a GPU autocast runs LayerNorm in float32, and casts its
     results for each product. Here nothing is cast but parameters, inputs and outputs.
 
-    `fp8` is bf16 autocast whose linear layers compute in FP8, as `precision_fp8` has it.
+    `fp8` is bf16 autocast whose linear layers compute in FP8, as `compute_in_fp8` has it.
 
     `auto` is each device's own: bf16 on a GPU that computes in it, fp16 on other GPUs, and fp32 on a CPU. Weights and
     gradients are float32 in all formats, so ranks of different formats train together. If one rank is in fp16, all
