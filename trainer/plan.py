@@ -160,7 +160,8 @@ class Plan:
             "clip": self.options.clip_norm is not None,
             "fp16": "fp16" in self.options.precision,  # of some rank
             "fp8": self.options.precision == "fp8",
-            "bf16_params": self.options.precision == "bf16_params",
+            "bf16_params": self.options.precision == "bf16_params" and self.options.master_weights,
+            "bf16_weights": not self.options.master_weights,
             "find_unused_parameters": ddp.find_unused_parameters,
             "static_graph": ddp.static_graph,
             "gradient_as_bucket_view": ddp.gradient_as_bucket_view,

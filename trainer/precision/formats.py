@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from trainer.errors import ConfigError
 from trainer.precision.fp8 import compute_in_fp8, refuse_without_fp8
+from trainer.precision.rounding import round_steps, store_in_bf16
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # of autocast
 
@@ -25,7 +27,8 @@ class Precision:
 
     `bf16_params` computes all of the model in bf16, without autocast. Parameters are float32 master weights
     (arXiv:1710.03740), and modules read bf16 copies of them. On a GPU autocast runs LayerNorm in float32, and casts its
-    results for each product. Here nothing is cast but parameters, inputs and outputs.
+    results for each product. Here nothing is cast but parameters, inputs and outputs. Without `master_weights`
+    parameters are stored in bf16 alone, and so are gradients; steps round stochastically, as `round_steps` has it.
 
     `fp8` is bf16 autocast whose linear layers compute in FP8, as `compute_in_fp8` has it.
 
@@ -39,6 +42,7 @@ class Precision:
     Args:
         deterministic: Use kernels that give the same bits every time. If an operation has no such kernel, torch raises.
         each: Returns on every rank the values of all ranks.
+        master_weights: Store the parameters of `bf16_params` in float32.
 
     Attributes:
         name: The format of this rank.
@@ -51,12 +55,19 @@ class Precision:
         device: torch.device,
         deterministic: bool = False,
         each: Callable[[Any], list[Any]] = lambda value: [value],
+        master_weights: bool = True,
     ) -> None:
         cuda, setting = device.type == "cuda", name
         if name == "auto":
             name = fastest(device)
         if name == "tf32" and not (cuda and torch.cuda.get_device_capability(device) >= (8, 0)):
             raise ConfigError(f"trainer.precision=tf32: {device} has no TF32; use trainer.precision=auto")
+        if not master_weights and name != "bf16_params":
+            raise ConfigError(
+                f"trainer.master_weights=false: precision={setting} stores weights in float32, and computes from them; "
+                "set trainer.precision=bf16_params, or trainer.master_weights=true"
+            )
+        self.master_weights = master_weights
         if name == "fp8":
             refuse_without_fp8(device)
         self.name, self.device = name, device
@@ -85,9 +96,15 @@ class Precision:
         """
         if self.name == "fp8":
             return compute_in_fp8(model)
+        if not self.master_weights:
+            store_in_bf16(model)
         if self.name == "bf16_params":
             compute_in_bf16(model)
         return model
+
+    def wrap_optimizer(self, optimizer: Optimizer, module: nn.Module, seed: int, step: Callable[[], int]) -> Optimizer:
+        """Return the optimizer; without master weights its steps round stochastically."""
+        return optimizer if self.master_weights else round_steps(optimizer, module, seed, step)
 
     def cast(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function` under autocast; in float32 `function` itself: a null context takes 2 us of a small step."""
