@@ -1,7 +1,6 @@
 """Trains weights that are stored in bf16 alone: each step rounds them stochastically."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.errors import ConfigError
 from trainer.rng import ROUNDING, mix
 
 CHUNK = 1 << 24  # elements that have float32 copies at a time, unless a single parameter has more
@@ -17,10 +17,19 @@ STRIDE, SCRAMBLES = 0xBF58476D1CE4E5B9, ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049
 
 
 def store_in_bf16(model: nn.Module) -> None:
-    """Round the float32 parameters to bf16, to nearest. The parameters stay the same objects."""
-    for p in model.parameters():
-        if p.dtype == torch.float32:
-            p.data = p.data.to(torch.bfloat16)
+    """Round the float32 parameters to bf16, to nearest. The parameters stay the same objects.
+
+    Raises:
+        ConfigError: A parameter has another format.
+    """
+    for name, p in model.named_parameters():
+        if p.dtype not in (torch.float32, torch.bfloat16):
+            kind = str(p.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"trainer.master_weights=false: {name} is {kind}, and a step rounds from float32 to bf16; give the "
+                "model float32 parameters, or set trainer.master_weights=true"
+            )
+        p.data = p.data.to(torch.bfloat16)
 
 
 def round_steps(optimizer: Optimizer, module: nn.Module, seed: int, step: Callable[[], int]) -> Optimizer:
@@ -41,14 +50,15 @@ def round_steps(optimizer: Optimizer, module: nn.Module, seed: int, step: Callab
     # Without the hooks of a step, which run once around all chunks.
     plain: Any = type(optimizer).step.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
 
+    @torch.no_grad()
     def stepped(optimizer: Any) -> None:
         groups, done = optimizer.param_groups, step()
         try:
             for group in groups:
                 for params in chunks([p for p in group["params"] if p.grad is not None]):
-                    optimizer.param_groups = [{**group, "params": params}]
-                    with in_float32(params, lambda p: mix(seed, ROUNDING, done, numbers[p])):
-                        plain(optimizer)
+                    copies = step_copies(optimizer, group, params, plain)
+                    for p, copy in zip(params, copies, strict=True):
+                        p.detach().copy_(rounded(copy, mix(seed, ROUNDING, done, numbers[p])))
         finally:
             optimizer.param_groups = groups
 
@@ -69,22 +79,25 @@ def chunks(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield group
 
 
-@contextmanager
-def in_float32(params: Sequence[Tensor], key: Callable[[Tensor], int]) -> Iterator[None]:
-    """Give bf16 parameters and their gradients float32 values; at the end round the weights back into their memory."""
-    kept = [(p, p.data, p.grad) for p in params if p.dtype == torch.bfloat16]
-    for p, weight, gradient in kept:
-        assert gradient is not None
-        p.grad = None  # has the parameter's dtype, always
-        p.data, p.grad = weight.float(), gradient.float()
-    try:
-        yield
-        for p, weight, _ in kept:
-            weight.copy_(rounded(p.data, key(p)))
-    finally:
-        for p, weight, gradient in kept:
-            p.grad = None
-            p.data, p.grad = weight, gradient
+def step_copies(
+    optimizer: Any, group: dict[str, Any], params: Sequence[Tensor], plain: Callable[[Any], Any]
+) -> list[Tensor]:
+    """Step float32 copies of the parameters in their stead, with their state; return the copies.
+
+    Another dtype of `p.data` would drop the node that accumulates its gradient, and DDP's hook with it.
+    """
+    copies, state = [p.detach().float() for p in params], optimizer.state
+    for p, copy in zip(params, copies, strict=True):
+        assert p.grad is not None
+        copy.grad = p.grad.float()
+        if p in state:
+            state[copy] = state[p]
+    optimizer.param_groups = [{**group, "params": copies}]
+    plain(optimizer)
+    for p, copy in zip(params, copies, strict=True):
+        if copy in state:
+            state[p] = state.pop(copy)
+    return copies
 
 
 def rounded(value: Tensor, key: int) -> Tensor:
