@@ -16,7 +16,6 @@ from trainer import rng
 from trainer.callback import Callback
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.callbacks.auto_batch import AutoBatch
-from trainer.callbacks.compile import Compile
 from trainer.callbacks.ema import EMA
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.local_sgd import LocalSGD
@@ -158,9 +157,7 @@ def test_float32_weights_without_masters_are_refused(precision):
 
 def test_parameters_of_another_format_are_refused():
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-    with pytest.raises(
-        ConfigError, match=r"master_weights=false: 1\.weight is float64, and a step rounds from float32"
-    ):
+    with pytest.raises(ConfigError, match=r"master_weights=false: 1\.weight is float64, and a step rounds from"):
         Precision("bf16_params", CPU, master_weights=False).convert(net)
 
 
@@ -195,7 +192,6 @@ SAME: dict[str, dict[str, Callback]] = {
 CLOSE: dict[str, dict[str, Callback]] = {
     "overlap": {"overlap": Overlap()},
     "auto_batch": {"auto_batch": AutoBatch(max_micro=2)},
-    "compile": {"compile": Compile(backend="aot_eager")},
     "topk": {"grad_compress": GradCompress("topk", density=0.5)},
     "powersgd": {"grad_compress": GradCompress("powersgd")},
 }
@@ -228,6 +224,7 @@ def test_ranks_stay_equal_a_resume_has_the_same_bits_and_callbacks_have_plain_tr
         case("late", {"overlap": Overlap()}, resume="ckpt/overlap/step-00000003"),
     ]
     ranks = run_ranks(3, runs, cases)
+    bounds = {"plain": 0.01, "auto_batch": 0.01, "overlap": 0.01, "powersgd": 0.01, "topk": 0.05}  # of the loss, 0.17
     for found in ranks:
         assert "checkpoint of another model (names, shapes or dtypes" in found.pop("masters")["refused"]
         assert not (refused := {run: each["refused"] for run, each in found.items() if "refused" in each}), refused
@@ -241,8 +238,8 @@ def test_ranks_stay_equal_a_resume_has_the_same_bits_and_callbacks_have_plain_tr
         np.testing.assert_array_equal(found["overlap"]["weights"], found["late"]["weights"])
         for run in SAME:
             np.testing.assert_array_equal(plain["weights"], found[run]["weights"], err_msg=run)
-        for run in ("plain", *CLOSE):
-            assert abs(found[run]["losses"][-1] - float32["losses"][-1]) < 0.05, run
+        for run, bound in bounds.items():
+            assert abs(found[run]["losses"][-1] - float32["losses"][-1]) < bound, run
         assert not np.array_equal(plain["weights"], found["seed"]["weights"])
 
 
