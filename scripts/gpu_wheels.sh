@@ -11,7 +11,7 @@ packages=(
     antlr4-python3-runtime braceexpand hydra-core omegaconf rich markdown-it-py mdurl pygments webdataset  # the trainer
     execnet iniconfig pluggy pytest pytest-timeout pytest-xdist                                             # the tests
     accelerate lightning lightning-utilities pytorch-lightning torchmetrics                                 # the bench
-    bitsandbytes torchao
+    bitsandbytes torchao                                                # the latter's compiled kernels are not used
 )
 for package in "${packages[@]}"; do
     grep -q "^$package==" constraints.txt || echo "${0##*/}: $package is not in constraints.txt, and is left out" >&2

@@ -381,8 +381,9 @@ def test_the_order_in_the_config_means_nothing(row):
 def test_a_conflict_with_a_setting_names_a_feature():
     """One that was renamed would be guarded against no more."""
     on = Options(clip_norm=1.0, precision="fp16", ddp=DDPOptions(None, True, True, True))
-    both = (on, replace(on, precision="bf16_params"))
-    features = set[str]().union(*(Plan.features(SimpleNamespace(options=options)) for options in both))
+    others = ({"precision": "fp8"}, {"precision": "bf16_params"}, {"master_weights": False})
+    each = (on, *(replace(on, **other) for other in others))
+    features = set[str]().union(*(Plan.features(SimpleNamespace(options=options)) for options in each))
     capabilities = {capability for make in ALL.values() for capability in make().provides}
     for row, make in ALL.items():
         assert {key for key in make().conflicts if isinstance(key, str)} <= features | capabilities, row

@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **{
         name: {"ddp": DDPOptions(0.005, **{name: True})}
         for name in SETTINGS
-        if name not in ("clip", "fp16", "bf16_params")
+        if name not in ("clip", "fp16", "fp8", "bf16_params", "bf16_weights")
     },
 }
 CASES = [(setting, row) for setting in OPTIONS for row in ROWS]

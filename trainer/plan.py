@@ -159,7 +159,9 @@ class Plan:
         on = {
             "clip": self.options.clip_norm is not None,
             "fp16": "fp16" in self.options.precision,  # of some rank
-            "bf16_params": self.options.precision == "bf16_params",
+            "fp8": self.options.precision == "fp8",
+            "bf16_params": self.options.precision == "bf16_params" and self.options.master_weights,
+            "bf16_weights": not self.options.master_weights,
             "find_unused_parameters": ddp.find_unused_parameters,
             "static_graph": ddp.static_graph,
             "gradient_as_bucket_view": ddp.gradient_as_bucket_view,

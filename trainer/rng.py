@@ -26,6 +26,7 @@ INT8_NOISE = 6  # (step, rank, *shape, start, stop): rounding of gradients
 MIXTURE_PLACES = 7  # (block, place): order of the data sets in a block of a mixture
 POWERSGD_START = 7  # (rows, columns): first factor of a matrix
 PIPELINE = 8  # (rank, step, micro-batch, part): a pipeline's forward pass: before the blocks, each block, after them
+ROUNDING = 9  # (step, parameter): stochastic rounding of weights that are stored in bf16
 
 
 def mix(*keys: int) -> int:

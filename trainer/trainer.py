@@ -98,7 +98,9 @@ class Trainer:
         self.rank, self.world, self.device = self.ranks.rank, self.ranks.world, self.ranks.device
         with ExitStack() as refused:
             refused.callback(self.ranks.close)  # so that peers that wait for this rank get an error
-            self.precision = Precision(options.precision, self.device, options.deterministic, self.ranks.each)
+            self.precision = Precision(
+                options.precision, self.device, options.deterministic, self.ranks.each, options.master_weights
+            )
             self.plan = Plan(
                 recipe, callbacks or {}, schedule or Constant(),
                 batch=batch, micro_batch=micro_batch, accumulate=accumulate, data=data or DataOptions(),
@@ -170,7 +172,9 @@ class Trainer:
         distribute = next(iter(self._hooks["distribute"]), type(self)._distribute)
         self.strategy: Strategy = distribute(self, self.module)
         self.parameters = self.strategy.parameters
-        self.optimizer = self._wrap("wrap_optimizer", make_optimizer(optimizer, self.module, self.rules))
+        made = make_optimizer(optimizer, self.module, self.rules)
+        made = self.precision.wrap_optimizer(made, self.module, self.options.seed, lambda: self.step)
+        self.optimizer = self._wrap("wrap_optimizer", made)
         self.clips = self.options.clip_norm is not None
         self.peak_lr = [group["lr"] for group in self.optimizer.param_groups]
         self.scaler = self.precision.scaler

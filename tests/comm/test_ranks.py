@@ -112,6 +112,26 @@ def test_no_rank_ends_before_rank_0():
     assert all(run_ranks(3, late))
 
 
+def other_limit(place: Place) -> tuple[list[float], float]:
+    """The limits of the groups, changed and set back; and whether a rank may be late in between."""
+    ranks = Ranks(place, "cpu", "auto", 0.5)
+    group, found = ranks.new_group(), []
+    groups = (dist.group.WORLD, ranks.host, group)
+    for seconds in (30.0, 0.5):
+        ranks.set_timeout(seconds)
+        found += [each._get_backend(CPU).options._timeout.total_seconds() for each in groups]
+        if seconds > 1:
+            time.sleep(1.0 * (place.rank == 1))
+            dist.all_reduce(torch.ones(1), group=group)
+    patient = ranks.patient._get_backend(CPU).options._timeout
+    ranks.close()
+    return found, patient.days
+
+
+def test_the_limit_of_groups_that_exist_can_be_changed_but_that_of_the_patient_one():
+    assert run_ranks(3, other_limit) == [([30.0] * 3 + [0.5] * 3, 30)] * 3
+
+
 def test_one_rank_starts_nothing():
     ranks = Ranks(Place(), "cpu", "auto", 60.0)
     assert not dist.is_initialized()

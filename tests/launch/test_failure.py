@@ -7,7 +7,7 @@ import pytest
 
 from trainer.launch.failure import find_failure
 from trainer.launch.restart_policy import RestartPolicy
-from trainer.process.heartbeat import Beat
+from trainer.process.heartbeat import Beat, Heartbeat
 
 LOST = "Connection closed by peer"
 
@@ -95,3 +95,15 @@ def test_who_lets_its_peers_fail_is_told_of(codes, own, rank, told, tmp_path):
     failure = find_failure(codes, range(3), tmp_path, Path("logs"), [])
     assert failure is not None and failure.rank == rank and told in failure.text.splitlines()[-1]
     assert failure.reported == (failure.text.splitlines()[-1] in (LOST, "its own"))
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 1800.0])
+def test_a_rank_that_let_its_peers_wait_for_long_work_is_told_of_with_the_limit(patience_s, tmp_path):
+    for rank in (0, 2):
+        report(tmp_path, rank, LOST)
+    beats = Heartbeat(str(tmp_path / "heartbeat-1"))
+    beats.beat(3, patience_s=patience_s)
+    beats.close()
+    failure = find_failure({0: 1, 2: 1}, range(3), tmp_path, Path("logs"), [])
+    said = "echelon: rank 1 had announced long work, as a compilation is; raise trainer.timeout_s"
+    assert failure is not None and (failure.text.splitlines()[-1] == said) == bool(patience_s)

@@ -20,7 +20,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
 SETTINGS = {
     "clip": "trainer.clip_norm",
     "fp16": "trainer.precision=fp16",
+    "fp8": "trainer.precision=fp8",
     "bf16_params": "trainer.precision=bf16_params",
+    "bf16_weights": "trainer.master_weights=false",
     "find_unused_parameters": "trainer.ddp.find_unused_parameters",
     "static_graph": "trainer.ddp.static_graph",
     "gradient_as_bucket_view": "trainer.ddp.gradient_as_bucket_view",

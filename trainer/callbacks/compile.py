@@ -1,11 +1,14 @@
 """Compiles the blocks of the model, or the whole model, with torch.compile."""
 
 import importlib.util
+import math
 import os
 import shutil
 import sysconfig
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -18,7 +21,9 @@ from torch.fx import GraphModule
 from trainer.blocks import find_blocks
 from trainer.callback import Callback, Role
 from trainer.errors import ConfigError, nearest, require
+from trainer.forward_backward import ForwardBackward
 from trainer.log import log
+from trainer.process.heartbeat import Heartbeat
 from trainer.timeouts import COMPILE_S
 
 KEY = "callbacks.compile"
@@ -35,7 +40,8 @@ class Compile(Callback):
     Equal blocks share their graphs, one for training and one for evaluation. Inductor fuses operations, so its sums are
     in another order than eager's. Dropout draws other numbers than eager's unless `fallback_random` is set.
 
-    The rehearsal compiles. A later graph of a block is a recompilation, except for its first evaluation.
+    The rehearsal compiles. A later graph of a block is a recompilation, except for its first evaluation. Until the
+    rehearsal has ended, collectives wait `COMPILE_S` longer than `trainer.timeout_s` for a rank that compiles.
 
     Args:
         blocks: Class names of the modules to compile; null takes `recipe.blocks`, or the members of the longest
@@ -90,11 +96,12 @@ class Compile(Callback):
         self.config.__enter__()
         self.breaks = graph_breaks()
         modules = [model] if self.whole else find_blocks(trainer.recipe, model, self.blocks, f"{KEY}.blocks")
-        beat = partial(trainer.heartbeat.beat, patience_s=COMPILE_S)
         kinds: dict[Any, GraphCounter] = {}
+        limit_s = trainer.options.timeout_s if trainer.world > 1 else math.inf
         for module in modules:
             name = type(module).__name__
-            counter = kinds.setdefault(signature(module), GraphCounter(name, compile_graph, beat, self.max_recompiles))
+            counter = GraphCounter(name, compile_graph, trainer.heartbeat, self.max_recompiles, limit_s)
+            counter = kinds.setdefault(signature(module), counter)
             # `compile` alone skips a forward of torch's own, such as nn.Sequential's. A copy of the module gets a
             # partial of its own, with the copy's weights; a closure would keep these.
             module.forward = partial(call, module.forward)
@@ -113,10 +120,26 @@ class Compile(Callback):
         options = torch._inductor.list_mode_options(self.mode or "default")
         return partial(compile_graph, config_patches={**options, "fallback_random": self.fallback_random})
 
+    def wrap_forward_backward(self, trainer, run: ForwardBackward) -> ForwardBackward:
+        """Let the ranks wait for each other in the rehearsal, whose passes reduce gradients.
+
+        Raises:
+            ConfigError: The whole model is to be compiled, and its forward pass communicates.
+        """
+        if self.whole and trainer.strategy.lockstep:
+            raise ConfigError(
+                f"{KEY}.whole=true: parameters are gathered block by block inside the model, where Dynamo does not "
+                f"trace; set {KEY}.whole=false, which compiles the blocks"
+            )
+        trainer.ranks.set_timeout(trainer.options.timeout_s + COMPILE_S)  # all groups are made by now
+        trainer.heartbeat.beat(patience_s=COMPILE_S)
+        return run
+
     def rehearse(self, trainer, run_pass: Callable[[Any], None], batch: Any) -> None:
         run_pass(batch)  # one rank alone has no other rehearsal
 
     def on_fit_start(self, trainer) -> None:
+        trainer.ranks.set_timeout(trainer.options.timeout_s)
         graphs, seconds = self._graphs(), sum(counter.seconds for counter in self.counters)
         if not graphs:
             names = ", ".join(sorted({counter.name for counter in self.counters}))
@@ -162,12 +185,16 @@ class GraphCounter:
     Args:
         name: The class of the blocks.
         compile_graph: The backend that compiles.
-        beat: Called before each compilation, which may take minutes.
+        heartbeat: Of this rank: a compilation may take minutes.
         most: Recompilations after which graphs run eagerly, until the callback ends the run.
+        limit_s: Seconds that other ranks wait for this one once the rehearsal is over.
     """
 
-    def __init__(self, name: str, compile_graph: GraphCompiler, beat: Callable[[], None], most: int) -> None:
-        self.name, self.compile_graph, self.beat, self.most = name, compile_graph, beat, most
+    def __init__(
+        self, name: str, compile_graph: GraphCompiler, heartbeat: Heartbeat, most: int, limit_s: float
+    ) -> None:
+        self.name, self.compile_graph, self.heartbeat = name, compile_graph, heartbeat
+        self.most, self.limit_s = most, limit_s
         self.graphs = {True: 0, False: 0}  # by whether gradients are recorded
         self.expected = UNLIMITED  # graphs in either mode that are no recompilations
         self.seconds, self.shapes = 0.0, ""
@@ -188,15 +215,33 @@ class GraphCounter:
         self.shapes = ", ".join(map(str, shown[:3]))
         if self.recompiles > self.most:
             return graph.forward
-        self.beat()
         began = time.monotonic()
-        compiled = self.compile_graph(graph, inputs)
+        with self._announced():
+            compiled = self.compile_graph(graph, inputs)
         seconds = time.monotonic() - began
         self.seconds += seconds
         if self.graphs[mode] > self.expected:
             text = "compile: %s compiled again in %.1f s, for inputs of %s; recompilation %d of at most %d"
             log.info(text, self.name, seconds, self.shapes, self.graphs[mode] - self.expected, self.most)
         return compiled
+
+    @contextmanager
+    def _announced(self) -> Iterator[None]:
+        """Announce long work. After the rehearsal, warn before the other ranks give up: their error has no cause."""
+        self.heartbeat.beat(patience_s=COMPILE_S)
+        if self.expected == UNLIMITED:
+            yield
+            return
+        half = self.limit_s / 2
+        text = "compile: %s has compiled for %.3g s, and other ranks wait for trainer.timeout_s=%g at most; raise it"
+        timer = threading.Timer(min(half, threading.TIMEOUT_MAX), log.warning, (text, self.name, half, 2 * half))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self.heartbeat.beat()
 
 
 def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

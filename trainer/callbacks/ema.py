@@ -22,6 +22,10 @@ class EMA(Callback):
     """
 
     role = Role.AVERAGE
+    conflicts = {
+        "bf16_weights": "the average is in the weights' bf16, whose last place is above most of its changes; use "
+        "trainer.master_weights=true"
+    }
 
     def __init__(self, decay: float = 0.999) -> None:
         if not 0 <= decay < 1:

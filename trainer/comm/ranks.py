@@ -68,6 +68,12 @@ class Ranks:
         assert isinstance(group, dist.ProcessGroup)
         return group
 
+    def set_timeout(self, seconds: float) -> None:
+        """Change the limit of later collectives in the groups that exist. `each` and `first` stay without one."""
+        for group in () if self.world == 1 else list(dist.distributed_c10d._world.pg_map):
+            if group is not self.patient:
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
     def new_groups(self, parts: list[list[int]]) -> dist.ProcessGroup:
         """Make a group for each of the `parts` that the ranks fall into; return this rank's. A collective."""
         own, _ = dist.new_subgroups_by_enumeration(parts, timeout=self.timeout, backend=self.backend)

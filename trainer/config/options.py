@@ -79,7 +79,8 @@ class Options:
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
     affinity: Literal["auto", "none"] = "auto"  # auto: a rank has cores of its GPU's NUMA node to itself
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "bf16_params"] = "auto"
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8", "bf16_params"] = "auto"
+    master_weights: bool = True  # false: with bf16_params, weights in bf16 alone, which steps round stochastically
     deterministic: bool = False  # GPU kernels that give the same bits every time; an error if an operation has none
     max_steps: int | None = None
     max_epochs: float | None = None

@@ -4,12 +4,14 @@ import contextlib
 import json
 import re
 import signal
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import HUNG, STOPPED
+from trainer.process.heartbeat import last
 
 # The rank that reports a killed data worker is not at fault: the kernel or a user may have killed the worker.
 KILLED_WORKER = re.compile("DataLoader worker .* killed by signal")
@@ -62,6 +64,9 @@ def find_failure(
     which, rank = named(gone or hung), (gone or hung)[0]
     how = "ended with code 0 before the others" if gone else "did not end and had to be killed"
     text = f"{text.rstrip()}\nechelon: {which} {how}: the likely cause; its log: {logs}/rank{rank}.log"
+    beat = None if gone else last(private / f"heartbeat-{rank}")
+    if beat and beat.until > time.monotonic():
+        text += f"\nechelon: rank {rank} had announced long work, as a compilation is; raise trainer.timeout_s"
     return Failure(rank, text, code, False)
 
 

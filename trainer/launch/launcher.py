@@ -41,7 +41,7 @@ def start(config: dict[str, Any], name: str, argv: list[str], place: Place) -> i
         )
     pick_backend(options.backend, torch.device("cuda" if gpus else "cpu"))
     if not gpus:  # with GPUs the ranks check it, since this process creates no CUDA context
-        Precision(options.precision, torch.device("cpu"))
+        Precision(options.precision, torch.device("cpu"), master_weights=options.master_weights)
     if devices == 1:
         with temporary_folder() as folder, sockets_in(folder):
             return train(config, name, argv, place)

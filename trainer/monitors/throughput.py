@@ -22,7 +22,7 @@ PEAKS = {  # by torch's full name of the device: boards with one chip differ
     "NVIDIA L40S": (362.0, 183.0, 91.6),
 }
 
-COLUMN = {"bf16": 0, "bf16_params": 0, "fp16": 0, "tf32": 1, "fp32": 2}
+COLUMN = {"bf16": 0, "bf16_params": 0, "fp16": 0, "fp8": 0, "tf32": 1, "fp32": 2}
 
 
 class Throughput(Callback):

@@ -53,6 +53,8 @@ class LocalSGD(Callback):
     conflicts = {
         "own_order": "no gradient is reduced between synchronisations, and local_sgd.delay hides these; leave one out",
         Role.AVERAGE: "it would average one rank's own weights; leave ema out, since local_sgd validates an average",
+        "bf16_weights": "an average of weights would be rounded to nearest, which drops small updates; use "
+        "trainer.master_weights=true",
         "fp16": "each rank would have a loss scale of its own; use trainer.precision=bf16",
     }
 

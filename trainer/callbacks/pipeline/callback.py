@@ -59,6 +59,10 @@ class PipelineParallel(Callback):
         Role.REDUCE: "gradients are reduced over the replicas of a stage, not over all ranks; leave one out",
         Role.COMPILE: "a stage ends the model's forward pass inside it; leave one out",
         Role.QUANTIZE: "a stage has no numbers to convert for the blocks of other stages; leave one out",
+        "bf16_weights": "a stage's loss is compared with the whole model's, which is measured with float32 weights; "
+        "use trainer.master_weights=true",
+        "fp8": "a stage's loss is compared with the whole model's, which is measured before layers are in FP8; use "
+        "trainer.precision=bf16",
         "fp16": "each stage would scale its loss by its own overflows; use trainer.precision=bf16",
         "find_unused_parameters": "there is no DDP that looks for them; set trainer.ddp.find_unused_parameters=false",
         "static_graph": "there is no DDP that keeps the graph; set trainer.ddp.static_graph=false",

@@ -63,6 +63,8 @@ def conflicts(offload: bool) -> dict[Any, str]:
         "find_unused_parameters": "FSDP2 has no search for unused parameters; set "
         "trainer.ddp.find_unused_parameters=false, or use stage=1",
         "bf16_params": "FSDP2 gathers the float32 weights that modules read; use trainer.precision=bf16, or stage=2",
+        "bf16_weights": "a step rounds whole parameters, and a rank has rows; set trainer.master_weights=true, or "
+        "use stage=2",
         "static_graph": "FSDP2 has no such mode; set trainer.ddp.static_graph=false, or use stage=1",
         "gradient_as_bucket_view": "FSDP2 has no buckets; set trainer.ddp.gradient_as_bucket_view=null, or use stage=1",
     }

@@ -9,16 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from trainer.errors import ConfigError
+from trainer.precision.fp8 import compute_in_fp8, refuse_without_fp8
+from trainer.precision.rounding import round_steps, store_in_bf16
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # of autocast
 
 
 class Precision:
-    """The number formats of a run: `fp32`, `tf32`, `bf16` and `fp16` autocast, or `bf16_params`.
+    """The number formats of a run: `fp32`, `tf32`, `bf16` and `fp16` autocast, `fp8`, or `bf16_params`.
 
     With `tf32`, on Ampere or later, float32 matrix products have a 10-bit mantissa. With `fp16`, loss scaling is
     dynamic (Micikevicius et al. 2018, arXiv:1710.03740). With other formats the scaler is disabled, and every call to
@@ -26,7 +29,10 @@ class Precision:
 
     `bf16_params` computes all of the model in bf16, without autocast. Parameters are float32 master weights
     (arXiv:1710.03740), and modules read bf16 copies of them. On a GPU autocast runs LayerNorm in float32, and casts its
-    results for each product. Here nothing is cast but parameters, inputs and outputs.
+    results for each product. Here nothing is cast but parameters, inputs and outputs. Without `master_weights`
+    parameters are stored in bf16 alone, and so are gradients; steps round stochastically, as `round_steps` has it.
+
+    `fp8` is bf16 autocast whose linear layers compute in FP8, as `compute_in_fp8` has it.
 
     `auto` is each device's own: bf16 on a GPU that computes in it, fp16 on other GPUs, and fp32 on a CPU. Weights and
     gradients are float32 in all formats, so ranks of different formats train together. If one rank is in fp16, all
@@ -38,6 +44,7 @@ class Precision:
     Args:
         deterministic: Use kernels that give the same bits every time. If an operation has no such kernel, torch raises.
         each: Returns on every rank the values of all ranks.
+        master_weights: Store the parameters of `bf16_params` in float32.
 
     Attributes:
         name: The format of this rank.
@@ -50,12 +57,21 @@ class Precision:
         device: torch.device,
         deterministic: bool = False,
         each: Callable[[Any], list[Any]] = lambda value: [value],
+        master_weights: bool = True,
     ) -> None:
         cuda, setting = device.type == "cuda", name
         if name == "auto":
             name = fastest(device)
         if name == "tf32" and not (cuda and torch.cuda.get_device_capability(device) >= (8, 0)):
             raise ConfigError(f"trainer.precision=tf32: {device} has no TF32; use trainer.precision=auto")
+        if not master_weights and name != "bf16_params":
+            raise ConfigError(
+                f"trainer.master_weights=false: precision={setting} stores weights in float32, and computes from them; "
+                "set trainer.precision=bf16_params, or trainer.master_weights=true"
+            )
+        self.master_weights = master_weights
+        if name == "fp8":
+            refuse_without_fp8(device)
         self.name, self.device = name, device
         self.label = agree(setting, name, each)
         self.scaler = torch.amp.GradScaler(device.type, enabled="fp16" in self.label)
@@ -75,11 +91,15 @@ class Precision:
             torch.backends.cudnn.benchmark = False  # it would choose kernels by their time
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Return the model; with `bf16_params`, its modules read their parameters in bf16.
+        """Return the model; with `bf16_params`, its modules read their parameters in bf16. Convert it for `fp8`.
 
         Raises:
-            ConfigError: A module reads its parameters in another way.
+            ConfigError: A module reads its parameters in another way, or no layer can compute in FP8.
         """
+        if self.name == "fp8":
+            return compute_in_fp8(model)
+        if not self.master_weights:
+            store_in_bf16(model)
         if self.name == "bf16_params":
             compute_in_bf16(model)
         return model
@@ -96,6 +116,10 @@ class Precision:
                 module.__class__ = kind
             for handle in handles:
                 handle.remove()
+
+    def wrap_optimizer(self, optimizer: Optimizer, module: nn.Module, seed: int, step: Callable[[], int]) -> Optimizer:
+        """Return the optimizer; without master weights its steps round stochastically."""
+        return optimizer if self.master_weights else round_steps(optimizer, module, seed, step)
 
     def cast(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function` under autocast; in float32 `function` itself: a null context takes 2 us of a small step."""

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toy_recipe import Net, Toy
 
 from trainer import main as command
-from trainer import precision as number_formats
 from trainer.callback import Callback
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.callbacks.compile import Compile
@@ -28,7 +27,8 @@ from trainer.callbacks.ema import EMA
 from trainer.callbacks.overlap.callback import Overlap
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError
-from trainer.precision import DTYPES, Precision
+from trainer.precision import formats as number_formats
+from trainer.precision.formats import DTYPES, Precision
 from trainer.process.environment import Place
 from trainer.rng import GOLDEN, MASK
 from trainer.trainer import Trainer

@@ -1,0 +1,1 @@
+from trainer.precision.formats import Precision as Precision

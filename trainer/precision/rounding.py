@@ -1,0 +1,127 @@
+"""Trains weights that are stored in bf16 alone: each step rounds them stochastically."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.errors import ConfigError
+from trainer.rng import ROUNDING, mix
+
+CHUNK = 1 << 24  # elements that have float32 copies at a time, unless a single parameter has more
+# splitmix64 (Steele et al. 2014) in int64, whose products wrap around: multipliers, and shifts before each.
+STRIDE, SCRAMBLES = 0xBF58476D1CE4E5B9, ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+
+
+def store_in_bf16(model: nn.Module) -> None:
+    """Round the float32 parameters to bf16, to nearest. The parameters stay the same objects.
+
+    Raises:
+        ConfigError: A parameter has another format.
+    """
+    for name, p in model.named_parameters():
+        if p.dtype not in (torch.float32, torch.bfloat16):
+            kind = str(p.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"trainer.master_weights=false: {name} is {kind}, and a step rounds from float32 to bf16; give the "
+                "model float32 parameters, or set trainer.master_weights=true"
+            )
+        p.data = p.data.to(torch.bfloat16)
+
+
+def round_steps(optimizer: Optimizer, module: nn.Module, seed: int, step: Callable[[], int]) -> Optimizer:
+    """Let the optimizer step float32 copies of its bf16 parameters, and round the results stochastically.
+
+    Round to nearest would drop every update below half a unit in the last place (Gupta et al. 2015, arXiv:1502.02551;
+    Zamirai et al. 2020, arXiv:2010.06192). Stochastic rounding keeps each in the mean. Random numbers are keyed by
+    (seed, step, parameter), so replicas stay equal, and a resume has the same bits. The optimizer's state is float32.
+
+    Memory: float32 copies of `CHUNK` elements of weights and gradients. The optimizer's step must be a function of each
+    parameter alone.
+
+    Args:
+        module: Gives each parameter its number, by the order of names.
+        step: Returns the number of steps done.
+    """
+    numbers: dict[Tensor, int] = {p: i for i, p in enumerate(module.parameters())}
+    # Without the hooks of a step, which run once around all chunks.
+    plain: Any = type(optimizer).step.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
+
+    @torch.no_grad()
+    def stepped(optimizer: Any) -> None:
+        groups, done = optimizer.param_groups, step()
+        try:
+            for group in groups:
+                for params in chunks([p for p in group["params"] if p.grad is not None]):
+                    copies = step_copies(optimizer, group, params, plain)
+                    for p, copy in zip(params, copies, strict=True):
+                        p.detach().copy_(rounded(copy, mix(seed, ROUNDING, done, numbers[p])))
+        finally:
+            optimizer.param_groups = groups
+
+    made: Any = optimizer
+    made.step = partial(Optimizer.profile_hook_step(stepped), optimizer)
+    return made
+
+
+def chunks(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Cut the parameters into groups of at most `CHUNK` elements."""
+    group: list[Tensor] = []
+    for p in params:
+        if group and sum(q.numel() for q in group) + p.numel() > CHUNK:
+            yield group
+            group = []
+        group.append(p)
+    if group:
+        yield group
+
+
+def step_copies(
+    optimizer: Any, group: dict[str, Any], params: Sequence[Tensor], plain: Callable[[Any], Any]
+) -> list[Tensor]:
+    """Step float32 copies of the parameters in their stead, with their state; return the copies.
+
+    Another dtype of `p.data` would drop the node that accumulates its gradient, and DDP's hook with it.
+    """
+    copies, state = [p.detach().float() for p in params], optimizer.state
+    for p, copy in zip(params, copies, strict=True):
+        assert p.grad is not None
+        copy.grad = p.grad.float()
+        if p in state:
+            state[copy] = state[p]
+    optimizer.param_groups = [{**group, "params": copies}]
+    plain(optimizer)
+    for p, copy in zip(params, copies, strict=True):
+        if copy in state:
+            state[p] = state.pop(copy)
+    return copies
+
+
+def rounded(value: Tensor, key: int) -> Tensor:
+    """Round float32 to one of the two nearest bf16 numbers, with the probability that keeps the mean.
+
+    A bf16 number is the upper half of a float32 number. So 16 random bits are added, and the lower half is cut off.
+    Infinity and NaN stay.
+    """
+    noise = random_words(key, value.numel(), value.device).view(value.shape)
+    cut = ((value.view(torch.int32) + noise) & ~0xFFFF).view(torch.float32)
+    return torch.where(value.isfinite(), cut, value).to(torch.bfloat16)
+
+
+def random_words(key: int, count: int, device: torch.device) -> Tensor:
+    """Return `count` numbers of 16 bits as int32 (count,): the words of `rng.mix_each`, the same on every device.
+
+    torch's own generators give other numbers on other models of GPU, so replicas on unequal GPUs would part.
+    """
+    state = torch.arange(-(-count // 4), device=device) * signed(STRIDE) + signed(key)
+    for shift, factor in SCRAMBLES:
+        state = (state ^ ((state >> shift) & ((1 << 64 - shift) - 1))) * signed(factor)
+    return state.view(torch.int16)[:count].int() & 0xFFFF
+
+
+def signed(word: int) -> int:
+    """Return the int64 of the same 64 bits."""
+    return word - (1 << 64) if word >> 63 else word
