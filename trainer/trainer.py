@@ -152,7 +152,7 @@ class Trainer:
     def _build(self, optimizer: Callable[[Groups], Optimizer]) -> None:
         torch.manual_seed(self.options.seed)
         self.ddp = self.options.ddp.arguments(self.device.type == "cuda")
-        build = partial(build_model, self.recipe)
+        build = partial(self._build_model, optimizer)
         for hook in self._hooks["build_model"]:
             build = partial(hook, self, build)
         module = to_device(build(), self.device)
@@ -161,7 +161,6 @@ class Trainer:
         self.module = self._wrap("wrap_model", self.precision.convert(module))
         self.eval_model = self.global_model = self.module  # is validated, is saved
         self.loss = CheckedLoss(self.precision.cast(self.recipe.loss), weight_of(self.recipe) or count_samples)
-        self.rules = ParameterRules(optimizer, self.recipe, self.module)  # freezes, before a strategy waits for these
         refuse_untrained(self.module)
         self.parameters = trained(self.module)
         if self.world > 1 and self._hooks["wrap_reduce"]:  # otherwise DDP's own reducer runs, which is in C++
@@ -183,6 +182,12 @@ class Trainer:
         if self.plan.resumed:
             training_state.refuse_other_model(self, self.plan.resumed)
         self._try_recipe()
+
+    def _build_model(self, optimizer: Callable[[Groups], Optimizer]) -> nn.Module:
+        """Return the recipe's model; find its groups, and freeze, before callbacks cut it or wait for gradients."""
+        model = build_model(self.recipe)
+        self.rules = ParameterRules(optimizer, self.recipe, model)
+        return model
 
     def _open_loader(self) -> None:
         plan, strategy, options = self.plan, self.strategy, self.options

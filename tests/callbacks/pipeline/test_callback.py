@@ -1,6 +1,7 @@
 """Pipelines against the same model in one piece: losses and weights bit for bit."""
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from trainer.callbacks.nan_guard import NanGuard
 from trainer.callbacks.pipeline import PipelineParallel
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError
+from trainer.optim.groups import WithGroups
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -108,6 +110,13 @@ class Frozen(Toy):
         return net
 
 
+class Grouped(Toy):
+    """The recipe's group is of the last rank's block, and is told from others by what trains."""
+
+    def parameter_groups(self, model: Any) -> list[dict[str, Any]]:
+        return [{"params": [p for p in model.blocks[4].parameters() if p.requires_grad], "lr_scale": 3.0}]
+
+
 class Losses(Callback):
     """Keeps the losses of all micro-batches, and the norms."""
 
@@ -127,7 +136,7 @@ def train(place: Place, knobs: dict[str, Any] | None, run: dict[str, Any] | None
     trainer = Trainer(
         recipe,
         {**pipeline, **{name: make() for name, make in run.get("others", {}).items()}, "losses": losses},
-        lambda groups: torch.optim.AdamW(groups, lr=0.01),
+        WithGroups(partial(torch.optim.AdamW, lr=0.01), run.get("groups", [])),
         batch=run["batch"],
         accumulate=run["accumulate"],
         options=Options(
@@ -249,6 +258,30 @@ def test_a_run_with_dropout_resumes_bit_for_bit(here):
     ends = [{name: w for rank in ranks for name, w in rank["weights"].items()} for ranks in (resumed, straight)]
     assert ends[0].keys() == ends[1].keys()  # each run has measured its own cut
     assert all((ends[0][name] == value).all() for name, value in ends[1].items())
+
+
+GROUPS = [
+    {"match": "first.*", "lr_scale": 0.1},
+    {"match": "blocks.1.*", "weight_decay": 0.5},
+    {"match": ["last.bias", "blocks.0.0.bias"], "freeze": True},
+    {"match": "last.*", "lr": 0.03},
+]
+
+
+def test_settings_of_some_parameters_are_those_of_the_unsplit_model(here):
+    """Each group but one is of parameters that only one of the ranks has."""
+    run = {"recipe": Grouped, "groups": GROUPS}
+    (alone,) = run_ranks(1, train, None, run)
+    plain = run_ranks(1, train, None)[0]["weights"]
+    assert plain.keys() - alone["weights"].keys() == {"last.bias", "blocks.0.0.bias"}
+    assert not (alone["weights"]["blocks.4.0.weight"] == plain["blocks.4.0.weight"]).any()
+    same_bits(run_ranks(2, train, {"stages": 2, "cut": [3]}, run), alone)
+
+
+def test_a_stage_that_a_group_freezes_is_refused(here):
+    run = {"groups": [{"match": ["first.*", "blocks.[0-2].*"], "freeze": True}]}
+    for text in run_ranks(2, refused, {"stages": 2, "cut": [3]}, run):
+        assert "stage 0 has no parameter that trains" in text
 
 
 def test_micro_batches_of_other_sizes_are_padded_on_their_way(here):
