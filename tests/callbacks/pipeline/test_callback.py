@@ -17,8 +17,10 @@ from trainer.callback import Callback
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.nan_guard import NanGuard
 from trainer.callbacks.pipeline import PipelineParallel
+from trainer.checkpoint import commit
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError
+from trainer.log import log
 from trainer.optim.groups import WithGroups
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
@@ -302,6 +304,34 @@ def test_an_export_and_other_runs_weights_are_whole(here):
     from_parts = run_ranks(1, train, None, {"init_from": str(checkpoint.parent)})
     from_file = run_ranks(2, train, {}, {"init_from": str(file)})
     same_bits(from_file, from_parts[0])
+
+
+def without_room(place: Place, steps: int) -> tuple[str, list[str]]:
+    """The error of a run whose last checkpoint fails, and the lines about its export."""
+    messages: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = commit.stage
+
+        def stage(folder: Path, step: int, *args: Any) -> Any:
+            if step == steps:
+                raise OSError(28, "No space left on device")
+            return real(folder, step, *args)
+
+        patch.setattr(commit, "stage", stage)
+        patch.setattr(log, "info", lambda form, *values: messages.append(form % values))
+        with pytest.raises((ConfigError, RuntimeError)) as error:  # rank 1 only learns that its peer has ended
+            train(place, {"cut": [3]}, {"recipe": Exports, "steps": steps})
+    return str(error.value), [line for line in messages if "export" in line]
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_without_the_last_checkpoint_nothing_is_exported(here, steps):
+    """A checkpoint of step 3 is there, or none; the disk's error ends the run."""
+    (error, told), _ = run_ranks(2, without_room, steps)
+    assert error.startswith("trainer.checkpoint.dir=ckpt: ") and "No space left on device" in error
+    assert not list(Path("runs").glob("*/export"))
+    assert [line.partition(" -m ")[0].split()[:2] for line in told] == ([["export", "with"]] if steps > 3 else [])
+    assert all("step-00000003" in line for line in told)
 
 
 def test_codecs_and_guards_see_what_they_see_in_ddp(here):
