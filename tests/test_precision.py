@@ -400,3 +400,22 @@ def test_an_rnn_is_refused_in_bf16_params():
     net = nn.Sequential(nn.Linear(2, 2), nn.GRU(2, 2))
     with pytest.raises(ConfigError, match=r"precision=bf16_params: 1 is a GRU, which keeps a list of its parameters"):
         Precision("bf16_params", CPU).convert(net)
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.SyncBatchNorm])
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_norm_stays_in_float32_in_bf16_params(kind, affine):
+    """Its inputs and outputs are bf16; its statistics are those of these inputs, in float32."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), kind(4, affine=affine), nn.Linear(4, 4))
+    alone = nn.BatchNorm1d(4, affine=affine)
+    seen = []
+    net[1].register_forward_hook(lambda module, args, out: seen.append((args[0].detach(), out.detach())))
+    net = Precision("bf16_params", CPU).convert(net)
+    net(torch.randn(8, 4)).square().sum().backward()
+    assert seen[0][0].dtype == torch.bfloat16 and torch.equal(seen[0][1], alone(seen[0][0]))
+    for name, value in alone.state_dict().items():
+        assert torch.equal(net[1].state_dict()[name], value)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
+    net.eval()(torch.randn(8, 4))
+    assert torch.equal(seen[1][1], alone.eval()(seen[1][0]))

@@ -120,7 +120,8 @@ def used_cuda() -> bool:
 def compute_in_bf16(model: nn.Module) -> None:
     """Let modules read float32 parameters as bf16. Float inputs of the model become bf16, its outputs float32.
 
-    Names, dtypes and gradients of the parameters stay. A gradient is computed in bf16 and accumulated in float32.
+    Names, dtypes and gradients of the parameters stay. A gradient is computed in bf16 and accumulated in float32. Batch
+    norm takes bf16 inputs, and keeps float32 parameters and statistics.
 
     Raises:
         ConfigError: The model has an RNN, which keeps a list of its parameters.
@@ -131,6 +132,8 @@ def compute_in_bf16(model: nn.Module) -> None:
                 f"trainer.precision=bf16_params: {name} is a {type(module).__name__}, which keeps a list of its "
                 "parameters; use trainer.precision=bf16"
             )
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            continue  # takes bf16 inputs, but only parameters of the type of its statistics
         names = tuple(key for key, p in module._parameters.items() if p is not None and p.dtype == torch.float32)
         if names:
             module.__class__ = reads_bf16(type(module), names)
