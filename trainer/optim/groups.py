@@ -204,5 +204,26 @@ def refuse_settings(rule: Rule, make: Make, made: Optimizer, groups: list[dict[s
         hint = nearest(name, {*made.defaults, "lr_scale", "freeze"})
         raise ConfigError(f"{rule.key}.{name}={settings[name]}: {kind} has no such setting of a group; {hint}")
     settings.pop("hidden", None)
+    for name, value in settings.items():
+        if not is_like(value, default := made.defaults[name]):
+            kind = "true or false" if isinstance(default, bool) else "a number"
+            kind = f"{len(default)} numbers, as {tuple(default)}" if isinstance(default, list | tuple) else kind
+            raise ConfigError(f"{rule.key}.{name}={value!r}: must be {kind}")
     if settings and settings.keys() <= inspect.signature(make).parameters.keys():
         tried(make, [{**group} for group in groups], rule.key, **settings)
+
+
+def is_like(value: Any, default: Any) -> bool:
+    """Return whether a value has the form of the optimizer's own. Any value is like null or a text."""
+    if isinstance(default, list | tuple):
+        same = isinstance(value, list | tuple) and len(value) == len(default)
+        return same and all(map(is_number, value, default))
+    if isinstance(default, bool):
+        return isinstance(value, bool)
+    return not isinstance(default, int | float) or is_number(value, default)
+
+
+def is_number(value: Any, default: Any) -> bool:
+    """Return whether a value is a number, or null like the optimizer's own."""
+    number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+    return number or (value is None and default is None)
