@@ -35,6 +35,10 @@ class PlanProtocol(Protocol):
     manifest: dict[str, Any]  # of the checkpoint that the run resumes; empty for a new run
     micro: int  # samples of the largest micro-batch, without a callback that splits
 
+    def features(self) -> set[str]:
+        """Return the features of the trainer that are on, as `Callback.conflicts` names them."""
+        ...
+
 
 class TrainerProtocol(Protocol):
     """The public attributes of the trainer. A callback may read them, and set those that say so."""

@@ -51,6 +51,7 @@ class FSDP:
     """
 
     lockstep, syncing, whole = True, True, False
+    bucket_bytes = 0
 
     def __init__(
         self,

@@ -78,6 +78,7 @@ class Pipeline:
     """
 
     whole, lockstep, syncing = False, True, True
+    bucket_bytes = 0
     constant_buffers: frozenset[str] = frozenset()
     loss: CheckedLoss  # set once the trainer has it
 

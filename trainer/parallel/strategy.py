@@ -33,6 +33,11 @@ class Strategy(Protocol):
     syncing: bool  # the next backward pass reduces
     constant_buffers: frozenset[str]  # names of those that are equal on all ranks
 
+    @property
+    def bucket_bytes(self) -> int:
+        """Return the bytes of the buckets that stay beside the gradients."""
+        ...
+
     def sync_gradients(self, on: bool) -> None:
         """Switch the reduction in the next backward passes on or off. Called when it changes."""
         ...
@@ -91,6 +96,7 @@ class SingleDevice:
 
     data_rank, data_world, whole, lockstep, syncing = 0, 1, True, False, True
     replicas: ProcessGroup | None = None
+    bucket_bytes = 0
     constant_buffers: frozenset[str] = frozenset()
 
     def __init__(self, model: nn.Module) -> None:

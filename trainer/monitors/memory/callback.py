@@ -1,25 +1,30 @@
 """Measures peak memory, limits what the process may take of a GPU, and advises when memory runs out."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
 from trainer.blocks import find_blocks
-from trainer.callback import Callback, Role, TrainerProtocol, present
+from trainer.callback import Callback, Role, TrainerProtocol, arrange
+from trainer.config.build import build
 from trainer.config.compose import CONF
+from trainer.config.targets import ALLOWED
 from trainer.errors import ConfigError, is_out_of_memory, require
 from trainer.forward_backward import ForwardBackward
 from trainer.log import log
 from trainer.monitors.memory import allocator
 from trainer.monitors.memory.advice import Setting, Use, advise, count_state, size
 
+CANDIDATES: list[tuple[str, dict[str, Any]]] = [("activation_checkpoint", {}), ("auto_batch", {})]
+CANDIDATES += [("shard", {"stage": stage}) for stage in (1, 2, 3)]
 EVENTS = 100_000  # allocations that a snapshot has; some hundred bytes of host memory each
 
 
@@ -151,9 +156,7 @@ def snapshot_file(trainer: TrainerProtocol) -> Path:
 def count(trainer: TrainerProtocol, max_share: float | None) -> Use:
     """Count the bytes of this rank."""
     module, parameters = trainer.module, trainer.parameters
-    gradients = size(parameters)
-    if trainer.world > 1 and type(trainer.strategy).__name__ == "DDP" and not trainer.ddp["gradient_as_bucket_view"]:
-        gradients *= 2  # DDP's buckets
+    gradients = size(parameters) + trainer.strategy.bucket_bytes
     state, expected = count_state(trainer.optimizer, parameters)
     peak, limit = allocator.peak_resident(), 0
     if trainer.device.type == "cuda":
@@ -165,7 +168,6 @@ def count(trainer: TrainerProtocol, max_share: float | None) -> Use:
 
 def setting(trainer: TrainerProtocol) -> Setting:
     """Return the settings of the run that the advice depends on."""
-    roles = {"recompute": Role.RECOMPUTE, "shard": Role.SHARD, "batch": Role.BATCH}
     try:
         blocks = len(find_blocks(trainer.recipe, trainer.module, None, ""))
     except ConfigError:
@@ -177,6 +179,20 @@ def setting(trainer: TrainerProtocol) -> Setting:
         trainer.precision.name,
         trainer.device.type == "cuda",
         type(getattr(trainer.optimizer, "optimizer", trainer.optimizer)).__name__,
-        frozenset(name for name, role in roles.items() if present(role, trainer.callbacks, set())),
-        frozenset(file.stem for group in ("callbacks", "optimizer") for file in (CONF / group).glob("*.yaml")),
+        frozenset(usable(trainer)),
     )
+
+
+def usable(trainer: TrainerProtocol) -> Iterator[str]:
+    """Yield the callbacks that the run would take beside its own, and the names of all optimizers."""
+    yield from (file.stem for file in (CONF / "optimizer").glob("*.yaml"))
+    for name, settings in CANDIDATES:
+        if name == "auto_batch" and trainer.plan.order is None:  # the data cuts the batches itself
+            continue
+        node: Any = OmegaConf.to_container(OmegaConf.load(CONF / "callbacks" / f"{name}.yaml"))
+        try:
+            candidate = build(f"callbacks.{name}", node[name] | settings, ALLOWED)
+            arrange({**trainer.callbacks, f"another {name}": candidate}, trainer.plan.features())
+        except ConfigError:
+            continue
+        yield ".".join([name, *map(str, settings.values())])
