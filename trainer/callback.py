@@ -3,6 +3,7 @@
 import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -56,6 +57,7 @@ class TrainerProtocol(Protocol):
     ddp: dict[str, Any]  # arguments of DistributedDataParallel; may be changed in `wrap_model`
     heartbeat: Heartbeat  # this rank's signs of life: a callback announces long work
     rehearsing: bool  # the rehearsal runs, whose passes are discarded
+    undo: ExitStack  # puts settings of the process back when `fit` ends, or if the run is refused; add yours
     # The model and its optimizer, once they are built.
     module: nn.Module  # the recipe's, wrapped by callbacks, without a strategy around it
     eval_model: nn.Module  # the model that is validated and exported; may be set

@@ -106,6 +106,7 @@ class Trainer:
             )  # fmt: skip
             self._open_run(refused)
             refused.callback(self.saver.close)
+            self.undo = refused.enter_context(ExitStack())
             bind_to_cores(self.ranks, options.affinity)  # before data workers fork
             self._set_hooks()
             self._build(optimizer)
@@ -218,6 +219,7 @@ class Trainer:
                 self.heartbeat.watch(STILL * self.options.timeout_s, note, stacks)
             for end in (self.heartbeat.close, self.saver.close, self.loader.close, self.quarantine.file.close):
                 every.callback(end)
+            every.enter_context(self.undo)
             for end in reversed(self._hooks["on_fit_end"]):
                 every.callback(end, self)
             every.push(self._report_error)  # first: what follows may wait for a device that never answers

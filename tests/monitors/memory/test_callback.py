@@ -2,6 +2,8 @@
 
 import json
 import logging
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -286,7 +288,8 @@ def fake_trainer(run_dir: Path) -> Any:
         device=torch.device("cuda", 0), run_dir=run_dir, rank=1, world=1, step=7, metrics={"train/loss": 1.0},
         ranks=SimpleNamespace(gather=lambda value: [value, value - GIB]), module=module, parameters=parameters,
         optimizer=adamw(module.parameters()), strategy=SimpleNamespace(bucket_bytes=0), recipe=Toy(),
-        plan=SimpleNamespace(micro=16, order=0, features=set), precision=SimpleNamespace(name="bf16"), callbacks={},
+        plan=SimpleNamespace(micro=16, order=0, features=set), precision=SimpleNamespace(name="bf16"),
+        callbacks={}, undo=ExitStack(),
     )  # fmt: skip
 
 
@@ -305,14 +308,38 @@ def test_a_gpu_is_set_up_before_the_model_is_built_and_put_back_at_the_end(monke
         "build",
     ]
     gpu.calls.clear()
-    memory.on_fit_end(trainer)
+    trainer.undo.close()
     assert gpu.calls == [("record", None, {}), ("share", 1.0), ("write", "before")]
+
+
+def test_settings_are_put_back_if_the_run_is_refused(monkeypatch):
+    done: list[str] = []
+
+    class Sets(Callback):
+        role = Role.MEASURE
+
+        def build_model(self, trainer, build: Callable[[], nn.Module]) -> nn.Module:
+            trainer.undo.callback(done.append, "undone")
+            return build()
+
+    with pytest.raises(ConfigError, match=r"optimizer\.lr=-1"):
+        make_with(Sets(), lambda groups: adamw(groups, lr=-1.0))
+    assert done == ["undone"]
+    trainer = make_with(Sets(), adamw)
+    assert done == ["undone"]
+    trainer.fit()
+    assert done == ["undone"] * 2
+
+
+def make_with(callback: Callback, optimizer: Any) -> Trainer:
+    options = Options(max_steps=1)
+    return Trainer(Toy(), {"sets": callback}, optimizer, batch=12, data=DataOptions(workers=0), options=options)
 
 
 def test_without_knobs_a_gpu_is_left_alone(monkeypatch, tmp_path):
     gpu, memory, trainer = Gpu(monkeypatch), Memory(), fake_trainer(tmp_path)
     memory.build_model(trainer, nn.Identity)
-    memory.on_fit_end(trainer)
+    trainer.undo.close()
     assert gpu.calls == ["reset"]
 
 

@@ -57,28 +57,27 @@ class Memory(Callback):
         self.wanted = {"expandable_segments": expandable_segments, "max_split_size_mb": max_split_mib}
         self.wanted = {key: str(value) for key, value in self.wanted.items() if value is not None}
         self.watch: allocator.Watch | None = None
-        self.undo = ExitStack()
 
     def build_model(self, trainer, build: Callable[[], nn.Module]) -> nn.Module:
         """Set the allocator up: nothing is on the device yet."""
         asked = {"max_share": self.max_share, **self.wanted, "snapshot": self.snapshot}
         asked = [name for name, value in asked.items() if value]
         if trainer.device.type == "cuda":
-            self._set_up(trainer.device)
+            self._set_up(trainer.device, trainer.undo)
         elif asked:
             log.info("memory: %s need(s) a GPU, and this run is on %s", ", ".join(asked), trainer.device.type)
         return build()
 
-    def _set_up(self, device: torch.device) -> None:
+    def _set_up(self, device: torch.device, undo: ExitStack) -> None:
         torch.cuda.reset_peak_memory_stats(device)
         if self.wanted:
-            self.undo.callback(allocator.write_settings, allocator.set_up(self.wanted, device))
+            undo.callback(allocator.write_settings, allocator.set_up(self.wanted, device))
         if self.max_share is not None:
             torch.cuda.memory.set_per_process_memory_fraction(self.max_share, device)
-            self.undo.callback(torch.cuda.memory.set_per_process_memory_fraction, 1.0, device)
+            undo.callback(torch.cuda.memory.set_per_process_memory_fraction, 1.0, device)
         if self.snapshot:
             torch.cuda.memory._record_memory_history(max_entries=EVENTS, stacks="python")
-            self.undo.callback(torch.cuda.memory._record_memory_history, enabled=None)
+            undo.callback(torch.cuda.memory._record_memory_history, enabled=None)
 
     def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Optimizer:
         optimizer.step = self._guard(trainer, optimizer.step)  # its first call makes the state
@@ -108,7 +107,6 @@ class Memory(Callback):
                 torch.cuda.memory._dump_snapshot(str(snapshot_file(trainer)))
             except (OSError, RuntimeError) as failure:
                 log.warning("%s: can't be written: %s", snapshot_file(trainer), failure)
-        self.undo.close()
 
     def _guard(self, trainer: TrainerProtocol, run: Callable[..., Any]) -> Callable[..., Any]:
         """Give an error of `run` the advice, if memory has run out."""
