@@ -48,7 +48,9 @@ def test_gpus_that_srun_hides_from_each_other_are_told_of(tmp_path, monkeypatch,
     trainer.close()
 
 
-@pytest.mark.parametrize(("world", "counted"), [(1, "1 rank(s) on cpu, fp32, 9"), (2, "2 rank(s) on cpu, fp32, 9")])
+@pytest.mark.parametrize(
+    ("world", "counted"), [(1, "1 rank(s) on cpu, fp32, 756 p"), (2, "2 rank(s) on cpu, fp32, 756 p")]
+)
 def test_ranks_that_share_a_batch_are_told_apart_from_replicas(world, counted, tmp_path, monkeypatch, capsys):
     """As two stages of a pipeline do."""
     monkeypatch.chdir(tmp_path)
