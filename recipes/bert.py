@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from recipes.corpus import CLS, MASK, SEP, SPECIALS, Corpus, Settings, prepare
 from trainer.errors import ConfigError, require
+from trainer.log import log
 
 if TYPE_CHECKING:
     from transformers import BertForMaskedLM
@@ -194,6 +195,12 @@ class Bert:
         if self.document_mask:
             AttentionInterface.register(ATTEND, attend)
             AttentionMaskInterface.register(ATTEND, sdpa_mask)
+            if self.attention_dropout:
+                log.info(
+                    "bert: document_mask=true with attention_dropout=%g: FlexAttention has no dropout, so SDPA gets a "
+                    "boolean mask, which no flash kernel takes; on a GPU recipe.attention_dropout=0 is faster",
+                    self.attention_dropout,
+                )
         config = BertConfig(
             vocab_size=self.settings.vocab,
             hidden_size=self.hidden,

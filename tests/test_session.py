@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from omegaconf import OmegaConf
 from support.cli import lines, toy
 from toy_recipe import Toy
@@ -45,6 +46,20 @@ def test_gpus_that_srun_hides_from_each_other_are_told_of(tmp_path, monkeypatch,
         describe(trainer, NCCLOptions())
         assert (told in capsys.readouterr().out) == hidden
     trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("world", "counted"), [(1, "1 rank(s) on cpu, fp32, 756 p"), (2, "2 rank(s) on cpu, fp32, 756 p")]
+)
+def test_ranks_that_share_a_batch_are_told_apart_from_replicas(world, counted, tmp_path, monkeypatch, capsys):
+    """As two stages of a pipeline do."""
+    monkeypatch.chdir(tmp_path)
+    trainer = Trainer(Toy(), batch=12, place=Place())
+    trainer.world = world
+    describe(trainer, NCCLOptions())
+    trainer.close()
+    line = next(line for line in capsys.readouterr().out.splitlines() if "batch 12" in line)
+    assert line.startswith(counted) and f"batch 12 = 1 {'rank(s)' if world == 1 else 'replica(s)'} x" in line
 
 
 def test_a_value_with_a_dollar_and_a_brace_is_no_interpolation(tmp_path):

@@ -3,6 +3,7 @@
 import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -35,6 +36,10 @@ class PlanProtocol(Protocol):
     manifest: dict[str, Any]  # of the checkpoint that the run resumes; empty for a new run
     micro: int  # samples of the largest micro-batch, without a callback that splits
 
+    def features(self) -> set[str]:
+        """Return the features of the trainer that are on, as `Callback.conflicts` names them."""
+        ...
+
 
 class TrainerProtocol(Protocol):
     """The public attributes of the trainer. A callback may read them, and set those that say so."""
@@ -52,6 +57,7 @@ class TrainerProtocol(Protocol):
     ddp: dict[str, Any]  # arguments of DistributedDataParallel; may be changed in `wrap_model`
     heartbeat: Heartbeat  # this rank's signs of life: a callback announces long work
     rehearsing: bool  # the rehearsal runs, whose passes are discarded
+    undo: ExitStack  # puts settings of the process back when `fit` ends, or if the run is refused; add yours
     # The model and its optimizer, once they are built.
     module: nn.Module  # the recipe's, wrapped by callbacks, without a strategy around it
     eval_model: nn.Module  # the model that is validated and exported; may be set

@@ -140,11 +140,12 @@ def describe(trainer: Trainer, nccl: NCCLOptions) -> None:
     """Log the run, the model's size, the device, the batch, the optimizer and the callbacks."""
     plan, parameters = trainer.plan, sum(p.numel() for p in trainer.module.parameters())
     data_world = trainer.strategy.data_world
+    readers = "rank(s)" if data_world == trainer.world else "replica(s)"
     log.info("run %s  %s", trainer.run_dir, shlex.join(trainer.argv or ()))
     log.info(
-        "%d rank(s) on %s, %s, %s parameters; batch %d = %d rank(s) x %d micro-batch(es) x %s%d samples",
+        "%d rank(s) on %s, %s, %s parameters; batch %d = %d %s x %d micro-batch(es) x %s%d samples",
         trainer.world, trainer.device.type, trainer.precision.label, f"{parameters:,}",
-        trainer.batch, data_world, plan.accumulate,
+        trainer.batch, data_world, readers, plan.accumulate,
         "at most " if trainer.batch % (data_world * plan.accumulate) else "", plan.micro,
     )  # fmt: skip
     optimizer, group = model_identity(trainer)["optimizer"], trainer.optimizer.param_groups[0]

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from trainer.checkpoint.locate import step_of
 from trainer.checkpoint.pretrained import load_weights
 from trainer.files import apply_umask, write_json
 from trainer.log import log
@@ -75,9 +76,11 @@ def report(trainer: FinishedTrainer) -> None:
     log.info("checkpoint  %s", trainer.checkpoint or "none")
     exports, export = hasattr(trainer.recipe, "export"), trainer.run_dir / "export"
     averaged = trainer.eval_model is not trainer.module
+    saved = trainer.checkpoint is not None and step_of(trainer.checkpoint) == trainer.step
+    has = trainer.strategy.whole or (saved and not averaged)  # a rank with a part of the model reads the checkpoint
     if trainer.stop_reason == "signal" and trainer.checkpoint is not None:
         log.info("go on with  %s", go_on(trainer.argv, trainer.checkpoint.parent))
-    if exports and trainer.stop_reason != "signal" and (trainer.strategy.whole or not averaged):
+    if exports and trainer.stop_reason != "signal" and has:
         export.mkdir(exist_ok=True)
         log.info("exporting to %s", export)  # this may take minutes
         trainer.recipe.export(exported(trainer).eval(), export)

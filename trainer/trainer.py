@@ -108,6 +108,7 @@ class Trainer:
             )  # fmt: skip
             self._open_run(refused)
             refused.callback(self.saver.close)
+            self.undo = refused.enter_context(ExitStack())
             bind_to_cores(self.ranks, options.affinity)  # before data workers fork
             self._set_hooks()
             self._build(optimizer)
@@ -155,7 +156,7 @@ class Trainer:
         torch.manual_seed(self.options.seed)
         self.ddp = self.options.ddp.arguments(self.device.type == "cuda")
         self.new_optimizer: Callable[[nn.Module], Optimizer] = partial(make_optimizer, optimizer)
-        build = partial(build_model, self.recipe)
+        build = partial(self._build_model, optimizer)
         for hook in self._hooks["build_model"]:
             build = partial(hook, self, build)
         module = to_device(build(), self.device)
@@ -164,7 +165,6 @@ class Trainer:
         self.module = self._wrap("wrap_model", self.precision.convert(module))
         self.eval_model = self.global_model = self.module  # is validated, is saved
         self.loss = CheckedLoss(self.precision.cast(self.recipe.loss), weight_of(self.recipe) or count_samples)
-        self.rules = ParameterRules(optimizer, self.recipe, self.module)  # freezes, before a strategy waits for these
         refuse_untrained(self.module)
         self.parameters = trained(self.module)
         if self.world > 1 and self._hooks["wrap_reduce"]:  # otherwise DDP's own reducer runs, which is in C++
@@ -188,6 +188,12 @@ class Trainer:
         if self.plan.resumed:
             training_state.refuse_other_model(self, self.plan.resumed)
         self._try_recipe()
+
+    def _build_model(self, optimizer: Callable[[Groups], Optimizer]) -> nn.Module:
+        """Return the recipe's model; find its groups, and freeze, before callbacks cut it or wait for gradients."""
+        model = build_model(self.recipe)
+        self.rules = ParameterRules(optimizer, self.recipe, model)
+        return model
 
     def _open_loader(self) -> None:
         plan, strategy, options = self.plan, self.strategy, self.options
@@ -218,6 +224,7 @@ class Trainer:
                 self.heartbeat.watch(STILL * self.options.timeout_s, note, stacks)
             for end in (self.heartbeat.close, self.saver.close, self.loader.close, self.quarantine.file.close):
                 every.callback(end)
+            every.enter_context(self.undo)
             for end in reversed(self._hooks["on_fit_end"]):
                 every.callback(end, self)
             every.push(self._report_error)  # first: what follows may wait for a device that never answers

@@ -6,6 +6,7 @@ import os
 import shutil
 import sysconfig
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,10 +74,10 @@ def weights(module: nn.Module) -> Tensor:
 
 def wrapped(callback: Compile, net: nn.Module, beats: heartbeat.Heartbeat | None = None) -> nn.Module:
     trainer: Any = SimpleNamespace(
-        recipe=None, device=torch.device("cpu"), heartbeat=beats or heartbeat.Heartbeat(), world=1
+        recipe=None, device=torch.device("cpu"), heartbeat=beats or heartbeat.Heartbeat(), world=1, undo=ExitStack()
     )
-    callback.wrap_model(trainer, net)
-    callback.on_fit_end(trainer)
+    with trainer.undo:
+        callback.wrap_model(trainer, net)
     return net
 
 
@@ -390,8 +391,27 @@ def test_a_rank_that_compiles_for_long_after_the_rehearsal_names_the_limit_befor
     ],
 )
 def test_bad_knobs_are_refused_before_the_first_step(knobs, message):
+    before = dynamo.config.optimize_ddp
     with pytest.raises(ConfigError, match=message):
         make(callbacks={"compile": Compile(**knobs)})
+    assert dynamo.config.optimize_ddp == before
+
+
+class Refuses(Callback):
+    def wrap_optimizer(self, trainer, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        raise ConfigError("refused on purpose")
+
+
+def test_torchs_settings_come_back_after_the_run_and_after_a_refusal():
+    before, seen = dynamo.config.recompile_limit, []
+    with pytest.raises(ConfigError, match="refused on purpose"):
+        make(callbacks={"compile": Compile(backend="eager"), "refuses": Refuses()})
+    assert dynamo.config.recompile_limit == before
+    watch = type(
+        "Looks", (Callback,), {"on_step_end": lambda self, trainer: seen.append(dynamo.config.recompile_limit)}
+    )
+    train(Toy(depth=3), {}, {"looks": watch()})
+    assert min(seen) > before and dynamo.config.recompile_limit == before
 
 
 def test_a_backend_that_recomputes_with_other_random_numbers_is_refused_with_recomputation():

@@ -1,6 +1,7 @@
 """Ranks that bind themselves: real cores, on a machine whose sockets are a file tree."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import torch
 from support.ranks import run_ranks
 
 from trainer.comm import affinity
-from trainer.comm.affinity import bind_to_cores, pci_address
+from trainer.comm.affinity import bind_to_cores, pci_address, ranks_of_node
 from trainer.comm.ranks import Ranks
 from trainer.log import log
 from trainer.process.affinity import bind_process
@@ -71,10 +72,34 @@ def test_one_rank_on_a_cpu_is_left_alone(tmp_path: Path):
     assert bound(Place(), "auto", two_sockets(tmp_path)) == (CORES, 16, [])
 
 
-def test_one_rank_on_a_gpu_is_bound_beside_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def in_a_container(place: Place, sys: Path) -> list[int]:
+    """Two nodes of two ranks, whose hosts have one name."""
+    return bound(replace(place, local_rank=place.rank % 2, local_world=2), "auto", sys)[0]
+
+
+def test_containers_with_equal_names_of_hosts_are_apart(tmp_path: Path):
+    """Else four ranks would be too many for one core, and nothing were bound."""
+    assert run_ranks(4, in_a_container, two_sockets(tmp_path)) == [CORES[:1], CORES[1:]] * 2
+
+
+def test_which_ranks_are_of_a_node():
+    """By names of hosts, if each has as many ranks as its launcher says: srun may number ranks in turns."""
+    in_turns = [["a", 0, 2], ["b", 0, 2], ["a", 1, 2], ["b", 1, 2]]
+    assert [ranks_of_node(in_turns, rank) for rank in range(4)] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    unlike = [["a", 0, 1], ["a", 0, 3], ["a", 1, 3], ["a", 2, 3]]
+    assert [ranks_of_node(unlike, rank) for rank in range(4)] == [[0], [1, 2, 3], [1, 2, 3], [1, 2, 3]]
+    both = [["a", *row[1:]] for row in in_turns]
+    assert [ranks_of_node(both, rank) for rank in range(4)] == [[], [], [], []]
+
+
+@pytest.mark.parametrize(("node", "cores"), [("1\n", [frozenset(CORES[1:])]), ("-1\n", [])])
+def test_one_rank_on_a_gpu_is_bound_beside_it(
+    node: str, cores: list[frozenset[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Nothing is bound if the node is unknown, as in most virtual machines."""
     folder = two_sockets(tmp_path) / "bus" / "pci" / "devices" / "0001:af:00.0"
     folder.mkdir(parents=True)
-    (folder / "numa_node").write_text("1\n")
+    (folder / "numa_node").write_text(node)
     gpu = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xAF, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     chosen: list[frozenset[int]] = []
@@ -82,6 +107,6 @@ def test_one_rank_on_a_gpu_is_bound_beside_it(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     device = torch.device("cuda", 0)
     assert pci_address(device) == "0001:af:00.0"
-    ranks = SimpleNamespace(rank=0, world=1, device=device, gather=lambda row: [row])
+    ranks = SimpleNamespace(rank=0, world=1, place=Place(), device=device, gather=lambda row: [row])
     bind_to_cores(ranks, "auto", tmp_path)  # pyright: ignore[reportArgumentType]
-    assert chosen == [frozenset(CORES[1:])]
+    assert chosen == cores

@@ -13,7 +13,7 @@ from toy_recipe import Toy
 
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError
-from trainer.optim.factories import adamw, adamw8bit
+from trainer.optim.factories import adafactor, adamw, adamw8bit
 from trainer.optim.groups import ParameterRules, WithGroups, make_optimizer, parameter_groups
 from trainer.optim.muon import Muon
 from trainer.process.environment import Place
@@ -178,6 +178,33 @@ def test_a_group_of_parameters_that_the_recipe_has_frozen_is_refused():
     module.head.requires_grad_(False)
     with pytest.raises(ConfigError, match=r"optimizer\.groups\.0: all its parameters are frozen already"):
         made([{"match": "head.*", "lr_scale": 0.5}], module=module)
+
+
+MALFORMED: list[tuple[Any, dict[str, Any], str]] = [
+    (adamw, {"betas": [0.9]}, r"betas=\[0\.9\]: must be 2 numbers, as \(0\.9, 0\.98\)$"),
+    (adamw, {"betas": 0.9}, r"betas=0\.9: must be 2 numbers"),
+    (adamw, {"betas": ["a", 0.9]}, r"betas=\['a', 0\.9\]: must be 2 numbers"),
+    (adamw, {"lr": "1e-3"}, r"lr='1e-3': must be a number$"),
+    (adamw, {"lr": None}, r"lr=None: must be a number"),
+    (adamw, {"lr": True}, r"lr=True: must be a number"),
+    (lambda groups: adamw(groups, lr=0.5), {"lr": "1e-3"}, r"lr='1e-3': must be a number"),
+    (torch.optim.SGD, {"weight_decay": "x"}, r"weight_decay='x': must be a number"),
+    (torch.optim.SGD, {"nesterov": "yes"}, r"nesterov='yes': must be true or false"),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "setting", "told"), MALFORMED)
+def test_a_malformed_value_is_one_line_with_its_key(optimizer, setting, told):
+    with pytest.raises(ConfigError, match=r"^optimizer\.groups\.0\." + told):
+        made([{"match": "head.*", **setting}], optimizer=optimizer)
+    with pytest.raises(ConfigError, match=r"^recipe\.parameter_groups\(\)\.0\." + told):
+        made(recipe=Recipe(lambda model: [{"params": model.head.parameters(), **setting}]), optimizer=optimizer)
+
+
+def test_values_that_an_optimizer_takes_are_not_refused():
+    assert made([{"match": "head.*", "lr": torch.tensor(0.5)}])["head.weight"]["lr"] == 0.5
+    assert made([{"match": "head.*", "eps": (1e-30, 0.1)}], optimizer=adafactor)["head.weight"]["eps"] == (1e-30, 0.1)
+    assert made([{"match": "head.*", "eps": [None, 1]}], optimizer=adafactor)["head.weight"]["eps"] == [None, 1]
 
 
 class Tuned(Toy):

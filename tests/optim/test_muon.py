@@ -9,7 +9,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 from trainer.errors import ConfigError
 from trainer.optim.factories import adamw
-from trainer.optim.groups import hidden_matrices, make_optimizer, parameter_groups
+from trainer.optim.groups import ParameterRules, WithGroups, hidden_matrices, make_optimizer, parameter_groups
 from trainer.optim.muon import Muon
 
 
@@ -89,6 +89,42 @@ def test_refusals():
         make_optimizer(Muon, nn.LayerNorm(4))
     with pytest.raises(ConfigError, match=r"hidden=true matches a parameter of shape \(4,\)"):
         Muon([{"params": [nn.Parameter(torch.ones(4))], "hidden": True}])
+
+
+@pytest.mark.parametrize(
+    ("group", "reason"),
+    [
+        (
+            {"match": ["*.weight"], "betas": [0.5, 0.5]},
+            r"^optimizer\.groups: betas=\[0\.5, 0\.5\] .* Muon; .*hidden: false",
+        ),
+        ({"match": "positions.*", "momentum": 0.5}, r"^optimizer\.groups: momentum=0\.5 .* AdamW; .*hidden: true"),
+        (
+            {"match": "words.*", "nesterov": False},
+            r"nesterov=False has no effect on parameters that are stepped by AdamW",
+        ),
+        ({"match": "*.bias", "ns_steps": 3}, r"ns_steps=3 has no effect on parameters that are stepped by AdamW"),
+        ({"match": "head.weight", "hidden": False, "adjust_lr_fn": "original"}, r"adjust_lr_fn=original has no effect"),
+    ],
+)
+def test_a_setting_of_the_other_part_is_refused(group, reason):
+    optimizer, module = WithGroups(Muon, [group]), Words()
+    module.positions = nn.Embedding(3, 6)
+    with pytest.raises(ConfigError, match=reason):
+        make_optimizer(optimizer, module, ParameterRules(optimizer, None, module))
+
+
+def test_settings_of_a_groups_own_part_are_taken():
+    groups = [
+        {"match": "stack.0.weight", "momentum": 0.5, "lr": 0.1, "eps": 1e-5},
+        {"match": "words.*", "betas": [0.5, 0.6], "eps": 1e-3},
+        {"match": "*.weight", "weight_decay": 0.3, "lr_scale": 0.5},
+    ]
+    optimizer, module = WithGroups(Muon, groups), Words()
+    made = make_optimizer(optimizer, module, ParameterRules(optimizer, None, module))
+    group = {p: group for group in made.param_groups for p in group["params"]}
+    assert [group[module.stack[0].weight][key] for key in ("momentum", "eps")] == [0.5, 1e-5]  # Muon has an eps, too
+    assert group[module.words.weight]["betas"] == [0.5, 0.6]
 
 
 @pytest.mark.parametrize("was_hidden", [True, False])

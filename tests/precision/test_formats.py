@@ -413,3 +413,22 @@ def test_a_model_is_converted_for_a_while(name):
     assert [type(module) for module in model.modules()] == kinds
     assert not model._forward_hooks and not model._forward_pre_hooks
     assert torch.equal(inside, model(x)) == (name == "fp32")
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.SyncBatchNorm])
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_norm_stays_in_float32_in_bf16_params(kind, affine):
+    """Its inputs and outputs are bf16; its statistics are those of these inputs, in float32."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), kind(4, affine=affine), nn.Linear(4, 4))
+    alone = nn.BatchNorm1d(4, affine=affine)
+    seen = []
+    net[1].register_forward_hook(lambda module, args, out: seen.append((args[0].detach(), out.detach())))
+    net = Precision("bf16_params", CPU).convert(net)
+    net(torch.randn(8, 4)).square().sum().backward()
+    assert seen[0][0].dtype == torch.bfloat16 and torch.equal(seen[0][1], alone(seen[0][0]))
+    for name, value in alone.state_dict().items():
+        assert torch.equal(net[1].state_dict()[name], value)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
+    net.eval()(torch.randn(8, 4))
+    assert torch.equal(seen[1][1], alone.eval()(seen[1][0]))

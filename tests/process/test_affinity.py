@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer.process.affinity import (
+    UNKNOWN,
     Neighbour,
     divide,
     in_words,
@@ -64,8 +65,8 @@ def test_nodes_without_cores_do_not_count(tmp_path: Path):
 def test_the_node_of_a_gpu(tmp_path: Path):
     sys = machine(tmp_path, gpus={"0000:3b:00.0": "1", "0000:af:00.0": "-1"})
     assert numa_node_of(sys, "0000:3b:00.0") == 1
-    assert numa_node_of(sys, "0000:af:00.0") is None  # the firmware does not tell
-    assert numa_node_of(sys, "0000:d8:00.0") is None
+    assert numa_node_of(sys, "0000:af:00.0") == UNKNOWN  # the firmware does not tell, as in most virtual machines
+    assert numa_node_of(sys, "0000:d8:00.0") == UNKNOWN
 
 
 def test_threads_of_a_core_stay_together(tmp_path: Path):
@@ -121,6 +122,12 @@ def test_ranks_that_a_launcher_has_bound_are_left_alone(tmp_path: Path):
             SOCKETS,
             [Neighbour([0, 1, 4], None), Neighbour([1, 4, 5], None)],
             "ranks may use different cores, some of them the same, so nothing is bound",
+        ),
+        (SOCKETS, [Neighbour(ALL, UNKNOWN)] * 2, "the NUMA node of a GPU is unknown, so nothing is bound"),
+        (
+            SOCKETS,
+            [Neighbour(ALL, 1), Neighbour(ALL, UNKNOWN)],
+            "the NUMA node of a GPU is unknown, so nothing is bound",
         ),
         (SOCKETS, [Neighbour([0, 8, 4], 0)] * 2, "NUMA node 0 has 1 core(s) for 2 ranks, so none of them is bound"),
     ],

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from recipes.bert import Bert, MaskedLM
 from recipes.corpus import CLS, MASK, SEP, SPECIALS
 from trainer.errors import ConfigError
+from trainer.log import log
 
 CONF = Path(__file__).parents[2] / "conf"
 SIZES: dict[str, Any] = {"vocab": 300, "sequence": 40, "hidden": 32, "layers": 2, "heads": 4, "dropout": 0.0}
@@ -282,3 +283,12 @@ def flat(node: Any, prefix: str = "") -> list[str]:
     if not isinstance(node, dict):
         return [prefix[1:]]
     return [key for name, item in node.items() for key in flat(item, f"{prefix}.{name}")]
+
+
+@pytest.mark.parametrize(("knobs", "told"), [({}, True), ({"attention_dropout": 0.0}, False)])
+def test_attention_that_is_slow_for_its_dropout_is_told(knobs: dict[str, Any], told: bool, monkeypatch):
+    messages: list[str] = []
+    monkeypatch.setattr(log, "info", lambda form, *values: messages.append(form % values))
+    Bert(document_mask=True, hidden=8, layers=1, heads=2, vocab=256, sequence=16, **knobs).model()
+    assert [text for text in messages if "attention_dropout=0.1: FlexAttention has no dropout" in text] == messages
+    assert bool(messages) == told

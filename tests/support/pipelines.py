@@ -1,5 +1,6 @@
 """Runs in stages and in one piece: the weights that each rank has, the losses, and what is saved."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from trainer.callback import Callback
 from trainer.callbacks.pipeline import PipelineParallel
 from trainer.checkpoint.serialize import optimizer_state
 from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.optim.groups import WithGroups
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -44,7 +46,7 @@ def train(place: Place, knobs: dict[str, Any] | None, run: dict[str, Any] | None
     trainer = Trainer(
         recipe,
         {**pipeline, **{name: make() for name, make in run.get("others", {}).items()}, "losses": losses},
-        lambda groups: torch.optim.AdamW(groups, lr=0.01),
+        WithGroups(partial(torch.optim.AdamW, lr=0.01), run.get("groups", [])),
         batch=run["batch"],
         accumulate=run["accumulate"],
         options=Options(

@@ -92,8 +92,7 @@ class Compile(Callback):
         # torch would run a block eagerly after its own limit. DDPOptimizer would cut graphs at buckets, and refuses
         # graphs with recomputation.
         limits = {"recompile_limit": UNLIMITED, "accumulated_recompile_limit": UNLIMITED}
-        self.config = torch._dynamo.config.patch({"optimize_ddp": False, **limits})
-        self.config.__enter__()
+        trainer.undo.enter_context(torch._dynamo.config.patch({"optimize_ddp": False, **limits}))
         self.breaks = graph_breaks()
         modules = [model] if self.whole else find_blocks(trainer.recipe, model, self.blocks, f"{KEY}.blocks")
         kinds: dict[Any, GraphCounter] = {}
@@ -162,9 +161,6 @@ class Compile(Callback):
 
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
         self._refuse_more()
-
-    def on_fit_end(self, trainer) -> None:
-        self.config.__exit__(None, None, None)
 
     def _graphs(self) -> int:
         return sum(sum(counter.graphs.values()) for counter in self.counters)

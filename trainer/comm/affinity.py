@@ -2,7 +2,9 @@
 
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,11 +27,39 @@ def bind_to_cores(ranks: Ranks, mode: str, sys: Path = SYS) -> None:
     if mode == "none" or (ranks.world == 1 and ranks.device.type == "cpu"):
         return
     near = numa_node_of(sys, pci_address(ranks.device)) if ranks.device.type == "cuda" else None
-    rows = ranks.gather([socket.gethostname(), sorted(os.sched_getaffinity(0)), near])
-    own = [rank for rank, row in enumerate(rows) if row[0] == rows[ranks.rank][0]]
-    binding = divide(own.index(ranks.rank), [Neighbour(*rows[rank][1:]) for rank in own], numa_nodes(sys), sys)
+    place = ranks.place
+    rows = ranks.gather(
+        [socket.gethostname(), place.local_rank, place.local_world, sorted(os.sched_getaffinity(0)), near]
+    )
+    if not (own := ranks_of_node(rows, ranks.rank)):
+        log.info("affinity: the ranks of a node are unknown, so nothing is bound")
+        return
+    neighbours = [Neighbour(*rows[rank][3:]) for rank in own]
+    binding = divide(own.index(ranks.rank), neighbours, numa_nodes(sys), sys)
     log.info("affinity: %s", binding.reason)
     if binding.cores is None:
         return
     bind_process(binding.cores)
     torch.set_num_threads(min(torch.get_num_threads(), len(binding.cores)))
+
+
+def ranks_of_node(rows: Sequence[Sequence[Any]], rank: int) -> list[int]:
+    """Return the ranks of this rank's node; empty if they are unknown.
+
+    Containers may have equal names of hosts. Then a node has ranks in a row, as its launcher counts them.
+
+    Args:
+        rows: Name of the host, local rank and local world of each rank, and more.
+    """
+    named = [other for other, row in enumerate(rows) if row[0] == rows[rank][0]]
+    if len(named) == rows[rank][2]:
+        return named
+    found, first = list[int](), 0
+    while first < len(rows):
+        count = rows[first][2]
+        if [list(row[1:3]) for row in rows[first : first + count]] != [[i, count] for i in range(count)]:
+            return []
+        if first <= rank < first + count:
+            found = list(range(first, first + count))
+        first += count
+    return found

@@ -53,6 +53,10 @@ def lars(
     weight_decay: float = 5e-4,
     trust_coefficient: float = 1e-3,
 ) -> Optimizer:
+    for key, value in (("lr", lr), ("weight_decay", weight_decay)):
+        require(f"optimizer.{key}", value, at_least=0)
+    require("optimizer.momentum", momentum, at_least=0, below=1)
+    require("optimizer.trust_coefficient", trust_coefficient, above=0)
     return Lars(params, lr, momentum, weight_decay, trust_coefficient)
 
 

@@ -78,7 +78,7 @@ class ParameterRules:
             if rule.settings.get("freeze"):
                 for p in own:
                     p.requires_grad_(False)
-            elif own and not any(p.requires_grad or getattr(p, "elsewhere", False) for p in own):
+            elif own and not any(p.requires_grad for p in own):
                 raise ConfigError(f"{rule.key}: all its parameters are frozen already; leave the group out")
 
     def described(self) -> list[dict[str, Any]] | None:
@@ -204,6 +204,11 @@ def refuse_settings(rule: Rule, make: Make, made: Optimizer, groups: list[dict[s
         hint = nearest(name, {*made.defaults, "lr_scale", "freeze"})
         raise ConfigError(f"{rule.key}.{name}={settings[name]}: {kind} has no such setting of a group; {hint}")
     settings.pop("hidden", None)
+    for name, value in settings.items():
+        if not is_like(value, default := made.defaults[name]):
+            kind = "true or false" if isinstance(default, bool) else "a number"
+            kind = f"{len(default)} numbers, as {tuple(default)}" if isinstance(default, list | tuple) else kind
+            raise ConfigError(f"{rule.key}.{name}={value!r}: must be {kind}")
     if settings and settings.keys() <= inspect.signature(make).parameters.keys():
         tried(make, [{**group} for group in groups], rule.key, **settings)
 
@@ -227,3 +232,19 @@ def refuse_rows(optimizer: Optimizer, name: str, why: str) -> None:
 def is_in_rows(p: Tensor) -> bool:
     """Return whether this rank has some rows of `p` only: a DTensor, whose module is large and so not imported here."""
     return hasattr(p, "to_local")
+
+
+def is_like(value: Any, default: Any) -> bool:
+    """Return whether a value has the form of the optimizer's own. Any value is like null or a text."""
+    if isinstance(default, list | tuple):
+        same = isinstance(value, list | tuple) and len(value) == len(default)
+        return same and all(map(is_number, value, default))
+    if isinstance(default, bool):
+        return isinstance(value, bool)
+    return not isinstance(default, int | float) or is_number(value, default)
+
+
+def is_number(value: Any, default: Any) -> bool:
+    """Return whether a value is a number, or null like the optimizer's own."""
+    number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+    return number or (value is None and default is None)

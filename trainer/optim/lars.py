@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.errors import require
 from trainer.optim.groups import Groups
 from trainer.optim.lamb import norms
 
@@ -16,18 +15,11 @@ class Lars(Optimizer):
     is 1 where either norm is zero, and for parameters of fewer than two dimensions, which often begin at zero. The
     momentum has the rates of its steps, as in the paper; torch's SGD applies the present rate to the whole momentum.
     Memory: one copy of the parameters.
-
-    Raises:
-        ConfigError: A knob is out of range.
     """
 
     def __init__(
         self, params: Groups, lr: float, momentum: float, weight_decay: float, trust_coefficient: float
     ) -> None:
-        require("optimizer.lr", lr, at_least=0)
-        require("optimizer.momentum", momentum, at_least=0, below=1)
-        require("optimizer.weight_decay", weight_decay, at_least=0)
-        require("optimizer.trust_coefficient", trust_coefficient, above=0)
         own = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust_coefficient": trust_coefficient}
         super().__init__(params, own)
 

@@ -10,6 +10,7 @@ from trainer.errors import ConfigError, require, require_one_of
 from trainer.optim.factories import adamw
 from trainer.optim.groups import Groups, is_in_rows
 
+OTHERS = {True: ("betas",), False: ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")}  # by hidden: the other part's
 RATES = ("match_rms_adamw", "original")
 
 
@@ -27,7 +28,7 @@ class Muon(Optimizer):
 
     Args:
         adamw_lr: Rate of AdamW's part; null: `lr`.
-        betas, eps: Of AdamW's part.
+        betas, eps: Of AdamW's part. A group's `eps` is of the part that steps the group.
 
     Raises:
         ConfigError: A knob is out of range, or no matrix is hidden.
@@ -65,6 +66,7 @@ class Muon(Optimizer):
                 "use optimizer=adamw"
             )
         refuse_others(hidden)
+        refuse_without_effect(groups)
         own: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
         own |= {"weight_decay": weight_decay, "adjust_lr_fn": adjust_lr_fn}
         self.parts: dict[bool, Optimizer] = {True: torch.optim.Muon(hidden, lr, **own)}
@@ -136,3 +138,15 @@ def refuse_others(hidden: list[dict[str, Any]]) -> None:
                 f"optimizer.groups: hidden=true matches a parameter of shape {shapes[0]}, and Muon takes two "
                 "dimensions; match matrices only"
             )
+
+
+def refuse_without_effect(groups: list[dict[str, Any]]) -> None:
+    """Refuse settings that only the other part has."""
+    for group in groups:
+        for name in OTHERS[group["hidden"]]:
+            if name in group:
+                part, hidden = ("Muon", "false") if group["hidden"] else ("AdamW", "true")
+                raise ConfigError(
+                    f"optimizer.groups: {name}={group[name]} has no effect on parameters that are stepped by {part}; "
+                    f"match others, or for matrices give hidden: {hidden}"
+                )

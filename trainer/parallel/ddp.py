@@ -72,6 +72,10 @@ class DDP:
         if wrapped() not in (None, self.module):
             gc.collect()  # in a reference cycle: until it is collected, its buckets hold memory for all gradients
 
+    @property
+    def bucket_bytes(self) -> int:
+        return 0 if self.arguments["gradient_as_bucket_view"] else sum(p.nbytes for p in self.parameters)
+
     def sync_gradients(self, on: bool) -> None:
         self.syncing = on
         if isinstance(self.model, DistributedDataParallel):

@@ -54,6 +54,7 @@ class FSDP:
 
     lockstep, syncing, whole = True, True, False
     owned: Collection[Tensor] | None = None
+    bucket_bytes = 0
 
     def __init__(
         self,

@@ -79,6 +79,7 @@ class Pipeline:
     """
 
     whole, lockstep, syncing = False, True, True
+    bucket_bytes = 0
     constant_buffers: frozenset[str] = frozenset()
     owned: Collection[Tensor] | None = None
     loss: CheckedLoss  # set once the trainer has it

@@ -35,6 +35,11 @@ class Strategy(Protocol):
     constant_buffers: frozenset[str]  # names of those that are equal on all ranks
     owned: Collection[Tensor] | None  # of `replicas`, this rank alone steps these; None: each steps all; may be set
 
+    @property
+    def bucket_bytes(self) -> int:
+        """Return the bytes of the buckets that stay beside the gradients."""
+        ...
+
     def sync_gradients(self, on: bool) -> None:
         """Switch the reduction in the next backward passes on or off. Called when it changes."""
         ...
@@ -97,6 +102,7 @@ class SingleDevice:
 
     data_rank, data_world, whole, lockstep, syncing = 0, 1, True, False, True
     replicas: ProcessGroup | None = None
+    bucket_bytes = 0
     constant_buffers: frozenset[str] = frozenset()
     owned: Collection[Tensor] | None = None
 

@@ -161,7 +161,8 @@ def compute_in_bf16(model: nn.Module) -> list[RemovableHandle]:
 
     Return the handles of the hooks that cast inputs and outputs.
 
-    Names, dtypes and gradients of the parameters stay. A gradient is computed in bf16 and accumulated in float32.
+    Names, dtypes and gradients of the parameters stay. A gradient is computed in bf16 and accumulated in float32. Batch
+    norm takes bf16 inputs, and keeps float32 parameters and statistics.
 
     Raises:
         ConfigError: The model has an RNN, which keeps a list of its parameters.
@@ -172,6 +173,8 @@ def compute_in_bf16(model: nn.Module) -> list[RemovableHandle]:
                 f"trainer.precision=bf16_params: {name} is a {type(module).__name__}, which keeps a list of its "
                 "parameters; use trainer.precision=bf16"
             )
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            continue  # takes bf16 inputs, but only parameters of the type of its statistics
         names = tuple(key for key, p in module._parameters.items() if p is not None and p.dtype == torch.float32)
         if names:
             module.__class__ = reads_bf16(type(module), names)

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 SYS = Path("/sys")
+UNKNOWN = -1  # as Linux has it
 
 
 class Neighbour(NamedTuple):
     """A rank of this node, as each rank tells the others."""
 
     cores: list[int]  # that its process may use
-    near: int | None  # the NUMA node of its GPU; None: unknown, or no GPU
+    near: int | None  # the NUMA node of its GPU, or UNKNOWN; None: it has no GPU
 
 
 class Binding(NamedTuple):
@@ -34,12 +35,11 @@ def numa_nodes(sys: Path) -> dict[int, list[int]]:
     return {node: nodes[node] for node in sorted(nodes) if nodes[node]}
 
 
-def numa_node_of(sys: Path, pci_address: str) -> int | None:
-    """Return the NUMA node of a PCI device, such as "0000:3b:00.0"; None if the system does not tell."""
+def numa_node_of(sys: Path, pci_address: str) -> int:
+    """Return the NUMA node of a PCI device, such as "0000:3b:00.0"; UNKNOWN if the system does not tell."""
     with contextlib.suppress(OSError, ValueError):
-        node = int((sys / "bus" / "pci" / "devices" / pci_address / "numa_node").read_text())
-        return node if node >= 0 else None
-    return None
+        return int((sys / "bus" / "pci" / "devices" / pci_address / "numa_node").read_text())
+    return UNKNOWN
 
 
 def physical_cores(sys: Path, cores: Sequence[int]) -> list[list[int]]:
@@ -69,6 +69,8 @@ def divide(own: int, neighbours: Sequence[Neighbour], nodes: Mapping[int, Sequen
         return Binding(None, "the cores are of one NUMA node, so nothing is bound")
     if any(cores != sets[0] for cores in sets):
         return Binding(None, "ranks may use different cores, some of them the same, so nothing is bound")
+    if any(neighbour.near == UNKNOWN for neighbour in neighbours):
+        return Binding(None, "the NUMA node of a GPU is unknown, so nothing is bound")
     order = list(usable)
     spread = [order[i * len(order) // len(neighbours)] for i in range(len(neighbours))]
     homes = [n.near if n.near in usable else spread[i] for i, n in enumerate(neighbours)]

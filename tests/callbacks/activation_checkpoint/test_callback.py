@@ -195,7 +195,7 @@ class Compile(Callback):
         ({}, ""),
         ({"policy": "selective"}, ""),
         ({"policy": "offload"}, "Dynamo breaks the block's graph there; use policy=full or policy=selective"),
-        ({"budget": 0.5}, "a compiled block keeps other tensors; use every=2 or policy=selective instead of budget"),
+        ({"budget": 0.5}, "so gradients are wrong; use every=2 or policy=selective instead of budget"),
     ],
 )
 def test_what_a_compiled_block_can_not_do_is_refused(knobs, message):

@@ -15,7 +15,9 @@ from toy_recipe import Toy
 
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.nan_guard import NanGuard
+from trainer.checkpoint import commit
 from trainer.errors import ConfigError
+from trainer.log import log
 from trainer.parallel import reducer
 from trainer.parallel.reducer import Reducer
 from trainer.process.environment import Place
@@ -103,6 +105,13 @@ class Frozen(Toy):
         for part in (net.first, *list(net.blocks)[:2]):  # pyright: ignore
             part.requires_grad_(False)
         return net
+
+
+class Grouped(Toy):
+    """The recipe's group is of the last rank's block, and is told from others by what trains."""
+
+    def parameter_groups(self, model: Any) -> list[dict[str, Any]]:
+        return [{"params": [p for p in model.blocks[4].parameters() if p.requires_grad], "lr_scale": 3.0}]
 
 
 @pytest.fixture
@@ -216,6 +225,30 @@ def test_a_run_with_dropout_resumes_bit_for_bit(here):
     assert all((ends[0][name] == value).all() for name, value in ends[1].items())
 
 
+GROUPS = [
+    {"match": "first.*", "lr_scale": 0.1},
+    {"match": "blocks.1.*", "weight_decay": 0.5},
+    {"match": ["last.bias", "blocks.0.0.bias"], "freeze": True},
+    {"match": "last.*", "lr": 0.03},
+]
+
+
+def test_settings_of_some_parameters_are_those_of_the_unsplit_model(here):
+    """Each group but one is of parameters that only one of the ranks has."""
+    run = {"recipe": Grouped, "groups": GROUPS}
+    (alone,) = run_ranks(1, train, None, run)
+    plain = run_ranks(1, train, None)[0]["weights"]
+    assert plain.keys() - alone["weights"].keys() == {"last.bias", "blocks.0.0.bias"}
+    assert not (alone["weights"]["blocks.4.0.weight"] == plain["blocks.4.0.weight"]).any()
+    same_bits(run_ranks(2, train, {"stages": 2, "cut": [3]}, run), alone)
+
+
+def test_a_stage_that_a_group_freezes_is_refused(here):
+    run = {"groups": [{"match": ["first.*", "blocks.[0-2].*"], "freeze": True}]}
+    for text in run_ranks(2, refused, {"stages": 2, "cut": [3]}, run):
+        assert "stage 0 has no parameter that trains" in text
+
+
 def test_micro_batches_of_other_sizes_are_padded_on_their_way(here):
     """A sample is left out of some: the numbers stay the unsplit model's."""
     run = {"recipe": Ragged, "accumulate": 3}
@@ -234,6 +267,34 @@ def test_an_export_and_other_runs_weights_are_whole(here):
     from_parts = run_ranks(1, train, None, {"init_from": str(checkpoint.parent)})
     from_file = run_ranks(2, train, {}, {"init_from": str(file)})
     same_bits(from_file, from_parts[0])
+
+
+def without_room(place: Place, steps: int) -> tuple[str, list[str]]:
+    """The error of a run whose last checkpoint fails, and the lines about its export."""
+    messages: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = commit.stage
+
+        def stage(folder: Path, step: int, *args: Any) -> Any:
+            if step == steps:
+                raise OSError(28, "No space left on device")
+            return real(folder, step, *args)
+
+        patch.setattr(commit, "stage", stage)
+        patch.setattr(log, "info", lambda form, *values: messages.append(form % values))
+        with pytest.raises((ConfigError, RuntimeError)) as error:  # rank 1 only learns that its peer has ended
+            train(place, {"cut": [3]}, {"recipe": Exports, "steps": steps})
+    return str(error.value), [line for line in messages if "export" in line]
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_without_the_last_checkpoint_nothing_is_exported(here, steps):
+    """A checkpoint of step 3 is there, or none; the disk's error ends the run."""
+    (error, told), _ = run_ranks(2, without_room, steps)
+    assert error.startswith("trainer.checkpoint.dir=ckpt: ") and "No space left on device" in error
+    assert not list(Path("runs").glob("*/export"))
+    assert [line.partition(" -m ")[0].split()[:2] for line in told] == ([["export", "with"]] if steps > 3 else [])
+    assert all("step-00000003" in line for line in told)
 
 
 def test_codecs_and_guards_see_what_they_see_in_ddp(here):

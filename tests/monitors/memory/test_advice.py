@@ -10,8 +10,9 @@ from trainer.monitors.memory.advice import Setting, Use, advise, count_state, si
 from trainer.monitors.memory.allocator import GIB
 
 USE = Use(peak=70 * GIB, weights=2 * GIB, gradients=2 * GIB, state=4 * GIB, expected=False, limit=80 * GIB)
-ALONE = Setting(1, 16, 24, "bf16", True, "AdamW", frozenset(), frozenset({"ema", "adamw"}))
-NODE = replace(ALONE, world=8, available=frozenset({"shard", "auto_batch", "adamw8bit"}))
+ALONE = Setting(1, 16, 24, "bf16", True, "AdamW", frozenset({"activation_checkpoint", "adamw"}))
+MORE = frozenset({"auto_batch", "adamw8bit", "shard.1", "shard.2", "shard.3"})
+NODE = replace(ALONE, world=8, usable=ALONE.usable | MORE)
 
 
 def net() -> nn.Module:
@@ -82,11 +83,13 @@ def test_splitting_over_ranks_leaves_each_its_part():
     assert "adamw8bit" not in advise(USE, replace(NODE, optimizer="SGD"))
 
 
-@pytest.mark.parametrize(
-    ("decided", "gone"), [("recompute", "activation_checkpoint"), ("shard", "shard"), ("batch", "auto_batch")]
-)
-def test_the_decision_of_a_callback_is_not_advised_again(decided, gone):
-    assert gone in advise(USE, NODE) and gone not in advise(USE, replace(NODE, decided=frozenset({decided})))
+@pytest.mark.parametrize("name", ["activation_checkpoint", "auto_batch", "adamw8bit", "shard.1", "shard.2", "shard.3"])
+def test_a_callback_that_the_run_would_refuse_is_not_advised(name):
+    """The bytes of the others stay: stage 3 has those of stages 1 and 2."""
+    every, shown = advise(USE, NODE).split("), "), name.replace("shard.", "callbacks.shard.stage=")
+    left = advise(USE, replace(NODE, usable=NODE.usable - {name})).split("), ")
+    assert len(left) == len(every) - 1 and not [part for part in left if shown in part]
+    assert {part.rstrip(")") for part in left} < {part.rstrip(")") for part in every}
 
 
 def test_a_setting_that_saves_next_to_nothing_is_not_named():

@@ -2,6 +2,8 @@
 
 import json
 import logging
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +17,15 @@ from toy_recipe import Toy
 
 from trainer.callback import Callback, Role
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
-from trainer.config.options import DataOptions, Options
+from trainer.callbacks.compile import Compile
+from trainer.callbacks.overlap import Overlap
+from trainer.callbacks.pipeline import PipelineParallel
+from trainer.callbacks.shard import Shard
+from trainer.config.options import DataOptions, DDPOptions, Options
 from trainer.data.batch import Step
 from trainer.errors import ConfigError, message
 from trainer.log import log
-from trainer.monitors.memory import allocator
+from trainer.monitors.memory import allocator, callback
 from trainer.monitors.memory.allocator import GIB
 from trainer.monitors.memory.callback import Memory
 from trainer.optim.factories import adamw
@@ -46,13 +52,19 @@ class Full(Toy):
         return super().loss(model, batch)
 
 
-def make(recipe: Toy, place: Place | None = None, memory: Memory | None = None, **callbacks: Callback) -> Trainer:
+def make(
+    recipe: Toy,
+    place: Place | None = None,
+    memory: Memory | None = None,
+    ddp: DDPOptions | None = None,
+    **callbacks: Callback,
+) -> Trainer:
     return Trainer(
         recipe,
         {"memory": memory or Memory(), **callbacks},
         batch=12,
         accumulate=2,
-        options=Options(max_steps=4, log_every_steps=2),
+        options=Options(max_steps=4, log_every_steps=2, ddp=ddp or DDPOptions()),
         data=DataOptions(workers=0),
         place=place or Place(),
     )
@@ -149,17 +161,42 @@ def test_bytes_are_counted(monkeypatch):
     assert use.state == 2 * held + 4 * 8  # two moments, and a counter for each of 8 parameters
 
 
-def advice_of_rank(place: Place) -> tuple[int, int]:
-    from trainer.monitors.memory import callback
-
-    trainer = make(Toy(), place)
+def advice_of_rank(place: Place, stage: int, views: bool) -> tuple[int, int]:
+    others = {"shard": Shard(stage)} if stage else {}
+    trainer = make(Toy(), place, ddp=DDPOptions(gradient_as_bucket_view=views), **others)
     trainer.fit()
     use = callback.count(trainer, None)
     return use.gradients, use.weights
 
 
-def test_the_gradients_of_ddp_count_twice_without_views():
-    assert run_ranks(3, advice_of_rank) == [(2 * 4 * PARAMETERS, 4 * PARAMETERS)] * 3
+@pytest.mark.parametrize(("stage", "views", "times"), [(0, False, 2), (0, True, 1), (1, False, 2), (2, False, 1)])
+def test_gradients_count_twice_beside_buckets_of_their_own(stage, views, times):
+    assert run_ranks(3, advice_of_rank, stage, views) == [(times * 4 * PARAMETERS, 4 * PARAMETERS)] * 3
+
+
+STAGES = {"shard.1", "shard.2", "shard.3"}
+
+
+@pytest.mark.parametrize(
+    ("others", "features", "refused"),
+    [
+        ({}, set(), set()),
+        ({"own": Overlap()}, set(), {"auto_batch", *STAGES}),
+        ({}, {"bf16_params"}, {"shard.3"}),
+        ({}, {"find_unused_parameters"}, {"auto_batch", "shard.2", "shard.3"}),
+        ({"pipeline": PipelineParallel()}, set(), {"auto_batch", *STAGES}),
+        ({"shard": Shard(1)}, set(), STAGES),
+        ({"c": Compile(backend="eager")}, set(), {"activation_checkpoint"}),
+    ],
+)
+def test_the_advice_names_nothing_that_the_run_refuses(others, features, refused, tmp_path):
+    trainer = fake_trainer(tmp_path)
+    trainer.callbacks, trainer.plan.features = others, lambda: features
+    usable = callback.setting(trainer).usable
+    assert usable >= {"adamw8bit", "lars"}
+    assert {"activation_checkpoint", "auto_batch", *STAGES} - usable == refused
+    trainer.plan.order = None
+    assert "auto_batch" not in callback.setting(trainer).usable
 
 
 def test_a_callback_that_recomputes_is_not_advised(monkeypatch):
@@ -250,8 +287,9 @@ def fake_trainer(run_dir: Path) -> Any:
     return SimpleNamespace(
         device=torch.device("cuda", 0), run_dir=run_dir, rank=1, world=1, step=7, metrics={"train/loss": 1.0},
         ranks=SimpleNamespace(gather=lambda value: [value, value - GIB]), module=module, parameters=parameters,
-        optimizer=adamw(module.parameters()), strategy=None, ddp={}, recipe=Toy(), plan=SimpleNamespace(micro=16),
-        precision=SimpleNamespace(name="bf16"), callbacks={},
+        optimizer=adamw(module.parameters()), strategy=SimpleNamespace(bucket_bytes=0), recipe=Toy(),
+        plan=SimpleNamespace(micro=16, order=0, features=set), precision=SimpleNamespace(name="bf16"),
+        callbacks={}, undo=ExitStack(),
     )  # fmt: skip
 
 
@@ -270,14 +308,38 @@ def test_a_gpu_is_set_up_before_the_model_is_built_and_put_back_at_the_end(monke
         "build",
     ]
     gpu.calls.clear()
-    memory.on_fit_end(trainer)
+    trainer.undo.close()
     assert gpu.calls == [("record", None, {}), ("share", 1.0), ("write", "before")]
+
+
+def test_settings_are_put_back_if_the_run_is_refused(monkeypatch):
+    done: list[str] = []
+
+    class Sets(Callback):
+        role = Role.MEASURE
+
+        def build_model(self, trainer, build: Callable[[], nn.Module]) -> nn.Module:
+            trainer.undo.callback(done.append, "undone")
+            return build()
+
+    with pytest.raises(ConfigError, match=r"optimizer\.lr=-1"):
+        make_with(Sets(), lambda groups: adamw(groups, lr=-1.0))
+    assert done == ["undone"]
+    trainer = make_with(Sets(), adamw)
+    assert done == ["undone"]
+    trainer.fit()
+    assert done == ["undone"] * 2
+
+
+def make_with(callback: Callback, optimizer: Any) -> Trainer:
+    options = Options(max_steps=1)
+    return Trainer(Toy(), {"sets": callback}, optimizer, batch=12, data=DataOptions(workers=0), options=options)
 
 
 def test_without_knobs_a_gpu_is_left_alone(monkeypatch, tmp_path):
     gpu, memory, trainer = Gpu(monkeypatch), Memory(), fake_trainer(tmp_path)
     memory.build_model(trainer, nn.Identity)
-    memory.on_fit_end(trainer)
+    trainer.undo.close()
     assert gpu.calls == ["reset"]
 
 

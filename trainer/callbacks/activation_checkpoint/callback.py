@@ -22,8 +22,8 @@ CONFLICTS: dict[str, dict[str | Role, str]] = {
         "policy=full or policy=selective",
     },
     "budget": {
-        Role.COMPILE: "budget measures blocks operation by operation, and a compiled block keeps other tensors; use "
-        "every=2 or policy=selective instead of budget",
+        Role.COMPILE: "torch's own budget for compiled blocks draws dropout's random numbers anew when it recomputes, "
+        "so gradients are wrong; use every=2 or policy=selective instead of budget",
         Role.SPLIT: "budget measures all blocks on each rank, and a stage runs its own only; use every=2 or "
         "policy=selective instead of budget",
     },

@@ -92,6 +92,10 @@ class ZeRO2(ZeRO1):
         self.sync_gradients(True)
         zero_loss(self.parameters, unused=False).backward()
 
+    @property
+    def bucket_bytes(self) -> int:
+        return 0
+
     def buckets(self) -> list[list[int]]:
         return self.layout
 

@@ -47,8 +47,7 @@ class Setting:
     precision: str
     cuda: bool
     optimizer: str  # class name
-    decided: frozenset[str]  # what callbacks decide already: recompute, shard, batch
-    available: frozenset[str]  # names of callbacks and optimizers that the configs have
+    usable: frozenset[str]  # callbacks and optimizers that this run would take; shard with its stage, as shard.1
 
 
 def size(tensors: Iterable[Tensor]) -> int:
@@ -75,7 +74,7 @@ def advise(use: Use, setting: Setting) -> str:
     ways = [(saved, text) for saved, text in _ways(use, setting) if saved > LEAST * use.peak]
     ways.sort(key=lambda way: -way[0])
     named = [f"{text} (up to {saved / GIB:.2f} GiB less)" for saved, text in ways]
-    if "auto_batch" in setting.available and "batch" not in setting.decided:
+    if "auto_batch" in setting.usable:
         named.append("'+callbacks=[auto_batch]' (finds micro_batch itself)")
     return ", ".join(named) or "a smaller model"
 
@@ -86,15 +85,16 @@ def _ways(use: Use, setting: Setting) -> list[tuple[float, str]]:
     if setting.micro > 1:
         half = setting.micro // 2
         ways.append((use.rest * (1 - half / setting.micro), f"micro_batch={half}, with the same batch"))
-    if setting.blocks > 1 and "recompute" not in setting.decided:  # one block's activations are there at a time
+    if setting.blocks > 1 and "activation_checkpoint" in setting.usable:  # one block's activations are there at a time
         ways.append((use.rest * (1 - 1 / setting.blocks), "'+callbacks=[activation_checkpoint]'"))
     if setting.cuda and setting.precision in ("fp32", "tf32"):
         ways.append((use.rest / 2, "trainer.precision=bf16"))
-    if others and "shard" in setting.available and "shard" not in setting.decided:
-        for stage, bytes_split in enumerate((use.state, use.gradients, use.weights), 1):
-            before = ways[-1][0] if stage > 1 else 0.0
-            ways.append((before + others * bytes_split, f"'+callbacks=[shard]' callbacks.shard.stage={stage}"))
-    if "adamw8bit" in setting.available and setting.optimizer == "AdamW":
+    saved = 0.0
+    for stage, bytes_split in enumerate((use.state, use.gradients, use.weights), 1):
+        saved += others * bytes_split
+        if f"shard.{stage}" in setting.usable:
+            ways.append((saved, f"'+callbacks=[shard]' callbacks.shard.stage={stage}"))
+    if "adamw8bit" in setting.usable and setting.optimizer == "AdamW":
         # A byte an element, and a float32 scale for each 256 of them, instead of 4 bytes an element.
         ways.append((use.state * (1 - (1 + 4 / 256) / 4), "optimizer=adamw8bit"))
     return ways

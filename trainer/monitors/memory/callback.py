@@ -1,25 +1,30 @@
 """Measures peak memory, limits what the process may take of a GPU, and advises when memory runs out."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
 from trainer.blocks import find_blocks
-from trainer.callback import Callback, Role, TrainerProtocol, present
+from trainer.callback import Callback, Role, TrainerProtocol, arrange
+from trainer.config.build import build
 from trainer.config.compose import CONF
+from trainer.config.targets import ALLOWED
 from trainer.errors import ConfigError, is_out_of_memory, require
 from trainer.forward_backward import ForwardBackward
 from trainer.log import log
 from trainer.monitors.memory import allocator
 from trainer.monitors.memory.advice import Setting, Use, advise, count_state, size
 
+CANDIDATES: list[tuple[str, dict[str, Any]]] = [("activation_checkpoint", {}), ("auto_batch", {})]
+CANDIDATES += [("shard", {"stage": stage}) for stage in (1, 2, 3)]
 EVENTS = 100_000  # allocations that a snapshot has; some hundred bytes of host memory each
 
 
@@ -52,28 +57,27 @@ class Memory(Callback):
         self.wanted = {"expandable_segments": expandable_segments, "max_split_size_mb": max_split_mib}
         self.wanted = {key: str(value) for key, value in self.wanted.items() if value is not None}
         self.watch: allocator.Watch | None = None
-        self.undo = ExitStack()
 
     def build_model(self, trainer, build: Callable[[], nn.Module]) -> nn.Module:
         """Set the allocator up: nothing is on the device yet."""
         asked = {"max_share": self.max_share, **self.wanted, "snapshot": self.snapshot}
         asked = [name for name, value in asked.items() if value]
         if trainer.device.type == "cuda":
-            self._set_up(trainer.device)
+            self._set_up(trainer.device, trainer.undo)
         elif asked:
             log.info("memory: %s need(s) a GPU, and this run is on %s", ", ".join(asked), trainer.device.type)
         return build()
 
-    def _set_up(self, device: torch.device) -> None:
+    def _set_up(self, device: torch.device, undo: ExitStack) -> None:
         torch.cuda.reset_peak_memory_stats(device)
         if self.wanted:
-            self.undo.callback(allocator.write_settings, allocator.set_up(self.wanted, device))
+            undo.callback(allocator.write_settings, allocator.set_up(self.wanted, device))
         if self.max_share is not None:
             torch.cuda.memory.set_per_process_memory_fraction(self.max_share, device)
-            self.undo.callback(torch.cuda.memory.set_per_process_memory_fraction, 1.0, device)
+            undo.callback(torch.cuda.memory.set_per_process_memory_fraction, 1.0, device)
         if self.snapshot:
             torch.cuda.memory._record_memory_history(max_entries=EVENTS, stacks="python")
-            self.undo.callback(torch.cuda.memory._record_memory_history, enabled=None)
+            undo.callback(torch.cuda.memory._record_memory_history, enabled=None)
 
     def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Optimizer:
         optimizer.step = self._guard(trainer, optimizer.step)  # its first call makes the state
@@ -103,7 +107,6 @@ class Memory(Callback):
                 torch.cuda.memory._dump_snapshot(str(snapshot_file(trainer)))
             except (OSError, RuntimeError) as failure:
                 log.warning("%s: can't be written: %s", snapshot_file(trainer), failure)
-        self.undo.close()
 
     def _guard(self, trainer: TrainerProtocol, run: Callable[..., Any]) -> Callable[..., Any]:
         """Give an error of `run` the advice, if memory has run out."""
@@ -151,9 +154,7 @@ def snapshot_file(trainer: TrainerProtocol) -> Path:
 def count(trainer: TrainerProtocol, max_share: float | None) -> Use:
     """Count the bytes of this rank."""
     module, parameters = trainer.module, trainer.parameters
-    gradients = size(parameters)
-    if trainer.world > 1 and type(trainer.strategy).__name__ == "DDP" and not trainer.ddp["gradient_as_bucket_view"]:
-        gradients *= 2  # DDP's buckets
+    gradients = size(parameters) + trainer.strategy.bucket_bytes
     state, expected = count_state(trainer.optimizer, parameters)
     peak, limit = allocator.peak_resident(), 0
     if trainer.device.type == "cuda":
@@ -165,7 +166,6 @@ def count(trainer: TrainerProtocol, max_share: float | None) -> Use:
 
 def setting(trainer: TrainerProtocol) -> Setting:
     """Return the settings of the run that the advice depends on."""
-    roles = {"recompute": Role.RECOMPUTE, "shard": Role.SHARD, "batch": Role.BATCH}
     try:
         blocks = len(find_blocks(trainer.recipe, trainer.module, None, ""))
     except ConfigError:
@@ -177,6 +177,20 @@ def setting(trainer: TrainerProtocol) -> Setting:
         trainer.precision.name,
         trainer.device.type == "cuda",
         type(getattr(trainer.optimizer, "optimizer", trainer.optimizer)).__name__,
-        frozenset(name for name, role in roles.items() if present(role, trainer.callbacks, set())),
-        frozenset(file.stem for group in ("callbacks", "optimizer") for file in (CONF / group).glob("*.yaml")),
+        frozenset(usable(trainer)),
     )
+
+
+def usable(trainer: TrainerProtocol) -> Iterator[str]:
+    """Yield the callbacks that the run would take beside its own, and the names of all optimizers."""
+    yield from (file.stem for file in (CONF / "optimizer").glob("*.yaml"))
+    for name, settings in CANDIDATES:
+        if name == "auto_batch" and trainer.plan.order is None:  # the data cuts the batches itself
+            continue
+        node: Any = OmegaConf.to_container(OmegaConf.load(CONF / "callbacks" / f"{name}.yaml"))
+        try:
+            candidate = build(f"callbacks.{name}", node[name] | settings, ALLOWED)
+            arrange({**trainer.callbacks, f"another {name}": candidate}, trainer.plan.features())
+        except ConfigError:
+            continue
+        yield ".".join([name, *map(str, settings.values())])
