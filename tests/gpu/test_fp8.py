@@ -31,7 +31,7 @@ class Losses(Callback):
 def train(precision: str, run: str, steps: int = 20, **more: Any) -> tuple[list[float], torch.Tensor]:
     losses, callbacks = Losses(), more.pop("callbacks", {})
     trainer = make(
-        Toy(samples=960, width=256, depth=4), {"losses": losses, **callbacks}, adamw, batch=96, accelerator="cuda",
+        Toy(samples=960, width=256, depth=4), {"losses": losses, **callbacks}, adamw, batch=90, accelerator="cuda",
         precision=precision, max_steps=steps, log_every_steps=1, deterministic=True, run_dir=f"runs/{run}",
         checkpoint={"every_steps": 10}, **more,
     )  # fmt: skip
