@@ -174,7 +174,10 @@ class Callback:
         return reduce
 
     def distribute(self, trainer: TrainerProtocol, model: nn.Module) -> Strategy:
-        """Return a layout of the model over the ranks instead of DDP. One callback of role SHARD may have this hook."""
+        """Return a layout of the model over the ranks instead of DDP. One callback of role SHARD may have this hook.
+
+        Beside a callback of a role in `shares_with`, this one's hook is not called.
+        """
         raise NotImplementedError
 
     def wrap_optimizer(self, trainer: TrainerProtocol, optimizer: Optimizer) -> Optimizer:

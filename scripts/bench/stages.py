@@ -32,7 +32,7 @@ from trainer.trainer import Trainer
 
 HOSTS, WIDTH, LAYERS, BATCH, MICROS = 2, 768, 8, 64, 8
 RATES = {"no limit": None, "1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
-RUNS = ("ddp", "1f1b")
+RUNS: tuple[str, ...] = ("ddp", "1f1b")
 SETTLED, STEPS = 2, 4  # steps before those that are timed, and these
 ROOT = Path(__file__).parents[2]
 

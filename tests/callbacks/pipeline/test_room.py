@@ -12,6 +12,7 @@ from toy_recipe import Toy
 
 from trainer.callback import Callback
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
+from trainer.callbacks.ema import EMA
 from trainer.callbacks.pipeline import callback as module
 from trainer.callbacks.pipeline.room import state_share
 from trainer.callbacks.shard import Shard
@@ -48,6 +49,12 @@ def test_a_large_rank_gets_many_blocks(here):
     assert replica[1] <= 2  # the smallest of a stage's ranks counts
     (alone,) = run_ranks(1, train, None, {"width": 64, "depth": 8})
     same_bits(ranks, alone)
+
+
+def test_two_stages_of_a_rank_fit_together(here):
+    """Each of them alone would fit with more blocks."""
+    run = {"depth": 8, "accumulate": 4}
+    assert run_ranks(2, limited, [0.2, 100.0], {"schedule": "zbv"}, run)[0]["starts"][1::2] == [1, 7]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
@@ -92,17 +99,20 @@ def test_the_bytes_foreseen_are_those_of_the_stage(here):
         assert rank["state_bytes"] == 2 * 4 * elements + steps
 
 
-def test_shard_and_recomputation_lower_the_need(here):
+def test_an_average_shard_and_recomputation_change_the_need(here):
     plain = run_ranks(3, measured, {}, {})
+    averaged = run_ranks(3, measured, {"ema": EMA}, {})[0]
+    elements = sum(value.size for value in averaged["weights"].values())
+    assert averaged["need"][0] / elements == pytest.approx(20, rel=0.01)  # one copy more
     recomputed = run_ranks(3, measured, {"activation_checkpoint": ActivationCheckpoint}, {})
     ends = plain[0]["saved"][-1]
     assert plain[0]["saved"] == [2 * 8 * 4, *[2 * 2 * 16 * 4] * 6, ends]  # 2 rows, width 16: input and output
     assert recomputed[0]["saved"] == [2 * 8 * 4, *[2 * 16 * 4] * 6, ends]
     ranks = run_ranks(6, measured, {}, {"batch": 24})
     sharded = run_ranks(6, measured, {"shard": Shard}, {"batch": 24})
-    elements = [sum(value.size for value in rank["weights"].values()) for rank in (ranks[0], sharded[0])]
-    assert ranks[0]["need"][0] / elements[0] == pytest.approx(16, rel=0.01)
-    assert sharded[0]["need"][0] / elements[1] == pytest.approx(12, rel=0.01)  # half of the moments
+    for rank, each in ((ranks[0], 16), (sharded[0], 12)):  # half of the moments
+        elements = sum(value.size for value in rank["weights"].values())
+        assert rank["need"][0] / elements == pytest.approx(each, rel=0.01)
 
 
 class Trainers(Callback):
