@@ -39,7 +39,8 @@ from trainer.trainer import Trainer
 
 CORES, LATER = (0.2, 0.4, 1.0), (0.2, 0.4, 0.4)
 PERIOD_US = 10_000  # of a quota: short beside a micro-batch
-BATCH, MICRO = 288, 4
+WEIGHTS = {"cpu.shares": "262144", "cpu.weight": "10000"}  # the most, so that other processes take little
+BATCH, MICRO = 576, 4
 EVERY = 4  # steps between two measurements of `hetero_batch`
 SETTLED = 2 * EVERY + 3  # steps until the shares have followed a change
 
@@ -77,7 +78,7 @@ class Tokens:
 
     def data(self, split: str) -> Dataset[Any] | None:
         random = torch.Generator().manual_seed(0)
-        x = torch.randn(384, self.case.tokens, self.case.width, generator=random)
+        x = torch.randn(BATCH, self.case.tokens, self.case.width, generator=random)
         return TensorDataset(x) if split == "train" else None
 
     def loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
@@ -96,6 +97,9 @@ class Limit:
         self.group, self.cores, self.used = group, 1.0, 0.0
         if group is not None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
+            for name, most in WEIGHTS.items():
+                if (group / name).exists():
+                    (group / name).write_text(most)
 
     def hold(self, cores: float | None) -> None:
         """Hold the process to `cores`; None lets it go."""
@@ -229,7 +233,7 @@ def cases(timed: int) -> list[Case]:
     Args:
         timed: Steps of a run that count.
     """
-    few = -(-timed // 2)  # even shares take long
+    few = -(-timed // 3)  # even shares take long
     return [
         Case("own", BATCH, timed, CORES, alone=True),
         Case("hetero_batch", BATCH, timed, CORES, hetero=True),
