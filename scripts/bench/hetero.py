@@ -6,12 +6,12 @@ Three ranks have 0.2, 0.4 and 1.0 of a core, so their speeds are about 1 : 2 : 5
 groups hold the ranks, which needs root and Linux. Without these, a rank sleeps after each micro-batch, in proportion to
 the CPU time that it has used, and the table says so.
 
-A rank's own speed is that of a run of its own, with its part of the batch, at the same time as the runs of the other
-ranks. A row's part is its speed over the sum of the own speeds of the same round.
+A rank's own speed comes from a run of its own, with its part of the batch. All ranks have these runs at the same time.
+A row's part is its speed over the sum of the own speeds of the same round.
 
-In the last two rows the fastest rank has 0.4 of a core from a step on. Steps are timed from the eleventh after the
-change on, beside the sum of the own speeds with the later cores: two measurements of four steps each, and three steps
-that were loaded before. A round takes about three minutes.
+In the last two rows the fastest rank has 0.4 of a core from a step on. Steps are timed from the twelfth after the
+change on: after two measurements of four steps each, and three steps that were loaded before. The sum of the own speeds
+is then that of the later cores. A round takes about three minutes.
 """
 
 import multiprocessing
