@@ -76,6 +76,7 @@ class TrainerProtocol(Protocol):
     seconds: float
     lag: int  # steps by which the weights are behind `step`; may be set
     metrics: dict[str, float]  # of this step, if it is logged, else empty; may be added to
+    largest: dict[str, Callable[[], float]]  # numbers of a rank, whose largest is in `metrics`; may be added to
 
     @property
     def plan(self) -> PlanProtocol: ...

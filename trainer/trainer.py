@@ -130,6 +130,7 @@ class Trainer:
         self._sums: Callable[[], tuple[int, ...]] | None = None
         self.metrics: dict[str, float] = {}  # numbers of this step, if it is one to log
         self.last_metrics = self.metrics  # of the last logged step
+        self.largest: dict[str, Callable[[], float]] = {}  # numbers of this rank, whose largest is in the metrics
         self.validation: dict[str, float] = {}  # of the last validation, which was at `validated_step`
         self.loaded: tuple[int, int] | None = None  # the step, and the last one validated, of the checkpoint resumed
         self.bests: list[dict[str, Any]] = []  # validations that were the best; the newest last
@@ -378,8 +379,10 @@ class Trainer:
     def _measure(self) -> dict[str, float]:
         """Measure the numbers of this step. Waits for the device; a collective."""
         self.seconds = time.monotonic() - self.started
-        loss = self.train_loss.measure(self.losses, self.data.weights, self.step)
+        own = [measure() for measure in self.largest.values()]
+        loss, largest = self.train_loss.measure(self.losses, self.data.weights, self.step, own)
         metrics = {"train/loss": loss, "train/lr": self.optimizer.param_groups[0]["lr"]}
+        metrics |= zip(self.largest, largest, strict=True)
         if not self.defers and (self.clips or self.logged):
             metrics["train/grad_norm"] = self.grad_norm.item()
         if self.scaler.is_enabled():
@@ -423,7 +426,7 @@ class Trainer:
     def _finish(self) -> None:
         if not self.logged:  # a callback or a signal has ended the run at this step
             speed = {name: value for name, value in self.last_metrics.items() if name.startswith("perf/")}
-            self.last_metrics = self._measure() | speed
+            self.last_metrics = speed | self._measure()
         with ExitStack() as every:  # last first, also if one of them raises
             every.callback(report, self)
             every.callback(training_state.save, self, last=True)

@@ -6,12 +6,12 @@ Three ranks have 0.2, 0.4 and 1.0 of a core, so their speeds are about 1 : 2 : 5
 groups hold the ranks, which needs root and Linux. Without these, a rank sleeps after each micro-batch, in proportion to
 the CPU time that it has used, and the table says so.
 
-A rank's own speed is that of a run of its own, with its part of the batch, at the same time as the runs of the other
-ranks. A row's part is its speed over the sum of the own speeds of the same round.
+A rank's own speed comes from a run of its own, with its part of the batch. All ranks have these runs at the same time.
+A row's part is its speed over the sum of the own speeds of the same round.
 
-In the last two rows the fastest rank has 0.4 of a core from a step on. Steps are timed from the eleventh after the
-change on, beside the sum of the own speeds with the later cores: two measurements of four steps each, and three steps
-that were loaded before. A round takes about three minutes.
+In the last two rows the fastest rank has 0.4 of a core from a step on. Steps are timed from the twelfth after the
+change on: after two measurements of four steps each, and three steps that were loaded before. The sum of the own speeds
+is then that of the later cores. A round takes about three minutes.
 """
 
 import multiprocessing
@@ -39,7 +39,8 @@ from trainer.trainer import Trainer
 
 CORES, LATER = (0.2, 0.4, 1.0), (0.2, 0.4, 0.4)
 PERIOD_US = 10_000  # of a quota: short beside a micro-batch
-BATCH, MICRO = 288, 4
+WEIGHTS = {"cpu.shares": "262144", "cpu.weight": "10000"}  # the most, so that other processes take little
+BATCH, MICRO = 576, 4
 EVERY = 4  # steps between two measurements of `hetero_batch`
 SETTLED = 2 * EVERY + 3  # steps until the shares have followed a change
 
@@ -77,7 +78,7 @@ class Tokens:
 
     def data(self, split: str) -> Dataset[Any] | None:
         random = torch.Generator().manual_seed(0)
-        x = torch.randn(384, self.case.tokens, self.case.width, generator=random)
+        x = torch.randn(BATCH, self.case.tokens, self.case.width, generator=random)
         return TensorDataset(x) if split == "train" else None
 
     def loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
@@ -96,6 +97,9 @@ class Limit:
         self.group, self.cores, self.used = group, 1.0, 0.0
         if group is not None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
+            for name, most in WEIGHTS.items():
+                if (group / name).exists():
+                    (group / name).write_text(most)
 
     def hold(self, cores: float | None) -> None:
         """Hold the process to `cores`; None lets it go."""
@@ -229,7 +233,7 @@ def cases(timed: int) -> list[Case]:
     Args:
         timed: Steps of a run that count.
     """
-    few = -(-timed // 2)  # even shares take long
+    few = -(-timed // 3)  # even shares take long
     return [
         Case("own", BATCH, timed, CORES, alone=True),
         Case("hetero_batch", BATCH, timed, CORES, hetero=True),

@@ -1,5 +1,7 @@
 """Steps in the backward pass have the bits of those after it, and never hold all gradients."""
 
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,6 +21,7 @@ from trainer.callbacks.bucket.callback import Bucket
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.hierarchical import Hierarchical
 from trainer.callbacks.optimizer_in_backward import MOST_SENT, OptimizerInBackward
+from trainer.comm.bucket import Bucket as Buckets
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError
 from trainer.optim.factories import adamw, sgd
@@ -163,36 +166,40 @@ SIZE = 8 * 8 * 4  # bytes of each
 
 
 class Held(Callback):
-    """The most bytes of gradients and of buckets that are alive when a gradient is complete or reduced."""
+    """The most bytes of gradients and of buckets that are alive, whoever holds them, during backward passes.
+
+    A reduction takes longer than the rest of a backward pass, so that as many buckets wait as may.
+    """
 
     role = Role.REDUCE
 
     def __init__(self) -> None:
-        self.most, self.flats = 0, list[tuple[StorageWeakRef, int]]()  # a tensor that only C++ holds has no weakref
+        self.most, self.alive = 0, dict[StorageWeakRef, int]()  # a tensor that only C++ holds has no weakref
+        self.lock = threading.Lock()
 
     def wrap_reduce(self, trainer, reduce):
         self.trainer = trainer
 
         def counted(flat, bucket):
-            self.flats = [(ref, size) for ref, size in self.flats if not ref.expired()]
-            own = StorageWeakRef(flat.untyped_storage())
-            if own not in [ref for ref, _ in self.flats]:
-                self.flats.append((own, flat.nbytes))
-            self.note()
+            self.note(flat)
+            time.sleep(0.02)
             return reduce(flat, bucket)
 
         return counted
 
     def on_fit_start(self, trainer) -> None:
-        self.trainer, self.most, self.flats = trainer, 0, []
+        self.trainer, self.most = trainer, 0
         self.hooks = [p.register_post_accumulate_grad_hook(lambda _: self.note()) for p in trainer.parameters]
 
     def on_step_end(self, trainer) -> None:
         self.note()
 
-    def note(self) -> None:
-        own = sum(p.grad.nbytes for p in self.trainer.parameters if p.grad is not None)
-        self.most = max(self.most, own + sum(size for ref, size in self.flats if not ref.expired()))
+    def note(self, *buckets: Tensor) -> None:
+        with self.lock:
+            gradients = [grad for p in self.trainer.parameters if (grad := p.grad) is not None]
+            self.alive = {ref: size for ref, size in self.alive.items() if not ref.expired()}
+            self.alive |= {StorageWeakRef(t.untyped_storage()): t.nbytes for t in (*gradients, *buckets)}
+            self.most = max(self.most, sum(self.alive.values()))
 
 
 def held(place: Place, in_backward: bool, accumulate: int) -> int:
@@ -203,7 +210,15 @@ def held(place: Place, in_backward: bool, accumulate: int) -> int:
         batch=12, accumulate=accumulate, data=DataOptions(workers=0), place=place,
         options=Options(max_steps=3, ddp=DDPOptions(SIZE / 2**20), run_dir=f"runs/{run}"),
     )  # fmt: skip
-    trainer.fit()
+    take = Buckets.take_gradients
+
+    def noted(bucket: Buckets, flat: Tensor) -> None:
+        watch.note(flat)  # it may wait long until it is reduced
+        take(bucket, flat)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Buckets, "take_gradients", noted)
+        trainer.fit()
     assert watch.most % SIZE == 0
     return watch.most // SIZE
 
@@ -214,12 +229,16 @@ def all_held(place: Place) -> list[int]:
 
 
 def test_bytes_of_gradients(tmp_path, monkeypatch):
-    """The observer's hooks come before the callback's: it sees each gradient whole, then it is gone."""
+    """On three ranks: the buckets on their way, the one that is filled, and the gradient that is complete meanwhile.
+
+    The observer's hooks come before the callback's, so it sees each gradient whole.
+    """
     monkeypatch.chdir(tmp_path)
     (alone,) = run_ranks(1, all_held)
     assert alone == [7, 1, 7], alone
     for plain, ours, accumulated in run_ranks(3, all_held):
-        assert plain == 14 and ours <= MOST_SENT + 2 and accumulated <= 7 + MOST_SENT, (plain, ours, accumulated)
+        assert plain == 14, plain
+        assert MOST_SENT + 1 <= ours <= MOST_SENT + 2 and 7 <= accumulated <= 7 + MOST_SENT, (ours, accumulated)
 
 
 class Skips(nn.Module):

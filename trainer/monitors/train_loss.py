@@ -22,22 +22,27 @@ class TrainLoss:
         self.last = 0.0
         self.finite: bool | None = None
 
-    def measure(self, losses: Sequence[Tensor], weights: Sequence[int], step: int) -> float:
-        """Return the mean over the items of all ranks; NaN without any. Waits for the device; a collective.
+    def measure(
+        self, losses: Sequence[Tensor], weights: Sequence[int], step: int, numbers: Sequence[float] = ()
+    ) -> tuple[float, list[float]]:
+        """Return the mean over the items of all ranks, NaN without any, and the largest of each number over the ranks.
+
+        Waits for the device; a collective.
 
         Args:
             losses: Means over the items of this rank's micro-batches, scalars.
             weights: The items of each micro-batch.
+            numbers: Other numbers of this rank, which need no exchange of their own.
         """
         own = sum(loss.item() * weight for loss, weight in zip(losses, weights, strict=True))
-        sums, items = zip(*self.ranks.gather([own, sum(weights)]), strict=True)
+        sums, items, *others = zip(*self.ranks.gather([own, sum(weights), *numbers]), strict=True)
         loss = sum(sums) / total if (total := sum(items)) else math.nan
         if total:
             if math.isfinite(self.last) and not math.isfinite(loss):
                 log.warning("step %d: the loss is %s; training goes on, but learns nothing more", step, loss)
             self.finite = bool(self.finite) or math.isfinite(loss)
         self.last = loss
-        return loss
+        return loss, [max(values) for values in others]
 
     def refuse_never_finite(self, step: int) -> None:
         """Raise NumericsError if no loss was finite: such a run is no success."""

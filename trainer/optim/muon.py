@@ -90,8 +90,8 @@ class Muon(Optimizer):
     def _step_rows(self, part: Optimizer) -> None:
         """Step the matrices of which each rank has rows, and leave the others to `part`. A collective.
 
-        The update needs whole matrices, so each rank gathers the gradient and the momentum of one matrix after the
-        other, and keeps its rows of the result.
+        The update needs whole matrices. Each rank gathers the gradient and the momentum of one matrix after the other.
+        It keeps its rows of the result.
         """
         groups, part.param_groups = part.param_groups, []
         for group in groups:

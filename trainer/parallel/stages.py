@@ -23,7 +23,6 @@ KEY = "callbacks.pipeline"
 class Absent(nn.Parameter):
     """A parameter that another stage has: its shape, dtype and device, and a single NaN as memory."""
 
-
     def copy_(self, *_: Any, **__: Any) -> "Absent":
         """Copy nothing: a state that is loaded has the parameters of all stages."""
         return self

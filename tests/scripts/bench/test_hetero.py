@@ -49,12 +49,13 @@ def test_without_a_control_group_a_rank_sleeps_for_the_time_it_used(monkeypatch:
 
 def test_a_control_group_gets_a_quota_and_is_let_go(tmp_path: Path) -> None:
     for names, held, free in (
-        (("cgroup.procs", "cpu.cfs_period_us", "cpu.cfs_quota_us"), ["10000", "4000"], ["10000", "-1"]),
-        (("cgroup.procs", "cpu.max"), ["4000 10000"], ["max 10000"]),
+        (("cpu.shares", "cpu.cfs_period_us", "cpu.cfs_quota_us"), ["10000", "4000"], ["10000", "-1"]),
+        (("cpu.weight", "cpu.max"), ["4000 10000"], ["max 10000"]),
     ):
         for name in names:
             (tmp_path / name).touch()
         limit = bench.Limit(tmp_path)
+        assert (tmp_path / names[0]).read_text() == bench.WEIGHTS[names[0]]
         for cores, texts in ((0.4, held), (None, free)):
             limit.hold(cores)
             assert [(tmp_path / name).read_text() for name in names[1:]] == texts

@@ -141,8 +141,8 @@ class HeteroBatch(Callback):
     ) -> list[Tensor]:
         """Run the passes of a step, and time them.
 
-        If some rank does not hold the micro-batches that were loaded before its memory was measured, all ranks reduce
-        after the passes, which run on parts that fit.
+        Some rank may not hold the micro-batches that were loaded before its memory was measured. The passes of such
+        steps run on parts that fit, and all ranks reduce afterwards.
         """
         if not self.held:
             self._hold(self._measure_memory(trainer, run, data.peek()))

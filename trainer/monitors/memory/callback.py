@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +89,13 @@ class Memory(Callback):
     def on_fit_start(self, trainer) -> None:
         if trainer.device.type == "cuda":
             self.watch = allocator.Watch(trainer.device)
+            peak = partial(torch.cuda.max_memory_allocated, trainer.device)
+            trainer.largest["perf/peak_memory_gib"] = lambda: peak() / allocator.GIB
+        else:
+            trainer.largest["perf/peak_rss_gib"] = lambda: allocator.peak_resident() / allocator.GIB
 
     def on_step_end(self, trainer) -> None:
-        if not trainer.metrics:
-            return
-        name, peak = "perf/peak_rss_gib", allocator.peak_resident
-        if trainer.device.type == "cuda":
-            name, peak = "perf/peak_memory_gib", lambda: torch.cuda.max_memory_allocated(trainer.device)
-        trainer.metrics[name] = max(trainer.ranks.gather(peak())) / allocator.GIB
-        for text in self.watch.look() if self.watch else ():
+        for text in self.watch.look() if self.watch and trainer.metrics else ():
             log.warning("step %d: %s", trainer.step, text)
 
     def on_fit_end(self, trainer) -> None:
