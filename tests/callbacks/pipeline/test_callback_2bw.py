@@ -93,6 +93,7 @@ def train(place: Place, knobs: dict[str, Any] | None, run: dict[str, Any] | None
         place=place,
     )  # fmt: skip
     trainer.fit()
+    assert trainer.lag == (not first.exact)  # the weights are a step behind
     own = {name: p.detach().numpy() for name, p in trainer.module.named_parameters() if p.requires_grad}
     return {
         "weights": own,
