@@ -88,6 +88,7 @@ def passes(place: Place, micros: int, run_ahead: int) -> tuple[list[str], list[i
         optimizer.step()
         optimizer.zero_grad()
         seen.append("|")
+        assert all(len(box.sent) <= micros for box in pipeline.sends)
         del losses
     pipeline.drain()
     ranks.leave()
