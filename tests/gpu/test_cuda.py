@@ -11,7 +11,6 @@ import torch
 from support.gpu import ACCELERATOR, on_device, only_gpu
 from torch.utils.data import Dataset
 from toy_recipe import Points, Toy
-from transformers import BatchEncoding
 
 from trainer.callback import Callback
 from trainer.callbacks.ema import EMA
@@ -74,6 +73,7 @@ def test_batches_arrive_whole_and_in_order_while_the_device_computes():
 @pytest.mark.parametrize("kind", ["pageable", "pinned", "BatchEncoding"])
 def test_a_batch_behind_a_sleeping_kernel_arrives_whole(kind):
     """The copies' stream sleeps: a batch that its step reads too early has the bytes of the one before."""
+    make = pytest.importorskip("transformers").BatchEncoding if kind == "BatchEncoding" else dict
     device = torch.device("cuda", torch.cuda.current_device())
     stream, size = torch.cuda.Stream(device), 1 << 20
 
@@ -81,7 +81,7 @@ def test_a_batch_behind_a_sleeping_kernel_arrives_whole(kind):
         for i in range(6):
             x = torch.full((size,), float(i))
             x = x if kind == "pageable" else x.pin_memory()
-            yield Micro(BatchEncoding({"x": x}) if kind == "BatchEncoding" else {"x": x}, 1, [], [])
+            yield Micro(make({"x": x}), 1, [], [])
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(2**27)
 

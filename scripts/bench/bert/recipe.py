@@ -14,7 +14,7 @@ from recipes.bert import Bert
 from recipes.corpus import CLS, SEP, SPECIALS
 from scripts.bench.bert.cells import Cell
 
-SAMPLES = 1024
+SAMPLES = 8192  # more than any cell takes: other trainers start their data workers anew at the end of an epoch
 DOCUMENTS = 4  # of a sequence
 
 

@@ -109,3 +109,12 @@ def test_other_trainers_see_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
         bench.one_gpu()
         assert os.environ["CUDA_VISIBLE_DEVICES"] == first
+
+
+def test_the_clock_times_the_steps_after_the_warm_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = bench.Clock(replace(CELL, warm=2, timed=4), torch.device("cpu"))
+    seconds = [100.0, 10.0, 1.0, 2.0, 3.0, 4.0, 1000.0]  # of each step; the third to the sixth count
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: sum(seconds[: clock.steps]))
+    for _ in seconds:
+        clock.tick()
+    assert clock.seconds == 2.5

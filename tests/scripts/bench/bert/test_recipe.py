@@ -7,8 +7,8 @@ import torch
 
 from recipes.bert import find_documents
 from recipes.corpus import CLS, SEP
-from scripts.bench.bert.cells import TINY, Cell
-from scripts.bench.bert.recipe import DOCUMENTS, RandomText
+from scripts.bench.bert.cells import TINY, Cell, matrix
+from scripts.bench.bert.recipe import DOCUMENTS, SAMPLES, RandomText
 
 CELL = Cell("speed", "Echelon", 64, 2, size=TINY)
 
@@ -34,3 +34,7 @@ def test_flops_count_pairs_of_one_document() -> None:
     saved = 12 * TINY.layers * TINY.hidden * (64 * 64 - pairs)
     assert across.flops_per_sample - apart.flops_per_sample == pytest.approx(saved)
     assert apart.attention_dropout == 0.0 and torch.equal(across.corpus.tokens, apart.corpus.tokens)
+
+
+def test_no_cell_begins_a_second_epoch() -> None:
+    assert max(cell.micro * (cell.warm + cell.timed) for cell in matrix(139.0)) <= SAMPLES
