@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,6 +102,7 @@ def test_gradients_are_views_of_buckets_on_a_gpu():
         built: Any = SimpleNamespace(
             options=SHORT, device=torch.device(device), recipe=Stops(), _hooks={"build_model": []}
         )
+        built._build_model = partial(Trainer._build_model, built)
         with pytest.raises(Stopped):
             Trainer._build(built, adamw)
         assert built.ddp["gradient_as_bucket_view"] is view

@@ -403,6 +403,7 @@ def test_a_snapshot_that_can_not_be_written_hides_nothing(monkeypatch, tmp_path,
 
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", full)
     assert failed(memory, trainer, torch.OutOfMemoryError()).advice
+    trainer.undo.close()
     assert "No space left on device" in messages[-1] and gpu.calls[-1] == ("record", None, {})
 
 
