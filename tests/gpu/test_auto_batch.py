@@ -79,7 +79,7 @@ def test_the_clock_reads_events_and_waits_for_nothing():
     device = torch.device(ACCELERATOR, 0)
     model = nn.Linear(512, 1).to(device)
     strategy = SingleDevice(model)
-    run = Accumulate(CheckedLoss(Heavy().loss, len), strategy, Precision("fp32", device).scaler, False)
+    run = Accumulate(CheckedLoss(Heavy().loss, len), strategy, Precision("fp32", device).scaler)
     clock = ComputeClock(device)
     clock.attach(strategy, model)
     for samples in (3, 5):
