@@ -15,6 +15,7 @@ from toy_recipe import Toy
 from trainer.callback import Callback, Role
 from trainer.callbacks.hetero_batch.callback import HeteroBatch
 from trainer.callbacks.hetero_batch.clock import ComputeClock
+from trainer.callbacks.shard.callback import Shard
 from trainer.config.options import DataOptions, Options
 from trainer.data.batch import Micro, Step
 from trainer.parallel.strategy import SingleDevice
@@ -63,12 +64,13 @@ class Outer(Callback):
 
 
 class Normed(Toy):
-    """Has a buffer that DDP shares, for which a rank waits."""
+    """Has a buffer that DDP shares, for which a rank waits. The last parameter gets its gradient last."""
 
     def model(self) -> nn.Module:
         model = super().model()
         model.register_buffer("seen", torch.zeros(()))
-        model.register_forward_pre_hook(lambda module, _: module.seen.add_(1.0) and None)  # pyright: ignore
+        model.add_module("offset", offset := nn.ParameterList([torch.zeros(())]))
+        model.register_forward_pre_hook(lambda module, x: (module.seen.add_(1.0), x[0] + offset[0])[1:])  # pyright: ignore
         return model
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -76,7 +78,7 @@ class Normed(Toy):
         return super().loss(model, batch)
 
 
-def waits(place: Place) -> list[float]:
+def waits(place: Place, sharded: bool) -> list[float]:
     share, calls = Wrapped._sync_buffers, []
 
     def late(self: Any) -> None:
@@ -89,19 +91,22 @@ def waits(place: Place) -> list[float]:
     Wrapped._sync_buffers = late  # pyright: ignore[reportAttributeAccessIssue]
     try:
         trainer = Trainer(
-            Normed(), {"mine": mine, "late": Late(), "outer": Outer()}, batch=24, accumulate=2, place=place,
+            Normed(), {"mine": mine, "late": Late(), "outer": Outer(), **({"shard": Shard(2)} if sharded else {})},
+            batch=24, accumulate=2, place=place,
             options=Options(max_steps=4, timeout_s=30.0), data=DataOptions(workers=0),
         )  # fmt: skip
         trainer.fit()
     finally:
         Wrapped._sync_buffers = share
-    assert len(calls) >= 4
+    assert sharded or len(calls) >= 4
     return mine.speeds
 
 
-def test_waits_for_other_ranks_do_not_count(tmp_path, monkeypatch):
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "shard.2"])
+def test_waits_for_other_ranks_do_not_count(sharded, tmp_path, monkeypatch):
+    """The first gradient queues the wait of stage 2, the last one DDP's."""
     monkeypatch.chdir(tmp_path)
-    assert run_ranks(WORLD, waits) == [pytest.approx([1.0, 0.5, 0.2])] * WORLD
+    assert run_ranks(WORLD, waits, sharded) == [pytest.approx([1.0, 0.5, 0.2])] * WORLD
 
 
 class Passes:

@@ -18,8 +18,8 @@ class ComputeClock:
     """Adds up the samples and the seconds of forward and backward passes.
 
     The clock stands still while the rank waits: for the agreement on the step, for buffers that DDP shares, and for the
-    reduction of gradients. The engine runs callbacks in the order in which they were queued. DDP queues its wait with
-    a backward pass's last gradient, so a callback that is queued with an earlier gradient runs before that wait.
+    reduction of gradients. The engine runs callbacks in the order in which they were queued. A strategy queues its wait
+    once it has a gradient, so a callback that is queued just before the first gradient runs before that wait.
 
     On CUDA, events mark the stream, and nothing waits for the device.
 
@@ -33,15 +33,15 @@ class ComputeClock:
         self.spans: list[tuple[Any, Any]] = []  # of this step
         self.steps: deque[tuple[int, list[tuple[Any, Any]]]] = deque()  # whose events may not have happened yet
         self.whole = True  # this step's passes have ended before their wait
+        self.queued = False  # this backward pass has a gradient
         self.hooks: list[Any] = []
 
     def attach(self, strategy: Strategy, module: nn.Module) -> None:
         """Watch the ends of backward passes, and the buffers that are shared before forward passes."""
         self.strategy = strategy
-        self.hooks.append(strategy.parameters[-1].register_hook(self._queue))
-        if strategy.model is not module:
-            self.hooks.append(strategy.model.register_forward_pre_hook(lambda *_: self.pause()))
-            self.hooks.append(module.register_forward_pre_hook(lambda *_: self.resume()))
+        self.hooks += [p.register_hook(self._queue) for p in strategy.parameters]
+        self.hooks.append(strategy.model.register_forward_pre_hook(lambda *_: self.pause(), prepend=True))
+        self.hooks.append(module.register_forward_pre_hook(lambda *_: self.resume()))
 
     def detach(self) -> None:
         while self.hooks:  # a parameter's hook would keep the callback alive
@@ -78,6 +78,7 @@ class ComputeClock:
     def end_pass(self) -> None:
         """Note that the backward pass has returned. If the clock still runs, the pass has waited with it running."""
         self.whole &= self.begun is None or not self.strategy.syncing
+        self.queued = False
         self.pause()
 
     def _agreed(self, total: Callable[[], int]) -> int:
@@ -87,7 +88,9 @@ class ComputeClock:
         return weight
 
     def _queue(self, _: Tensor) -> None:
-        Variable._execution_engine.queue_callback(self.pause)  # pyright: ignore[reportAttributeAccessIssue]
+        if not self.queued:
+            self.queued = True
+            Variable._execution_engine.queue_callback(self.pause)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _mark(self) -> Any:
         if not self.cuda:
