@@ -288,6 +288,11 @@ def present(key: Role | str, callbacks: Mapping[str, Callback], features: set[st
     return [key for _ in features & {key}] + [name for name, callback in callbacks.items() if key in callback.provides]
 
 
+def name_of(callback: Callback, callbacks: Mapping[str, Callback]) -> str:
+    """Return the callback's name in the config."""
+    return next(name for name, other in callbacks.items() if other is callback)
+
+
 def arrange(callbacks: Mapping[str, Callback], features: set[str]) -> dict[str, Callback]:
     """Sort callbacks by role and name, whatever their order in the config, and refuse conflicts.
 

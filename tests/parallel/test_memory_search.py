@@ -1,13 +1,19 @@
 """The search finds the largest size that fits, and takes no other error for one of memory."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from trainer.parallel.memory_search import HELD, drop_gradients, fails, fits_beside_state, search
+from trainer.optim.factories import adafactor, adamw, sgd
+from trainer.optim.groups import make_optimizer
+from trainer.parallel.memory_search import bytes_of_step, drop_gradients, fails, fits_beside, search, state_share
+from trainer.parallel.strategy import SingleDevice
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 32])
@@ -35,17 +41,30 @@ def test_other_errors_are_none_of_memory():
         fails(error(RuntimeError, "shapes"))
 
 
-def test_a_pass_is_tried_beside_the_gradients_and_moments_of_a_step(monkeypatch):
-    """Memory that the pass alone would leave is none."""
+@pytest.mark.parametrize(
+    ("make", "share"), [(adamw, 2.0), (sgd, 1.0), (partial(sgd, momentum=0.0), 0.0), (adafactor, 0.0)]
+)
+def test_the_state_of_an_optimizer_is_measured(make, share):
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    assert state_share(partial(make_optimizer, make), CPU) == pytest.approx(share, abs=0.01)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_pass_is_tried_beside_what_a_step_has(monkeypatch):
+    """Memory that the pass alone would leave is none. A rank has the state of the parameters that it steps."""
     held: list[int] = []
-    model, empty = nn.Linear(3, 2), torch.empty
+    strategy, empty = SingleDevice(nn.Linear(3, 2)), torch.empty
     monkeypatch.setattr(torch, "empty", lambda size, **kind: (held.append(size), empty(size, **kind))[1])
-    assert fits_beside_state(lambda: None, list(model.parameters())) and held == [HELD * 6, HELD * 2]
-    assert not fits_beside_state(error(MemoryError, ""), list(model.parameters()))
+    assert bytes_of_step(strategy, 2.0) == 3 * 4 * (6 + 2)
+    strategy.owned = [strategy.parameters[1]]
+    assert bytes_of_step(strategy, 2.0) == 4 * (6 + 2) + 2 * 4 * 2
+    assert fits_beside(7, lambda: None, CPU) and held == [7]
+    assert not fits_beside(7, error(MemoryError, ""), CPU)
 
 
 def test_gradients_of_a_failed_pass_are_dropped():
     model = nn.Linear(3, 2)
     model(torch.ones(1, 3)).sum().backward()
-    drop_gradients(list(model.parameters()), torch.device("cpu"))
+    drop_gradients(list(model.parameters()), CPU)
     assert model.weight.grad is None and model.bias.grad is None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trainer.batch import split_batch
-from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.callback import Callback, Role, TrainerProtocol, name_of
 from trainer.config.schema import fits
 from trainer.data.batch import Split, Step, count_samples
 from trainer.data.decisions import Decisions, refuse_fixed_split
@@ -16,7 +16,7 @@ from trainer.data.resize import repeat_batch
 from trainer.errors import ConfigError, require
 from trainer.forward_backward import ForwardBackward
 from trainer.log import log
-from trainer.parallel.memory_search import drop_gradients, fails, fits_beside_state, search
+from trainer.parallel.memory_search import bytes_of_step, drop_gradients, fails, fits_beside, search, state_share
 from trainer.recipe_checks import weight_of
 
 KEY = "callbacks.auto_batch"
@@ -62,7 +62,7 @@ class AutoBatch(Callback):
         gpus = sorted(set(trainer.ranks.gather(gpu)))
         made_with = {"world": world, "batch": batch, "max_micro": self.max_micro, "micro": plan.micro, "gpus": gpus}
         self.made = Decisions(trainer.run_dir / "splits.jsonl", trainer.rank, made_with)
-        name = next(name for name, callback in trainer.callbacks.items() if callback is self)
+        name = name_of(self, trainer.callbacks)
         self.made.begin(plan.manifest, name, trainer.ranks.first)
         for decision in self.made.made:
             micro: Any = decision.value.get("micro")
@@ -84,6 +84,7 @@ class AutoBatch(Callback):
     def rehearse(self, trainer, run_pass: Callable[[Any], None], batch: Any) -> None:
         if self.made.made:  # a resume repeats decisions
             return
+        self.beside = bytes_of_step(trainer.strategy, state_share(trainer.new_optimizer, trainer.device))
         self.probing = True
         tried = search(self.micro, self.most, lambda micro: self._fits(trainer, run_pass, batch, micro))
         self.probing = False
@@ -103,7 +104,7 @@ class AutoBatch(Callback):
     def _fits(self, trainer: TrainerProtocol, run_pass: Callable[[Any], None], batch: Any, micro: int) -> bool:
         """Return whether passes of `micro` samples fit on all ranks. A collective."""
         trainer.strategy.share_buffers()
-        fit = fits_beside_state(lambda: run_pass(repeat_batch(batch, micro, KEY)), trainer.parameters)
+        fit = fits_beside(self.beside, lambda: run_pass(repeat_batch(batch, micro, KEY)), trainer.device)
         return not self._vote(trainer, not fit)
 
     def _passes(

@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainer.errors import is_out_of_memory
+from trainer.parallel.strategy import Strategy
 
-HELD = 3  # copies of the parameters that a step has and the first pass has not: gradients, two moments
+PROBE = 256  # rows and columns of a matrix whose optimizer state is measured
 
 
 def search(first: int, most: int, fits: Callable[[int], bool]) -> list[int]:
@@ -36,15 +38,35 @@ def fails(run: Callable[[], Any]) -> bool:
     return False
 
 
-def fits_beside_state(run: Callable[[], Any], parameters: Sequence[Tensor]) -> bool:
-    """Return whether `run` fits while memory is held for gradients and for two moments of each parameter."""
+def state_share(new_optimizer: Callable[[nn.Module], Optimizer], device: torch.device) -> float:
+    """Return the bytes of optimizer state for each byte of a parameter, measured by a step of a small matrix."""
+    probe = nn.Module()  # a layer would draw numbers for its weights
+    probe.weight = weight = nn.Parameter(torch.zeros(PROBE, PROBE, device=device))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = new_optimizer(probe)
+    optimizer.step()
+    return sum(v.nbytes for v in optimizer.state[weight].values() if isinstance(v, Tensor)) / weight.nbytes
 
-    def run_beside_state() -> None:
-        held = [torch.empty(HELD * p.numel(), dtype=p.dtype, device=p.device) for p in parameters]
+
+def bytes_of_step(strategy: Strategy, share: float) -> int:
+    """Return the bytes that a step has and the first pass has not: gradients and the optimizer's state.
+
+    Args:
+        share: Of `state_share`.
+    """
+    stepped = strategy.parameters if strategy.owned is None else strategy.owned
+    return sum(p.nbytes for p in strategy.parameters) + int(share * sum(p.nbytes for p in stepped))
+
+
+def fits_beside(held: int, run: Callable[[], Any], device: torch.device) -> bool:
+    """Return whether `run` fits while so many bytes are held."""
+
+    def run_beside() -> None:
+        memory = torch.empty(held, dtype=torch.uint8, device=device)
         run()
-        del held
+        del memory
 
-    return not fails(run_beside_state)
+    return not fails(run_beside)
 
 
 def drop_gradients(parameters: Sequence[Tensor], device: torch.device) -> None:

@@ -1,6 +1,5 @@
 """Cuts that fit the memory of each rank, with the model's own bytes."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,15 +9,11 @@ from support.ranks import run_ranks
 from torch.autograd.graph import saved_tensors_hooks
 from toy_recipe import Toy
 
-from trainer.callback import Callback
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.callbacks.ema import EMA
 from trainer.callbacks.pipeline import callback as module
-from trainer.callbacks.pipeline.room import state_share
 from trainer.callbacks.shard import Shard
 from trainer.errors import ConfigError
-from trainer.optim.factories import adafactor, adamw, sgd
-from trainer.optim.groups import make_optimizer
 from trainer.parallel.trial import try_whole
 from trainer.process.environment import Place
 
@@ -113,24 +108,6 @@ def test_an_average_shard_and_recomputation_change_the_need(here):
     for rank, each in ((ranks[0], 16), (sharded[0], 12)):  # half of the moments
         elements = sum(value.size for value in rank["weights"].values())
         assert rank["need"][0] / elements == pytest.approx(each, rel=0.01)
-
-
-class Trainers(Callback):
-    device, world = torch.device("cpu"), 1
-
-    def __init__(self, make: Any) -> None:
-        self.new_optimizer = partial(make_optimizer, make)
-        self.callbacks = {"other": Callback()}
-
-
-@pytest.mark.parametrize(
-    ("make", "share"), [(adamw, 2.0), (sgd, 1.0), (partial(sgd, momentum=0.0), 0.0), (adafactor, 0.0)]
-)
-def test_the_state_of_an_optimizer_is_measured(make, share):
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    assert state_share(Trainers(make)) == pytest.approx(share, abs=0.01)  # pyright: ignore
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_saved_bytes_of_the_trial_are_those_of_a_pass(here):

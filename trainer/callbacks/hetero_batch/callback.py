@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.callback import Callback, Role, TrainerProtocol, name_of
 from trainer.callbacks.hetero_batch.clock import ComputeClock
 from trainer.callbacks.hetero_batch.shares import cut_again, cut_shares, fit, follow, keep, with_micros
 from trainer.config.schema import fits
@@ -20,7 +20,7 @@ from trainer.data.sampling.order import near_equal
 from trainer.errors import ConfigError, require
 from trainer.forward_backward import ForwardBackward
 from trainer.log import log
-from trainer.parallel.memory_search import drop_gradients, fits_beside_state, search
+from trainer.parallel.memory_search import bytes_of_step, drop_gradients, fits_beside, search, state_share
 from trainer.recipe_checks import weight_of
 
 KEY = "callbacks.hetero_batch"
@@ -98,7 +98,7 @@ class HeteroBatch(Callback):
         device = torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else "cpu"
         made_with = {"world": world, "batch": batch, "caps": self.caps, "devices": trainer.ranks.gather(device)}
         self.made = Decisions(trainer.run_dir / "splits.jsonl", trainer.rank, made_with | settings)
-        name = next(name for name, callback in trainer.callbacks.items() if callback is self)
+        name = name_of(self, trainer.callbacks)
         self.made.begin(plan.manifest, name, trainer.ranks.first)
         for decision in self.made.made:
             self._refuse_invalid(decision.value, batch, world)
@@ -177,11 +177,13 @@ class HeteroBatch(Callback):
         share, loaded = self.begin["shares"][rank], self._loaded(rank)
         most = min(self.caps[rank], share if self.shares else trainer.batch - self.least * (world - 1))
 
+        beside = bytes_of_step(trainer.strategy, state_share(trainer.new_optimizer, trainer.device))
+
         def holds(samples: int) -> bool:
             some = batch if samples == loaded else repeat_batch(batch, samples, KEY)
             step = Step([Micro(some, max(1, self.weigh(some)), [], [])])
             step.reduces = False
-            fit = fits_beside_state(lambda: run(step, lambda: step.weights[0] * world), trainer.parameters)
+            fit = fits_beside(beside, lambda: run(step, lambda: step.weights[0] * world), trainer.device)
             drop_gradients(trainer.parameters, trainer.device)
             return fit
 

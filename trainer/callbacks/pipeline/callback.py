@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from trainer.blocks import find_blocks
-from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.callback import Callback, Role, TrainerProtocol, name_of
 from trainer.callbacks.pipeline.room import make_room, refuse
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.config.schema import fits
@@ -169,7 +169,7 @@ class PipelineParallel(Callback):
 
     def _resumed(self, trainer: TrainerProtocol, blocks: int) -> tuple[int, ...] | None:
         """Return the cut of the checkpoint that the run resumes, if it has as many stages."""
-        name = next(name for name, callback in trainer.callbacks.items() if callback is self)
+        name = name_of(self, trainer.callbacks)
         saved = trainer.plan.manifest.get("decisions", {}).get(name, {})
         starts = saved.get("starts", []) if fits(saved, dict[str, Any]) else []
         if not fits(starts, list[int]) or len(starts) != self.virtual or saved.get("blocks") != blocks:

@@ -2,16 +2,15 @@
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.callback import Role, TrainerProtocol
 from trainer.errors import ConfigError
 from trainer.parallel.cut import Room, Sizes
+from trainer.parallel.memory_search import state_share
 from trainer.parallel.stages import KEY, part_sums
 from trainer.parallel.trial import Trial
 
-PROBE = 256  # rows and columns of a matrix whose optimizer state is measured
 MIB = 1 << 20
 
 
@@ -32,7 +31,7 @@ def make_room(
         live: Of each stage: the micro-batches between their forward and their backward pass, at most.
         versions: Of the weights, each with gradients.
     """
-    of_state = state_share(trainer)
+    of_state = state_bytes(trainer)
     averaged = bool(has(trainer, Role.AVERAGE))
 
     def held(p: nn.Parameter) -> float:
@@ -51,17 +50,11 @@ def has(trainer: TrainerProtocol, role: Role) -> list[str]:
     return [name for name, other in trainer.callbacks.items() if role in (other.role, *other.also)]
 
 
-def state_share(trainer: TrainerProtocol) -> float:
-    """Return the bytes of optimizer state for each byte of a parameter, measured by a step of a small matrix."""
-    probe = nn.Module()  # a layer would draw numbers for its weights
-    probe.weight = weight = nn.Parameter(torch.zeros(PROBE, PROBE, device=trainer.device))
-    weight.grad = torch.zeros_like(weight)
-    optimizer = trainer.new_optimizer(probe)
-    optimizer.step()
-    state = [value for value in optimizer.state[weight].values() if isinstance(value, Tensor)]
+def state_bytes(trainer: TrainerProtocol) -> float:
+    """Return the bytes of optimizer state for each byte of a parameter. The replicas of a stage may share the state."""
     split = any(Role.SPLIT in other.shares_with for other in trainer.callbacks.values())
     replicas = trainer.world // max(other.stages for other in trainer.callbacks.values()) if split else 1
-    return sum(value.nbytes for value in state) / weight.nbytes / replicas
+    return state_share(trainer.new_optimizer, trainer.device) / replicas
 
 
 def refuse(room: Room) -> ConfigError:
