@@ -184,7 +184,7 @@ STAGES = {"shard.1", "shard.2", "shard.3"}
         ({"own": Overlap()}, set(), {"auto_batch", *STAGES}),
         ({}, {"bf16_params"}, {"shard.3"}),
         ({}, {"find_unused_parameters"}, {"auto_batch", "shard.2", "shard.3"}),
-        ({"pipeline": PipelineParallel()}, set(), {"auto_batch", *STAGES}),
+        ({"pipeline": PipelineParallel()}, set(), {"auto_batch", "shard.2", "shard.3"}),
         ({"shard": Shard(1)}, set(), STAGES),
         ({"c": Compile(backend="eager")}, set(), {"activation_checkpoint"}),
     ],
