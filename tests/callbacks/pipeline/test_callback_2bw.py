@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.pipelines import Losses, same_bits, whole
 from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import default_collate
@@ -59,17 +60,6 @@ class Naive(Callback):
         return passes
 
 
-class Losses(Callback):
-    """Keeps the losses of all micro-batches, and the norms."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_step_end(self, trainer) -> None:
-        self.seen += [loss.item() for loss in trainer.losses]
-        self.seen.append(trainer.grad_norm.item())
-
-
 def train(place: Place, knobs: dict[str, Any] | None, run: dict[str, Any] | None = None) -> dict[str, Any]:
     run = {"batch": 12, "accumulate": 6, "dropout": 0.0, "steps": STEPS, "resume": None, "clip": 0.05, **(run or {})}
     losses = Losses()
@@ -109,20 +99,6 @@ def adamw(groups: Any) -> torch.optim.Optimizer:
 
 def momentum(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-
-
-def whole(ranks: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    return {name: value for rank in ranks for name, value in rank["weights"].items()}
-
-
-def same_bits(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
-    found = whole(ranks)
-    assert found.keys() == alone["weights"].keys()
-    for rank in ranks:
-        assert rank["losses"] == alone["losses"]
-        assert rank["validation"] == alone["validation"]
-    for name, value in alone["weights"].items():
-        assert (found[name] == value).all(), name
 
 
 @pytest.fixture
