@@ -37,8 +37,8 @@ class EMA(Callback):
         self.model = trainer.eval_model = trainer.strategy.copy().requires_grad_(False)
         if self.restored is not None:
             self.model.load_state_dict(self.restored)
-        self.step = trainer.step  # the last step whose weights are in the average
-        self.pairs: tuple[list[Tensor], list[Tensor]] = rows(self.model), rows(trainer.module)
+        self.step = trainer.step - trainer.lag  # the last step whose weights are in the average
+        self.average = rows(self.model)
         self.buffers = list(self.model.buffers()), list(trainer.module.buffers())
 
     def on_step_end(self, trainer) -> None:
@@ -52,7 +52,7 @@ class EMA(Callback):
         if trainer.step - trainer.lag == self.step:
             return
         self.step = trainer.step - trainer.lag
-        torch._foreach_lerp_(*self.pairs, 1 - self.decay)
+        torch._foreach_lerp_(self.average, rows(trainer.module), 1 - self.decay)  # parameters may have moved
         if self.buffers[0]:
             torch._foreach_copy_(*self.buffers)
 
