@@ -106,6 +106,7 @@ RISKY: list[tuple[str, ...]] = [
     *(("bucket", row) for row in ("hierarchical", "onebit_adam", "overlap", "bf16")),
     *(("ema", row) for row in ("nan_guard", "overlap")),
     *((row, "optimizer_in_backward") for row in ("bucket", "hierarchical")),
+    ("ema", "pipeline.2bw"),
     ("ema", "shard.3"),
     ("nan_guard", "shard.2"),
     ("nan_guard", "shard.3"),

@@ -46,7 +46,8 @@ reason under that number names the way out. A codec's row is `grad_compress` wit
 batches. It compares the result with plain training or with the stated bound, and resumes it bit for bit.
 `./scripts/test` trains every callback and every codec alone, and the pairs that change the same thing.
 `./scripts/test -m pairs` trains every other pair (with bf16 for `grad_compress`), and every codec with `overlap` and
-`local_sgd`. `tests/test_settings.py` trains most callbacks with each setting.
+`local_sgd`. `auto_batch` and `hetero_batch` have even shares there; their own tests have others.
+`tests/test_settings.py` trains most callbacks with each setting of DDP, with clipping and with fp16.
 
 {", ".join(f"`{name}`" for name in OBSERVERS)} compose with all of these, and with each other.
 """

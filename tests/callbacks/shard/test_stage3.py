@@ -4,6 +4,7 @@ import json
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from trainer.callbacks.local_sgd.callback import LocalSGD
 from trainer.callbacks.onebit_adam.callback import OneBitAdam
 from trainer.callbacks.overlap.callback import Overlap
 from trainer.callbacks.pipeline import PipelineParallel
+from trainer.callbacks.shard import stage3
 from trainer.callbacks.shard.callback import Shard
 from trainer.checkpoint.parts import open_parts, read_all
 from trainer.checkpoint.pretrained import load_weights
@@ -219,3 +221,12 @@ def test_settings_of_ddp_are_refused(setting):
         arrange({"shard": Shard(3)}, {setting})
     with pytest.raises(ConfigError, match="shard and fp16 can't run together"):
         arrange({"shard": Shard(3, offload=True)}, {"fp16"})
+
+
+def test_offload_on_a_cpu_is_told(monkeypatch, caplog):
+    monkeypatch.setattr(stage3, "FSDP", lambda *_, **__: SimpleNamespace(buckets=list))
+    trainer: Any = SimpleNamespace(recipe=Toy(), callbacks={}, device=torch.device("cpu"), world=3, step=0)
+    group: Any = SimpleNamespace(size=lambda: 3)
+    for offload in (True, False):
+        stage3.fully_shard(trainer, Toy().model(), group, None, None, reshard=True, offload=offload)
+    assert caplog.text.count("offload=true frees nothing on the CPU, whose memory is the host's") == 1

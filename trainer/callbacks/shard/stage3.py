@@ -47,6 +47,8 @@ def fully_shard(
     copied = any(Role.AVERAGE in (callback.role, *callback.also) for callback in trainer.callbacks.values())
     strategy = FSDP(model, found, group, across, trainer.device, copied=copied, step=lambda: trainer.step, **knobs)
     units = len(strategy.buckets())
+    if knobs["offload"] and trainer.device.type == "cpu":
+        log.warning("shard: offload=true frees nothing on the CPU, whose memory is the host's")
     log.info("shard: %d units in rows over %d of %d ranks", units, group.size(), trainer.world)
     return strategy
 
