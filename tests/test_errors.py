@@ -199,7 +199,8 @@ trainer.resume=BASE/ckpt/last.pt trainer.seed=7 batch=24
     trainer.resume: seed was 0 in the checkpoint and is 7; batch was 12 in the checkpoint and is 24;
     set this back, or accept it by 'trainer.accept=[seed,batch]'
 trainer.resume=BASE/ckpt/last.pt recipe.width=8 trainer.run_dir=runs/new
-    is a checkpoint of another model (names, shapes or dtypes of weights differ); set recipe.* back
+    is a checkpoint of another model (names, shapes or dtypes of weights differ);
+    set recipe.* and trainer.master_weights back
 trainer.run_dir=runs/..
     trainer.run_dir=runs/..: has no name, and the folder of checkpoints needs one; give runs/NAME
 trainer.run_dir=BASE/runs/r

@@ -17,6 +17,7 @@ from trainer.checkpoint.locate import step_of
 from trainer.checkpoint.pretrained import load_weights
 from trainer.files import apply_umask, write_json
 from trainer.log import log
+from trainer.parallel.meta import on_host
 from trainer.parallel.strategy import Strategy
 from trainer.process.environment import detect
 from trainer.recipe_checks import call_summary
@@ -94,7 +95,7 @@ def exported(trainer: FinishedTrainer) -> nn.Module:
     """Return the validated model; if this rank has a part of it only, a new one with the last checkpoint's weights."""
     if trainer.strategy.whole:
         return trainer.eval_model
-    model = trainer.recipe.model()
+    model = on_host(trainer.recipe.model())
     load_weights(model, str(trainer.checkpoint))
     return model
 

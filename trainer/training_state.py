@@ -165,7 +165,11 @@ def manifest(trainer: SavedTrainer, rank_states: list[str]) -> dict[str, Any]:
         "buckets": trainer.buckets,
         "ddp": trainer.ddp,
         "rank_states": rank_states,
-        "decisions": {name: made for name, callback in trainer.callbacks.items() if (made := callback.decisions())},
+        "decisions": {
+            name: made
+            for name, callback in trainer.callbacks.items()
+            if not (callback.communicates and trainer.world == 1) and (made := callback.decisions())
+        },
         "settings": plain(settings(trainer)),
         "metrics": {name: value for name, value in measured.items() if math.isfinite(value)},  # candidates for the best
         "versions": versions(),
@@ -203,7 +207,7 @@ def refuse_other_model(trainer: SavedTrainer, path: Path) -> None:
     if saved["model"] != own["model"]:
         raise ConfigError(
             f"trainer.resume={path}: is a checkpoint of another model (names, shapes or dtypes of weights differ); "
-            "set recipe.* back, or start anew with trainer.resume=null"
+            "set recipe.* and trainer.master_weights back, or start anew with trainer.resume=null"
         )
     refuse_differences(saved, {"optimizer": own["optimizer"]}, trainer.options.accept)
 

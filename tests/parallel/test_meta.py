@@ -15,6 +15,7 @@ from toy_recipe import Toy
 from trainer.callback import Callback
 from trainer.callbacks.ema import EMA
 from trainer.callbacks.shard.callback import Shard
+from trainer.checkpoint.pretrained import load_weights
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError
 from trainer.parallel import meta
@@ -151,3 +152,12 @@ def test_what_can_not_get_values_is_refused_by_name():
     for told in (refused(Place(), Empty(), None), *run_ranks(3, refused, Empty(), None)):
         assert told.startswith("recipe.model(): first.0.weight is on the meta device, and so are ")
         assert told.endswith("build the model on the CPU, or use callbacks.shard.stage=3 on several ranks")
+
+
+def test_a_new_model_takes_saved_weights(tmp_path):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    saved = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).state_dict()
+    torch.save(saved, tmp_path / "saved.pt")
+    load_weights(meta.on_host(model), str(tmp_path / "saved.pt"))
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())

@@ -149,6 +149,18 @@ def test_other_optimizers_step_float32_copies_too(make):
     assert torch.equal(module.weight.detach(), rounded(master.detach(), rng.mix(0, rng.ROUNDING, 0, 0)))
 
 
+def test_batch_norm_keeps_float32_parameters_which_steps_do_not_round():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    net = Precision("bf16_params", CPU, master_weights=False).convert(net)
+    assert [p.dtype for p in net.parameters()] == [BF16, BF16, torch.float32, torch.float32, BF16, BF16]
+    optimizer = round_steps(torch.optim.SGD(net.parameters(), lr=1e-6), net, 0, lambda: 0)
+    net(torch.randn(8, 4)).square().sum().backward()
+    weight, gradient = net[1].weight.detach().clone(), net[1].weight.grad
+    optimizer.step()
+    assert torch.equal(net[1].weight, weight - 1e-6 * gradient) and not torch.equal(net[1].weight, weight)
+
+
 @pytest.mark.parametrize("precision", ["auto", "bf16", "fp32"])
 def test_float32_weights_without_masters_are_refused(precision):
     with pytest.raises(ConfigError, match=rf"master_weights=false: precision={precision} stores weights in float32"):

@@ -57,7 +57,7 @@ def ranks_of_node(rows: Sequence[Sequence[Any]], rank: int) -> list[int]:
     found, first = list[int](), 0
     while first < len(rows):
         count = rows[first][2]
-        if [list(row[1:3]) for row in rows[first : first + count]] != [[i, count] for i in range(count)]:
+        if count < 1 or [list(row[1:3]) for row in rows[first : first + count]] != [[i, count] for i in range(count)]:
             return []
         if first <= rank < first + count:
             found = list(range(first, first + count))

@@ -81,7 +81,9 @@ class Rank:
         closed.register(self.pid_pipe, 0)
         if closed.poll(timeout_ms):
             self.pid = int(os.read(self.pid_pipe, 20) or 0)
-            while self.pid and not is_child(self.pid):  # its first parent closes files a moment before it ends
+            for _ in range(1000):  # its first parent closes files a moment before it ends
+                if not self.pid or is_child(self.pid):
+                    break
                 time.sleep(0.001)
             self.server.starting.discard(self)
             adopt_orphans(bool(self.server.starting))

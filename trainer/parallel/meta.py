@@ -61,6 +61,15 @@ def initialise(model: nn.Module, source: nn.Module, device: torch.device) -> Non
             module.to_empty(device="meta", recurse=False)
 
 
+@torch.no_grad()
+def on_host(model: nn.Module) -> nn.Module:
+    """Return the model with memory and first values on the CPU for each tensor that has none."""
+    refuse_without_reset(model)
+    for module in model.modules():
+        fill(module, torch.device("cpu"))
+    return model
+
+
 def fill(module: nn.Module, device: torch.device) -> bool:
     """Give a module's own tensors memory and first values, if one of them has none."""
     if not empty(module):

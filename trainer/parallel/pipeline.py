@@ -281,7 +281,8 @@ class Pipeline:
             stream = padded(stream, (self.rows, *self.metas[stage][0][1:]))
             return stream.clone() if stream._is_view() else stream  # zero-bubble schedules detach it in place
         if not now.weights[micro]:
-            loss = zero_loss([*self.leaves, *([] if received is None else [received])], False)  # of any leaves
+            used = [p for p, name in zip(self.leaves, self.names, strict=True) if stage in self.holders[name]]
+            loss = zero_loss([*used, *([] if received is None else [received])], False)  # of this stage alone
         now.losses.append(loss.detach())
         return weigh_loss(loss, now.weights[micro], now.total()).reshape(1)
 

@@ -35,7 +35,7 @@ class Precision:
     `fp8` is bf16 autocast whose linear layers compute in FP8, as `compute_in_fp8` has it.
 
     `auto` is each device's own: bf16 on a GPU that computes in it, fp16 on other GPUs, and fp32 on a CPU. Weights and
-    gradients are float32 in all formats, so ranks of different formats train together. If one rank is in fp16, all
+    gradients are float32 in these formats, so ranks of different formats train together. If one rank is in fp16, all
     ranks scale their losses alike, since a sum over ranks has one scale. An overflow of one rank is in that sum, so all
     ranks skip the step.
 

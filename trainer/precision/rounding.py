@@ -17,12 +17,16 @@ STRIDE, SCRAMBLES = 0xBF58476D1CE4E5B9, ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049
 
 
 def store_in_bf16(model: nn.Module) -> None:
-    """Round the float32 parameters to bf16, to nearest. The parameters stay the same objects.
+    """Round the float32 parameters to bf16, to nearest, but for batch norm's. The parameters stay the same objects.
 
     Raises:
         ConfigError: A parameter has another format.
     """
+    norms = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
+    kept = {p for module in norms for p in module.parameters(recurse=False)}
     for name, p in model.named_parameters():
+        if p in kept:
+            continue
         if p.dtype not in (torch.float32, torch.bfloat16):
             kind = str(p.dtype).removeprefix("torch.")
             raise ConfigError(
@@ -38,6 +42,7 @@ def round_steps(optimizer: Optimizer, module: nn.Module, seed: int, step: Callab
     Round to nearest would drop every update below half a unit in the last place (Gupta et al. 2015, arXiv:1502.02551;
     Zamirai et al. 2020, arXiv:2010.06192). Stochastic rounding keeps each in the mean. Random numbers are keyed by
     (seed, step, parameter), so replicas stay equal, and a resume has the same bits. The optimizer's state is float32.
+    A float32 parameter is stepped as it is.
 
     Memory: float32 copies of `CHUNK` elements of weights and gradients. The optimizer's step must be a function of each
     parameter alone.
@@ -58,7 +63,8 @@ def round_steps(optimizer: Optimizer, module: nn.Module, seed: int, step: Callab
                 for params in chunks([p for p in group["params"] if p.grad is not None]):
                     copies = step_copies(optimizer, group, params, plain)
                     for p, copy in zip(params, copies, strict=True):
-                        p.detach().copy_(rounded(copy, mix(seed, ROUNDING, done, numbers[p])))
+                        exact = p.dtype == torch.float32
+                        p.detach().copy_(copy if exact else rounded(copy, mix(seed, ROUNDING, done, numbers[p])))
         finally:
             optimizer.param_groups = groups
 
@@ -86,7 +92,7 @@ def step_copies(
 
     Another dtype of `p.data` would drop the node that accumulates its gradient, and DDP's hook with it.
     """
-    copies, state = [p.detach().float() for p in params], optimizer.state
+    copies, state = [p.detach().to(torch.float32, copy=True) for p in params], optimizer.state
     for p, copy in zip(params, copies, strict=True):
         assert p.grad is not None
         copy.grad = p.grad.float()

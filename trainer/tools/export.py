@@ -24,6 +24,7 @@ from trainer.config.targets import OWN, locate
 from trainer.data.source import Samples, open_source
 from trainer.errors import ConfigError, printable
 from trainer.files import apply_umask
+from trainer.parallel.meta import on_host
 from trainer.plan import refuse_other_manifests, short
 from trainer.process.exit import run_guarded
 from trainer.run_dir import make_writable
@@ -69,7 +70,7 @@ def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
     source = open_source(recipe, "train", seed, made["data"])
     refuse_other_data(source, manifest["identity"]["data"], key)
     torch.manual_seed(seed)
-    model = recipe.model()
+    model = on_host(recipe.model())
     sections = open_parts(path, manifest["files"], manifest["world"])
     state = load_state(path, manifest["files"], "callbacks".__eq__)
     callbacks = sections.get("callbacks", state["callbacks"])

@@ -419,3 +419,11 @@ def test_ranks_whose_passes_are_in_lockstep_and_data_that_cuts_itself_are_refuse
 def test_a_knob_out_of_range_is_refused(knobs, message):
     with pytest.raises(ConfigError, match=rf"callbacks\.hetero_batch\.{message}"):
         HeteroBatch(**knobs)
+
+
+def test_one_rank_trains_and_saves_as_without_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = Options(max_steps=1, checkpoint=CheckpointOptions(every_steps=1))
+    trainer = Trainer(Toy(), {"mine": HeteroBatch()}, batch=4, options=options, data=DataOptions(workers=0))
+    trainer.fit()
+    assert trainer.checkpoint is not None

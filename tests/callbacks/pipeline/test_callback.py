@@ -31,6 +31,13 @@ class Ragged(Toy):
         return default_collate(samples[:keep])
 
 
+class Idle(Toy):
+    """Some micro-batches have no items."""
+
+    def weight(self, batch: dict[str, Tensor]) -> int:
+        return int(batch["mask"].sum()) * int(batch["x"][0, 0] > 0.55)
+
+
 class Exports(Toy):
     def export(self, model: nn.Module, folder: Path) -> None:
         torch.save(model.state_dict(), folder / "model.pt")
@@ -135,10 +142,10 @@ def test_weights_and_losses_are_those_of_the_unsplit_model(here, schedule, stage
     same_bits(ranks, alone)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_two_pipelines_are_two_ranks_of_ddp(here, schedule):
+@pytest.mark.parametrize(("schedule", "recipe"), [("1f1b", Toy), ("zbv", Toy), ("interleaved", Idle), ("1f1b", Idle)])
+def test_two_pipelines_are_two_ranks_of_ddp(here, schedule, recipe):
     """A sum of two is the same in either order, so the bits are."""
-    run = {"batch": 24, "accumulate": 3}
+    run = {"batch": 24, "accumulate": 4, "recipe": recipe}
     alone = run_ranks(2, train, None, run)
     ranks = run_ranks(4, train, {"schedule": schedule}, run)
     for replica in (0, 1):
