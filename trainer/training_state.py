@@ -244,6 +244,9 @@ def load(trainer: SavedTrainer, path: Path) -> None:
             if name in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][name])
             _load_rank_state(trainer, name, state.get(own_section, {}), path)
+    for name in saved.get("rank_states", []):
+        if name not in trainer.callbacks:
+            log.warning("resume: the run has no callback %s, so what its ranks had kept is dropped", name)
     log.info("resumed from %s at step %d, sample %d", path, trainer.step, trainer.samples)
     _log_differences(trainer, other_world)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from trainer.optim.factories import adafactor, adamw, sgd
 from trainer.optim.groups import make_optimizer
+from trainer.optim.muon import Muon
 from trainer.parallel.memory_search import bytes_of_step, drop_gradients, fails, fits_beside, search, state_share
 from trainer.parallel.strategy import SingleDevice
 
@@ -42,13 +43,18 @@ def test_other_errors_are_none_of_memory():
 
 
 @pytest.mark.parametrize(
-    ("make", "share"), [(adamw, 2.0), (sgd, 1.0), (partial(sgd, momentum=0.0), 0.0), (adafactor, 0.0)]
+    ("make", "share"), [(adamw, 2.0), (sgd, 1.0), (partial(sgd, momentum=0.0), 0.0), (adafactor, 0.0), (Muon, 2.0)]
 )
 def test_the_state_of_an_optimizer_is_measured(make, share):
+    """Muon has less for hidden matrices than for embeddings."""
     torch.manual_seed(0)
     before = torch.get_rng_state()
     assert state_share(partial(make_optimizer, make), CPU) == pytest.approx(share, abs=0.01)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_state_is_float32_beside_weights_in_bf16():
+    assert bytes_of_step(SingleDevice(nn.Linear(3, 2).bfloat16()), 2.0) == 2 * 8 + 2 * 4 * 8
 
 
 def test_a_pass_is_tried_beside_what_a_step_has(monkeypatch):

@@ -51,13 +51,15 @@ def test_a_bucket_is_sent_when_its_last_gradient_arrives(layers):
 
 
 def test_what_no_hook_has_seen_is_sent_at_the_end(layers):
-    """A parameter without a gradient stays without one; one that autograd has not touched is averaged."""
-    made = Reducer(layers, [1, 1, 1], halves, ["a", "b", "c"], CPU)
+    """Every parameter is, since another replica may have a gradient where this one has none."""
+    sent: list[int] = []
+    made = Reducer(layers, [1, 1, 1], lambda flat, bucket: (sent.append(len(flat)), flat / 2)[1], ["a", "b", "c"], CPU)
     layers[0].grad = torch.full((4,), 8.0)
     (layers[1] * 2).sum().backward()
     assert not made.sent  # buckets go in order, and the first one's gradient is missing
     made.finish()
-    assert layers[2].grad is None and layers[0].grad is not None and layers[1].grad is not None
+    assert sent == [4, 4, 4] and layers[2].grad is not None and not layers[2].grad.any()
+    assert layers[0].grad is not None and layers[1].grad is not None
     assert layers[0].grad.tolist() == [4.0] * 4 and layers[1].grad.tolist() == [1.0] * 4
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from toy_recipe import Toy
 
 from trainer.callback import Callback
@@ -27,6 +28,19 @@ class Losses(Callback):
     def on_step_end(self, trainer) -> None:
         self.seen += [loss.item() for loss in trainer.losses]
         self.seen.append(trainer.grad_norm.item())
+
+
+class Fails(Toy):
+    """The loss breaks in a later step."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        loss = super().loss(model, batch)
+        self.calls += 1
+        if self.calls > 30:
+            raise ValueError("broken on purpose")
+        return loss
 
 
 def train(place: Place, knobs: dict[str, Any] | None, run: dict[str, Any] | None = None) -> dict[str, Any]:

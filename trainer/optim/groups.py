@@ -178,7 +178,7 @@ def make_optimizer(optimizer: Make, module: nn.Module, rules: ParameterRules | N
         refuse_settings(rule, make, made, groups)
     for group in made.param_groups:
         group["lr"] *= group.pop("lr_scale", 1.0)
-    if by_hidden:
+    if by_hidden and rules:
         names = {p: name for name, p in module.named_parameters()}
         rest = [p for group in made.param_groups if not group["hidden"] for p in group["params"]]
         matrices = ", ".join(names[p] for p in rest if p.dim() == 2)

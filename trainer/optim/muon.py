@@ -74,12 +74,10 @@ class Muon(Optimizer):
             self.parts[False] = adamw(rest, lr if adamw_lr is None else adamw_lr, betas, eps, weight_decay)
         super().__init__([group for part in self.parts.values() for group in part.param_groups], {})
         self.defaults = {"lr": lr, **own, "betas": betas, "eps": eps, "hidden": True}
-        self.checked = False
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] no closures here
-        if not self.checked:
-            self._refuse_other_state()
+        self._refuse_other_state()
         for hidden, part in self.parts.items():
             part.state = self.state
             part.param_groups = [group for group in self.param_groups if group["hidden"] == hidden]
@@ -116,7 +114,6 @@ class Muon(Optimizer):
                     "trainer.resume: other matrices were hidden in the checkpoint; set optimizer.groups back, or take "
                     "the weights alone: trainer.init_from"
                 )
-        self.checked = True
 
 
 def own_rows(whole: Tensor, p: Any) -> Tensor:

@@ -39,13 +39,19 @@ def fails(run: Callable[[], Any]) -> bool:
 
 
 def state_share(new_optimizer: Callable[[nn.Module], Optimizer], device: torch.device) -> float:
-    """Return the bytes of optimizer state for each byte of a parameter, measured by a step of a small matrix."""
-    probe = nn.Module()  # a layer would draw numbers for its weights
-    probe.weight = weight = nn.Parameter(torch.zeros(PROBE, PROBE, device=device))
-    weight.grad = torch.zeros_like(weight)
+    """Return the bytes of optimizer state for each byte of a float32 parameter, measured by a step of small matrices.
+
+    Some optimizers step hidden matrices and embeddings in different ways. The one with more state counts.
+    """
+    probe, zeros = nn.Module(), torch.zeros(PROBE, PROBE, device=device)
+    probe.weight = nn.Parameter(zeros.clone())  # a layer would draw numbers for its weights
+    probe.embedding = nn.Embedding(PROBE, PROBE, _weight=zeros.clone())
+    for p in probe.parameters():
+        p.grad = torch.zeros_like(p)
     optimizer = new_optimizer(probe)
     optimizer.step()
-    return sum(v.nbytes for v in optimizer.state[weight].values() if isinstance(v, Tensor)) / weight.nbytes
+    states = [optimizer.state[p].values() for p in probe.parameters()]
+    return max(sum(v.nbytes for v in state if isinstance(v, Tensor)) for state in states) / zeros.nbytes
 
 
 def bytes_of_step(strategy: Strategy, share: float) -> int:
@@ -55,7 +61,8 @@ def bytes_of_step(strategy: Strategy, share: float) -> int:
         share: Of `state_share`.
     """
     stepped = strategy.parameters if strategy.owned is None else strategy.owned
-    return sum(p.nbytes for p in strategy.parameters) + int(share * sum(p.nbytes for p in stepped))
+    state = sum(share * p.numel() * max(4, p.element_size()) for p in stepped)  # of bf16 weights, too, it is float32
+    return sum(p.nbytes for p in strategy.parameters) + int(state)
 
 
 def fits_beside(held: int, run: Callable[[], Any], device: torch.device) -> bool:

@@ -83,12 +83,14 @@ class Reducer:
     def _send(self) -> None:
         indices = self.buckets[self.next]
         self.next += 1
-        params = [self.parameters[i] for i in indices if self.parameters[i].grad is not None]
-        if params:
-            grads: list[Tensor] = [p.grad for p in params if p.grad is not None]
-            bucket = Bucket.of(params, self.step)
-            assert self.background and self.reduce
-            self.sent.append((grads, bucket, self.background.submit(self.reduce, flatten(grads), bucket)))
+        params, grads = [self.parameters[i] for i in indices], list[Tensor]()
+        for p in params:
+            if p.grad is None:  # unused on this replica, perhaps not on another
+                p.grad = torch.zeros_like(p)
+            grads.append(p.grad)
+        bucket = Bucket.of(params, self.step)
+        assert self.background and self.reduce
+        self.sent.append((grads, bucket, self.background.submit(self.reduce, flatten(grads), bucket)))
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.pipelines import same_bits, train, whole
+from support.pipelines import Fails, same_bits, train, whole
 from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import default_collate
@@ -41,19 +41,6 @@ class Idle(Toy):
 class Exports(Toy):
     def export(self, model: nn.Module, folder: Path) -> None:
         torch.save(model.state_dict(), folder / "model.pt")
-
-
-class Fails(Toy):
-    """The last rank's data breaks the third loss."""
-
-    calls = 0
-
-    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        loss = super().loss(model, batch)
-        self.calls += 1
-        if self.calls > 30:
-            raise ValueError("broken on purpose")
-        return loss
 
 
 class OutsideNet(nn.Module):
