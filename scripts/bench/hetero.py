@@ -11,7 +11,7 @@ A row's part is its speed over the sum of the own speeds of the same round.
 
 In the last two rows the fastest rank has 0.4 of a core from a step on. Steps are timed from the twelfth after the
 change on: after two measurements of four steps each, and three steps that were loaded before. The sum of the own speeds
-is then that of the later cores. A round takes about three minutes.
+is then that of the later cores. A round takes about four minutes.
 """
 
 import multiprocessing
@@ -40,7 +40,7 @@ from trainer.trainer import Trainer
 CORES, LATER = (0.2, 0.4, 1.0), (0.2, 0.4, 0.4)
 PERIOD_US = 10_000  # of a quota: short beside a micro-batch
 WEIGHTS = {"cpu.shares": "262144", "cpu.weight": "10000"}  # the most, so that other processes take little
-BATCH, MICRO = 576, 4
+BATCH, MICRO = 1152, 4
 EVERY = 4  # steps between two measurements of `hetero_batch`
 SETTLED = 2 * EVERY + 3  # steps until the shares have followed a change
 
