@@ -154,6 +154,7 @@ class Callback:
     communicates: ClassVar[bool] = False  # it only communicates: with one rank it does nothing, and the log says so
     # Capabilities that other callbacks refuse or need. `defers`: gradients are not reduced, or not yet, when
     # on_before_optimizer_step runs. `own_order`: it sends buckets in its own order. `hierarchical`: two levels.
+    # `eager_kernels`: it compiles, but not by Inductor.
     stages: int = 1  # ranks that read the same samples: a batch is split over world / stages
     provides: frozenset[str] = frozenset()
     metric: str = ""  # a metric that validation must give, for example `val/loss`

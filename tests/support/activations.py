@@ -75,7 +75,7 @@ def wrapped(net: nn.Module, **knobs: Any) -> nn.Module:
 def stand_in(net: nn.Module) -> Any:
     """A trainer of one rank, as far as the callback needs it."""
     ranks = SimpleNamespace(gather=lambda value: [value])
-    return SimpleNamespace(recipe=None, device=CPU, module=net, ranks=ranks)
+    return SimpleNamespace(recipe=None, device=CPU, module=net, ranks=ranks, callbacks={})
 
 
 def flops(net: nn.Module) -> int:

@@ -80,6 +80,7 @@ class Compile(Callback):
         self.blocks, self.whole, self.backend = blocks, whole, backend
         self.mode, self.fallback_random, self.max_recompiles = mode, fallback_random, max_recompiles
         self.exact = fallback_random or backend in EAGER
+        self.provides = frozenset() if backend == "inductor" else frozenset({"eager_kernels"})
         if backend not in TRACED:
             self.conflicts = {
                 Role.RECOMPUTE: f"backend={backend} draws other random numbers when it recomputes; use backend="

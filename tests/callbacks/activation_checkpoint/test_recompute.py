@@ -209,13 +209,3 @@ def test_a_compiled_block_that_is_switched_off_is_compiled_without_recomputation
         block.forward.on = False
     assert equal(results(compiled(net, backend)), results(Stack((32, 32))))
     assert backend.graphs and not any("tag_activation_checkpoint" in targets for targets in backend.graphs)
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.filterwarnings("ignore")
-def test_torchs_own_budget_of_a_compiled_block_is_wrong_with_dropout(dropout, backend):
-    """So `budget` is refused with `compile`. Once this fails, torch keeps the random numbers, and the pair can be."""
-    plain = results(Stack(dropout=dropout))
-    with torch._functorch.config.patch(activation_memory_budget=0.0):
-        net = compiled(Stack(dropout=dropout), backend)
-        assert equal(results(net), plain) == (dropout == 0.0)

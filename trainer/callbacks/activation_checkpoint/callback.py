@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import nn
 
 from trainer.blocks import find_blocks
-from trainer.callback import Callback, Role
+from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.callbacks.activation_checkpoint import budget as budgets
 from trainer.callbacks.activation_checkpoint.offload import Copies, Offload
 from trainer.callbacks.activation_checkpoint.recompute import Recompute
@@ -22,8 +22,8 @@ CONFLICTS: dict[str, dict[str | Role, str]] = {
         "policy=full or policy=selective",
     },
     "budget": {
-        Role.COMPILE: "torch's own budget for compiled blocks draws dropout's random numbers anew when it recomputes, "
-        "so gradients are wrong; use every=2 or policy=selective instead of budget",
+        "eager_kernels": "only Inductor holds compiled blocks to a budget; set callbacks.compile.backend=inductor, or "
+        "use every=2 or policy=selective instead of budget",
         Role.SPLIT: "budget measures all blocks on each rank, and a stage runs its own only; use every=2 or "
         "policy=selective instead of budget",
     },
@@ -45,7 +45,7 @@ class ActivationCheckpoint(Callback):
         policy: `full`, `selective` or `offload`.
         budget: Share of the blocks' activation bytes that may be kept, 0 to 1. The rehearsal measures each block's
             bytes and seconds, and the blocks whose recomputation takes the least time are recomputed. A resume keeps
-            the choice.
+            the choice. With `compile`, torch's partitioner chooses operations inside each compiled graph.
     """
 
     role = Role.RECOMPUTE
@@ -73,6 +73,8 @@ class ActivationCheckpoint(Callback):
         self.wrapped: dict[nn.Module, Recompute] = {}
 
     def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
+        if self.budget is not None and any(other.role is Role.COMPILE for other in trainer.callbacks.values()):
+            return self._limit_compiled(trainer, model)
         found = find_blocks(trainer.recipe, model, self.blocks, f"{KEY}.blocks")
         blocks = list(dict.fromkeys(found))[:: self.every]  # a list may have one module several times
         if self.budget is not None:
@@ -90,8 +92,25 @@ class ActivationCheckpoint(Callback):
                 block.forward = self.wrapped[block] = Recompute(block.forward, self.policy == "selective")
         return model
 
+    def _limit_compiled(self, trainer: TrainerProtocol, model: nn.Module) -> nn.Module:
+        """Leave the choice to the compiler. Inductor is loaded here, which takes a second.
+
+        Raises:
+            ConfigError: The callback names blocks.
+        """
+        assert self.budget is not None
+        if self.blocks is not None:
+            raise ConfigError(
+                f"{KEY}.blocks=[{','.join(self.blocks)}]: with budget and compile, the compiled blocks are held to the "
+                "budget; name them in callbacks.compile.blocks instead"
+            )
+        from trainer.callbacks.activation_checkpoint.compiled import set_budget
+
+        set_budget(self.budget, trainer.undo)
+        return model
+
     def rehearse(self, trainer, run_pass: Callable[[Any], None], batch: Any) -> None:
-        if self.budget is None:
+        if self.budget is None or not self.wrapped:
             return
         own = budgets.measure(trainer.module, self.wrapped, trainer.device, partial(run_pass, batch))
         sizes = budgets.agree(own, trainer.ranks.gather)
@@ -111,7 +130,7 @@ class ActivationCheckpoint(Callback):
             forward.on = index in recomputed
 
     def state_dict(self) -> dict[str, Any]:
-        if self.budget is None:
+        if self.budget is None or not self.wrapped:
             return {}
         return {"budget": self.budget, "blocks": len(self.wrapped), "recomputed": self.recomputed}
 
