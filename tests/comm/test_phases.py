@@ -71,18 +71,20 @@ def test_checkpoints_and_validations_have_their_own_waits(clock: Clock, phase: P
     assert spent(clock) == {phase.name: 1 + 2 * len(Phase)}
 
 
-def test_other_threads_have_no_clock(clock: Clock) -> None:
+def test_other_threads_switch_nothing(clock: Clock) -> None:
     """A wait of the thread that reduces keeps nobody waiting, but the wait for its result does."""
     background = Background(CPU)
-    seen = background.submit(lambda: torch.tensor(running.clock is not None))
-    assert not seen.wait()
+    waited = during(Phase.OPTIMIZER)(work)
+    assert background.submit(lambda: (waited(3), switch(Phase.DATA), torch.tensor(1))[-1]).wait()
+    assert spent(clock).keys() <= {"CALLBACKS", "COMMUNICATION"} and clock.phase == Phase.CALLBACKS
+    before = clock.lap().seconds[Phase.COMMUNICATION]
     gate = threading.Event()
     done = background.submit(lambda: torch.tensor(float(gate.wait(20))))
     opener = threading.Thread(target=lambda: (_until(clock, Phase.COMMUNICATION), work(5), gate.set()))
     opener.start()
     assert done.wait() == 1.0
     opener.join()
-    assert spent(clock) == {"COMMUNICATION": 5}
+    assert clock.lap().seconds[Phase.COMMUNICATION] == before + 5
 
 
 def _until(clock: Clock, phase: Phase) -> None:
@@ -98,6 +100,18 @@ def test_two_that_measure_share_one_clock_and_the_last_one_ends_it() -> None:
     assert running.clock is second
     stop(second)
     assert running.clock is None and dist.Work.wait is wait and dist.all_reduce is reduce
+
+
+def test_another_thread_that_trains_has_a_clock_of_its_own(clock: Clock) -> None:
+    def train() -> None:
+        other = start(CPU, lambda: NOW[0])
+        assert other is not clock and running.clock is other
+        stop(other)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert running.clock is None
 
 
 def test_what_follows_the_last_gradient_is_a_wait_only_if_the_pass_reduces(clock: Clock) -> None:
@@ -205,9 +219,9 @@ def test_a_wait_of_another_stream_keeps_nobody_waiting(monkeypatch: pytest.Monke
         stop(clock)
 
 
-def test_a_device_has_a_thread_for_gradients_which_forgets_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_waits_of_a_device_s_thread_for_gradients_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hooks of a loss run in that thread, then what was queued."""
-    device, seen, queued = Device(monkeypatch), [], list[Any]()
+    device, queued = Device(monkeypatch), list[Any]()
     engine = SimpleNamespace(queue_callback=queued.append)
     monkeypatch.setattr(phases.Variable, "_execution_engine", engine)
     clock, hooks = start(torch.device("cuda", 0)), list[Any]()
@@ -217,17 +231,18 @@ def test_a_device_has_a_thread_for_gradients_which_forgets_the_clock(monkeypatch
         def run() -> None:
             hooks[0](None)
             device.enqueue(4)
-            seen.append(running.clock)
+            during(Phase.COMMUNICATION)(device.enqueue)(8)
             queued[0]()
-            seen.append(running.clock)
+            device.enqueue(16)
 
         thread = threading.Thread(target=run)
         thread.start()
         thread.join()
-        assert seen == [clock, None] and running.clock is clock
-        assert clock.phase == Phase.COMMUNICATION and [mark[0] for mark in clock.marks] == [  # pyright: ignore
-            Phase.CALLBACKS, Phase.BACKWARD,
-        ]  # fmt: skip
+        device.done = 28
+        clock.switch(Phase.OPTIMIZER)
+        clock.read()
+        found = {phase.name: s for phase, s in zip(Phase, clock.seconds, strict=True) if s}
+        assert found == {"BACKWARD": 0.004, "COMMUNICATION": 0.024}
     finally:
         stop(clock)
 

@@ -1,12 +1,12 @@
 """The phases of a step, and the clock that splits the time of this process among them."""
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from enum import IntEnum
-from functools import wraps
+from functools import partial, wraps
+from threading import get_ident
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -50,7 +50,8 @@ class Clock:
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.now, self.since, self.phase = now, now(), Phase.CALLBACKS
         self.seconds = [0.0] * len(Phase)
-        self.users, self.undo, self.thread = 0, ExitStack(), threading.get_ident()
+        self.users, self.undo = 0, ExitStack()
+        self.thread = self.backward_thread = get_ident()  # a device has a thread of its own for its gradients
 
     def switch(self, phase: Phase) -> None:
         now = self.now()
@@ -58,8 +59,20 @@ class Clock:
         self.since, self.phase = now, phase
 
     def enters(self, phase: Phase) -> bool:
-        """Return whether a call of this phase counts: not if the clock is in it, or in one that nothing interrupts."""
-        return self.phase != phase and self.phase < Phase.CHECKPOINT
+        """Return whether a call of this phase counts: not in the phase, nor in one that nothing interrupts.
+
+        Waits of other threads, such as those that reduce, keep nobody waiting.
+        """
+        if self.phase == phase or self.phase >= Phase.CHECKPOINT:
+            return False
+        return get_ident() in (self.thread, self.backward_thread)
+
+    def end_backward(self, _: Tensor) -> None:
+        """Let the backward pass that has begun end with communication."""
+        self.backward_thread = get_ident()
+        Variable._execution_engine.queue_callback(  # pyright: ignore[reportAttributeAccessIssue]
+            partial(self.switch, Phase.COMMUNICATION)
+        )
 
     def lap(self) -> Lap:
         self.switch(self.phase)
@@ -117,23 +130,26 @@ class DeviceClock(Clock):
         return event
 
 
-class Running(threading.local):
-    """The clock of the thread that trains; other threads have none."""
+class Running:
+    """The clock of this process, or of one of its threads if several train."""
 
-    clock: Clock | None = None
+    __slots__ = ("clock",)
+
+    def __init__(self) -> None:
+        self.clock: Clock | None = None
 
 
 running = Running()
 
 
 def start(device: torch.device, now: Callable[[], float] = time.perf_counter) -> Clock:
-    """Return the clock of this thread. Each call of `start` needs one of `stop`.
+    """Return the clock of this thread, which runs from now on. Each call of `start` needs one of `stop`.
 
     Args:
         now: Seconds, on a CPU, if no clock runs yet.
     """
     clock = running.clock
-    if clock is None:
+    if clock is None or clock.thread != get_ident():
         clock = running.clock = DeviceClock(device) if device.type == "cuda" else Clock(now)
         watch_waits(clock.undo)
     clock.users += 1
@@ -144,12 +160,13 @@ def stop(clock: Clock) -> None:
     clock.users -= 1
     if not clock.users:
         clock.undo.close()
-        running.clock = None
+        running.clock = None if running.clock is clock else running.clock
 
 
 def switch(phase: Phase) -> None:
     """Begin a phase, if a clock runs."""
-    if (clock := running.clock) is not None:
+    clock = running.clock
+    if clock is not None and clock.thread == get_ident():
         clock.switch(phase)
 
 
@@ -180,22 +197,11 @@ def begin_backward(loss: Tensor, reduces: bool) -> None:
     The engine runs callbacks in the order in which they were queued. A strategy queues its wait once it has a gradient,
     so a callback that the loss has queued runs before that wait.
     """
-    if (clock := running.clock) is None:
-        return
-    clock.switch(Phase.BACKWARD)
-    if not reduces:
-        return
-
-    def begin(_: Tensor) -> None:
-        running.clock = clock  # a device has a thread of its own for its gradients
-        Variable._execution_engine.queue_callback(end)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def end() -> None:
-        clock.switch(Phase.COMMUNICATION)
-        if threading.get_ident() != clock.thread:
-            running.clock = None
-
-    loss.register_hook(begin)
+    clock = running.clock
+    if clock is not None and clock.thread == get_ident():
+        clock.switch(Phase.BACKWARD)
+        if reduces:
+            loss.register_hook(clock.end_backward)
 
 
 # Where torch waits for other ranks. A collective that is not asynchronous waits by `Work.wait` over gloo, and by itself
