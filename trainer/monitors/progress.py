@@ -110,7 +110,7 @@ def describe(metrics: dict[str, float]) -> str:
 
 
 def lost(metrics: dict[str, float]) -> list[str]:
-    """Return the share of the largest part of a step that computes nothing, if the parts are known."""
-    parts = {shown: metrics.get(f"time/{name}", 0.0) for name, shown in IDLE.items()}
-    largest = max(parts, key=lambda name: parts[name])
-    return [f"{largest} {parts[largest] / metrics['time/step']:.0%}"] if metrics.get("time/step") else []
+    """Return the share of the largest part of a step that computes nothing, from 1 % on, if the parts are known."""
+    whole = metrics.get("time/step", 0.0)
+    largest, shown = max((metrics.get(f"time/{name}", 0.0), shown) for name, shown in IDLE.items())
+    return [f"{shown} {largest / whole:.0%}"] if largest >= 0.01 * whole > 0 else []
