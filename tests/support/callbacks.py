@@ -23,6 +23,7 @@ from trainer.callbacks.shard.callback import Shard
 from trainer.monitors.memory.callback import Memory
 from trainer.monitors.metrics_file import MetricsFile
 from trainer.monitors.progress import Progress
+from trainer.monitors.step_timer import StepTimer
 from trainer.monitors.tensorboard import TensorBoard
 from trainer.monitors.throughput import Throughput
 
@@ -36,6 +37,7 @@ OBSERVERS: Table = {
     "memory": Memory,
     "metrics_file": MetricsFile,
     "progress": Progress,
+    "step_timer": StepTimer,
     "tensorboard": TensorBoard,
     "throughput": Throughput,
 }

@@ -89,10 +89,10 @@ class Memory(Callback):
     def on_fit_start(self, trainer) -> None:
         if trainer.device.type == "cuda":
             self.watch = allocator.Watch(trainer.device)
-            peak = partial(torch.cuda.max_memory_allocated, trainer.device)
-            trainer.largest["perf/peak_memory_gib"] = lambda: peak() / allocator.GIB
+            name, peak = "perf/peak_memory_gib", partial(torch.cuda.max_memory_allocated, trainer.device)
         else:
-            trainer.largest["perf/peak_rss_gib"] = lambda: allocator.peak_resident() / allocator.GIB
+            name, peak = "perf/peak_rss_gib", allocator.peak_resident
+        trainer.gathered.append((lambda: peak() / allocator.GIB, lambda ranks: {name: max(ranks)}))
 
     def on_step_end(self, trainer) -> None:
         for text in self.watch.look() if self.watch and trainer.metrics else ():
