@@ -21,6 +21,8 @@ from trainer.process.environment import Place, detect, raise_file_limit
 from trainer.process.exit import die_with_parent, exit_process, run_guarded
 from trainer.tools.measure.ranks import start
 
+ALL = ("links", "codecs", "copies", "matmul", "disk", "shards")
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 NEEDED = {"links", "codecs", "disk"}  # for the cost model's machine
 TIMEOUT_S = 600.0  # of a collective
 
@@ -30,6 +32,7 @@ def bench(place: Place, options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from trainer.comm.ranks import Ranks
+    from trainer.tools.measure.collectives import FITTED
     from trainer.tools.measure.host import share
     from trainer.tools.measure.parts import PARTS
     from trainer.tools.measure.report import Report
@@ -45,10 +48,10 @@ def bench(place: Place, options: argparse.Namespace) -> dict[str, Any]:
             if part in options.only:
                 measure(ranks, options, report)
         cores, memory = share(ranks)
-        whole = {*options.only} >= NEEDED
+        whole = {*options.only} >= NEEDED and FITTED in options.collectives
         machine = report.machine(ranks.world, cores, memory) if whole else None
         if not whole:
-            report.miss(f"machine: not made: the cost model needs --only {' '.join(sorted(NEEDED))}")
+            report.miss(f"machine: not made: the cost model needs {' '.join(sorted(NEEDED))}, and {FITTED}")
         return report.as_json({"about": about}, machine)
     finally:
         ranks.close()
@@ -106,18 +109,16 @@ def refuse(options: argparse.Namespace) -> None:
     for name in ("devices", "max_mib", "disk_mib"):
         require(f"--{name.replace('_', '-')}", getattr(options, name), at_least=1)
     require("--seconds", options.seconds, above=0)
-    for part in options.only:
-        if part not in ALL:
-            raise ConfigError(f"--only {part}: is no part; {nearest(part, ALL)}")
+    for key, given, known in (("only", options.only, ALL), ("collectives", options.collectives, COLLECTIVES)):
+        for name in given:
+            if name not in known:
+                raise ConfigError(f"--{key} {name}: is unknown; {nearest(name, known)}")
     for name in ("json", "png"):
         path = getattr(options, name)
         if path and not os.access(path.parent, os.W_OK):
             raise ConfigError(f"--{name} {path}: {path.parent} is no folder that can be written; give another place")
     if options.png and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--png: needs matplotlib; pip install 'echelon-trainer[plots]', or leave --png out")
-
-
-ALL = ("links", "codecs", "copies", "matmul", "disk", "shards")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -16,7 +16,6 @@ from trainer.comm.reduce import all_gather, reduce_scatter
 from trainer.tools.cost_model.fit import fit_link
 from trainer.tools.cost_model.machine import Link
 
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 FITTED = "all_reduce"  # its times give a level's link
 ROUNDS, SLOW_ROUNDS = 5, 3  # a time is the median of so many; fewer if a single call is slow
 MOST_CALLS = 200  # of a round

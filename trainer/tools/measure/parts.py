@@ -16,7 +16,7 @@ def links(ranks: Ranks, options: argparse.Namespace, report: Report) -> None:
     levels, report.per_node, lines = collectives.make_levels(ranks)
     for level in levels:
         report.say(f"\n{level.name}: {level.ranks} ranks in a group\n{HEAD}")
-        for name in collectives.COLLECTIVES:
+        for name in options.collectives:
             rows = []
             for row in collectives.measure(ranks, level, name, options.max_mib << 20, options.seconds):
                 rows.append(row)
