@@ -76,7 +76,7 @@ class Call:
     def __init__(self, collective: str, tensors: Tensor | Sequence[Tensor], group: Any, asynchronous: bool) -> None:
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         self.collective, self.bytes = collective, sum(tensor.nbytes for tensor in tensors)
-        self.group: dist.ProcessGroup = group or dist.group.WORLD
+        self.group: Any = group or dist.group.WORLD
         self.bucket: Bucket | None = reducing.get()
         self.waits = not asynchronous
         cuda = self.waits and tensors and tensors[0].is_cuda

@@ -2,7 +2,6 @@
 
 import json
 from collections import deque
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -156,7 +155,7 @@ def line(kind: Kind, count: float, size: float, seconds: float) -> dict[str, Any
     return {**shown, **means, "algbw": algbw, "busbw": busbw}
 
 
-def totals(lines: list[list[Mapping[str, Any]]], steps: int) -> dict[str, float]:
+def totals(lines: list[list[dict[str, Any]]], steps: int) -> dict[str, float]:
     """Return the metrics of a step: means over the ranks of `lines`, each with the lines of `steps` steps."""
     each = [one for own in lines for one in own]
     timed = [one for one in each if one["seconds"] is not None]
@@ -166,6 +165,6 @@ def totals(lines: list[list[Mapping[str, Any]]], steps: int) -> dict[str, float]
     return metrics | ({"comm/busbw_mib_s": sent(timed) / seconds / 2**20} if seconds else {})
 
 
-def sent(lines: list[Mapping[str, Any]]) -> float:
+def sent(lines: list[dict[str, Any]]) -> float:
     """Return the bytes that a link carries for these calls, as bus bandwidth counts them."""
     return sum(one["count"] * one["bytes"] * BUS_FACTORS[one["collective"]](one["ranks"]) for one in lines)

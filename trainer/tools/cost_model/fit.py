@@ -51,13 +51,13 @@ def fit_line(points: Mapping[int, float]) -> tuple[float, float]:
     x, y = np.array(sorted(points.items()), dtype=float).T
     y = np.maximum(y, 1e-12)
     long = max(2, int((x * LONG >= x[-1]).sum()))
-    slope = max(0.0, float(_huber(x[-long:], y[-long:])[1]))
+    slope = max(0.0, _huber(x[-long:], y[-long:])[1])
     left = y - slope * x
     short = max(1, int(np.argmin(left >= y / 2)) if (left < y / 2).any() else len(x))
     return max(0.0, float(np.median(left[:short]))), slope
 
 
-def _huber(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+def _huber(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]:
     """Return the line (start, slope) with the least relative errors, by iteratively reweighted least squares."""
     line, columns = np.zeros(2), np.stack([1 / y, x / y], axis=1)
     weights = np.ones_like(y)
@@ -69,4 +69,5 @@ def _huber(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64
         weights = np.minimum(1.0, bound / np.maximum(errors, 1e-12))
         if np.allclose(line, before, rtol=1e-9, atol=0):
             break
-    return line
+    start, slope = line.tolist()
+    return start, slope

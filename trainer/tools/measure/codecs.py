@@ -13,6 +13,7 @@ from trainer.comm.codecs.registry import CODECS
 from trainer.comm.reduce import AllReduce
 from trainer.tools.cost_model.machine import CodecCost
 from trainer.tools.measure.collectives import synchronize
+from trainer.tools.measure.device import fastest
 
 ROUNDS, WARM = 5, 2  # rounds that count, and rounds in which codecs allocate their memory
 SHAPE = (1024, 1024)  # of a parameter; as a matrix, since PowerSGD leaves vectors alone
@@ -42,17 +43,27 @@ class Nowhere(AllReduce):
 def measure(device: torch.device) -> dict[str, CodecCost]:
     """Return the cost of each codec, with the error feedback that its paper has, on a bucket of 16 MiB.
 
+    `none` is the copy into a bucket and back, which a reduction without DDP takes.
+
     The gradients are random, with tails as heavy as those of real gradients.
     """
     params = [torch.empty(SHAPE, device=device) for _ in range(PARAMETERS)]
     generator = torch.Generator(device).manual_seed(0)
     gradients = torch.empty(sum(p.numel() for p in params), device=device).normal_(generator=generator)
     gradients *= torch.empty_like(gradients).normal_(generator=generator).exp_()
-    bucket = Bucket.of(params, step=1)
-    return {
-        name: cost([mean_s(make(), gradients, bucket, n) / gradients.nbytes for n in RANKS])
-        for name, make in CODECS.items()
-    }
+    bucket, size = Bucket.of(params, step=1), gradients.nbytes
+    costs = {name: cost([mean_s(make(), gradients, bucket, n) / size for n in RANKS]) for name, make in CODECS.items()}
+    return {"none": copy_cost(gradients, bucket), **costs}
+
+
+def copy_cost(gradients: Tensor, bucket: Bucket) -> CodecCost:
+    """Return the cost of a gradient's way into a bucket, and of its way back."""
+    own, flat = [torch.empty_like(piece.param) for piece in bucket.pieces], gradients.clone()
+    views = bucket.split(flat)
+    there_s = fastest(lambda: torch._foreach_copy_(views, own), flat.device)
+    return CodecCost(
+        there_s / flat.nbytes, fastest(lambda: torch._foreach_copy_(own, views), flat.device) / flat.nbytes
+    )
 
 
 def cost(seconds: Sequence[float]) -> CodecCost:
