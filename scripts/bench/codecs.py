@@ -29,7 +29,7 @@ from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec, ErrorFeedback
 from trainer.comm.codecs.registry import CODECS
 from trainer.comm.codecs.topk import TopK
-from trainer.comm.reduce import AllReduce
+from trainer.tools.measure.codecs import Nowhere
 
 BUCKET_BYTES = 25 << 20  # DDP's
 WARM = 3  # rounds that don't count: codecs allocate buffers, torch's PowerSGD sends two steps uncompressed
@@ -56,25 +56,6 @@ def buckets(device: torch.device) -> list[tuple[Tensor, Bucket]]:
         flat *= torch.empty_like(flat).normal_(generator=generator).exp_()
         packed.append((flat, Bucket.of(group, step=1)))
     return packed
-
-
-class Nowhere(AllReduce):
-    """An all-reduce of two ranks with the same payloads, over a network that takes no time."""
-
-    def __init__(self) -> None:
-        self.size, self.bytes = 2, 0
-
-    def __call__(self, flat: Tensor, bucket: Bucket) -> Tensor:
-        self.bytes += flat.nbytes
-        return flat
-
-    def gather(self, own: Tensor) -> Tensor:
-        self.bytes += own.nbytes
-        return torch.stack([own, own])
-
-    def swap(self, rows: Tensor) -> Tensor:
-        self.bytes += rows.nbytes
-        return rows.clone()
 
 
 class SortedTopK(TopK):
@@ -111,7 +92,7 @@ class Runner:
     def __init__(self, codec: Codec, work: list[tuple[Tensor, Bucket]]) -> None:
         codec.join(2, 0, 0)
         self.bare, self.whole = codec, ErrorFeedback(codec) if codec.feedback else codec
-        self.work, self.reduce = work, Nowhere()
+        self.work, self.reduce = work, Nowhere(2)
         self.splits = type(codec).encode is not Codec.encode  # otherwise the codec has only a `mean`
 
     def round(self, flats: list[Tensor], clock: Clock) -> dict[str, float]:

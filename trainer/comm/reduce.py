@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from trainer.comm.phases import Phase, during
 
 # Mean over ranks of a flat tensor, in place or not: same shape and dtype. Plain blocking code, run by `Background`.
 Reduce = Callable[[Tensor, Bucket], Tensor]
+
+reducing: ContextVar[Bucket | None] = ContextVar("reducing", default=None)  # the bucket that this thread reduces
 
 
 # Older versions of torch have the second names only, newer ones warn of them.
@@ -108,7 +111,7 @@ class Background:
             if isinstance(tensor, Tensor):
                 tensor.record_stream(self.stream)  # keeps the memory if the caller drops the tensor
         with torch.cuda.stream(self.stream):
-            done.set_result(call(*args))  # enqueued, not finished: `wait` makes the waiting stream wait
+            done.set_result(_noted(call, *args))  # enqueued, not finished: `wait` makes the waiting stream wait
             done.event = self.stream.record_event()
         return done
 
@@ -116,9 +119,18 @@ class Background:
         try:
             if self.failed:
                 raise self.failed  # peers wait for the failed call: no later call may take its place
-            result = call(*args)
+            result = _noted(call, *args)
         except Exception as error:
             self.failed = error
             done.set_exception(error)  # pyright: ignore[reportArgumentType] typed for one class only
         else:
             done.set_result(result)
+
+
+def _noted(call: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Run `call` while `reducing` has its bucket."""
+    token = reducing.set(next((arg for arg in args if isinstance(arg, Bucket)), None))
+    try:
+        return call(*args)
+    finally:
+        reducing.reset(token)

@@ -1,0 +1,76 @@
+"""A part that can't be measured is a line, and the others go on; on several ranks all have the same report."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_ranks
+
+from trainer.comm.ranks import Ranks
+from trainer.process.environment import Place
+from trainer.tools.cost_model.machine import CodecCost
+from trainer.tools.measure import codecs, device
+from trainer.tools.measure.parts import PARTS
+from trainer.tools.measure.report import Report
+
+
+def options(**given: Any) -> argparse.Namespace:
+    made = {
+        "collectives": ("all_reduce",),
+        "max_mib": 1,
+        "seconds": 0.001,
+        "folder": Path(),
+        "disk_mib": 1,
+        "shards": [],
+    }
+    return argparse.Namespace(**{**made, **given})
+
+
+@pytest.mark.parametrize("part", ["disk", "shards"])
+def test_a_folder_that_can_not_be_written_is_a_line(part: str, tmp_path: Path) -> None:
+    report, missing = Report(shows=False), tmp_path / "none"
+    PARTS[part](Ranks(Place(), "cpu", "gloo", 60), options(folder=missing), report)
+    (line,) = report.missed
+    assert line.startswith(f"{part}: not measured: {missing}") and line.endswith("No such file or directory")
+    assert part not in report.numbers
+
+
+def test_shards_that_are_missing_are_a_line(tmp_path: Path) -> None:
+    report = Report(shows=False)
+    PARTS["shards"](
+        Ranks(Place(), "cpu", "gloo", 60), options(folder=tmp_path, shards=[str(tmp_path / "x-*.tar")]), report
+    )
+    assert report.missed[0].startswith("shards: not measured: ") and "x-*.tar" in report.missed[0]
+
+
+def test_copies_need_a_gpu() -> None:
+    report = Report(shows=False)
+    PARTS["copies"](Ranks(Place(), "cpu", "gloo", 60), options(), report)
+    assert report.missed == ["copies: not measured: there is no GPU to copy to"]
+
+
+def together(place: Place, folder: str) -> tuple[Any, ...]:
+    """Each rank has costs and rates of its own; the report has the means."""
+    with pytest.MonkeyPatch.context() as patch:
+        own = 1.0 + place.rank
+        patch.setattr(codecs, "measure", lambda _: {"bf16": CodecCost(own, 2 * own)})
+        patch.setattr(device, "matmul", lambda _: {"fp32_flop_per_s": own})
+        ranks, report = Ranks(place, "cpu", "gloo", 60), Report(shows=False)
+        for part in ("links", "codecs", "matmul", "disk", "shards"):
+            PARTS[part](ranks, options(folder=Path(folder), shards=["none.tar"], seconds=0.0001), report)
+        ranks.close()
+    return report.fits, report.codecs, report.numbers, report.missed
+
+
+def test_all_ranks_have_one_report(tmp_path: Path) -> None:
+    one, other = run_ranks(2, together, str(tmp_path))
+    assert one == other
+    fits, costs, numbers, missed = one
+    assert fits.keys() == {("inside", "all_reduce")}
+    assert costs == {"bf16": CodecCost(1.5, 3.0)}
+    assert numbers["matmul"] == {"fp32_flop_per_s": 1.5} and numbers["disk"]["write_bytes_per_s"] > 0
+    assert missed[0] == "across: not measured: there is one node"
+    assert missed[1].startswith("shards: not measured: ") and "none.tar" in missed[1]
+    assert not torch.distributed.is_initialized()

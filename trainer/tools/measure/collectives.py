@@ -1,0 +1,136 @@
+"""Measures collectives over message sizes as nccl-tests does, on the process groups that training has."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from statistics import mean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer.comm.bandwidth import bandwidths
+from trainer.comm.ranks import Ranks
+from trainer.comm.reduce import all_gather, reduce_scatter
+from trainer.tools.cost_model.fit import fit_link
+from trainer.tools.cost_model.machine import Link
+
+FITTED = "all_reduce"  # its times give a level's link
+ROUNDS, SLOW_ROUNDS = 5, 3  # a time is the median of so many; fewer if a single call is slow
+MOST_CALLS = 200  # of a round
+
+
+@dataclass(frozen=True)
+class Level:
+    """Groups of ranks that use one level of the network; all groups of a level run at once.
+
+    Attributes:
+        name: `inside` a node; `across` nodes, with one rank of each; or `all` ranks.
+        ranks: In each group.
+    """
+
+    name: str
+    group: dist.ProcessGroup
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """The time of a collective. CPU seconds are those of all threads of a rank, the mean over ranks."""
+
+    level: str
+    collective: str
+    bytes: int
+    seconds: float
+    algbw: float
+    busbw: float
+    cpu_seconds: float
+    ranks: int
+
+
+def make_levels(ranks: Ranks) -> tuple[list[Level], int, list[str]]:
+    """Return the levels of the network, the ranks of a node, and lines on what can't be measured. A collective."""
+    if ranks.world == 1:
+        return [], 1, ["links: not measured: one rank sends nothing; give --devices=2, or start by torchrun"]
+    places = ranks.gather([ranks.place.local_rank, ranks.place.local_world])
+    per_node = places[0][1]
+    if places != [[rank % per_node, per_node] for rank in range(ranks.world)]:
+        line = "inside, across: not measured: nodes have unequal numbers of ranks, or ranks not in the order of nodes"
+        return [Level("all", ranks.new_group(), ranks.world)], 1, [line]
+    nodes = torch.arange(ranks.world).view(-1, per_node)
+    levels, lines = list[Level](), list[str]()
+    for name, parts in (("inside", nodes), ("across", nodes.T)):
+        if parts.shape[1] > 1:
+            levels.append(Level(name, ranks.new_groups(parts.tolist()), parts.shape[1]))
+        else:
+            lines.append(f"{name}: not measured: {'a node has one rank' if name == 'inside' else 'there is one node'}")
+    if len(levels) == 2:
+        levels.append(Level("all", ranks.new_group(), ranks.world))
+    return levels, per_node, lines
+
+
+def sizes(most: int) -> list[int]:
+    """Return 256 bytes, and each double up to `most`."""
+    return [1 << n for n in range(8, max(10, most.bit_length()))]
+
+
+def measure(ranks: Ranks, level: Level, collective: str, most: int, budget_s: float) -> Iterator[Row]:
+    """Measure a collective of each size, until one call takes longer than the budget. A collective.
+
+    The calls of a round follow one another without a pause, as in nccl-tests, and after a call that is not timed. So a
+    link's token bucket is empty, and the ranks begin together.
+
+    Args:
+        most: Bytes of the largest size, as nccl-tests counts them.
+        budget_s: Seconds that the timed calls of a size take, about.
+    """
+    for number, size in enumerate(sizes(most)):
+        elements = max(1, size // 4 // level.ranks) * level.ranks
+        call = prepare(collective, level, elements, ranks.device)
+        once = max(ranks.gather(min(run(call, 1, ranks.device)[0] for _ in range(2))))
+        if number > 1 and once > budget_s:
+            return
+        calls = min(MOST_CALLS, max(1, int(budget_s / ROUNDS / once)))
+        rounds = ROUNDS if calls > 1 else SLOW_ROUNDS
+        times = ranks.gather([run(call, calls, ranks.device) for _ in range(rounds)])
+        seconds = median(max(seconds for seconds, _ in each) for each in zip(*times, strict=True))
+        cpu = median(mean(cpu for _, cpu in each) for each in zip(*times, strict=True))
+        algbw, busbw = bandwidths(collective, elements * 4, seconds, level.ranks)
+        yield Row(level.name, collective, elements * 4, seconds, algbw, busbw, cpu, level.ranks)
+
+
+def prepare(collective: str, level: Level, elements: int, device: torch.device) -> Callable[[], Any]:
+    """Return a function that runs the collective once, on `elements` of float32."""
+    flat = torch.zeros(elements, device=device)
+    own = flat.new_zeros(elements // level.ranks)
+    if collective == "all_reduce":
+        return partial(dist.all_reduce, flat, group=level.group)
+    if collective == "reduce_scatter":
+        return partial(reduce_scatter, own, flat, level.group)
+    if collective == "all_gather":
+        return partial(all_gather, flat, own, level.group)
+    return partial(dist.broadcast, flat, dist.get_process_group_ranks(level.group)[0], group=level.group)
+
+
+def run(call: Callable[[], Any], calls: int, device: torch.device) -> tuple[float, float]:
+    """Return the seconds of one of `calls` calls, and the CPU seconds of this process for it."""
+    call()
+    synchronize(device)
+    began, worked = time.perf_counter(), time.process_time()
+    for _ in range(calls):
+        call()
+    synchronize(device)
+    return (time.perf_counter() - began) / calls, (time.process_time() - worked) / calls
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def fit(rows: Iterable[Row]) -> Link:
+    """Return the link of the rows, which are of one level and one collective. On a GPU, NCCL takes no CPU."""
+    rows = list(rows)
+    cpu = {row.bytes: row.cpu_seconds for row in rows}
+    return fit_link({row.bytes: row.seconds for row in rows}, rows[0].ranks, rows[0].collective, cpu)

@@ -1,0 +1,80 @@
+"""Measures the parts of a bench on all ranks, into a report: links, codecs, copies, matmul, disk, shards."""
+
+import argparse
+from collections.abc import Callable
+from statistics import mean
+
+from trainer.comm.ranks import Ranks
+from trainer.errors import DataError
+from trainer.tools.cost_model.machine import CodecCost
+from trainer.tools.measure import codecs as codec_costs
+from trainer.tools.measure import collectives, device, storage
+from trainer.tools.measure.report import HEAD, Report
+
+
+def links(ranks: Ranks, options: argparse.Namespace, report: Report) -> None:
+    levels, report.per_node, lines = collectives.make_levels(ranks)
+    for level in levels:
+        report.say(f"\n{level.name}: {level.ranks} ranks in a group\n{HEAD}")
+        for name in options.collectives:
+            rows = []
+            for row in collectives.measure(ranks, level, name, options.max_mib << 20, options.seconds):
+                rows.append(row)
+                report.add_row(row)
+            report.add_fit(level.name, name, collectives.fit(rows))
+    for line in lines:
+        report.miss(line)
+
+
+def codecs(ranks: Ranks, options: argparse.Namespace, report: Report) -> None:
+    own = {
+        name: [cost.encode_s_per_byte, cost.decode_s_per_byte]
+        for name, cost in codec_costs.measure(ranks.device).items()
+    }
+    each = ranks.gather(own)
+    report.add_codecs({name: CodecCost(*map(mean, zip(*(one[name] for one in each), strict=True))) for name in own})
+
+
+def copies(ranks: Ranks, options: argparse.Namespace, report: Report) -> None:
+    if ranks.device.type != "cuda":
+        return report.miss("copies: not measured: there is no GPU to copy to")
+    on_each(ranks, report, "copies", device.copies(ranks.device))
+
+
+def matmul(ranks: Ranks, options: argparse.Namespace, report: Report) -> None:
+    on_each(ranks, report, "matmul", device.matmul(ranks.device))
+
+
+def on_each(ranks: Ranks, report: Report, part: str, own: dict[str, float]) -> None:
+    """Report the means over ranks, which have measured at once."""
+    each = ranks.gather(own)
+    report.add_numbers(part, {name: mean(one[name] for one in each) for name in own})
+
+
+def disk(ranks: Ranks, options: argparse.Namespace, report: Report) -> None:
+    on_first(ranks, report, "disk", lambda: storage.disk(options.folder, options.disk_mib << 20))
+
+
+def shards(ranks: Ranks, options: argparse.Namespace, report: Report) -> None:
+    on_first(ranks, report, "shards", lambda: storage.shards(options.folder, options.shards))
+
+
+def on_first(ranks: Ranks, report: Report, part: str, measure: Callable[[], dict[str, float]]) -> None:
+    """Measure on rank 0 alone. A file that can't be read or written is a line of the report."""
+    numbers, why = dict[str, float](), ""
+    if ranks.rank == 0:
+        try:
+            numbers = measure()
+        except OSError as error:
+            why = f"{error.filename or part}: {error.strerror or error}"
+        except DataError as error:
+            why = str(error)
+    numbers, why = ranks.first([numbers, why])
+    if why:
+        return report.miss(f"{part}: not measured: {why}")
+    report.add_numbers(part, numbers)
+
+
+PARTS: dict[str, Callable[[Ranks, argparse.Namespace, Report], None]] = {
+    each.__name__: each for each in (links, codecs, copies, matmul, disk, shards)
+}

@@ -1,0 +1,75 @@
+"""Starts a tool once for each device of this machine, as the launcher starts ranks."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from trainer.errors import fold
+from trainer.launch.failure import read_reports
+from trainer.process.environment import cores, refuse_without_loopback
+from trainer.process.temporary import temporary_folder
+from trainer.timeouts import PEERS_S
+
+ROOT = Path(__file__).parents[3]
+
+
+def start(module: str, arguments: list[str], devices: int) -> int:
+    """Run `python -m MODULE ARGUMENTS` as `devices` ranks of this node, and return the exit code.
+
+    A rank ends with this process. If one fails, the others have 5 s to end, and the first failure is printed.
+    """
+    refuse_without_loopback()
+    with temporary_folder() as private:
+        ranks = [
+            subprocess.Popen([sys.executable, "-m", module, *arguments], env=environment(rank, devices, private))
+            for rank in range(devices)
+        ]
+        try:
+            return wait(ranks, private)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+
+
+def environment(rank: int, devices: int, private: Path) -> dict[str, str]:
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // devices)))
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": devices, "LOCAL_WORLD_SIZE": devices}
+    return {
+        **os.environ,
+        **{name: str(number) for name, number in place.items()},
+        "ECHELON_STORE": str(private / "store"),
+        "ECHELON_ERROR_FILE": str(private / f"error-{rank}.json"),
+        "ECHELON_PARENT": str(os.getpid()),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": threads,
+        "PYTHONPATH": path,
+    }
+
+
+def wait(ranks: "list[subprocess.Popen[bytes]]", private: Path) -> int:
+    """Wait until all ranks have ended, or one has failed; print the first failure, and return its code."""
+    deadline, codes = float("inf"), dict[int, int]()
+    while len(codes) < len(ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        codes = {number: code for number, rank in enumerate(ranks) if (code := rank.poll()) is not None}
+        if any(codes.values()):
+            deadline = min(deadline, time.monotonic() + PEERS_S)
+    failed = {rank: code for rank, code in codes.items() if code}
+    reports = read_reports(failed, private)
+    if silent := [rank for rank in failed if rank not in reports]:
+        code = failed[silent[0]]
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        print(f"echelon: rank {silent[0]} {how}", file=sys.stderr)
+        return 128 - code if code < 0 else code
+    if not failed:
+        return 0
+    first = min(reports, key=lambda rank: (reports[rank]["in_collective"], reports[rank]["time"]))
+    print(fold(reports[first]["text"]).rstrip(), file=sys.stderr)
+    return int(reports[first]["code"])

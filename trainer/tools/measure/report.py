@@ -1,0 +1,88 @@
+"""Collects what the bench has measured: as lines on the terminal, as JSON, and as the cost model's `Machine`."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from trainer.tools.cost_model.machine import CodecCost, Link, Machine, to_json
+from trainer.tools.measure.collectives import FITTED, Row
+
+HEAD = f"{'collective':<15}{'bytes':>12}{'us':>14}{'algbw MB/s':>12}{'busbw MB/s':>12}{'CPU us':>12}"
+NO_LINK = Link(0.0, math.inf, 0.0)
+
+
+class Report:
+    """The numbers of a bench, and a line for each part that could not be measured.
+
+    Args:
+        shows: Whether this rank prints.
+    """
+
+    def __init__(self, shows: bool) -> None:
+        self.shows, self.per_node = shows, 1
+        self.rows: list[Row] = []
+        self.fits: dict[tuple[str, str], Link] = {}  # by level and collective
+        self.codecs: dict[str, CodecCost] = {}
+        self.numbers: dict[str, Mapping[str, float]] = {}  # of the other parts
+        self.missed: list[str] = []
+
+    def say(self, text: str) -> None:
+        if self.shows:
+            print(text, flush=True)
+
+    def miss(self, line: str) -> None:
+        self.missed.append(line)
+        self.say(f"\n{line}")
+
+    def add_row(self, row: Row) -> None:
+        self.rows.append(row)
+        rates = f"{row.algbw / 1e6:>12.2f}{row.busbw / 1e6:>12.2f}{row.cpu_seconds * 1e6:>12.1f}"
+        self.say(f"{row.collective:<15}{row.bytes:>12}{row.seconds * 1e6:>14.1f}{rates}")
+
+    def add_fit(self, level: str, collective: str, link: Link) -> None:
+        self.fits[level, collective] = link
+        self.say(f"{collective:<15}{'fit: latency':>12}{link.latency_s * 1e6:>14.1f}{link.bytes_per_s / 1e6:>24.2f}")
+
+    def add_codecs(self, codecs: dict[str, CodecCost]) -> None:
+        self.codecs = codecs
+        self.say(f"\n{'codec':<15}{'ns for a byte of gradient':>26}{'and for each rank':>20}")
+        for name, cost in codecs.items():
+            self.say(f"{name:<15}{cost.encode_s_per_byte * 1e9:>26.3f}{cost.decode_s_per_byte * 1e9:>20.3f}")
+
+    def add_numbers(self, part: str, numbers: Mapping[str, float]) -> None:
+        """Take rates: their names end with the unit, as `write_bytes_per_s`."""
+        self.numbers[part] = numbers
+        for number, (name, value) in enumerate(numbers.items()):
+            scale, unit = next((scale for end, scale in UNITS.items() if name.endswith(end)), (1.0, name))
+            what = name.removesuffix(next((end for end in UNITS if name.endswith(end)), "")).strip("_")
+            self.say(f"{'' if number else NEW_LINE}{part:<15}{what:<20}{value / scale:>18.2f} {unit}")
+
+    def machine(self, ranks: int, cores: float, memory: float | None) -> Machine:
+        """Return the cost model's machine. A level that was not measured has the link of all ranks, or none."""
+        every = self.fits.get(("all", FITTED), NO_LINK)
+        inside, across = (self.fits.get((level, FITTED), every) for level in ("inside", "across"))
+        disk = self.numbers.get("disk", {}).get("write_bytes_per_s", math.inf)
+        return Machine(ranks, self.per_node, cores, inside, across, self.codecs, memory, disk)
+
+    def as_json(self, about: Mapping[str, Any], machine: Machine | None) -> dict[str, Any]:
+        """Return all numbers. Rates are in bytes or FLOP a second; null stands for an infinite rate."""
+        fits = [{"level": level, "collective": name, **asdict(link)} for (level, name), link in self.fits.items()]
+        for fit in fits:
+            fit["bytes_per_s"] = None if math.isinf(fit["bytes_per_s"]) else fit["bytes_per_s"]
+        return {
+            **about,
+            "machine": to_json(machine) if machine else None,
+            "collectives": [asdict(row) for row in self.rows],
+            "fits": fits,
+            **self.numbers,
+            "not_measured": self.missed,
+        }
+
+
+NEW_LINE = "\n"
+UNITS = {
+    "bytes_per_s": (1e6, "MB/s"),
+    "flop_per_s": (1e12, "TFLOP/s"),
+    "samples_per_s": (1.0, "samples/s"),
+}
