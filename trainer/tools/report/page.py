@@ -80,10 +80,9 @@ def card(i: int, run: Run, runs: list[Run]) -> Html:
     """Return a run's card: how it ended, its main numbers, and what is missing."""
     switch = None
     if len(runs) > 1:
-        label = f"Show {run.name}"
-        switch = tag(
-            "button", class_="swatch run", data_run=i, type="button", aria_pressed="true", aria_label=label, title=label
-        )
+        label, place = f"Show {run.name}", f"swatch run-{i % 8}"
+        names = {"aria_pressed": "true", "aria_label": label, "title": label}
+        switch = tag("button", class_=place, data_run=i, type="button", **names)
     badge = tag("span", run.state, class_=f"badge {BADGES.get(run.state, 'open')}")
     facts = [tag("div", tag("dt", name), tag("dd", *values)) for name, *values in numbers(run)]
     notes = [tag("li", printable(note)) for note in run.notes]
@@ -184,7 +183,8 @@ def rank_bars(i: int, run: Run, several: bool) -> Html:
 
 def about(runs: list[Run]) -> Html:
     """Return how to read and use the page."""
-    merged = any(not metric.ranges.exact for run in runs for metric in run.metrics.values())
+    curves = [metric for run in runs for name, metric in run.metrics.items() if name not in CLOCKS]
+    merged = any(not metric.ranges.exact for metric in curves)
     reduced = (
         "A point is the mean of a range of steps. The band behind it reaches from the smallest to the largest value. "
         if merged
@@ -193,8 +193,8 @@ def about(runs: list[Run]) -> Html:
     how = (
         "Drag across a chart to zoom all charts, and double-click to see all. With a chart in focus, arrow keys move "
         "the crosshair, + and - zoom, Page Up and Page Down pan, 0 shows all, and l switches to a log scale. "
-        "Red triangles mark values that are not finite. Solid lines mark crashes, dashed lines restarts, resumes and skipped steps; "
-        "ticks on the axis mark checkpoints and validations. "
+        "Red triangles mark values that are not finite. Solid lines mark crashes, dashed lines restarts, resumes and "
+        "skipped steps; ticks on the axis mark checkpoints and validations. "
     )
     made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     return join(tag("footer", tag("p", reduced, how), tag("p", f"Made on {made} by Echelon. The page loads nothing.")))

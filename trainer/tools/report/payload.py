@@ -1,6 +1,7 @@
 """The data of the page: charts with their curves, and arrays of numbers that charts share."""
 
 import base64
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from trainer.tools.report.step_times import PARTS, RankTimes
 CLOCKS = ("seconds", "samples")  # counters of metrics.jsonl: axes, no curves
 MOST_NUMBERS = 400_000  # of all curves together: about 2 MB of the page
 MOST_BARS = 48  # ranks with a bar
-DETAILS = ("error", "why", "reason", "seconds", "stall", "attempt", "ranks", "rank")  # of an event, in this order
+DETAILS = ("error", "why", "reason", "seconds", "stall", "attempt", "ranks", "rank", "device")  # of an event, in this order
 
 
 class Chart(NamedTuple):
@@ -97,17 +98,18 @@ def curves(runs: list[Run], arrays: Arrays) -> list[Chart]:
                     label = f"{run.name}, validation" if several else "validation"
                     lines.append({**line(i, run.metrics["val/loss"], label, arrays), "dash": True})
         title = "Loss" if name == "train/loss" and len(lines) > 1 and "val/loss" in names else here.title
-        spec = {"title": title, "kind": here.kind, "zero": here.zero, "lines": lines}
+        dots = name == "time/slowest_rank"  # a rank's number: between two there is nothing
+        spec = {"title": title, "kind": here.kind, "zero": here.zero, "dots": dots, "lines": lines}
         charts.append(Chart(here.section, spec, wide=False))
     return charts
 
 
-def line(run: int, metric: Metric, label: str, arrays: Arrays) -> dict[str, Any]:
+def line(run: int, metric: Metric, label: str, arrays: Arrays, band: bool = True) -> dict[str, Any]:
     """Return a curve: places in `arrays`, and the last value; null, if that is not finite."""
     ranges, last = metric.ranges, metric.last.value
     made: dict[str, Any] = {"run": run, "label": printable(label), "last": last if np.isfinite(last) else None}
     made["x"], made["y"] = arrays.add(ranges.steps, 8), arrays.add(ranges.mean)
-    if not ranges.exact:
+    if band and not ranges.exact:
         made["low"], made["high"] = map(arrays.add, ranges.bounds)
     if metric.bad:
         made["bad"] = arrays.add(ranges.bad)
@@ -116,17 +118,20 @@ def line(run: int, metric: Metric, label: str, arrays: Arrays) -> dict[str, Any]
 
 def stacks(runs: list[Run], arrays: Arrays) -> list[Chart]:
     """Make a chart of stacked areas for each run whose metrics have the parts of a step."""
-    charts = []
+    charts, tops = [], []
     for i, run in enumerate(runs):
         found = [part for part in PARTS if f"time/{part}" in run.metrics]
-        lines = [{**line(i, run.metrics[f"time/{part}"], part, arrays), "colour": part} for part in found]
+        lines = [{**line(i, run.metrics[f"time/{part}"], part, arrays, False), "colour": part} for part in found]
         lines = [one for one in lines if one["x"] == lines[0]["x"]]  # of the same steps: else they do not add up
-        for one in lines:
-            one.pop("low", None), one.pop("high", None)
+        names = [one["colour"] for one in lines]
         if lines:
             title = f"A step of {run.name}" if len(runs) > 1 else "A step, mean of all ranks"
             spec = {"title": printable(title), "kind": "seconds", "stack": True, "lines": lines}
-            charts.append(Chart("time", spec, wide=True))
+            charts.append(Chart("time", spec, wide=len(runs) == 1))
+            sums = np.sum([np.nan_to_num(run.metrics[f"time/{part}"].ranges.mean) for part in names], axis=0)
+            tops.append(float(np.max(sums, initial=0.0)))
+    for chart in charts if len(charts) > 1 else ():
+        chart.spec["top"] = max(tops)
     return charts
 
 
@@ -147,12 +152,23 @@ def details(event: dict[str, Any]) -> str:
     for key in DETAILS:
         value = event.get(key)
         if key in ("seconds", "stall") and isinstance(value, (int, float)):
-            words.append(f"{key} {value:.3g} s")
+            words.append(f"{'' if key == 'seconds' else 'stall '}{value:.3g} s")
         elif value is not None:
             words.append(printable(str(value))[:200] if key in DETAILS[:3] else f"{key} {printable(str(value))[:40]}")
     if isinstance(event.get("bytes"), (int, float)):
-        words.append(f"{event['bytes'] / 2**20:,.1f} MiB")
+        words.append(size(event["bytes"]))
     return ", ".join(words)
+
+
+def size(count: float) -> str:
+    """Return a number of bytes with its unit."""
+    if not math.isfinite(count):
+        return "unknown"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024 or unit == "GiB":
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
 
 
 def bars(times: RankTimes, arrays: Arrays) -> dict[str, Any] | None:

@@ -21,6 +21,8 @@ MOST_EVENTS = 1000  # of a kind, the newest
 MOST_ADVICE = 100
 ENDS = ("stop", "crash")
 STARTS = ("start", "resume", "restart")
+LARGER = ("accuracy", "auc", "f1", "dice", "bleu", "rouge", "precision", "recall", "/mfu", "psnr")
+SMALLER = ("loss", "error", "perplexity", "/ppl", "wer", "/mae", "/mse", "/rmse", "nats", "bits")
 STATES = {"max_steps": "finished", "signal": "stopped by a signal"}
 
 
@@ -199,11 +201,7 @@ def best_of(run: Run, name: str) -> tuple[float, int] | None:
     """
     metric, watched = run.metrics[name], run.summary.get("best")
     stated = str(watched.get("metric", "")) if isinstance(watched, Mapping) else ""
-    larger = stated == f"max {name}" or any(word in name for word in LARGER)
+    larger = stated == f"max {name}" or name.endswith("_per_s") or any(word in name for word in LARGER)
     smaller = stated == name or any(word in name for word in SMALLER)
     at = metric.high if larger else metric.low if smaller else None
     return (at.value, at.step) if at and number(at.value) == at.value else None
-
-
-LARGER = ("accuracy", "auc", "f1", "dice", "bleu", "rouge", "precision", "recall", "_per_s", "mfu", "psnr", "busbw")
-SMALLER = ("loss", "error", "perplexity", "/ppl", "wer", "/mae", "/mse", "/rmse", "nats", "bits")

@@ -7,7 +7,7 @@ from typing import Any
 from trainer.errors import printable
 from trainer.tools.report.html import Html, tag
 from trainer.tools.report.names import shown
-from trainer.tools.report.payload import CLOCKS, details
+from trainer.tools.report.payload import CLOCKS, details, size
 from trainer.tools.report.run import Run, best_of, differences
 
 MOST_ROWS = 400  # events that the table shows, the newest
@@ -41,17 +41,6 @@ def exchanges(run: Run, several: bool) -> Html:
     more = len(run.exchanges) - len(rows)
     note = tag("small", f"{more} more with less time") if more > 0 else None
     return tag("figure", tag("figcaption", tag("h3", printable(title)), note), table(heads, rows, 2), class_="wide")
-
-
-def size(count: float) -> str:
-    """Return a number of bytes with its unit."""
-    if not math.isfinite(count):
-        return "unknown"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    raise AssertionError("unreachable")
 
 
 def table(heads: list[str], rows: list[list[Any]], numeric_from: int = 99, id_: str | None = None) -> Html:

@@ -5,7 +5,7 @@ const EVENTS = { crash: "bad", failure: "bad", restart: "warn", resume: "warn", 
 
 class Chart {
   constructor(figure, spec) {
-    Object.assign(this, { figure, kind: "plain", zero: false, stack: false, log: false }, spec);
+    Object.assign(this, { figure, kind: "plain", zero: false, stack: false, dots: false, log: false }, spec);
     this.canvas = figure.querySelector("canvas");
     this.legend = figure.querySelector(".legend");
     this.cache = document.createElement("canvas");
@@ -72,7 +72,7 @@ class Chart {
     if (this.log) ticks.forEach((t, i) => { labels[i] = formatTicks([10 ** t], this.kind)[0]; });
     c.clearRect(0, 0, width, height);
     c.font = FONT;
-    const left = Math.max(34, ...labels.map((text) => c.measureText(text).width + 10));
+    const left = Math.max(52, ...labels.map((text) => c.measureText(text).width + 10));
     const plot = (this.plot = { left, top: 8, right: width - 10, bottom: height - 24 });
     this.x = (at) => plot.left + ((at - span[0]) / (span[1] - span[0])) * (plot.right - plot.left);
     this.y = (v) => plot.bottom - (((this.log ? Math.log10(v) : v) - low) / (high - low)) * (plot.bottom - plot.top);
@@ -87,7 +87,7 @@ class Chart {
     });
     this.drawAxis(c, plot, span);
     c.save();
-    c.beginPath(); c.rect(plot.left, plot.top - 2, plot.right - plot.left, plot.bottom - plot.top + 2); c.clip();
+    c.beginPath(); c.rect(plot.left - 4, plot.top - 4, plot.right - plot.left + 8, plot.bottom - plot.top + 6); c.clip();
     if (this.stack) this.drawAreas(c); else this.drawLines(c);
     if (view.events) this.drawEvents(c, plot);
     c.restore();
@@ -129,6 +129,7 @@ class Chart {
           if (v > high) high = v;
         }
     }
+    if (this.top) high = this.top; // as high as the other runs' areas
     if (low > high) return this.log ? [-1, 1] : [0, 1];
     if (this.log) [low, high] = [Math.log10(low), Math.log10(high)];
     else if ((this.zero || this.stack) && low >= 0) low = 0;
@@ -140,7 +141,7 @@ class Chart {
   drawAxis(c, plot, span) {
     c.strokeStyle = colour("line");
     c.beginPath(); c.moveTo(plot.left, plot.bottom + 0.5); c.lineTo(plot.right, plot.bottom + 0.5); c.stroke();
-    const ticks = niceTicks(span[0], span[1], (plot.right - plot.left) / 85), kind = view.axis;
+    const ticks = niceTicks(span[0], span[1], (plot.right - plot.left) / 75), kind = view.axis;
     const labels = formatTicks(ticks, kind);
     c.fillStyle = colour("muted");
     ticks.forEach((tick, i) => {
@@ -159,9 +160,9 @@ class Chart {
       c.setLineDash(line.dash ? [6, 4] : []);
       if (view.smooth && y !== raw) { c.globalAlpha = 0.3; c.lineWidth = 1; this.trace(c, x, raw, first, last); c.globalAlpha = 1; }
       c.lineWidth = 1.75;
-      this.trace(c, x, y, first, last);
+      if (!this.dots) this.trace(c, x, y, first, last);
       c.setLineDash([]);
-      if (last - first < 60)
+      if (this.dots || last - first < 60)
         for (let i = first; i <= last; i++)
           if (this.fits(y[i])) { c.beginPath(); c.arc(this.x(x[i]), this.y(y[i]), 2.4, 0, 7); c.fill(); }
       if (line.bad !== undefined) this.markBad(c, x, array(line.bad), first, last);

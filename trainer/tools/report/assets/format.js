@@ -58,7 +58,8 @@ function formatTicks(ticks, kind) {
   if (kind === "plain" && size >= 1e5) [factor, suffix] = scaleOf(size, "rate");
   const step = ticks.length > 1 ? Math.abs(ticks[1] - ticks[0]) * factor : size * factor || 1;
   if (size && size * factor < 1e-3) return ticks.map((t) => (t ? t.toExponential(1).replace("e-", "e" + MINUS) : "0"));
-  const decimals = Math.min(8, Math.max(0, -Math.floor(Math.log10(step) + 1e-9)));
+  let decimals = Math.min(8, Math.max(0, -Math.floor(Math.log10(step) + 1e-9)));
+  if (Math.abs(step * 10 ** decimals - Math.round(step * 10 ** decimals)) > 1e-6) decimals++; // steps of 2.5
   const short = ["%", "k", "M", "G"].includes(suffix) ? suffix : suffix ? THIN + suffix : "";
   return ticks.map((t) => (t === 0 ? "0" : (t * factor).toFixed(decimals).replace("-", MINUS) + short));
 }
@@ -66,7 +67,7 @@ function formatTicks(ticks, kind) {
 /** Return round numbers within [low, high], about `count`. */
 function niceTicks(low, high, count) {
   const rough = (high - low) / Math.max(1, count), power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * ([1, 2, 5, 10].find((n) => n * power >= rough * 0.999) || 10);
+  const step = power * ([1, 2, 2.5, 5, 10].find((n) => n * power >= rough * 0.999) || 10);
   const ticks = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9 && ticks.length < 50; i++) ticks.push(i * step);
   return ticks;

@@ -38,6 +38,7 @@ class Ranks {
     this.figure.hidden = view.hidden.has(this.run);
     const [means, first, last] = this.means(), totals = means.map((parts) => parts.reduce((a, b) => a + b, 0));
     const most = Math.max(...totals, 1e-12), rows = [];
+    const [factor, unit] = scaleOf(most, "seconds"), shown = totals.map((total) => (total * factor).toFixed(2) + THIN + unit);
     means.forEach((parts, r) => {
       const texts = this.parts.map((part, p) => `${part} ${format(parts[p], "seconds", 3)}`);
       const track = element("div", { class: "track", role: "img", "aria-label": `rank ${this.ranks[r]}: ${texts.join(", ")}` });
@@ -48,10 +49,11 @@ class Ranks {
         bar.style.width = `${(100 * seconds) / most}%`;
         track.append(bar);
       });
-      rows.push(element("span", {}, `rank ${this.ranks[r]}`), track, element("b", {}, format(totals[r], "seconds", 3)));
+      rows.push(element("span", {}, `rank ${this.ranks[r]}`), track, element("b", {}, shown[r]));
     });
-    const ends = formatTicks([0, most / 2, most], "seconds").map((text) => element("span", {}, text));
-    this.rows.replaceChildren(...rows, element("span"), element("div", { class: "axis" }, ...ends), element("span"));
+    const ticks = niceTicks(0, most, 5), labels = formatTicks(ticks, "seconds"), axis = element("div", { class: "axis" });
+    ticks.forEach((tick, i) => axis.appendChild(element("span", {}, labels[i])).style.left = `${(100 * tick) / most}%`);
+    this.rows.replaceChildren(...rows, element("span"), axis, element("span"));
     this.said.textContent = `mean of steps ${format(first, "step")} to ${format(last, "step")}`;
   }
 }

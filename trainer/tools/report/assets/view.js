@@ -47,6 +47,7 @@ function extent() {
       if (x && x.length) { low = Math.min(low, x[0]); high = Math.max(high, x[x.length - 1]); }
     }
   if (low > high) return [0, 1];
+  if (low > 0 && low < high / 10) low = 0;
   return low === high ? [low - 1, high + 1] : [low, high];
 }
 
