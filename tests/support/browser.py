@@ -23,7 +23,10 @@ FLAGS = [
 
 
 class Tab:
-    """A page that is open. `errors` has what its console says, and `requests` the addresses that it asks for."""
+    """A page that is open.
+
+    `errors` has what its console says, `requests` the addresses that it asks for, `events` what the browser reports.
+    """
 
     def __init__(self, reads: int, writes: int) -> None:
         self.reads, self.writes = os.fdopen(reads, "rb"), os.fdopen(writes, "wb")
@@ -70,6 +73,8 @@ class Tab:
     def open(self, file: Path, width: int = 1400, height: int = 1000, dark: bool = False) -> None:
         self.resize(width, height)
         self.paint(dark)
+        for seen in (self.errors, self.requests, self.events):
+            seen.clear()
         self.call("Page.navigate", url=file.resolve().as_uri())
         while "Page.loadEventFired" not in self.events:
             self._take(self._next())

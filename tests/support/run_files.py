@@ -12,6 +12,8 @@ PARTS = {
     "optimizer": 0.8e-3, "callbacks": 0.1e-3, "checkpoint": 0.05e-3, "validation": 0.3e-3,
 }  # fmt: skip
 
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
+
 
 def write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -120,3 +122,23 @@ def long_metrics(file: Path, steps: int, value: Callable[[int], float] = lambda 
                 f'"perf/samples_per_s": {5000 + 100 * noise.random():.16g}, "perf/peak_memory_gib": 31.5, '
                 f'"time/step": 0.0125, "time/forward": 0.004, "time/backward": 0.0085}}\n'
             )
+
+
+def hostile_run(folder: Path) -> Path:
+    """Each text that a file may have is HTML."""
+    folder.mkdir()
+    keys = {"step": 5, "train/loss": 1.0, HOSTILE: 2.0, f"val/{HOSTILE}": 3.0}
+    write_lines(folder / "metrics.jsonl", [keys, {**keys, "step": 6, f"time/{HOSTILE}": 1.0}])
+    event = {"step": 5, "time": 1, "reason": HOSTILE, "error": HOSTILE, "why": HOSTILE}
+    events = [{**event, "event": kind} for kind in ("start", "crash", HOSTILE)]
+    write_lines(folder / "events.jsonl", [*events, {**event, "event": "start", "ranks": HOSTILE, "device": HOSTILE}])
+    write_lines(folder / "logs" / "events.jsonl", [{**event, "failed": HOSTILE, "rank": HOSTILE}])
+    write_lines(folder / "advice.jsonl", [{"step": 1, "name": HOSTILE, "text": HOSTILE, "config": HOSTILE}])
+    call = {"step": 1, "rank": HOSTILE, "collective": HOSTILE, "count": 1, "seconds": 1, "bytes": 1}
+    write_lines(folder / "comm.jsonl", [{**call, "bucket": HOSTILE}])
+    times = {"step": 1, "steps": 1, "ranks": [{"step": 1.0, HOSTILE: 1.0, "forward": 0.5}]}
+    write_lines(folder / "step_times.jsonl", [times])
+    (folder / "config.yaml").write_text(json.dumps({HOSTILE: HOSTILE, "a": {"b": [HOSTILE]}}))
+    summary = {"stopped": HOSTILE, "error": HOSTILE, "device": HOSTILE, "ranks": 1, "steps": 6}
+    (folder / "summary.json").write_text(json.dumps({**summary, "best": {"metric": HOSTILE, "value": HOSTILE}}))
+    return folder

@@ -36,10 +36,11 @@ class Metric:
     bad: int = 0  # values that are not finite
 
     def add(self, steps: Array, values: Array) -> None:
-        """Add values (n) of steps (n), in the order of the file."""
+        """Add values (n) of steps (n), which rise."""
         self.ranges.add(steps, values)
         self.count += len(values)
-        self.last = At(float(values[-1]), int(steps[-1]))
+        if steps[-1] >= self.last.step:  # lines with other metrics beside it are converted apart
+            self.last = At(float(values[-1]), int(steps[-1]))
         finite = np.isfinite(values)
         self.bad += int((~finite).sum())
         if finite.any():

@@ -15,7 +15,17 @@ from trainer.tools.report.step_times import PARTS, RankTimes
 CLOCKS = ("seconds", "samples")  # counters of metrics.jsonl: axes, no curves
 MOST_NUMBERS = 400_000  # of all curves together: about 2 MB of the page
 MOST_BARS = 48  # ranks with a bar
-DETAILS = ("error", "why", "reason", "seconds", "stall", "attempt", "ranks", "rank", "device")  # of an event, in this order
+DETAILS = (
+    "error",
+    "why",
+    "reason",
+    "seconds",
+    "stall",
+    "attempt",
+    "ranks",
+    "rank",
+    "device",
+)  # of an event, in this order
 
 
 class Chart(NamedTuple):
@@ -86,7 +96,7 @@ def curves(runs: list[Run], arrays: Arrays) -> list[Chart]:
         here = shown(name)
         several = len(runs) > 1
         lines = [
-            line(i, run.metrics[name], run.name if several else "last", arrays)
+            line(i, run.metrics[name], run.name if several else name, arrays)
             for i, run in enumerate(runs)
             if name in run.metrics
         ]

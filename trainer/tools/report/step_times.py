@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from trainer.tools.report.lines import Lines, number
 PARTS = (
     "data", "upload", "forward", "backward", "communication", "optimizer", "callbacks", "checkpoint", "validation",
 )  # fmt: skip
-CHUNK = 1 << 12  # lines that are converted at once
+CHUNK = 1 << 14  # lines, times ranks, that are converted at once
 MOST_RANKS = 4096
 
 Table = NDArray[np.float64]
@@ -74,20 +74,35 @@ def read_step_times(path: Path, most: int) -> tuple[RankTimes, str]:
         most: Spans of steps to keep.
     """
     found, lines, odd = RankTimes(most), Lines(path), 0
-    pending: dict[tuple[int, tuple[str, ...]], list[tuple[int, float, list[list[Any]]]]] = {}
+    pending: list[Line] = []
     for line in lines:
         ranks, steps = line.get("ranks"), number(line.get("steps"))
         if not is_table(ranks) or not steps > 0:
             odd += 1
             continue
-        row = (line["step"], steps, [list(rank.values()) for rank in ranks])
-        pending.setdefault((len(ranks), tuple(ranks[0])), []).append(row)
-        if lines.count % CHUNK == 0 or len(ranks) > CHUNK // 16:
-            flush(found, pending)
-    flush(found, pending)
+        new = Line(line["step"], steps, tuple(ranks[0]), [list(rank.values()) for rank in ranks])
+        if pending and (len(pending) * len(ranks) >= CHUNK or not new.fits(pending[0])):
+            found.add(*convert(pending))
+            pending = []
+        pending.append(new)
+    if pending:
+        found.add(*convert(pending))
     found.close()
     note = f"{path.name}: {odd} line(s) are odd, and left out" if odd else lines.note
     return found, note
+
+
+class Line(NamedTuple):
+    """A line of the file: the values of its ranks (ranks, names)."""
+
+    step: int
+    steps: float
+    names: tuple[str, ...]
+    ranks: list[list[Any]]
+
+    def fits(self, other: "Line") -> bool:
+        """Return whether both have the same names, and as many ranks."""
+        return self.names == other.names and len(self.ranks) == len(other.ranks)
 
 
 def is_table(ranks: Any) -> bool:
@@ -98,22 +113,15 @@ def is_table(ranks: Any) -> bool:
     return "step" in keys and all(isinstance(rank, dict) and rank.keys() == keys for rank in ranks)
 
 
-def flush(found: RankTimes, pending: dict[Any, list[tuple[int, float, list[list[Any]]]]]) -> None:
-    for (ranks, names), rows in pending.items():
-        found.add(*convert(ranks, names, rows))
-    pending.clear()
-
-
-def convert(
-    ranks: int, names: tuple[str, ...], rows: list[tuple[int, float, list[list[Any]]]]
-) -> tuple[Table, Table, Table]:
-    """Return last steps (n), steps (n, ranks) and seconds (n, ranks, parts + 1) of n lines."""
-    flat = [[number(value) for value in rank] for _, _, table in rows for rank in table]
-    values = np.nan_to_num(np.array(flat).reshape(len(rows), ranks, len(names)), nan=0.0, posinf=0.0, neginf=0.0)
-    own = np.zeros((len(rows), ranks, len(PARTS) + 1))
+def convert(lines: list[Line]) -> tuple[Table, Table, Table]:
+    """Return last steps (n), steps (n, ranks) and seconds (n, ranks, parts + 1) of n lines that fit."""
+    names, ranks = lines[0].names, len(lines[0].ranks)
+    flat = [[number(value) for value in rank] for line in lines for rank in line.ranks]
+    values = np.nan_to_num(np.array(flat).reshape(len(lines), ranks, len(names)), nan=0.0, posinf=0.0, neginf=0.0)
+    own = np.zeros((len(lines), ranks, len(PARTS) + 1))
     for column, name in enumerate((*PARTS, "step")):
         if name in names:
             own[:, :, column] = values[:, :, names.index(name)]
-    steps = np.array([row[1] for row in rows])
-    last = np.array([row[0] for row in rows], dtype=np.float64)
+    steps = np.array([line.steps for line in lines])
+    last = np.array([line.step for line in lines], dtype=np.float64)
     return last, np.repeat(steps[:, None], ranks, axis=1), own * steps[:, None, None]

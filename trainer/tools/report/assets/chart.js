@@ -156,7 +156,12 @@ class Chart {
     for (const { line, x, raw, y, first, last } of this.drawn) {
       const ink = colour(line.colour || runColour(line.run));
       c.fillStyle = c.strokeStyle = ink;
-      if (line.low !== undefined) this.fill(c, x, array(line.low), array(line.high), first, last, 0.16);
+      if (line.low !== undefined) {
+        this.fill(c, x, array(line.low), array(line.high), first, last, 0.14);
+        c.globalAlpha = 0.4; c.lineWidth = 1; // so that a spike of one range is seen
+        for (const edge of [line.low, line.high]) this.trace(c, x, array(edge), first, last);
+        c.globalAlpha = 1;
+      }
       c.setLineDash(line.dash ? [6, 4] : []);
       if (view.smooth && y !== raw) { c.globalAlpha = 0.3; c.lineWidth = 1; this.trace(c, x, raw, first, last); c.globalAlpha = 1; }
       c.lineWidth = 1.75;

@@ -19,7 +19,7 @@ const MINUS = "\u2212", MICRO = "\u00b5", THIN = "\u202f", DASH = "\u2013", DEGR
 /** Round to a number of significant digits, without an exponent where that is readable. */
 function digits(value, places) {
   const size = Math.abs(value);
-  if (size && (size < 1e-4 || size >= 1e15)) return value.toExponential(Math.max(0, places - 2)).replace("e+", "e");
+  if (size && (size < 1e-4 || size >= 1e9)) return value.toExponential(Math.max(0, places - 2)).replace("e+", "e");
   const decimals = size ? Math.max(0, places - 1 - Math.floor(Math.log10(size))) : 0;
   const text = value.toFixed(Math.min(decimals, 12));
   return text.includes(".") ? text.replace(/\.?0+$/, "") : text;
