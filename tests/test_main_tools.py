@@ -48,4 +48,4 @@ def test_a_tools_exit_code_and_error_are_its_own(tmp_path):
 
 def test_a_setting_is_no_tool(tmp_path):
     done = run(["report=1"], tmp_path)
-    assert done.code == 78 and done.err.startswith("echelon: report: ") and "tool" not in done.err
+    assert done.code == 78 and done.err.startswith("echelon: report=1: no such key")

@@ -1,13 +1,13 @@
 """What happens beside the steps is in events.jsonl: of every attempt, and never in the way of a step."""
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import QUICK, TOY, popen, toy
-from support.ranks import run_ranks
+from support.cli import toy
 from support.runs import make
 from toy_recipe import Toy
 
@@ -16,6 +16,7 @@ from trainer.callbacks.early_stop import EarlyStop
 from trainer.callbacks.nan_guard.callback import NanGuard
 from trainer.files import Appended
 from trainer.monitors.events import Events, is_torn
+from trainer.tools.report.run import read_run
 
 
 def events(folder: str | Path = "runs/r") -> list[dict[str, Any]]:
@@ -148,17 +149,6 @@ def test_a_callback_of_ones_own_adds_and_takes_events():
     assert (mine["step"], mine["path"], mine["value"]) == (1, "x", None)
 
 
-def ranks(place, cwd: str) -> list[str]:
-    callback = Events()
-    make(callbacks={"events": callback}, place=place, run_dir=f"{cwd}/r", checkpoint={"dir": f"{cwd}/ckpt"}).fit()
-    return [] if callback.file is None else [kind for kind, _ in kinds(f"{cwd}/r")]
-
-
-def test_rank_0_alone_writes(tmp_path):
-    first, second = run_ranks(2, ranks, str(tmp_path))
-    assert first.count("start") == 1 and first[-1] == "stop" and second == []
-
-
 def test_torn(tmp_path):
     file = tmp_path / "e"
     assert not is_torn(file)
@@ -167,17 +157,27 @@ def test_torn(tmp_path):
         assert is_torn(file) is torn
 
 
-def test_a_signal_and_a_restart(tmp_path):
-    """By the command: SIGTERM ends the run, then a rank is killed and Echelon starts it again."""
-    words = [*TOY, *QUICK, "trainer.run_dir=runs/r", "trainer.max_steps=100000", "trainer.checkpoint.every_steps=5"]
-    with popen([*words, "trainer.log_every_steps=1"], tmp_path) as process:
-        assert process.stdout
-        for line in process.stdout:
-            if line.startswith("step 7/"):
-                process.send_signal(signal.SIGTERM)
-        process.wait(60)
-    assert process.returncode == 75
-    assert events()[-1]["reason"] == "signal"
-    done = toy(["trainer.run_dir=runs/r", "trainer.resume=auto", "trainer.max_steps=8"], tmp_path, ECHELON_ATTEMPT="2")
-    restart = next((event for event in events() if event["event"] == "restart"), None)
-    assert done.code in (0, 78) and (restart is None or restart["attempt"] == 2)
+PROBE = ["+callbacks=[probe]", "trainer.run_dir=runs/r", "trainer.max_steps=6", "trainer.checkpoint.every_steps=2"]
+
+
+class Signal(Callback):
+    def on_step_end(self, trainer) -> None:
+        if trainer.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal():
+    make(callbacks={"events": Events(), "signal": Signal()}, max_steps=10_000).fit()
+    assert (events()[-1]["event"], events()[-1]["reason"]) == ("stop", "signal")
+
+
+def test_ranks_that_are_started_again(tmp_path):
+    """Rank 1 raises after step 3, so Echelon starts both again, from the checkpoint of step 2."""
+    trouble = ["callbacks.probe.trouble=raise", "callbacks.probe.rank=1", "callbacks.probe.attempts=1"]
+    done = toy([*PROBE, *trouble, "trainer.devices=2", "trainer.accelerator=cpu"], tmp_path)
+    assert done.code == 0, done.err
+    restart = next(event for event in events() if event["event"] == "restart")
+    assert (restart["attempt"], restart["step"], restart["ranks"]) == (1, 2, 2)
+    assert [event for event, _ in kinds()].count("start") == 1  # rank 0 alone writes
+    run = read_run(tmp_path / "runs" / "r", "r", 100)
+    assert run.state == "finished" and "failure" in {event["event"] for event in run.events}

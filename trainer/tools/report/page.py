@@ -73,7 +73,9 @@ def bar(runs: list[Run]) -> Html:
 
 
 def overview(runs: list[Run]) -> Html:
-    return tag("section", tag("div", *(card(i, run, runs) for i, run in enumerate(runs)), class_="grid"), id="runs")
+    return tag(
+        "section", tag("div", *(card(i, run, runs) for i, run in enumerate(runs)), class_="grid cards"), id="runs"
+    )
 
 
 def card(i: int, run: Run, runs: list[Run]) -> Html:

@@ -153,6 +153,7 @@ def describe(run: Run, arrays: Arrays) -> dict[str, Any]:
             ranges = run.metrics[clock].ranges
             axes[clock] = [arrays.add(ranges.steps, 8), arrays.add(np.maximum.accumulate(ranges.mean), 8)]
     marks = [{"step": event["step"], "event": event["event"], "text": details(event)} for event in run.events]
+    marks += [{"step": item["step"], "event": "advice", "text": printable(item["name"])} for item in run.advice]
     return {"name": printable(run.name), "axes": axes, "events": marks, "ranks": bars(run.ranks, arrays)}
 
 

@@ -79,6 +79,12 @@ def tables(runs: list[Run]) -> list[Html]:
     return [made for made in (advice(runs), events(runs), configs(runs)) if made]
 
 
+def by_run(runs: list[Run], heads: list[str], rows: list[list[Any]]) -> Html:
+    """Return a table whose first column names the run, which a single run does not need."""
+    first = 0 if len(runs) > 1 else 1
+    return table(heads[first:], [row[first:] for row in rows])
+
+
 def advice(runs: list[Run]) -> Html:
     """Return what the callback `advice` has found, with the line of the config that answers."""
     rows = [
@@ -90,7 +96,7 @@ def advice(runs: list[Run]) -> Html:
         for item in run.advice
     ]  # fmt: skip
     heads = ["Run", "Last at step", "Advice", "Try", "Times"]
-    return tag("section", tag("h2", "Advice"), table(heads, rows), id="advice") if rows else Html()
+    return tag("section", tag("h2", "Advice"), by_run(runs, heads, rows), id="advice") if rows else Html()
 
 
 def events(runs: list[Run]) -> Html:
@@ -102,7 +108,7 @@ def events(runs: list[Run]) -> Html:
     if not rows:
         return Html()
     note = f", the newest; {left_out:,} are left out" if left_out else ""
-    listed = table(["Run", "Time", "Step", "Event", "Facts"], rows)
+    listed = by_run(runs, ["Run", "Time (UTC)", "Step", "Event", "Facts"], rows)
     body = tag("details", tag("summary", f"{len(rows):,} events{note}"), listed, open=len(rows) <= 40)
     return tag("section", tag("h2", "Events"), body, id="events")
 

@@ -1,7 +1,7 @@
 // A chart of curves over the axis: lines with bands, or stacked areas. Drawn once, and copied below the crosshair.
 
 const FONT = '11.5px system-ui, -apple-system, "Segoe UI", "Liberation Sans", sans-serif';
-const EVENTS = { crash: "bad", failure: "bad", restart: "warn", resume: "warn", skip: "warn", stop: "muted", start: "muted" };
+const EVENTS = { advice: "accent", crash: "bad", failure: "bad", restart: "warn", resume: "warn", skip: "warn", stop: "muted", start: "muted" };
 
 class Chart {
   constructor(figure, spec) {
