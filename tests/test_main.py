@@ -54,7 +54,7 @@ def test_the_folder_of_a_run(default):
     cwd, _ = default
     folder = cwd / "runs" / "a"
     assert {path.name for path in folder.iterdir()} == {
-        ".lock", "checkpointed", "config.yaml", "logs", "metrics.jsonl", "step_times.jsonl", "summary.json",
+        ".lock", "checkpointed", "config.yaml", "events.jsonl", "logs", "metrics.jsonl", "step_times.jsonl", "summary.json",
         "tensorboard",
     }  # fmt: skip
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -127,7 +127,7 @@ def test_names_of_callbacks(tmp_path):
         done = run([*TOY, words, "--cfg", "job"], tmp_path)
         assert done.code == 0, done.err
         shown[words] = set(OmegaConf.create(done.out).callbacks)
-    observers = {"progress", "tensorboard", "metrics_file", "step_timer", "throughput", "memory"}
+    observers = {"progress", "tensorboard", "metrics_file", "events", "step_timer", "throughput", "memory"}
     assert shown.pop("~callbacks.progress") == observers - {"progress"}
     assert set(map(frozenset, shown.values())) == {frozenset(observers | {"ema"})}
 

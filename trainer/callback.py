@@ -77,6 +77,7 @@ class TrainerProtocol(Protocol):
     step: int
     samples: int
     seconds: float
+    stop_reason: str  # empty while the run goes on
     lag: int  # steps by which the weights are behind `step`; may be set
     metrics: dict[str, float]  # of this step, if it is logged, else empty; may be added to
     gathered: list[Gathered]  # what the ranks exchange at logged steps; may be added to
@@ -228,6 +229,9 @@ class Callback:
 
     def on_validation_end(self, trainer: TrainerProtocol, metrics: dict[str, float]) -> None:
         """Take the metrics of a validation, the same on all ranks."""
+
+    def on_event(self, trainer: TrainerProtocol, event: str, facts: dict[str, Any]) -> None:
+        """Take what happened beside the steps: `checkpoint` (rank 0 alone), `skip`. `facts` are JSON values."""
 
     def on_fit_end(self, trainer: TrainerProtocol) -> None:
         """Release resources. Always called, also after an exception."""

@@ -1,14 +1,16 @@
-"""Runs the command: composes configs with Hydra, checks them, then trains or starts the ranks."""
+"""Runs the command: composes configs with Hydra, checks them, then trains or starts the ranks; or runs a tool."""
 
+import ast
 import os
+import runpy
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import trainer
 from trainer.config.compose import CONF, TYPED, choices, compose, config_dirs, kept_by_recipe
-from trainer.errors import STOPPED, ConfigError
+from trainer.errors import STOPPED, ConfigError, nearest, printable
 from trainer.log import log, log_to_terminal
 from trainer.process.environment import avoid_foreign_cache, detect, raise_file_limit, refuse_nodes
 from trainer.process.exit import die_with_parent, exit_process, run_guarded
@@ -25,7 +27,10 @@ USAGE = """Echelon trains PyTorch models; every distributed-training optimisatio
   python -m trainer.main --config-dir my/conf recipe=mine                 your own recipe
   python -m trainer.main --cfg job --resolve                              shows every knob, and runs nothing
   torchrun --nproc-per-node 8 -m trainer.main recipe=bert_large           under torchrun; srun and mpirun likewise
+  python -m trainer.main report runs/NAME                                 a tool, see below; TOOL --help tells more
 """
+
+TOOLS = Path(__file__).parent / "tools"
 
 
 def main() -> None:
@@ -40,6 +45,8 @@ def main() -> None:
     tolerate_closed_pipes()
     raise_file_limit()
     os.environ.setdefault("WDS_SECURE", "1")  # for a recipe that imports webdataset
+    if sys.argv[1:2] and sys.argv[1] in tools():
+        run_tool(*sys.argv[1:])
     StartupSignals().__enter__()  # to the end of the process
     exit_process(run_guarded(lambda: command(sys.argv[1:])))
 
@@ -53,6 +60,9 @@ def command(arguments: list[str]) -> int:
     if "--version" in arguments:
         print(f"echelon-trainer {trainer.__version__} (torch {metadata.version('torch')})")
         return 0
+    if arguments and "=" not in arguments[0] and arguments[0][:1] not in ("-", "~"):
+        word = printable(arguments[0])
+        raise ConfigError(f"{word}: is neither a tool nor KEY=VALUE; {nearest(word, tools())}; see --help")
     from trainer.config.check import check
 
     jobs, codes = compose(arguments, folders), [0]
@@ -71,9 +81,27 @@ def command(arguments: list[str]) -> int:
     return max(codes)
 
 
+def tools() -> dict[str, Path]:
+    """Return the tools by name: the modules and packages of trainer/tools that `python -m` runs."""
+    packages = {path.parent.name: path for path in TOOLS.glob("*/__main__.py")}
+    modules = {path.stem: path for path in TOOLS.glob("[!_]*.py") if "\ndef main(" in path.read_text()}
+    return dict(sorted({**packages, **modules}.items()))
+
+
+def run_tool(name: str, *arguments: str) -> NoReturn:
+    """Run `python -m trainer.tools.NAME ARGUMENTS` in this process, and end the process."""
+    sys.argv = [name, *arguments]
+    runpy.run_module(f"trainer.tools.{name}", run_name="__main__", alter_sys=True)
+    sys.exit(0)
+
+
 def usage(folders: list[Path]) -> str:
-    """Return the help: every choice of every group, with the first comment of its file."""
-    lines = [USAGE]
+    """Return the help: every tool, and every choice of every group, with the first comment of its file."""
+    lines = [USAGE, "TOOL ARGUMENTS"]
+    for name, path in tools().items():
+        summary = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+        lines.append(f"  {name:<22} {summary.rpartition(': ')[2]}")
+    lines.append("")
     for group, typed in TYPED.items():
         lines.append(typed)
         for name, path in choices(group, folders).items():

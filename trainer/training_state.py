@@ -49,7 +49,6 @@ class SavedTrainer(TrainerProtocol, Protocol):
     loaded: tuple[int, int] | None  # step and validated_step of the resumed checkpoint
     started: float
     saved_at: float
-    stop_reason: str
 
     @property
     def plan(self) -> Plan: ...
@@ -85,7 +84,9 @@ def make_saver(trainer: SavedTrainer, claim: Claim | None) -> Saver:
     own = ("rank_state_dict", "distribute")  # a state or a strategy that differs between ranks
     shared = any(overrides(callback, hook) for callback in trainer.plan.callbacks.values() for hook in own)
     options = trainer.options.checkpoint
-    return Saver(saved_in(trainer), options, trainer.ranks, trainer.heartbeat, claim, shared)
+    saver = Saver(saved_in(trainer), options, trainer.ranks, trainer.heartbeat, claim, shared)
+    saver.on_settled = lambda facts: trainer.emit("on_event", "checkpoint", facts)
+    return saver
 
 
 @during(Phase.CHECKPOINT)

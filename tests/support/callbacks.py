@@ -21,6 +21,7 @@ from trainer.callbacks.overlap.callback import Overlap
 from trainer.callbacks.pipeline.callback import PipelineParallel
 from trainer.callbacks.shard.callback import Shard
 from trainer.monitors.comm_monitor import CommMonitor
+from trainer.monitors.events import Events
 from trainer.monitors.memory.callback import Memory
 from trainer.monitors.metrics_file import MetricsFile
 from trainer.monitors.progress import Progress
@@ -36,6 +37,7 @@ STAGES = 3 if RANKS == 3 else 2
 OBSERVERS: Table = {
     "comm_monitor": CommMonitor,
     "early_stop": lambda: EarlyStop(patience=5),
+    "events": Events,
     "memory": Memory,
     "metrics_file": MetricsFile,
     "progress": Progress,

@@ -77,6 +77,8 @@ class Saver:
         self.error: OSError | None = None  # of the last finished write; None if it succeeded
         self.failures = 0  # in a row
         self.closing = False
+        self.on_settled: Callable[[dict[str, Any]], Any] = lambda facts: None  # called on rank 0 after each write
+        self.began_at, self.stall_s = 0.0, 0.0  # of the checkpoint that was begun last
         if self.shares:
             self._refuse_other_disks()
 
@@ -105,10 +107,11 @@ class Saver:
             ConfigError: The last checkpoint can't be written.
         """
         if self.requested != step:
-            self.requested = step
+            self.requested, began = step, time.monotonic()
             begins = self.ranks.rank == 0 and not saved and (last or must or self._is_free(step))
             if self._finish_writing(begins, warns=not last):
                 self._begin(step, state())
+                self.began_at, self.stall_s = began, time.monotonic() - began
         if last:
             self._finish_writing(waits=True, warns=False)
             if self.error and stopped and (older := locate.checkpoints(self.folder)):
@@ -240,8 +243,11 @@ class Saver:
         if isinstance(written, OSError):
             self.failures, self.error = self.failures + 1, written
             self.failed.add(self.step)
+            self.on_settled({"step": self.step, "error": str(written)})
         elif isinstance(written, Path):
             self.failures, self.error, self.newest = 0, None, written
+            times = {"seconds": round(self.written_at - self.began_at, 4), "stall": round(self.stall_s, 4)}
+            self.on_settled({"step": self.step, **times, "bytes": self.bytes})
 
     def _stage(self, step: int, files: dict[str, memoryview]) -> Entries | OSError:
         self._wait_for_copies()
@@ -275,6 +281,7 @@ class Saver:
             log.error("checkpoint of step %d failed, training goes on: %s", step, error)
             return error
         assert self.claim
+        self.written_at, self.bytes = time.monotonic(), size_of(written)
         with _warned(f"checkpoint of step {step} is written, but not recorded in the run's folder"):
             self.claim.mark()
         with _warned(f"checkpoint of step {step} is written, but {locate.LAST} does not point to it"):
@@ -306,6 +313,15 @@ def _warned(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         log.warning("%s: %s", what, error)
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of the files in a folder. Files that vanish meanwhile do not count."""
+    total = 0
+    for file in folder.iterdir():
+        with suppress(OSError):
+            total += file.stat().st_size
+    return total
 
 
 def _lower_priority() -> None:

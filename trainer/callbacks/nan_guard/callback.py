@@ -79,6 +79,7 @@ class NanGuard(Callback):
         for p in trainer.parameters:
             p.grad = None
         self.left_out.append([first, step, why])
+        trainer.emit("on_event", "skip", {"step": step, "first": first, "why": why})
         log.warning(
             "%s; %s", message, f"steps {first} to {step} are undone" if first < step else "the step is left out"
         )

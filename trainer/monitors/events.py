@@ -1,0 +1,72 @@
+"""Writes `events.jsonl`: when the run started, resumed, saved, validated, left steps out, and why it ended."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from trainer.callback import Callback, TrainerProtocol
+from trainer.errors import message
+from trainer.files import Appended, finite
+
+
+class Events(Callback):
+    """The writer of events.jsonl, on rank 0. A resume cuts nothing off: the file has the history of all attempts.
+
+    A line has `time` (seconds since 1970), `step` and `event`, then the facts of the event.
+    """
+
+    def __init__(self) -> None:
+        self.file: Appended | None = None
+        self.flushed_at = 0.0  # a validation begins with a flush
+
+    def on_fit_start(self, trainer) -> None:
+        resumes = bool(trainer.plan.manifest)
+        if trainer.rank or (resumes and trainer.stop_reason):  # a finished run has nothing left to do
+            return
+        self.file = Appended(trainer.run_dir / "events.jsonl")
+        if is_torn(self.file.path):
+            self.file.write(b"\n")
+        attempt = int(os.environ.get("ECHELON_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+        event = "restart" if attempt else "resume" if resumes else "start"
+        facts = {"attempt": attempt} if attempt else {}
+        self._write(trainer, event, {**facts, "ranks": trainer.world, "device": trainer.device.type})
+
+    def on_flush(self, trainer) -> None:
+        self.flushed_at = time.monotonic()
+
+    def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
+        self._write(trainer, "validation", {"seconds": round(time.monotonic() - self.flushed_at, 4), **metrics})
+
+    def on_event(self, trainer, event: str, facts: dict[str, Any]) -> None:
+        self._write(trainer, event, facts)
+
+    def on_fit_end(self, trainer) -> None:
+        if error := sys.exc_info()[1]:  # the one that ends the run
+            self._write(trainer, "crash", {"error": one_line(error)})
+        else:
+            self._write(trainer, "stop", {"reason": trainer.stop_reason, "seconds": round(trainer.seconds, 3)})
+
+    def _write(self, trainer: TrainerProtocol, event: str, facts: dict[str, Any]) -> None:
+        if self.file is None:
+            return
+        line = {"time": round(time.time(), 3), "step": trainer.step, "event": event, **facts}
+        self.file.write(f"{json.dumps(finite(line), default=str)}\n".encode())
+        self.file.close()  # the last checkpoint of a crashed run may be written after `on_fit_end`
+
+
+def is_torn(file: Path) -> bool:
+    """Return whether a killed process has left a part of a line at the end of the file."""
+    try:
+        with file.open("rb") as lines:
+            return lines.seek(0, os.SEEK_END) > 0 and lines.seek(-1, os.SEEK_END) >= 0 and lines.read(1) != b"\n"
+    except OSError:
+        return False
+
+
+def one_line(error: BaseException) -> str:
+    """Return the last line of an error's message that is no frame, at most 500 characters."""
+    lines = [line for line in message(error).rstrip().splitlines() if not line.startswith(" ")]
+    return lines[-1][:500]

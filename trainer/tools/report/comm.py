@@ -1,0 +1,61 @@
+"""Reads comm.jsonl: bytes, time and bandwidth of each collective and bucket, over the run and its ranks."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainer.tools.report.lines import Lines, number
+
+MOST = 500  # collectives and buckets
+
+
+@dataclass
+class Exchange:
+    """The calls of a collective for one bucket, by all ranks."""
+
+    collective: str
+    bucket: int | None
+    calls: float = 0.0
+    bytes: float = 0.0  # of all calls
+    seconds: float = 0.0  # of all calls
+    moved: float = 0.0  # seconds times algorithm bandwidth
+    on_bus: float = 0.0  # seconds times bus bandwidth
+    by_rank: dict[int, float] = field(default_factory=dict)  # seconds
+
+    @property
+    def algbw(self) -> float:
+        """Bytes per second of all calls: the mean over their time."""
+        return self.moved / self.seconds if self.seconds else float("nan")
+
+    @property
+    def busbw(self) -> float:
+        return self.on_bus / self.seconds if self.seconds else float("nan")
+
+    @property
+    def slowest(self) -> int:
+        """The rank that spent the most time in it."""
+        return max(self.by_rank, key=self.by_rank.__getitem__)
+
+
+def read_comm(path: Path) -> tuple[list[Exchange], str]:
+    """Return the exchanges, those with the most time first, and one line on what is missing."""
+    found: dict[tuple[str, int | None], Exchange] = {}
+    lines, left_out = Lines(path), 0
+    for line in lines:
+        bucket, rank = line.get("bucket"), line.get("rank")
+        count, seconds, size = (number(line.get(key)) for key in ("count", "seconds", "bytes"))
+        key = (str(line.get("collective"))[:80], bucket if type(bucket) is int else None)
+        if not (count > 0 and seconds >= 0 and size >= 0) or (key not in found and len(found) >= MOST):
+            left_out += 1
+            continue
+        one, time = found.setdefault(key, Exchange(*key)), seconds * count
+        one.calls, one.bytes, one.seconds = one.calls + count, one.bytes + size * count, one.seconds + time
+        one.moved += time * max(0.0, finite(number(line.get("algbw"))))
+        one.on_bus += time * max(0.0, finite(number(line.get("busbw"))))
+        rank = rank if type(rank) is int else 0
+        one.by_rank[rank] = one.by_rank.get(rank, 0.0) + time
+    note = f"{path.name}: {left_out} line(s) are odd, and left out" if left_out else lines.note
+    return sorted(found.values(), key=lambda one: -one.seconds), note
+
+
+def finite(value: float) -> float:
+    return value if abs(value) < float("inf") else 0.0

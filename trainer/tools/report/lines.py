@@ -1,0 +1,73 @@
+"""Reads the JSON lines of a run's files in a stream. The files may be missing, torn or damaged."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+LONGEST = 1 << 26  # bytes of a line; 4,096 ranks of step_times.jsonl have about 1 MB
+
+
+class Lines:
+    """An iterator over the objects of a file that have a whole `step`.
+
+    Attributes:
+        note: One line on what could not be read; empty if all could. Complete after the iteration.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.note, self.count = path, "", 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        name, damaged, torn = self.path.name, 0, False
+        try:
+            with self.path.open("rb") as file:
+                while line := file.readline(LONGEST):
+                    if (found := parse(line)) is not None:
+                        self.count += 1
+                        yield found
+                    elif not line.isspace():
+                        damaged, torn = damaged + 1, not line.endswith(b"\n")
+        except FileNotFoundError:
+            self.note = f"{name}: is missing"
+            return
+        except OSError as error:
+            self.note = f"{name}: can't be read ({error.strerror})"
+            return
+        if damaged:
+            what = "its last line is torn" if torn and damaged == 1 else f"{damaged} line(s) are damaged"
+            self.note = f"{name}: {what}, and left out"
+        elif not self.count:
+            self.note = f"{name}: has no line yet"
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """Return the object of a line; None if the line is no object with a whole `step`."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or type(found.get("step")) is not int or not 0 <= found["step"] < 1 << 53:
+        return None
+    return found
+
+
+def read_object(path: Path) -> tuple[dict[str, Any], str]:
+    """Return the object in a JSON file, and one line on what is missing."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}, f"{path.name}: is missing"
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, f"{path.name}: can't be read ({getattr(error, 'strerror', None) or 'no JSON'})"
+    return (found, "") if isinstance(found, dict) else ({}, f"{path.name}: can't be read (no object)")
+
+
+def number(value: Any) -> float:
+    """Return a number of a file as a float; NaN for anything else, such as the null of a diverged run."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return float("nan")
+    try:
+        return float(value)
+    except OverflowError:
+        return float("nan")

@@ -1,0 +1,207 @@
+"""Reads all that the folder of a run has. What is missing becomes a line of `notes`, never an error."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.config.redact import redact
+from trainer.errors import ConfigError, printable
+from trainer.tools.report.comm import Exchange, read_comm
+from trainer.tools.report.lines import Lines, number, parse, read_object
+from trainer.tools.report.metrics import Metric, read_metrics
+from trainer.tools.report.step_times import RankTimes, read_step_times
+
+FILES = ("metrics.jsonl", "config.yaml", "summary.json", "events.jsonl", "logs", ".lock")  # one of them makes a run
+MOST_KEYS = 5000  # of a config
+MOST_EVENTS = 1000  # of a kind, the newest
+MOST_ADVICE = 100
+ENDS = ("stop", "crash")
+STARTS = ("start", "resume", "restart")
+LARGER = ("accuracy", "auc", "f1", "dice", "bleu", "rouge", "precision", "recall", "/mfu", "psnr")
+SMALLER = ("loss", "error", "perplexity", "/ppl", "wer", "/mae", "/mse", "/rmse", "nats", "bits")
+STATES = {"max_steps": "finished", "signal": "stopped by a signal"}
+
+
+@dataclass
+class Run:
+    """A run as its files have it.
+
+    Attributes:
+        config: Dotted key -> value, without secrets.
+        events: In the order of the files; those of the launcher last.
+        notes: One line for each thing that is missing or left out.
+    """
+
+    folder: Path
+    name: str
+    metrics: dict[str, Metric]
+    last_step: int
+    ranks: RankTimes
+    exchanges: list[Exchange]
+    events: list[dict[str, Any]]
+    advice: list[dict[str, Any]]
+    config: dict[str, Any]
+    summary: dict[str, Any]
+    notes: list[str]
+
+    @property
+    def state(self) -> str:
+        """How the run ended, in a few words."""
+        ours = [event for event in self.events if event["event"] in (*STARTS, *ENDS)]
+        last = ours[-1] if ours else {}
+        if last.get("event") in STARTS:  # a summary is of an earlier attempt
+            return "running or killed"
+        reason = str(self.summary.get("stopped") or last.get("reason") or "")
+        if reason == "error" or (not reason and last):
+            return "crashed"
+        return STATES.get(reason, f"stopped: {printable(reason)[:120]}") if reason else "running or killed"
+
+    @property
+    def error(self) -> str:
+        """The error that ended the run; empty for any other end."""
+        crashes = [event["error"] for event in self.events if event["event"] == "crash" and "error" in event]
+        return (
+            printable(str(self.summary.get("error") or (crashes or [""])[-1]))[:300] if self.state == "crashed" else ""
+        )
+
+
+def read_run(folder: Path, name: str, most: int, spans: int = 128) -> Run:
+    """Read the folder of a run.
+
+    Args:
+        most: Points that a curve keeps.
+        spans: Spans of steps that per-rank times keep.
+
+    Raises:
+        ConfigError: The folder holds no run.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"RUN={folder}: is no folder; give the folder of a run, as in runs/NAME")
+    if not any((folder / file).exists() for file in FILES):
+        raise ConfigError(f"RUN={folder}: holds no file of a run; give a folder that has metrics.jsonl")
+    metrics = read_metrics(folder / "metrics.jsonl", most)
+    ranks, ranks_note = read_step_times(folder / "step_times.jsonl", spans)
+    exchanges, comm_note = read_comm(folder / "comm.jsonl")
+    events, events_note = read_events(folder)
+    advice, advice_note = read_advice(folder / "advice.jsonl")
+    config, config_note = read_config(folder / "config.yaml")
+    summary, summary_note = read_object(folder / "summary.json")
+    notes = [metrics.note, config_note, summary_note, events_note, ranks_note, comm_note, advice_note]
+    notes += [
+        f"{name}: {metric.bad:,} of {metric.count:,} values are not finite"
+        for name, metric in metrics.by_name.items()
+        if metric.bad
+    ]
+    optional = ("step_times.jsonl: is missing", "comm.jsonl: is missing", "advice.jsonl: is missing")
+    optional += ("advice.jsonl: has no line yet",)  # a run without advice
+    notes = [note for note in notes if note and note not in optional]
+    shown = metrics.by_name
+    return Run(folder, name, shown, metrics.last_step, ranks, exchanges, events, advice, config, summary, notes)
+
+
+def read_events(folder: Path) -> tuple[list[dict[str, Any]], str]:
+    """Return the run's events and the launcher's failures, and one line on what is missing or left out."""
+    lines = Lines(folder / "events.jsonl")
+    events = [line for line in lines if isinstance(line.get("event"), str)]
+    note = lines.note
+    kept, seen = [], Counter[str]()
+    for event in reversed(events):
+        seen[event["event"]] += 1
+        if seen[event["event"]] <= MOST_EVENTS:
+            kept.append(event)
+    if len(kept) < len(events):
+        note = "; ".join(
+            filter(None, [note, f"events.jsonl: the {len(events) - len(kept)} oldest events are left out"])
+        )
+    return kept[::-1] + read_failures(folder / "logs" / "events.jsonl"), note
+
+
+def read_failures(path: Path) -> list[dict[str, Any]]:
+    """Return the failures of ranks that the launcher has recorded."""
+    try:
+        text = path.read_bytes()[-(1 << 22) :].splitlines()
+    except OSError:
+        return []
+    failures = []
+    for line in text[-MOST_EVENTS:]:
+        found = parse(line) or parse(line.replace(b'"step": null', b'"step": 0', 1))
+        if found and found.get("failed"):
+            last = str(found["failed"]).rstrip().splitlines()[-1][:300]
+            facts = {key: found.get(key) for key in ("time", "step", "attempt", "rank")}
+            failures.append({**facts, "event": "failure", "error": last})
+    return failures
+
+
+def read_advice(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """Return the newest advice of each name, and one line on what is missing. `times` counts its lines."""
+    lines, found = Lines(path), dict[str, dict[str, Any]]()
+    for line in lines:
+        name = str(line.get("name"))[:80]
+        if name in found or len(found) < MOST_ADVICE:
+            found[name] = {**line, "name": name, "times": found.get(name, {}).get("times", 0) + 1}
+    return list(found.values()), lines.note
+
+
+def read_config(path: Path) -> tuple[dict[str, Any], str]:
+    """Return the config by dotted keys, with stars for secrets, and one line on what is missing."""
+    try:
+        found = yaml.load(path.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except FileNotFoundError:
+        return {}, f"{path.name}: is missing"
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        return {}, f"{path.name}: can't be read ({getattr(error, 'strerror', None) or 'no YAML'})"
+    if not isinstance(found, Mapping):
+        return {}, f"{path.name}: can't be read (no keys)"
+    keys: dict[str, Any] = {}
+    flatten("", found, keys)
+    note = f"{path.name}: has more than {MOST_KEYS} keys; the others are left out" if len(keys) >= MOST_KEYS else ""
+    return redact_flat(keys), note
+
+
+def flatten(key: str, value: Any, into: dict[str, Any], depth: int = 0) -> None:
+    """Put the leaves of nested mappings into `into`, up to `MOST_KEYS`. A stranger's YAML may repeat its parts."""
+    if len(into) >= MOST_KEYS:
+        return
+    if isinstance(value, Mapping) and value and depth < 20:
+        for part, inner in value.items():
+            flatten(f"{key}.{part}".lstrip("."), inner, into, depth + 1)
+    else:
+        into[key] = value if isinstance(value, (str, int, float, bool, type(None))) else str(value)[:1000]
+
+
+def redact_flat(keys: dict[str, Any]) -> dict[str, Any]:
+    return {key: redact({key: value})[key] for key, value in keys.items()}
+
+
+def names_of(folders: list[Path]) -> list[str]:
+    """Return a name for each folder: its own, with as much of the path as tells it from the others."""
+    parts = [folder.resolve().parts for folder in folders]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(set(parts)):
+            return names
+    return [str(folder) for folder in folders]
+
+
+def differences(runs: list[Run]) -> dict[str, list[Any]]:
+    """Return the keys in which the configs differ, with the value of each run; None for a run without the key."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    values = {key: [run.config.get(key) for run in runs] for key in keys}
+    return {key: found for key, found in values.items() if any(repr(one) != repr(found[0]) for one in found)}
+
+
+def best_of(run: Run, name: str) -> tuple[float, int] | None:
+    """Return the best value of a metric and its step; None if no direction is known.
+
+    The summary's `best` states the direction of its own metric.
+    """
+    metric, watched = run.metrics[name], run.summary.get("best")
+    stated = str(watched.get("metric", "")) if isinstance(watched, Mapping) else ""
+    larger = stated == f"max {name}" or name.endswith("_per_s") or any(word in name for word in LARGER)
+    smaller = stated == name or any(word in name for word in SMALLER)
+    at = metric.high if larger else metric.low if smaller else None
+    return (at.value, at.step) if at and number(at.value) == at.value else None

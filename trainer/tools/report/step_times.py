@@ -1,0 +1,127 @@
+"""Reads step_times.jsonl: for each rank, the seconds of a step by part, over the run."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.tools.report.lines import Lines, number
+
+PARTS = (
+    "data", "upload", "forward", "backward", "communication", "optimizer", "callbacks", "checkpoint", "validation",
+)  # fmt: skip
+CHUNK = 1 << 14  # lines, times ranks, that are converted at once
+MOST_RANKS = 4096
+
+Table = NDArray[np.float64]
+
+
+@dataclass
+class RankTimes:
+    """Spans of steps. A rank that joins later has no steps in earlier spans.
+
+    Attributes:
+        last: The last step of each span (spans).
+        steps: Steps of each span and rank (spans, ranks).
+        seconds: Their seconds, by part in the order of `parts` and then of the whole step (spans, ranks, parts + 1).
+    """
+
+    most: int
+    parts: ClassVar[tuple[str, ...]] = PARTS
+    last: Table = field(default_factory=lambda: np.empty(0))
+    steps: Table = field(default_factory=lambda: np.empty((0, 0)))
+    seconds: Table = field(default_factory=lambda: np.empty((0, 0, len(PARTS) + 1)))
+
+    @property
+    def ranks(self) -> int:
+        return self.steps.shape[1]
+
+    def add(self, last: Table, steps: Table, seconds: Table) -> None:
+        """Add spans of one line each."""
+        ranks = max(self.ranks, steps.shape[1])
+        self.last = np.concatenate([self.last, last])
+        self.steps = np.concatenate([pad(self.steps, ranks), pad(steps, ranks)])
+        self.seconds = np.concatenate([pad(self.seconds, ranks), pad(seconds, ranks)])
+        while len(self.last) > 2 * self.most:
+            self._halve()
+
+    def _halve(self) -> None:
+        starts = np.arange(0, len(self.last), 2)
+        self.last = np.maximum.reduceat(self.last, starts)
+        self.steps, self.seconds = np.add.reduceat(self.steps, starts), np.add.reduceat(self.seconds, starts)
+
+    def close(self) -> None:
+        """Merge down to `most` spans, fewer for many ranks."""
+        while len(self.last) > max(1, min(self.most, self.most * 64 // max(64, self.ranks))):
+            self._halve()
+
+    def means(self) -> Table:
+        """Return the mean seconds of a step, by rank and part, over the run (ranks, parts + 1)."""
+        return self.seconds.sum(0) / np.maximum(self.steps.sum(0), 1)[:, None]
+
+
+def pad(table: Table, ranks: int) -> Table:
+    """Append ranks without steps."""
+    return np.pad(table, [(0, 0), (0, ranks - table.shape[1])] + [(0, 0)] * (table.ndim - 2))
+
+
+def read_step_times(path: Path, most: int) -> tuple[RankTimes, str]:
+    """Read the file in a stream. Return the times, and one line on what is missing.
+
+    Args:
+        most: Spans of steps to keep.
+    """
+    found, lines, odd = RankTimes(most), Lines(path), 0
+    pending: list[Line] = []
+    for line in lines:
+        ranks, steps = line.get("ranks"), number(line.get("steps"))
+        if not is_table(ranks) or not steps > 0:
+            odd += 1
+            continue
+        new = Line(line["step"], steps, tuple(ranks[0]), [list(rank.values()) for rank in ranks])
+        if pending and (len(pending) * len(ranks) >= CHUNK or not new.fits(pending[0])):
+            found.add(*convert(pending))
+            pending = []
+        pending.append(new)
+    if pending:
+        found.add(*convert(pending))
+    found.close()
+    note = f"{path.name}: {odd} line(s) are odd, and left out" if odd else lines.note
+    return found, note
+
+
+class Line(NamedTuple):
+    """A line of the file: the values of its ranks (ranks, names)."""
+
+    step: int
+    steps: float
+    names: tuple[str, ...]
+    ranks: list[list[Any]]
+
+    def fits(self, other: "Line") -> bool:
+        """Return whether both have the same names, and as many ranks."""
+        return self.names == other.names and len(self.ranks) == len(other.ranks)
+
+
+def is_table(ranks: Any) -> bool:
+    """Return whether this is a list of objects with the same keys."""
+    if not isinstance(ranks, list) or not 0 < len(ranks) <= MOST_RANKS or not isinstance(ranks[0], dict):
+        return False
+    keys = ranks[0].keys()
+    return "step" in keys and all(isinstance(rank, dict) and rank.keys() == keys for rank in ranks)
+
+
+def convert(lines: list[Line]) -> tuple[Table, Table, Table]:
+    """Return last steps (n), steps (n, ranks) and seconds (n, ranks, parts + 1) of n lines that fit."""
+    names, ranks = lines[0].names, len(lines[0].ranks)
+    flat = [[number(value) for value in rank] for line in lines for rank in line.ranks]
+    values = np.nan_to_num(np.array(flat).reshape(len(lines), ranks, len(names)), nan=0.0, posinf=0.0, neginf=0.0)
+    own = np.zeros((len(lines), ranks, len(PARTS) + 1))
+    for column, name in enumerate((*PARTS, "step")):
+        if name in names:
+            own[:, :, column] = values[:, :, names.index(name)]
+    steps = np.array([line.steps for line in lines])
+    last = np.array([line.step for line in lines], dtype=np.float64)
+    return last, np.repeat(steps[:, None], ranks, axis=1), own * steps[:, None, None]
