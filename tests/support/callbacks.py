@@ -22,6 +22,7 @@ from trainer.callbacks.pipeline.callback import PipelineParallel
 from trainer.callbacks.shard.callback import Shard
 from trainer.monitors.memory.callback import Memory
 from trainer.monitors.metrics_file import MetricsFile
+from trainer.monitors.profiler.callback import Profiler
 from trainer.monitors.progress import Progress
 from trainer.monitors.tensorboard import TensorBoard
 from trainer.monitors.throughput import Throughput
@@ -35,6 +36,7 @@ OBSERVERS: Table = {
     "early_stop": lambda: EarlyStop(patience=5),
     "memory": Memory,
     "metrics_file": MetricsFile,
+    "profiler": lambda: Profiler(first=2, active=2),
     "progress": Progress,
     "tensorboard": TensorBoard,
     "throughput": Throughput,
