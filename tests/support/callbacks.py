@@ -20,6 +20,7 @@ from trainer.callbacks.optimizer_in_backward import OptimizerInBackward
 from trainer.callbacks.overlap.callback import Overlap
 from trainer.callbacks.pipeline.callback import PipelineParallel
 from trainer.callbacks.shard.callback import Shard
+from trainer.monitors.advice.callback import Advice
 from trainer.monitors.memory.callback import Memory
 from trainer.monitors.metrics_file import MetricsFile
 from trainer.monitors.profiler.callback import Profiler
@@ -33,6 +34,7 @@ RANKS = int(os.environ.get("CONTRACT_RANKS", "3"))  # on which the contract is t
 STAGES = 3 if RANKS == 3 else 2
 
 OBSERVERS: Table = {
+    "advice": Advice,
     "early_stop": lambda: EarlyStop(patience=5),
     "memory": Memory,
     "metrics_file": MetricsFile,
