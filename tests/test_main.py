@@ -127,7 +127,7 @@ def test_names_of_callbacks(tmp_path):
         done = run([*TOY, words, "--cfg", "job"], tmp_path)
         assert done.code == 0, done.err
         shown[words] = set(OmegaConf.create(done.out).callbacks)
-    observers = {"progress", "tensorboard", "metrics_file", "events", "step_timer", "throughput", "memory"}
+    observers = {"progress", "tensorboard", "metrics_file", "events", "step_timer", "throughput", "memory", "advice"}
     assert shown.pop("~callbacks.progress") == observers - {"progress"}
     assert set(map(frozenset, shown.values())) == {frozenset(observers | {"ema"})}
 

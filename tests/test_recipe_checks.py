@@ -75,7 +75,7 @@ def test_one_line_before_the_first_step(method, returned, message):
         trainer = None
         options = Options(max_steps=4, log_every_steps=1)
         trainer = Trainer(recipe, batch=12, options=options, data=DataOptions(0), place=Place())
-        trainer._hooks["on_step_end"].append(lambda trainer: steps.append(trainer.step))
+        trainer.hooks["on_step_end"].append(lambda trainer: steps.append(trainer.step))
         trainer.fit()
     assert "\n" not in str(error.value)
     assert not steps

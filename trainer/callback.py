@@ -61,6 +61,7 @@ class TrainerProtocol(Protocol):
     heartbeat: Heartbeat  # this rank's signs of life: a callback announces long work
     rehearsing: bool  # the rehearsal runs, whose passes are discarded
     undo: ExitStack  # puts settings of the process back when `fit` ends, or if the run is refused; add yours
+    hooks: dict[str, list[Callable[..., Any]]]  # of the callbacks, by name, in their order; a list may be replaced
     # The model and its optimizer, once they are built.
     module: nn.Module  # the recipe's, wrapped by callbacks, without a strategy around it
     eval_model: nn.Module  # the model that is validated and exported; may be set

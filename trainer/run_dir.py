@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainer.plan import Plan
 
 
-WRITTEN = ("logs", "tensorboard", "export")  # folders inside the folder of a run
+WRITTEN = ("logs", "tensorboard", "export", "profile")  # folders inside the folder of a run
 
 
 def make_run_dir(plan: "Plan", name: str) -> Path:

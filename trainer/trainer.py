@@ -149,16 +149,17 @@ class Trainer:
             log.info("one rank, nothing to communicate: %s will do nothing", ", ".join(idle))
         active = [callback for name, callback in self.callbacks.items() if name not in idle]
         self.defers = any("defers" in callback.provides for callback in active)
-        self._hooks = {hook: [getattr(c, hook) for c in active if overrides(c, hook)] for hook in HOOKS}
+        own = {hook: [getattr(c, hook) for c in active if overrides(c, hook)] for hook in HOOKS}
+        self.hooks: dict[str, list[Callable[..., Any]]] = own
         if self.world > 1 and self.options.check_replicas_every:
-            self._hooks["on_step_end"].append(replica_check.check)
+            self.hooks["on_step_end"].append(replica_check.check)
 
     def _build(self, optimizer: Callable[[Groups], Optimizer]) -> None:
         torch.manual_seed(self.options.seed)
         self.ddp = self.options.ddp.arguments(self.device.type == "cuda")
         self.new_optimizer: Callable[[nn.Module], Optimizer] = partial(make_optimizer, optimizer)
         build = partial(self._build_model, optimizer)
-        for hook in self._hooks["build_model"]:
+        for hook in self.hooks["build_model"]:
             build = partial(hook, self, build)
         module = to_device(build(), self.device)
         if not module.training:  # as `from_pretrained` leaves it; parts that the recipe has set to eval stay so
@@ -168,9 +169,9 @@ class Trainer:
         self.loss = CheckedLoss(self.precision.cast(self.recipe.loss), weight_of(self.recipe) or count_samples)
         refuse_untrained(self.module)
         self.parameters = trained(self.module)
-        if self.world > 1 and self._hooks["wrap_reduce"]:  # otherwise DDP's own reducer runs, which is in C++
+        if self.world > 1 and self.hooks["wrap_reduce"]:  # otherwise DDP's own reducer runs, which is in C++
             self.reduce = self._wrap("wrap_reduce", AllReduce(self.ranks.new_group()))
-        distribute = next(iter(self._hooks["distribute"]), type(self)._distribute)
+        distribute = next(iter(self.hooks["distribute"]), type(self)._distribute)
         self.strategy: Strategy = distribute(self, self.module)
         self.parameters = self.strategy.parameters
         made = make_optimizer(optimizer, self.module, self.rules)
@@ -226,7 +227,7 @@ class Trainer:
             for end in (self.heartbeat.close, self.saver.close, self.loader.close, self.quarantine.file.close):
                 every.callback(end)
             every.enter_context(self.undo)
-            for end in reversed(self._hooks["on_fit_end"]):
+            for end in reversed(self.hooks["on_fit_end"]):
                 every.callback(end, self)
             every.push(self._report_error)  # first: what follows may wait for a device that never answers
             self._start()
@@ -254,10 +255,10 @@ class Trainer:
 
     def _start(self) -> None:
         stop = math.inf if self.plan.max_steps is None else self.plan.max_steps * self.batch
-        split_at = next((partial(self._split, split) for split in self._hooks["split"]), None)
+        split_at = next((partial(self._split, split) for split in self.hooks["split"]), None)
         self.stream = self.loader.train(self.plan.manifest.get("samples", 0), split_at, stop)
         first = next(self.stream)  # data that can't be used is refused before anything changes
-        if self.world > 1 or self._hooks["rehearse"]:
+        if self.world > 1 or self.hooks["rehearse"]:
             self._rehearse(Micro(first.peek(), first.weights[0], [], []))
         self.buckets = self.strategy.buckets()
         self.stream = self._wrap("wrap_batches", chain(iter([first]), self.stream))
@@ -304,7 +305,7 @@ class Trainer:
         self.rehearsing = True
         with buffers_kept(self.module):
             self.strategy.warm_up(partial(run_pass, first.batch))
-            for rehearse in self._hooks["rehearse"]:
+            for rehearse in self.hooks["rehearse"]:
                 rehearse(self, run_pass, first.batch)
         self.rehearsing = False
 
@@ -433,11 +434,11 @@ class Trainer:
                 self.validate()
 
     def _wrap(self, hook: str, thing: Any) -> Any:
-        for wrap in self._hooks[hook]:
+        for wrap in self.hooks[hook]:
             thing = wrap(self, thing)
         return thing
 
     @during(Phase.CALLBACKS)
     def emit(self, hook: str, *args: Any) -> None:
-        for call in self._hooks[hook]:
+        for call in self.hooks[hook]:
             call(self, *args)

@@ -22,8 +22,10 @@ from trainer.callbacks.pipeline.callback import PipelineParallel
 from trainer.callbacks.shard.callback import Shard
 from trainer.monitors.comm_monitor import CommMonitor
 from trainer.monitors.events import Events
+from trainer.monitors.advice.callback import Advice
 from trainer.monitors.memory.callback import Memory
 from trainer.monitors.metrics_file import MetricsFile
+from trainer.monitors.profiler.callback import Profiler
 from trainer.monitors.progress import Progress
 from trainer.monitors.step_timer import StepTimer
 from trainer.monitors.tensorboard import TensorBoard
@@ -36,10 +38,12 @@ STAGES = 3 if RANKS == 3 else 2
 
 OBSERVERS: Table = {
     "comm_monitor": CommMonitor,
+    "advice": Advice,
     "early_stop": lambda: EarlyStop(patience=5),
     "events": Events,
     "memory": Memory,
     "metrics_file": MetricsFile,
+    "profiler": lambda: Profiler(first=2, active=2),
     "progress": Progress,
     "step_timer": StepTimer,
     "tensorboard": TensorBoard,

@@ -8,18 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
 from trainer.blocks import find_blocks
-from trainer.callback import Callback, Role, TrainerProtocol, arrange
-from trainer.config.build import build
+from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.config.compose import CONF
-from trainer.config.targets import ALLOWED
 from trainer.errors import ConfigError, is_out_of_memory, require
 from trainer.forward_backward import ForwardBackward
 from trainer.log import log
+from trainer.monitors.candidates import accepts
 from trainer.monitors.memory import allocator
 from trainer.monitors.memory.advice import Setting, Use, advise, count_state, size
 
@@ -185,10 +183,5 @@ def usable(trainer: TrainerProtocol) -> Iterator[str]:
     for name, settings in CANDIDATES:
         if name == "auto_batch" and trainer.plan.order is None:  # the data cuts the batches itself
             continue
-        node: Any = OmegaConf.to_container(OmegaConf.load(CONF / "callbacks" / f"{name}.yaml"))
-        try:
-            candidate = build(f"callbacks.{name}", node[name] | settings, ALLOWED)
-            arrange({**trainer.callbacks, f"another {name}": candidate}, trainer.plan.features())
-        except ConfigError:
-            continue
-        yield ".".join([name, *map(str, settings.values())])
+        if accepts(trainer, name, **settings):
+            yield ".".join([name, *map(str, settings.values())])

@@ -1,0 +1,1 @@
+"""Advice on a run's speed: thresholds of tuning guides, and the setting that answers each."""

@@ -1,0 +1,294 @@
+"""The thresholds of advice: each rule reads numbers of a logged step, and names the setting that answers."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+# A number beyond its limit is a finding. The card has the source of each.
+UTILISATION = 0.85  # of a GPU's time
+SWING = 0.15  # between the largest and the smallest sample of utilisation
+COMMUNICATION = 0.3  # of the forward and backward passes
+DATA = 0.05  # of the step
+CHECKPOINT = 0.035  # of the steps since the first logged one
+STRAGGLER = 0.1  # between the slowest and the fastest rank, of their mean
+SKEW = 0.2  # of the largest peak of memory
+SKEW_GIB = 1.0  # a smaller difference is not judged
+PCIE = 0.8  # of what the link transmits
+ROOM = 2  # times a rank's samples that its memory would take
+MOST_MEMORY = 0.9  # of the device, for a larger micro-batch
+
+Numbers = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The settings of a run that advice depends on.
+
+    Args:
+        splits: A callback decides the micro-batches.
+        fits: Returns the samples of the largest micro-batch that would fit into memory; 0: unknown.
+        pcie_mib_s: MiB that the link of the GPU transmits in a second, each way; 0: unknown.
+        offloads: Activations go to the host.
+        accepts: Returns whether the run would take a callback of this name beside its own.
+    """
+
+    world: int
+    nodes: int
+    data_world: int
+    cuda: bool
+    precision: str
+    batch: int
+    micro: int
+    accumulate: int
+    splits: bool
+    workers: int
+    prefetch: int
+    cores: int  # of the machine, for each of its ranks
+    every_steps: int | None
+    every_minutes: float | None
+    profiles: bool  # has the callback profiler
+    offloads: bool
+    pcie_mib_s: float
+    fits: Callable[[], int]
+    accepts: Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A number beyond its limit, and the settings that answer, as arguments of the command."""
+
+    name: str
+    value: float
+    limit: float
+    text: str
+    config: str
+    subject: float = 0  # findings of the same name and subject are one
+
+
+Rule = Callable[[Numbers, Run], Finding | None]
+
+
+def find(numbers: Numbers, run: Run) -> list[Finding]:
+    """Return what the numbers of a logged step give. A rule whose numbers are missing or not finite is silent."""
+    known = {name: number for name, number in numbers.items() if math.isfinite(number)}
+    return [finding for rule in RULES if (finding := rule(known, run)) is not None]
+
+
+def utilisation(numbers: Numbers, run: Run) -> Finding | None:
+    used = numbers.get("gpu/utilisation", 1.0)
+    if used >= UTILISATION:
+        return None
+    reason, config = cause(numbers, run) or ("its kernels are too small or too few", more_work(run))
+    return Finding(
+        "utilisation", used, UTILISATION,
+        f"the GPU is busy for {used:.0%} of the time, and should be for {UTILISATION:.0%}: {reason}", config,
+    )  # fmt: skip
+
+
+def swing(numbers: Numbers, run: Run) -> Finding | None:
+    spread = numbers.get("gpu/utilisation_spread", 0.0)
+    if spread <= SWING:
+        return None
+    reason, config = cause(numbers, run) or ("a trace shows the gaps", trace(run))
+    text = f"the GPU's utilisation swings by {spread * 100:.0f} points, more than {SWING * 100:.0f}: {reason}"
+    return Finding("utilisation_swing", spread, SWING, text, config)
+
+
+def communication(numbers: Numbers, run: Run) -> Finding | None:
+    share = exposed(numbers)
+    if share <= COMMUNICATION:
+        return None
+    text = f"steps wait for other ranks {share:.2f} times as long as they compute, more than {COMMUNICATION}"
+    return Finding("communication", share, COMMUNICATION, text, less_waiting(run))
+
+
+def data_wait(numbers: Numbers, run: Run) -> Finding | None:
+    share = share_of("data", numbers)
+    if share <= DATA:
+        return None
+    text = f"steps wait for data for {share:.0%} of their time, more than {DATA:.0%}"
+    return Finding("data_wait", share, DATA, text, faster_data(run))
+
+
+def checkpoint(numbers: Numbers, run: Run) -> Finding | None:
+    share = numbers.get("advice/checkpoint", 0.0)
+    if share <= CHECKPOINT:
+        return None
+    text = f"checkpoints hold training up for {share:.1%} of its time, more than {CHECKPOINT:.1%}"
+    return Finding("checkpoint", share, CHECKPOINT, text, rarer_checkpoints(share, numbers, run))
+
+
+def straggler(numbers: Numbers, run: Run) -> Finding | None:
+    spread, rank = numbers.get("time/spread", 0.0), int(numbers.get("time/slowest_rank", 0))
+    if spread <= STRAGGLER:
+        return None
+    text = f"rank {rank} is the slowest, {spread:.0%} behind the fastest, more than {STRAGGLER:.0%}; others wait for it"
+    config = added("hetero_batch") if run.accepts("hetero_batch") else trace(run, f"ranks=[{rank}]")
+    return Finding("straggler", spread, STRAGGLER, text, config, rank)
+
+
+def memory_skew(numbers: Numbers, run: Run) -> Finding | None:
+    skew = numbers.get("perf/memory_skew", 0.0)
+    most = numbers.get("perf/peak_memory_gib", numbers.get("perf/peak_rss_gib", 0.0))
+    if skew <= SKEW or skew * most < SKEW_GIB:
+        return None
+    text = f"a rank's peak of memory is {skew:.0%} below the largest ({most:.1f} GiB), more than {SKEW:.0%}"
+    return Finding("memory_skew", skew, SKEW, text, trace(run, "profile_memory=true"))
+
+
+def pcie(numbers: Numbers, run: Run) -> Finding | None:
+    most = max(numbers.get("gpu/pcie_rx_mib_s", 0.0), numbers.get("gpu/pcie_tx_mib_s", 0.0))
+    if not run.pcie_mib_s or (share := most / run.pcie_mib_s) <= PCIE:
+        return None
+    config = trace(run)
+    if run.offloads:
+        config = "callbacks.activation_checkpoint.policy=full"
+    elif run.world > 1 and run.accepts("grad_compress"):
+        config = added("grad_compress")
+    text = f"PCIe carries {most:,.0f} MiB/s, {share:.0%} of what its link transmits, more than {PCIE:.0%}"
+    return Finding("pcie", share, PCIE, text, config)
+
+
+def batch(numbers: Numbers, run: Run) -> Finding | None:
+    """Judge only a run that gains from more samples a step: the GPU idles, or communication is exposed."""
+    alone = not run.cuda or run.world == 1 or run.accumulate > 1 or run.splits
+    busy = numbers.get("gpu/utilisation", 1.0) >= UTILISATION and exposed(numbers) <= COMMUNICATION
+    if alone or busy or "perf/peak_memory_gib" not in numbers or (fits := run.fits()) < ROOM * run.micro:
+        return None
+    micro = run.micro << int(math.log2(fits // run.micro))
+    text = (
+        f"a step has {run.micro} samples for each of {run.data_world} ranks, whose memory takes {fits}; a larger batch "
+        "changes training: scale the learning rate (Goyal et al. 2017)"
+    )
+    config = f"batch={micro * run.data_world} micro_batch={micro} accumulate=1"
+    return Finding("batch", run.micro, fits / ROOM, text, config)
+
+
+def attention(numbers: Numbers, run: Run) -> Finding | None:
+    calls = numbers.get("kernel/math_attention", 0.0)
+    if not calls:
+        return None
+    config = trace(run, "record_shapes=true")
+    if run.precision in ("fp32", "tf32"):
+        config = "trainer.precision=bf16"
+    elif run.accepts("compile"):
+        config = added("compile")
+    text = f"{calls:.0f} calls of attention a step take torch's math kernel, which keeps the whole matrix in memory"
+    return Finding("attention", calls, 0, text, config)
+
+
+def optimizer(numbers: Numbers, run: Run) -> Finding | None:
+    groups = numbers.get("kernel/looping_groups", 0.0)
+    if not groups:
+        return None
+    way = "fused" if numbers.get("kernel/fused_optimizer") else "foreach"
+    text = f"the optimizer steps the parameters of {groups:.0f} group(s) one by one, with kernels for each"
+    return Finding("optimizer", groups, 0, text, f"optimizer.{way}=true")
+
+
+def tf32(numbers: Numbers, run: Run) -> Finding | None:
+    if not numbers.get("kernel/without_tf32"):
+        return None
+    text = "matrix products are in float32 on a GPU with TF32, whose tensor cores they do not use"
+    return Finding("tf32", 1, 0, text, "trainer.precision=tf32")
+
+
+def graph_breaks(numbers: Numbers, run: Run) -> Finding | None:
+    breaks = numbers.get("kernel/graph_breaks", 0.0)
+    if not breaks:
+        return None
+    text = f"torch.compile has cut graphs at {breaks:.0f} place(s), and runs them in parts"
+    return Finding("graph_breaks", breaks, 0, text, trace(run, "with_stack=true"))
+
+
+def recompiles(numbers: Numbers, run: Run) -> Finding | None:
+    times = numbers.get("compile/recompiles", 0.0)
+    if not times:
+        return None
+    text = f"a block was compiled {times:.0f} more time(s), for inputs of other shapes; pad batches to few shapes"
+    return Finding("recompiles", times, 0, text, trace(run, "record_shapes=true"))
+
+
+def unused_parameters(numbers: Numbers, run: Run) -> Finding | None:
+    if not numbers.get("kernel/no_unused_parameters"):
+        return None
+    text = "DDP looks for unused parameters in each step, and has found none"
+    return Finding("unused_parameters", 1, 0, text, "trainer.ddp.find_unused_parameters=false")
+
+
+def gradient_layout(numbers: Numbers, run: Run) -> Finding | None:
+    if not numbers.get("kernel/copied_gradients"):
+        return None
+    text = "a gradient has other strides than its bucket, so DDP copies it; make the parameter contiguous"
+    return Finding("gradient_layout", 1, 0, text, trace(run, "with_stack=true"))
+
+
+RULES: tuple[Rule, ...] = (
+    utilisation, swing, communication, data_wait, checkpoint, straggler, memory_skew, pcie, batch,
+    attention, optimizer, tf32, graph_breaks, recompiles, unused_parameters, gradient_layout,
+)  # fmt: skip
+
+
+def share_of(part: str, numbers: Numbers) -> float:
+    """Return the part's share of a step; 0 if it is unknown."""
+    step = numbers.get("time/step", 0.0)
+    return numbers.get(f"time/{part}", 0.0) / step if step else 0.0
+
+
+def exposed(numbers: Numbers) -> float:
+    """Return the time that steps wait for other ranks, of the time that they compute; 0 if it is unknown."""
+    compute = numbers.get("time/forward", 0.0) + numbers.get("time/backward", 0.0)
+    return numbers.get("time/communication", 0.0) / compute if compute else 0.0
+
+
+def cause(numbers: Numbers, run: Run) -> tuple[str, str] | None:
+    """Return the longest wait of a step, with the settings that answer; None if no wait counts."""
+    waits = {
+        "data": lambda: faster_data(run),
+        "communication": lambda: less_waiting(run),
+        "checkpoint": lambda: rarer_checkpoints(share_of("checkpoint", numbers), numbers, run),
+    }
+    part = max(waits, key=lambda part: share_of(part, numbers))
+    share = share_of(part, numbers)
+    return (f"steps wait {share:.0%} of their time for {part}", waits[part]()) if share > DATA else None
+
+
+# Settings, as arguments of the command.
+def added(name: str) -> str:
+    return f"'+callbacks=[{name}]'"
+
+
+def trace(run: Run, knob: str = "") -> str:
+    """Return the settings that show more: a trace of some steps."""
+    words = ["" if run.profiles else added("profiler"), f"callbacks.profiler.{knob}" if knob else ""]
+    return " ".join(filter(None, words)) or "callbacks.profiler.with_stack=true"
+
+
+def faster_data(run: Run) -> str:
+    if run.workers < run.cores:
+        return f"data.workers={min(run.cores, max(2, 2 * run.workers))}"
+    return f"data.prefetch={2 * run.prefetch}"
+
+
+def less_waiting(run: Run) -> str:
+    """Return exact ways first."""
+    names = ["overlap", *(["hierarchical"] if run.nodes > 1 and run.world > run.nodes else []), "grad_compress"]
+    return next((added(name) for name in names if run.accepts(name)), "") or trace(run)
+
+
+def rarer_checkpoints(share: float, numbers: Numbers, run: Run) -> str:
+    """Double the steps or minutes between checkpoints, whichever is shorter, until their share is within the limit."""
+    times = 2 ** max(1, math.ceil(math.log2(share / CHECKPOINT)))
+    minutes = run.every_minutes or math.inf
+    if run.every_steps and run.every_steps * numbers.get("time/step", 0.0) <= minutes * 60:
+        return f"trainer.checkpoint.every_steps={run.every_steps * times}"
+    if minutes < math.inf:
+        return f"trainer.checkpoint.every_minutes={minutes * times:g}"
+    return "trainer.checkpoint.when_busy=skip"  # the callers' own, such as the best validation's
+
+
+def more_work(run: Run) -> str:
+    """Return what gives a GPU larger kernels without other numbers, or fewer of them."""
+    if not run.splits and run.accumulate % 2 == 0 and run.fits() >= 2 * run.micro:
+        return f"micro_batch={2 * run.micro} accumulate={run.accumulate // 2}"
+    return added("compile") if run.accepts("compile") else trace(run)

@@ -1,0 +1,110 @@
+"""Records some steps of a run with torch.profiler: a trace for each rank, with the phases and callbacks by name."""
+
+from collections.abc import Iterator
+
+from trainer.callback import Callback, TrainerProtocol
+from trainer.data.batch import Step
+from trainer.errors import ConfigError, printable, require
+from trainer.log import log
+from trainer.monitors.profiler.recording import Recording
+
+KEY = "callbacks.profiler"
+
+
+class Profiler(Callback):
+    """Writes `profile/rank<R>/step-<N>.json.gz` of the steps from N on, which Perfetto and chrome://tracing show.
+
+    Regions of the trace have the names of phases (data, forward, backward, clip, optimizer, checkpoint), and of each
+    callback with its hook. A validation ends a recording, since a validation may be long. Trouble with the recording or
+    with the disk is a line of the log, and the run goes on.
+
+    Args:
+        first: The first step that is recorded, counted from 1 in the whole run.
+        active: Steps of a recording.
+        every: Steps from the beginning of a recording to that of the next; null: one recording.
+        ranks: The ranks that record; null: all.
+        record_shapes: Record the shapes of operators' inputs.
+        with_stack: Record the lines of Python that call operators.
+        profile_memory: Record allocations: on a GPU as torch's snapshot, on a CPU in the trace. On a CPU the trace then
+            lacks threads other than the main one.
+    """
+
+    def __init__(
+        self,
+        first: int = 10,
+        active: int = 3,
+        every: int | None = None,
+        ranks: list[int] | None = None,
+        record_shapes: bool = False,
+        with_stack: bool = False,
+        profile_memory: bool = False,
+    ) -> None:
+        require(f"{KEY}.first", first, at_least=1)
+        require(f"{KEY}.active", active, at_least=1)
+        if every is not None and every < active:
+            raise ConfigError(
+                f"{KEY}.every={every}: is less than active={active}, so recordings would overlap; raise it"
+            )
+        self.first, self.active, self.every, self.ranks = first, active, every, ranks
+        self.asked = {"record_shapes": record_shapes, "with_stack": with_stack, "profile_memory": profile_memory}
+        self.recording: Recording | None = None
+
+    def wrap_batches(self, trainer, steps: Iterator[Step]) -> Iterator[Step]:
+        if self.ranks is not None and trainer.rank not in self.ranks:
+            return steps
+        return self._follow(trainer, steps)
+
+    def on_fit_start(self, trainer) -> None:
+        last, begins = trainer.plan.max_steps, self._next(trainer.step + 1)
+        if begins is None or (last is not None and begins > last):
+            text = "profiler: no step is recorded, since the run goes from step %d to %s; give another %s.first"
+            log.info(text, trainer.step + 1, last, KEY)
+
+    def on_fit_end(self, trainer) -> None:
+        self._end()
+
+    def _next(self, step: int) -> int | None:
+        """Return the first step of the next recording that begins at `step` or later."""
+        if step <= self.first:
+            return self.first
+        return None if self.every is None else step + (self.first - step) % self.every
+
+    def _follow(self, trainer: TrainerProtocol, steps: Iterator[Step]) -> Iterator[Step]:
+        """Begin and end recordings between steps."""
+        while True:
+            step = trainer.step + 1
+            if self.recording and step >= self.recording.first + self.active:
+                self._end()
+            if self._next(step) == step and not self.recording:
+                self._begin(trainer, step)
+            fetched = self.recording.fetch(steps, step) if self.recording else next(steps, None)
+            if fetched is None:
+                return
+            yield fetched
+            del fetched  # this frame would keep it while the next one is fetched
+
+    def _begin(self, trainer: TrainerProtocol, step: int) -> None:
+        recording = Recording(trainer, step, **self.asked)
+        try:
+            recording.start(self._end)
+        except Exception as error:
+            recording.undo.close()
+            log.warning("profiler: step %d is not recorded: %s", step, short(error))
+        else:
+            self.recording = recording
+
+    def _end(self) -> None:
+        """Stop, and write the files. Called between steps, before a validation, and at the end of the run."""
+        recording, self.recording = self.recording, None
+        if recording is None:
+            return
+        try:
+            recording.stop()
+            log.info("profiler: %s", recording.write())
+        except Exception as error:
+            log.warning("profiler: the steps from %d have no trace: %s", recording.first, short(error))
+
+
+def short(error: Exception) -> str:
+    """Return an error as the end of a line."""
+    return printable(" ".join(f"{type(error).__name__}: {error}".split()))[:300]

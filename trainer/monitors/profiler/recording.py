@@ -1,0 +1,194 @@
+"""One recording of torch.profiler: its regions, while it lasts, and its files."""
+
+import gzip
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import _ExperimentalConfig as Config
+
+from trainer.callback import Callback, TrainerProtocol, name_of
+from trainer.data.batch import Step
+from trainer.files import Appended
+from trainer.monitors.memory.callback import EVENTS
+from trainer.recipe_checks import CheckedLoss
+
+ROWS = 30  # operators in the table
+TOP = 3  # operators in the line of the log
+LEVEL = 3  # of gzip: several times as fast as 9
+QUIET = "6"  # a level of kineto's log above all of its lines; it prints one at each start and stop
+EVENTS_OF_STEPS = ("on_before_optimizer_step", "on_step_undone", "on_step_end", "on_flush", "on_validation_end")
+
+
+class Recording:
+    """Steps that torch.profiler records. Functions of the trainer have regions of the trace around them meanwhile.
+
+    Args:
+        first: The first step.
+    """
+
+    def __init__(
+        self, trainer: TrainerProtocol, first: int, record_shapes: bool, with_stack: bool, profile_memory: bool
+    ) -> None:
+        self.trainer, self.first, self.last = trainer, first, first
+        self.folder = trainer.run_dir / "profile" / f"rank{trainer.rank}"
+        self.cuda, self.memory = trainer.device.type == "cuda", profile_memory
+        self.profile = profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])],
+            record_shapes=record_shapes,
+            with_stack=with_stack,
+            profile_memory=profile_memory,
+            # On a CPU a thread may reduce gradients. Of all threads, torch reports no memory.
+            experimental_config=Config(profile_all_threads=not self.cuda and not profile_memory),
+        )
+        self.undo = ExitStack()
+        self.region: Any = None  # of the present step
+
+    def start(self, end: Callable[[], None]) -> None:
+        """Begin. `end` is called before a validation.
+
+        Raises:
+            Exception: kineto's, or that of the folder; nothing is recorded then.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.memory and self.cuda and not torch._C._cuda_isHistoryEnabled():
+            torch.cuda.memory._record_memory_history(max_entries=EVENTS, stacks="python")
+            self.undo.callback(torch.cuda.memory._record_memory_history, enabled=None)
+        before = os.environ.get("KINETO_LOG_LEVEL")
+        os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)  # read once in a process
+        try:
+            self.profile.start()
+        finally:
+            if before is None:
+                del os.environ["KINETO_LOG_LEVEL"]
+        self._wrap(end)
+
+    def fetch(self, steps: Iterator[Step], step: int) -> Step | None:
+        """Return the next step's data; None at the end. The region of the step before ends."""
+        self._leave()
+        self.last, self.region = step, record_function(f"ProfilerStep#{step}")  # the name that torch's tools look for
+        self.region.__enter__()
+        with record_function("data"):
+            return next(steps, None)
+
+    def stop(self) -> None:
+        with self.undo:  # also if a line raises
+            self._leave()
+            self.profile.stop()
+            if self.memory and self.cuda:
+                torch.cuda.memory._dump_snapshot(str(self.folder / f"memory-{self.first}.pickle"))
+
+    def write(self) -> str:
+        """Write the trace and the table of operators; return both in a line.
+
+        Raises:
+            OSError: The disk does not take them. No part of a trace is left.
+        """
+        path, plain = self.folder / f"step-{self.first}.json.gz", self.folder / f".step-{self.first}.json"
+        packed = plain.with_suffix(".json.gz")
+        try:
+            self.profile.export_chrome_trace(str(plain))
+            if not plain.exists() or not ends_whole(plain):  # kineto raises nothing
+                raise OSError("kineto could not write the whole trace; make room on the disk")
+            with plain.open("rb") as source, gzip.open(packed, "wb", LEVEL) as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+            packed.replace(path)
+        finally:
+            for file in self.folder.glob(f"{plain.name}*"):  # one of them is kineto's
+                file.unlink()
+        return f"steps {self.first} to {self.last} are in {path}; {self._summarize()}"
+
+    def _summarize(self) -> str:
+        """Append the table of operators to summary.txt; return those that took most time themselves."""
+        averages = self.profile.key_averages()
+        key = "self_device_time_total" if self.cuda else "self_cpu_time_total"
+        file = Appended(self.folder / "summary.txt")
+        title = f"Steps {self.first} to {self.last}, step-{self.first}.json.gz"
+        file.write(f"{title}\n{averages.table(sort_by=key, row_limit=ROWS)}\n\n".encode())
+        file.close()
+        own = {event.key: getattr(event, key) for event in averages if not event.is_user_annotation}
+        total = sum(own.values()) or 1
+        top = sorted(own, key=lambda name: -own[name])[:TOP]
+        return f"most time: {', '.join(f'{name} {own[name] / total:.0%}' for name in top)}"
+
+    def _leave(self) -> None:
+        region, self.region = self.region, None
+        if region is not None:
+            region.__exit__(None, None, None)
+
+    def _wrap(self, end: Callable[[], None]) -> None:
+        """Put regions around the phases and the callbacks' hooks. Each function is looked up when it is called."""
+        trainer: Any = self.trainer
+        self._around_loss(trainer.loss)
+        self._around(torch.autograd, "backward", "backward")
+        self._around(trainer.strategy, "clip", "clip")
+        self._around(trainer.scaler, "step", "optimizer")
+        self._around(trainer.saver, "save", "checkpoint")
+        evaluate = trainer.evaluator.evaluate
+
+        def ended(*args: Any) -> Any:
+            end()
+            return evaluate(*args)
+
+        self._replace(trainer.evaluator, "evaluate", ended)
+        for hook in EVENTS_OF_STEPS:
+            before = trainer.hooks[hook]
+            trainer.hooks[hook] = [inside(f"{self._owner(call)}.{hook}", call) for call in before]
+            self.undo.callback(trainer.hooks.__setitem__, hook, before)
+
+    def _around_loss(self, checked: CheckedLoss) -> None:
+        """Put a region around the loss. The first loss goes through a check, which then puts `loss` in its place."""
+        loss, region = checked.loss, inside("forward", checked.loss)
+        name = "compute" if checked.compute is loss else "loss"
+
+        def restore() -> None:
+            checked.loss = loss
+            if checked.compute is region:
+                checked.compute = loss
+
+        setattr(checked, name, region)
+        self.undo.callback(restore)
+
+    def _owner(self, call: Any) -> str:
+        """Return the callback's name in the config; of a function of the trainer's own, its module's."""
+        owner = getattr(call, "__self__", None)
+        if isinstance(owner, Callback):
+            return name_of(owner, self.trainer.callbacks)
+        return getattr(call, "__module__", "").rpartition(".")[2]
+
+    def _around(self, owner: Any, name: str, region: str) -> None:
+        self._replace(owner, name, inside(region, getattr(owner, name)))
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        own, before = name in vars(owner), getattr(owner, name)
+        setattr(owner, name, value)
+
+        def restore() -> None:
+            if own:
+                setattr(owner, name, before)
+            else:
+                delattr(owner, name)
+
+        self.undo.callback(restore)
+
+
+def inside(region: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `call` in a region of the trace."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        with record_function(region):
+            return call(*args, **options)
+
+    return run
+
+
+def ends_whole(path: Path) -> bool:
+    """Return whether a file ends as a JSON object does."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 64))
+        return file.read().rstrip().endswith(b"}")
