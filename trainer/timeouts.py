@@ -15,6 +15,7 @@ SUSPENDED_S = 5.0  # between two looks of the supervisor; if they are further ap
 COMPILE_S = 1800.0  # extra seconds for the compilation of a graph, beside STILL
 AWAY_S = 10.0  # the shortest pause before a restart after unavailable data
 LONGEST_PAUSE_S = 30.0  # the longest pause before any other restart
+MONITOR_S = 1.0  # until the thread of gpu_monitor has ended; a GPU that is lost may never answer
 TICK_S = 1.0  # the longest pause between two looks of a rank at its own beats
 
 # Checkpoints and files.

@@ -20,6 +20,7 @@ from trainer.callbacks.optimizer_in_backward import OptimizerInBackward
 from trainer.callbacks.overlap.callback import Overlap
 from trainer.callbacks.pipeline.callback import PipelineParallel
 from trainer.callbacks.shard.callback import Shard
+from trainer.monitors.gpu_monitor.callback import GpuMonitor
 from trainer.monitors.memory.callback import Memory
 from trainer.monitors.metrics_file import MetricsFile
 from trainer.monitors.progress import Progress
@@ -33,6 +34,7 @@ STAGES = 3 if RANKS == 3 else 2
 
 OBSERVERS: Table = {
     "early_stop": lambda: EarlyStop(patience=5),
+    "gpu_monitor": lambda: GpuMonitor(every_s=0.01),
     "memory": Memory,
     "metrics_file": MetricsFile,
     "progress": Progress,
