@@ -39,6 +39,11 @@ SPARE_S = 5.0  # a download ahead of use evicts no shard that was used in the la
 LOOK_S = 0.2  # between two looks of the downloads ahead at the progress of training
 AGAIN_S = 5.0  # pause after a failure of a download ahead; nobody waits for the shard yet
 
+# trainer.tools.doctor.
+MEET_S = 30.0  # until a rank comes, and until it answers; --timeout changes it
+DISK_S = 2.0  # until a disk has taken a small file and given it back
+SKEW_S = 0.5  # by which clocks of two machines may differ without a warning
+
 # Lines on the terminal.
 LOG_EVERY_S = 10.0  # between two lines about a long validation
 REFRESH_S = 0.1  # between two drawings of the bar
