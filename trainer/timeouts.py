@@ -15,6 +15,7 @@ SUSPENDED_S = 5.0  # between two looks of the supervisor; if they are further ap
 COMPILE_S = 1800.0  # extra seconds for the compilation of a graph, beside STILL
 AWAY_S = 10.0  # the shortest pause before a restart after unavailable data
 LONGEST_PAUSE_S = 30.0  # the longest pause before any other restart
+MONITOR_S = 1.0  # until the thread of gpu_monitor has ended; a GPU that is lost may never answer
 TICK_S = 1.0  # the longest pause between two looks of a rank at its own beats
 
 # Checkpoints and files.
@@ -37,6 +38,11 @@ AHEAD_S = 1.0  # the same for a download ahead of use
 SPARE_S = 5.0  # a download ahead of use evicts no shard that was used in the last so many seconds
 LOOK_S = 0.2  # between two looks of the downloads ahead at the progress of training
 AGAIN_S = 5.0  # pause after a failure of a download ahead; nobody waits for the shard yet
+
+# trainer.tools.doctor.
+MEET_S = 30.0  # until a rank comes, and until it answers; --timeout changes it
+DISK_S = 2.0  # until a disk has taken a small file and given it back
+SKEW_S = 0.5  # by which clocks of two machines may differ without a warning
 
 # Lines on the terminal.
 LOG_EVERY_S = 10.0  # between two lines about a long validation

@@ -23,6 +23,7 @@ from trainer.callbacks.shard.callback import Shard
 from trainer.monitors.comm_monitor import CommMonitor
 from trainer.monitors.events import Events
 from trainer.monitors.advice.callback import Advice
+from trainer.monitors.gpu_monitor.callback import GpuMonitor
 from trainer.monitors.memory.callback import Memory
 from trainer.monitors.metrics_file import MetricsFile
 from trainer.monitors.profiler.callback import Profiler
@@ -37,10 +38,11 @@ RANKS = int(os.environ.get("CONTRACT_RANKS", "3"))  # on which the contract is t
 STAGES = 3 if RANKS == 3 else 2
 
 OBSERVERS: Table = {
-    "comm_monitor": CommMonitor,
     "advice": Advice,
+    "comm_monitor": CommMonitor,
     "early_stop": lambda: EarlyStop(patience=5),
     "events": Events,
+    "gpu_monitor": lambda: GpuMonitor(every_s=0.01),
     "memory": Memory,
     "metrics_file": MetricsFile,
     "profiler": lambda: Profiler(first=2, active=2),

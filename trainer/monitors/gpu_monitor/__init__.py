@@ -1,0 +1,1 @@
+"""Samples of the GPU by NVML, and of the host beside it, in a thread."""

@@ -1,0 +1,92 @@
+"""Reads the limits that control groups set this process, and what the groups use. Linux has two versions of them."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+PROC, SYS = Path("/proc"), Path("/sys")
+UNLIMITED = 1 << 62  # version 1 writes the largest multiple of a page instead of a word
+
+
+class Limit(NamedTuple):
+    value: float
+    group: Path  # the folder whose processes share it
+
+
+def groups(controller: str, proc: Path = PROC, sys: Path = SYS) -> list[Path]:
+    """Return the folders of this process's control groups, the innermost first; empty without that controller.
+
+    A container may see its own group as the root, and a path that leads nowhere.
+    """
+    root = sys / "fs" / "cgroup"
+    second = (root / "cgroup.controllers").exists()
+    with contextlib.suppress(OSError):
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
+            _, names, path = line.split(":", 2)
+            if (not names and second) or controller in names.split(","):
+                base = root if second else root / controller
+                inner = base / path.lstrip("/")
+                return [folder for folder in (inner, *inner.parents) if folder.is_relative_to(base) and folder.is_dir()]
+    return []
+
+
+def tightest(controller: str, read: Callable[[Path], float | None], proc: Path, sys: Path) -> Limit | None:
+    """Return the smallest limit on the way to the root, since each holds; None without any."""
+    limits = list[Limit]()
+    for group in groups(controller, proc, sys):
+        with contextlib.suppress(OSError, ValueError):
+            if (value := read(group)) is not None:
+                limits.append(Limit(value, group))
+    return min(limits, default=None)
+
+
+def memory(proc: Path = PROC, sys: Path = SYS) -> Limit | None:
+    """Return the limit of memory, in bytes."""
+    return tightest("memory", lambda group: number(group, "memory.max", "memory.limit_in_bytes"), proc, sys)
+
+
+def cores(proc: Path = PROC, sys: Path = SYS) -> Limit | None:
+    """Return the limit of CPU time, in seconds per second."""
+    return tightest("cpu", quota, proc, sys)
+
+
+def processes(proc: Path = PROC, sys: Path = SYS) -> Limit | None:
+    """Return the limit of processes and threads."""
+    return tightest("pids", lambda group: number(group, "pids.max"), proc, sys)
+
+
+def number(group: Path, *names: str) -> float | None:
+    """Return the limit in the first of these files that exists; None if that file has no limit."""
+    file = next(path for path in map(group.joinpath, names) if path.exists() or path.name == names[-1])
+    text = file.read_text().strip()
+    return None if text == "max" or int(text) >= UNLIMITED else int(text)
+
+
+def quota(group: Path) -> float | None:
+    if (group / "cpu.max").exists():
+        given, period = (group / "cpu.max").read_text().split()
+        return None if given == "max" else int(given) / int(period)
+    given = int((group / "cpu.cfs_quota_us").read_text())
+    return None if given < 0 else given / int((group / "cpu.cfs_period_us").read_text())
+
+
+def memory_used(group: Path) -> int:
+    """Return the bytes that the processes of a group use, without files that the kernel would give back first."""
+    second = (group / "memory.current").exists()
+    used = int((group / ("memory.current" if second else "memory.usage_in_bytes")).read_text())
+    lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+    stat = {line[0]: int(line[1]) for line in lines if len(line) == 2}
+    return max(0, used - stat.get("inactive_file" if second else "total_inactive_file", 0))
+
+
+def cpu_seconds(group: Path, proc: Path = PROC, sys: Path = SYS) -> float:
+    """Return the CPU time that the processes of a group have used."""
+    if (group / "cpu.max").exists():
+        lines = (line.split() for line in (group / "cpu.stat").read_text().splitlines())
+        return {key: int(value) for key, value in lines}["usage_usec"] / 1e6
+    # In version 1 another controller counts, which may have other folders: then the innermost counts.
+    base = sys / "fs" / "cgroup"
+    twin = base / "cpuacct" / group.relative_to(base / "cpu")
+    folder = twin if twin.is_dir() else groups("cpuacct", proc, sys)[0]
+    return int((folder / "cpuacct.usage").read_text()) / 1e9

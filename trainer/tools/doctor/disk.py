@@ -1,0 +1,81 @@
+"""Examines folders: free space, and the speed of a small file, within a time limit that a dead file system meets."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer import timeouts
+from trainer.tools.doctor.finding import ERROR, OK, WARNING, Finding, size
+
+MIB, GIB = 1 << 20, 1 << 30
+BYTES = 32 * MIB  # of the file that is written and read
+SLOW = 50 * MIB  # bytes per second
+
+
+def examine(folder: Path) -> Iterator[Finding]:
+    """Yield the speed and free space of `folder`, for checkpoints and logs, and of TMPDIR, for sockets and programs."""
+    yield tried(f"disk of {folder}", folder, BYTES)
+    temporary = Path(tempfile.gettempdir())
+    yield tried(f"TMPDIR {temporary}", temporary, 1)
+
+
+def tried(subject: str, folder: Path, count: int) -> Finding:
+    """Write and read a file in a thread: a network drive that is away answers never."""
+    found = list[Finding]()
+    thread = threading.Thread(target=lambda: found.append(tried_here(subject, folder, count)), daemon=True)
+    thread.start()
+    thread.join(timeouts.DISK_S)
+    if found:
+        return found[0]
+    return Finding(
+        subject, f"no answer within {timeouts.DISK_S:g} s", ERROR, "checkpoints would wait, too",
+        "see whether the file system is mounted and its server runs",
+    )  # fmt: skip
+
+
+def tried_here(subject: str, folder: Path, count: int) -> Finding:
+    try:
+        free = shutil.disk_usage(folder).free
+        count = max(1, min(count, free // 2))
+        write_s, read_s = speed(folder, count)
+    except OSError as error:
+        return Finding(
+            subject, error.strerror or str(error), ERROR, "a run can't write its files",
+            "make room or make it writable, or name another folder by --folder",
+        )  # fmt: skip
+    data: dict[str, Any] = {"free": free}
+    value, level, consequence, way_out = f"{size(free)} free", OK, "", ""
+    if count > MIB:
+        written, read = count / write_s, count / read_s
+        data |= {"write": written, "read": read}
+        value += f", writes {size(written)}/s, reads {size(read)}/s"
+        if written < SLOW:
+            level, consequence = WARNING, f"a checkpoint of 1 GiB takes {GIB / written:.0f} s"
+            way_out = "write to a local disk: trainer.checkpoint.dir"
+    if free < GIB:
+        level, consequence, way_out = WARNING, "checkpoints may not fit", "make room, or give trainer.checkpoint.dir"
+    return Finding(subject, value, level, consequence, way_out, data)
+
+
+def speed(folder: Path, count: int) -> tuple[float, float]:
+    """Return the seconds of writing `count` bytes down to the disk, and of reading them again without the cache."""
+    chunk = os.urandom(min(count, MIB))
+    with tempfile.TemporaryFile(dir=folder) as file:
+        began = time.perf_counter()
+        for _ in range(max(1, count // MIB)):
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+        written = time.perf_counter()
+        with contextlib.suppress(OSError):  # some file systems have no such advice
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        while file.read(MIB):
+            pass
+        return written - began, time.perf_counter() - written
