@@ -58,13 +58,15 @@ def shares(setup: Setup) -> list[float]:
 def lay_out(setup: Setup) -> list[Bucket]:
     """Fill buckets in the order in which gradients become ready, the reverse of the model's (Li et al. 2020)."""
     sizes, shapes, share = limits(setup), shapes_of(setup), shares(setup)
+    all_shares = sum(share[i] for i in setup.own)
     buckets: list[Bucket] = []
     held: list[int] = []
-    for index in reversed(range(len(shapes))):
+    for index in reversed(setup.own):
         held.append(index)
         limit = sizes[min(len(buckets), len(sizes) - 1)] * MIB
-        if index == 0 or 4 * sum(setup.workload.parameters[i] for i in held) >= limit:
-            elements = sum(setup.workload.parameters[i] for i in held)
-            buckets.append(Bucket([shapes[i] for i in held], elements, sum(share[i] for i in held), min(held)))
+        elements = sum(setup.workload.parameters[i] for i in held)
+        if index == setup.own[0] or 4 * elements >= limit:
+            part = sum(share[i] for i in held) / all_shares if all_shares else 1 / len(setup.own)
+            buckets.append(Bucket([shapes[i] for i in held], elements, part, min(held)))
             held = []
     return buckets

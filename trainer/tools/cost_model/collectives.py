@@ -10,6 +10,7 @@ and scan").
 """
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from trainer.tools.cost_model.machine import Machine
@@ -78,4 +79,10 @@ def two_levels(size: float, group: Group, machine: Machine, across: list[Message
     inside, between = Group(1, group.per_node), Group(group.nodes, 1)
     steps = [time(Message(name, size), inside, machine) for name in ("reduce_scatter", "all_gather")]
     steps += [time(message, between, machine, algorithm) for message in across]
-    return Wire(*map(sum, zip(*steps, strict=True)))
+    return add(steps)
+
+
+def add(wires: Iterable[Wire]) -> Wire:
+    """Return the time of collectives one after another."""
+    each = list(wires)
+    return Wire(sum(wire.seconds for wire in each), sum(wire.cpu_s for wire in each))

@@ -19,8 +19,7 @@ def predict_memory(setup: Setup) -> float:
 def model_bytes(setup: Setup) -> float:
     """Return the bytes of parameters, gradients with DDP's buckets, and optimizer state."""
     parameters, ranks, stage = setup.gradient_bytes, setup.data_ranks, setup.knob("shard", "stage", 0)
-    state = max(0.0, setup.workload.state_bytes / setup.stages - 2 * parameters)
-    gradients = parameters
+    state, gradients = setup.optimizer_bytes, parameters
     if setup.knob("pipeline", "schedule") == "pipedream_2bw":
         return 4 * parameters + state
     if stage == 3:
@@ -33,7 +32,7 @@ def model_bytes(setup: Setup) -> float:
         gradients = parameters / ranks if setup.passes == 1 else parameters
     elif "optimizer_in_backward" in setup.callbacks and setup.passes == 1:
         gradients = min(parameters, IN_FLIGHT * 4 * max(bucket.elements for bucket in lay_out(setup)))
-    elif ranks > 1 and not {"overlap", "local_sgd", "onebit_adam"} & setup.callbacks.keys():
+    elif ranks > 1 and setup.copies and not {"overlap", "local_sgd", "onebit_adam"} & setup.callbacks.keys():
         gradients *= 2  # DDP's buckets beside the gradients
     return parameters + gradients + (state / ranks if stage else state)
 

@@ -1,11 +1,10 @@
-"""The passes of a step, and how the reduction of gradients lies beside them: DDP, overlap, shard."""
+"""The passes of a step, and how the reduction of gradients lies beside them: DDP's way, and that of overlap."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from trainer.tools.cost_model.buckets import Bucket, lay_out
-from trainer.tools.cost_model.collectives import Wire
-from trainer.tools.cost_model.reduction import Reduction, cost, reduce
+from trainer.tools.cost_model.reduction import copying, reduce
 from trainer.tools.cost_model.setup import Setup, factor
 from trainer.tools.cost_model.simulate import Job, Task, simulate
 
@@ -50,7 +49,7 @@ def passes(setup: Setup) -> Passes:
 
 def ddp(setup: Setup, run: Passes, buckets: Sequence[Bucket], jobs: Sequence[Job]) -> float:
     """Return the seconds from the first forward pass to the last gradient, with each bucket sent when it is full."""
-    copy, cores = cost(setup, "none"), setup.machine.cores_per_rank
+    copy, cores = copying(setup), setup.machine.cores_per_rank
     tasks = [Task(run.before_s + run.forward_s)]
     for number, bucket in enumerate(buckets):
         fill_s = 4 * bucket.elements * copy.encode_s_per_byte
@@ -62,7 +61,7 @@ def ddp(setup: Setup, run: Passes, buckets: Sequence[Bucket], jobs: Sequence[Job
 
 def overlap(setup: Setup, run: Passes, buckets: Sequence[Bucket], jobs: Sequence[Job]) -> float:
     """Return the seconds of a step if the next forward pass hides messages too; the optimizer's are in it."""
-    copy, count = cost(setup, "none"), len(buckets)
+    copy, count = copying(setup), len(buckets)
     total = sum(bucket.elements for bucket in buckets)
     order = sorted(range(count), key=lambda b: buckets[b].first)  # of need
     tasks: list[Task] = []
@@ -81,18 +80,10 @@ def overlap(setup: Setup, run: Passes, buckets: Sequence[Bucket], jobs: Sequence
     return ends[-1] - ends[-1 - each]
 
 
-def in_step(setup: Setup, run: Passes, codec: bool = True, wire: bool = True) -> float:
-    """Return the seconds of passes, reduction and optimizer, with or without what codec and wire take."""
+def in_step(setup: Setup, run: Passes, codec: bool) -> float:
+    """Return the seconds of passes, reduction and optimizer, with or without the codec's work."""
     buckets = lay_out(setup)
-    found = [reduce(setup, bucket) for bucket in buckets]
-    jobs = [only(each, codec, wire).job() for each in found]
+    jobs = [reduce(setup, bucket).job(codec) for bucket in buckets]
     if "overlap" in setup.callbacks:
         return overlap(setup, run, buckets, jobs)
-    seconds = ddp(setup, run, buckets, jobs)
-    return seconds + run.optimizer_s
-
-
-def only(reduction: Reduction, codec: bool, wire: bool) -> Reduction:
-    """Return the reduction without its codec's work, or without the wire's."""
-    kept = reduction if codec else reduction._replace(encode_s=0.0, decode_s=0.0)
-    return kept if wire else kept._replace(wire=Wire())
+    return ddp(setup, run, buckets, jobs) + run.optimizer_s

@@ -8,12 +8,13 @@ from dataclasses import replace
 from statistics import NormalDist
 
 from trainer.tools.cost_model.buckets import lay_out
+from trainer.tools.cost_model.fsdp import fsdp
 from trainer.tools.cost_model.machine import Machine
 from trainer.tools.cost_model.memory import predict_memory
 from trainer.tools.cost_model.passes import Passes, in_step, passes
 from trainer.tools.cost_model.reduction import reduce
 from trainer.tools.cost_model.setup import Setup, read
-from trainer.tools.cost_model.strategies import Cost, fsdp, gathered_weights, idle, local_sgd, onebit_adam, pipeline
+from trainer.tools.cost_model.strategies import Cost, gathered_weights, idle, local_sgd, onebit_adam, pipeline
 from trainer.tools.cost_model.workload import Choice, Prediction, Workload
 
 
@@ -54,18 +55,17 @@ def fit_memory(setup: Setup) -> Setup:
 
 def step(setup: Setup, run: Passes, codec: bool) -> Cost:
     """Return the seconds of passes, reduction and optimizer, and the bytes sent."""
-    alone = setup.data_ranks == 1
     extra = pipeline(setup) if setup.stages > 1 else Cost(0.0, 0.0)
-    if alone:
+    if setup.data_ranks == 1:
         return Cost(run.compute_s + run.optimizer_s + extra.seconds, extra.sent_bytes)
     if "local_sgd" in setup.callbacks:
-        return local_sgd(setup, run, codec, True)
+        return local_sgd(setup, run, codec)
     if "onebit_adam" in setup.callbacks:
-        return onebit_adam(setup, run, codec, True)
+        return onebit_adam(setup, run, codec)
     stage = setup.knob("shard", "stage", 0)
     if stage == 3:
-        return fsdp(setup, run, True)
-    sent = sum(reduce(setup, bucket).sent_bytes for bucket in lay_out(setup)) / setup.stages
+        return fsdp(setup, run)
+    sent = sum(reduce(setup, bucket).sent_bytes for bucket in lay_out(setup))
     seconds = in_step(setup, run, codec=codec)
     if stage:
         weights, gathered = gathered_weights(setup)

@@ -25,8 +25,10 @@ WHY = {
     "hetero_batch": "ranks are taken as equal",
 }
 READ = frozenset({
-    "batch", "micro_batch", "accumulate", "trainer.ddp.bucket_mib", "trainer.precision", "data.workers",
+    "batch", "micro_batch", "accumulate", "trainer.ddp.bucket_mib", "trainer.ddp.gradient_as_bucket_view",
+    "trainer.precision", "data.workers",
 })  # fmt: skip
+ALGORITHMS = {"Ring": "ring", "Tree": "tree"}  # of nccl.algo, that are modelled
 QUIET = ("trainer.checkpoint.", "trainer.max_", "trainer.log_", "trainer.validate_", "data.prefetch", "data.cache")
 
 
@@ -80,9 +82,35 @@ class Setup:
         return self.knob("grad_compress", "codec", "none")
 
     @property
+    def algorithm(self) -> str:
+        """Return the algorithm of an all-reduce; a ring if nothing chooses another."""
+        return ALGORITHMS.get(str(self.settings.get("nccl.algo")), "ring")
+
+    @property
+    def copies(self) -> bool:
+        """Return whether gradients are copied into buckets and back."""
+        return not self.settings.get("trainer.ddp.gradient_as_bucket_view")
+
+    @functools.cached_property
+    def own(self) -> tuple[int, ...]:
+        """Return the indices of a rank's parameters: all, or those of the stage that has most, of even parts."""
+        sizes, parts = self.workload.parameters, [list[int]() for _ in range(self.stages)]
+        before, total = 0, sum(sizes)
+        for index, size in enumerate(sizes):
+            parts[min(self.stages - 1, int(self.stages * (before + size / 2) / total))].append(index)
+            before += size
+        return tuple(max(parts, key=lambda part: sum(sizes[i] for i in part)))
+
+    @property
     def gradient_bytes(self) -> float:
-        """Return the bytes of all gradients of a rank, in float32."""
-        return 4 * sum(self.workload.parameters) / self.stages
+        """Return the bytes of a rank's gradients, in float32."""
+        return 4 * sum(self.workload.parameters[i] for i in self.own)
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Return the bytes of a rank's optimizer state, before it is sharded."""
+        share = self.gradient_bytes / (4 * sum(self.workload.parameters))
+        return max(0.0, share * self.workload.state_bytes - 2 * self.gradient_bytes)
 
 
 def read(machine: Machine, workload: Workload, choice: Choice, batch: int) -> Setup:
@@ -95,6 +123,9 @@ def read(machine: Machine, workload: Workload, choice: Choice, batch: int) -> Se
     callbacks = {name: knobs(name, given, unknown) for name, given in choice.callbacks.items()}
     for key, value in choice.settings.items():
         unknown += setting(key, value)
+    codec = "sign" if "onebit_adam" in callbacks else callbacks.get("grad_compress", {}).get("codec")
+    if codec and codec not in machine.codecs:
+        unknown.append(f"codec {codec}: its cost is not measured, and is taken as 0")
     for name in sorted({"compile"} & callbacks.keys()) + precision(choice.settings):
         if name not in workload.factors:
             unknown.append(f"{name}: its factor on the passes is not measured, and is taken as 1")
@@ -146,8 +177,8 @@ def setting(key: str, value: Any) -> list[str]:
     """
     if key in READ or key.startswith(QUIET):
         return []
-    if key.startswith("nccl"):
-        return [f"{key}={value}: NCCL's choice of algorithm is not modelled"]
+    if key.startswith("nccl."):
+        return [] if key == "nccl.algo" and value in (None, *ALGORITHMS) else [f"{key}={value}: is not modelled"]
     if key not in settings_of():
         raise ConfigError(f"{key}={value}: no such setting; {nearest(key, settings_of())}")
     return [f"{key}={value}: its time is not modelled"]
