@@ -76,6 +76,7 @@ class Saver:
         self.error: OSError | None = None  # of the last finished write; None if it succeeded
         self.failures = 0  # in a row
         self.closing = False
+        self.began_at, self.stall_s, self.written_at = 0.0, 0.0, 0.0  # of the checkpoint that was begun last
         if self.shares:
             self._refuse_other_disks()
 
@@ -104,10 +105,11 @@ class Saver:
             ConfigError: The last checkpoint can't be written.
         """
         if self.requested != step:
-            self.requested = step
+            self.requested, began = step, time.monotonic()
             begins = self.ranks.rank == 0 and not saved and (last or must or self._is_free(step))
             if self._finish_writing(begins, warns=not last):
                 self._begin(step, state())
+                self.began_at, self.stall_s = began, time.monotonic() - began
         if last:
             self._finish_writing(waits=True, warns=False)
             if self.error and stopped and (older := locate.checkpoints(self.folder)):
@@ -272,6 +274,7 @@ class Saver:
             log.error("checkpoint of step %d failed, training goes on: %s", step, error)
             return error
         assert self.claim
+        self.written_at = time.monotonic()
         with _warned(f"checkpoint of step {step} is written, but not recorded in the run's folder"):
             self.claim.mark()
         with _warned(f"checkpoint of step {step} is written, but {locate.LAST} does not point to it"):

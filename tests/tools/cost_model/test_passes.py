@@ -41,7 +41,7 @@ def test_overlap_hides_behind_the_next_forward_pass_too() -> None:
 
 
 def test_overlap_waits_for_the_layer_that_is_ready_last_and_needed_first() -> None:
-    """The link, 0.01 s a layer slower than the backward pass, is at layer 1 when the pass ends, and has 0.04 s to go."""
+    """The link takes 0.05 s a layer, the backward pass 0.04 s. At its end, layer 1 needs 0.04 s, layer 0 0.05 s."""
     assert seconds(machine(across=link(0.05)), {"overlap": {}}) == pytest.approx(0.61 + 0.04 + 0.05)
 
 
