@@ -9,6 +9,7 @@ from typing import Any
 from trainer.batch import split_batch
 from trainer.callback import Callback, Role, arrange, overrides
 from trainer.checkpoint import locate
+from trainer.checkpoint.interval import FIRST_S
 from trainer.checkpoint.manifest import see, verify
 from trainer.checkpoint.pretrained import weights_files
 from trainer.checkpoint.retention import parse_best
@@ -96,13 +97,18 @@ class Plan:
         self.spec = self._agree(world, each, spec)
 
     def _set_intervals(self) -> None:
-        """Set the steps and seconds between validations and between checkpoints; infinity means never."""
+        """Set the steps and seconds between validations and between checkpoints; infinity means never.
+
+        With `trainer.checkpoint.every=auto`, `training_state` sets `save_s` anew after each checkpoint.
+        """
         options = self.options
         self.validate_every = every = self._every("trainer.validate_every", options.validate_every)
         self.validate_s = every.amount * 60 if every and every.unit == "minutes" else math.inf
         self.validate_steps = every.amount if every and every.unit == "steps" else math.inf
         self.save_s = (options.checkpoint.every_minutes or math.inf) * 60
         self.save_steps = options.checkpoint.every_steps or math.inf
+        if options.checkpoint.every:
+            self.save_s, self.save_steps = FIRST_S, math.inf
 
     def _agree(self, world: int, each: Callable[[Any], list[Any]], spec: RunSpec | None) -> RunSpec:
         """Return the decisions of the launcher or else of rank 0, after a comparison with this rank's view.

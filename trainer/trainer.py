@@ -124,6 +124,7 @@ class Trainer:
         limit = allowed(self.plan.data.max_bad, self.plan.epoch_samples or 0)
         self.quarantine = BadSamples(self.run_dir / "quarantine.jsonl", limit, self.ranks.gather, self.rank)
         self.saver = training_state.make_saver(self, claim)
+        self.interval = training_state.make_interval(self)
         self.settings: dict[str, Any] = {}  # of the config, for the manifest
         self.step, self.samples, self.seconds = 0, 0, 0.0  # done so far; `samples` is the position in the data
         self.lag, self.validated_step = 0, -1  # lag: steps by which the weights are behind, while a callback defers

@@ -13,6 +13,7 @@ from trainer import timeouts
 from trainer.callback import TrainerProtocol, overrides
 from trainer.checkpoint import fence, retention
 from trainer.checkpoint.compare import differences, plain
+from trainer.checkpoint.interval import Interval
 from trainer.checkpoint.lock import Claim
 from trainer.checkpoint.manifest import Damaged
 from trainer.checkpoint.parts import is_part_section, open_parts, read_all
@@ -40,6 +41,7 @@ class SavedTrainer(TrainerProtocol, Protocol):
     """The attributes of a trainer that are saved and restored."""
 
     saver: Saver
+    interval: Interval
     quarantine: BadSamples
     settings: dict[str, Any]  # of the config, for the manifest
     rules: ParameterRules  # settings for some of the parameters
@@ -89,6 +91,12 @@ def make_saver(trainer: SavedTrainer, claim: Claim | None) -> Saver:
     return saver
 
 
+def make_interval(trainer: SavedTrainer) -> Interval:
+    """Make the interval between checkpoints, which counts the failures in the run's folder."""
+    nodes = max(1, trainer.world // trainer.ranks.place.local_world)
+    return Interval(bool(trainer.options.checkpoint.every), trainer.world, nodes, trainer.run_dir / "logs")
+
+
 @during(Phase.CHECKPOINT)
 def save(trainer: SavedTrainer, last: bool = False) -> None:
     """Begin a checkpoint of this step; wait for the last one. A collective.
@@ -100,6 +108,8 @@ def save(trainer: SavedTrainer, last: bool = False) -> None:
     trainer.saved_at = time.monotonic()
     trainer.seconds = trainer.saved_at - trainer.started
     validated, stopped = trainer.validated_step == trainer.step, trainer.stop_reason == "signal"
+    saver, began_at = trainer.saver, trainer.saver.began_at
+    write_s = max(0.0, saver.written_at - began_at)  # of the checkpoint before
     try:
         trainer.saver.save(
             trainer.step, lambda: state(trainer), last, must=validated, stopped=stopped, saved=is_saved(trainer)
@@ -107,11 +117,21 @@ def save(trainer: SavedTrainer, last: bool = False) -> None:
     finally:
         if last:
             trainer.heartbeat.beat(patience_s=timeouts.EXPORT_S)  # rank 0 may export
+    if saver.began_at > began_at and not last:
+        trainer.interval.measure(saver.stall_s, write_s, trainer.seconds)
+        follow(trainer)
+
+
+def follow(trainer: SavedTrainer) -> None:
+    """Let the plan's clock follow the interval of `trainer.checkpoint.every=auto`. Rank 0's clock decides."""
+    if trainer.interval.auto and trainer.interval.stall_s:
+        trainer.plan.save_s = trainer.interval.seconds
 
 
 @during(Phase.CHECKPOINT)
 def reserve(trainer: SavedTrainer) -> None:
     """Allocate memory for this rank's tensors of a checkpoint. No collective."""
+    trainer.interval.restart_s = time.monotonic() - trainer.interval.made_at
     parts = trainer.strategy.save(trainer.optimizer)
     trainer.saver.reserve({} if trainer.rank else tensors(trainer, parts), parts)
 
@@ -140,6 +160,7 @@ def state_dict(trainer: SavedTrainer, parts: Collection[str]) -> dict[str, Any]:
         "validation": trainer.validation,
         "validated_step": trainer.validated_step,
         "quarantine": trainer.quarantine.state_dict(),
+        **({"interval": trainer.interval.state_dict()} if trainer.interval.auto else {}),
     }
 
 
@@ -243,6 +264,9 @@ def load(trainer: SavedTrainer, path: Path) -> None:
         setattr(trainer, name, state[name])
     trainer.bests, trainer.loaded = [state["best"]], (trainer.step, trainer.validated_step)
     trainer.quarantine.load_state_dict(state["quarantine"])
+    with _of_its_kind(path, "checkpoint.every=auto"):
+        trainer.interval.load_state_dict(state.get("interval", {}), trainer.seconds)
+    follow(trainer)
     for name, callback in trainer.callbacks.items():
         with _of_its_kind(path, f"callbacks.{name}"):
             if name in state["callbacks"]:

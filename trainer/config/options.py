@@ -15,6 +15,7 @@ class CheckpointOptions:
     """`dir` holds one folder a run, and `last.pt`, a link to the newest checkpoint."""
 
     dir: str = "ckpt"
+    every: Literal["auto"] | None = None  # auto: by measured stall and failures, instead of the next two
     every_steps: int | None = 1000
     every_minutes: float | None = 30.0  # by rank 0's clock
     keep: int = 2  # newest valid checkpoints kept; at least 2, for the newest may turn out to be damaged
@@ -24,6 +25,11 @@ class CheckpointOptions:
     max_failures: int = 3  # in a row, until the run stops
 
     def __post_init__(self) -> None:
+        if self.every not in (None, "auto"):
+            raise ConfigError(
+                f"trainer.checkpoint.every={self.every}: is neither auto nor null; "
+                "give steps by trainer.checkpoint.every_steps, minutes by trainer.checkpoint.every_minutes"
+            )
         require("trainer.checkpoint.every_steps", self.every_steps, at_least=1)
         require("trainer.checkpoint.every_minutes", self.every_minutes, above=0)
         for key, least in (("keep", 2), ("keep_every", 1), ("max_failures", 1)):

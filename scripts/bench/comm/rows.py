@@ -13,8 +13,9 @@ from trainer.callbacks.onebit_adam.callback import OneBitAdam
 from trainer.callbacks.overlap.callback import Overlap
 from trainer.comm.codecs.registry import CODECS
 from trainer.errors import ConfigError
+from trainer.tools.cost_model.messages import Shapes, of_codec, powersgd, sent
+from trainer.tools.cost_model.messages import onebit_adam as signs
 
-Shapes = list[tuple[int, ...]]  # of the parameters
 Formula = Callable[[Shapes, int], float]  # shapes, number of ranks -> bytes that a rank sends in a step
 CLASSES: dict[str, type[Callback]] = {
     "grad_compress": GradCompress, "overlap": Overlap, "local_sgd": LocalSGD, "onebit_adam": OneBitAdam
@@ -63,62 +64,21 @@ class Row:
         return built
 
 
-def elements(shapes: Shapes) -> int:
-    return sum(map(math.prod, shapes))
+def sends(codec: str = "none", **knobs: Any) -> Formula:
+    """Make the formula of a codec, which the cost model has."""
+    return lambda shapes, ranks: sent(of_codec(codec, shapes, ranks, knobs), ranks)
 
 
-def ring(ranks: int, size: float) -> float:
-    """Compute the bytes that each rank sends in a ring all-reduce of `size` bytes."""
-    return 2 * (ranks - 1) / ranks * size
-
-
-def summed(itemsize: int) -> Formula:
-    return lambda shapes, ranks: ring(ranks, itemsize * elements(shapes))
-
-
-def int8(shapes: Shapes, ranks: int) -> float:
-    return ring(ranks, elements(shapes) * (1 + 4 / 256))
-
-
-def sparse(density: float, itemsize: int) -> Formula:
-    def sends(shapes: Shapes, ranks: int) -> float:
-        n = elements(shapes)
-        return (ranks - 1) * ((itemsize + 2) * density * n + n / 16384)
-
-    return sends
-
-
-def sign(shapes: Shapes, ranks: int) -> float:
-    return (ranks - 1) * (elements(shapes) / 8 + 4 * len(shapes))
-
-
-def signs_of_shards(shapes: Shapes, ranks: int) -> float:
-    return ring(ranks, elements(shapes) / 8 + 4 * len(shapes))
-
-
-def blocksparse(shapes: Shapes, ranks: int) -> float:
-    """Compute the bytes if hardly any block is zero, as in a model whose embedding is its output layer."""
-    return (ranks - 1) * elements(shapes) / 256 / 8 + ring(ranks, 4 * elements(shapes))
-
-
-def powersgd(rank: int, least: float = 1.0) -> Formula:
-    """Make the formula of PowerSGD, which compresses a matrix if that makes it `least` times smaller or more."""
-
-    def sends(shapes: Shapes, ranks: int) -> float:
-        numbers = 0
-        for m, n in ((shape[0], math.prod(shape[1:])) for shape in shapes):
-            numbers += rank * (m + n) if n > 1 and rank * (m + n) * least < m * n else m * n
-        return ring(ranks, 4 * numbers)
-
-    return sends
+def torch_powersgd(shapes: Shapes, ranks: int) -> float:
+    return sent(powersgd(shapes, 1, least=2.0), ranks)
 
 
 def seldom(sends: Formula, every: int) -> Formula:
     return lambda shapes, ranks: sends(shapes, ranks) / every
 
 
-def compressed(codec: str, sends: Formula, bucket_mib: float | None = ONE, **knobs: Any) -> Row:
-    return Row("echelon", sends, bucket_mib, callbacks={"grad_compress": {"codec": codec, **knobs}})
+def compressed(codec: str, bucket_mib: float | None = ONE, **knobs: Any) -> Row:
+    return Row("echelon", sends(codec, **knobs), bucket_mib, callbacks={"grad_compress": {"codec": codec, **knobs}})
 
 
 def overlapped(row: Row, bucket_mib: float = SLICE) -> Row:
@@ -126,40 +86,40 @@ def overlapped(row: Row, bucket_mib: float = SLICE) -> Row:
 
 
 def onebit_adam(**arguments: Any) -> Row:
-    return Row("echelon", signs_of_shards, callbacks={"onebit_adam": arguments})
+    return Row("echelon", lambda shapes, ranks: sent(signs(shapes), ranks), callbacks={"onebit_adam": arguments})
 
 
 def meeting(every: int, row: Row | None = None, **arguments: Any) -> Row:
-    sends, codec = (row.sends, row.callbacks) if row else (summed(4), {})
-    assert sends is not None
+    formula, codec = (row.sends, row.callbacks) if row else (sends(), {})
+    assert formula is not None
     return Row(
-        "echelon", seldom(sends, every), callbacks={"local_sgd": {"every": every, **arguments}, **codec}, every=every
+        "echelon", seldom(formula, every), callbacks={"local_sgd": {"every": every, **arguments}, **codec}, every=every
     )
 
 
 CODEC_ROWS = {
-    "bf16": compressed("bf16", summed(2), None),
-    "fp16": compressed("fp16", summed(2), None),
-    "int8": compressed("int8", int8, BESIDE),
-    "topk": compressed("topk", sparse(0.01, 2), None, density=0.01),
-    "dgc": compressed("dgc", sparse(0.001, 4), density=0.001),
-    "sign": compressed("sign", sign, BESIDE),
-    "powersgd-1": compressed("powersgd", powersgd(1), rank=1),
-    "powersgd-4": compressed("powersgd", powersgd(4), rank=4),
-    "blocksparse": compressed("blocksparse", blocksparse),
+    "bf16": compressed("bf16", None),
+    "fp16": compressed("fp16", None),
+    "int8": compressed("int8", BESIDE),
+    "topk": compressed("topk", None, density=0.01),
+    "dgc": compressed("dgc", density=0.001),
+    "sign": compressed("sign", BESIDE),
+    "powersgd-1": compressed("powersgd", rank=1),
+    "powersgd-4": compressed("powersgd", rank=4),
+    "blocksparse": compressed("blocksparse"),
 }
 INT8 = CODEC_ROWS["int8"]
-PLAIN = Row("echelon", summed(4))
+PLAIN = Row("echelon", sends())
 ROWS: dict[str, Row] = {
     "no-communication": Row("alone"),
-    "all-reduce-alone": Row("wire", summed(4)),
-    "ddp-25": Row("ddp", summed(4)),
-    "ddp-5": Row("ddp", summed(4), 5.0),
-    "ddp-one": Row("ddp", summed(4), ONE),
-    "torch-fp16": Row("ddp", summed(2), hook="fp16"),
-    "torch-bf16": Row("ddp", summed(2), hook="bf16"),
-    "torch-powersgd-1": Row("ddp", powersgd(1, 2.0), ONE, "powersgd"),  # with several buckets it crashes on gloo
-    "torch-local_sgd-16": Row("averaged", seldom(summed(4), 16), every=16),
+    "all-reduce-alone": Row("wire", sends()),
+    "ddp-25": Row("ddp", sends()),
+    "ddp-5": Row("ddp", sends(), 5.0),
+    "ddp-one": Row("ddp", sends(), ONE),
+    "torch-fp16": Row("ddp", sends("bf16"), hook="fp16"),
+    "torch-bf16": Row("ddp", sends("bf16"), hook="bf16"),
+    "torch-powersgd-1": Row("ddp", torch_powersgd, ONE, "powersgd"),  # with several buckets it crashes on gloo
+    "torch-local_sgd-16": Row("averaged", seldom(sends(), 16), every=16),
     "plain": PLAIN,
     "nothing-reduced": Row(
         "echelon", callbacks={"local_sgd": {"every": 1_000_000}}

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from scripts.bench.comm.rows import CODEC_ROWS, INT8, ONE, ROWS, Row, meeting, onebit_adam, overlapped, summed
+from scripts.bench.comm.rows import CODEC_ROWS, INT8, ONE, ROWS, Row, meeting, onebit_adam, overlapped, sends
 from trainer.callbacks.onebit_adam.callback import OneBitAdam
 
 
@@ -42,7 +42,7 @@ class Method:
 
 
 METHODS = {
-    "ddp": Method(Row("echelon", summed(4)), Row("ddp", summed(4))),
+    "ddp": Method(Row("echelon", sends()), Row("ddp", sends())),
     **{name: Method(CODEC_ROWS[name]) for name in ("bf16", "int8", "topk", "dgc", "sign")},
     "powersgd": Method(CODEC_ROWS["powersgd-4"]),
     "onebit_adam": Method(onebit_adam(), onebit_adam(warmup_steps=2), OneBitAdam().warmup_steps),

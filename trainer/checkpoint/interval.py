@@ -1,0 +1,119 @@
+"""The interval between checkpoints that loses the least time, from their cost and from the failures of the run.
+
+Young 1974, "A first order approximation to the optimum checkpoint interval", has `sqrt(2 * stall * mtbf)`. Daly 2006,
+"A higher order estimate of the optimum checkpoint interval for restart dumps" (doi:10.1016/j.future.2004.11.016), adds
+terms for a stall that is not small against the mean time between failures, the `mtbf`. Both take failures as a Poisson
+process.
+"""
+
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from trainer.log import log
+
+FIRST_S = 300.0  # until a checkpoint has been measured
+DEVICE_HOURS = 54 * 24 * 16_384 / 419  # for each failure: Llama 3, arXiv:2407.21783, section 3.3.4
+NODE_HOURS = 7 * 24.0  # for each failure: software, power, other users; a choice, for which no source is known
+CHANGED = 2.0  # times by which the interval changes, until the log says so
+SMOOTHING = 0.5  # weight of the past in the mean of measured times
+MEASURED = ("stall_s", "write_s", "restart_s", "failures")
+
+
+def young(stall_s: float, mtbf_s: float) -> float:
+    """Return Young's interval in seconds, between the end of a checkpoint and the beginning of the next."""
+    return math.sqrt(2 * stall_s * mtbf_s)
+
+
+def daly(stall_s: float, mtbf_s: float) -> float:
+    """Return Daly's interval in seconds, between the end of a checkpoint and the beginning of the next."""
+    if stall_s >= 2 * mtbf_s:
+        return mtbf_s
+    x = math.sqrt(stall_s / (2 * mtbf_s))
+    return young(stall_s, mtbf_s) * (1 + x / 3 + x * x / 9) - stall_s
+
+
+def lost(interval_s: float, stall_s: float, restart_s: float, mtbf_s: float) -> float:
+    """Return the share of the time that checkpoints, restarts and repeated work take, by Daly's model."""
+    each = (interval_s + stall_s) / mtbf_s
+    if each + restart_s / mtbf_s > 700:  # no interval ends before the next failure
+        return 1.0
+    return 1 - interval_s / (mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1(each))
+
+
+def prior_s(devices: int, nodes: int) -> float:
+    """Return the mean seconds between failures of a run that has had none, from its devices and its nodes."""
+    return 3600 / (devices / DEVICE_HOURS + nodes / NODE_HOURS)
+
+
+class Interval:
+    """The interval of `trainer.checkpoint.every=auto`, from this run's own numbers. Without `auto` it measures only.
+
+    A run without a failure takes `prior_s`. From its first failure on, its own seconds and failures decide.
+
+    Args:
+        logs: The folder in which a supervisor notes failures.
+    """
+
+    def __init__(self, auto: bool, devices: int, nodes: int, logs: Path) -> None:
+        self.auto, self.devices, self.nodes, self.logs = auto, devices, nodes, logs
+        self.stall_s = self.write_s = self.restart_s = 0.0
+        self.failures, self.made_at = 0, time.monotonic()
+        self.seconds, self.said = FIRST_S, 0.0  # of the interval; the last that the log has
+
+    def measure(self, stall_s: float, write_s: float, trained_s: float) -> None:
+        """Take the seconds for which a checkpoint stopped training, and those until it was on the disk; 0: unknown."""
+        for name, value in (("stall_s", stall_s), ("write_s", write_s)):
+            past = getattr(self, name)
+            if value:
+                setattr(self, name, SMOOTHING * past + (1 - SMOOTHING) * value if past else value)
+        self.failures = max(self.failures, noted(self.logs))
+        self._decide(trained_s)
+
+    def mtbf_s(self, trained_s: float) -> float:
+        return max(trained_s, 1.0) / self.failures if self.failures else prior_s(self.devices, self.nodes)
+
+    def _decide(self, trained_s: float) -> None:
+        """Set the interval. A checkpoint begins no sooner than the one before is written."""
+        mtbf_s = self.mtbf_s(trained_s)
+        self.seconds = max(daly(self.stall_s, mtbf_s), self.write_s, self.stall_s, 1.0)
+        if self.auto and not self.said / CHANGED < self.seconds < self.said * CHANGED:
+            self.said = self.seconds
+            seen = f"{self.failures} failure(s) in {trained_s / 3600:.3g} h" if self.failures else "none seen, a prior"
+            share = lost(self.seconds, self.stall_s, self.restart_s + self.write_s, mtbf_s)
+            log.info(
+                "checkpoint.every=auto: every %.4g s; a checkpoint stops training for %.3g s and is written in %.3g s, "
+                "a start takes %.3g s, a failure comes every %.3g h (%s); checkpoints and failures take %.2g %%",
+                self.seconds, self.stall_s, self.write_s, self.restart_s, mtbf_s / 3600, seen, 100 * share,
+            )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in MEASURED} if self.auto else {}
+
+    def load_state_dict(self, state: dict[str, Any], trained_s: float) -> None:
+        """Take back what the interrupted run has measured, which is empty if it was not `auto`.
+
+        Raises:
+            ValueError: A number is not finite, or negative.
+        """
+        for name in MEASURED if state else ():
+            value = state[name]
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value}")
+            setattr(self, name, value)
+        if self.stall_s:
+            self.failures = max(self.failures, noted(self.logs))
+            self._decide(trained_s)
+
+
+def noted(logs: Path) -> int:
+    """Return the failures of the run that its supervisor has noted, and torchrun's restarts."""
+    try:
+        with (logs / "events.jsonl").open("rb") as lines:
+            count = sum(b'"failed"' in line for line in lines)
+    except OSError:
+        count = 0
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return count + (int(restarts) if restarts.isdecimal() else 0)
