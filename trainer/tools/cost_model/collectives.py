@@ -1,0 +1,88 @@
+"""The time of a collective: latency and bandwidth of a ring, a double tree and two levels.
+
+With a latency of a for each round, b bytes a second and N ranks, a ring all-reduces n bytes in
+`2 (N - 1) a + 2 (N - 1) / N n / b` seconds. Its second term is the least that any algorithm takes (Patarasuk and Yuan
+2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"). Ring all-gather and reduce-scatter take
+half of both terms (Thakur et al. 2005, "Optimization of collective communication operations in MPICH"; Chan et al.
+2007, "Collective communication: theory, practice, and experience"). Two trees that share the ranks take `2 log2(N)`
+rounds and have nearly full bandwidth (Sanders et al. 2009, "Two-tree algorithms for full bandwidth broadcast, reduction
+and scan").
+"""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from trainer.tools.cost_model.machine import Machine
+from trainer.tools.cost_model.messages import Message
+
+
+class Group(NamedTuple):
+    """Ranks that reduce together: as many on each of `nodes` nodes."""
+
+    nodes: int
+    per_node: int
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.per_node
+
+
+class Wire(NamedTuple):
+    """Seconds on the wire, and the processor seconds of a rank meanwhile."""
+
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+
+
+def of_ranks(ranks: int, machine: Machine) -> Group:
+    """Return the group of neighbouring ranks; the last node counts as full."""
+    per_node = min(ranks, machine.ranks_per_node)
+    return Group(-(-ranks // per_node), per_node)
+
+
+def time(message: Message, group: Group, machine: Machine, algorithm: str = "ring") -> Wire:
+    """Return the time of a collective.
+
+    Args:
+        algorithm: "ring" or "tree", of an all_reduce.
+    """
+    if group.ranks < 2 or not message.size:
+        return Wire()
+    slow = machine.across if group.nodes > 1 else machine.inside
+    sent = message.sent(group.ranks)
+    rounds = (group.ranks - 1) * (2 if message.collective == "all_reduce" else 1)
+    latency_s = rounds * slow.latency_s
+    if algorithm == "tree":
+        inside_s = (group.per_node - 1) * machine.inside.latency_s
+        latency_s = 2 * (math.log2(group.nodes) * machine.across.latency_s + inside_s)
+    return Wire(latency_s + sent / bandwidth(message.collective, group, machine), sent * slow.cpu_s_per_byte)
+
+
+def bandwidth(collective: str, group: Group, machine: Machine) -> float:
+    """Return the bytes that a rank sends in a second.
+
+    A ring passes each node's border once, so it has the bandwidth across of all ranks of the node. That holds for one
+    ring on a shared interface, and for NCCL's rings, one for each network card. In an all-to-all each rank has its own
+    share.
+    """
+    if group.nodes == 1:
+        return machine.inside.bytes_per_s
+    if group.per_node == 1:
+        return machine.across.bytes_per_s
+    borders = group.per_node if collective != "all_to_all" else (group.ranks - 1) / (group.ranks - group.per_node)
+    return min(machine.inside.bytes_per_s, borders * machine.across.bytes_per_s)
+
+
+def two_levels(size: float, group: Group, machine: Machine, across: list[Message], algorithm: str = "ring") -> Wire:
+    """Return the time of `hierarchical`: reduce-scatter on a node, `across` between nodes, all-gather on the node."""
+    inside, between = Group(1, group.per_node), Group(group.nodes, 1)
+    steps = [time(Message(name, size), inside, machine) for name in ("reduce_scatter", "all_gather")]
+    steps += [time(message, between, machine, algorithm) for message in across]
+    return add(steps)
+
+
+def add(wires: Iterable[Wire]) -> Wire:
+    """Return the time of collectives one after another."""
+    each = list(wires)
+    return Wire(sum(wire.seconds for wire in each), sum(wire.cpu_s for wire in each))

@@ -1,0 +1,73 @@
+"""The bytes of a rank: parameters, gradients, optimizer state, activations, and what callbacks keep.
+
+The cards of the callbacks have the formulas; `tests/callbacks` count most of them on real ranks.
+"""
+
+from trainer.tools.cost_model.buckets import lay_out
+from trainer.tools.cost_model.setup import Setup
+
+KEPT = {"full": 0.1, "selective": 0.63, "offload": 0.05}  # of activations, as activation_checkpoint's card measures
+IN_FLIGHT = 4  # buckets that optimizer_in_backward holds at most
+RESIDUALS = {"topk": 1, "sign": 1, "powersgd": 1, "dgc": 1}  # copies of the gradients
+
+
+def predict_memory(setup: Setup) -> float:
+    """Return the bytes of a rank at the peak of a step, without what torch and kernels take for themselves."""
+    return model_bytes(setup) + kept_by_callbacks(setup) + activations(setup)
+
+
+def model_bytes(setup: Setup) -> float:
+    """Return the bytes of parameters, gradients with DDP's buckets, and optimizer state."""
+    parameters, ranks, stage = setup.gradient_bytes, setup.data_ranks, setup.knob("shard", "stage", 0)
+    state, gradients = setup.optimizer_bytes, parameters
+    if setup.knob("pipeline", "schedule") == "pipedream_2bw":
+        return 4 * parameters + state
+    if stage == 3:
+        hybrid = setup.knob("shard", "hybrid")
+        parts = ranks if not hybrid else setup.group.per_node if hybrid is True else hybrid
+        units = 4 * max(bucket.elements for bucket in lay_out(setup)) * 2
+        whole = parameters if setup.passes > 1 else 0.0  # accumulation keeps whole gradients
+        return (2 * parameters + state) / parts + units + whole
+    if stage == 2:
+        gradients = parameters / ranks if setup.passes == 1 else parameters
+    elif "optimizer_in_backward" in setup.callbacks and setup.passes == 1:
+        gradients = min(parameters, IN_FLIGHT * 4 * max(bucket.elements for bucket in lay_out(setup)))
+    elif ranks > 1 and setup.copies and not {"overlap", "local_sgd", "onebit_adam"} & setup.callbacks.keys():
+        gradients *= 2  # DDP's buckets beside the gradients
+    return parameters + gradients + (state / ranks if stage else state)
+
+
+def kept_by_callbacks(setup: Setup) -> float:
+    """Return the bytes of residuals, averages and errors."""
+    parameters, ranks, callbacks = setup.gradient_bytes, setup.data_ranks, setup.callbacks
+    kept = 0.0
+    if ranks > 1 and "grad_compress" in callbacks:
+        own = callbacks["grad_compress"]
+        copies = RESIDUALS.get(setup.codec, 0) if own["feedback"] is None else int(own["feedback"])
+        kept += max(copies, setup.codec == "dgc") * parameters + bool(own["momentum"]) * parameters
+    if ranks > 1 and "local_sgd" in callbacks:
+        own = callbacks["local_sgd"]
+        kept += (3 if own["outer"] == "nesterov" else 2) * parameters + bool(own["delay"]) * parameters
+    if ranks > 1 and "onebit_adam" in callbacks:
+        kept += (3 + 1 / ranks) * parameters
+    return kept + ("ema" in callbacks) * parameters
+
+
+def activations(setup: Setup) -> float:
+    """Return the bytes that autograd keeps of the micro-batches on their way."""
+    share = 1.0
+    if own := setup.callbacks.get("activation_checkpoint"):
+        share = own["budget"] if own["budget"] is not None else 1 - (1 - KEPT[own["policy"]]) / own["every"]
+    return setup.workload.activation_bytes * setup.micro * share * in_flight(setup) / setup.stages
+
+
+def in_flight(setup: Setup) -> float:
+    """Return the micro-batches whose activations the first stage holds."""
+    if "pipeline" not in setup.callbacks:
+        return 1
+    schedule, passes = setup.knob("pipeline", "schedule"), setup.passes
+    if schedule == "gpipe":
+        return passes
+    if schedule == "pipedream_2bw":
+        return setup.knob("pipeline", "run_ahead") * (setup.stages - 1) + 1
+    return min(passes, setup.stages)

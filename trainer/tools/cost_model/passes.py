@@ -1,0 +1,89 @@
+"""The passes of a step, and how the reduction of gradients lies beside them: DDP's way, and that of overlap."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from trainer.tools.cost_model.buckets import Bucket, lay_out
+from trainer.tools.cost_model.reduction import copying, reduce
+from trainer.tools.cost_model.setup import Setup, factor
+from trainer.tools.cost_model.simulate import Job, Task, simulate
+
+STEPS = 4  # after so many, overlap's steps are alike
+RECOMPUTED = {"full": 1.0, "selective": 0.1, "offload": 0.0}  # of a forward pass; selective: norms and activations
+
+
+class Passes(NamedTuple):
+    """Seconds of a rank's passes in a step without communication."""
+
+    before_s: float  # all but the last micro-batch
+    forward_s: float  # of the last micro-batch
+    backward_s: float  # of the last micro-batch
+    optimizer_s: float
+
+    @property
+    def compute_s(self) -> float:
+        return self.before_s + self.forward_s + self.backward_s
+
+
+def recomputed(setup: Setup) -> float:
+    """Return the share of the forward pass that runs again in the backward pass."""
+    own = setup.callbacks.get("activation_checkpoint")
+    if own is None:
+        return 0.0
+    return RECOMPUTED[own["policy"]] / own["every"] if own["budget"] is None else 1.0 - own["budget"]
+
+
+def passes(setup: Setup) -> Passes:
+    workload, speed = setup.workload, factor(setup) / setup.stages
+    forward_s = workload.forward_s * speed
+    backward_s = (workload.backward_s + recomputed(setup) * workload.forward_s) * speed
+    last = setup.samples - (setup.passes - 1) * setup.micro
+    before = setup.samples - last
+    return Passes(
+        before * (forward_s + backward_s) + (setup.passes - 1) * workload.pass_s * speed,
+        last * forward_s + workload.pass_s * speed / 3,
+        last * backward_s + workload.pass_s * speed * 2 / 3,
+        workload.optimizer_s / setup.stages,
+    )
+
+
+def ddp(setup: Setup, run: Passes, buckets: Sequence[Bucket], jobs: Sequence[Job]) -> float:
+    """Return the seconds from the first forward pass to the last gradient, with each bucket sent when it is full."""
+    copy, cores = copying(setup), setup.machine.cores_per_rank
+    tasks = [Task(run.before_s + run.forward_s)]
+    for number, bucket in enumerate(buckets):
+        fill_s = 4 * bucket.elements * copy.encode_s_per_byte
+        tasks.append(Task(run.backward_s * bucket.share + fill_s, starts=(number,)))
+    back_s = sum(4 * bucket.elements * copy.decode_s_per_byte for bucket in buckets)
+    tasks.append(Task(back_s, needs=tuple(range(len(buckets)))))
+    return simulate(tasks, jobs, cores)[-1]
+
+
+def overlap(setup: Setup, run: Passes, buckets: Sequence[Bucket], jobs: Sequence[Job]) -> float:
+    """Return the seconds of a step if the next forward pass hides messages too; the optimizer's are in it."""
+    copy, count = copying(setup), len(buckets)
+    total = sum(bucket.elements for bucket in buckets)
+    order = sorted(range(count), key=lambda b: buckets[b].first)  # of need
+    tasks: list[Task] = []
+    for step in range(STEPS):
+        for b in order:
+            needs = ((step - 1) * count + b,) if step else ()
+            tasks.append(Task(run.optimizer_s * buckets[b].elements / total, needs=needs))
+            tasks.append(Task((run.forward_s if not run.before_s else run.before_s / 3) * buckets[b].share))
+        tasks.append(Task(run.before_s * 2 / 3 + (run.forward_s if run.before_s else 0.0)))
+        for b, bucket in enumerate(buckets):
+            fill_s = 4 * bucket.elements * copy.encode_s_per_byte
+            tasks.append(Task(run.backward_s * bucket.share + fill_s, starts=(step * count + b,)))
+    queue = [job._replace(urgency=buckets[b].first) for _ in range(STEPS) for b, job in enumerate(jobs)]
+    ends = simulate(tasks, queue, setup.machine.cores_per_rank)
+    each = len(tasks) // STEPS
+    return ends[-1] - ends[-1 - each]
+
+
+def in_step(setup: Setup, run: Passes, codec: bool) -> float:
+    """Return the seconds of passes, reduction and optimizer, with or without the codec's work."""
+    buckets = lay_out(setup)
+    jobs = [reduce(setup, bucket).job(codec) for bucket in buckets]
+    if "overlap" in setup.callbacks:
+        return overlap(setup, run, buckets, jobs)
+    return ddp(setup, run, buckets, jobs) + run.optimizer_s

@@ -1,0 +1,82 @@
+"""Simulates a rank's step: one thread that computes, one link that carries jobs, and the cores that both need.
+
+A task is a stretch of computing. It may wait for jobs, and its end may start jobs. The link serves one started job at a
+time, the most urgent first, and never interrupts one. Both sides move as fluids: a task takes one core or what the rank
+has, a phase of a job takes a part of a core. When cores are short, the phase goes on as an equal, so both slow down.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Phase(NamedTuple):
+    """A part of a job: encoding and decoding take a whole core, the wire a part."""
+
+    seconds: float  # alone
+    cores: float  # that it takes then
+
+
+class Job(NamedTuple):
+    """The reduction of a bucket."""
+
+    phases: tuple[Phase, ...]
+    urgency: float = 0.0  # the smallest goes first
+
+
+class Task(NamedTuple):
+    """A stretch of computing, which takes `seconds` alone."""
+
+    seconds: float
+    needs: tuple[int, ...] = ()  # jobs that must have ended before it begins
+    starts: tuple[int, ...] = ()  # jobs that may begin at its end
+
+
+def rates(cores: float, computing: bool, demand: float) -> tuple[float, float]:
+    """Return the speeds of the task and of the phase, of their speeds alone.
+
+    Args:
+        cores: Of the rank; less than 1 if ranks share a core.
+        demand: Cores that the phase takes; 0 without a phase.
+    """
+    own = min(1.0, cores)
+    if not computing:
+        return 0.0, min(1.0, cores / demand) if demand else 1.0
+    got = min(demand, max(cores - own, cores / 2))
+    return min(own, cores - got) / own, got / demand if demand else 1.0
+
+
+def simulate(tasks: Sequence[Task], jobs: Sequence[Job], cores: float) -> list[float]:
+    """Return the time at which each task ends.
+
+    Raises:
+        ValueError: A task needs a job that no task before it starts.
+    """
+    now, ends, ready, done = 0.0, list[float](), set[int](), set[int]()
+    serving, phases = -1, list[Phase]()  # the job on the link, and what is left of it
+    number, left = 0, tasks[0].seconds if tasks else 0.0
+    while number < len(tasks):
+        if serving < 0 and ready:
+            serving = min(ready, key=lambda job: (jobs[job].urgency, job))
+            ready.remove(serving)
+            phases = [phase for phase in jobs[serving].phases if phase.seconds > 0]
+        if serving >= 0 and not phases:
+            done.add(serving)
+            serving = -1
+            continue
+        computing = done.issuperset(tasks[number].needs)
+        if not computing and serving < 0:
+            raise ValueError(f"task {number} needs jobs {tasks[number].needs}, and none is on its way")
+        task_rate, phase_rate = rates(cores, computing, phases[0].cores if phases else 0.0)
+        steps = [left / task_rate] if computing else []
+        steps += [phases[0].seconds / phase_rate] if phases else []
+        step = min(steps)
+        now += step
+        if phases:
+            rest = phases[0].seconds - step * phase_rate
+            phases[0:1] = [phases[0]._replace(seconds=rest)] if rest > 1e-12 else []
+        if computing and (left := left - step * task_rate) <= 1e-12:
+            ready.update(tasks[number].starts)
+            ends.append(now)
+            number += 1
+            left = tasks[number].seconds if number < len(tasks) else 0.0
+    return ends

@@ -1,0 +1,93 @@
+"""The strategies that do not reduce each bucket beside the backward pass: local_sgd, onebit_adam, shard, pipeline."""
+
+from typing import NamedTuple
+
+from trainer.tools.cost_model import messages
+from trainer.tools.cost_model.buckets import Bucket, shapes_of
+from trainer.tools.cost_model.collectives import Wire, add, time
+from trainer.tools.cost_model.messages import Message
+from trainer.tools.cost_model.passes import Passes
+from trainer.tools.cost_model.reduction import NO_COST, copying, reduce
+from trainer.tools.cost_model.setup import Setup
+from trainer.tools.cost_model.simulate import Job, Task, simulate
+
+OUTER_COPIES = 3  # that local_sgd makes of the weights for a synchronisation, beside the codec
+ONEBIT_COPIES = 10  # that onebit_adam's unfused step makes of the parameters
+CHUNKS = 2  # stages that interleaved, zero_bubble and zbv cut for each rank
+
+
+class Cost(NamedTuple):
+    """Seconds of a step, from the first forward pass to the optimizer's end, and the bytes that a rank sends."""
+
+    seconds: float
+    sent_bytes: float
+
+
+def copies_s(setup: Setup, count: float) -> float:
+    """Return the seconds of `count` copies of all parameters."""
+    own = copying(setup)
+    return count * setup.gradient_bytes * (own.encode_s_per_byte + own.decode_s_per_byte) / 2
+
+
+def local_sgd(setup: Setup, run: Passes, codec: bool) -> Cost:
+    """Return a step's seconds, by a simulation of three periods: fragments are sent in turn, and land `delay` later."""
+    every, delay, parts = (setup.callbacks["local_sgd"][key] for key in ("every", "delay", "fragments"))
+    reduction = reduce(setup, Bucket(shapes_of(setup), sum(setup.workload.parameters), 1.0, 0))
+    outer_s = copies_s(setup, OUTER_COPIES) / parts
+    sends = {number * every // parts % every for number in range(1, parts + 1)}  # steps of a period
+    tasks: list[Task] = []
+    jobs: list[Job] = []
+    lands: dict[int, list[int]] = {}
+    for step in range(3 * every):
+        sending = step % every in sends
+        starts = (len(jobs),) * sending
+        if sending:
+            lands.setdefault(step + delay, []).append(len(jobs))
+            jobs.append(reduction.job(codec, parts))
+        tasks.append(Task(run.compute_s + run.optimizer_s + outer_s * sending, starts=starts))
+        tasks.append(Task(0.0, needs=tuple(lands.pop(step, ()))))
+    ends = simulate(tasks, jobs, setup.machine.cores_per_rank)
+    return Cost((ends[-1] - ends[2 * every - 1]) / (2 * every), reduction.sent_bytes / every)
+
+
+def onebit_adam(setup: Setup, run: Passes, codec: bool) -> Cost:
+    """Return a step's seconds after the warm-up: nothing hides the two exchanges of signs."""
+    ranks, own = setup.group.ranks, setup.machine.codecs.get("sign", NO_COST)
+    sent = messages.onebit_adam(shapes_of(setup))
+    wire = add(time(message, setup.group, setup.machine) for message in sent)
+    encode = (1 + 1 / ranks) * own.encode_s_per_byte + (3 + 1 / ranks) * own.decode_s_per_byte
+    seconds = run.compute_s + run.optimizer_s + wire.seconds
+    seconds += (setup.gradient_bytes * encode + copies_s(setup, ONEBIT_COPIES)) * codec
+    return Cost(seconds, messages.sent(sent, ranks))
+
+
+def gathered_weights(setup: Setup) -> tuple[Wire, float]:
+    """Return the time and the bytes in which the owners' weights reach all ranks, after a step of shard 1 or 2."""
+    message = Message("all_gather", setup.gradient_bytes)
+    return time(message, setup.group, setup.machine), message.sent(setup.group.ranks)
+
+
+def idle(setup: Setup) -> float:
+    """Return the idle seconds of a pipeline, of the seconds that a stage works.
+
+    With p stages and m micro-batches that is (p - 1) / m for GPipe and 1F1B (Huang et al. 2018, Narayanan et al. 2019),
+    and half of that with two chunks a rank (Narayanan et al. 2021, arXiv:2104.04473). ZB-H1 keeps a third (Qi et al.
+    2024, arXiv:2401.10241), if the gradients of inputs and of weights take as long as the forward pass. ZBV and 2BW
+    keep nothing.
+    """
+    schedule = setup.knob("pipeline", "schedule")
+    kept = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1 / CHUNKS, "zero_bubble": 1 / 3}.get(schedule, 0.0)
+    return kept * (setup.stages - 1) / setup.passes
+
+
+def pipeline(setup: Setup) -> Cost:
+    """Return the seconds in which a stage's messages wait in the filling of the pipeline, and the bytes of a stage.
+
+    Other messages run beside the passes. `2 (p - 1)` messages follow each other when the pipeline fills and drains.
+    """
+    size, stages = setup.workload.boundary_bytes * setup.micro, setup.stages
+    machine = setup.machine
+    link = machine.across if machine.ranks > machine.ranks_per_node else machine.inside
+    each_s = link.latency_s + size / link.bytes_per_s
+    hidden = setup.knob("pipeline", "schedule") == "pipedream_2bw"
+    return Cost(0.0 if hidden else 2 * (stages - 1) * each_s, 2 * setup.passes * size)

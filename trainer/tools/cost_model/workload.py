@@ -1,0 +1,47 @@
+"""A training step as the cost model sees it: the work of a sample, a choice of callbacks, and the prediction."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The work of one rank that no choice changes, measured without communication on the machine's cores.
+
+    `shapes`, `compute`, `jitter`, `factors` and `boundary_bytes` sharpen the prediction, and may be left out.
+    """
+
+    parameters: tuple[int, ...]  # elements of each, in the model's order
+    forward_s: float  # a sample
+    backward_s: float  # a sample
+    pass_s: float  # fixed, a micro-batch
+    optimizer_s: float  # a step, of all parameters
+    other_s: float  # fixed, a step: agreement, callbacks
+    data_s: float  # a sample, one worker
+    activation_bytes: float  # a sample, that autograd keeps
+    state_bytes: float  # parameters, gradients and optimizer state
+    shapes: tuple[tuple[int, ...], ...] = ()  # of the parameters; (): each is taken as a square matrix
+    compute: tuple[float, ...] = ()  # share of each parameter in the passes; (): its share of elements, tables aside
+    jitter: float = 0.0  # standard deviation of a rank's passes from step to step, of their mean
+    factors: Mapping[str, float] = field(default_factory=dict)  # "compile", "trainer.precision=bf16": of the passes
+    boundary_bytes: float = 0.0  # a sample, between two blocks: what a pipeline's stages send
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Callbacks with the knobs that differ from their YAML, and dotted config keys with values."""
+
+    callbacks: Mapping[str, Mapping[str, Any]]
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction of a step. `unknown` names what was chosen and has an effect that the model leaves out."""
+
+    step_s: float
+    parts: Mapping[str, float]  # data, compute, communication (exposed), codec, optimizer, other: sum to step_s
+    sent_bytes: float  # of one rank, a step
+    memory_bytes: float  # of one rank
+    unknown: tuple[str, ...] = ()
