@@ -1,5 +1,7 @@
 """Measures the links between the ranks of a search, and what codecs cost a rank, by small collectives."""
 
+import hashlib
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +15,7 @@ from trainer.comm.codecs.registry import make
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import AllReduce
 from trainer.parallel.warmup import wait
-from trainer.process.environment import Place
+from trainer.process.environment import Place, cores
 from trainer.tools.cost_model.machine import CodecCost, Link, Machine
 
 SIZES = (256 << 10, 2 << 20)  # bytes: two messages of a bucket's kind, whose difference gives the bandwidth
@@ -21,6 +23,7 @@ EMPTY = 64  # messages of 4 bytes, of which the fastest quarter gives the latenc
 ROUNDS = 3
 CODECS = ("bf16", "fp16", "int8", "topk", "powersgd")
 ELEMENTS = 1 << 20  # of the bucket that a codec encodes
+BUSY, BUSY_S = 1 << 20, 0.3  # bytes that a thread hashes at a time, and for how long, to count cores
 NO_LINK = Link(0.0, 1e12, 0.0)
 
 
@@ -40,10 +43,12 @@ def measure_links(place: Place, accelerator: str, backend: str, timeout_s: float
             group = ranks.new_groups(groups)
             ranks.gather(None)
             levels[level] = {"ranks": len(groups[0]), **time_level(group, ranks)}
+    ranks.gather(None)
+    share = count_cores()
     costs = {name: time_codec(name, ranks.device) for name in CODECS} if codecs else {}
     ranks.leave()
     gpu = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else None
-    return {"levels": levels, "codecs": costs, "memory_bytes": memory_of(ranks.device), "gpu": gpu}
+    return {"levels": levels, "codecs": costs, "cores": share, "memory_bytes": memory_of(ranks.device), "gpu": gpu}
 
 
 def time_level(group: dist.ProcessGroup, ranks: Ranks) -> dict[str, Any]:
@@ -113,6 +118,24 @@ def fastest(run: Callable[[], Any], device: torch.device) -> float:
     return min(took[1:])
 
 
+def count_cores() -> float:
+    """Return the cores that this rank gets while all ranks ask for as many as there are."""
+    data = bytes(BUSY)
+    began, worked = time.perf_counter(), time.process_time()
+    end = began + BUSY_S
+
+    def work() -> None:
+        while time.perf_counter() < end:
+            hashlib.sha256(data)  # without the interpreter's lock
+
+    threads = [threading.Thread(target=work) for _ in range(cores())]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return (time.process_time() - worked) / (time.perf_counter() - began)
+
+
 def memory_of(device: torch.device) -> float | None:
     """Return the bytes of a GPU; None on a CPU, whose ranks share memory with everything else."""
     return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
@@ -127,7 +150,7 @@ def fit(level: Mapping[str, Any]) -> Link:
     return Link(level["empty_s"] / rounds, rounds / ranks / slope, level["cpu_s_per_byte"])
 
 
-def make_machine(answers: list[dict[str, Any]], place: Place, cores_per_rank: float) -> Machine:
+def make_machine(answers: list[dict[str, Any]], place: Place) -> Machine:
     """Return the machine that the slowest rank sees: a collective waits for it.
 
     Args:
@@ -141,7 +164,8 @@ def make_machine(answers: list[dict[str, Any]], place: Place, cores_per_rank: fl
     }
     memory = [answer["memory_bytes"] for answer in answers if answer["memory_bytes"] is not None]
     return Machine(
-        place.world, place.local_world, cores_per_rank, inside or across or NO_LINK, across or inside or NO_LINK,
+        place.world, place.local_world, min(answer["cores"] for answer in answers),
+        inside or across or NO_LINK, across or inside or NO_LINK,
         costs, min(memory, default=None), 1e9,
     )  # fmt: skip
 

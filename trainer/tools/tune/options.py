@@ -39,26 +39,17 @@ def read_options(arguments: Sequence[str]) -> tuple[TuneOptions, list[str]]:
     Raises:
         ConfigError: A key under `tune` is unknown, or its value is of another type or out of range.
     """
-    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     own = [word.lstrip("+") for word in arguments if re.match(r"\+{0,2}tune\.", word)]
-    values: dict[str, Any] = {}
     for word in own:
-        key, equals, text = word.partition("=")
-        if not equals:
+        if "=" not in word:
             raise ConfigError(f"{word}: has no value; give {word}=VALUE")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            value = text
-        name = key.removeprefix("tune.")
-        values[name] = number(value) if name in ("budget_s", "limit_s", "bound") else value
+    try:
+        made: Any = OmegaConf.to_container(OmegaConf.from_dotlist(own))
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(f"tune: {' '.join(str(error).split())[:200]}; give KEY=VALUE") from None
+    values = made.get("tune", {})
     check_values("tune", values, option_parameters(TuneOptions))
     return TuneOptions(**values), [word for word in arguments if word.lstrip("+") not in own]
-
-
-def number(value: Any) -> Any:
-    """Return a text such as 1e-3, which YAML 1.1 takes for a word, as the number that Hydra reads."""
-    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
-        return float(value)
-    return value

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+from omegaconf import OmegaConf
 
 from trainer.config.tuned import Tuned
 from trainer.errors import ConfigError, printable
@@ -35,7 +35,7 @@ def overlay(config: Mapping[str, Any], choice: Choice, tuned: Tuned, evidence: S
         at[last] = value
     content["tuned"] = dataclasses.asdict(tuned)
     comments = "".join(f"# {printable(line)}\n" for line in evidence)
-    return f"# @package _global_\n{comments}{yaml.safe_dump(content, sort_keys=False, width=120)}"
+    return f"# @package _global_\n{comments}{OmegaConf.to_yaml(OmegaConf.create(content))}"
 
 
 def write(folder: Path, name: str, text: str) -> Path:

@@ -62,6 +62,7 @@ class Stopwatch(Callback):
         if len(self.ends) == self.warm + self.steps:
             trainer.emit("on_flush")  # what is deferred needs its peers
             self.result = self._collect(trainer.ranks, trainer.device, trainer.run_dir)
+            self.result["precision"] = trainer.precision.label
             raise Over
 
     def _collect(self, ranks: Ranks, device: torch.device, run_dir: Path) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from trainer.config.tuned import Tuned, cpu_name
 from trainer.errors import printable
-from trainer.process.environment import cores
 from trainer.tools.cost_model.workload import Choice, Workload
 from trainer.tools.tune.canary import Judge, Verdict
 from trainer.tools.tune.candidates import NOTHING, candidates, describe, family
@@ -100,6 +99,7 @@ class Tuning:
             "step_s": step_s,
             "wall_s": wall_s,
             "losses": answers[0]["losses"],
+            "precision": answers[0]["precision"],
             "memory_bytes": max(answer["memory_bytes"] for answer in answers),
             "advice": sorted({text for answer in answers for text in answer["advice"]}),
         }
@@ -115,7 +115,7 @@ class Tuning:
             return self._order("profile", alone(self.config, self.place.world), limit_s, warm=warm, steps=steps)
 
         seen = self._once("links", links)
-        machine = make_machine(seen, self.place, cores() / self.place.local_world)
+        machine = make_machine(seen, self.place)
         answers = self._once("profile", work)
         workload = make_workload(answers)
         network = link_class(machine.across, self.place.world)
@@ -123,7 +123,8 @@ class Tuning:
         self.say(
             f"measured   {workload.forward_s * 1e3:.3g} + {workload.backward_s * 1e3:.3g} ms a sample, "
             f"{len(workload.parameters)} parameters of {sum(workload.parameters) / 1e6:.3g} M elements, "
-            f"link {machine.across.bytes_per_s * 8 / 1e9:.3g} Gbit/s, {machine.across.latency_s * 1e6:.3g} us"
+            f"{machine.cores_per_rank:.2g} cores a rank, link {machine.across.bytes_per_s * 8 / 1e9:.3g} Gbit/s, "
+            f"{machine.across.latency_s * 1e6:.3g} us"
         )
         model = Model(machine, workload, self.config["batch"], self.today["step_s"], self._whole, family)
         return model, any(answer["random"] for answer in answers), tuned
@@ -183,7 +184,7 @@ class Tuning:
         pairs = [(line["before"], line["after"]) for line in self.journal.all("pair")]
         judge = Judge(
             exact, random and "micro_batch" in choice.settings, self.options.bound,
-            self.config["trainer"]["precision"], memory_bytes,
+            self.today["precision"], memory_bytes,
         )  # fmt: skip
         try:
             while len(pairs) < self.options.pairs:
