@@ -3,7 +3,6 @@
 python -m scripts.bench.tune [--quick] [--rounds 1] [--json FILE]
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch

@@ -154,6 +154,10 @@ def normalize(word: str, folders: list[Path]) -> str:
         value = "" if value == "null" else value
         return f"callbacks={value if '[' in value else f'[{value}]'}"
     if name == "tuned":
+        known = choices(name, folders)
+        if unknown := [each for each in value.split(",") if each not in known]:
+            way_out = f"{nearest(unknown[0], known)}; --config-dir FOLDER names the folder that has tuned/"
+            raise ConfigError(f"tuned={unknown[0]}: there is no such file; {way_out}")
         return f"+tuned={value}"
     if any((folder / name).is_dir() for folder in folders):
         if value == "null":

@@ -11,7 +11,7 @@ from trainer.tools.cost_model.workload import Choice, Prediction, Workload
 NOISE = 0.03  # of a measured step, as a share
 OTHER = 0.1  # spread of the fixed seconds that the model has missed, as a share of today's step
 TRUST = {"across": 0.7, "inside": 0.7, "compute": 0.2, "codec": 0.4, "optimizer": 0.4}  # spreads of the logarithms
-STEPS = (0.8, 0.4, 0.2, 0.1, 0.05, 0.02)  # of the search for factors, in logarithms
+STEPS = (0.8, 0.3, 0.1, 0.03)  # of the search for factors, in logarithms
 SHRINK = 0.5  # share of a family's mean residual that its other choices get with one trial
 
 
@@ -68,7 +68,7 @@ class Model:
             prior = [factors[name] / spread for name, spread in {**TRUST, "other": OTHER}.items()]
             return sum(robust(error) for error in errors) + sum(value**2 for value in prior)
 
-        factors = descend(loss, dict.fromkeys((*TRUST, "other"), 0.0))
+        factors = descend(loss, dict.fromkeys((*TRUST, "other"), 0.0) | dict(self.factors))
         by_family: dict[str, list[float]] = {}
         for (choice, seconds), (whole, _) in zip(measured, wholes, strict=True):
             residual = math.log(seconds / self._predict(whole, factors).step_s)

@@ -26,10 +26,10 @@ class Journal:
         self.key = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
         self.lines: list[dict[str, Any]] = []
         self.why_anew = ""
-        with contextlib.suppress(FileNotFoundError):
-            self._read(path.read_bytes())
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                self._read(path.read_bytes())
             self.file = path.open("r+b" if self.lines else "wb")
         except OSError as error:
             raise ConfigError(

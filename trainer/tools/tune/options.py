@@ -40,7 +40,6 @@ def read_options(arguments: Sequence[str]) -> tuple[TuneOptions, list[str]]:
         ConfigError: A key under `tune` is unknown, or its value is of another type or out of range.
     """
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     own = [word.lstrip("+") for word in arguments if re.match(r"\+{0,2}tune\.", word)]
     for word in own:
@@ -48,7 +47,7 @@ def read_options(arguments: Sequence[str]) -> tuple[TuneOptions, list[str]]:
             raise ConfigError(f"{word}: has no value; give {word}=VALUE")
     try:
         made: Any = OmegaConf.to_container(OmegaConf.from_dotlist(own))
-    except (OmegaConfBaseException, ValueError) as error:
+    except Exception as error:  # YAML's own errors have no common base with OmegaConf's
         raise ConfigError(f"tune: {' '.join(str(error).split())[:200]}; give KEY=VALUE") from None
     values = made.get("tune", {})
     check_values("tune", values, option_parameters(TuneOptions))

@@ -29,6 +29,7 @@ from trainer.process.exit import die_with_parent
 Answer = dict[str, Any]
 LOOK_S = 0.2  # between two looks at the ranks of other machines
 PEERS_S = 2.0  # until the peers of a failed rank have told their own failure
+PEERS = "its peers have failed"
 FOREVER = timedelta(days=30)
 LAUNCHERS_OWN = ("ECHELON_HEARTBEAT", "ECHELON_ERROR_FILE", "ECHELON_ATTEMPT", "TORCHELASTIC_ERROR_FILE")
 LAUNCHERS_OWN += ("TORCHELASTIC_USE_AGENT_STORE",)  # with it, the ranks of a trial would look for torchrun's port
@@ -126,12 +127,13 @@ class Team:
                     rank = pipes[pipe]  # pyright: ignore[reportArgumentType] a Connection
                     answers[rank] = self._read(pipe, rank)
                 if self._failed(answers):
-                    late, end = "its peers have failed", min(end, time.monotonic() + PEERS_S)
+                    known = any("error" in answer and not answer["of_peer"] for answer in answers.values())
+                    late, end = PEERS, min(end, time.monotonic() + (0 if known else PEERS_S))
         finally:
             self._kill()
             for pipe in pipes:
                 pipe.close()
-        peers = {"error": late, "of_peer": late.startswith("its")}
+        peers = {"error": late, "of_peer": late == PEERS}
         return {rank: answers.get(rank, peers) for rank in self.own}
 
     def _failed(self, answers: dict[int, Answer]) -> bool:

@@ -44,6 +44,7 @@ class Tuning:
         self.place, self.began = team.place, time.monotonic()
         self.walls: list[float] = []  # seconds of trials beside their timed steps
         self.today: dict[str, Any] = {}
+        self.wholes: dict[str, Choice] = {}  # by choice: a search asks again and again
         self.number = 0
 
     @property
@@ -130,7 +131,10 @@ class Tuning:
         return model, any(answer["random"] for answer in answers), tuned
 
     def _whole(self, choice: Choice) -> Choice:
-        return whole(merge(self.config, choice), self.place.world)
+        key = repr(choice)
+        if key not in self.wholes:
+            self.wholes[key] = whole(merge(self.config, choice), self.place.world)
+        return self.wholes[key]
 
     def _search(self, model: Model) -> Search:
         listed = candidates(self.config, self.place, self.options.lossy)
