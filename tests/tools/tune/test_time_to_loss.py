@@ -16,7 +16,7 @@ def curve(a: float, b: float, c: float, steps: int = 60, noise: float = 0.0) -> 
 def test_a_curve_is_found_again() -> None:
     found = fit(curve(1.0, 2.0, 0.5))
     assert found is not None and found == pytest.approx((1.0, 2.0, 0.5), abs=1e-6)
-    assert found.steps_to(2.0) == pytest.approx(3.0) and found.steps_to(1.0) == math.inf
+    assert found.steps_to(2.0) == pytest.approx(3.0) and found.steps_to(0.99) == math.inf
 
 
 def test_twice_as_many_steps() -> None:
@@ -30,8 +30,8 @@ def test_equal_curves_and_faster_ones_need_as_many_steps() -> None:
     assert slowdown(curve(1.0, 2.0, 0.5), curve(0.5, 2.0, 0.5)) == 1.0
 
 
-def test_a_loss_that_is_never_reached_takes_for_ever() -> None:
-    assert slowdown(curve(1.0, 2.0, 0.5), curve(1.5, 2.0, 0.5)) == math.inf
+def test_a_loss_that_is_not_reached_costs_much() -> None:
+    assert slowdown(curve(1.0, 2.0, 0.5), curve(1.5, 2.0, 0.5)) == pytest.approx(60 / (2 / 0.7582) ** 2, rel=0.01)
     assert slowdown(curve(1.0, 2.0, 0.5), [None] * 60) == math.inf
     assert slowdown(curve(1.0, 2.0, 0.5, steps=4), curve(1.0, 2.0, 0.5, steps=4)) == math.inf  # too few to tell
     flat: list[float | None] = [3.0] * 60

@@ -1,7 +1,6 @@
 """Lists the choices of a search: combinations of callbacks and knobs that a run would accept."""
 
 import itertools
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,17 +24,16 @@ def candidates(config: Mapping[str, Any], place: Place, lossy: bool) -> list[Cho
     Args:
         lossy: Also callbacks that change the numbers.
     """
-    world, found = place.world, dict[str, Choice]()
-    callbacks = dict.fromkeys(json.dumps(each) for each in with_callbacks(config, place, lossy))
-    for words, settings in itertools.product(callbacks, with_settings(config, place)):
-        choice = Choice(json.loads(words), settings)
+    today_exact = is_exact(config)
+
+    def runs(choice: Choice) -> bool:
         made = merge(config, choice)
-        if choice == NOTHING or (not lossy and not is_exact(made) and is_exact(config)):
-            continue
-        if not refusal(made, world):
-            found.setdefault(json.dumps(made, sort_keys=True, default=str), choice)
-    found.pop(json.dumps(dict(config), sort_keys=True, default=str), None)
-    return list(found.values())
+        return not refusal(made, place.world) and (lossy or is_exact(made) or not today_exact)
+
+    callbacks = [each for each in with_callbacks(config, place, lossy) if runs(Choice(each, {}))]
+    settings = [each for each in with_settings(config, place) if runs(Choice({}, each))]
+    found = [Choice(*parts) for parts in itertools.product(callbacks, settings)]
+    return [choice for choice in found if choice != NOTHING]
 
 
 def with_callbacks(config: Mapping[str, Any], place: Place, lossy: bool) -> Iterator[dict[str, Mapping[str, Any]]]:
@@ -65,7 +63,8 @@ def with_settings(config: Mapping[str, Any], place: Place) -> Iterator[dict[str,
     samples = config["batch"] // ranks_with_data(config, place.world)
     today = config["micro_batch"] or samples // (config["accumulate"] or 1)
     micros = [None, *(size for size in near(samples, today) if size != today)]
-    buckets = [None, *BUCKETS_MIB] if place.world > 1 else [None]
+    sizes = [mib for mib in BUCKETS_MIB if mib != config["trainer"]["ddp"]["bucket_mib"]]
+    buckets = [None, *sizes] if place.world > 1 else [None]
     cores = max(1, len(os.sched_getaffinity(0)) // place.local_world)
     own = config["data"]["workers"]
     workers = [None, *(count for count in WORKERS if count != own and count <= max(cores, 2))]

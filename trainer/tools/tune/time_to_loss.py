@@ -43,19 +43,20 @@ def fit(losses: Sequence[float | None]) -> Curve | None:
 
 
 def slowdown(exact: Sequence[float | None], lossy: Sequence[float | None]) -> float:
-    """Return the steps that lossy training needs for each step of exact training, at the loss that exact training has
-    at its end: at least 1, and infinity if lossy training does not get there.
+    """Return the steps that lossy training takes for each step of exact training, at the loss at the lossy run's end.
 
-    Both see the same samples, so the noise of the batches is common: the lossy curve is the exact one plus a fit of
-    their differences.
+    The ratio is at least 1: a short run that is ahead by chance proves no gain. The exact curve is read within its
+    measured steps, not beyond. Infinity stands for a loss that is not finite, and for runs
+    that are too short to tell.
     """
     base, own = fit(exact), fit(lossy)
     if base is None or own is None:
         return math.inf
     last = len(exact) - 1
+    reached = own.at(last)
     if base.b <= 0:  # the exact loss does not fall yet: then equal steps are compared
-        return 1.0 if own.at(last) <= base.at(last) + noise(exact, base) else math.inf
-    return max(1.0, (own.steps_to(base.at(last)) + 1) / (last + 1))
+        return 1.0 if reached <= base.at(last) + noise(exact, base) else math.inf
+    return max(1.0, (last + 1) / (base.steps_to(reached) + 1))
 
 
 def noise(losses: Sequence[float | None], curve: Curve) -> float:
