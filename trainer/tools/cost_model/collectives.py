@@ -56,7 +56,7 @@ def time(message: Message, group: Group, machine: Machine, algorithm: str = "rin
     if algorithm == "tree":
         inside_s = (group.per_node - 1) * machine.inside.latency_s
         latency_s = 2 * (math.log2(group.nodes) * machine.across.latency_s + inside_s)
-    return Wire(latency_s + sent / bandwidth(message.collective, group, machine), sent * slow.cpu_s_per_byte)
+    return Wire(latency_s + sent / bandwidth(message.collective, group, machine), 2 * sent * slow.cpu_s_per_byte)
 
 
 def bandwidth(collective: str, group: Group, machine: Machine) -> float:

@@ -1,33 +1,77 @@
-"""A machine as the cost model sees it: its ranks, its links, and what codecs cost a rank."""
+"""Describes what a step costs on this machine: links, codecs, cores, memory and disk, as the bench measures them."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Link:
-    """One level of the network, as one rank has it, each way."""
+    """One level of the network, as one rank uses it each way while the other ranks of its node do the same.
 
-    latency_s: float  # of an empty message
+    Attributes:
+        latency_s: Seconds of an empty message.
+        bytes_per_s: Rate of a long message; infinite if there is no such link.
+        cpu_s_per_byte: CPU seconds of all threads of a rank, for each byte that it sends and each that it receives.
+    """
+
+    latency_s: float
     bytes_per_s: float
-    cpu_s_per_byte: float  # processor seconds of a rank for a byte that it sends, the byte that it receives included
+    cpu_s_per_byte: float
 
 
 @dataclass(frozen=True)
 class CodecCost:
-    """Processor seconds of a codec, per byte of a float32 gradient."""
+    """Seconds of one rank for each byte of float32 gradient.
+
+    A codec that gathers decodes the payload of each rank. The cost of a codec with several rounds of messages is
+    `encode_s_per_byte` alone.
+    """
 
     encode_s_per_byte: float
-    decode_s_per_byte: float  # of one payload
+    decode_s_per_byte: float
 
 
 @dataclass(frozen=True)
 class Machine:
+    """The machine of a run.
+
+    Attributes:
+        cores_per_rank: CPU cores that a rank has for itself; ranks that share cores have a part of each.
+        inside, across: Links between the ranks of a node, and between nodes.
+        memory_bytes: Of a rank's device; None if it is unknown.
+        disk_bytes_per_s: Rate of writing, until the bytes are on the disk.
+    """
+
     ranks: int
     ranks_per_node: int
     cores_per_rank: float
-    inside: Link  # between ranks of a node
-    across: Link  # between nodes: a rank's share while all ranks of its node send
-    codecs: Mapping[str, CodecCost]  # by name; "none": a plain bucket's copies
-    memory_bytes: float | None  # that a rank may take; None: unknown
+    inside: Link
+    across: Link
+    codecs: Mapping[str, CodecCost]
+    memory_bytes: float | None
     disk_bytes_per_s: float
+
+
+def to_json(machine: Machine) -> dict[str, Any]:
+    """Return the machine as JSON values; null stands for an infinite rate."""
+    found = asdict(machine)
+    for link in (found["inside"], found["across"]):
+        link["bytes_per_s"] = None if math.isinf(link["bytes_per_s"]) else link["bytes_per_s"]
+    found["disk_bytes_per_s"] = None if math.isinf(machine.disk_bytes_per_s) else machine.disk_bytes_per_s
+    return found
+
+
+def from_json(value: Mapping[str, Any]) -> Machine:
+    """Return the machine of `to_json`."""
+
+    def rate(number: float | None) -> float:
+        return math.inf if number is None else number
+
+    links = {name: Link(**{**value[name], "bytes_per_s": rate(value[name]["bytes_per_s"])}) for name in LEVELS}
+    codecs = {name: CodecCost(**cost) for name, cost in value["codecs"].items()}
+    return Machine(**{**value, **links, "codecs": codecs, "disk_bytes_per_s": rate(value["disk_bytes_per_s"])})
+
+
+LEVELS = ("inside", "across")

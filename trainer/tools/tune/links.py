@@ -1,6 +1,7 @@
 """Measures the links between the ranks of a search, and what codecs cost a rank, by small collectives."""
 
 import hashlib
+import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ EMPTY = 64  # messages of 4 bytes, of which the fastest quarter gives the latenc
 ROUNDS = 3
 CODECS = ("bf16", "fp16", "int8", "topk", "powersgd")
 ELEMENTS = 1 << 20  # of the bucket that a codec encodes
-BUSY, BUSY_S = 1 << 20, 0.3  # bytes that a thread hashes at a time, and for how long, to count cores
+BUSY, BUSY_S = 1 << 20, 0.5  # bytes that a thread hashes at a time, and for how long, to count cores
 NO_LINK = Link(0.0, 1e12, 0.0)
 
 
@@ -164,7 +165,7 @@ def make_machine(answers: list[dict[str, Any]], place: Place) -> Machine:
     }
     memory = [answer["memory_bytes"] for answer in answers if answer["memory_bytes"] is not None]
     return Machine(
-        place.world, place.local_world, min(answer["cores"] for answer in answers),
+        place.world, place.local_world, statistics.mean(answer["cores"] for answer in answers),
         inside or across or NO_LINK, across or inside or NO_LINK,
         costs, min(memory, default=None), 1e9,
     )  # fmt: skip

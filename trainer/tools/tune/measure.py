@@ -72,6 +72,7 @@ def profile(config: dict[str, Any], place: Place, warm: int, steps: int) -> dict
         "optimizer_s": optimizer_s,
         "other_s": max(0.0, step_s - optimizer_s - data_s - compute),
         "data_s": data_s / samples,
+        "data_cpu": min(1.0, sum(watch.worked[warm:]) / max(sum(watch.waits[warm:]), 1e-9)),
         "activation_bytes": watch.activation_bytes,
         "state_bytes": float(state_bytes(trainer)),
         "step_s": step_s,

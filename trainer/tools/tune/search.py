@@ -12,7 +12,7 @@ from trainer.tools.tune.team import TrialFailed
 
 GAIN = 0.02  # a choice has to promise this share to be worth a trial
 DOUBT = 0.05  # most by which the model's own errors may make a prediction look worse than it is
-UNMODELLED = 0.9  # of a prediction that leaves out a callback made to speed a step up
+HOPE = 0.25  # share of the passes that a callback may save whose effect the model leaves out
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class Search:
             predicted = self.model.predict(choice)
             if limit is not None and predicted.memory_bytes > limit:
                 continue
-            hoped = UNMODELLED if set(choice.callbacks) & unmodelled(predicted.unknown) - self._families() else 1.0
-            slowdown = self._slowdown(choice)
-            found.append((predicted.step_s * slowdown * hoped * (1 - doubt), predicted.step_s, choice))
+            unknown = set(choice.callbacks) & unmodelled(predicted.unknown) - self._families()
+            hoped_s = predicted.step_s - (HOPE * predicted.parts["compute"] if unknown else 0.0)
+            found.append((hoped_s * self._slowdown(choice) * (1 - doubt), predicted.step_s, choice))
         return sorted(found, key=lambda item: item[0])
 
     def _ruled_out(self, choice: Choice) -> bool:

@@ -41,16 +41,18 @@ class Stopwatch(Callback):
         self.ends: list[Any] = []  # of each step: seconds on a CPU, an event on a GPU
         self.sums: list[tuple[Tensor, int]] = []  # of each step: the loss times its items, the items
         self.waits: list[float] = []  # for data
+        self.worked: list[float] = []  # of these, processor seconds
         self.result: dict[str, Any] = {}
 
     def wrap_batches(self, trainer, steps: Iterator[Step]) -> Iterator[Step]:
         while True:
-            began = time.perf_counter()
+            began, busy = time.perf_counter(), time.process_time()
             try:
                 step = next(steps)
             except StopIteration:
                 return
             self.waits.append(time.perf_counter() - began)
+            self.worked.append(time.process_time() - busy)
             yield step
 
     def on_fit_start(self, trainer) -> None:
