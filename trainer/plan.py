@@ -161,18 +161,7 @@ class Plan:
         return watched
 
     def features(self) -> set[str]:
-        ddp = self.options.ddp
-        on = {
-            "clip": self.options.clip_norm is not None,
-            "fp16": "fp16" in self.options.precision,  # of some rank
-            "fp8": self.options.precision == "fp8",
-            "bf16_params": self.options.precision == "bf16_params" and self.options.master_weights,
-            "bf16_weights": not self.options.master_weights,
-            "find_unused_parameters": ddp.find_unused_parameters,
-            "static_graph": ddp.static_graph,
-            "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
-        }
-        return {name for name, active in on.items() if active}
+        return features(self.options)
 
     def _find_checkpoint(self, rank: int, each: Callable[..., list[Any]], spec: RunSpec | None) -> list[str] | None:
         """Return the checkpoint that the launcher or else rank 0 found, and its manifest's sha256.
@@ -245,6 +234,22 @@ class Plan:
         ]
         own = {"seed": self.options.seed, "batch": self.batch, "data": data, "callbacks": stateful}
         return own | {"lanes": self.data.lanes, "block": self.data.block}
+
+
+def features(options: Options) -> set[str]:
+    """Return the features of the trainer that are on, as `Callback.conflicts` names them."""
+    ddp = options.ddp
+    on = {
+        "clip": options.clip_norm is not None,
+        "fp16": "fp16" in options.precision,  # of some rank
+        "fp8": options.precision == "fp8",
+        "bf16_params": options.precision == "bf16_params" and options.master_weights,
+        "bf16_weights": not options.master_weights,
+        "find_unused_parameters": ddp.find_unused_parameters,
+        "static_graph": ddp.static_graph,
+        "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
+    }
+    return {name for name, active in on.items() if active}
 
 
 def refuse_more(options: Options, world: int) -> None:

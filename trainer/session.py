@@ -14,10 +14,12 @@ from omegaconf import OmegaConf
 
 from trainer.checkpoint.compare import flat
 from trainer.comm.nccl import NCCLOptions, in_words
+from trainer.comm.ranks import Ranks
 from trainer.config.build import build, build_options
-from trainer.config.check import ALLOWED, split_groups
+from trainer.config.check import ALLOWED, TUNED, split_groups
 from trainer.config.options import DataOptions, Options
 from trainer.config.redact import redact
+from trainer.config.tuned import Tuned, cpu_name, differences
 from trainer.data.shards.transforms import build_stages
 from trainer.errors import STOPPED, ConfigError, DataError, UnavailableError, message
 from trainer.files import Appended, write_json, write_whole
@@ -71,6 +73,9 @@ def train(
     if trainer.rank == 0:
         trainer.on_accepted = lambda: save_config(redact(config), trainer.run_dir)
     describe(trainer, build_options(NCCLOptions, config["nccl"]))
+    tuned = config.get(TUNED)
+    if tuned and (other := differences(tuned, machine(trainer.ranks, tuned["link"]))):
+        log.warning("+tuned: was measured on another machine (%s); measure here by python -m trainer.tools.tune", other)
     try:
         trainer.fit()
     except Exception as error:
@@ -78,6 +83,12 @@ def train(
             note_crash(trainer, error)
         raise
     return end(STOPPED if trainer.stop_reason == "signal" else 0)
+
+
+def machine(ranks: Ranks, link: str) -> Tuned:
+    """Return this machine as a result of `trainer.tools.tune` names it."""
+    gpu = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else None
+    return Tuned(cpu_name(), gpu, ranks.world, ranks.place.local_world, link)
 
 
 def end(code: int) -> int:

@@ -12,10 +12,12 @@ from trainer.config.parameter_groups import check_groups
 from trainer.config.redact import HIDDEN, redact, redacted_keys
 from trainer.config.schema import ANY_NAME, NO_DEFAULT, Knob, describe, fits, knobs, option_parameters
 from trainer.config.targets import ALLOWED, refuse_nested, refuse_target
+from trainer.config.tuned import Tuned
 from trainer.errors import ConfigError, nearest, require
 
 TOP = ("recipe", "callbacks", "optimizer", "schedule", "batch", "micro_batch", "accumulate", "trainer", "data", "nccl")
 GROUPS = ("optimizer", "schedule")
+TUNED = "tuned"  # the one key that a run may lack: a result of trainer.tools.tune has it
 
 # A recipe's YAML that names another optimizer is merged over the default one, whose keys stay.
 OWN_CHOICE = "for your own {0} write conf/{0}/NAME.yaml, and in the recipe's defaults 'override /{0}: NAME'"
@@ -34,7 +36,7 @@ def check(config: Mapping[str, Any], allowed: tuple[str, ...] = ALLOWED) -> None
     if hidden := redacted_keys(config):
         raise ConfigError(f"{hidden[0]}={HIDDEN}: is a secret that was not printed; give its value")
     for key in config:
-        if key not in TOP:
+        if key not in (*TOP, TUNED):
             raise ConfigError(f"{key}={shown(key, config[key])}: no such key; {nearest_anywhere(key, config)}")
     for key in TOP:
         if key not in config:
@@ -47,6 +49,7 @@ def check(config: Mapping[str, Any], allowed: tuple[str, ...] = ALLOWED) -> None
     for key, options in (("trainer", Options), ("data", DataOptions), ("nccl", NCCLOptions)):
         check_values(key, config[key], option_parameters(options))
         build_options(options, config[key])  # refuses values out of range
+    check_tuned(config.get(TUNED))
     allow = (*allowed, *config["trainer"].get("allow_targets", ()))
     for name, node in config["callbacks"].items():
         if not isinstance(node, Mapping) or "_target_" not in node:
@@ -59,6 +62,15 @@ def check(config: Mapping[str, Any], allowed: tuple[str, ...] = ALLOWED) -> None
     for key in ("recipe", "optimizer", "schedule"):
         check_node(key, config[key], allow)
     build("schedule", config["schedule"], allow)  # refuses values out of range, and imports no torch
+
+
+def check_tuned(values: Any) -> None:
+    """Check the key of a result of trainer.tools.tune, which most runs lack."""
+    if values is None:
+        return
+    check_values(TUNED, values, option_parameters(Tuned))
+    for key in option_parameters(Tuned).keys() - values.keys():
+        raise ConfigError(f"{TUNED}.{key}: is missing; let trainer.tools.tune write the file again")
 
 
 def nearest_anywhere(key: str, config: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ TYPED = {
     "optimizer": "optimizer=NAME",
     "schedule": "schedule=NAME",
     "nccl": "nccl=NAME",
+    "tuned": "+tuned=NAME, as python -m trainer.tools.tune has written it",
 }
 
 
@@ -143,7 +144,7 @@ def normalize(word: str, folders: list[Path]) -> str:
     """Return the argument in Hydra's form.
 
     Hydra takes any key as new: `check` knows the keys, and its message says more. `callbacks=[...]` and
-    `+callbacks=[...]` mean the same, and may name a default callback.
+    `+callbacks=[...]` mean the same, and may name a default callback; so do `tuned=NAME` and `+tuned=NAME`.
     """
     key, equals, value = word.partition("=")
     name = key.lstrip("+")
@@ -152,6 +153,12 @@ def normalize(word: str, folders: list[Path]) -> str:
     if name == "callbacks":
         value = "" if value == "null" else value
         return f"callbacks={value if '[' in value else f'[{value}]'}"
+    if name == "tuned":
+        known = choices(name, folders)
+        if unknown := [each for each in value.split(",") if each not in known]:
+            way_out = f"{nearest(unknown[0], known)}; --config-dir FOLDER names the folder that has tuned/"
+            raise ConfigError(f"tuned={unknown[0]}: there is no such file; {way_out}")
+        return f"+tuned={value}"
     if any((folder / name).is_dir() for folder in folders):
         if value == "null":
             raise ConfigError(f"{word}: a run needs one {name}; there are {', '.join(choices(name, folders))}")

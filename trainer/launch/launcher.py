@@ -32,13 +32,7 @@ def start(config: dict[str, Any], name: str, argv: list[str], place: Place) -> i
     if place.launcher and not place.starts:
         return train_under_launcher(config, name, argv, place)
     options = build_options(Options, config["trainer"])
-    gpus = count_gpus(options.accelerator)
-    devices = (gpus or 1) if isinstance(options.devices, str) else options.devices
-    if gpus and devices > gpus:
-        raise ConfigError(
-            f"trainer.devices={devices}: this node has {gpus} CUDA device(s); "
-            f"use trainer.devices={gpus} or trainer.accelerator=cpu"
-        )
+    devices, gpus = count_devices(options)
     pick_backend(options.backend, torch.device("cuda" if gpus else "cpu"))
     if not gpus:  # with GPUs the ranks check it, since this process creates no CUDA context
         Precision(options.precision, torch.device("cpu"), master_weights=options.master_weights)
@@ -48,6 +42,22 @@ def start(config: dict[str, Any], name: str, argv: list[str], place: Place) -> i
     if place.starts:  # rank 0 plans for all nodes; no rank is restarted alone
         return supervise(config, None, argv, place, 0, math.inf)
     return start_ranks(config, name, argv, devices)
+
+
+def count_devices(options: Options) -> tuple[int, int]:
+    """Return the ranks that this process starts, and the GPUs of this node.
+
+    Raises:
+        ConfigError: There are fewer GPUs than ranks.
+    """
+    gpus = count_gpus(options.accelerator)
+    devices = (gpus or 1) if isinstance(options.devices, str) else options.devices
+    if gpus and devices > gpus:
+        raise ConfigError(
+            f"trainer.devices={devices}: this node has {gpus} CUDA device(s); "
+            f"use trainer.devices={gpus} or trainer.accelerator=cpu"
+        )
+    return devices, gpus
 
 
 def start_ranks(config: dict[str, Any], name: str, argv: list[str], devices: int) -> int:

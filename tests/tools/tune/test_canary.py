@@ -1,0 +1,65 @@
+"""The verdict over pairs of short runs."""
+
+import pytest
+
+from trainer.tools.tune.canary import Judge, p_value, spread
+
+EXACT = Judge(exact=True, random=False, bound=0.01)
+
+
+def run(seconds: float, losses=(3.0, 2.0, 1.0), gib: float = 1.0, advice=(), slowdown: float = 1.0) -> dict:
+    return {
+        "step_s": seconds, "score_s": seconds * slowdown, "losses": list(losses), "memory_bytes": gib * 2**30,
+        "advice": list(advice),
+    }  # fmt: skip
+
+
+def pairs(before: list[float], after: list[float], **more) -> list:
+    return [(run(a), run(b, **more)) for a, b in zip(before, after, strict=True)]
+
+
+STEADY = [1.0, 1.01, 0.99, 1.0, 1.02]
+
+
+def test_a_faster_config_with_equal_losses_is_recommended() -> None:
+    verdict = EXACT.judge(pairs(STEADY, [0.8] * 5))
+    assert verdict.recommended and verdict.gain == pytest.approx(1.25) and not verdict.faults
+    assert "in 5 of 5 pairs (sign test, p = 0.031)" in verdict.findings[0]
+
+
+def test_one_lost_pair_is_enough_to_stay() -> None:
+    verdict = EXACT.judge(pairs(STEADY, [0.8, 0.8, 1.1, 0.8, 0.8]))
+    assert not verdict.recommended and verdict.faults == ["faster in 4 of 5 pairs, and all are needed"]
+
+
+def test_a_gain_within_the_noise_is_none() -> None:
+    noisy = [1.0, 1.4, 0.7, 1.2, 0.8]
+    verdict = EXACT.judge(pairs(noisy, [0.98 * each for each in noisy]))
+    assert verdict.faults == [f"the gain of 2.0% is within the noise of {spread(noisy):.1%}"]
+
+
+def test_exact_configs_have_equal_losses_to_rounding() -> None:
+    assert EXACT.judge(pairs(STEADY, [0.8] * 5, losses=(3.0, 2.0, 1.0 + 1e-5))).recommended
+    verdict = EXACT.judge(pairs(STEADY, [0.8] * 5, losses=(3.0, 2.0, 1.01)))
+    assert len(verdict.faults) == 1 and "the losses differ" in verdict.faults[0]
+    assert not EXACT.judge(pairs(STEADY, [0.8] * 5, losses=(3.0, None, 1.0))).recommended
+
+
+def test_lossy_configs_have_a_bound() -> None:
+    lossy = Judge(exact=False, random=False, bound=0.01)
+    assert lossy.judge(pairs(STEADY, [0.8] * 5, losses=(3.0, 2.01, 1.005))).recommended
+    assert not lossy.judge(pairs(STEADY, [0.8] * 5, losses=(3.0, 2.1, 1.05))).recommended
+    assert not lossy.judge(pairs(STEADY, [0.8] * 5, slowdown=1.5)).recommended  # more steps than it saves
+
+
+def test_memory_and_new_advice_speak_against_it() -> None:
+    judge = Judge(exact=True, random=False, bound=0.01, memory_bytes=2.0 * 2**30)
+    assert judge.judge(pairs(STEADY, [0.8] * 5, gib=1.5)).recommended
+    assert judge.judge(pairs(STEADY, [0.8] * 5, gib=3.0)).faults == ["the winner takes 3.00 of 2.00 GiB of memory"]
+    found = judge.judge(pairs(STEADY, [0.8] * 5, advice=["look here"]))
+    assert found.faults == ["the winner's run advises: look here"]
+
+
+def test_chances_by_hand() -> None:
+    assert p_value(5, 5) == 1 / 32 and p_value(3, 3) == 1 / 8 and p_value(4, 5) == 6 / 32 and p_value(0, 5) == 1
+    assert spread([1.0, 1.0, 1.0]) == 0

@@ -1,0 +1,67 @@
+"""The choices of a search: what a run would refuse is not among them."""
+
+import pytest
+from support.cli import ROOT
+
+from trainer.config.compose import CONF, compose
+from trainer.process.environment import Place
+from trainer.tools.cost_model.workload import Choice
+from trainer.tools.tune.candidates import NOTHING, candidates, describe, family, near
+from trainer.tools.tune.configs import is_exact, merge, refusal
+
+TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy"]
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> dict:
+    monkeypatch.setattr("sys.argv", ["tune"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    return compose(TOY, [CONF, ROOT / "tests" / "toy" / "conf"])[0].config
+
+
+def two(local: int = 2) -> Place:
+    return Place(0, 2, 0, local, starts=True)
+
+
+def test_exact_ones_by_default_and_each_once(config: dict) -> None:
+    found = candidates(config, two(), lossy=False)
+    made = [merge(config, choice) for choice in found]
+    assert found and NOTHING not in found and all(map(is_exact, made))
+    assert all(one != other for i, one in enumerate(made) for other in made[:i])
+    assert {"overlap", "shard"} <= {name for choice in found for name in choice.callbacks}
+    lossy = candidates(config, two(), lossy=True)
+    assert {"grad_compress", "local_sgd"} <= {name for choice in lossy for name in choice.callbacks}
+    assert len(lossy) > len(found)
+
+
+def test_what_a_run_refuses_is_left_out(config: dict) -> None:
+    clipped = {**config, "trainer": config["trainer"] | {"clip_norm": 1.0}}
+    assert all("overlap" not in choice.callbacks for choice in candidates(clipped, two(), lossy=True))
+    assert "clip_norm" in refusal(merge(clipped, Choice({"overlap": {}}, {})), 2)
+    assert "does not divide" in refusal(merge(config, Choice({}, {"micro_batch": 5})), 2)
+    assert refusal(config, 2) == ""
+
+
+def test_two_levels_need_several_ranks_on_several_nodes(config: dict) -> None:
+    flat = candidates(config, two(1), lossy=False)
+    levels = candidates({**config, "batch": 16}, Place(0, 4, 0, 2, starts=True), lossy=False)
+    assert not any("hierarchical" in choice.callbacks for choice in flat)
+    assert any("hierarchical" in choice.callbacks for choice in levels)
+
+
+def test_one_rank_has_micro_batches_workers_and_compile_alone(config: dict) -> None:
+    found = candidates(config, Place(0, 1, 0, 1, starts=True), lossy=True)
+    assert {name for choice in found for name in choice.callbacks} == {"compile"}
+    assert {key for choice in found for key in choice.settings} == {"micro_batch", "accumulate", "data.workers"}
+
+
+def test_callbacks_of_today_stay(config: dict) -> None:
+    today = merge(config, Choice({"overlap": {}}, {}))
+    assert all("overlap" not in choice.callbacks for choice in candidates(today, two(), lossy=False))
+
+
+def test_sizes_and_names() -> None:
+    assert near(10, 10) == [5, 10] and near(1, 1) == [1] and near(64, 8) == [2, 4, 16, 32, 64]
+    choice = Choice({"overlap": {}, "compile": {"fallback_random": True}}, {"micro_batch": 2, "accumulate": None})
+    assert describe(choice) == "+overlap +compile(fallback_random=True) micro_batch=2"
+    assert (describe(NOTHING), family(NOTHING), family(choice)) == ("today's config", "plain", "compile+overlap")

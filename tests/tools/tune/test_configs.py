@@ -1,0 +1,65 @@
+"""Configs of trials: they write nowhere else, and begin where the run would begin."""
+
+from pathlib import Path
+
+import pytest
+from support.cli import ROOT
+from support.runs import make
+
+from trainer.config.check import check
+from trainer.config.compose import CONF, compose
+from trainer.tools.cost_model.workload import Choice
+from trainer.tools.tune.configs import alone, merge, node, of_trial, ranks_with_data, whole
+
+TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy"]
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["tune"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    return compose(TOY, [CONF, ROOT / "tests" / "toy" / "conf"])[0].config
+
+
+def test_a_choice_changes_a_copy(config: dict) -> None:
+    before = repr(config)
+    made = merge(config, Choice({"overlap": {}, "memory": {"snapshot": True}}, {"trainer.ddp.bucket_mib": 5.0}))
+    check(made)
+    assert repr(config) == before and made["trainer"]["ddp"]["bucket_mib"] == 5.0
+    assert made["callbacks"]["overlap"] == node("overlap") and made["callbacks"]["memory"]["snapshot"] is True
+
+
+def test_the_model_reads_callbacks_that_compute_and_what_differs(config: dict) -> None:
+    made = merge(config, Choice({"shard": {"stage": 2}, "overlap": {}}, {"micro_batch": 3, "accumulate": None}))
+    found = whole(made, 2)
+    assert found.callbacks == {"shard": {"stage": 2}, "overlap": {}}
+    assert found.settings == {"micro_batch": 3, "data.workers": 0}
+
+
+def test_a_trial_writes_into_its_folder_alone(config: dict, tmp_path: Path) -> None:
+    made = of_trial(config, tmp_path / "own", 7, 30)
+    check(made)
+    options = made["trainer"]
+    assert options["run_dir"] == str(tmp_path / "own" / "run-7") and options["timeout_s"] == 30
+    assert options["checkpoint"]["dir"] == str(tmp_path / "own" / "ckpt") and not options["checkpoint"]["every_steps"]
+    assert options["validate_every"] is None and options["resume"] is None
+    assert set(made["callbacks"]) == {"throughput", "memory"}  # the others would show or write
+
+
+def test_a_trial_begins_at_the_checkpoint_that_the_run_would_take(config: dict, tmp_path: Path) -> None:
+    trainer = make(max_steps=4)
+    trainer.fit()
+    config["trainer"] |= {"resume": "auto", "run_dir": "runs/r"}
+    made = of_trial(config, tmp_path / "own", 1, 30)
+    assert made["trainer"]["resume"] == str((tmp_path / "ckpt" / "r" / "step-00000004").resolve())
+    assert made["trainer"]["run_dir"] == str(tmp_path / "own" / "run-1")
+
+
+def test_a_rank_alone_has_its_part_of_the_batch(config: dict) -> None:
+    config["micro_batch"] = 2
+    made = alone(merge(config, Choice({"shard": {}, "hierarchical": {}}, {})), 3)
+    check(made)
+    assert (made["batch"], made["micro_batch"], made["accumulate"]) == (4, 2, 2)
+    assert not {"shard", "hierarchical"} & made["callbacks"].keys()
+    assert ranks_with_data(merge(config, Choice({"pipeline": {"stages": 2}}, {})), 4) == 2

@@ -1,0 +1,52 @@
+"""The profile of a rank that is alone: work and bytes of a sample."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.cli import ROOT
+from support.ranks import run_ranks
+from torch import nn
+
+from trainer.config.compose import CONF, compose
+from trainer.process.environment import Place
+from trainer.tools.tune.configs import alone, of_trial
+from trainer.tools.tune.measure import line, profile, saved_bytes
+from trainer.tools.tune.tuning import make_workload
+
+TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy", "trainer.allow_targets=[toy_recipe]"]
+
+
+def measure(place: Place, config: dict[str, Any]) -> dict[str, Any]:
+    return profile(config, place, 1, 4)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_ranks_measure_their_own_work(dropout: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["tune"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    config = compose([*TOY, f"recipe.dropout={dropout}"], [CONF, ROOT / "tests" / "toy" / "conf"])[0].config
+    answers = run_ranks(2, measure, of_trial(alone(config, 2), tmp_path / "a", 1, 60))
+    elements = [8 * 16, 16, 16 * 16, 16, 16 * 16, 16, 16 * 4, 4]
+    for answer in answers:
+        assert answer["parameters"] == elements and answer["random"] is bool(dropout)
+        assert answer["state_bytes"] == 4 * 4 * sum(elements) + 4 * len(elements)  # two moments, and a step each
+        assert min(answer[name] for name in ("forward_s", "backward_s", "optimizer_s", "data_s")) > 0
+        assert answer["activation_bytes"] > 4 * 16
+    work = make_workload(answers)
+    assert work.parameters == tuple(elements) and work.shapes[0] == (16, 8)
+    assert work.forward_s == max(answer["forward_s"] for answer in answers)
+
+
+def test_a_line_through_two_sizes() -> None:
+    assert line([5, 10], [0.7, 1.2]) == pytest.approx((0.1, 0.2))
+    assert line([5, 10], [1.2, 1.2]) == pytest.approx((0.06, 0.6))  # noise: at most half of a pass is fixed
+    assert line([5, 10], [0.1, 1.2]) == pytest.approx((0.12, 0.0))
+    assert line([8], [0.8]) == pytest.approx((0.1, 0.0))
+
+
+def test_bytes_that_autograd_keeps_by_hand() -> None:
+    layer, x = nn.Linear(4, 3), torch.randn(5, 4)
+    assert saved_bytes(lambda: layer(x).square().sum(), layer) == 4 * (5 * 4 + 5 * 3)

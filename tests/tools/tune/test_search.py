@@ -1,0 +1,94 @@
+"""The search on a machine that is a formula: it finds the best choice, corrects a wrong link, outlives failures."""
+
+from dataclasses import replace
+
+import pytest
+
+from trainer.tools.cost_model.machine import Link, Machine
+from trainer.tools.cost_model.predict import predict
+from trainer.tools.cost_model.workload import Choice, Workload
+from trainer.tools.tune.candidates import NOTHING, family
+from trainer.tools.tune.correction import Model
+from trainer.tools.tune.search import Search, Tried
+from trainer.tools.tune.team import TrialFailed
+
+FAST, SLOW = Link(50e-6, 1.25e8, 1e-10), Link(50e-6, 1.25e7, 1e-10)
+MACHINE = Machine(2, 1, 1.0, FAST, FAST, {}, None, 1e9)
+WORK = Workload((250_000,) * 40, 0.01, 0.02, 0.005, 0.02, 0.001, 1e-5, 1e6, 1.6e8)
+TODAY = {"micro_batch": 10, "data.workers": 0}
+
+
+def whole(choice: Choice) -> Choice:
+    return Choice(choice.callbacks, {**TODAY, **choice.settings})
+
+
+CHOICES = [
+    Choice(callbacks, settings)
+    for callbacks in ({}, {"overlap": {}}, {"shard": {"stage": 1}})
+    for settings in ({}, {"trainer.ddp.bucket_mib": 1.0}, {"micro_batch": 5}, {"micro_batch": 2})
+][1:]
+
+
+class Lab:
+    """Measures by the formula of the true machine."""
+
+    def __init__(self, machine: Machine, fails: str = "", left_s: float = 1e9) -> None:
+        self.machine, self.fails, self.left_s, self.trials = machine, fails, left_s, list[Choice]()
+
+    def true_s(self, choice: Choice) -> float:
+        return predict(self.machine, WORK, whole(choice), 20).step_s
+
+    def measure(self, choice: Choice) -> tuple[float, float]:
+        self.trials.append(choice)
+        if self.fails in choice.callbacks:
+            raise TrialFailed("out of memory")
+        return self.true_s(choice), self.true_s(choice)
+
+    def search(self, believed: Machine = MACHINE) -> Search:
+        today_s = self.true_s(NOTHING)
+        model = Model(believed, WORK, 20, today_s, whole, family)
+        first = Tried(NOTHING, model.predict(NOTHING).step_s, today_s, today_s)
+        return Search(
+            model, CHOICES, self.measure, lambda: self.left_s, lambda *_: None, lambda: 1.0, 10, [first]
+        )  # fmt: skip
+
+
+def test_the_best_of_all_is_found_in_few_trials() -> None:
+    lab = Lab(MACHINE)
+    best, why = lab.search().run()
+    least = min(map(lab.true_s, CHOICES))
+    assert best.step_s == pytest.approx(least, rel=0.02) and len(lab.trials) <= 2
+    assert why == "no other choice is predicted to be faster"
+
+
+def test_a_link_that_was_slowed_behind_its_back_is_noticed() -> None:
+    lab = Lab(replace(MACHINE, across=SLOW, inside=SLOW))
+    search = lab.search()
+    best, _ = search.run()
+    assert best.step_s == pytest.approx(min(map(lab.true_s, CHOICES)), rel=0.02)
+    assert abs(search.tried[0].miss) > 0.5 and search.model.factors["across"] > 1
+    left = [abs(search.model.predict(t.choice).step_s / t.step_s - 1) for t in search.tried if t.step_s]
+    assert max(left) < 0.1
+
+
+def test_choices_that_fail_are_left_out_and_the_search_goes_on() -> None:
+    lab = Lab(MACHINE, fails="overlap")
+    search = lab.search()
+    best, _ = search.run()
+    assert sum("overlap" in choice.callbacks for choice in lab.trials) <= 2
+    assert [t.error for t in search.tried if t.error] == ["out of memory"] * sum(
+        map(bool, [t.error for t in search.tried])
+    )
+    assert "overlap" not in best.choice.callbacks and best.step_s is not None
+
+
+def test_the_budget_ends_the_search() -> None:
+    lab = Lab(MACHINE, left_s=2.0)
+    best, why = lab.search().run()
+    assert (best.choice, why, lab.trials) == (NOTHING, "the budget is over", [])
+
+
+def test_what_does_not_fit_into_memory_costs_no_trial() -> None:
+    lab = Lab(MACHINE)
+    best, why = lab.search(replace(MACHINE, memory_bytes=1.0)).run()
+    assert (best.choice, why, lab.trials) == (NOTHING, "every choice was tried", [])

@@ -1,0 +1,85 @@
+"""Trials in forks: failures, kills, hangs and a lack of memory end a trial alone, and leave nothing behind."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.process.environment import Place
+from trainer.tools.tune.team import Team, TrialFailed, in_a_line
+
+
+def work(order: dict[str, Any], place: Place) -> dict[str, Any]:
+    """Do what the order says on its rank; on the others wait as for a peer, or answer."""
+    if order["rank"] not in (place.rank, -1):
+        time.sleep(60 if order.get("wait") else 0)
+    elif order["what"] == "raise":
+        raise ValueError("odd\nmore")
+    elif order["what"] == "memory":
+        raise MemoryError
+    elif order["what"] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif order["what"] == "child":
+        if not os.fork():
+            time.sleep(60)
+        time.sleep(60)
+    elif order["what"] == "hang":
+        time.sleep(60)
+    return {"rank": place.rank, "pid": os.getpid(), "group": os.getpgid(0), "store": place.store}
+
+
+@pytest.fixture(params=[2, 3])
+def team(request: pytest.FixtureRequest, tmp_path: Path):
+    made = Team(Place(0, request.param, 0, request.param, starts=True), tmp_path, work)
+    yield made
+    made.close()
+
+
+def fine(team: Team) -> list[dict[str, Any]]:
+    return team.run({"rank": -1, "what": "answer"}, 30)
+
+
+def test_each_rank_answers_from_a_process_of_its_own(team: Team) -> None:
+    first, second = fine(team), fine(team)
+    assert [answer["rank"] for answer in first] == list(range(team.place.world))
+    pids = {answer["pid"] for answer in first + second}
+    assert len(pids) == 2 * team.place.world and os.getpid() not in pids
+    assert all(answer["group"] == answer["pid"] for answer in first)
+    assert len({answer["store"] for answer in first}) == 1 and first[0]["store"] != second[0]["store"]
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("raise", "rank 1: ValueError: odd"),
+        ("memory", "rank 1: out of memory"),
+        ("kill", "rank 1: was killed by signal 9, as the kernel does when memory runs out"),
+    ],
+)
+def test_a_failure_on_one_rank_ends_the_trial_alone(team: Team, what: str, reason: str) -> None:
+    with pytest.raises(TrialFailed) as error:
+        team.run({"rank": 1, "what": what, "wait": True}, 30)
+    assert str(error.value) == reason
+    assert len(fine(team)) == team.place.world
+
+
+def test_a_hang_ends_at_its_limit_with_all_that_it_started(team: Team) -> None:
+    with pytest.raises(TrialFailed, match=r"rank 0: no end within tune.limit_s=0\.5"):
+        team.run({"rank": 0, "what": "child"}, 0.5)
+    assert not team.pids
+    assert len(fine(team)) == team.place.world
+
+
+def test_one_rank_needs_no_rank_in_its_message(tmp_path: Path) -> None:
+    team = Team(Place(0, 1, 0, 1, starts=True), tmp_path, work)
+    with pytest.raises(TrialFailed, match=r"^ValueError: odd$"):
+        team.run({"rank": 0, "what": "raise"}, 30)
+    team.close()
+
+
+def test_an_error_is_one_line() -> None:
+    assert in_a_line(RuntimeError("a\x1b[0m\nb")) == "RuntimeError: a?[0m"
+    assert in_a_line(MemoryError()) == "out of memory"

@@ -1,0 +1,61 @@
+"""A trial on real ranks: its losses are those of the run, its steps are timed, and nothing of it stays."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cli import ROOT, lines, toy
+from support.ranks import run_ranks
+
+from trainer.config.compose import CONF, compose
+from trainer.process.environment import Place
+from trainer.tools.cost_model.workload import Choice
+from trainer.tools.tune.configs import merge, of_trial
+from trainer.tools.tune.trial import run_trial, step_seconds
+
+TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy", "trainer.allow_targets=[toy_recipe]"]
+
+
+def train(place: Place, config: dict[str, Any]) -> dict[str, Any]:
+    return run_trial(config, place, warm=2, steps=4)
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["tune"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    return compose(TOY, [CONF, ROOT / "tests" / "toy" / "conf"])[0].config
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_losses_are_means_over_all_ranks_and_callbacks_of_a_choice_run(
+    world: int, config: dict[str, Any], tmp_path: Path
+) -> None:
+    plain, *_ = run_ranks(world, train, of_trial(config, tmp_path / "a", 1, 60))
+    choice = Choice({"overlap": {}}, {"micro_batch": 2, "accumulate": None})
+    answers = run_ranks(world, train, of_trial(merge(config, choice), tmp_path / "b", 1, 60))
+    assert len(plain["losses"]) == 6 and all(len(answer["times"]) == 4 for answer in answers)
+    assert all(answer["losses"] == answers[0]["losses"] for answer in answers)
+    assert answers[0]["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+    assert all(answer["memory_bytes"] > 1e6 and answer["precision"] == "fp32" for answer in answers)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    assert not list((tmp_path / "a").rglob("step-*"))  # no checkpoint
+
+
+def test_losses_are_those_that_the_run_itself_logs(config: dict[str, Any], tmp_path: Path) -> None:
+    (found,) = run_ranks(1, train, of_trial(config, tmp_path / "a", 1, 60))
+    assert toy(["trainer.run_dir=runs/r"], tmp_path).code == 0
+    logged = [line["train/loss"] for line in lines(tmp_path / "runs" / "r") if "train/loss" in line]
+    assert found["losses"] == pytest.approx(logged[:6], rel=1e-6)
+
+
+def test_a_run_that_ends_before_its_trial_says_so(config: dict[str, Any], tmp_path: Path) -> None:
+    config["trainer"]["max_steps"] = 3
+    with pytest.raises(AssertionError, match="the run has 3 steps, fewer than"):
+        run_ranks(1, train, of_trial(config, tmp_path / "a", 1, 60))
+
+
+def test_steps_of_a_period_count_together() -> None:
+    times = [1.0, 1.0, 1.0, 5.0] * 3
+    assert step_seconds(times, 1) == 1.0 and step_seconds(times, 4) == 2.0 and step_seconds([1.0], 4) == 1.0

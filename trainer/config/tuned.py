@@ -1,0 +1,37 @@
+"""The key `tuned` of a result of `trainer.tools.tune`: the machine that it was measured on."""
+
+import dataclasses
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Tuned:
+    cpu: str  # model
+    gpu: str | None  # model; null without one
+    ranks: int
+    ranks_per_node: int
+    link: str  # class of the slowest link between ranks, as "1 Gbit/s"; shown, and not compared
+
+
+def cpu_name() -> str:
+    """Return the model of the CPU, as Linux knows it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def differences(tuned: Mapping[str, Any], here: Tuned) -> str:
+    """Return how this machine differs from that of the result, as one line; empty if it does not."""
+    found = [
+        f"{key} {tuned[key]} there, {value} here"
+        for key, value in dataclasses.asdict(here).items()
+        if key != "link" and tuned[key] != value
+    ]
+    return "; ".join(found)

@@ -1,0 +1,100 @@
+"""Judges the winner against today's config by pairs of short runs: speed, losses, memory, advice."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.tools.tune.time_to_loss import difference, drift
+
+ROUNDING = {"fp32": 1e-3, "tf32": 1e-2}  # largest relative difference of losses that only round differently
+COARSE = 5e-2  # the same for precisions of 16 bits and fewer
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the winner is recommended, and what was found; `faults` say why not."""
+
+    recommended: bool
+    gain: float  # today's seconds of a step over the winner's, the median over pairs
+    findings: list[str]
+    faults: list[str]
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The limits of a canary.
+
+    Args:
+        exact: The numbers of both configs are the same, to rounding.
+        random: Other micro-batches draw other random numbers: then losses are equal in the mean alone.
+        bound: For a lossy config, the share by which its loss may be larger.
+        memory_bytes: What a rank has; None: unknown.
+    """
+
+    exact: bool
+    random: bool
+    bound: float
+    precision: str = "fp32"
+    memory_bytes: float | None = None
+
+    def judge(self, pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Verdict:
+        """Judge pairs of results, today's and the winner's, each with `step_s`, `score_s`, `losses`, `memory_bytes`,
+        `advice`.
+        """
+        faults: list[str] = []
+        findings: list[str] = []
+        gain = self._speed(pairs, findings, faults)
+        self._losses(pairs, findings, faults)
+        self._memory(pairs, findings, faults)
+        heard = {text for before, _ in pairs for text in before["advice"]}
+        for text in dict.fromkeys(text for _, after in pairs for text in after["advice"] if text not in heard):
+            faults.append(f"the winner's run advises: {text}")
+        return Verdict(not faults, gain, findings, faults)
+
+    def _speed(self, pairs: Sequence[Any], findings: list[str], faults: list[str]) -> float:
+        """Test the speed: each pair is a win (sign test), and the median gain is more than the noise of equals."""
+        before, after = ([pair[i]["score_s"] for pair in pairs] for i in (0, 1))
+        gains = [a / b for a, b in zip(before, after)]
+        gain, wins = statistics.median(gains), sum(g > 1 for g in gains)
+        noise = spread(before)
+        findings.append(
+            f"step {statistics.median(p['step_s'] for p, _ in pairs):.4g} s before, "
+            f"{statistics.median(p['step_s'] for _, p in pairs):.4g} s after; {gain:.3f} times as fast, "
+            f"in {wins} of {len(pairs)} pairs (sign test, p = {p_value(wins, len(pairs)):.3f}); noise {noise:.1%}"
+        )
+        if wins < len(pairs):
+            faults.append(f"faster in {wins} of {len(pairs)} pairs, and all are needed")
+        if gain - 1 <= noise:
+            faults.append(f"the gain of {gain - 1:.1%} is within the noise of {noise:.1%}")
+        return gain
+
+    def _losses(self, pairs: Sequence[Any], findings: list[str], faults: list[str]) -> None:
+        one, other = pairs[0][0]["losses"], pairs[0][1]["losses"]
+        if self.exact and not self.random:
+            found, limit = difference(one, other), ROUNDING.get(self.precision, COARSE)
+            findings.append(f"losses differ by at most {found:.2g} of their value (limit {limit:g}: rounding)")
+        else:
+            found, limit = drift(one, other), self.bound
+            findings.append(f"the loss is {found:+.2%} of today's at equal steps (limit +{limit:.2%}: tune.bound)")
+        if not found <= limit:
+            faults.append(f"the losses differ: {findings.pop()}")
+
+    def _memory(self, pairs: Sequence[Any], findings: list[str], faults: list[str]) -> None:
+        before, after = (max(pair[i]["memory_bytes"] for pair in pairs) for i in (0, 1))
+        findings.append(f"memory of the fullest rank {before / 2**30:.2f} GiB before, {after / 2**30:.2f} GiB after")
+        if self.memory_bytes is not None and after > self.memory_bytes:
+            faults.append(f"the winner takes {after / 2**30:.2f} of {self.memory_bytes / 2**30:.2f} GiB of memory")
+
+
+def spread(values: Sequence[float]) -> float:
+    """Return the standard error of the median of equals, as a share: 1.25 times that of the mean (Kendall)."""
+    middle = statistics.median(values)
+    deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
+    return 1.25 * deviation / middle / math.sqrt(len(values))
+
+
+def p_value(wins: int, pairs: int) -> float:
+    """Return the chance of so many wins or more between equals."""
+    return sum(math.comb(pairs, k) for k in range(wins, pairs + 1)) / 2**pairs

@@ -1,0 +1,121 @@
+"""Turns a config and a choice into the config of a trial, and refuses what can't run before it costs a trial."""
+
+import copy
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+
+from trainer.batch import split_batch
+from trainer.callback import Callback, Role, arrange
+from trainer.checkpoint import locate
+from trainer.config.build import build, build_options
+from trainer.config.check import ALLOWED, check
+from trainer.config.compose import CONF
+from trainer.config.options import Options
+from trainer.errors import ConfigError
+from trainer.plan import features, split_over
+from trainer.tools.cost_model.workload import Choice
+
+KEPT = frozenset({"advice"})  # of the callbacks that show numbers: the others would write the terminal or other places
+
+
+@functools.cache
+def node(name: str) -> Mapping[str, Any]:
+    """Return the YAML of a callback of Echelon: `_target_` and all knobs."""
+    found: Any = OmegaConf.to_container(OmegaConf.load(CONF / "callbacks" / f"{name}.yaml"))
+    return found[name]
+
+
+def merge(config: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
+    """Return a copy of the config with the callbacks and settings of the choice."""
+    merged = copy.deepcopy(dict(config))
+    for name, knobs in choice.callbacks.items():
+        merged["callbacks"][name] = {**merged["callbacks"].get(name, node(name)), **knobs}
+    for key, value in choice.settings.items():
+        *path, last = key.split(".")
+        at = merged
+        for part in path:
+            at = at[part]
+        at[last] = value
+    return merged
+
+
+def whole(config: Mapping[str, Any], world: int) -> Choice:
+    """Return all that the cost model reads of a config, as a choice."""
+    allow = (*ALLOWED, *config["trainer"]["allow_targets"])
+    callbacks = {}
+    for name, given in config["callbacks"].items():
+        if (CONF / "callbacks" / f"{name}.yaml").exists() and build(name, given, allow).role not in UNSEEN:
+            known = node(name)
+            callbacks[name] = {key: value for key, value in given.items() if known.get(key, given) != value}
+    micro, _ = split_batch(config["batch"], ranks_with_data(config, world), config["micro_batch"], config["accumulate"])
+    settings = {"micro_batch": micro, "data.workers": config["data"]["workers"]}
+    if (bucket := config["trainer"]["ddp"]["bucket_mib"]) is not None:
+        settings["trainer.ddp.bucket_mib"] = bucket
+    return Choice(callbacks, settings)
+
+
+UNSEEN = (Role.MEASURE, Role.OBSERVE, Role.GUARD, Role.AVERAGE)
+
+
+def callbacks_of(config: Mapping[str, Any]) -> dict[str, Callback]:
+    allow = (*ALLOWED, *config["trainer"]["allow_targets"])
+    return {name: build(f"callbacks.{name}", given, allow) for name, given in config["callbacks"].items()}
+
+
+def ranks_with_data(config: Mapping[str, Any], world: int) -> int:
+    """Return the number of ranks that read different samples."""
+    return split_over(callbacks_of(config), world)
+
+
+def refusal(config: Mapping[str, Any], world: int) -> str:
+    """Return why a run of this config would be refused at its start; empty if nothing is known."""
+    try:
+        check(config)
+        options = build_options(Options, config["trainer"])
+        callbacks = arrange(callbacks_of(config), features(options))
+        split_batch(config["batch"], split_over(callbacks, world), config["micro_batch"], config["accumulate"])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def is_exact(config: Mapping[str, Any]) -> bool:
+    """Return whether every callback of the config leaves the numbers as they are, to rounding."""
+    return all(callback.exact for callback in callbacks_of(config).values())
+
+
+def of_trial(config: Mapping[str, Any], folder: Path, number: int, limit_s: float) -> dict[str, Any]:
+    """Return the config of a short run that writes into `folder` alone, and begins where the run would begin."""
+    trial = copy.deepcopy(dict(config))
+    shown = [name for name, made in callbacks_of(config).items() if made.role == Role.OBSERVE and name not in KEPT]
+    for name in shown:
+        del trial["callbacks"][name]
+    options = trial["trainer"]
+    if options["resume"] is not None:
+        root = Path(options["checkpoint"]["dir"])
+        run_dir = root / Path(options["run_dir"]).name if options["run_dir"] else None
+        found = locate.resolve(options["resume"], root, run_dir)
+        options["resume"] = found and str(found.resolve())
+    options["checkpoint"] |= {"dir": str(folder / "ckpt"), "every_steps": None, "every_minutes": None}
+    options["checkpoint"] |= {"keep_best": None, "keep_every": None}
+    options |= {"run_dir": str(folder / f"run-{number}"), "validate_every": None, "check_replicas_every": None}
+    options |= {"restarts": 0, "timeout_s": min(options["timeout_s"], limit_s)}
+    return trial
+
+
+def alone(config: Mapping[str, Any], world: int) -> dict[str, Any]:
+    """Return the config of a run of one rank with a rank's part of the batch, data read in the training process."""
+    own = copy.deepcopy(dict(config))
+    roles = (Role.SPLIT, Role.SHARD, Role.REDUCE, Role.COMPRESS, Role.SYNC)
+    made = cast("dict[str, Callback]", callbacks_of(config))
+    own["callbacks"] = {name: given for name, given in own["callbacks"].items() if made[name].role not in roles}
+    samples = config["batch"] // ranks_with_data(config, world)
+    micro, accumulate = split_batch(samples, 1, config["micro_batch"], config["accumulate"])
+    own |= {"batch": samples, "micro_batch": micro, "accumulate": accumulate}
+    own["data"]["workers"] = 0
+    own["trainer"] |= {"devices": "auto", "nodes": 1, "resume": None}
+    return own

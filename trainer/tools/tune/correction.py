@@ -1,0 +1,117 @@
+"""Corrects the cost model by what trials measure: factors on links, passes and codecs, then one for each family."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from trainer.tools.cost_model.machine import CodecCost, Link, Machine
+from trainer.tools.cost_model.predict import predict
+from trainer.tools.cost_model.workload import Choice, Prediction, Workload
+
+NOISE = 0.03  # of a measured step, as a share
+OTHER = 0.1  # spread of the fixed seconds that the model has missed, as a share of today's step
+TRUST = {"across": 0.7, "inside": 0.7, "compute": 0.2, "codec": 0.4, "optimizer": 0.4}  # spreads of the logarithms
+STEPS = (0.8, 0.3, 0.1, 0.03)  # of the search for factors, in logarithms
+SHRINK = 0.5  # share of a family's mean residual that its other choices get with one trial
+
+
+@dataclass(frozen=True)
+class Model:
+    """The cost model with its corrections.
+
+    Args:
+        today_s: Measured seconds of today's step, the unit of the correction `other`.
+        whole: Returns all callbacks and settings of today's config with a choice.
+        factors: Logarithms of the corrections, by the names of `TRUST`.
+        residuals: By family, logarithms of measured over predicted seconds.
+    """
+
+    machine: Machine
+    workload: Workload
+    batch: int
+    today_s: float
+    whole: Callable[[Choice], Choice]
+    family: Callable[[Choice], str]
+    factors: Mapping[str, float] = field(default_factory=dict)
+    residuals: Mapping[str, float] = field(default_factory=dict)
+
+    def predict(self, choice: Choice) -> Prediction:
+        """Predict a step of today's config with a choice."""
+        found = self._predict(self.whole(choice), self.factors)
+        factor = math.exp(self.residuals.get(self.family(choice), 0.0))
+        parts = {name: seconds * factor for name, seconds in found.parts.items()}
+        return replace(found, step_s=found.step_s * factor, parts=parts)
+
+    def _predict(self, whole: Choice, factors: Mapping[str, float]) -> Prediction:
+        by = {name: math.exp(factors.get(name, 0.0)) for name in TRUST}
+        missed_s = max(0.0, factors.get("other", 0.0)) * self.today_s
+        machine = replace(
+            self.machine,
+            across=slower(self.machine.across, by["across"]),
+            inside=slower(self.machine.inside, by["inside"]),
+            codecs={name: dearer(cost, by["codec"]) for name, cost in self.machine.codecs.items()},
+        )
+        work = self.workload
+        passes = {name: getattr(work, name) * by["compute"] for name in ("forward_s", "backward_s", "pass_s")}
+        work = replace(work, **passes, optimizer_s=work.optimizer_s * by["optimizer"], other_s=work.other_s + missed_s)
+        return predict(machine, work, whole, self.batch)
+
+    def correct(self, measured: Sequence[tuple[Choice, float]]) -> "Model":
+        """Return the model whose factors explain the measured seconds of a step best.
+
+        The most likely factors: errors and factors are log-normal, with the spreads `NOISE` and `TRUST`.
+        """
+        wholes = [(self.whole(choice), seconds) for choice, seconds in measured]
+
+        def loss(factors: Mapping[str, float]) -> float:
+            errors = [math.log(seconds / self._predict(whole, factors).step_s) / NOISE for whole, seconds in wholes]
+            prior = [factors[name] / spread for name, spread in {**TRUST, "other": OTHER}.items()]
+            return sum(robust(error) for error in errors) + sum(value**2 for value in prior)
+
+        factors = descend(loss, dict.fromkeys((*TRUST, "other"), 0.0) | dict(self.factors))
+        by_family: dict[str, list[float]] = {}
+        for (choice, seconds), (whole, _) in zip(measured, wholes, strict=True):
+            residual = math.log(seconds / self._predict(whole, factors).step_s)
+            by_family.setdefault(self.family(choice), []).append(residual)
+        weight = {name: len(values) / (len(values) + 1 / SHRINK - 1) for name, values in by_family.items()}
+        residuals = {name: weight[name] * sum(values) / len(values) for name, values in by_family.items()}
+        return replace(self, factors=factors, residuals=residuals)
+
+
+def robust(error: float) -> float:
+    """Return Huber's loss (1964): one odd trial must not move every prediction."""
+    return error**2 if abs(error) <= 3 else 6 * abs(error) - 9
+
+
+def descend(loss: Callable[[Mapping[str, float]], float], start: dict[str, float]) -> dict[str, float]:
+    """Minimise by steps along one factor at a time, ever smaller (Hooke and Jeeves 1961)."""
+    at, least = dict(start), loss(start)
+    for step in STEPS:
+        moved = True
+        while moved:
+            moved = False
+            for name in at:
+                for change in (step, -step):
+                    tried = {**at, name: at[name] + change}
+                    if (found := loss(tried)) < least - 1e-9:
+                        at, least, moved = tried, found, True
+                        break
+    return at
+
+
+def slower(link: Link, factor: float) -> Link:
+    return Link(link.latency_s * factor, link.bytes_per_s / factor, link.cpu_s_per_byte)
+
+
+def dearer(cost: CodecCost, factor: float) -> CodecCost:
+    return CodecCost(cost.encode_s_per_byte * factor, cost.decode_s_per_byte * factor)
+
+
+def in_words(factors: Mapping[str, float]) -> str:
+    """Return what the trials have corrected, where it matters."""
+    names = {"across": "the link across is", "inside": "the link inside is", "compute": "computing takes"}
+    names |= {"codec": "codecs take", "optimizer": "the optimizer takes"}
+    return "; ".join(
+        f"{names[name]} {math.exp(value):.2f} times as {'slow' if 'link' in names[name] else 'long'} as measured before"
+        for name, value in factors.items() if name in names and abs(value) > 0.15
+    )  # fmt: skip

@@ -1,0 +1,132 @@
+"""Measures on one rank what the cost model needs: the work of a sample, and what it costs to read one."""
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from trainer.data.resize import repeat_batch
+from trainer.parallel.warmup import wait
+from trainer.process.environment import Place
+from trainer.session import build_components
+from trainer.tools.tune.trial import OWN, Over, Stopwatch
+from trainer.trainer import Trainer
+
+PASSES = 3  # of which the median counts, after one that warms up
+SLOW_S = 2.0  # a pass that takes longer is measured once
+
+
+class Profile(Stopwatch):
+    """Measures the passes of a rank that is alone, with its part of the batch, then times a few steps."""
+
+    def rehearse(self, trainer, run_pass: Callable[[Any], None], batch: Any) -> None:
+        micro = trainer.plan.micro
+        sizes = sorted({micro, max(1, micro // 2), 2} if micro == 1 else {micro, max(1, micro // 2)})
+        batches = [repeat_batch(batch, size, f"callbacks.{OWN}") for size in sizes]
+        loss, model, device = trainer.loss.compute, trainer.strategy.model, trainer.device  # pyright: ignore
+        whole = [median_s(lambda made=made: run_pass(made), device) for made in batches]
+        ahead = [median_s(lambda made=made: loss(model, made), device) for made in batches]
+        slope, self.pass_s = line(sizes, whole)
+        forward, _ = line(sizes, ahead)
+        forward = min(forward, 0.9 * slope)
+        self.forward_s, self.backward_s = forward, slope - forward
+        self.activation_bytes = saved_bytes(lambda: loss(model, batch), trainer.module) / micro
+        self.random = len({seeded(lambda: loss(model, batch), seed) for seed in (1, 2)}) > 1
+        self.began, self.optimizers = 0.0, list[float]()
+
+    def on_before_optimizer_step(self, trainer) -> None:
+        wait(trainer.device)
+        self.began = time.perf_counter()
+
+    def on_step_end(self, trainer) -> None:
+        wait(trainer.device)
+        self.optimizers.append(time.perf_counter() - self.began)
+        super().on_step_end(trainer)
+
+
+def profile(config: dict[str, Any], place: Place, warm: int, steps: int) -> dict[str, Any]:
+    """Measure the workload of this rank, alone, and return its numbers as JSON."""
+    own = {"run_dir": f"{config['trainer']['run_dir']}-{place.rank}"}  # one process writes a run
+    components = build_components({**config, "trainer": config["trainer"] | own})
+    watch = components["callbacks"][OWN] = Profile(warm, steps)
+    trainer = Trainer(**components, place=Place(), name=OWN)
+    with contextlib.suppress(Over):
+        trainer.fit()
+    parameters = trainer.parameters
+    optimizer_s = statistics.median(watch.optimizers[warm:])
+    step_s = statistics.median(watch.result["times"])
+    samples, passes = trainer.batch, trainer.plan.accumulate
+    data_s = statistics.median(watch.waits[warm:])
+    compute = samples * (watch.forward_s + watch.backward_s) + passes * watch.pass_s
+    return {
+        "parameters": [p.numel() for p in parameters],
+        "shapes": [list(p.shape) for p in parameters],
+        "forward_s": watch.forward_s,
+        "backward_s": watch.backward_s,
+        "pass_s": watch.pass_s,
+        "optimizer_s": optimizer_s,
+        "other_s": max(0.0, step_s - optimizer_s - data_s - compute),
+        "data_s": data_s / samples,
+        "data_cpu": min(1.0, sum(watch.worked[warm:]) / max(sum(watch.waits[warm:]), 1e-9)),
+        "activation_bytes": watch.activation_bytes,
+        "state_bytes": float(state_bytes(trainer)),
+        "step_s": step_s,
+        "random": watch.random,
+    }
+
+
+def median_s(run: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds of a call, after one that warms up."""
+    took: list[float] = []
+    for _ in range(1 + PASSES):
+        wait(device)
+        began = time.perf_counter()
+        run()
+        wait(device)
+        took.append(time.perf_counter() - began)
+        if took[-1] > SLOW_S and len(took) > 1:
+            break
+    return statistics.median(took[1:])
+
+
+def line(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
+    """Return the seconds of a sample, and the fixed ones of a pass, by two sizes."""
+    (low, high), (first, last) = (sizes[0], sizes[-1]), (seconds[0], seconds[-1])
+    slope = (last - first) / (high - low) if high > low else last / high
+    slope = min(max(slope, 0.5 * last / high), last / high)  # a pass is at most half fixed: noise would tell otherwise
+    return slope, last - slope * high
+
+
+def seeded(loss: Callable[[], Tensor], seed: int) -> float:
+    """Return a loss whose random numbers begin at this seed; two seeds differ with dropout."""
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        return loss().item()
+
+
+def saved_bytes(run: Callable[[], Any], module: torch.nn.Module) -> float:
+    """Return the bytes that autograd keeps of a forward pass, parameters aside."""
+    known = {p.untyped_storage().data_ptr() for p in (*module.parameters(), *module.buffers())}
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = run()
+    del kept
+    return float(sum(sizes.values()))
+
+
+def state_bytes(trainer: Trainer) -> int:
+    """Return the bytes of parameters, gradients and optimizer state."""
+    state = [v for values in trainer.optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+    return sum(2 * p.nbytes for p in trainer.parameters) + sum(tensor.nbytes for tensor in state)

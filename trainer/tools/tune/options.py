@@ -1,0 +1,54 @@
+"""The settings of a search, `tune.*`, and their separation from the arguments of the run."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config.check import check_values
+from trainer.config.schema import option_parameters
+from trainer.errors import ConfigError, require
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    budget_s: float = 600.0  # of the whole search, with the canary
+    lossy: bool = False  # also callbacks that change the numbers, by time to loss
+    apply: bool = False  # a running job, trainer.run_dir, takes the result over at its next checkpoint
+    name: str | None = None  # of the result, conf/tuned/NAME.yaml; null: the recipe's name
+    steps: int = 20  # timed steps of a trial
+    warm: int = 3  # steps before them
+    pairs: int = 5  # of short runs in the canary: today's config, then the winner
+    limit_s: float = 300.0  # of one trial; one that takes longer has failed
+    bound: float = 0.01  # largest relative difference of a lossy config's loss
+
+    def __post_init__(self) -> None:
+        for key in ("budget_s", "limit_s", "bound"):
+            require(f"tune.{key}", getattr(self, key), above=0)
+        for key, least in (("steps", 2), ("warm", 1), ("pairs", 3)):
+            require(f"tune.{key}", getattr(self, key), at_least=least)
+        if self.name is not None and not NAME.fullmatch(self.name):
+            raise ConfigError(f"tune.name={self.name}: must be the name of a file: letters, digits, '.', '-' and '_'")
+
+
+def read_options(arguments: Sequence[str]) -> tuple[TuneOptions, list[str]]:
+    """Return the settings of the search, and the arguments of the run.
+
+    Raises:
+        ConfigError: A key under `tune` is unknown, or its value is of another type or out of range.
+    """
+    from omegaconf import OmegaConf
+
+    own = [word.lstrip("+") for word in arguments if re.match(r"\+{0,2}tune\.", word)]
+    for word in own:
+        if "=" not in word:
+            raise ConfigError(f"{word}: has no value; give {word}=VALUE")
+    try:
+        made: Any = OmegaConf.to_container(OmegaConf.from_dotlist(own))
+    except Exception as error:  # YAML's own errors have no common base with OmegaConf's
+        raise ConfigError(f"tune: {' '.join(str(error).split())[:200]}; give KEY=VALUE") from None
+    values = made.get("tune", {})
+    check_values("tune", values, option_parameters(TuneOptions))
+    return TuneOptions(**values), [word for word in arguments if word.lstrip("+") not in own]

@@ -1,0 +1,68 @@
+"""Writes the result: a Hydra overlay for `+tuned=NAME`, with the evidence as comments."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from trainer.config.tuned import Tuned
+from trainer.errors import ConfigError, printable
+from trainer.files import write_whole
+from trainer.tools.cost_model.machine import Link
+from trainer.tools.cost_model.workload import Choice
+
+CLASSES = (10e6, 100e6, 1e9, 2.5e9, 10e9, 25e9, 40e9, 100e9, 200e9, 400e9, 800e9)  # bit/s, as networks are sold
+
+
+def overlay(config: Mapping[str, Any], choice: Choice, tuned: Tuned, evidence: Sequence[str]) -> str:
+    """Return the text of the overlay that turns today's config into that of the choice."""
+    added = [name for name in choice.callbacks if name not in config["callbacks"]]
+    content: dict[str, Any] = {}
+    if added:
+        content["defaults"] = [*({"/callbacks": added},), "_self_"]
+    knobs = {name: dict(given) for name, given in choice.callbacks.items() if given}
+    if knobs:
+        content["callbacks"] = knobs
+    for key, value in choice.settings.items():
+        *path, last = key.split(".")
+        at = content
+        for part in path:
+            at = at.setdefault(part, {})
+        at[last] = value
+    content["tuned"] = dataclasses.asdict(tuned)
+    comments = "".join(f"# {printable(line)}\n" for line in evidence)
+    return f"# @package _global_\n{comments}{OmegaConf.to_yaml(OmegaConf.create(content))}"
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    """Write conf/tuned/NAME.yaml in a folder of configs.
+
+    Raises:
+        ConfigError: The folder can't be written.
+    """
+    path = folder / "tuned" / f"{name}.yaml"
+    try:
+        write_whole(path, text.encode())
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be written: {error.strerror}; give another --config-dir") from None
+    return path
+
+
+def link_class(link: Link, ranks: int) -> str:
+    """Return the class of network that a link's rate belongs to: the lowest that is not below it by a tenth."""
+    rate = link.bytes_per_s * 8
+    if ranks == 1:
+        return "none"
+    sold = next((each for each in CLASSES if rate <= each * 1.1), None)
+    if sold is None:
+        return "more than 800 Gbit/s"
+    return f"{sold / 1e9:g} Gbit/s" if sold >= 1e9 else f"{sold / 1e6:g} Mbit/s"
+
+
+def file_name(recipe: str) -> str:
+    """Return the name of the result for a recipe."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", os.path.basename(recipe)).strip("-.") or "run"

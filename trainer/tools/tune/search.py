@@ -1,0 +1,130 @@
+"""Tries the most promising choices until no prediction beats what was measured, or the time is over."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.tools.cost_model.workload import Choice
+from trainer.tools.tune.correction import Model
+from trainer.tools.tune.team import TrialFailed
+
+GAIN = 0.02  # a choice has to promise this share to be worth a trial
+DOUBT = 0.05  # most by which the model's own errors may make a prediction look worse than it is
+HOPE = 0.25  # share of the passes that a callback may save whose effect the model leaves out
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A trial. `predicted_s` is from before it; `step_s` is None if it failed, for the reason `error`."""
+
+    choice: Choice
+    predicted_s: float
+    step_s: float | None = None
+    score_s: float | None = None  # what choices are ranked by: step_s, or the seconds to a loss
+    error: str = ""
+
+    @property
+    def miss(self) -> float:
+        """Return the prediction's error as a share of the measurement."""
+        assert self.step_s is not None
+        return self.predicted_s / self.step_s - 1
+
+
+@dataclass
+class Search:
+    """A search among `choices`, from the trial of today's config on.
+
+    Args:
+        measure: Runs a trial: the seconds of a step, and those of the score.
+        time_left: Returns the seconds left for trials.
+        note: Takes each trial when it is over.
+        tried: Trials before, of an interrupted search too; the first is today's config.
+    """
+
+    model: Model
+    choices: Sequence[Choice]
+    measure: Callable[[Choice], tuple[float, float]]
+    time_left: Callable[[], float]
+    note: Callable[[Tried, Model], Any]
+    cost_s: Callable[[], float]  # of a trial, apart from its steps
+    steps: int
+    tried: list[Tried]
+
+    def run(self) -> tuple[Tried, str]:
+        """Return the best trial, and why the search ended."""
+        while True:
+            self.model = self.model.correct([(t.choice, t.step_s) for t in self.tried if t.step_s])
+            best = self.best
+            assert best.score_s is not None
+            ranked = self._ranked()
+            if not ranked:
+                return best, "every choice was tried"
+            score_s, step_s, choice = ranked[0]
+            if score_s >= best.score_s * (1 - GAIN):
+                return best, "no other choice is predicted to be faster"
+            if self.cost_s() + self.steps * step_s > self.time_left():
+                return best, "the budget is over"
+            self.try_out(choice)
+
+    def try_out(self, choice: Choice) -> Tried:
+        predicted_s = self.model.predict(choice).step_s
+        try:
+            step_s, score_s = self.measure(choice)
+            tried = Tried(choice, predicted_s, step_s, score_s)
+        except TrialFailed as error:
+            tried = Tried(choice, predicted_s, error=str(error))
+        self.tried.append(tried)
+        self.note(tried, self.model)
+        return tried
+
+    @property
+    def best(self) -> Tried:
+        return min((t for t in self.tried if t.score_s is not None), key=lambda t: t.score_s or 0.0)
+
+    def _ranked(self) -> list[tuple[float, float, Choice]]:
+        """Return the choices that are left with their hoped-for score and predicted step, the best first."""
+        doubt = min(DOUBT, self._spread())
+        limit, found = self.model.machine.memory_bytes, []
+        for choice in self.choices:
+            if self._ruled_out(choice):
+                continue
+            predicted = self.model.predict(choice)
+            if limit is not None and predicted.memory_bytes > limit:
+                continue
+            unknown = set(choice.callbacks) & unmodelled(predicted.unknown) - self._families()
+            hoped_s = predicted.step_s - (HOPE * predicted.parts["compute"] if unknown else 0.0)
+            found.append((hoped_s * self._slowdown(choice) * (1 - doubt), predicted.step_s, choice))
+        return sorted(found, key=lambda item: item[0])
+
+    def _ruled_out(self, choice: Choice) -> bool:
+        """Return whether the choice was tried, or is like ones that failed: it adds to one, or has a family of two."""
+        failed = [t.choice for t in self.tried if t.error]
+        more = any(one.callbacks.items() <= choice.callbacks.items() and one.settings.items() <= choice.settings.items()
+                   for one in failed)  # fmt: skip
+        alike = [one for one in failed if one.callbacks and self.model.family(one) == self.model.family(choice)]
+        return more or len(alike) >= 2 or any(t.choice == choice for t in self.tried)
+
+    def _families(self) -> set[str]:
+        return {name for t in self.tried for name in t.choice.callbacks}
+
+    def _slowdown(self, choice: Choice) -> float:
+        """Return how many more steps this family has needed for the same loss in trials; 1 before its first."""
+        name = self.model.family(choice)
+        known = [
+            t.score_s / t.step_s
+            for t in self.tried if t.step_s and t.score_s and self.model.family(t.choice) == name
+        ]  # fmt: skip
+        return statistics.mean(known) if known else 1.0
+
+    def _spread(self) -> float:
+        """Return the spread of the corrected model's errors."""
+        done = [(t.choice, t.step_s) for t in self.tried if t.step_s]
+        errors = [math.log(seconds / self.model.predict(choice).step_s) for choice, seconds in done]
+        return math.sqrt(statistics.mean(error**2 for error in errors)) if errors else 0.0
+
+
+def unmodelled(unknown: Sequence[str]) -> set[str]:
+    """Return the callbacks whose effect the model leaves out."""
+    return {word.partition(":")[0].removeprefix("callbacks.") for word in unknown}

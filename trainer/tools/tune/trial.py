@@ -1,0 +1,140 @@
+"""One short run of a config on one rank: the seconds of each step, the losses, the memory; nothing else is kept."""
+
+import itertools
+import json
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.callback import Callback, Role
+from trainer.comm.ranks import Ranks
+from trainer.data.batch import Step
+from trainer.process.environment import Place
+from trainer.session import build_components
+from trainer.trainer import Trainer
+
+OWN = "tune"  # name of the callback that measures
+
+
+class Over(Exception):
+    """The end of a trial's steps: no validation and no checkpoint follow."""
+
+
+class Stopwatch(Callback):
+    """Times the steps of a trial, and ends it.
+
+    Args:
+        warm: Steps before the timed ones.
+        steps: Timed steps.
+    """
+
+    role = Role.MEASURE
+
+    def __init__(self, warm: int, steps: int) -> None:
+        self.warm, self.steps = warm, steps
+        self.ends: list[Any] = []  # of each step: seconds on a CPU, an event on a GPU
+        self.sums: list[tuple[Tensor, int]] = []  # of each step: the loss times its items, the items
+        self.waits: list[float] = []  # for data
+        self.worked: list[float] = []  # of these, processor seconds
+        self.result: dict[str, Any] = {}
+
+    def wrap_batches(self, trainer, steps: Iterator[Step]) -> Iterator[Step]:
+        while True:
+            began, busy = time.perf_counter(), time.process_time()
+            try:
+                step = next(steps)
+            except StopIteration:
+                return
+            self.waits.append(time.perf_counter() - began)
+            self.worked.append(time.process_time() - busy)
+            yield step
+
+    def on_fit_start(self, trainer) -> None:
+        self.now: Callable[[], Any] = clock(trainer.device)
+
+    def on_step_end(self, trainer) -> None:
+        self.ends.append(self.now())
+        self.sums.append(weigh(trainer.losses, trainer.data.weights))
+        if len(self.ends) == self.warm + self.steps:
+            trainer.emit("on_flush")  # what is deferred needs its peers
+            self.result = self._collect(trainer.ranks, trainer.device, trainer.run_dir)
+            self.result["precision"] = trainer.precision.label
+            raise Over
+
+    def _collect(self, ranks: Ranks, device: torch.device, run_dir: Path) -> dict[str, Any]:
+        """Return what was measured; the losses are those of all ranks. A collective."""
+        times = seconds_between(self.ends)[self.warm - 1 :]
+        own = [[float(loss), items] for loss, items in self.sums]
+        total = [[sum(part) for part in zip(*step)] for step in zip(*ranks.gather(own))]
+        return {
+            "times": times,
+            "losses": [loss / items if items else None for loss, items in total],
+            "data_s": statistics.mean(self.waits[self.warm :] or [0.0]),
+            "memory_bytes": peak_bytes(device),
+            "advice": advice(run_dir),
+        }
+
+
+def weigh(losses: list[Tensor], weights: list[int]) -> tuple[Tensor, int]:
+    """Return the sum of the losses times their items, and the items, without a wait for the device."""
+    parts = [loss.detach().float() * weight for loss, weight in zip(losses, weights, strict=True)]
+    return torch.stack([part.reshape(()) for part in parts]).sum() if parts else torch.zeros(()), sum(weights)
+
+
+def clock(device: torch.device) -> Callable[[], Any]:
+    """Return a function that notes the time: by the device's own clock on a GPU, which nobody waits for."""
+    if device.type != "cuda":
+        return time.perf_counter
+
+    def event() -> torch.cuda.Event:
+        made = torch.cuda.Event(enable_timing=True)
+        made.record()
+        return made
+
+    return event
+
+
+def seconds_between(ends: list[Any]) -> list[float]:
+    """Return the seconds from each note of `clock` to the next."""
+    if isinstance(ends[0], float):
+        return [end - before for before, end in itertools.pairwise(ends)]
+    torch.cuda.synchronize()
+    return [before.elapsed_time(end) / 1e3 for before, end in itertools.pairwise(ends)]
+
+
+def peak_bytes(device: torch.device) -> float:
+    """Return the most memory so far: of tensors on a GPU, of the whole process on a CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+
+
+def advice(run_dir: Path) -> list[str]:
+    """Return the texts of the run's advice."""
+    file = run_dir / "advice.jsonl"
+    return [json.loads(line)["text"] for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def run_trial(config: dict[str, Any], place: Place, warm: int, steps: int) -> dict[str, Any]:
+    """Train `warm` and `steps` steps of a config on this rank, and return what was measured."""
+    components = build_components(config)
+    watch = components["callbacks"][OWN] = Stopwatch(warm, steps)
+    trainer = Trainer(**components, place=place, name=OWN)
+    try:
+        trainer.fit()
+    except Over:
+        trainer.close()
+        return watch.result
+    raise ValueError(f"the run has {trainer.step} steps, fewer than tune.warm={warm} and tune.steps={steps}")
+
+
+def step_seconds(times: list[float], period: int) -> float:
+    """Return the seconds of a step: the median over stretches of `period` steps, which are all alike."""
+    stretches = [times[i : i + period] for i in range(0, len(times) - period + 1, period)] or [times]
+    return statistics.median(statistics.mean(stretch) for stretch in stretches)

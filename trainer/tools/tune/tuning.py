@@ -1,0 +1,233 @@
+"""One search from its first trial to its verdict."""
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from trainer.config.tuned import Tuned, cpu_name
+from trainer.errors import printable
+from trainer.tools.cost_model.workload import Choice, Workload
+from trainer.tools.tune.canary import Judge, Verdict
+from trainer.tools.tune.candidates import NOTHING, candidates, describe, family
+from trainer.tools.tune.configs import alone, is_exact, merge, of_trial, whole
+from trainer.tools.tune.correction import Model, in_words
+from trainer.tools.tune.journal import Journal
+from trainer.tools.tune.links import make_machine
+from trainer.tools.tune.options import TuneOptions
+from trainer.tools.tune.overlay import link_class
+from trainer.tools.tune.search import Search, Tried
+from trainer.tools.tune.team import Team, TrialFailed
+from trainer.tools.tune.time_to_loss import slowdown
+from trainer.tools.tune.trial import step_seconds
+
+LEAST_S = 60.0  # of the limit of a trial
+SLOWEST = 10  # times as long as today's trial, from which on a trial counts as hung
+
+
+class Tuning:
+    """A search for a faster config of one run.
+
+    Args:
+        config: Today's.
+        team: The ranks.
+        journal: What an interrupted search has done, and what this one does.
+        say: Takes lines for the user.
+    """
+
+    def __init__(
+        self, config: dict[str, Any], options: TuneOptions, team: Team, journal: Journal, say: Callable[[str], Any]
+    ) -> None:
+        self.config, self.options, self.team, self.journal, self.say = config, options, team, journal, say
+        self.place, self.began = team.place, time.monotonic()
+        self.walls: list[float] = []  # seconds of trials beside their timed steps
+        self.today: dict[str, Any] = {}
+        self.wholes: dict[str, Choice] = {}  # by choice: a search asks again and again
+        self.number = 0
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.began
+
+    def run(self) -> tuple[Choice, Verdict | None, Tuned, list[str]]:
+        """Search; return the best choice, its verdict if it is not today's config, the machine, and the evidence."""
+        self.today = self._once("today", lambda: self._run(NOTHING))
+        self.say(f"today      {self.today['step_s']:.4g} s a step, memory {gib(self.today['memory_bytes'])}")
+        model, random, tuned = self._measure()
+        search = self._search(model)
+        best, why = search.run()
+        self.say(f"search     {why}; {len(search.tried) - 1} trials, {self._misses(search.tried)}")
+        if words := in_words(search.model.factors):
+            self.say(f"corrected  {words}")
+        if best.choice == NOTHING:
+            return NOTHING, None, tuned, []
+        verdict = self._canary(best.choice, random, model.machine.memory_bytes)
+        return best.choice, verdict, tuned, self._evidence(best, verdict, search.tried)
+
+    def _once(self, event: str, run: Callable[[], Any]) -> Any:
+        """Return the result that the journal has, or that of `run`."""
+        known = self.journal.all(event)
+        return known[0]["result"] if known else self.journal.add(event, result=run())["result"]
+
+    def _order(self, kind: str, config: dict[str, Any], limit_s: float, **more: Any) -> list[dict[str, Any]]:
+        self.number += 1
+        made = of_trial(config, self.team.folder, self.number, limit_s)
+        order = {"kind": kind, "config": made, "folder": str(self.team.folder), **more}
+        return self.team.run(order, limit_s)
+
+    def _run(self, choice: Choice) -> dict[str, Any]:
+        """Run a trial of a choice.
+
+        Raises:
+            TrialFailed: It gave no result.
+        """
+        period = choice.callbacks.get("local_sgd", {}).get("every", 1)
+        warm, steps = self.options.warm * period, math.ceil(self.options.steps / period) * period
+        if (most := self.config["trainer"]["max_steps"]) is not None:  # of a short run, as in an example
+            steps = max(1, min(steps, (most - warm) // period * period))
+        began, limit_s = time.monotonic(), self.options.limit_s
+        if self.today:
+            limit_s = min(limit_s, max(LEAST_S, SLOWEST * self.today["wall_s"]))
+        answers = self._order(
+            "trial", merge(self.config, choice), limit_s, warm=warm, steps=steps
+        )  # fmt: skip
+
+        step_s, wall_s = max(step_seconds(answer["times"], period) for answer in answers), time.monotonic() - began
+        self.walls.append(wall_s - steps * step_s)
+        return {
+            "step_s": step_s,
+            "wall_s": wall_s,
+            "losses": answers[0]["losses"],
+            "precision": answers[0]["precision"],
+            "memory_bytes": max(answer["memory_bytes"] for answer in answers),
+            "advice": sorted({text for answer in answers for text in answer["advice"]}),
+        }
+
+    def _measure(self) -> tuple[Model, bool, Tuned]:
+        """Measure the machine and the workload; return the model, whether losses draw random numbers, the machine."""
+        limit_s, warm, steps = self.options.limit_s, self.options.warm, max(5, self.options.steps // 4)
+
+        def links() -> list[dict[str, Any]]:
+            return self._order("links", self.config, limit_s, codecs=self.options.lossy)
+
+        def work() -> list[dict[str, Any]]:
+            return self._order("profile", alone(self.config, self.place.world), limit_s, warm=warm, steps=steps)
+
+        seen = self._once("links", links)
+        machine = make_machine(seen, self.place)
+        answers = self._once("profile", work)
+        workload = make_workload(answers)
+        network = link_class(machine.across, self.place.world)
+        tuned = Tuned(cpu_name(), seen[0]["gpu"], self.place.world, self.place.local_world, network)
+        self.say(
+            f"measured   {workload.forward_s * 1e3:.3g} + {workload.backward_s * 1e3:.3g} ms a sample, "
+            f"{len(workload.parameters)} parameters of {sum(workload.parameters) / 1e6:.3g} M elements, "
+            f"{machine.cores_per_rank:.2g} cores a rank, link {machine.across.bytes_per_s * 8 / 1e9:.3g} Gbit/s, "
+            f"{machine.across.latency_s * 1e6:.3g} us"
+        )
+        model = Model(machine, workload, self.config["batch"], self.today["step_s"], self._whole, family)
+        return model, any(answer["random"] for answer in answers), tuned
+
+    def _whole(self, choice: Choice) -> Choice:
+        key = repr(choice)
+        if key not in self.wholes:
+            self.wholes[key] = whole(merge(self.config, choice), self.place.world)
+        return self.wholes[key]
+
+    def _search(self, model: Model) -> Search:
+        listed = candidates(self.config, self.place, self.options.lossy)
+        lines = [line["trial"] for line in self.journal.all("trial")]
+        known = [Tried(**{**line, "choice": Choice(**line["choice"])}) for line in lines]
+        first = Tried(NOTHING, model.predict(NOTHING).step_s, self.today["step_s"], self.today["step_s"])
+        self.say(f"choices    {len(listed)} that a run accepts; today's predicted {told(first)}")
+        if known:
+            self.say(f"journal    goes on after {len(known)} trials: {self.journal.path}")
+
+        def measure(choice: Choice) -> tuple[float, float]:
+            result = self._run(choice)
+            return result["step_s"], result["step_s"] * self._slowdown(choice, result["losses"])
+
+        def reserve() -> float:
+            return 2 * self.options.pairs * (self.cost_s + self.options.steps * self.today["step_s"])
+
+        return Search(
+            model, listed, measure, lambda: self.options.budget_s - self.elapsed_s - reserve(), self._note,
+            lambda: self.cost_s, self.options.steps, [first, *known],
+        )  # fmt: skip
+
+    @property
+    def cost_s(self) -> float:
+        """Return the seconds of a trial beside its timed steps."""
+        return statistics.median(self.walls) if self.walls else self.today["wall_s"]
+
+    def _slowdown(self, choice: Choice, losses: list[float | None]) -> float:
+        """Return how many times as many steps the choice needs for the same loss."""
+        if is_exact(merge(self.config, choice)):
+            return 1.0
+        steps = min(len(losses), len(self.today["losses"]))
+        return slowdown(self.today["losses"][:steps], losses[:steps])
+
+    def _note(self, tried: Tried, model: Model) -> None:
+        line = dataclasses.asdict(tried)
+        line["score_s"] = tried.score_s if tried.score_s != math.inf else None
+        self.journal.add("trial", trial=line)
+        self.say(
+            f"trial {len(self.journal.all('trial')):<4} {describe(tried.choice)}: {told(tried)}"
+            f"  [{self.elapsed_s:.0f} of {self.options.budget_s:g} s]"
+        )
+
+    def _misses(self, tried: list[Tried]) -> str:
+        misses = [abs(each.miss) for each in tried if each.step_s]
+        return f"median error of the predictions {statistics.median(misses):.1%}"
+
+    def _canary(self, choice: Choice, random: bool, memory_bytes: float | None) -> Verdict:
+        """Run pairs of short runs, today's config and the winner, and judge them."""
+        exact = is_exact(merge(self.config, choice)) or not is_exact(self.config)
+        pairs = [(line["before"], line["after"]) for line in self.journal.all("pair")]
+        judge = Judge(
+            exact, random and "micro_batch" in choice.settings, self.options.bound,
+            self.today["precision"], memory_bytes,
+        )  # fmt: skip
+        try:
+            while len(pairs) < self.options.pairs:
+                before, after = (self._run(each) for each in (NOTHING, choice))
+                before["score_s"] = before["step_s"]
+                after["score_s"] = after["step_s"] * self._slowdown(choice, after["losses"])
+                pairs.append((before, after))
+                self.journal.add("pair", before=before, after=after)
+                self.say(
+                    f"canary {len(pairs)}/{self.options.pairs} today {before['step_s']:.4g} s, "
+                    f"winner {after['step_s']:.4g} s  [{self.elapsed_s:.0f} of {self.options.budget_s:g} s]"
+                )
+        except TrialFailed as error:
+            return Verdict(False, 0.0, [], [f"a run of the canary failed: {error}"])
+        return judge.judge(pairs)
+
+    def _evidence(self, best: Tried, verdict: Verdict, tried: list[Tried]) -> list[str]:
+        """Return the lines of evidence for the result's file."""
+        ranks = f"{self.place.world} rank(s), {self.place.local_world} a node"
+        return [
+            f"{time.strftime('%Y-%m-%d')}, {ranks}, {cpu_name()}: {describe(best.choice)}",
+            *verdict.findings,
+            f"{len(tried) - 1} trials, {self._misses(tried)}",
+        ]
+
+
+def make_workload(answers: list[dict[str, Any]]) -> Workload:
+    """Return the workload of the slowest rank, since the others wait for it."""
+    names = [field.name for field in dataclasses.fields(Workload) if field.name in answers[0]]
+    values: dict[str, Any] = {name: max(answer[name] for answer in answers) for name in names}
+    values |= {"parameters": tuple(values["parameters"]), "shapes": tuple(map(tuple, values["shapes"]))}
+    return Workload(**values)
+
+
+def told(tried: Tried) -> str:
+    if tried.step_s is None:
+        return f"failed: {printable(tried.error)}"
+    return f"{tried.predicted_s:.4g} s predicted, {tried.step_s:.4g} s measured ({tried.miss:+.1%})"
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"
