@@ -54,8 +54,8 @@ def test_the_folder_of_a_run(default):
     cwd, _ = default
     folder = cwd / "runs" / "a"
     assert {path.name for path in folder.iterdir()} == {
-        ".lock", "checkpointed", "config.yaml", "events.jsonl", "logs", "metrics.jsonl", "step_times.jsonl", "summary.json",
-        "tensorboard",
+        ".lock", "checkpointed", "config.yaml", "events.jsonl", "logs", "metrics.jsonl", "step_times.jsonl",
+        "summary.json", "tensorboard",
     }  # fmt: skip
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [list(line)[:3] for line in lines] == [["step", "samples", "seconds"]] * 6

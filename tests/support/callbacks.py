@@ -20,9 +20,9 @@ from trainer.callbacks.optimizer_in_backward import OptimizerInBackward
 from trainer.callbacks.overlap.callback import Overlap
 from trainer.callbacks.pipeline.callback import PipelineParallel
 from trainer.callbacks.shard.callback import Shard
+from trainer.monitors.advice.callback import Advice
 from trainer.monitors.comm_monitor import CommMonitor
 from trainer.monitors.events import Events
-from trainer.monitors.advice.callback import Advice
 from trainer.monitors.gpu_monitor.callback import GpuMonitor
 from trainer.monitors.memory.callback import Memory
 from trainer.monitors.metrics_file import MetricsFile
