@@ -40,10 +40,10 @@ def test_two_ranks_that_it_starts(tmp_path: Path) -> None:
         assert row["busbw"] == pytest.approx(row["bytes"] / row["seconds"] * BUS_FACTORS[row["collective"]](2))
         assert f"{row['collective']:<15}{row['bytes']:>12}" in done.stdout
     assert found["machine"] is None
-    assert found["not_measured"] == [
-        "across: not measured: there is one node",
-        "machine: not made: the cost model needs codecs disk links, and all_reduce",
-    ]
+    first, *slow, last = found["not_measured"]
+    assert first == "across: not measured: there is one node"
+    assert last == "machine: not made: the cost model needs codecs disk links, and all_reduce"
+    assert all(line.endswith("not measured: a call takes longer than --seconds=0.01") for line in slow)
     assert sorted(os.listdir(tmp_path)) == ["b.json"]
 
 

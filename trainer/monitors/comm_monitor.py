@@ -151,7 +151,7 @@ def line(kind: Kind, count: float, size: float, seconds: float) -> dict[str, Any
     known = kind.timed and seconds > 0
     algbw, busbw = bandwidths(kind.collective, size, seconds, kind.ranks) if known else (None, None)
     shown = {"collective": kind.collective, "bucket": kind.bucket, "level": kind.level, "ranks": kind.ranks}
-    means = {"bytes": size / count, "count": count, "seconds": seconds / count if kind.timed else None}
+    means = {"bytes": round(size / count), "count": count, "seconds": seconds / count if kind.timed else None}
     return {**shown, **means, "algbw": algbw, "busbw": busbw}
 
 
