@@ -16,6 +16,7 @@ from trainer.callbacks.grad_compress import GradCompress
 from trainer.comm.bucket import Bucket
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import AllReduce, reduce_scatter
+from trainer.comm.watch import Call, watched
 from trainer.parallel.ddp import DDP
 from trainer.process.environment import Place
 
@@ -133,6 +134,21 @@ def test_a_codec_with_random_numbers_stays_within_its_bound(name, density, alone
         kept = sent != 0
         assert 0 < kept.sum() <= 2 * density * len(sent)
         assert sent[kept].abs().mean() > gradient.abs().mean()
+
+
+def test_a_watched_collective_waits_for_nothing(alone):
+    """Its seconds are the device's: without the work before it, and known when it is over."""
+    found: list[Call] = []
+    flat = torch.ones(1 << 20, device=DEVICE)
+    alone(flat, Bucket((), 0))
+    with watched(found.append), no_waits():
+        delay()
+        alone(flat, Bucket((), 0))
+        delay()
+        assert found[0].arrived() is not ON_GPU
+    if ON_GPU:
+        torch.cuda.synchronize()
+    assert found[0].arrived() and 0 < found[0].seconds() < 0.2
 
 
 def agreed_beside_the_device(place: Place) -> tuple[int, ...]:

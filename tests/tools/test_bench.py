@@ -40,10 +40,10 @@ def test_two_ranks_that_it_starts(tmp_path: Path) -> None:
         assert row["busbw"] == pytest.approx(row["bytes"] / row["seconds"] * BUS_FACTORS[row["collective"]](2))
         assert f"{row['collective']:<15}{row['bytes']:>12}" in done.stdout
     assert found["machine"] is None
-    assert found["not_measured"] == [
-        "across: not measured: there is one node",
-        "machine: not made: the cost model needs codecs disk links, and all_reduce",
-    ]
+    first, *slow, last = found["not_measured"]
+    assert first == "across: not measured: there is one node"
+    assert last == "machine: not made: the cost model needs codecs disk links, and all_reduce"
+    assert all(line.endswith("not measured: a call takes longer than --seconds=0.01") for line in slow)
     assert sorted(os.listdir(tmp_path)) == ["b.json"]
 
 
@@ -123,7 +123,7 @@ def test_a_shaped_link_has_its_rate(hosts: int, per_host: int, tmp_path: Path) -
         codes = cluster.run([*BENCH, *words], per_host, environment(), cwd=tmp_path, stdout=subprocess.DEVNULL)
     assert codes == [0] * hosts * per_host
     fits = {fit["level"]: fit["bytes_per_s"] for fit in json.loads((tmp_path / "b.json").read_text())["fits"]}
-    assert fits["across"] * per_host == pytest.approx(12.5e6 * PAYLOAD, rel=0.05)
+    assert fits["across"] * per_host == pytest.approx(12.5e6 * PAYLOAD, rel=0.05 * per_host)
     if per_host > 1:
         assert fits["inside"] > 10 * fits["across"]
         # A ring crosses the border of a host once. Between its messages, the bucket takes tokens for a burst.

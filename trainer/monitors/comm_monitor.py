@@ -49,7 +49,7 @@ class CommMonitor(Callback):
         require("callbacks.comm_monitor.ranks", ranks, at_least=1)
         self.most = ranks
         self.calls: deque[Call] = deque()  # of any thread, in the order of their ends
-        self.sums: dict[Kind, list[float]] = {}  # calls, bytes and seconds since the last logged step
+        self.sums: dict[Kind, tuple[int, int, float]] = {}  # calls, bytes and seconds since the last logged step
         self.file: Appended | None = None
         self.saved: dict[str, Any] = {"bytes": 0, "kept": ""}
         self.untimed: set[str] = set()  # collectives that the log has named
@@ -89,9 +89,8 @@ class CommMonitor(Callback):
     def _add(self, call: Call) -> None:
         level, ranks = self.groups.describe(call.group)
         kind = Kind(call.collective, self.buckets.of(call.bucket), level, ranks, call.waits)
-        sums = self.sums.setdefault(kind, [0, 0, 0.0])
-        for i, value in enumerate((1, call.bytes, call.seconds() if call.waits else 0.0)):
-            sums[i] += value
+        count, size, seconds = self.sums.get(kind, (0, 0, 0.0))
+        self.sums[kind] = count + 1, size + call.bytes, seconds + (call.seconds() if call.waits else 0.0)
 
     def _lines(self, step: int) -> list[dict[str, Any]]:
         for name in sorted({kind.collective for kind in self.sums if not kind.timed} - self.untimed):
@@ -146,12 +145,16 @@ class Numbers:
         return self.known.setdefault(key, len(self.known))
 
 
-def line(kind: Kind, count: float, size: float, seconds: float) -> dict[str, Any]:
+def line(kind: Kind, count: int, size: int, seconds: float) -> dict[str, Any]:
     """Return the numbers of calls that are alike: means over the calls, and bandwidths in bytes a second."""
     known = kind.timed and seconds > 0
     algbw, busbw = bandwidths(kind.collective, size, seconds, kind.ranks) if known else (None, None)
     shown = {"collective": kind.collective, "bucket": kind.bucket, "level": kind.level, "ranks": kind.ranks}
-    means = {"bytes": size / count, "count": count, "seconds": seconds / count if kind.timed else None}
+    means = {
+        "bytes": size // count if size % count == 0 else size / count,
+        "count": count,
+        "seconds": seconds / count if kind.timed else None,
+    }
     return {**shown, **means, "algbw": algbw, "busbw": busbw}
 
 

@@ -19,12 +19,12 @@ from trainer.errors import ConfigError, exit_code, nearest, require
 from trainer.files import write_json
 from trainer.process.environment import Place, detect, raise_file_limit
 from trainer.process.exit import die_with_parent, exit_process, run_guarded
+from trainer.timeouts import COLLECTIVE_S
 from trainer.tools.measure.ranks import start
 
 ALL = ("links", "codecs", "copies", "matmul", "disk", "shards")
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 NEEDED = {"links", "codecs", "disk"}  # for the cost model's machine
-TIMEOUT_S = 600.0  # of a collective
 
 
 def bench(place: Place, options: argparse.Namespace) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def bench(place: Place, options: argparse.Namespace) -> dict[str, Any]:
     from trainer.tools.measure.parts import PARTS
     from trainer.tools.measure.report import Report
 
-    ranks = Ranks(place, options.accelerator, options.backend, TIMEOUT_S)
+    ranks = Ranks(place, options.accelerator, options.backend, COLLECTIVE_S)
     try:
         device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
         network = ranks.backend if ranks.world > 1 else "no network"

@@ -17,8 +17,8 @@ def measured(place: Place, per_node: int) -> tuple[list[dict[str, Any]], int, li
     local_rank = place.rank % per_node
     ranks = Ranks(replace(place, local_rank=local_rank, local_world=per_node), "cpu", "gloo", 60)
     levels, node, lines = collectives.make_levels(ranks)
-    rows = [row for level in levels for name in NAMES for row in collectives.measure(ranks, level, name, 4096, 0.001)]
-    links = [collectives.fit([row for row in rows if row.level == level.name][:5]) for level in levels]
+    rows = [row for level in levels for name in NAMES for row in collectives.measure(ranks, level, name, 1024, 0.001)]
+    links = [collectives.fit([row for row in rows if row.level == level.name][:3], ranks.device) for level in levels]
     ranks.close()
     return [asdict(row) for row in rows], node, lines, links
 

@@ -59,7 +59,7 @@ def together(place: Place, folder: str) -> tuple[Any, ...]:
         patch.setattr(device, "matmul", lambda _: {"fp32_flop_per_s": own})
         ranks, report = Ranks(place, "cpu", "gloo", 60), Report(shows=False)
         for part in ("links", "codecs", "matmul", "disk", "shards"):
-            PARTS[part](ranks, options(folder=Path(folder), shards=["none.tar"], seconds=0.0001), report)
+            PARTS[part](ranks, options(folder=Path(folder), shards=["none.tar"], seconds=1e-7), report)
         ranks.close()
     return report.fits, report.codecs, report.numbers, report.missed
 
@@ -71,6 +71,8 @@ def test_all_ranks_have_one_report(tmp_path: Path) -> None:
     assert fits.keys() == {("inside", "all_reduce")}
     assert costs == {"bf16": CodecCost(1.5, 3.0)}
     assert numbers["matmul"] == {"fp32_flop_per_s": 1.5} and numbers["disk"]["write_bytes_per_s"] > 0
-    assert missed[0] == "across: not measured: there is one node"
-    assert missed[1].startswith("shards: not measured: ") and "none.tar" in missed[1]
+    across, slow, shards = missed
+    assert across == "across: not measured: there is one node"
+    assert slow.endswith(" bytes: not measured: a call takes longer than --seconds=1e-07")
+    assert shards.startswith("shards: not measured: ") and "none.tar" in shards
     assert not torch.distributed.is_initialized()

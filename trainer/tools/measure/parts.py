@@ -21,7 +21,10 @@ def links(ranks: Ranks, options: argparse.Namespace, report: Report) -> None:
             for row in collectives.measure(ranks, level, name, options.max_mib << 20, options.seconds):
                 rows.append(row)
                 report.add_row(row)
-            report.add_fit(level.name, name, collectives.fit(rows))
+            report.add_fit(level.name, name, collectives.fit(rows, ranks.device))
+            if len(rows) < len(collectives.sizes(options.max_mib << 20)):
+                most = f"{level.name}, {name}: more than {rows[-1].bytes} bytes"
+                lines.append(f"{most}: not measured: a call takes longer than --seconds={options.seconds:g}")
     for line in lines:
         report.miss(line)
 

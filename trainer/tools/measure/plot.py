@@ -24,7 +24,9 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
             axes.plot(sizes, [row["busbw"] / 1e6 for row in own], "o-", color=colour, label=name, markersize=3)
             fit = next(fit for fit in report["fits"] if (fit["level"], fit["collective"]) == (level, name))
             axes.plot(sizes, [fitted(fit, row) / 1e6 for row in own], "--", color=colour, linewidth=1)
-        axes.set(title=level, xlabel="bytes", ylabel="bus bandwidth, MB/s", xscale="log", yscale="log")
+        axes.set(
+            title=f"{level}, dashed: fitted", xlabel="bytes", ylabel="bus bandwidth, MB/s", xscale="log", yscale="log"
+        )
         axes.grid(True, which="both", alpha=0.3)
         if rows:
             axes.legend()

@@ -10,6 +10,7 @@ from trainer.tools.measure.collectives import FITTED, Row
 
 HEAD = f"{'collective':<15}{'bytes':>12}{'us':>14}{'algbw MB/s':>12}{'busbw MB/s':>12}{'CPU us':>12}"
 NO_LINK = Link(0.0, math.inf, 0.0)
+UNITS = {"bytes_per_s": (1e6, "MB/s"), "flop_per_s": (1e12, "TFLOP/s"), "samples_per_s": (1.0, "samples/s")}
 
 
 class Report:
@@ -53,10 +54,10 @@ class Report:
     def add_numbers(self, part: str, numbers: Mapping[str, float]) -> None:
         """Take rates: their names end with the unit, as `write_bytes_per_s`."""
         self.numbers[part] = numbers
-        for number, (name, value) in enumerate(numbers.items()):
-            scale, unit = next((scale for end, scale in UNITS.items() if name.endswith(end)), (1.0, name))
-            what = name.removesuffix(next((end for end in UNITS if name.endswith(end)), "")).strip("_")
-            self.say(f"{'' if number else NEW_LINE}{part:<15}{what:<20}{value / scale:>18.2f} {unit}")
+        self.say("")
+        for name, value in numbers.items():
+            end, (scale, unit) = next((end, shown) for end, shown in UNITS.items() if name.endswith(end))
+            self.say(f"{part:<15}{name.removesuffix(end).rstrip('_'):<20}{value / scale:>18.2f} {unit}")
 
     def machine(self, ranks: int, cores: float, memory: float | None) -> Machine:
         """Return the cost model's machine. A level that was not measured has the link of all ranks, or none."""
@@ -78,11 +79,3 @@ class Report:
             **self.numbers,
             "not_measured": self.missed,
         }
-
-
-NEW_LINE = "\n"
-UNITS = {
-    "bytes_per_s": (1e6, "MB/s"),
-    "flop_per_s": (1e12, "TFLOP/s"),
-    "samples_per_s": (1.0, "samples/s"),
-}
