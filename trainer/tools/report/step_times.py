@@ -76,8 +76,8 @@ def read_step_times(path: Path, most: int) -> tuple[RankTimes, str]:
     found, lines, odd = RankTimes(most), Lines(path), 0
     pending: list[Line] = []
     for line in lines:
-        ranks, steps = line.get("ranks"), number(line.get("steps"))
-        if not is_table(ranks) or not steps > 0:
+        ranks, steps = ranks_of(line), number(line.get("steps"))
+        if not ranks or not steps > 0:
             odd += 1
             continue
         new = Line(line["step"], steps, tuple(ranks[0]), [list(rank.values()) for rank in ranks])
@@ -105,12 +105,14 @@ class Line(NamedTuple):
         return self.names == other.names and len(self.ranks) == len(other.ranks)
 
 
-def is_table(ranks: Any) -> bool:
-    """Return whether this is a list of objects with the same keys."""
+def ranks_of(line: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the objects of the ranks; none, unless all have the same keys."""
+    ranks = line.get("ranks")
     if not isinstance(ranks, list) or not 0 < len(ranks) <= MOST_RANKS or not isinstance(ranks[0], dict):
-        return False
+        return []
     keys = ranks[0].keys()
-    return "step" in keys and all(isinstance(rank, dict) and rank.keys() == keys for rank in ranks)
+    same = "step" in keys and all(isinstance(rank, dict) and rank.keys() == keys for rank in ranks)
+    return ranks if same else []
 
 
 def convert(lines: list[Line]) -> tuple[Table, Table, Table]:
