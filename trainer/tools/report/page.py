@@ -148,9 +148,9 @@ def chart_sections(runs: list[Run], charts: list[Chart]) -> list[Html]:
     """Return a section for each subject that any run has numbers of."""
     found = []
     for section, heading in SECTIONS.items():
-        figures = [figure(i, chart) for i, chart in enumerate(charts) if chart.section == section]
+        own = [(i, chart) for i, chart in enumerate(charts) if chart.section == section]
+        figures = [figure(i, chart) for i, chart in sorted(own, key=lambda one: not one[1].spec.get("stack"))]
         if section == "time":
-            figures.sort(key=lambda one: "wide" not in one[:40])
             figures += [rank_bars(i, run, len(runs) > 1) for i, run in enumerate(runs) if run.ranks.ranks]
         if section == "comm":
             figures += [exchanges(run, len(runs) > 1) for run in runs if run.exchanges]

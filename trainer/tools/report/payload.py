@@ -128,20 +128,15 @@ def line(run: int, metric: Metric, label: str, arrays: Arrays, band: bool = True
 
 def stacks(runs: list[Run], arrays: Arrays) -> list[Chart]:
     """Make a chart of stacked areas for each run whose metrics have the parts of a step."""
-    charts, tops = [], []
+    charts = []
     for i, run in enumerate(runs):
         found = [part for part in PARTS if f"time/{part}" in run.metrics]
         lines = [{**line(i, run.metrics[f"time/{part}"], part, arrays, False), "colour": part} for part in found]
         lines = [one for one in lines if one["x"] == lines[0]["x"]]  # of the same steps: else they do not add up
-        names = [one["colour"] for one in lines]
         if lines:
             title = f"A step of {run.name}" if len(runs) > 1 else "A step, mean of all ranks"
             spec = {"title": printable(title), "kind": "seconds", "stack": True, "lines": lines}
             charts.append(Chart("time", spec, wide=len(runs) == 1))
-            sums = np.sum([np.nan_to_num(run.metrics[f"time/{part}"].ranges.mean) for part in names], axis=0)
-            tops.append(float(np.max(sums, initial=0.0)))
-    for chart in charts if len(charts) > 1 else ():
-        chart.spec["top"] = max(tops)
     return charts
 
 

@@ -32,16 +32,18 @@ class Chart {
 
   makeLegend() {
     this.values = this.lines.map((line) => {
-      const swatch = element("span", { class: `swatch ${line.dash ? "dash" : ""} ${this.stack ? "part" : ""}`, colour: line.colour || runColour(line.run) });
-      const value = element("b");
-      this.legend.append(element("li", { title: line.label }, swatch, element("span", {}, line.label), value));
+      const value = element("b"), item = this.legend.appendChild(element("li", { title: line.label }));
+      const swatch = element("span", { class: line.dash ? "swatch dash" : "swatch", colour: line.colour || runColour(line.run) });
+      if (this.stack) item.append(partSwitch(line.label, value));
+      else item.append(swatch, element("span", {}, line.label), value);
       return value;
     });
   }
 
   /** The curves that are shown, with their places on the axis. */
   get shown() {
-    return this.lines.filter((line) => !view.hidden.has(line.run) && places(line.x, line.run));
+    const lines = this.stack ? this.lines.filter((line) => !view.without.has(line.label)) : this.lines;
+    return lines.filter((line) => !view.hidden.has(line.run) && places(line.x, line.run));
   }
 
   paint() {
@@ -129,13 +131,23 @@ class Chart {
           if (v > high) high = v;
         }
     }
-    if (this.top) high = this.top; // as high as the other runs' areas
+    if (this.stack) high = Math.max(high, ...charts.filter((chart) => chart.stack).map((chart) => chart.peak()));
     if (low > high) return this.log ? [-1, 1] : [0, 1];
     if (this.log) [low, high] = [Math.log10(low), Math.log10(high)];
     else if ((this.zero || this.stack) && low >= 0) low = 0;
     if (low === high) return this.log ? [low - 0.5, high + 0.5] : low ? [Math.min(0, low * 2), Math.max(0, low * 2)] : [0, 1];
     const room = (high - low) * 0.05;
     return [low === 0 && !this.log ? 0 : low - room, high + room];
+  }
+
+  /** Return the largest sum of the parts within the axis: areas of several runs have the same height. */
+  peak() {
+    const [from, to] = view.ends, lines = this.shown;
+    let high = 0;
+    if (!lines.length) return high;
+    const x = places(lines[0].x, lines[0].run), all = lines.map((line) => array(line.y));
+    for (let i = nearest(x, from); i <= nearest(x, to); i++) high = Math.max(high, all.reduce((sum, y) => sum + (y[i] > 0 ? y[i] : 0), 0));
+    return high;
   }
 
   drawAxis(c, plot, span) {

@@ -32,7 +32,7 @@ Object.assign(Chart.prototype, {
   showValues() {
     const found = new Map(this.atCursor().map(({ line, raw, i }) => [line, raw[i]]));
     this.lines.forEach((line, n) => {
-      const item = this.values[n].parentElement;
+      const item = this.values[n].closest("li");
       item.hidden = view.hidden.has(line.run);
       const value = found.has(line) ? found.get(line) : line.last;
       this.values[n].textContent = value === null || value === undefined ? "" : format(value, this.kind);

@@ -10,7 +10,7 @@ class Ranks {
 
   legend() {
     const list = this.figure.querySelector(".legend");
-    for (const part of this.parts) list.append(element("li", {}, element("span", { class: "swatch part", colour: part }), part));
+    for (const part of this.parts) list.append(element("li", {}, partSwitch(part)));
   }
 
   /** Sum the spans of steps within the range; all of them, if none is. */
@@ -26,13 +26,13 @@ class Ranks {
         count += steps[i * ranks.length + r];
         for (let p = 0; p < width; p++) sum[p] += seconds[(i * ranks.length + r) * width + p];
       }
-      return Array.from(sum, (s) => s / Math.max(count, 1));
+      return Array.from(sum, (s, p) => (view.without.has(parts[p]) ? 0 : s / Math.max(count, 1)));
     });
     return [means, chosen[0] ? last[chosen[0] - 1] + 1 : 1, last[chosen[chosen.length - 1]]];
   }
 
   show() {
-    const key = String(shownSteps(this.run)) + view.hidden.has(this.run);
+    const key = [shownSteps(this.run), view.hidden.has(this.run), ...view.without].join();
     if (key === this.key) return;
     this.key = key;
     this.figure.hidden = view.hidden.has(this.run);
@@ -54,7 +54,8 @@ class Ranks {
     const ticks = niceTicks(0, most, 5), labels = formatTicks(ticks, "seconds"), axis = element("div", { class: "axis" });
     ticks.forEach((tick, i) => axis.appendChild(element("span", {}, labels[i])).style.left = `${(100 * tick) / most}%`);
     this.rows.replaceChildren(...rows, element("span"), axis, element("span"));
-    this.said.textContent = `mean of steps ${format(first, "step")} to ${format(last, "step")}`;
+    const left = this.parts.filter((part) => view.without.has(part)).join(", ");
+    this.said.textContent = `mean of steps ${format(first, "step")} to ${format(last, "step")}${left && ", without " + left}`;
   }
 }
 
