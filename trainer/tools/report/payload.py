@@ -109,7 +109,8 @@ def curves(runs: list[Run], arrays: Arrays) -> list[Chart]:
                     lines.append({**line(i, run.metrics["val/loss"], label, arrays), "dash": True})
         title = "Loss" if name == "train/loss" and len(lines) > 1 and "val/loss" in names else here.title
         dots = name == "time/slowest_rank"  # a rank's number: between two there is nothing
-        spec = {"title": title, "kind": here.kind, "zero": here.zero, "dots": dots, "lines": lines}
+        raw = dots or name == "train/lr"  # nothing to smooth
+        spec = {"title": title, "kind": here.kind, "zero": here.zero, "dots": dots, "raw": raw, "lines": lines}
         charts.append(Chart(here.section, spec, wide=False))
     return charts
 
@@ -130,7 +131,7 @@ def stacks(runs: list[Run], arrays: Arrays) -> list[Chart]:
     """Make a chart of stacked areas for each run whose metrics have the parts of a step."""
     charts = []
     for i, run in enumerate(runs):
-        found = [part for part in PARTS if f"time/{part}" in run.metrics]
+        found = [part for part in PARTS if f"time/{part}" in run.metrics and run.metrics[f"time/{part}"].high.value > 0]
         lines = [{**line(i, run.metrics[f"time/{part}"], part, arrays, False), "colour": part} for part in found]
         lines = [one for one in lines if one["x"] == lines[0]["x"]]  # of the same steps: else they do not add up
         if lines:

@@ -1,11 +1,12 @@
 // A chart of curves over the axis: lines with bands, or stacked areas. Drawn once, and copied below the crosshair.
 
 const FONT = '11.5px system-ui, -apple-system, "Segoe UI", "Liberation Sans", sans-serif';
+const FEW = 60; // points: fewer are dots, and are not smoothed
 const EVENTS = { advice: "accent", crash: "bad", failure: "bad", restart: "warn", resume: "warn", skip: "warn", stop: "muted", start: "muted" };
 
 class Chart {
   constructor(figure, spec) {
-    Object.assign(this, { figure, kind: "plain", zero: false, stack: false, dots: false, log: false }, spec);
+    Object.assign(this, { figure, kind: "plain", zero: false, stack: false, dots: false, raw: false, log: false }, spec);
     this.canvas = figure.querySelector("canvas");
     this.legend = figure.querySelector(".legend");
     this.cache = document.createElement("canvas");
@@ -69,7 +70,7 @@ class Chart {
   draw(c, width, height) {
     this.prepare();
     const [low, high] = this.domain(), span = (this.ends = view.ends);
-    const ticks = this.log ? logTicks(low, high) : niceTicks(low, high, height / 45);
+    const ticks = this.log ? logTicks(low, high) : niceTicks(low, high, height / 45).filter((t) => this.kind !== "count" || Number.isInteger(t));
     const labels = formatTicks(this.log ? ticks.map((t) => 10 ** t) : ticks, this.kind);
     if (this.log) ticks.forEach((t, i) => { labels[i] = formatTicks([10 ** t], this.kind)[0]; });
     c.clearRect(0, 0, width, height);
@@ -108,7 +109,7 @@ class Chart {
       let first = nearest(x, from), last = nearest(x, to);
       if (first > 0) first--;
       if (last < x.length - 1) last++;
-      let y = this.stack ? raw : smoothed(raw, view.smooth), floor = null;
+      let y = this.stack || this.raw || raw.length < FEW ? raw : smoothed(raw, view.smooth), floor = null;
       if (this.stack) {
         floor = base && base.length === raw.length ? base : new Float64Array(raw.length);
         y = Float64Array.from(raw, (v, i) => floor[i] + (Number.isFinite(v) && v > 0 ? v : 0));
@@ -179,7 +180,7 @@ class Chart {
       c.lineWidth = 1.75;
       if (!this.dots) this.trace(c, x, y, first, last);
       c.setLineDash([]);
-      if (this.dots || last - first < 60)
+      if (this.dots || last - first < FEW)
         for (let i = first; i <= last; i++)
           if (this.fits(y[i])) { c.beginPath(); c.arc(this.x(x[i]), this.y(y[i]), 2.4, 0, 7); c.fill(); }
       if (line.bad !== undefined) this.markBad(c, x, array(line.bad), first, last);

@@ -5,7 +5,14 @@ class Ranks {
   constructor(figure, run) {
     Object.assign(this, { figure, run, rows: figure.querySelector(".ranks"), said: figure.querySelector("small"), ...page.runs[run].ranks });
     this.legend();
+    Ranks.all.push(this);
     document.addEventListener("shown", () => this.show());
+  }
+
+  /** Return the longest bar of all shown runs, so that bars of several runs compare. */
+  static longest() {
+    const shown = Ranks.all.filter((one) => !view.hidden.has(one.run));
+    return Math.max(1e-12, ...shown.flatMap((one) => one.means()[0].map((parts) => parts.reduce((a, b) => a + b, 0))));
   }
 
   legend() {
@@ -32,12 +39,12 @@ class Ranks {
   }
 
   show() {
-    const key = [shownSteps(this.run), view.hidden.has(this.run), ...view.without].join();
+    const key = [shownSteps(this.run), ...view.hidden, "without", ...view.without].join();
     if (key === this.key) return;
     this.key = key;
     this.figure.hidden = view.hidden.has(this.run);
     const [means, first, last] = this.means(), totals = means.map((parts) => parts.reduce((a, b) => a + b, 0));
-    const most = Math.max(...totals, 1e-12), rows = [];
+    const most = Ranks.longest(), rows = [];
     const [factor, unit] = scaleOf(most, "seconds"), shown = totals.map((total) => (total * factor).toFixed(2) + THIN + unit);
     means.forEach((parts, r) => {
       const texts = this.parts.map((part, p) => `${part} ${format(parts[p], "seconds", 3)}`);
@@ -58,6 +65,8 @@ class Ranks {
     this.said.textContent = `mean of steps ${format(first, "step")} to ${format(last, "step")}${left && ", without " + left}`;
   }
 }
+
+Ranks.all = [];
 
 /** Filter the rows of a table by a word. */
 function filterRows(input) {
