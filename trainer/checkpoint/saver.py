@@ -78,6 +78,7 @@ class Saver:
         self.closing = False
         self.on_settled: Callable[[dict[str, Any]], Any] = lambda facts: None  # called on rank 0 after each write
         self.began_at, self.stall_s = 0.0, 0.0  # of the checkpoint that was begun last
+        self.written_at, self.bytes = 0.0, 0  # of the checkpoint that was written last
         if self.shares:
             self._refuse_other_disks()
 

@@ -84,7 +84,8 @@ def merge(rows: Array) -> Array:
     starts = np.flatnonzero(np.concatenate([[True], index[1:] != index[:-1]]))
     if len(starts) == len(rows):
         return rows
-    merged = np.add.reduceat(rows, starts)
+    with np.errstate(over="ignore"):  # a sum that is not finite gives a gap
+        merged = np.add.reduceat(rows, starts)
     merged[:, INDEX] = index[starts]
     merged[:, LOW] = np.minimum.reduceat(rows[:, LOW], starts)
     merged[:, HIGH] = np.maximum.reduceat(rows[:, HIGH], starts)

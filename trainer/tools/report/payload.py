@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.errors import printable
+from trainer.tools.report.lines import number
 from trainer.tools.report.metrics import Metric
 from trainer.tools.report.names import SECTIONS, TITLES, shown
 from trainer.tools.report.run import Run
@@ -147,7 +148,7 @@ def describe(run: Run, arrays: Arrays) -> dict[str, Any]:
     for clock in CLOCKS:
         if clock in run.metrics:
             ranges = run.metrics[clock].ranges
-            axes[clock] = [arrays.add(ranges.steps, 8), arrays.add(np.maximum.accumulate(ranges.mean), 8)]
+            axes[clock] = [arrays.add(ranges.steps, 8), arrays.add(np.fmax.accumulate(ranges.mean), 8)]
     marks = [{"step": event["step"], "event": event["event"], "text": details(event)} for event in run.events]
     marks += [{"step": item["step"], "event": "advice", "text": printable(item["name"])} for item in run.advice]
     return {"name": printable(run.name), "axes": axes, "events": marks, "ranks": bars(run.ranks, arrays)}
@@ -158,12 +159,12 @@ def details(event: dict[str, Any]) -> str:
     words = []
     for key in DETAILS:
         value = event.get(key)
-        if key in ("seconds", "stall") and isinstance(value, (int, float)):
-            words.append(f"{'' if key == 'seconds' else 'stall '}{value:.3g} s")
+        if key in ("seconds", "stall") and value is not None:
+            words.append(f"{'' if key == 'seconds' else 'stall '}{number(value):.3g} s")
         elif value is not None:
             words.append(printable(str(value))[:200] if key in DETAILS[:3] else f"{key} {printable(str(value))[:40]}")
-    if isinstance(event.get("bytes"), (int, float)):
-        words.append(size(event["bytes"]))
+    if event.get("bytes") is not None:
+        words.append(size(number(event["bytes"])))
     return ", ".join(words)
 
 

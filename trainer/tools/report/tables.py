@@ -4,9 +4,12 @@ import math
 import time
 from typing import Any
 
+import numpy as np
+
 from trainer.errors import printable
 from trainer.tools.report.comm import Exchange
 from trainer.tools.report.html import Html, tag
+from trainer.tools.report.lines import number
 from trainer.tools.report.names import shown
 from trainer.tools.report.payload import CLOCKS, details, size
 from trainer.tools.report.run import Run, best_of, differences
@@ -110,7 +113,9 @@ def advice(runs: list[Run]) -> Html:
 def events(runs: list[Run]) -> Html:
     rows, left_out = [], 0
     for run in runs:
-        chosen = sorted(run.events, key=lambda event: event.get("time") or 0)[-MOST_ROWS // len(runs) :]
+        chosen = sorted(run.events, key=lambda event: np.nan_to_num(number(event.get("time"))))[
+            -MOST_ROWS // len(runs) :
+        ]
         left_out += len(run.events) - len(chosen)
         rows += [[run.name, clock(event), f"{event['step']:,}", event["event"], details(event)] for event in chosen]
     if not rows:
@@ -124,7 +129,7 @@ def events(runs: list[Run]) -> Html:
 def clock(event: dict[str, Any]) -> str:
     """Return the time of an event in UTC."""
     try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(float(event["time"])))
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(number(event["time"])))
     except (KeyError, TypeError, ValueError, OverflowError, OSError):
         return ""
 
