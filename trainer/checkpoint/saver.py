@@ -77,8 +77,7 @@ class Saver:
         self.failures = 0  # in a row
         self.closing = False
         self.on_settled: Callable[[dict[str, Any]], Any] = lambda facts: None  # called on rank 0 after each write
-        self.began_at, self.stall_s = 0.0, 0.0  # of the checkpoint that was begun last
-        self.written_at, self.bytes = 0.0, 0  # of the checkpoint that was written last
+        self.began_at, self.stall_s, self.written_at = 0.0, 0.0, 0.0  # of the checkpoint that was begun last
         if self.shares:
             self._refuse_other_disks()
 

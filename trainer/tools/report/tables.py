@@ -113,9 +113,8 @@ def advice(runs: list[Run]) -> Html:
 def events(runs: list[Run]) -> Html:
     rows, left_out = [], 0
     for run in runs:
-        chosen = sorted(run.events, key=lambda event: np.nan_to_num(number(event.get("time"))))[
-            -MOST_ROWS // len(runs) :
-        ]
+        by_time = sorted(run.events, key=lambda event: np.nan_to_num(number(event.get("time"))))
+        chosen = by_time[-MOST_ROWS // len(runs) :]
         left_out += len(run.events) - len(chosen)
         rows += [[run.name, clock(event), f"{event['step']:,}", event["event"], details(event)] for event in chosen]
     if not rows:
