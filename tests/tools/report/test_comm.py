@@ -29,6 +29,19 @@ def test_sums_over_lines_and_ranks(tmp_path):
     assert math.isclose(reduce.algbw, 2e9) and math.isclose(reduce.busbw, 3e9)
 
 
+def test_calls_that_nobody_timed(tmp_path):
+    """Their bytes count, and their time does not."""
+    file = tmp_path / "comm.jsonl"
+    unknown = {"seconds": None, "algbw": None, "busbw": None}
+    write_lines(file, [{**call(10, 0, 0.1), **unknown}, {**call(10, 0, 0.1, 1), "level": "across"}, call(20, 0, 0.004)])
+    (across, inside), note = read_comm(file)
+    assert note == "" and (across.level, across.bucket, inside.level, inside.bucket) == ("across", 1, "", 0)
+    assert (inside.calls, inside.timed, inside.bytes) == (20, 10, 80e6)
+    assert math.isclose(inside.seconds, 0.04) and math.isclose(inside.algbw, 1e9)
+    write_lines(file, [{**call(10, 0, 0.1), **unknown}])
+    assert read_comm(file)[0][0].slowest is None
+
+
 def test_odd_lines(tmp_path):
     file = tmp_path / "comm.jsonl"
     odd = [{"step": 1}, call(1, 0, 0.1, count=0), {**call(1, 0, 0.1), "bytes": "<b>"}]

@@ -87,7 +87,7 @@ def test_the_crosshair_has_the_values_of_the_step(tab, tmp_path):
     tab.mouse("mouseMoved", x + tab.run("charts[0].x(50)"), y + height / 2)
     tab.settle()
     text = tab.run("charts[0].tip.innerText").split()
-    assert text == ["step", "50", "train/loss", "2500", "skip,", "step", "50:", "loss", "not", "finite"]
+    assert text == ["step", "50", "train/loss", "2500", "skip:", "loss", "not", "finite"]
     assert tab.run("charts[1].legend.innerText").split() == ["train/lr", "0.5"]
     assert tab.run("charts[0].legend.innerText").split() == ["train/loss", "2500"]
     tab.mouse("mouseMoved", 1, 1)
@@ -107,9 +107,9 @@ def test_dragging_zooms_all_charts_and_a_double_click_shows_all(tab, tmp_path):
     tab.settle()
     low, high = tab.run("view.range")
     assert (round(low), round(high)) == (20, 60)
-    assert bars == "mean of steps 1 to 100"
+    assert bars == "mean of steps 1 to 100, without validation"
     bars = tab.run("document.querySelector('figure[data-ranks] small').textContent")
-    assert re.fullmatch("mean of steps (20|21) to (60|61)", bars)
+    assert re.match("mean of steps (20|21) to (60|61),", bars)
     assert not tab.run("document.getElementById('all').disabled")
     for count in (1, 2):
         for kind in ("mousePressed", "mouseReleased"):
@@ -149,6 +149,7 @@ def test_the_controls(tab, tmp_path):
     show(tab, tmp_path, *folders)
     enter(tab, "#smooth", "90")
     tab.settle()
+    assert tab.run("charts.find((c) => c.title === 'Learning rate').drawn.every(({ raw, y }) => raw === y)")
     raw, smooth = tab.run("[array(charts[0].lines[0].y), charts[0].drawn[0].y].map((a) => Array.from(a))")
     mean, expected = 0.0, []
     for n, value in enumerate(raw, start=1):
@@ -170,6 +171,26 @@ def test_the_controls(tab, tmp_path):
         "[...document.querySelectorAll('#keys tbody tr')].filter((r) => !r.hidden).map((r) => r.cells[0].textContent)"
     )
     assert tab.run(rows) == ["trainer.seed"]
+    all_well(tab, tmp_path)
+
+
+def test_parts_of_a_step(tab, tmp_path):
+    """Validation is left out at first; each part can be, and areas of all runs have the same height."""
+    folders = [synthetic_run(tmp_path / name, 60, seed=n) for n, name in enumerate("ab")]
+    show(tab, tmp_path, *folders)
+    chart = tab.run("charts.findIndex((chart) => chart.stack)")
+    parts = f"charts[{chart}].shown.map((line) => line.label)"
+    said = "document.querySelector('figure[data-ranks] small').textContent"
+    assert tab.run(parts)[-1] == "checkpoint" and tab.run(said).endswith(", without validation")
+    before = tab.run(f"charts[{chart}].peak()")
+    tab.run("[...document.querySelectorAll('.part')].find((b) => b.textContent.startsWith('validation')).click()")
+    tab.settle()
+    assert tab.run(parts)[-1] == "validation" and "without" not in tab.run(said)
+    assert tab.run(f"charts[{chart}].peak()") > before
+    for each in (chart, chart + 1):
+        to_chart(tab, each)
+    heights = tab.run(f"[{chart}, {chart + 1}].map((i) => charts[i].domain()[1])")
+    assert heights[0] == heights[1] >= tab.run(f"Math.max(charts[{chart}].peak(), charts[{chart + 1}].peak())")
     all_well(tab, tmp_path)
 
 

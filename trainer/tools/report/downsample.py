@@ -1,9 +1,10 @@
 """Reduces a series of any length, in one pass and bounded memory, to what a screen can show.
 
 Steps are cut into equal ranges. A range keeps the mean, the smallest and the largest of its values, so a line with a
-band hides no spike. Jugel et al. 2014 (M4, doi:10.14778/2732951.2732953) show that the extremes of each column of
-pixels, with its first and last value, draw the same pixels as all values. The mean replaces first and last, since a
-reader wants the trend.
+band hides no spike.
+
+Jugel et al. 2014 (M4, doi:10.14778/2732951.2732953) show which values draw the pixels of all: first, last, smallest
+and largest of each column. The mean replaces first and last, since a reader wants the trend.
 """
 
 import numpy as np
@@ -83,7 +84,8 @@ def merge(rows: Array) -> Array:
     starts = np.flatnonzero(np.concatenate([[True], index[1:] != index[:-1]]))
     if len(starts) == len(rows):
         return rows
-    merged = np.add.reduceat(rows, starts)
+    with np.errstate(over="ignore"):  # a sum that is not finite gives a gap
+        merged = np.add.reduceat(rows, starts)
     merged[:, INDEX] = index[starts]
     merged[:, LOW] = np.minimum.reduceat(rows[:, LOW], starts)
     merged[:, HIGH] = np.maximum.reduceat(rows[:, HIGH], starts)

@@ -47,9 +47,7 @@ def parse(line: bytes) -> dict[str, Any] | None:
         found = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or type(found.get("step")) is not int or not 0 <= found["step"] < 1 << 53:
-        return None
-    return found
+    return found if isinstance(found, dict) and whole(found.get("step")) is not None else None
 
 
 def read_object(path: Path) -> tuple[dict[str, Any], str]:
@@ -71,3 +69,8 @@ def number(value: Any) -> float:
         return float(value)
     except OverflowError:
         return float("nan")
+
+
+def whole(value: Any) -> int | None:
+    """Return a count or a step of a file; None for anything else."""
+    return value if type(value) is int and 0 <= value < 1 << 53 else None

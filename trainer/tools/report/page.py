@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.errors import printable
 from trainer.tools.report.html import Html, join, script_json, tag
+from trainer.tools.report.lines import number, whole
 from trainer.tools.report.names import SECTIONS, TITLES
 from trainer.tools.report.payload import CLOCKS, MOST_BARS, Chart, make_payload
 from trainer.tools.report.run import Run, best_of
@@ -38,9 +39,9 @@ def make_page(runs: list[Run]) -> str:
     sections = [overview(runs), *chart_sections(runs, charts), metrics_table(runs), *tables(runs), about(runs)]
     body = tag(
         "body",
-        tag("a", "Skip to the curves", href="#loss", class_="skip"),
+        tag("a", "Skip to the curves", href="#main", class_="skip"),
         bar(runs),
-        tag("main", *sections),
+        tag("main", *sections, id="main"),
         tag("script", script_json(json.dumps(data, allow_nan=False)), id="data", type="application/json"),
         tag("script", Html(script)),
     )
@@ -101,16 +102,17 @@ def card(i: int, run: Run, runs: list[Run]) -> Html:
 def numbers(run: Run) -> list[tuple[Any, ...]]:
     """Return the name and the value of a run's main numbers, those that it has."""
     summary, metrics, found = run.summary, run.metrics, []
-    planned = run.config.get("trainer.max_steps")
-    steps = max(run.last_step, int(summary["steps"]) if isinstance(summary.get("steps"), int) else 0)
-    of = tag("small", f"of {planned:,}") if isinstance(planned, int) and planned != steps else None
+    planned = whole(run.config.get("trainer.max_steps"))
+    steps = max(run.last_step, whole(summary.get("steps")) or 0)
+    of = tag("small", f"of {planned:,}") if planned is not None and planned != steps else None
     found.append(("Steps", f"{steps:,}", of))
     if "seconds" in metrics:
         found.append(("Training time", duration(metrics["seconds"].high.value)))
-    starts = [event for event in run.events if isinstance(event.get("ranks"), int)]
-    ranks = summary.get("ranks") or (starts[-1]["ranks"] if starts else None)
-    if isinstance(ranks, int):
-        where = printable(str(summary.get("device") or (starts[-1].get("device", "") if starts else "")))[:60]
+    starts = [event for event in run.events if whole(event.get("ranks")) is not None]
+    start = starts[-1] if starts else {}
+    ranks = whole(summary.get("ranks")) or start.get("ranks")
+    if ranks is not None:
+        where = printable(str(summary.get("device") or start.get("device", "")))[:60]
         found.append(("Ranks", f"{ranks:,}", tag("small", where)))
     for name in ("train/loss", "val/loss"):
         if name in metrics:
@@ -118,7 +120,7 @@ def numbers(run: Run) -> list[tuple[Any, ...]]:
             found.append((TITLES[name], value_of(metrics[name].last.value, name), best and best_note(best, name)))
     watched = summary.get("best")
     if isinstance(watched, dict) and str(watched.get("metric", "val/loss")) != "val/loss":
-        found.append((f"Best {printable(str(watched['metric']))[:60]}", f"{watched.get('value')}"))
+        found.append((f"Best {printable(str(watched['metric']))[:60]}", f"{number(watched.get('value')):.4g}"))
     for name, heading in (("perf/tokens_per_s", "Tokens per second"), ("perf/samples_per_s", "Samples per second")):
         if name in metrics:
             found.append((heading, value_of(metrics[name].last.value, name)))
@@ -148,9 +150,9 @@ def chart_sections(runs: list[Run], charts: list[Chart]) -> list[Html]:
     """Return a section for each subject that any run has numbers of."""
     found = []
     for section, heading in SECTIONS.items():
-        figures = [figure(i, chart) for i, chart in enumerate(charts) if chart.section == section]
+        own = [(i, chart) for i, chart in enumerate(charts) if chart.section == section]
+        figures = [figure(i, chart) for i, chart in sorted(own, key=lambda one: not one[1].spec.get("stack"))]
         if section == "time":
-            figures.sort(key=lambda one: "wide" not in one[:40])
             figures += [rank_bars(i, run, len(runs) > 1) for i, run in enumerate(runs) if run.ranks.ranks]
         if section == "comm":
             figures += [exchanges(run, len(runs) > 1) for run in runs if run.exchanges]

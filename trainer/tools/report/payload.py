@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.errors import printable
+from trainer.tools.report.lines import number
 from trainer.tools.report.metrics import Metric
 from trainer.tools.report.names import SECTIONS, TITLES, shown
 from trainer.tools.report.run import Run
@@ -109,7 +110,8 @@ def curves(runs: list[Run], arrays: Arrays) -> list[Chart]:
                     lines.append({**line(i, run.metrics["val/loss"], label, arrays), "dash": True})
         title = "Loss" if name == "train/loss" and len(lines) > 1 and "val/loss" in names else here.title
         dots = name == "time/slowest_rank"  # a rank's number: between two there is nothing
-        spec = {"title": title, "kind": here.kind, "zero": here.zero, "dots": dots, "lines": lines}
+        raw = dots or name == "train/lr"  # nothing to smooth
+        spec = {"title": title, "kind": here.kind, "zero": here.zero, "dots": dots, "raw": raw, "lines": lines}
         charts.append(Chart(here.section, spec, wide=False))
     return charts
 
@@ -128,20 +130,15 @@ def line(run: int, metric: Metric, label: str, arrays: Arrays, band: bool = True
 
 def stacks(runs: list[Run], arrays: Arrays) -> list[Chart]:
     """Make a chart of stacked areas for each run whose metrics have the parts of a step."""
-    charts, tops = [], []
+    charts = []
     for i, run in enumerate(runs):
-        found = [part for part in PARTS if f"time/{part}" in run.metrics]
+        found = [part for part in PARTS if f"time/{part}" in run.metrics and run.metrics[f"time/{part}"].high.value > 0]
         lines = [{**line(i, run.metrics[f"time/{part}"], part, arrays, False), "colour": part} for part in found]
         lines = [one for one in lines if one["x"] == lines[0]["x"]]  # of the same steps: else they do not add up
-        names = [one["colour"] for one in lines]
         if lines:
             title = f"A step of {run.name}" if len(runs) > 1 else "A step, mean of all ranks"
             spec = {"title": printable(title), "kind": "seconds", "stack": True, "lines": lines}
             charts.append(Chart("time", spec, wide=len(runs) == 1))
-            sums = np.sum([np.nan_to_num(run.metrics[f"time/{part}"].ranges.mean) for part in names], axis=0)
-            tops.append(float(np.max(sums, initial=0.0)))
-    for chart in charts if len(charts) > 1 else ():
-        chart.spec["top"] = max(tops)
     return charts
 
 
@@ -151,7 +148,7 @@ def describe(run: Run, arrays: Arrays) -> dict[str, Any]:
     for clock in CLOCKS:
         if clock in run.metrics:
             ranges = run.metrics[clock].ranges
-            axes[clock] = [arrays.add(ranges.steps, 8), arrays.add(np.maximum.accumulate(ranges.mean), 8)]
+            axes[clock] = [arrays.add(ranges.steps, 8), arrays.add(np.fmax.accumulate(ranges.mean), 8)]
     marks = [{"step": event["step"], "event": event["event"], "text": details(event)} for event in run.events]
     marks += [{"step": item["step"], "event": "advice", "text": printable(item["name"])} for item in run.advice]
     return {"name": printable(run.name), "axes": axes, "events": marks, "ranks": bars(run.ranks, arrays)}
@@ -162,12 +159,12 @@ def details(event: dict[str, Any]) -> str:
     words = []
     for key in DETAILS:
         value = event.get(key)
-        if key in ("seconds", "stall") and isinstance(value, (int, float)):
-            words.append(f"{'' if key == 'seconds' else 'stall '}{value:.3g} s")
+        if key in ("seconds", "stall") and value is not None:
+            words.append(f"{'' if key == 'seconds' else 'stall '}{number(value):.3g} s")
         elif value is not None:
             words.append(printable(str(value))[:200] if key in DETAILS[:3] else f"{key} {printable(str(value))[:40]}")
-    if isinstance(event.get("bytes"), (int, float)):
-        words.append(size(event["bytes"]))
+    if event.get("bytes") is not None:
+        words.append(size(number(event["bytes"])))
     return ", ".join(words)
 
 

@@ -14,6 +14,7 @@ PARTS = (
 )  # fmt: skip
 CHUNK = 1 << 14  # lines, times ranks, that are converted at once
 MOST_RANKS = 4096
+LONGEST_S = 1e9  # of a step; more is no time
 
 Table = NDArray[np.float64]
 
@@ -76,8 +77,8 @@ def read_step_times(path: Path, most: int) -> tuple[RankTimes, str]:
     found, lines, odd = RankTimes(most), Lines(path), 0
     pending: list[Line] = []
     for line in lines:
-        ranks, steps = line.get("ranks"), number(line.get("steps"))
-        if not is_table(ranks) or not steps > 0:
+        ranks, steps = ranks_of(line), number(line.get("steps"))
+        if not ranks or not 0 < steps < 1 << 53:
             odd += 1
             continue
         new = Line(line["step"], steps, tuple(ranks[0]), [list(rank.values()) for rank in ranks])
@@ -105,19 +106,22 @@ class Line(NamedTuple):
         return self.names == other.names and len(self.ranks) == len(other.ranks)
 
 
-def is_table(ranks: Any) -> bool:
-    """Return whether this is a list of objects with the same keys."""
+def ranks_of(line: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the objects of the ranks; none, unless all have the same keys."""
+    ranks = line.get("ranks")
     if not isinstance(ranks, list) or not 0 < len(ranks) <= MOST_RANKS or not isinstance(ranks[0], dict):
-        return False
+        return []
     keys = ranks[0].keys()
-    return "step" in keys and all(isinstance(rank, dict) and rank.keys() == keys for rank in ranks)
+    same = "step" in keys and all(isinstance(rank, dict) and rank.keys() == keys for rank in ranks)
+    return ranks if same else []
 
 
 def convert(lines: list[Line]) -> tuple[Table, Table, Table]:
     """Return last steps (n), steps (n, ranks) and seconds (n, ranks, parts + 1) of n lines that fit."""
     names, ranks = lines[0].names, len(lines[0].ranks)
     flat = [[number(value) for value in rank] for line in lines for rank in line.ranks]
-    values = np.nan_to_num(np.array(flat).reshape(len(lines), ranks, len(names)), nan=0.0, posinf=0.0, neginf=0.0)
+    values = np.array(flat).reshape(len(lines), ranks, len(names))
+    values = np.where((values >= 0) & (values < LONGEST_S), values, 0.0)
     own = np.zeros((len(lines), ranks, len(PARTS) + 1))
     for column, name in enumerate((*PARTS, "step")):
         if name in names:

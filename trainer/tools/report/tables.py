@@ -4,8 +4,12 @@ import math
 import time
 from typing import Any
 
+import numpy as np
+
 from trainer.errors import printable
+from trainer.tools.report.comm import Exchange
 from trainer.tools.report.html import Html, tag
+from trainer.tools.report.lines import number
 from trainer.tools.report.names import shown
 from trainer.tools.report.payload import CLOCKS, details, size
 from trainer.tools.report.run import Run, best_of, differences
@@ -27,20 +31,27 @@ def value_of(value: float, name: str) -> str:
 def exchanges(run: Run, several: bool) -> Html:
     """Return the table of collectives and buckets."""
     total = sum(one.seconds for one in run.exchanges) or 1.0
-    heads = ["Collective", "Bucket", "Calls", "Bytes a call", "Seconds a call", "Share of time"]
+    heads = ["Collective", "Bucket", "Level", "Calls", "Bytes a call", "Time a call", "Share of time"]
     heads += ["Algorithm bandwidth", "Bus bandwidth", "Slowest rank"]
     rows = [
         [
-            one.collective, "" if one.bucket is None else one.bucket, f"{one.calls:,.0f}", size(one.bytes / one.calls),
-            f"{1e3 * one.seconds / one.calls:.3g} ms", f"{one.seconds / total:.1%}", f"{size(one.algbw)}/s",
-            f"{size(one.busbw)}/s", one.slowest,
+            one.collective, "" if one.bucket is None else one.bucket, one.level, f"{one.calls:,.0f}",
+            size(one.bytes / one.calls), *times(one, total),
         ]
         for one in run.exchanges[:100]
     ]  # fmt: skip
     title = f"Collectives of {run.name}" if several else "Collectives, of all ranks and steps"
     more = len(run.exchanges) - len(rows)
     note = tag("small", f"{more} more with less time") if more > 0 else None
-    return tag("figure", tag("figcaption", tag("h3", printable(title)), note), table(heads, rows, 2), class_="wide")
+    return tag("figure", tag("figcaption", tag("h3", printable(title)), note), table(heads, rows, 3), class_="wide")
+
+
+def times(one: Exchange, total: float) -> list[Any]:
+    """Return the cells that need a time."""
+    if not one.timed:
+        return ["not timed", "", "", "", ""]
+    each = f"{1e3 * one.seconds / one.timed:.3g} ms"
+    return [each, f"{one.seconds / total:.1%}", f"{size(one.algbw)}/s", f"{size(one.busbw)}/s", one.slowest]
 
 
 def table(heads: list[str], rows: list[list[Any]], numeric_from: int = 99, id_: str | None = None) -> Html:
@@ -102,7 +113,8 @@ def advice(runs: list[Run]) -> Html:
 def events(runs: list[Run]) -> Html:
     rows, left_out = [], 0
     for run in runs:
-        chosen = sorted(run.events, key=lambda event: event.get("time") or 0)[-MOST_ROWS // len(runs) :]
+        by_time = sorted(run.events, key=lambda event: np.nan_to_num(number(event.get("time"))))
+        chosen = by_time[-MOST_ROWS // len(runs) :]
         left_out += len(run.events) - len(chosen)
         rows += [[run.name, clock(event), f"{event['step']:,}", event["event"], details(event)] for event in chosen]
     if not rows:
@@ -116,7 +128,7 @@ def events(runs: list[Run]) -> Html:
 def clock(event: dict[str, Any]) -> str:
     """Return the time of an event in UTC."""
     try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(float(event["time"])))
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(number(event["time"])))
     except (KeyError, TypeError, ValueError, OverflowError, OSError):
         return ""
 

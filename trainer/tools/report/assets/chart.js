@@ -1,11 +1,12 @@
 // A chart of curves over the axis: lines with bands, or stacked areas. Drawn once, and copied below the crosshair.
 
 const FONT = '11.5px system-ui, -apple-system, "Segoe UI", "Liberation Sans", sans-serif';
+const FEW = 60; // points: fewer are dots, and are not smoothed
 const EVENTS = { advice: "accent", crash: "bad", failure: "bad", restart: "warn", resume: "warn", skip: "warn", stop: "muted", start: "muted" };
 
 class Chart {
   constructor(figure, spec) {
-    Object.assign(this, { figure, kind: "plain", zero: false, stack: false, dots: false, log: false }, spec);
+    Object.assign(this, { figure, kind: "plain", zero: false, stack: false, dots: false, raw: false, log: false }, spec);
     this.canvas = figure.querySelector("canvas");
     this.legend = figure.querySelector(".legend");
     this.cache = document.createElement("canvas");
@@ -32,16 +33,18 @@ class Chart {
 
   makeLegend() {
     this.values = this.lines.map((line) => {
-      const swatch = element("span", { class: `swatch ${line.dash ? "dash" : ""} ${this.stack ? "part" : ""}`, colour: line.colour || runColour(line.run) });
-      const value = element("b");
-      this.legend.append(element("li", { title: line.label }, swatch, element("span", {}, line.label), value));
+      const value = element("b"), item = this.legend.appendChild(element("li", { title: line.label }));
+      const swatch = element("span", { class: line.dash ? "swatch dash" : "swatch", colour: line.colour || runColour(line.run) });
+      if (this.stack) item.append(partSwitch(line.label, value));
+      else item.append(swatch, element("span", {}, line.label), value);
       return value;
     });
   }
 
   /** The curves that are shown, with their places on the axis. */
   get shown() {
-    return this.lines.filter((line) => !view.hidden.has(line.run) && places(line.x, line.run));
+    const lines = this.stack ? this.lines.filter((line) => !view.without.has(line.label)) : this.lines;
+    return lines.filter((line) => !view.hidden.has(line.run) && places(line.x, line.run));
   }
 
   paint() {
@@ -67,7 +70,7 @@ class Chart {
   draw(c, width, height) {
     this.prepare();
     const [low, high] = this.domain(), span = (this.ends = view.ends);
-    const ticks = this.log ? logTicks(low, high) : niceTicks(low, high, height / 45);
+    const ticks = this.log ? logTicks(low, high) : niceTicks(low, high, height / 45).filter((t) => this.kind !== "count" || Number.isInteger(t));
     const labels = formatTicks(this.log ? ticks.map((t) => 10 ** t) : ticks, this.kind);
     if (this.log) ticks.forEach((t, i) => { labels[i] = formatTicks([10 ** t], this.kind)[0]; });
     c.clearRect(0, 0, width, height);
@@ -106,7 +109,7 @@ class Chart {
       let first = nearest(x, from), last = nearest(x, to);
       if (first > 0) first--;
       if (last < x.length - 1) last++;
-      let y = this.stack ? raw : smoothed(raw, view.smooth), floor = null;
+      let y = this.stack || this.raw || raw.length < FEW ? raw : smoothed(raw, view.smooth), floor = null;
       if (this.stack) {
         floor = base && base.length === raw.length ? base : new Float64Array(raw.length);
         y = Float64Array.from(raw, (v, i) => floor[i] + (Number.isFinite(v) && v > 0 ? v : 0));
@@ -129,13 +132,23 @@ class Chart {
           if (v > high) high = v;
         }
     }
-    if (this.top) high = this.top; // as high as the other runs' areas
+    if (this.stack) high = Math.max(high, ...charts.filter((chart) => chart.stack).map((chart) => chart.peak()));
     if (low > high) return this.log ? [-1, 1] : [0, 1];
     if (this.log) [low, high] = [Math.log10(low), Math.log10(high)];
     else if ((this.zero || this.stack) && low >= 0) low = 0;
     if (low === high) return this.log ? [low - 0.5, high + 0.5] : low ? [Math.min(0, low * 2), Math.max(0, low * 2)] : [0, 1];
     const room = (high - low) * 0.05;
     return [low === 0 && !this.log ? 0 : low - room, high + room];
+  }
+
+  /** Return the largest sum of the parts within the axis: areas of several runs have the same height. */
+  peak() {
+    const [from, to] = view.ends, lines = this.shown;
+    let high = 0;
+    if (!lines.length) return high;
+    const x = places(lines[0].x, lines[0].run), all = lines.map((line) => array(line.y));
+    for (let i = nearest(x, from); i <= nearest(x, to); i++) high = Math.max(high, all.reduce((sum, y) => sum + (y[i] > 0 ? y[i] : 0), 0));
+    return high;
   }
 
   drawAxis(c, plot, span) {
@@ -167,7 +180,7 @@ class Chart {
       c.lineWidth = 1.75;
       if (!this.dots) this.trace(c, x, y, first, last);
       c.setLineDash([]);
-      if (this.dots || last - first < 60)
+      if (this.dots || last - first < FEW)
         for (let i = first; i <= last; i++)
           if (this.fits(y[i])) { c.beginPath(); c.arc(this.x(x[i]), this.y(y[i]), 2.4, 0, 7); c.fill(); }
       if (line.bad !== undefined) this.markBad(c, x, array(line.bad), first, last);

@@ -32,7 +32,7 @@ Object.assign(Chart.prototype, {
   showValues() {
     const found = new Map(this.atCursor().map(({ line, raw, i }) => [line, raw[i]]));
     this.lines.forEach((line, n) => {
-      const item = this.values[n].parentElement;
+      const item = this.values[n].closest("li");
       item.hidden = view.hidden.has(line.run);
       const value = found.has(line) ? found.get(line) : line.last;
       this.values[n].textContent = value === null || value === undefined ? "" : format(value, this.kind);
@@ -55,9 +55,9 @@ Object.assign(Chart.prototype, {
       rows.push(element("tr", {}, element("td", {}, "together"), element("td", {}, format(total, this.kind))));
     }
     this.tip.replaceChildren(element("b", {}, formatPlace(this.exactPlace())), element("table", {}, ...rows));
-    for (const text of this.eventsNear(px)) this.tip.append(element("p", {}, text));
-    const { offsetWidth: width } = this.tip, room = this.figure.clientWidth;
-    const x = px + 18 + width > room ? Math.max(4, px - width - 6) : px + 24;
+    for (const text of this.eventsNear(px, this.exactPlace())) this.tip.append(element("p", {}, text));
+    const { offsetWidth: width } = this.tip, room = document.documentElement.clientWidth - this.figure.getBoundingClientRect().left;
+    const x = px + 32 + width > room ? Math.max(4, px - width - 6) : px + 28;
     this.tip.style.transform = `translate(${x}px, 0)`;
     this.tip.style.left = "0";
     this.tip.style.top = this.canvas.offsetTop + 12 + "px";
@@ -70,12 +70,14 @@ Object.assign(Chart.prototype, {
     return near.length ? near[nearest([...near].sort((a, b) => a - b), view.cursor)] : view.cursor;
   },
 
-  eventsNear(px) {
+  /** Return the events within some pixels, in a few words; the step only if it is not the crosshair's. */
+  eventsNear(px, at) {
     if (!view.events) return [];
-    const texts = [];
+    const texts = [], when = (step, run) => (place(step, run) === at ? "" : ` at step ${format(step, "step")}`);
     for (const run of this.runs)
       for (const { step, event, text } of view.hidden.has(run) ? [] : page.runs[run].events)
-        if (Math.abs(this.x(place(step, run)) - px) <= 5 && texts.length < 6) texts.push(`${event}, step ${format(step, "step")}${text ? ": " + text : ""}`);
+        if (Math.abs(this.x(place(step, run)) - px) <= 5 && texts.length < 5)
+          texts.push(`${event}${when(step, run)}${text ? ": " + text : ""}`);
     return texts;
   },
 

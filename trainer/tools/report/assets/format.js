@@ -42,6 +42,7 @@ function scaleOf(size, kind) {
 /** Format a value with its unit. */
 function format(value, kind, places = 4) {
   if (!Number.isFinite(value)) return "not finite";
+  if (value === 0) return "0";
   if (kind === "step" || kind === "samples" || kind === "count") return Math.round(value).toLocaleString("en-US");
   const [factor, suffix] = scaleOf(Math.abs(value), kind);
   const number = value * factor;

@@ -5,12 +5,19 @@ class Ranks {
   constructor(figure, run) {
     Object.assign(this, { figure, run, rows: figure.querySelector(".ranks"), said: figure.querySelector("small"), ...page.runs[run].ranks });
     this.legend();
+    Ranks.all.push(this);
     document.addEventListener("shown", () => this.show());
+  }
+
+  /** Return the longest bar of all shown runs, so that bars of several runs compare. */
+  static longest() {
+    const shown = Ranks.all.filter((one) => !view.hidden.has(one.run));
+    return Math.max(1e-12, ...shown.flatMap((one) => one.means()[0].map((parts) => parts.reduce((a, b) => a + b, 0))));
   }
 
   legend() {
     const list = this.figure.querySelector(".legend");
-    for (const part of this.parts) list.append(element("li", {}, element("span", { class: "swatch part", colour: part }), part));
+    for (const part of this.parts) list.append(element("li", {}, partSwitch(part)));
   }
 
   /** Sum the spans of steps within the range; all of them, if none is. */
@@ -26,18 +33,18 @@ class Ranks {
         count += steps[i * ranks.length + r];
         for (let p = 0; p < width; p++) sum[p] += seconds[(i * ranks.length + r) * width + p];
       }
-      return Array.from(sum, (s) => s / Math.max(count, 1));
+      return Array.from(sum, (s, p) => (view.without.has(parts[p]) ? 0 : s / Math.max(count, 1)));
     });
     return [means, chosen[0] ? last[chosen[0] - 1] + 1 : 1, last[chosen[chosen.length - 1]]];
   }
 
   show() {
-    const key = String(shownSteps(this.run)) + view.hidden.has(this.run);
+    const key = [shownSteps(this.run), ...view.hidden, "without", ...view.without].join();
     if (key === this.key) return;
     this.key = key;
     this.figure.hidden = view.hidden.has(this.run);
     const [means, first, last] = this.means(), totals = means.map((parts) => parts.reduce((a, b) => a + b, 0));
-    const most = Math.max(...totals, 1e-12), rows = [];
+    const most = Ranks.longest(), rows = [];
     const [factor, unit] = scaleOf(most, "seconds"), shown = totals.map((total) => (total * factor).toFixed(2) + THIN + unit);
     means.forEach((parts, r) => {
       const texts = this.parts.map((part, p) => `${part} ${format(parts[p], "seconds", 3)}`);
@@ -54,9 +61,12 @@ class Ranks {
     const ticks = niceTicks(0, most, 5), labels = formatTicks(ticks, "seconds"), axis = element("div", { class: "axis" });
     ticks.forEach((tick, i) => axis.appendChild(element("span", {}, labels[i])).style.left = `${(100 * tick) / most}%`);
     this.rows.replaceChildren(...rows, element("span"), axis, element("span"));
-    this.said.textContent = `mean of steps ${format(first, "step")} to ${format(last, "step")}`;
+    const left = this.parts.filter((part) => view.without.has(part)).join(", ");
+    this.said.textContent = `mean of steps ${format(first, "step")} to ${format(last, "step")}${left && ", without " + left}`;
   }
 }
+
+Ranks.all = [];
 
 /** Filter the rows of a table by a word. */
 function filterRows(input) {

@@ -7,6 +7,7 @@ const view = {
   smooth: 0, // weight of the moving average
   events: true,
   hidden: new Set(), // runs
+  without: new Set(["validation"]), // parts of a step; a validation would dwarf all others
 };
 const charts = [];
 const placed = new Map(); // places on the axis, by axis, run and array
@@ -99,6 +100,16 @@ function element(tag, attributes = {}, ...children) {
     else made.setAttribute(key, value);
   }
   made.append(...children);
+  return made;
+}
+
+/** Make the switch of a part of a step, in a legend. */
+function partSwitch(part, ...children) {
+  const made = element("button", { type: "button", class: "part" }, element("span", { class: "swatch part", colour: part }), element("span", {}, part), ...children);
+  const show = () => made.setAttribute("aria-pressed", !view.without.has(part));
+  made.addEventListener("click", () => { view.without[view.without.has(part) ? "delete" : "add"](part); redraw(); });
+  document.addEventListener("shown", show);
+  show();
   return made;
 }
 
