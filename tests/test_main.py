@@ -54,7 +54,8 @@ def test_the_folder_of_a_run(default):
     cwd, _ = default
     folder = cwd / "runs" / "a"
     assert {path.name for path in folder.iterdir()} == {
-        ".lock", "checkpointed", "config.yaml", "logs", "metrics.jsonl", "summary.json", "tensorboard",
+        ".lock", "checkpointed", "config.yaml", "logs", "metrics.jsonl", "step_times.jsonl", "summary.json",
+        "tensorboard",
     }  # fmt: skip
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [list(line)[:3] for line in lines] == [["step", "samples", "seconds"]] * 6
@@ -126,7 +127,7 @@ def test_names_of_callbacks(tmp_path):
         done = run([*TOY, words, "--cfg", "job"], tmp_path)
         assert done.code == 0, done.err
         shown[words] = set(OmegaConf.create(done.out).callbacks)
-    observers = {"progress", "tensorboard", "metrics_file", "throughput", "memory", "advice"}
+    observers = {"progress", "tensorboard", "metrics_file", "step_timer", "throughput", "memory", "advice"}
     assert shown.pop("~callbacks.progress") == observers - {"progress"}
     assert set(map(frozenset, shown.values())) == {frozenset(observers | {"ema"})}
 
@@ -188,9 +189,10 @@ def test_a_finished_run_that_is_resumed_has_its_numbers_still(default):
         k: v for k, v in before.items() if k not in volatile
     }
     numbers = re.split(r"finished at step \d+ after \S+ s\n", again.out)[1].partition("run    ")[0]
-    train, perf, val = numbers.splitlines()
+    train, perf, times, val = numbers.splitlines()
     assert re.fullmatch(r"train       loss 0\.\d{1,6}  lr 0\.0005  grad_norm \S+", train)
     assert re.fullmatch(r"perf        peak_rss_gib \d\.\d+  samples_per_s \d{0,2},?[\d.]{1,5}", perf)
+    assert re.fullmatch(r"time        step \S+  data \S+  upload 0  .*  spread 0", times)
     assert re.fullmatch(r"val         loss 0\.\d{1,6}", val)
 
 

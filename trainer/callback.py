@@ -23,6 +23,9 @@ from trainer.parallel.strategy import Strategy
 from trainer.precision import Precision
 from trainer.process.heartbeat import Heartbeat
 
+# Returns a JSON value of this rank; makes metrics of all ranks' values.
+Gathered = tuple[Callable[[], Any], Callable[[list[Any]], dict[str, float]]]
+
 
 class PlanProtocol(Protocol):
     """The part of the plan that a callback may read."""
@@ -77,7 +80,7 @@ class TrainerProtocol(Protocol):
     seconds: float
     lag: int  # steps by which the weights are behind `step`; may be set
     metrics: dict[str, float]  # of this step, if it is logged, else empty; may be added to
-    largest: dict[str, Callable[[], float]]  # numbers of a rank, whose largest is in `metrics`; may be added to
+    gathered: list[Gathered]  # what the ranks exchange at logged steps; may be added to
 
     @property
     def plan(self) -> PlanProtocol: ...

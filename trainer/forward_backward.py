@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
+from trainer.comm.phases import Phase, begin_backward, switch
 from trainer.data.batch import Step
 from trainer.parallel.strategy import Strategy
 from trainer.recipe_checks import CheckedLoss
@@ -30,6 +31,7 @@ class Accumulate:
         losses: list[Tensor] = []
         strategy, last = self.strategy, len(data.weights) - 1 if data.reduces else -1
         for batch, weight in data:
+            switch(Phase.FORWARD)
             final = len(losses) == last
             if strategy.syncing != final:
                 strategy.sync_gradients(final)
@@ -38,8 +40,10 @@ class Accumulate:
             else:
                 loss = strategy.zero_loss(partial(self.loss.compute, strategy.model, batch))
             losses.append(loss if final else loss.detach())  # one graph stays: the next forward pass reuses its leaves
-            self.scaler.scale(weigh_loss(loss, weight * strategy.data_world, total())).backward()
-            del batch, loss  # so that two batches are on the device, not three
+            scaled = self.scaler.scale(weigh_loss(loss, weight * strategy.data_world, total()))
+            begin_backward(scaled, final and strategy.data_world > 1)
+            scaled.backward()
+            del batch, loss, scaled  # so that two batches are on the device, not three
         return losses
 
 

@@ -140,7 +140,9 @@ def earlier(file: Path, step: int) -> dict[str, float]:
     if summary.get("steps") != step:
         return {}
     return {
-        name: value for name, value in summary.items() if name.startswith(("train/", "perf/")) and value is not None
+        name: value
+        for name, value in summary.items()
+        if name.startswith(("train/", "perf/", "time/")) and value is not None
     }
 
 

@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from trainer import training_state
-from trainer.callback import HOOKS, Callback, overrides
+from trainer.callback import HOOKS, Callback, Gathered, overrides
 from trainer.checkpoint.pretrained import load_weights
 from trainer.comm.affinity import bind_to_cores
+from trainer.comm.phases import Phase, during, switch
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.config.options import DataOptions, Options
@@ -130,12 +131,11 @@ class Trainer:
         self._sums: Callable[[], tuple[int, ...]] | None = None
         self.metrics: dict[str, float] = {}  # numbers of this step, if it is one to log
         self.last_metrics = self.metrics  # of the last logged step
-        self.largest: dict[str, Callable[[], float]] = {}  # numbers of this rank, whose largest is in the metrics
+        self.gathered: list[Gathered] = []  # numbers of this rank that `_measure` exchanges with the loss
         self.validation: dict[str, float] = {}  # of the last validation, which was at `validated_step`
         self.loaded: tuple[int, int] | None = None  # the step, and the last one validated, of the checkpoint resumed
         self.bests: list[dict[str, Any]] = []  # validations that were the best; the newest last
-        self.stop_reason = ""
-        self.logged = True  # whether this step's numbers are measured
+        self.stop_reason, self.logged = "", True  # logged: this step's numbers are measured
         self.fitted, self.train_loss = False, TrainLoss(self.ranks)
         if self.plan.epoch_samples and self.batch > self.plan.epoch_samples:
             log.warning(
@@ -231,8 +231,9 @@ class Trainer:
                 every.callback(end, self)
             every.push(self._report_error)  # first: what follows may wait for a device that never answers
             self._start()
+            load = during(Phase.DATA)(next)
             while not self.stop_reason:
-                self._train_step(next(self.stream))
+                self._train_step(load(self.stream))
                 self._after_step()
             self._finish()
         if self.stop_reason != "signal":
@@ -315,6 +316,7 @@ class Trainer:
         self._set_learning_rates()
         self._agree(data)  # one int64 all-reduce, beside the first forward pass
         self.data, self.losses = data, self.forward_backward(data, self._total_weight)
+        switch(Phase.OPTIMIZER)
         self.scaler.unscale_(self.optimizer)  # a no-op unless fp16
         self.emit("on_before_optimizer_step")
         if self.clips or self.logged:
@@ -352,8 +354,8 @@ class Trainer:
         return bool(self.signals.name), now - self.saved_at >= plan.save_s, now - self.validated_at >= plan.validate_s
 
     def _after_step(self) -> None:
-        if self._sums:
-            self._total_weight()  # passes of a callback's own have not waited for it
+        switch(Phase.CALLBACKS)
+        self._total_weight()  # passes of a callback's own have not waited for it
         self.metrics = self._measure() if self.logged else {}
         self.emit("on_step_end")
         self.last_metrics = self.metrics or self.last_metrics
@@ -380,16 +382,15 @@ class Trainer:
     def _measure(self) -> dict[str, float]:
         """Measure the numbers of this step. Waits for the device; a collective."""
         self.seconds = time.monotonic() - self.started
-        own = [measure() for measure in self.largest.values()]
-        loss, largest = self.train_loss.measure(self.losses, self.data.weights, self.step, own)
-        metrics = {"train/loss": loss, "train/lr": self.optimizer.param_groups[0]["lr"]}
-        metrics |= zip(self.largest, largest, strict=True)
+        metrics = self.train_loss.measure(self.losses, self.data.weights, self.step, self.gathered)
+        metrics["train/lr"] = self.optimizer.param_groups[0]["lr"]
         if not self.defers and (self.clips or self.logged):
             metrics["train/grad_norm"] = self.grad_norm.item()
         if self.scaler.is_enabled():
             metrics["train/loss_scale"] = self.scaler.get_scale()
         return metrics
 
+    @during(Phase.VALIDATION)
     def validate(self) -> bool:
         """Validate once, unless a signal ends it. Return whether `checkpoint.keep_best` wants a checkpoint of it."""
         self.emit("on_flush")
@@ -410,10 +411,7 @@ class Trainer:
         if self.plan.validation is not None:
             self.evaluator.try_out(self.plan.watched, self.eval_model)
 
-    @property
-    def best(self) -> dict[str, Any]:
-        """The best validation: its metric, value and step."""
-        return training_state.best(self)
+    best = property(training_state.best)
 
     @property
     def checkpoint(self) -> Path | None:
@@ -439,6 +437,7 @@ class Trainer:
             thing = wrap(self, thing)
         return thing
 
+    @during(Phase.CALLBACKS)
     def emit(self, hook: str, *args: Any) -> None:
         for call in self.hooks[hook]:
             call(self, *args)

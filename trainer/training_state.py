@@ -18,6 +18,7 @@ from trainer.checkpoint.manifest import Damaged
 from trainer.checkpoint.parts import is_part_section, open_parts, read_all
 from trainer.checkpoint.saver import Saver, State
 from trainer.checkpoint.serialize import is_rank_section, load_sections, load_state, optimizer_state, rank_section
+from trainer.comm.phases import Phase, during
 from trainer.config.schema import fits
 from trainer.data.bad_samples import BadSamples
 from trainer.errors import ConfigError, printable
@@ -87,6 +88,7 @@ def make_saver(trainer: SavedTrainer, claim: Claim | None) -> Saver:
     return Saver(saved_in(trainer), options, trainer.ranks, trainer.heartbeat, claim, shared)
 
 
+@during(Phase.CHECKPOINT)
 def save(trainer: SavedTrainer, last: bool = False) -> None:
     """Begin a checkpoint of this step; wait for the last one. A collective.
 
@@ -106,6 +108,7 @@ def save(trainer: SavedTrainer, last: bool = False) -> None:
             trainer.heartbeat.beat(patience_s=timeouts.EXPORT_S)  # rank 0 may export
 
 
+@during(Phase.CHECKPOINT)
 def reserve(trainer: SavedTrainer) -> None:
     """Allocate memory for this rank's tensors of a checkpoint. No collective."""
     parts = trainer.strategy.save(trainer.optimizer)

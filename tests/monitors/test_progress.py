@@ -63,6 +63,21 @@ def test_the_numbers_of_a_line():
 
 
 @pytest.mark.parametrize(
+    ("parts", "shown"),
+    [
+        ({"data": 0.5, "communication": 0.25}, "  data 12%"),
+        ({"data": 0.25, "communication": 0.9}, "  waits 22%"),
+        ({"validation": 2.0}, "  validation 50%"),
+        ({"data": 0.03}, ""),
+    ],
+)
+def test_the_largest_part_of_a_step_that_computes_nothing(parts, shown):
+    times = {f"time/{name}": seconds for name, seconds in parts.items()}
+    assert describe({"train/loss": 1.0, "time/step": 4.0, "time/forward": 3.0, **times}) == f"loss 1{shown}"
+    assert describe({"train/loss": 1.0, "time/step": 0.0}) == "loss 1"
+
+
+@pytest.mark.parametrize(
     ("max_steps", "first", "step", "seconds", "line"),
     [
         (100, 0, 25, 30.0, "step 25/100  loss 1  0:01:30 left"),  # 1.2 s a step, 75 to go
@@ -104,7 +119,7 @@ class Screen(io.StringIO):
 
 METRICS = {
     "train/loss": 2.34567, "train/lr": 1.5e-4, "perf/samples_per_s": 158_029.0, "perf/tokens_per_s": 20_227_712.0,
-    "perf/mfu": 0.4321, "perf/peak_memory_gib": 61.74,
+    "perf/mfu": 0.4321, "perf/peak_memory_gib": 61.74, "time/step": 2.0, "time/communication": 0.46,
 }  # fmt: skip
 
 
@@ -115,7 +130,8 @@ METRICS = {
         (80, r" {11}loss 2\.346  158,029 samples/s"),  # after a bar that has not begun
         (112, r" {11}loss .* samples/s  20,227,712 tokens/s  mfu 43\.2%"),
         (130, r" {11}loss .* samples/s  20,227,712 tokens/s  mfu 43\.2%  peak 61\.7 GiB"),
-        (165, r"\S+ +loss .* mfu 43\.2%  peak 61\.7 GiB \d+:\d\d:\d\d"),
+        (143, r" {11}loss .*  lr 1\.50e-04  158,029 samples/s  20,227,712 tokens/s  mfu 43\.2%  peak 61\.7 GiB"),
+        (180, r"\S+ +loss .* mfu 43\.2%  peak 61\.7 GiB  waits 23% \d+:\d\d:\d\d"),
     ],
 )
 def test_what_a_terminal_has_room_for(columns, there, monkeypatch):

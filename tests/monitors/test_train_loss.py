@@ -24,12 +24,12 @@ def measured() -> TrainLoss:
 
 
 def test_the_mean_is_over_items_and_not_over_micro_batches(measured: TrainLoss) -> None:
-    assert measured.measure(losses(1.0, 4.0), [1, 2], step=1) == ((1.0 + 2 * 4.0) / 3, [])
+    assert measured.measure(losses(1.0, 4.0), [1, 2], step=1) == {"train/loss": (1.0 + 2 * 4.0) / 3}
     assert measured.last == 3.0 and measured.finite is True
 
 
 def test_a_step_without_items_has_no_loss_and_says_nothing(measured: TrainLoss, caplog) -> None:
-    assert math.isnan(measured.measure(losses(0.0), [0], step=1)[0])
+    assert math.isnan(measured.measure(losses(0.0), [0], step=1)["train/loss"])
     assert measured.finite is None and not caplog.records
     measured.refuse_never_finite(1)
 
@@ -50,16 +50,18 @@ def test_one_that_was_never_finite_ends_the_run(measured: TrainLoss) -> None:
         measured.refuse_never_finite(4)
 
 
-def measured_by(place: Place) -> tuple[tuple[float, list[float]], int]:
+def measured_by(place: Place) -> tuple[dict[str, float], int]:
     """And how many exchanges that took."""
     ranks = Ranks(place, "cpu", "auto", 60.0)
     gather, calls = ranks.gather, list[Any]()
     ranks.gather = lambda *given: (calls.append(given), gather(*given))[1]  # pyright: ignore[reportAttributeAccessIssue]
-    found = TrainLoss(ranks).measure(losses(1.0 + place.rank), [1], 1, [(5.0, 2.0, 3.0)[place.rank], -place.rank])
+    largest = (lambda: (5.0, 2.0, 3.0)[place.rank], lambda values: {"largest": max(values)})
+    both = (lambda: [place.rank, 1], lambda values: {"ranks": sum(a for a, _ in values), "ones": values[0][1]})
+    found = TrainLoss(ranks).measure(losses(1.0 + place.rank), [1], 1, [largest, both])
     exchanges = len(calls)
     ranks.leave()
     return found, exchanges
 
 
-def test_other_numbers_go_with_the_loss_and_the_largest_comes_back() -> None:
-    assert run_ranks(3, measured_by) == [((2.0, [5.0, 0.0]), 1)] * 3
+def test_other_numbers_go_with_the_loss_and_are_combined_on_each_rank() -> None:
+    assert run_ranks(3, measured_by) == [({"train/loss": 2.0, "largest": 5.0, "ranks": 3, "ones": 1}, 1)] * 3

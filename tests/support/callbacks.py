@@ -25,6 +25,7 @@ from trainer.monitors.memory.callback import Memory
 from trainer.monitors.metrics_file import MetricsFile
 from trainer.monitors.profiler.callback import Profiler
 from trainer.monitors.progress import Progress
+from trainer.monitors.step_timer import StepTimer
 from trainer.monitors.tensorboard import TensorBoard
 from trainer.monitors.throughput import Throughput
 
@@ -40,6 +41,7 @@ OBSERVERS: Table = {
     "metrics_file": MetricsFile,
     "profiler": lambda: Profiler(first=2, active=2),
     "progress": Progress,
+    "step_timer": StepTimer,
     "tensorboard": TensorBoard,
     "throughput": Throughput,
 }

@@ -17,6 +17,7 @@ from trainer.checkpoint.manifest import Entries
 from trainer.checkpoint.parts import part_section
 from trainer.checkpoint.serialize import rank_section
 from trainer.checkpoint.snapshot import Snapshot
+from trainer.comm.phases import Phase, during
 from trainer.comm.ranks import Ranks
 from trainer.config.options import CheckpointOptions
 from trainer.errors import ConfigError
@@ -211,6 +212,7 @@ class Saver:
         elif self.claim:
             self.writing = self.thread.submit(self._commit, step, files)
 
+    @during(Phase.CHECKPOINT)
     def _poll(self) -> None:
         """Count the ranks that have staged their files, by a collective that runs during the next step."""
         assert self.writing is not None
@@ -229,6 +231,7 @@ class Saver:
         if self.claim:
             self.writing = self.thread.submit(self._commit_staged, self.step, parts)
 
+    @during(Phase.CHECKPOINT)
     def _settle(self) -> None:
         """Take the result of the checkpoint that was being written."""
         assert self.writing is not None

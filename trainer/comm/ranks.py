@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from trainer.comm import nccl
 from trainer.comm.device import count_gpus, pick_backend, pick_device
+from trainer.comm.phases import Phase, during
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
 
@@ -111,7 +112,7 @@ class Ranks:
         word = torch.tensor(values, dtype=torch.int64)
         if self.world > RING:
             rows = self.agree_thread.submit(all_gather, word, self.agree_group)
-            return lambda: tuple(rows.result().sum(0).tolist())
+            return during(Phase.COMMUNICATION)(lambda: tuple(rows.result().sum(0).tolist()))
         work = dist.all_reduce(word, group=self.host, async_op=True)
         assert work is not None
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from trainer.comm.bucket import Bucket
+from trainer.comm.phases import Phase, during
 
 # Mean over ranks of a flat tensor, in place or not: same shape and dtype. Plain blocking code, run by `Background`.
 Reduce = Callable[[Tensor, Bucket], Tensor]
@@ -75,6 +76,10 @@ class Reduced(Future[Tensor]):
     """The future of a call that `Background` runs."""
 
     event: Any = None  # recorded after the call on the stream
+
+    @during(Phase.COMMUNICATION)
+    def wait(self) -> Tensor:
+        return super().wait()
 
     def arrived(self) -> bool:
         """Return whether the result is there. On a stream a future is done as soon as its call is enqueued."""

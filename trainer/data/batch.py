@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from trainer.comm.phases import Phase, during
 from trainer.data.bad_samples import Bad
 from trainer.data.device_prefetch import Upload
 from trainer.data.sampling.order import Ref, piece
@@ -100,6 +101,7 @@ class Step:
         batch = self._batches[0]
         return batch.wait() if isinstance(batch, Upload) else batch
 
+    @during(Phase.UPLOAD)
     def _uploaded(self) -> Any:
         batch = self._batches.popleft()
         batch.wait()  # before the next begins, for it waits for all that has begun

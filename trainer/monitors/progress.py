@@ -20,7 +20,11 @@ SHOWN = {
     "perf/peak_rss_gib": "peak {:.1f} GiB",
 }
 # Left out in this order if the terminal is too narrow.
-OPTIONAL = ("train/lr", "perf/peak_rss_gib", "perf/peak_memory_gib", "perf/mfu", "perf/tokens_per_s")
+OPTIONAL = ("time/step", "train/lr", "perf/peak_rss_gib", "perf/peak_memory_gib", "perf/mfu", "perf/tokens_per_s")
+
+# Parts of a step that compute nothing, of which the largest is shown.
+IDLE = {"data": "data", "upload": "upload", "communication": "waits", "callbacks": "callbacks"}
+IDLE |= {"checkpoint": "checkpoint", "validation": "validation"}
 
 SHORT_BAR = 11  # columns
 BAR = 29  # columns of the long bar and the elapsed time
@@ -102,4 +106,11 @@ class Progress(Callback):
 
 
 def describe(metrics: dict[str, float]) -> str:
-    return "  ".join(form.format(metrics[name]) for name, form in SHOWN.items() if name in metrics)
+    return "  ".join([*(form.format(metrics[name]) for name, form in SHOWN.items() if name in metrics), *lost(metrics)])
+
+
+def lost(metrics: dict[str, float]) -> list[str]:
+    """Return the share of the largest part of a step that computes nothing, from 1 % on, if the parts are known."""
+    whole = metrics.get("time/step", 0.0)
+    largest, shown = max((metrics.get(f"time/{name}", 0.0), shown) for name, shown in IDLE.items())
+    return [f"{shown} {largest / whole:.0%}"] if largest >= 0.01 * whole > 0 else []

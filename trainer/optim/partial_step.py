@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer.comm.phases import Phase, during
+
 
 class PartialStep:
     """Steps some parameters at a time by `optimizer`, whose step must be a function of each parameter alone."""
@@ -18,6 +20,7 @@ class PartialStep:
         """Keep the present settings of the optimizer's groups, such as learning rates, for the steps to come."""
         self.settings = [{**group, "params": []} for group in self.optimizer.param_groups]
 
+    @during(Phase.OPTIMIZER)
     def step(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Step these parameters by their gradients, which are dropped."""
         groups = [{**group, "params": []} for group in self.settings]

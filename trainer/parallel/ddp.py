@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint.serialize import optimizer_state
 from trainer.comm.bucket import Bucket
+from trainer.comm.phases import begin_backward
 from trainer.comm.reduce import Background, Reduce
 from trainer.parallel.meta import refuse_meta
 from trainer.parallel.strategy import clip_gradients, load_replica, own_names, trained, zero_loss
@@ -94,6 +95,7 @@ class DDP:
             zero = torch.stack([p.sum().float() for p in self.parameters]).sum() * 0.0
             self.model._pre_forward(zero)
             passed: Any = self.model._post_forward(zero)
+            begin_backward(passed, True)
             passed.backward()
 
     def clip(self, max_norm: float | None) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.comm.phases import Phase, switch
 from trainer.comm.ranks import Ranks
 from trainer.data.batch import Step
 from trainer.errors import ConfigError
@@ -145,6 +146,7 @@ class PipeDream(Pipeline):
         if self.schedule is None:
             self._connect(self.pass_.batches[0])
         self.norms, version = None, Version(self.parameters)
+        switch(Phase.BACKWARD)
         self._expect(self.micros)
         self._settle()
         try:

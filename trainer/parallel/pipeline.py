@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint.parts import read_all
 from trainer.checkpoint.serialize import load_optimizer_state, optimizer_state
+from trainer.comm.phases import Phase, during, switch
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import Reduce
 from trainer.data.batch import Split, Step
@@ -251,6 +252,7 @@ class Pipeline:
         for part in self.parts:
             part.done = 0
         self.training, self.reducer.step = True, self.step()
+        switch(Phase.BACKWARD)
         try:
             schedule.step(**arguments)
         except RuntimeError as error:  # torch's, around that of a stage
@@ -271,6 +273,7 @@ class Pipeline:
         own = [weight * self.data_world for weight in weights[: self.micros]]
         return Pass(batches[: self.micros], own, total)
 
+    @during(Phase.FORWARD)
     def run_stage(self, stage: int, micro: int, received: Tensor | None) -> Tensor:
         """Run a stage forward; return its output for the next stage, or of the last one the weighed loss, (1,)."""
         now = self.pass_

@@ -9,18 +9,20 @@ bench takes about 5 minutes.
 """
 
 from scripts.bench.overhead.start_up import start_up
-from scripts.bench.overhead.steps import PACKAGES, one_process, two_ranks
+from scripts.bench.overhead.steps import PACKAGES, one_process, step_timer, two_ranks
 from scripts.bench.report import Goal, Row, at_most, parser, print_machine, report
 from scripts.command import command
 
 
-def goals(loop: list[Row], ddp: list[Row], start: list[Row]) -> list[Goal]:
+def goals(loop: list[Row], timer: list[Row], ddp: list[Row], start: list[Row]) -> list[Goal]:
     ratio = {row["loop"]: row["ratio"] for row in loop}
     shown, _, first = start
+    *_, timed = timer
     *_, two = ddp
     return [
         at_most("step without callbacks, times the bare loop", 1.10, ratio["Echelon"]),
         at_most("step with the default observers, times the bare loop", 1.15, ratio["Echelon, default observers"]),
+        at_most("step_timer, microseconds of a step: 0.5 % of 10 ms", 50, timed["extra CPU us a step"]),
         at_most("transformer step on two ranks, times bare DDP", 1.01, two["ratio"]),
         at_most("--help, seconds", 1.0, shown["seconds"]),
         at_most("first step, times import torch and a bare step", 1.5, first["ratio"]),
@@ -33,9 +35,10 @@ def main() -> None:
     args = parser("overhead", __doc__, quick, rounds).parse_args()
     about = print_machine(PACKAGES)
     loop = one_process(args.rounds or (15 if args.quick else 100))
+    timer = step_timer(args.rounds or (15 if args.quick else 100))
     ddp = two_ranks(args.rounds or (5 if args.quick else 50))
     start = start_up(args.rounds or 5)
-    report([loop, ddp, start], goals(loop, ddp, start), about, args.json)
+    report([loop, timer, ddp, start], goals(loop, timer, ddp, start), about, args.json)
 
 
 if __name__ == "__main__":

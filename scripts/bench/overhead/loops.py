@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 
 from trainer.callback import Callback
 from trainer.config.options import CheckpointOptions, Options
+from trainer.monitors.memory.callback import Memory
 from trainer.monitors.metrics_file import MetricsFile
 from trainer.monitors.progress import Progress
+from trainer.monitors.step_timer import StepTimer
 from trainer.monitors.tensorboard import TensorBoard
 from trainer.monitors.throughput import Throughput
 from trainer.optim.factories import adamw, sgd
@@ -139,9 +141,13 @@ def echelon(
 
 
 def echelon_observed(task: Task, batches: Batches, steps: int, folder: Path) -> None:
-    observers = (Progress(), TensorBoard(), MetricsFile(), Throughput())
+    observers = (Progress(), TensorBoard(), MetricsFile(), Throughput(), Memory(), StepTimer())
     callbacks: dict[str, Callback] = {type(observer).__name__: observer for observer in observers}
     echelon(task, batches, steps, folder, callbacks)
+
+
+def echelon_timed(task: Task, batches: Batches, steps: int, folder: Path) -> None:
+    echelon(task, batches, steps, folder, {"step_timer": StepTimer()})
 
 
 def fabric(task: Task, batches: Batches, steps: int, folder: Path) -> None:

@@ -65,6 +65,25 @@ def one_process(rounds: int) -> list[Row]:
     return table(part, runs, "bare loop", {name: logged for name, (_, _, logged) in here.items()})
 
 
+def step_timer(rounds: int) -> list[Row]:
+    """Time Echelon with and without step_timer: the extra CPU time is what the callback takes of a step."""
+    trains: dict[str, Train] = {
+        "Echelon": loops.echelon,
+        "Echelon, again": loops.echelon,
+        "Echelon, step_timer": loops.echelon_timed,
+    }
+    task = replace(MLP, device=device())
+    runs = measure(trains, task, rounds, warm=50)
+    part = f"the clock of step_timer: MLP 64-64-10 as above; {rounds} rounds of 50 steps"
+    logged = dict.fromkeys(trains, "keeps loss and gradient norm") | {"Echelon, step_timer": "step_times.jsonl, too"}
+    bare = [statistics.mean(pair) for pair in zip(*(runs[name].cpu_us for name in list(trains)[:2]), strict=True)]
+    rows = table(part, runs, "Echelon", logged)
+    for row in rows:
+        own = runs[row["loop"]].cpu_us
+        row["extra CPU us a step"] = statistics.median(a - b for a, b in zip(own, bare, strict=True))
+    return rows
+
+
 def two_ranks(rounds: int) -> list[Row]:
     """Time Echelon beside bare DDP; the times are rank 0's."""
     spawn = multiprocessing.get_context("spawn")

@@ -1,5 +1,6 @@
 """The clock counts a rank's computing, and none of its waits, on a clock that the test moves."""
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,16 +10,15 @@ import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as Wrapped
 from toy_recipe import Toy
 
-from trainer.callback import Callback, Role
+from trainer.callback import Callback
 from trainer.callbacks.hetero_batch.callback import HeteroBatch
 from trainer.callbacks.hetero_batch.clock import ComputeClock
 from trainer.callbacks.shard.callback import Shard
+from trainer.comm.phases import Phase, running, switch
 from trainer.config.options import DataOptions, Options
 from trainer.data.batch import Micro, Step
-from trainer.parallel.strategy import SingleDevice
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -41,26 +41,10 @@ class Late(Callback):
         """On the clock of a rank that waits, when its own computing has ended."""
         clock = trainer.callbacks["mine"].clock
         for _ in range(1000):
-            if clock.begun is None:
+            if clock.clock is None or clock.clock.phase == Phase.COMMUNICATION:
                 break
             time.sleep(0.001)
         NOW[0] += 1000.0
-
-
-class Outer(Callback):
-    """Outside of the measurement: the total weight comes late."""
-
-    role = Role.GUARD
-
-    def wrap_forward_backward(self, trainer, run: Any) -> Any:
-        def passes(data: Any, total: Callable[[], int]) -> Any:
-            def late() -> int:
-                NOW[0] += 1000.0
-                return total()
-
-            return run(data, late)
-
-        return passes
 
 
 class Normed(Toy):
@@ -79,26 +63,30 @@ class Normed(Toy):
 
 
 def waits(place: Place, sharded: bool) -> list[float]:
-    share, calls = Wrapped._sync_buffers, []
+    """The agreement on a step and its buffers come late, too."""
+    calls = {"wait": 0, "_broadcast_coalesced": 0}
 
-    def late(self: Any) -> None:
-        calls.append(1)
-        NOW[0] += 1000.0
-        share(self)
+    def late(wait: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                calls[wait.__name__] += 1
+                NOW[0] += 1000.0
+            return wait(*args, **kwargs)
+
+        return call
 
     mine = HeteroBatch(every=2, smoothing=0.0)
     mine.now = lambda: NOW[0]
-    Wrapped._sync_buffers = late  # pyright: ignore[reportAttributeAccessIssue]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.Work, "wait", late(dist.Work.wait))
+        patch.setattr(dist, "_broadcast_coalesced", late(dist._broadcast_coalesced))
         trainer = Trainer(
-            Normed(), {"mine": mine, "late": Late(), "outer": Outer(), **({"shard": Shard(2)} if sharded else {})},
+            Normed(), {"mine": mine, "late": Late(), **({"shard": Shard(2)} if sharded else {})},
             batch=24, accumulate=2, place=place,
             options=Options(max_steps=4, timeout_s=30.0), data=DataOptions(workers=0),
         )  # fmt: skip
         trainer.fit()
-    finally:
-        Wrapped._sync_buffers = share
-    assert sharded or len(calls) >= 4
+    assert min(calls.values()) >= 4
     return mine.speeds
 
 
@@ -109,46 +97,29 @@ def test_waits_for_other_ranks_do_not_count(sharded, tmp_path, monkeypatch):
     assert run_ranks(WORLD, waits, sharded) == [pytest.approx([1.0, 0.5, 0.2])] * WORLD
 
 
-class Passes:
-    """Two micro-batches of 3 seconds forward and 4 seconds backward; the last one then waits for 100 seconds."""
-
-    def __init__(self, model: nn.Linear, parameter: Tensor) -> None:
-        self.model, self.parameter = model, parameter
-
-    def __call__(self, data: Step, total: Callable[[], int]) -> list[Tensor]:
-        for number, (batch, _) in enumerate(data):
-            NOW[0] += 3.0
-            loss = self.model(batch).sum() + 0 * self.parameter.sum()
-            total()
-            NOW[0] += 4.0
-            loss.backward()
-            NOW[0] += 100.0 * number
-        return []
+def passes(data: Step, total: Callable[[], int]) -> list[Tensor]:
+    """Two micro-batches of 3 seconds forward, 2 of waiting and 4 seconds backward; then 100 seconds of waiting."""
+    for _ in data:
+        for phase, seconds in ((Phase.FORWARD, 3), (Phase.COMMUNICATION, 2), (Phase.BACKWARD, 4)):
+            switch(phase)
+            NOW[0] += seconds
+    switch(Phase.COMMUNICATION)
+    NOW[0] += 100
+    return []
 
 
 def step() -> Step:
     return Step([Micro(torch.ones(2, 2), 2, [], []) for _ in range(2)])
 
 
-def test_forward_and_backward_passes_count():
-    model = nn.Linear(2, 1)
+def test_forward_and_backward_passes_count() -> None:
     clock = ComputeClock(torch.device("cpu"), lambda: NOW[0])
-    run = Passes(model, torch.ones(()))
-    clock.timed(run, step(), lambda: 4, 9)
-    assert clock.take() == (0, 0.0)  # nothing watches the ends of passes yet
-    clock.attach(SingleDevice(model), model)
+    clock.timed(passes, step(), lambda: 4, 9)
+    assert clock.take() == (0, 0.0)  # not attached yet
+    clock.attach()
     for _ in range(2):
-        clock.timed(run, step(), lambda: 4, 9)
+        passes(step(), lambda: 4)  # of others
+        clock.timed(passes, step(), lambda: 4, 9)
     assert clock.take() == (18, 28.0) and clock.take() == (0, 0.0)
     clock.detach()
-    assert not model.bias._backward_hooks
-
-
-def test_a_step_whose_end_nobody_saw_does_not_count():
-    """The watched parameter has no gradient, so the wait can't be told from the pass."""
-    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
-    clock = ComputeClock(torch.device("cpu"), lambda: NOW[0])
-    clock.attach(SingleDevice(other), other)
-    clock.timed(Passes(model, torch.ones(())), step(), lambda: 4, 9)
-    assert clock.take() == (0, 0.0)
-    clock.detach()
+    assert running.clock is None

@@ -110,17 +110,17 @@ def test_the_peak_is_a_number_of_each_logged_step_and_of_the_summary(monkeypatch
     assert json.loads((trainer.run_dir / "summary.json").read_text())["perf/peak_rss_gib"] == 5.0
 
 
-def peak_of_rank(place: Place) -> float:
+def peak_of_rank(place: Place) -> tuple[float, float]:
     patch = pytest.MonkeyPatch()
     fake_peak(patch, (2, 7, 3)[place.rank] * GIB)
     trainer = make(Toy(), place)
     trainer.fit()
     patch.undo()
-    return trainer.last_metrics["perf/peak_rss_gib"]
+    return trainer.last_metrics["perf/peak_rss_gib"], trainer.last_metrics["perf/memory_skew"]
 
 
 def test_the_peak_is_that_of_the_rank_with_the_most():
-    assert run_ranks(3, peak_of_rank) == [7.0, 7.0, 7.0]
+    assert run_ranks(3, peak_of_rank) == [(7.0, 5 / 7)] * 3
 
 
 @pytest.mark.parametrize("knobs", [{}, {"max_share": 0.5, "expandable_segments": True, "snapshot": True}])
@@ -286,7 +286,7 @@ def fake_trainer(run_dir: Path) -> Any:
     parameters = list(module.parameters())
     return SimpleNamespace(
         device=torch.device("cuda", 0), run_dir=run_dir, rank=1, world=1, step=7, metrics={"train/loss": 1.0},
-        largest={}, module=module, parameters=parameters,
+        gathered=[], module=module, parameters=parameters,
         optimizer=adamw(module.parameters()), strategy=SimpleNamespace(bucket_bytes=0), recipe=Toy(),
         plan=SimpleNamespace(micro=16, order=0, features=set), precision=SimpleNamespace(name="bf16"),
         callbacks={}, undo=ExitStack(),
@@ -347,7 +347,8 @@ def test_the_peak_of_a_gpu_is_of_tensors(monkeypatch, tmp_path, messages):
     gpu, memory, trainer = Gpu(monkeypatch), Memory(), fake_trainer(tmp_path)
     memory.on_fit_start(trainer)
     memory.on_step_end(trainer)
-    assert trainer.largest["perf/peak_memory_gib"]() == 50.0 and messages == []
+    [(own, combine)] = trainer.gathered
+    assert own() == 50.0 and combine([own()]) == {"perf/peak_memory_gib": 50.0} and messages == []
     gpu.stats |= {"num_alloc_retries": 2}
     trainer.metrics = {}  # not logged: nothing is read
     memory.on_step_end(trainer)

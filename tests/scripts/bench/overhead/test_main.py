@@ -20,10 +20,12 @@ def test_the_whole_script(tmp_path: Path) -> None:
     written = json.loads(file.read_text())
     assert written["machine"].keys() >= MACHINE
     names = [row.get("loop") or row["process"] for row in written["rows"]]
-    assert {"bare loop", "Echelon", "Echelon, default observers", "bare DDP", "--help"} <= set(names)
+    assert {"bare loop", "Echelon", "Echelon, default observers", "Echelon, step_timer", "bare DDP", "--help"} <= set(
+        names
+    )
     assert all(row["ratio"] > 0 for row in written["rows"])
-    assert len(written["goals"]) == 5
-    lines = result.stdout.splitlines()[-5:]
+    assert len(written["goals"]) == 6
+    lines = result.stdout.splitlines()[-6:]
     for goal, line in zip(written["goals"], lines, strict=True):
         assert line.startswith(f"- {goal['name']}: {goal['goal']}, measured ")
         assert line.endswith(", met" if goal["met"] else ", missed")

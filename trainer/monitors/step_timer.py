@@ -1,0 +1,86 @@
+"""Splits the time of each step among its phases, and writes `step_times.jsonl` with the times of every rank."""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from trainer.callback import Callback, Role
+from trainer.comm import phases
+from trainer.comm.phases import Clock, Lap, Phase
+from trainer.files import Appended
+
+NAMES = [phase.name.lower() for phase in Phase]
+
+
+class StepTimer(Callback):
+    """Adds `time/...`: mean seconds of a step and of its phases since the last logged step, over ranks.
+
+    A clock is in one phase at a time, so the phases add up to the step. Communication is what the step waits for: a
+    reduction that runs beside a backward pass takes no time. On a GPU the times are the device's, by CUDA events.
+
+    `time/slowest_rank` is the rank with the largest time of its own: its step without communication. `time/spread` is
+    the largest own time minus the smallest, over their mean.
+    """
+
+    role = Role.MEASURE
+    now: Callable[[], float] = staticmethod(time.perf_counter)
+
+    def __init__(self) -> None:
+        self.clock: Clock | None = None
+        self.file: Appended | None = None
+        self.saved = {"bytes": 0, "kept": ""}
+
+    def on_fit_start(self, trainer) -> None:
+        self.trainer = trainer
+        self.clock = phases.start(trainer.device, self.now)
+        self.read, self.step = self.clock.lap(), trainer.step
+        self.next: Lap | None = None  # up to which the times are being gathered
+        if trainer.rank == 0:
+            self.file = Appended(trainer.run_dir / "step_times.jsonl")
+            self.file.go_on(self.saved)
+        trainer.gathered.append((self._own, self._combine))
+
+    def on_fit_end(self, trainer) -> None:
+        if self.clock:
+            phases.stop(self.clock)
+        if self.file:
+            self.file.close()
+
+    def _own(self) -> list[float]:
+        """Return the seconds of each phase since the last call; empty if the device has not got here."""
+        assert self.clock
+        self.clock.read()
+        self.next = self.clock.lap()
+        if not self.read.seconds or not self.next.seconds:
+            return []
+        return [end - begin for begin, end in zip(self.read.seconds, self.next.seconds, strict=True)]
+
+    def _combine(self, ranks: list[list[float]]) -> dict[str, float]:
+        steps = self.trainer.step - self.step
+        if not steps or not all(ranks):
+            return {}
+        assert self.next
+        self.read, self.step = self.next, self.trainer.step
+        times = [[round(seconds / steps, 9) for seconds in each] for each in ranks]
+        if self.file:
+            each = [{"step": round(sum(own), 9), **dict(zip(NAMES, own, strict=True))} for own in times]
+            self.file.write(f"{json.dumps({'step': self.step, 'steps': steps, 'ranks': each})}\n".encode())
+        return metrics(times)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.saved if self.file is None else self.file.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.saved = state
+
+
+def metrics(times: list[list[float]]) -> dict[str, float]:
+    """Make the metrics of the ranks' seconds in each phase."""
+    ranks = len(times)
+    own = [sum(each) - each[Phase.COMMUNICATION] for each in times]
+    means = {f"time/{name}": sum(each) / ranks for name, each in zip(NAMES, zip(*times, strict=True), strict=True)}
+    whole, mean = sum(map(sum, times)) / ranks, sum(own) / ranks
+    slowest = own.index(max(own))
+    spread = (max(own) - min(own)) / mean if mean else 0.0
+    return {"time/step": whole, **means, "time/slowest_rank": slowest, "time/spread": spread}
