@@ -287,9 +287,8 @@ class Trainer:
     def _split(self, hook: Callable[..., Split], position: int) -> Split:
         split = hook(self, position)
         if (split.samples, split.world) != (self.batch, self.strategy.data_world):
-            raise ConfigError(
-                f"split: returned {split}; split batch={self.batch} over {self.strategy.data_world} rank(s)"
-            )
+            wanted = f"batch={self.batch} over {self.strategy.data_world} rank(s)"
+            raise ConfigError(f"split: returned {split}; split {wanted}")
         return split
 
     def _rehearse(self, first: Micro) -> None:
@@ -411,7 +410,10 @@ class Trainer:
         if self.plan.validation is not None:
             self.evaluator.try_out(self.plan.watched, self.eval_model)
 
-    best = property(training_state.best)
+    @property
+    def best(self) -> dict[str, Any]:
+        """The best validation: its metric, value and step."""
+        return training_state.best(self)
 
     @property
     def checkpoint(self) -> Path | None:
@@ -424,8 +426,7 @@ class Trainer:
 
     def _finish(self) -> None:
         if not self.logged:  # a callback or a signal has ended the run at this step
-            speed = {name: value for name, value in self.last_metrics.items() if name.startswith("perf/")}
-            self.last_metrics = speed | self._measure()
+            self.last_metrics = self.last_metrics | self._measure()
         with ExitStack() as every:  # last first, also if one of them raises
             every.callback(report, self)
             every.callback(training_state.save, self, last=True)

@@ -205,6 +205,22 @@ def test_a_device_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         stop(clock)
 
 
+def test_events_are_read_long_before_a_logged_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    clock = start(torch.device("cuda", 0))
+    try:
+        for _ in range(5000):
+            device.enqueue(1)
+            switch(Phase.FORWARD)
+            device.done = device.host - 10
+        assert device.made <= phases.MARKS + 20
+        device.done = device.host
+        clock.read()
+        assert sum(clock.seconds) == pytest.approx(5.0)
+    finally:
+        stop(clock)
+
+
 def test_a_wait_of_another_stream_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
     clock = start(torch.device("cuda", 0))

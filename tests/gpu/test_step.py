@@ -12,6 +12,7 @@ from toy_recipe import Toy
 from trainer.callback import Callback
 from trainer.callbacks.ema import EMA
 from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.monitors.step_timer import StepTimer
 from trainer.monitors.throughput import PEAKS
 from trainer.optim.factories import adamw, lamb, sgd
 from trainer.process.environment import Place
@@ -60,6 +61,7 @@ class Strict(Callback):
         (adamw, {}), (sgd, {}), (lamb, {}), (adamw, {"accumulate": 3}), (adamw, {"clip_norm": 1.0}),
         (adamw, {"precision": "bf16"}), (adamw, {"precision": "bf16_params"}),
         (adamw, {"precision": "fp16"}), (adamw, {"callbacks": {"ema": EMA(0.9)}}),
+        (adamw, {"callbacks": {"timer": StepTimer()}}),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else value.__name__,
 )  # fmt: skip

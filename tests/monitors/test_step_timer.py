@@ -178,7 +178,7 @@ class Watch(Callback):
             self.gathers += 1
             return gather(*args)
 
-        trainer.ranks.gather = counted
+        trainer.ranks.gather = counted  # pyright: ignore[reportAttributeAccessIssue]
         trainer.gathered.append((self._read, lambda values: {}))
 
     def _read(self) -> None:

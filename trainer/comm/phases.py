@@ -14,7 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+MARKS = 1000  # CUDA events that wait to be read at most, unless the device is that far behind
 
 
 class Phase(IntEnum):
@@ -100,6 +104,8 @@ class DeviceClock(Clock):
     def switch(self, phase: Phase) -> None:
         self.marks.append((self.phase, self._event(), []))
         self.phase = phase
+        if len(self.marks) > MARKS:
+            self.read()
 
     def enters(self, phase: Phase) -> bool:
         """Return whether a call of this phase counts. A wait of another stream keeps nobody waiting."""
