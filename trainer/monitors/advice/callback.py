@@ -126,7 +126,11 @@ class Advice(Callback):
 def read(path: Path) -> dict[str, dict[str, Any]]:
     """Return the findings of a file by name, without lines that are no findings."""
     found: dict[str, dict[str, Any]] = {}
-    for text in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+    try:
+        content = path.read_text(errors="replace")
+    except OSError:  # there is none yet; if it can't be written either, the log says so
+        return found
+    for text in content.splitlines():
         try:
             line = json.loads(text)
         except ValueError:  # the last line of a killed run may be a part
