@@ -102,7 +102,7 @@ class Advice(Callback):
         stall = numbers.get("time/checkpoint", 0.0) * steps
         self.stalled, self.total = self.stalled + stall, self.total + numbers.get("time/step", 0.0) * steps
         self.stalls += stall > 0
-        return {"advice/checkpoint": self.stalled / self.total} if self.stalls > 1 else {}
+        return {"advice/checkpoint": self.stalled / self.total} if self.stalls > 1 and self.total else {}
 
     def _say(self, finding: Finding, step: int) -> None:
         assert self.file
