@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint.serialize import load_optimizer_state, optimizer_state
 from trainer.comm.bucket import Bucket, Piece
+from trainer.comm.phases import Phase, during
 from trainer.comm.ranks import share, share_buffers
 from trainer.comm.reduce import AllReduce
 from trainer.comm.two_level import TwoLevel
@@ -115,6 +116,8 @@ class FSDP:
             fully_shard(module, mesh=self.mesh, reshard_after_forward=again, offload_policy=self.policy)
         for child in model.modules():
             child.register_load_state_dict_pre_hook(take_rows)
+        for group in chain.from_iterable(map(groups_of, units(model))):  # on CUDA, a wait between streams
+            group.wait_for_unshard = during(Phase.COMMUNICATION)(group.wait_for_unshard)
         self.hooks.append(model.register_forward_hook(self._end_evaluation))
         self.models.append(model)
         return model
@@ -214,7 +217,7 @@ class FSDP:
         # Graphs have hooks of FSDP's, where Python's collector sees no cycle, and DTensor's caches keep the mesh.
         getattr(self.mesh, "_pg_registry", {}).clear()
         for unit in chain.from_iterable(map(units, self.models)):
-            for group in getattr(unit._get_fsdp_state(), "_fsdp_param_groups", ()):
+            for group in groups_of(unit):
                 group.mesh_info.shard_process_group = None
 
     def _end_evaluation(self, model: nn.Module, *_: Any) -> None:
@@ -285,6 +288,11 @@ def elements(p: Tensor, rank: int, ranks: int) -> tuple[int, int]:
 def units(model: nn.Module) -> list[FSDPModule]:
     """List the modules whose parameters are gathered together; the root comes first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def groups_of(unit: FSDPModule) -> Sequence[Any]:
+    """List torch's groups of parameters of a unit, which are gathered together."""
+    return getattr(unit._get_fsdp_state(), "_fsdp_param_groups", ())
 
 
 def own_parameters(unit: Any) -> list[nn.Parameter]:
