@@ -100,7 +100,7 @@ def test_gradients_are_views_of_buckets_on_a_gpu():
 
     for device, view in (("cuda", True), ("cpu", False)):
         built: Any = SimpleNamespace(
-            options=SHORT, device=torch.device(device), recipe=Stops(), _hooks={"build_model": []}
+            options=SHORT, device=torch.device(device), recipe=Stops(), hooks={"build_model": []}
         )
         built._build_model = partial(Trainer._build_model, built)
         with pytest.raises(Stopped):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from support.ranks import run_ranks
 from support.runs import make
+from toy_recipe import Points, Toy
 
 from trainer.callback import Callback, Role
 from trainer.callbacks.compile import Compile
@@ -17,6 +19,7 @@ from trainer.log import log
 from trainer.monitors.advice import callback
 from trainer.monitors.advice.callback import Advice
 from trainer.monitors.memory.advice import Use
+from trainer.monitors.step_timer import StepTimer
 from trainer.process.environment import Place
 
 SLOW = {"time/step": 1.0, "time/data": 0.2}
@@ -156,6 +159,48 @@ def test_the_end_repeats_a_few(messages):
     })  # fmt: skip
     end = [text for text in said(messages) if text.startswith("advice   ")]
     assert len(lines()) == 6 and len(end) == 6 and end[-1] == "advice      1 more in runs/r/advice.jsonl"
+
+
+class Late(Points):
+    """Samples that take 5 ms each."""
+
+    def __getitem__(self, i: int) -> Any:
+        time.sleep(0.005)
+        return super().__getitem__(i)
+
+
+class Waits(Toy):
+    def data(self, split: str) -> Any:
+        return Late(96, torch.float32) if split == "train" else super().data(split)
+
+
+def test_a_real_wait_for_data():
+    make(Waits(), {"advice": Advice(), "timer": StepTimer()}, max_steps=5, log_every_steps=1).fit()
+    (line,) = (line for line in lines() if line["name"] == "data_wait")
+    assert line["step"] == 3 and line["value"] > 0.5 and line["config"].startswith("data.")
+
+
+class SlowRank(Toy):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        time.sleep(0.05 * (self.rank == 1))
+        return super().loss(model, batch)
+
+
+def slow_rank(place: Place) -> None:
+    callbacks = {"advice": Advice(), "timer": StepTimer()}
+    make(SlowRank(place.rank), callbacks, place=place, max_steps=5, log_every_steps=1).fit()
+
+
+def test_a_real_rank_that_is_slow():
+    """Others wait for it, in place of computing."""
+    run_ranks(3, slow_rank)
+    found = {line["name"]: line for line in lines()}
+    assert found["straggler"]["text"].startswith("rank 1 is the slowest, ")
+    assert found["communication"]["config"] == "'+callbacks=[overlap]'"
 
 
 class Raises(Callback):

@@ -136,7 +136,8 @@ def test_an_optimizer_that_loops(optimizer, groups, fused):
 )
 def test_float32_on_a_gpu_with_tf32(capability, precision, without, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    found = kernels.look(adamw([nn.Parameter(torch.ones(3))]), torch.device("cuda", 0), precision)
+    groups = [{"params": [nn.Parameter(torch.ones(3))]}]
+    found = kernels.look(adamw(groups), torch.device("cuda", 0), precision)
     assert found.get("kernel/without_tf32") == without
 
 

@@ -43,6 +43,8 @@ CASES: list[tuple[str, Numbers, Numbers, Run, str]] = [
     ("communication", {}, SLOW, replace(OPEN, nodes=1, accepts=lambda name: name != "overlap"),
      "'+callbacks=[grad_compress]'"),
     ("communication", {}, SLOW, CLOSED, "'+callbacks=[profiler]'"),
+    ("communication", {}, SLOW, replace(OPEN, data_world=2, micro=16), "micro_batch=8 accumulate=2"),
+    ("communication", {}, SLOW, replace(OPEN, batch=30, data_world=2, micro=15), "'+callbacks=[overlap]'"),
     ("communication", {}, SLOW, replace(CLOSED, profiles=True), "callbacks.profiler.with_stack=true"),
     ("data_wait", {**STEP, "time/data": 0.05}, {**STEP, "time/data": 0.051}, OPEN, "data.workers=4"),
     ("data_wait", {}, {**STEP, "time/data": 0.2}, replace(OPEN, workers=0), "data.workers=2"),
@@ -149,4 +151,4 @@ def test_each_setting_is_one_that_the_command_takes(config: str, run: Run):
     key, _, value = shlex.split(config)[-1].partition("=")
     if key != "+callbacks":
         assert str(OmegaConf.select(OmegaConf.create(found), key)).lower() == value
-    split_batch(found["batch"], OPEN.data_world, found["micro_batch"], found["accumulate"])
+    split_batch(found["batch"], run.data_world, found["micro_batch"], found["accumulate"])

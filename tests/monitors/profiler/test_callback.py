@@ -23,6 +23,8 @@ from trainer.callbacks.shard import Shard
 from trainer.errors import ConfigError
 from trainer.log import log
 from trainer.monitors.profiler.callback import Profiler
+from trainer.monitors.profiler.recording import Recording
+from trainer.monitors.step_timer import StepTimer
 from trainer.optim.factories import adamw
 from trainer.process.environment import Place
 
@@ -187,6 +189,23 @@ def test_shapes_stacks_and_memory_on_demand(memory):
     assert any("Input Dims" in event.get("args", {}) for event in found)
     assert any("forward_backward.py" in event["name"] for event in found if event.get("cat") == "python_function")
     assert any(event["name"] == "[memory]" for event in found) == memory
+
+
+def test_the_time_of_writing_is_the_callbacks_and_no_wait_for_data(monkeypatch):
+    """By a clock that goes on only while the files are written."""
+    clock, write = [0.0], Recording.write
+
+    def written(self: Recording) -> str:
+        clock[0] += 1.0
+        return write(self)
+
+    monkeypatch.setattr(Recording, "write", written)
+    timer = StepTimer()
+    timer.now = lambda: clock[0]
+    make(callbacks={"profiler": Profiler(first=2, active=1), "timer": timer}, max_steps=4, log_every_steps=1).fit()
+    times = [json.loads(line)["ranks"][0] for line in Path("runs/r/step_times.jsonl").read_text().splitlines()]
+    assert [each["data"] for each in times] == [0.0] * 4
+    assert [each["callbacks"] for each in times] == [0.0, 0.0, 1.0, 0.0]
 
 
 SETS: dict[str, Any] = {

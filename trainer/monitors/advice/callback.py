@@ -102,7 +102,7 @@ class Advice(Callback):
         stall = numbers.get("time/checkpoint", 0.0) * steps
         self.stalled, self.total = self.stalled + stall, self.total + numbers.get("time/step", 0.0) * steps
         self.stalls += stall > 0
-        return {"advice/checkpoint": self.stalled / self.total} if self.stalls > 1 else {}
+        return {"advice/checkpoint": self.stalled / self.total} if self.stalls > 1 and self.total else {}
 
     def _say(self, finding: Finding, step: int) -> None:
         assert self.file
@@ -126,7 +126,11 @@ class Advice(Callback):
 def read(path: Path) -> dict[str, dict[str, Any]]:
     """Return the findings of a file by name, without lines that are no findings."""
     found: dict[str, dict[str, Any]] = {}
-    for text in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+    try:
+        content = path.read_text(errors="replace")
+    except OSError:  # there is none yet; if it can't be written either, the log says so
+        return found
+    for text in content.splitlines():
         try:
             line = json.loads(text)
         except ValueError:  # the last line of a killed run may be a part

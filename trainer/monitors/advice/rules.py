@@ -271,7 +271,9 @@ def faster_data(run: Run) -> str:
 
 
 def less_waiting(run: Run) -> str:
-    """Return exact ways first."""
+    """Return exact ways first. In a pipeline, ranks wait less the more micro-batches there are."""
+    if run.data_world < run.world and run.micro % 2 == 0:
+        return f"micro_batch={run.micro // 2} accumulate={2 * run.accumulate}"
     names = ["overlap", *(["hierarchical"] if run.nodes > 1 and run.world > run.nodes else []), "grad_compress"]
     return next((added(name) for name in names if run.accepts(name)), "") or trace(run)
 

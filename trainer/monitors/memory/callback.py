@@ -29,7 +29,8 @@ EVENTS = 100_000  # allocations that a snapshot has; some hundred bytes of host 
 class Memory(Callback):
     """Adds `perf/peak_memory_gib`: GiB of tensors on the GPU at the peak, of the rank with the most.
 
-    On a CPU, `perf/peak_rss_gib` is the resident memory of the process (VmHWM), without data workers.
+    On a CPU, `perf/peak_rss_gib` is the resident memory of the process (VmHWM), without data workers. With several
+    ranks, `perf/memory_skew` is the share by which the smallest peak is below the largest.
 
     Args:
         max_share: Share of the GPU's memory that the process may take. Above it, torch raises OutOfMemoryError.
@@ -90,7 +91,7 @@ class Memory(Callback):
             name, peak = "perf/peak_memory_gib", partial(torch.cuda.max_memory_allocated, trainer.device)
         else:
             name, peak = "perf/peak_rss_gib", allocator.peak_resident
-        trainer.gathered.append((lambda: peak() / allocator.GIB, lambda ranks: {name: max(ranks)}))
+        trainer.gathered.append((lambda: peak() / allocator.GIB, partial(combine, name)))
 
     def on_step_end(self, trainer) -> None:
         for text in self.watch.look() if self.watch and trainer.metrics else ():
@@ -141,6 +142,13 @@ class Memory(Callback):
         if others > allocator.UNUSED * total:
             found.append(f"a GPU of its own ({others / gib:.2f} GiB are other processes')")
         return ", ".join(found)
+
+
+def combine(name: str, ranks: list[float]) -> dict[str, float]:
+    """Return the largest of the ranks' peaks, and of several ranks the share by which the smallest is below it."""
+    most = max(ranks)
+    skew = {"perf/memory_skew": (most - min(ranks)) / most} if len(ranks) > 1 and most else {}
+    return {name: most, **skew}
 
 
 def snapshot_file(trainer: TrainerProtocol) -> Path:

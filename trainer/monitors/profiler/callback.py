@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from trainer.callback import Callback, TrainerProtocol
+from trainer.comm.phases import Phase, during
 from trainer.data.batch import Step
 from trainer.errors import ConfigError, printable, require
 from trainer.log import log
@@ -83,6 +84,7 @@ class Profiler(Callback):
             yield fetched
             del fetched  # this frame would keep it while the next one is fetched
 
+    @during(Phase.CALLBACKS)  # between steps the clock counts what follows as the wait for data
     def _begin(self, trainer: TrainerProtocol, step: int) -> None:
         recording = Recording(trainer, step, **self.asked)
         try:
@@ -93,6 +95,7 @@ class Profiler(Callback):
         else:
             self.recording = recording
 
+    @during(Phase.CALLBACKS)
     def _end(self) -> None:
         """Stop, and write the files. Called between steps, before a validation, and at the end of the run."""
         recording, self.recording = self.recording, None
