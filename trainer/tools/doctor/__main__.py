@@ -43,7 +43,7 @@ def run_rank(place: Place, folder: Path, json_file: Path | None, limit_s: float)
     try:
         from trainer.tools.doctor.ranks import meet
 
-        meeting, rows, about = meet(place, own, limit_s)
+        meeting, rows, about = meet(place, own, limit_s, folder)
     except (ConfigError, ImportError) as error:  # ImportError: of torch, which has a finding of its own
         alone = Finding("ranks", f"rank {place.rank} met no other: {error}", ERROR)
         return show({place.rank: own}, [alone], place.world, json_file)

@@ -7,10 +7,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from trainer import timeouts
 from trainer.monitors.gpu_monitor import nvml
 from trainer.process.affinity import numa_node_of
 from trainer.process.cgroup import SYS
-from trainer.tools.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, size
+from trainer.tools.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, in_time, size
 from trainer.tools.doctor.links import LEGEND, matrix, table
 from trainer.tools.doctor.machine import read
 
@@ -30,6 +31,14 @@ class Shown:
 
 def examine(sys: Path = SYS) -> Iterator[Finding]:
     """Yield the driver, each GPU, the matrix of links, and what keeps torch from them."""
+    late = Finding(
+        "GPUs", f"no answer within {timeouts.GPUS_S:g} s", ERROR, "a run would wait for them, too",
+        "see whether nvidia-smi answers, and the kernel's log for Xid; restart the machine",
+    )  # fmt: skip
+    yield from in_time(timeouts.GPUS_S, late, examine_gpus(sys))
+
+
+def examine_gpus(sys: Path) -> Iterator[Finding]:
     there = on_the_bus(sys)
     try:
         with nvml.opened() as library:
