@@ -55,7 +55,8 @@ def run_rank(place: Place, folder: Path, json_file: Path | None, limit_s: float)
 def show(rows: dict[int, list[Finding]], about: list[Finding], world: int, json_file: Path | None) -> int:
     """Print the report of these ranks, with findings `about` all of them. Return the exit code."""
     every, merged = tuple(sorted(rows)), merge(rows)
-    firsts = next((each.ranks for each in merged if each.finding.subject.startswith("TMPDIR")), every)
+    tried = {rank for each in merged if each.finding.subject.startswith("TMPDIR") for rank in each.ranks}
+    firsts = tuple(sorted(tried)) or every  # on each machine one rank tries disks
     merged += [Merged(finding, every) for finding in (*differences(rows), *about)]
     for line in (*lines(merged, every, firsts), f"{world} rank(s) on {len(firsts)} machine(s): {verdict(merged)}"):
         print(printable(line), flush=True)
