@@ -53,6 +53,21 @@ def test_without_an_interface_no_other_machine_is_reached(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("variable", "value", "wrong"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eth0", ""), ("GLOO_SOCKET_IFNAME", "eth", ERROR), ("GLOO_SOCKET_IFNAME", "lo", ""),
+        ("GLOO_SOCKET_IFNAME", "eth0,ib0", ERROR), ("NCCL_SOCKET_IFNAME", "eth", ""),
+        ("NCCL_SOCKET_IFNAME", "=eth", WARNING), ("NCCL_SOCKET_IFNAME", "=ib0,eth0", ""),
+        ("NCCL_SOCKET_IFNAME", "ib", WARNING), ("NCCL_SOCKET_IFNAME", "^docker", ""),
+    ],
+)  # fmt: skip
+def test_variables_that_name_no_interface_of_this_machine(variable, value, wrong):
+    found = list(network.named(["eth0", "eth1"], {variable: value}))
+    assert [finding.level for finding in found] == [wrong] * bool(wrong)
+    assert all(finding.subject == f"{variable}={value}" and "eth0, eth1" in finding.way_out for finding in found)
+
+
+@pytest.mark.parametrize(
     ("environ", "resolved", "level", "value"),
     [
         ({"GLOO_SOCKET_IFNAME": "ib0"}, "127.0.1.1", OK, "of interface ib0"),

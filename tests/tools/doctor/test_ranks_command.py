@@ -38,6 +38,16 @@ def test_ranks_of_one_machine_that_can_train(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["found.json"]
 
 
+def test_without_any_package_the_facts_are_there_and_torch_is_missing(tmp_path):
+    bare = [sys.executable, "-S", "-m", "trainer.tools.doctor"]  # without site-packages
+    done = run(["--devices", "2"], tmp_path, bare)
+    assert done.code == 1 and done.err == ""
+    assert done.out.count("ok       processor: ") == 1
+    assert "No module named 'torch'" in errors(done.out)["torch"]
+    assert done.out.count(" met no other: No module named 'torch'") == 2
+    assert "nvidia-ml-py is missing" in done.out
+
+
 def test_without_a_loopback_with_a_tiny_shm_and_few_files(tmp_path):
     script = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && ulimit -n 64 && exec "$@"'
     done = run(["--devices", "2"], tmp_path, [*namespaces(), "sh", "-c", script, "sh", *DOCTOR])

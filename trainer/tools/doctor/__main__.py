@@ -46,7 +46,9 @@ def run_rank(place: Place, folder: Path, json_file: Path | None, limit_s: float)
         meeting, rows, about = meet(place, own, limit_s, folder)
     except (ConfigError, ImportError) as error:  # ImportError: of torch, which has a finding of its own
         alone = Finding("ranks", f"rank {place.rank} met no other: {error}", ERROR)
-        return show({place.rank: own}, [alone], place.world, json_file)
+        if place.local_rank:  # the first rank of the machine shows its facts
+            own = [finding for finding in own if finding.level == ERROR]
+        return show({place.rank: own}, [alone], place.world, json_file if place.rank == 0 else None)
     code = meeting.agree("code", show(rows, about, place.world, json_file) if rows else None)
     meeting.leave()
     return 1 if code is None else code
