@@ -39,8 +39,8 @@ def free(**more) -> Device:
 def test_driver_gpus_and_a_torch_that_can_not_use_them(sys):
     driver, first, second, *rest = examine(sys, free(pci=ONE), free(pci=TWO, mig=True))
     assert (driver.subject, driver.value) == ("NVIDIA driver", "580.65.06, up to CUDA 13.0")
-    assert first.value == "NVIDIA H100 80GB HBM3, 80 GiB, PCI 0000:3b:00.0, NUMA node 0" and first.level == OK
-    assert second.value.endswith("PCI 0000:af:00.0, NUMA node 1, MIG")
+    assert first.value == "NVIDIA H100 80GB HBM3, 80 GiB, PCI 0000:3b:00.0, NUMA node 0, PCIe x16" and first.level == OK
+    assert second.value.endswith("PCI 0000:af:00.0, NUMA node 1, PCIe x16, MIG")
     none = rest[-1]
     assert (none.subject, none.level) == ("GPUs of torch", WARNING) and "is a CPU build" in none.consequence
 
@@ -52,6 +52,13 @@ def test_what_makes_a_gpu_slow_or_full_or_lost(sys):
     assert first.level == WARNING and "held down by thermal slowdown by the hardware" in first.consequence
     assert second.level == WARNING and second.consequence == "others hold 40 GiB of it"
     assert third.level == ERROR and third.line().startswith("GPU 2: NVML: GPU is lost; a rank on it can't start")
+
+
+def test_a_gpu_in_a_narrow_slot_and_one_that_tells_nothing(sys):
+    silent = dict.fromkeys((*gpus.WIDTHS, "nvmlDeviceGetMigMode"), pynvml.NVML_ERROR_NOT_SUPPORTED)
+    _, narrow, other, *_ = examine(sys, free(pci=ONE, width=8), free(pci=TWO, codes=silent))
+    assert narrow.level == WARNING and narrow.consequence == "it could have PCIe x16, so copies are slower"
+    assert other.level == OK and "PCIe" not in other.value
 
 
 def matrix(found: list[Finding]) -> dict:

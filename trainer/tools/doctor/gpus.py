@@ -18,6 +18,7 @@ from trainer.tools.doctor.machine import read
 NVIDIA, DISPLAYS = "0x10de", ("0x0300", "0x0302")  # PCI's vendor, and its classes of display controllers
 OTHERS = 0.1  # share of a GPU's memory that others may hold without a warning
 MOST_LINKS = 36
+WIDTHS = ("nvmlDeviceGetCurrPcieLinkWidth", "nvmlDeviceGetMaxPcieLinkWidth")
 
 
 @dataclass
@@ -82,13 +83,18 @@ def devices(library: ModuleType, sys: Path) -> Iterator[Shown]:
             ))  # fmt: skip
             continue
         value = f"{name}, {size(memory.total)}, PCI {address}, NUMA node {numa_node_of(sys, address)}"
-        value += ", MIG" if asked(library, lambda: library.nvmlDeviceGetMigMode(handle)[0]) else ""  # noqa: B023
-        bits = asked(library, lambda: library.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0  # noqa: B023
+        width, full = (asked(library, function, handle) for function in WIDTHS)
+        value += f", PCIe x{width}" if width else ""
+        value += ", MIG" if (asked(library, "nvmlDeviceGetMigMode", handle) or [0])[0] else ""
+        bits = asked(library, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
         slow = [reason for bit, reason in nvml.SLOWDOWNS.items() if bits & bit]
         level, consequence, way_out = OK, "", ""
         if slow:
             level, consequence = WARNING, f"its clocks are held down by {', '.join(slow)}, and all ranks wait for it"
             way_out = "see its cooling and power by nvidia-smi -q -d PERFORMANCE"
+        elif width and full and width < full:
+            level, consequence = WARNING, f"it could have PCIe x{full}, so copies are slower"
+            way_out = "see its slot and riser by nvidia-smi -q -d PCIE"
         elif memory.used > OTHERS * memory.total:
             level, consequence = WARNING, f"others hold {size(memory.used)} of it"
             way_out = "see their processes by nvidia-smi, and end them"
@@ -109,10 +115,10 @@ def nvlinks(library: ModuleType, handle: Any) -> Counter[str]:
     return found
 
 
-def asked(library: ModuleType, question: Any) -> Any:
+def asked(library: ModuleType, function: str, handle: Any) -> Any:
     """Return the driver's answer; None if this GPU, user or driver has none."""
     try:
-        return question()
+        return getattr(library, function)(handle)
     except library.NVMLError:
         return None
 
