@@ -1,5 +1,6 @@
 """The meeting of real ranks: one that does not come, one that can't connect, and clocks that are off."""
 
+import gc
 import os
 import socket
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from support.faults import free_port
 from support.ranks import run_ranks, stop
 
 from trainer.errors import ConfigError
@@ -127,6 +129,20 @@ def test_clocks_that_are_off_are_named():
     (off,) = clocks([(8, 0.001, 0.0001), (16, -3.0, 0.0001)])
     assert off.level == WARNING and off.value == "rank 16's is -3.000 s off rank 0's, to 0.1 ms" and off.data == -3.0
     assert [finding.level for finding in clocks([(8, 2.0, 3.0)])] == [OK]  # not known so exactly
+
+
+def test_a_rank_0_that_ends_too_soon_is_named(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    serving = Meeting(Place(0, 2, 0, 2), 5.0)
+    other = Meeting(Place(1, 2, 1, 2), 5.0)
+    del serving
+    gc.collect()
+    with pytest.raises(ConfigError, match=r"^rank 0: is gone \(.*\); see its own output$"):
+        for _ in range(100):  # the first messages may still leave
+            other.tell("key", 1)
+            time.sleep(0.05)
+    other.leave()
 
 
 def test_without_an_address_or_an_answer_the_line_says_what_to_look_at(monkeypatch):

@@ -41,9 +41,16 @@ class Meeting:
         self.place, self.limit_s = place, limit_s
         self.store = dist.PrefixStore("doctor", open_store(place, limit_s))
 
-    def tell(self, key: str, value: Any, rank: int | None = None) -> None:
-        """Leave a JSON value of this rank, or for `rank`, under a key."""
-        self.store.set(f"{key}/{self.place.rank if rank is None else rank}", json.dumps(value))
+    def tell(self, key: str, value: Any) -> None:
+        """Leave a JSON value of this rank under a key.
+
+        Raises:
+            ConfigError: Rank 0, which keeps the values, has ended.
+        """
+        try:
+            self.store.set(f"{key}/{self.place.rank}", json.dumps(value))
+        except RuntimeError as error:
+            raise ConfigError(f"rank 0: is gone ({first_line(error)}); see its own output") from None
 
     def hear(self, key: str, rank: int, until: float) -> Any:
         """Return a rank's value; None if it does not come until this time of the monotonic clock."""
@@ -72,7 +79,7 @@ class Meeting:
 
     def leave(self) -> None:
         """Wait on rank 0, whose store the others read, until they have read it."""
-        with suppress(RuntimeError):
+        with suppress(ConfigError):
             self.gather("left", True)
 
 
