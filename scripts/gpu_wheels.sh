@@ -9,6 +9,7 @@ cd "$root"
 rm -rf .gpu
 packages=(
     antlr4-python3-runtime braceexpand hydra-core omegaconf rich markdown-it-py mdurl pygments webdataset  # the trainer
+    nvidia-ml-py                                                                      # gpu_monitor and the doctor
     execnet iniconfig pluggy pytest pytest-timeout pytest-xdist                                             # the tests
     accelerate lightning lightning-utilities pytorch-lightning torchmetrics                                 # the bench
     bitsandbytes torchao                                                # the latter's compiled kernels are not used

@@ -42,6 +42,7 @@ AGAIN_S = 5.0  # pause after a failure of a download ahead; nobody waits for the
 
 # trainer.tools.doctor.
 MEET_S = 30.0  # until a rank comes, and until it answers; --timeout changes it
+GPUS_S = 20.0  # until the driver and torch have answered about all GPUs; some drivers load for seconds
 DISK_S = 2.0  # until a disk has taken a small file and given it back
 SKEW_S = 0.5  # by which clocks of two machines may differ without a warning
 

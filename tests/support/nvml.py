@@ -29,7 +29,8 @@ class Device:
     nvlink: list[int] = field(default_factory=lambda: [0, 0])  # KiB so far: sent, received
     links: dict[int, str] = field(default_factory=dict)  # number -> PCI address of the GPU there
     mig: bool = False
-    ecc_pending: bool = False
+    width: int = 16
+    most_width: int = 16
     codes: dict[str, int] = field(default_factory=dict)
 
 
@@ -160,6 +161,8 @@ FUNCTIONS = {
     "nvmlDeviceGetCurrentClocksThrottleReasons": put("reasons"),
     "nvmlDeviceGetPcieThroughput": pcie,
     "nvmlDeviceGetFieldValues": fields,
+    "nvmlDeviceGetCurrPcieLinkWidth": put("width"),
+    "nvmlDeviceGetMaxPcieLinkWidth": put("most_width"),
     "nvmlDeviceGetName": text("name"),
     "nvmlDeviceGetUUID": text("uuid"),
     "nvmlDeviceGetPciInfo_v3": pci_info,

@@ -59,18 +59,18 @@ def own_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def rank(place: Place) -> tuple[dict[str, float], list[str]]:
+def rank(place: Place) -> tuple[dict[str, float], list[str], bool]:
     monitor = GpuMonitor(every_s=0.005)
     trainer = make(Waiting(monitor), monitor, place)
     trainer.fit()
-    return trainer.last_metrics, threads()
+    return trainer.last_metrics, threads(), bool(monitor.sampler and monitor.sampler.newest)
 
 
 def test_the_host_on_a_machine_without_a_gpu_once_for_its_ranks():
-    (first, left), (second, also_left) = run_ranks(2, rank)
-    assert left == also_left == []
+    (first, left, measured), (second, also_left, also_measured) = run_ranks(2, rank)
+    assert left == also_left == [] and (measured, also_measured) == (True, False)
     assert first.keys() >= HOST and not [name for name in first if name.startswith("gpu/")]
-    assert {name: first[name] for name in HOST} == {name: second[name] for name in HOST}  # rank 0 alone measures
+    assert {name: first[name] for name in HOST} == {name: second[name] for name in HOST}
     written = [json.loads(line) for line in Path("runs/r/metrics.jsonl").read_text().splitlines()]
     assert [line.keys() >= HOST for line in written if "train/loss" in line] == [True, True]
 

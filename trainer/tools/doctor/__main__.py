@@ -43,10 +43,12 @@ def run_rank(place: Place, folder: Path, json_file: Path | None, limit_s: float)
     try:
         from trainer.tools.doctor.ranks import meet
 
-        meeting, rows, about = meet(place, own, limit_s)
+        meeting, rows, about = meet(place, own, limit_s, folder)
     except (ConfigError, ImportError) as error:  # ImportError: of torch, which has a finding of its own
         alone = Finding("ranks", f"rank {place.rank} met no other: {error}", ERROR)
-        return show({place.rank: own}, [alone], place.world, json_file)
+        if place.local_rank:  # the first rank of the machine shows its facts
+            own = [finding for finding in own if finding.level == ERROR]
+        return show({place.rank: own}, [alone], place.world, json_file if place.rank == 0 else None)
     code = meeting.agree("code", show(rows, about, place.world, json_file) if rows else None)
     meeting.leave()
     return 1 if code is None else code
@@ -55,7 +57,8 @@ def run_rank(place: Place, folder: Path, json_file: Path | None, limit_s: float)
 def show(rows: dict[int, list[Finding]], about: list[Finding], world: int, json_file: Path | None) -> int:
     """Print the report of these ranks, with findings `about` all of them. Return the exit code."""
     every, merged = tuple(sorted(rows)), merge(rows)
-    firsts = next((each.ranks for each in merged if each.finding.subject.startswith("TMPDIR")), every)
+    tried = {rank for each in merged if each.finding.subject.startswith("TMPDIR") for rank in each.ranks}
+    firsts = tuple(sorted(tried)) or every  # on each machine one rank tries disks
     merged += [Merged(finding, every) for finding in (*differences(rows), *about)]
     for line in (*lines(merged, every, firsts), f"{world} rank(s) on {len(firsts)} machine(s): {verdict(merged)}"):
         print(printable(line), flush=True)

@@ -4,14 +4,13 @@ import contextlib
 import os
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from trainer import timeouts
-from trainer.tools.doctor.finding import ERROR, OK, WARNING, Finding, size
+from trainer.tools.doctor.finding import ERROR, OK, WARNING, Finding, in_time, size
 
 MIB, GIB = 1 << 20, 1 << 30
 BYTES = 32 * MIB  # of the file that is written and read
@@ -20,35 +19,27 @@ SLOW = 50 * MIB  # bytes per second
 
 def examine(folder: Path) -> Iterator[Finding]:
     """Yield the speed and free space of `folder`, for checkpoints and logs, and of TMPDIR, for sockets and programs."""
-    yield tried(f"disk of {folder}", folder, BYTES)
     temporary = Path(tempfile.gettempdir())
-    yield tried(f"TMPDIR {temporary}", temporary, 1)
+    for subject, place, count in ((f"disk of {folder}", folder, BYTES), (f"TMPDIR {temporary}", temporary, 1)):
+        late = Finding(
+            subject, f"no answer within {timeouts.DISK_S:g} s", ERROR, "checkpoints would wait, too",
+            "see whether the file system is mounted and its server runs",
+        )  # fmt: skip
+        yield from in_time(timeouts.DISK_S, late, tried(subject, place, count))
 
 
-def tried(subject: str, folder: Path, count: int) -> Finding:
-    """Write and read a file in a thread: a network drive that is away answers never."""
-    found = list[Finding]()
-    thread = threading.Thread(target=lambda: found.append(tried_here(subject, folder, count)), daemon=True)
-    thread.start()
-    thread.join(timeouts.DISK_S)
-    if found:
-        return found[0]
-    return Finding(
-        subject, f"no answer within {timeouts.DISK_S:g} s", ERROR, "checkpoints would wait, too",
-        "see whether the file system is mounted and its server runs",
-    )  # fmt: skip
-
-
-def tried_here(subject: str, folder: Path, count: int) -> Finding:
+def tried(subject: str, folder: Path, count: int) -> Iterator[Finding]:
+    """Yield one finding: what writing and reading a file of `count` bytes takes."""
     try:
         free = shutil.disk_usage(folder).free
         count = max(1, min(count, free // 2))
         write_s, read_s = speed(folder, count)
     except OSError as error:
-        return Finding(
+        yield Finding(
             subject, error.strerror or str(error), ERROR, "a run can't write its files",
             "make room or make it writable, or name another folder by --folder",
         )  # fmt: skip
+        return
     data: dict[str, Any] = {"free": free}
     value, level, consequence, way_out = f"{size(free)} free", OK, "", ""
     if count > MIB:
@@ -60,7 +51,7 @@ def tried_here(subject: str, folder: Path, count: int) -> Finding:
             way_out = "write to a local disk: trainer.checkpoint.dir"
     if free < GIB:
         level, consequence, way_out = WARNING, "checkpoints may not fit", "make room, or give trainer.checkpoint.dir"
-    return Finding(subject, value, level, consequence, way_out, data)
+    yield Finding(subject, value, level, consequence, way_out, data)
 
 
 def speed(folder: Path, count: int) -> tuple[float, float]:

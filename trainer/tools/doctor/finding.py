@@ -1,5 +1,7 @@
 """Defines a finding: one line about this machine."""
 
+import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,28 @@ class Finding:
     def line(self) -> str:
         """Return what, value, consequence and way out."""
         return "; ".join(filter(None, (f"{self.subject}: {self.value}", self.consequence, self.way_out)))
+
+
+def in_time(limit_s: float, late: Finding, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield findings that are made in a thread, and after `limit_s` seconds those made so far and `late`.
+
+    A dead disk or a lost GPU never answers.
+    """
+    made = list[Finding]()
+
+    def make() -> None:
+        try:
+            made.extend(findings)  # one by one
+        except Exception as error:  # of a driver or a library; the other findings are worth as much
+            made.append(Finding(late.subject, f"can't be examined: {error!r}", WARNING))
+
+    thread = threading.Thread(target=make, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    answered = not thread.is_alive()
+    yield from list(made)
+    if not answered:
+        yield late
 
 
 def size(number: float) -> str:

@@ -7,16 +7,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from trainer import timeouts
 from trainer.monitors.gpu_monitor import nvml
 from trainer.process.affinity import numa_node_of
 from trainer.process.cgroup import SYS
-from trainer.tools.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, size
+from trainer.tools.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, in_time, size
 from trainer.tools.doctor.links import LEGEND, matrix, table
 from trainer.tools.doctor.machine import read
 
 NVIDIA, DISPLAYS = "0x10de", ("0x0300", "0x0302")  # PCI's vendor, and its classes of display controllers
 OTHERS = 0.1  # share of a GPU's memory that others may hold without a warning
 MOST_LINKS = 36
+WIDTHS = ("nvmlDeviceGetCurrPcieLinkWidth", "nvmlDeviceGetMaxPcieLinkWidth")
 
 
 @dataclass
@@ -30,6 +32,14 @@ class Shown:
 
 def examine(sys: Path = SYS) -> Iterator[Finding]:
     """Yield the driver, each GPU, the matrix of links, and what keeps torch from them."""
+    late = Finding(
+        "GPUs", f"no answer within {timeouts.GPUS_S:g} s", ERROR, "a run would wait for them, too",
+        "see whether nvidia-smi answers, and the kernel's log for Xid; restart the machine",
+    )  # fmt: skip
+    yield from in_time(timeouts.GPUS_S, late, examine_gpus(sys))
+
+
+def examine_gpus(sys: Path) -> Iterator[Finding]:
     there = on_the_bus(sys)
     try:
         with nvml.opened() as library:
@@ -73,13 +83,18 @@ def devices(library: ModuleType, sys: Path) -> Iterator[Shown]:
             ))  # fmt: skip
             continue
         value = f"{name}, {size(memory.total)}, PCI {address}, NUMA node {numa_node_of(sys, address)}"
-        value += ", MIG" if asked(library, lambda: library.nvmlDeviceGetMigMode(handle)[0]) else ""  # noqa: B023
-        bits = asked(library, lambda: library.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0  # noqa: B023
+        width, full = (asked(library, function, handle) for function in WIDTHS)
+        value += f", PCIe x{width}" if width else ""
+        value += ", MIG" if (asked(library, "nvmlDeviceGetMigMode", handle) or [0])[0] else ""
+        bits = asked(library, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
         slow = [reason for bit, reason in nvml.SLOWDOWNS.items() if bits & bit]
         level, consequence, way_out = OK, "", ""
         if slow:
             level, consequence = WARNING, f"its clocks are held down by {', '.join(slow)}, and all ranks wait for it"
             way_out = "see its cooling and power by nvidia-smi -q -d PERFORMANCE"
+        elif width and full and width < full:
+            level, consequence = WARNING, f"it could have PCIe x{full}, so copies are slower"
+            way_out = "see its slot and riser by nvidia-smi -q -d PCIE"
         elif memory.used > OTHERS * memory.total:
             level, consequence = WARNING, f"others hold {size(memory.used)} of it"
             way_out = "see their processes by nvidia-smi, and end them"
@@ -100,10 +115,10 @@ def nvlinks(library: ModuleType, handle: Any) -> Counter[str]:
     return found
 
 
-def asked(library: ModuleType, question: Any) -> Any:
+def asked(library: ModuleType, function: str, handle: Any) -> Any:
     """Return the driver's answer; None if this GPU, user or driver has none."""
     try:
-        return question()
+        return getattr(library, function)(handle)
     except library.NVMLError:
         return None
 

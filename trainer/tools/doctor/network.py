@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from trainer.errors import ConfigError
@@ -25,6 +25,7 @@ def examine(
             "interfaces", "none but the loopback", ERROR if nodes > 1 else NOTE, "no other machine is reached"
         )
     yield from remote_dma(sys)
+    yield from named(cards, environ)
     if nodes > 1:
         yield announced(environ)
 
@@ -68,6 +69,24 @@ def remote_dma(sys: Path) -> Iterator[Finding]:
             f"remote DMA {card}:{port.name}", f"{state}, {layer}, {rate}, NUMA node {near(port.parents[1])}",
             OK if up else WARNING, "" if up else "NCCL can't use it, and others carry its traffic",
             "" if up else f"see its cable and switch, or leave it out: nccl.ib_hca=^{card}",
+        )  # fmt: skip
+
+
+def named(cards: Sequence[str], environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield a finding for a variable that names no interface of this machine. NCCL takes prefixes, gloo whole names."""
+    whole = environ.get("GLOO_SOCKET_IFNAME", "")
+    if absent := [name for name in whole.split(",") if name and name not in (*cards, "lo")]:
+        yield Finding(
+            f"GLOO_SOCKET_IFNAME={whole}", f"{', '.join(absent)} is not here", ERROR, "ranks can't connect by gloo",
+            f"unset it, or name one of {', '.join(cards) or 'lo'}",
+        )  # fmt: skip
+    text = environ.get("NCCL_SOCKET_IFNAME", "")
+    names, exact = text.removeprefix("=").split(","), text.startswith("=")
+    known = [card for card in (*cards, "lo") for name in names if (card == name if exact else card.startswith(name))]
+    if text and not text.startswith("^") and not known:
+        yield Finding(
+            f"NCCL_SOCKET_IFNAME={text}", "no such interface is here", WARNING, "ranks can't connect by NCCL",
+            f"unset it, or name one of {', '.join(cards) or 'lo'}",
         )  # fmt: skip
 
 

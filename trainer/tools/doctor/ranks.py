@@ -5,11 +5,13 @@ Then the ranks connect by gloo, as in a run, and compare their clocks.
 
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,9 +41,16 @@ class Meeting:
         self.place, self.limit_s = place, limit_s
         self.store = dist.PrefixStore("doctor", open_store(place, limit_s))
 
-    def tell(self, key: str, value: Any, rank: int | None = None) -> None:
-        """Leave a JSON value of this rank, or for `rank`, under a key."""
-        self.store.set(f"{key}/{self.place.rank if rank is None else rank}", json.dumps(value))
+    def tell(self, key: str, value: Any) -> None:
+        """Leave a JSON value of this rank under a key.
+
+        Raises:
+            ConfigError: Rank 0, which keeps the values, has ended.
+        """
+        try:
+            self.store.set(f"{key}/{self.place.rank}", json.dumps(value))
+        except RuntimeError as error:
+            raise ConfigError(f"rank 0: is gone ({first_line(error)}); see its own output") from None
 
     def hear(self, key: str, rank: int, until: float) -> Any:
         """Return a rank's value; None if it does not come until this time of the monotonic clock."""
@@ -70,7 +79,7 @@ class Meeting:
 
     def leave(self) -> None:
         """Wait on rank 0, whose store the others read, until they have read it."""
-        with suppress(RuntimeError):
+        with suppress(ConfigError):
             self.gather("left", True)
 
 
@@ -96,26 +105,53 @@ def open_store(place: Place, limit_s: float) -> dist.Store:
         ) from None
 
 
-def meet(place: Place, own: Sequence[Finding], limit_s: float) -> tuple[Meeting, Rows, list[Finding]]:
+def meet(place: Place, own: Sequence[Finding], limit_s: float, folder: Path) -> tuple[Meeting, Rows, list[Finding]]:
     """Return the meeting, the findings of each rank that came, and those about all; no findings but on rank 0.
+
+    Args:
+        folder: The folder of the run, which all ranks should share.
 
     Raises:
         ConfigError: This rank met nobody.
     """
     meeting = Meeting(place, limit_s)
     came = meeting.gather("findings", [place.local_rank, [asdict(finding) for finding in own]])
-    absent = None if came is None else sorted(set(range(place.world)) - came.keys())
-    local_ranks = None if came is None else [came[rank][0] for rank in came]
-    plan = meeting.agree("plan", [absent, local_ranks])
-    if plan is None:
+    plan = None
+    if came is not None:
+        plan = {"absent": sorted(set(range(place.world)) - came.keys())}
+        plan["firsts"] = [rank for rank, (local_rank, _) in came.items() if local_rank == 0]
+    if (plan := meeting.agree("plan", plan)) is None:
         raise ConfigError(f"rank 0: did not answer in {2 * limit_s:g} s; see its own output")
-    absent, local_ranks = plan
-    about = [] if absent else connect(meeting, [rank for rank, local in enumerate(local_ranks) if local == 0])
+    absent = plan["absent"]
+    about = [] if absent else [*connect(meeting, plan["firsts"]), *shared(meeting, folder)]
     rows = {rank: [Finding(**finding) for finding in findings] for rank, (_, findings) in (came or {}).items()}
-    if absent:
-        text = f"{place.world - len(absent)} of {place.world} came in {limit_s:g} s; {in_words(absent)} did not"
+    if absent and came:
+        text = f"{len(came)} of {place.world} came in {limit_s:g} s; {in_words(absent)} did not"
         about.append(Finding("ranks", text, ERROR, "a run would wait for them", "see their own output"))
     return meeting, rows, about
+
+
+def shared(meeting: Meeting, folder: Path) -> list[Finding]:
+    """Make a file on rank 0, and look for it on the others. Return on rank 0 who does not see it."""
+    with ExitStack() as kept:
+        name = ""
+        if meeting.place.rank == 0:
+            with suppress(OSError):  # of which the disk has a finding
+                name = kept.enter_context(tempfile.NamedTemporaryFile(prefix=".echelon-doctor-", dir=folder)).name
+        name = meeting.agree("file", Path(name).name)
+        seen = meeting.gather("seen", bool(name) and (folder / name).exists())
+    if not seen or not name:
+        return []
+    blind = [rank for rank, sees in seen.items() if not sees]
+    if not blind:
+        return [Finding("folder of the run", "shared by all ranks")]
+    return [
+        Finding(
+            "folder of the run", f"{in_words(blind)} can't see a file that rank 0 wrote", WARNING,
+            "callbacks with a state of each rank are refused, and a restart elsewhere finds no checkpoint",
+            "give all machines the same folder on a shared disk, by --folder and trainer.checkpoint.dir",
+        )
+    ]  # fmt: skip
 
 
 def connect(meeting: Meeting, firsts: Sequence[int]) -> list[Finding]:

@@ -55,13 +55,13 @@ def differences(rows: Mapping[int, Iterable[Finding]]) -> list[Finding]:
     return found
 
 
-def unlike(by_value: dict[str, list[int]]) -> list[tuple[str, list[int]]]:
-    """Return values that are lists of words without the words that all of them have."""
-    words = {value: value.replace(", ", " ").split(" ") for value in by_value}
-    common = set.intersection(*map(set, words.values()))
-    cut = {value: " ".join(word for word in words[value] if word not in common) or "-" for value in by_value}
-    long = len(min(by_value, key=len)) > 40
-    return [(cut[value] if long else value, among) for value, among in by_value.items()]
+def unlike(by_value: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
+    """Return the values; those that are lists, of packages or variables, without the entries that all have."""
+    separator = ", " if any(", " in value for value in by_value) else " "
+    parts = {value: value.split(separator) for value in by_value}
+    common = set.intersection(*map(set, parts.values()))
+    cut = {value: separator.join(part for part in own if part not in common) or "-" for value, own in parts.items()}
+    return [(cut[value] if common else value, among) for value, among in by_value.items()]
 
 
 def in_words(ranks: Sequence[int]) -> str:

@@ -1,0 +1,122 @@
+"""GPUs behind the real nvidia-ml-py, whose driver the test plays; torch.cuda is faked."""
+
+import sys as python
+from pathlib import Path
+
+import pynvml
+import pytest
+import torch
+from support.nvml import Device, loaded
+
+from trainer.tools.doctor import gpus
+from trainer.tools.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
+
+ONE, TWO, SWITCH = "0000:3b:00.0", "0000:af:00.0", "0000:c1:00.0"
+
+
+@pytest.fixture
+def sys(tmp_path) -> Path:
+    for address, node in ((ONE, 0), (TWO, 1)):
+        folder = tmp_path / "bus" / "pci" / "devices" / address
+        folder.mkdir(parents=True)
+        (folder / "numa_node").write_text(f"{node}\n")
+        (folder / "vendor").write_text("0x10de\n")
+        (folder / "class").write_text("0x030200\n")
+    return tmp_path
+
+
+def examine(sys: Path, *devices: Device, **more) -> list[Finding]:
+    with loaded(*devices, **more) as library:
+        found = list(gpus.examine(sys))
+    assert library.inits == library.shutdowns or library.init
+    return found
+
+
+def free(**more) -> Device:
+    return Device(memory=1 << 30, **more)
+
+
+def test_driver_gpus_and_a_torch_that_can_not_use_them(sys):
+    driver, first, second, *rest = examine(sys, free(pci=ONE), free(pci=TWO, mig=True))
+    assert (driver.subject, driver.value) == ("NVIDIA driver", "580.65.06, up to CUDA 13.0")
+    assert first.value == "NVIDIA H100 80GB HBM3, 80 GiB, PCI 0000:3b:00.0, NUMA node 0, PCIe x16" and first.level == OK
+    assert second.value.endswith("PCI 0000:af:00.0, NUMA node 1, PCIe x16, MIG")
+    none = rest[-1]
+    assert (none.subject, none.level) == ("GPUs of torch", WARNING) and "is a CPU build" in none.consequence
+
+
+def test_what_makes_a_gpu_slow_or_full_or_lost(sys):
+    hot, full = free(pci=ONE, reasons=0x40 | 0x1), Device(pci=TWO, memory=40 << 30)
+    lost = free(codes={"handle": pynvml.NVML_ERROR_GPU_IS_LOST})
+    _, first, second, third, *_ = examine(sys, hot, full, lost)
+    assert first.level == WARNING and "held down by thermal slowdown by the hardware" in first.consequence
+    assert second.level == WARNING and second.consequence == "others hold 40 GiB of it"
+    assert third.level == ERROR and third.line().startswith("GPU 2: NVML: GPU is lost; a rank on it can't start")
+
+
+def test_a_gpu_in_a_narrow_slot_and_one_that_tells_nothing(sys):
+    silent = dict.fromkeys((*gpus.WIDTHS, "nvmlDeviceGetMigMode"), pynvml.NVML_ERROR_NOT_SUPPORTED)
+    _, narrow, other, *_ = examine(sys, free(pci=ONE, width=8), free(pci=TWO, codes=silent))
+    assert narrow.level == WARNING and narrow.consequence == "it could have PCIe x16, so copies are slower"
+    assert other.level == OK and "PCIe" not in other.value
+
+
+def matrix(found: list[Finding]) -> dict:
+    return next(finding.data for finding in found if finding.subject == "links")
+
+
+def test_nvlinks_between_gpus_directly_and_by_switches(sys):
+    direct = examine(sys, free(pci=ONE, links=dict.fromkeys(range(4), TWO)), free(pci=TWO, links={0: ONE, 1: ONE}))
+    assert matrix(direct)["GPU0"]["GPU1"] == "NV4" and matrix(direct)["GPU1"]["GPU0"] == "NV2"
+    links = dict.fromkeys(range(18), SWITCH)
+    switched = examine(sys, free(pci=ONE, links=links), free(pci=TWO, links=links))
+    assert matrix(switched)["GPU0"]["GPU1"] == "NV18"
+
+
+def test_network_cards_are_in_the_matrix(sys):
+    card = sys / "devices" / "pci0000:00" / "0000:41:00.0"
+    card.mkdir(parents=True)
+    (sys / "class" / "infiniband" / "mlx5_0").mkdir(parents=True)
+    (sys / "class" / "infiniband" / "mlx5_0" / "device").symlink_to(card)
+    found = [finding for finding in examine(sys, free(pci=ONE)) if finding.subject == "links"]
+    assert found[0].data == {"GPU0": {"GPU0": "X", "mlx5_0": "?"}}
+    assert "GPU0  mlx5_0" in found[0].value and found[1].value.startswith("GPU0  X ")
+
+
+def test_gpus_without_a_driver_and_none_at_all(sys, tmp_path):
+    lacking = examine(sys, init=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+    assert lacking[0].level == WARNING and lacking[0].value == f"2 of NVIDIA on the PCI bus ({ONE}, {TWO})"
+    assert "Driver Not Loaded; load the NVIDIA driver" in lacking[0].consequence
+    (none,) = examine(tmp_path / "empty", init=pynvml.NVML_ERROR_NO_PERMISSION)
+    assert none.level == NOTE and none.value == "none to be seen" and "access to /dev/nvidiactl" in none.consequence
+    assert examine(tmp_path / "empty")[1].value == "the driver shows none"
+
+
+def test_without_the_package_the_line_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(python.modules, "pynvml", None)
+    (none,) = gpus.examine(tmp_path)
+    assert none.level == NOTE and "pip install 'echelon-trainer[monitor]'" in none.consequence
+
+
+def usable(monkeypatch, *capabilities: tuple[int, int], barred: tuple[tuple[int, int], ...] = ()) -> list[Finding]:
+    cuda = {
+        "is_available": lambda: True, "device_count": lambda: len(capabilities),
+        "get_arch_list": lambda: ["sm_80", "sm_90", "compute_90"], "get_device_name": lambda i: f"GPU of {i}",
+        "get_device_capability": lambda i: capabilities[i], "can_device_access_peer": lambda i, j: (i, j) not in barred,
+    }  # fmt: skip
+    for name, function in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    return list(gpus.of_torch(len(capabilities)))
+
+
+def test_gpus_that_torch_can_use(monkeypatch):
+    found = usable(monkeypatch, (9, 0), (8, 6))
+    assert [(finding.subject, finding.level) for finding in found] == [
+        ("GPU 0 of torch", OK), ("GPU 1 of torch", OK), ("NCCL between GPUs", NOTE), ("peer access", OK)
+    ]  # fmt: skip
+
+
+def test_a_gpu_without_kernels_and_gpus_without_peer_access(monkeypatch):
+    old, *_, peers = usable(monkeypatch, (7, 0), (9, 0), barred=((0, 1),))
+    assert old.level == ERROR and "sm_80, sm_90" in old.consequence
+    assert peers.level == WARNING and peers.value == "not from GPU 0 to 1"
