@@ -30,7 +30,7 @@ def test_the_first_checkpoint_measures_and_the_clock_follows() -> None:
     own = trainer.interval
     assert steps() == [1, 6]  # every_steps=1 does not count; the next is due in a minute or more
     assert own.stall_s > 0 and own.restart_s > 0 and own.failures == 0
-    assert trainer.plan.save_s == own.seconds == pytest.approx(max(daly(own.stall_s, prior_s(1, 1)), 1.0))
+    assert trainer.plan.save_s == own.seconds == pytest.approx(max(daly(own.stall_s, prior_s(1)), 1.0))
 
 
 def test_a_resume_keeps_what_was_measured() -> None:

@@ -16,7 +16,7 @@ from trainer.log import log
 
 FIRST_S = 300.0  # until a checkpoint has been measured
 DEVICE_HOURS = 54 * 24 * 16_384 / 419  # for each failure: Llama 3, arXiv:2407.21783, section 3.3.4
-NODE_HOURS = 7 * 24.0  # for each failure: software, power, other users; a choice, for which no source is known
+RUN_HOURS = 7 * 24.0  # for each failure of anything else: software, power, users; a choice without a source
 CHANGED = 2.0  # times by which the interval changes, until the log says so
 SMOOTHING = 0.5  # weight of the past in the mean of measured times
 MEASURED = ("stall_s", "write_s", "restart_s", "failures")
@@ -43,9 +43,9 @@ def lost(interval_s: float, stall_s: float, restart_s: float, mtbf_s: float) -> 
     return 1 - interval_s / (mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1(each))
 
 
-def prior_s(devices: int, nodes: int) -> float:
-    """Return the mean seconds between failures of a run that has had none, from its devices and its nodes."""
-    return 3600 / (devices / DEVICE_HOURS + nodes / NODE_HOURS)
+def prior_s(devices: int) -> float:
+    """Return the mean seconds between failures of a run that has had none."""
+    return 3600 / (devices / DEVICE_HOURS + 1 / RUN_HOURS)
 
 
 class Interval:
@@ -57,8 +57,8 @@ class Interval:
         logs: The folder in which a supervisor notes failures.
     """
 
-    def __init__(self, auto: bool, devices: int, nodes: int, logs: Path) -> None:
-        self.auto, self.devices, self.nodes, self.logs = auto, devices, nodes, logs
+    def __init__(self, auto: bool, devices: int, logs: Path) -> None:
+        self.auto, self.devices, self.logs = auto, devices, logs
         self.stall_s = self.write_s = self.restart_s = 0.0
         self.failures, self.made_at = 0, time.monotonic()
         self.seconds, self.said = FIRST_S, 0.0  # of the interval; the last that the log has
@@ -73,7 +73,7 @@ class Interval:
         self._decide(trained_s)
 
     def mtbf_s(self, trained_s: float) -> float:
-        return max(trained_s, 1.0) / self.failures if self.failures else prior_s(self.devices, self.nodes)
+        return max(trained_s, 1.0) / self.failures if self.failures else prior_s(self.devices)
 
     def _decide(self, trained_s: float) -> None:
         """Set the interval. A checkpoint begins no sooner than the one before is written."""

@@ -42,7 +42,7 @@ def of_ranks(ranks: int, machine: Machine) -> Group:
 
 
 def time(message: Message, group: Group, machine: Machine, algorithm: str = "ring") -> Wire:
-    """Return the time of a collective.
+    """Return the time of a collective. A part of the tensor passes the hops of a ring one after another.
 
     Args:
         algorithm: "ring" or "tree", of an all_reduce.
@@ -51,8 +51,9 @@ def time(message: Message, group: Group, machine: Machine, algorithm: str = "rin
         return Wire()
     slow = machine.across if group.nodes > 1 else machine.inside
     sent = message.sent(group.ranks)
-    rounds = (group.ranks - 1) * (2 if message.collective == "all_reduce" else 1)
-    latency_s = rounds * slow.latency_s
+    passes = 2 if message.collective == "all_reduce" else 1
+    hops_s = group.nodes * machine.across.latency_s + (group.ranks - group.nodes) * machine.inside.latency_s
+    latency_s = passes * (group.ranks - 1) / group.ranks * (hops_s if group.nodes > 1 else group.ranks * slow.latency_s)
     if algorithm == "tree":
         inside_s = (group.per_node - 1) * machine.inside.latency_s
         latency_s = 2 * (math.log2(group.nodes) * machine.across.latency_s + inside_s)
