@@ -1,9 +1,9 @@
 """The interval between checkpoints that loses the least time, from their cost and from the failures of the run.
 
-Young 1974, "A first order approximation to the optimum checkpoint interval", has `sqrt(2 * stall * mtbf)`. Daly 2006,
-"A higher order estimate of the optimum checkpoint interval for restart dumps" (doi:10.1016/j.future.2004.11.016), adds
-terms for a stall that is not small against the mean time between failures, the `mtbf`. Both take failures as a Poisson
-process.
+Young 1974, "A first order approximation to the optimum checkpoint interval", has `sqrt(2 * stall * mtbf)`. The
+`mtbf` is the mean time between failures. Daly adds terms for a stall that is not small against it. His paper is Daly
+2006, "A higher order estimate of the optimum checkpoint interval for restart dumps" (doi:10.1016/j.future.2004.11.016).
+Both take failures as a Poisson process.
 """
 
 import math

@@ -11,7 +11,7 @@ MOST_NODES = 1 << 17
 
 @dataclass(frozen=True)
 class ScaleOptions:
-    """What to predict. Every field is a word KEY=VALUE of the command."""
+    """The keys of a prediction. Every field is a word KEY=VALUE of the command."""
 
     nodes: tuple[int, ...] = (1, 8, 64, 512, 4096)
     machine: str = "8xh100-8x400g"
