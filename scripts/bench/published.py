@@ -7,7 +7,9 @@ A single device's speed is taken from the publication, links from data sheets; t
 
 import argparse
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from scripts.bench.report import Row as Cells
 from scripts.bench.report import new_file, report
@@ -33,9 +35,9 @@ class Case:
     shapes: Shapes
     per_rank: int
     alone: float  # samples a second of a rank without communication
-    settings: dict[str, object]
+    settings: Mapping[str, Any]
     measured: dict[int, float]  # ranks -> samples a second
-    callbacks: dict[str, dict[str, object]] = field(default_factory=dict)
+    callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def bert(width: int, layers: int, vocabulary: int = 30528, positions: int = 512) -> Shapes:

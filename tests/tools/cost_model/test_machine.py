@@ -1,13 +1,14 @@
-"""A machine goes through JSON, also one without a link."""
+"""A machine goes through JSON and comes back, also without a link."""
 
 import json
 import math
 
-from support.costs import machine
-
-from trainer.tools.cost_model.machine import Link, from_json, to_json
+from trainer.tools.cost_model.machine import CodecCost, Link, Machine, from_json, to_json
 
 
-def test_json_has_all_of_a_machine() -> None:
-    own = machine(8, 4, Link(1e-4, math.inf, 0.0), memory_bytes=80e9, disk_bytes_per_s=math.inf)
-    assert from_json(json.loads(json.dumps(to_json(own)))) == own
+def test_a_machine_comes_back_from_json() -> None:
+    links = Link(1e-4, 1.2e7, 5e-10), Link(0.0, math.inf, 0.0)
+    for memory, disk in ((8e9, 1e8), (None, math.inf)):
+        machine = Machine(4, 2, 1.5, *links, {"bf16": CodecCost(1e-9, 2e-9)}, memory, disk)
+        text = json.dumps(to_json(machine), allow_nan=False)
+        assert from_json(json.loads(text)) == machine

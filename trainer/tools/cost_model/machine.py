@@ -23,10 +23,10 @@ class Link:
 
 @dataclass(frozen=True)
 class CodecCost:
-    """Seconds of one rank for each byte of float32 gradient.
+    """Seconds of one rank for each byte of float32 gradient: `encode + ranks * decode`.
 
-    A codec that gathers decodes the payload of each rank. The cost of a codec with several rounds of messages is
-    `encode_s_per_byte` alone.
+    A codec that gathers decodes the payload of each rank. The others decode once for any number of ranks, and that is
+    part of `encode_s_per_byte`.
     """
 
     encode_s_per_byte: float

@@ -93,5 +93,5 @@ def waiting_for_data(setup: Setup, run: Passes, step_s: float) -> float:
     if not workers:
         return load_s
     own = min(1.0, cores)
-    shared_s = (run.compute_s + run.optimizer_s) * own + load_s  # processor seconds
+    shared_s = (run.compute_s + run.optimizer_s) * own + load_s * setup.workload.data_cpu  # of cores
     return max(0.0, load_s / workers - step_s, shared_s / cores - step_s)

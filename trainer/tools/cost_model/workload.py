@@ -25,6 +25,7 @@ class Workload:
     compute: tuple[float, ...] = ()  # share of each parameter in the passes; (): its share of elements, tables aside
     jitter: float = 0.0  # standard deviation of a rank's passes from step to step, of their mean
     factors: Mapping[str, float] = field(default_factory=dict)  # "compile", "trainer.precision=bf16": of the passes
+    data_cpu: float = 1.0  # share of `data_s` that keeps a core busy; the rest waits for a disk or a server
     boundary_bytes: float = 0.0  # a sample, between two blocks: what a pipeline's stages send
 
 
