@@ -14,7 +14,8 @@ from typing import Any
 
 from trainer.log import log
 
-FIRST_S = 300.0  # until a checkpoint has been measured
+FIRST_S = 60.0  # until a checkpoint has been measured
+LEAST_S = 60.0  # more often would load the storage for little
 DEVICE_HOURS = 54 * 24 * 16_384 / 419  # for each failure: Llama 3, arXiv:2407.21783, section 3.3.4
 RUN_HOURS = 7 * 24.0  # for each failure of anything else: software, power, users; a choice without a source
 CHANGED = 2.0  # times by which the interval changes, until the log says so
@@ -76,17 +77,19 @@ class Interval:
         return max(trained_s, 1.0) / self.failures if self.failures else prior_s(self.devices)
 
     def _decide(self, trained_s: float) -> None:
-        """Set the interval. A checkpoint begins no sooner than the one before is written."""
+        """Set the interval. A checkpoint begins no sooner than the one before is written, and a minute after it."""
         mtbf_s = self.mtbf_s(trained_s)
-        self.seconds = max(daly(self.stall_s, mtbf_s), self.write_s, self.stall_s, 1.0)
+        self.seconds = max(daly(self.stall_s, mtbf_s), self.write_s, self.stall_s, LEAST_S)
         if self.auto and not self.said / CHANGED < self.seconds < self.said * CHANGED:
             self.said = self.seconds
             seen = f"{self.failures} failure(s) in {trained_s / 3600:.3g} h" if self.failures else "none seen, a prior"
             share = lost(self.seconds, self.stall_s, self.restart_s + self.write_s, mtbf_s)
+            known = {"is written in": self.write_s, "a start takes": self.restart_s}
+            times = "".join(f", {name} {value:.3g} s" for name, value in known.items() if value)
             log.info(
-                "checkpoint.every=auto: every %.4g s; a checkpoint stops training for %.3g s and is written in %.3g s, "
-                "a start takes %.3g s, a failure comes every %.3g h (%s); checkpoints and failures take %.2g %%",
-                self.seconds, self.stall_s, self.write_s, self.restart_s, mtbf_s / 3600, seen, 100 * share,
+                "checkpoint.every=auto: every %.4g s; a checkpoint stops training for %.3g s%s; a failure comes every "
+                "%.3g h (%s); checkpoints and failures take %.2g %%",
+                self.seconds, self.stall_s, times, mtbf_s / 3600, seen, 100 * share,
             )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
