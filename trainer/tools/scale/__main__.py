@@ -21,12 +21,13 @@ from trainer.errors import ConfigError, printable
 from trainer.process.exit import run_guarded
 from trainer.tools.scale.machines import PRESETS, find
 from trainer.tools.scale.options import ScaleOptions, read
-from trainer.tools.scale.rows import WAYS
+from trainer.tools.scale.rows import WAYS, own_way, rows
 
 KEYS = f"""keys:
   nodes=1,8,64,512,4096     numbers of nodes: 4, 1,2,8, or 1..4096, a range that doubles
   machine=8xh100-8x400g     {", ".join(PRESETS)}, or a file of python -m trainer.tools.bench
-  ways=...                  some of {",".join(WAYS)}
+  ways=...                  some of {",".join(WAYS)};
+                            config, the run's own callbacks, is added if there are any
   scaling=weak              weak: as many samples on each rank; strong: the run's batch on any number of nodes
   per_rank=0                samples of a rank in a step, for weak; 0: the run's micro_batch, or its batch
   mfu=0.4                   share of the device's peak that the passes reach; measure yours by perf/mfu
@@ -39,16 +40,17 @@ KEYS = f"""keys:
 def scale(options: ScaleOptions, config: dict[str, Any], recipe: str, png: Path | None, file: Path | None) -> None:
     """Predict, and show the rows."""
     from trainer.tools.scale import output
-    from trainer.tools.scale.rows import rows
     from trainer.tools.scale.work import workload
 
+    refuse_conflicts(config)
     cluster = find(options.machine)
     if options.tflops:
         cluster = replace(cluster, tflops=dict.fromkeys(("fp32", "tf32", "bf16", "fp16", "fp8"), options.tflops))
     work = workload(config, cluster, options)
     per_rank = options.per_rank or config["micro_batch"] or config["batch"]
     batch = config["batch"] if options.scaling == "strong" else None
-    made, left_out = rows(cluster, work, options.nodes, options.ways, batch, per_rank, config["micro_batch"])
+    ways = {name: WAYS[name] for name in options.ways} | own_way(config)
+    made, left_out = rows(cluster, work, options.nodes, ways, batch, per_rank, config["micro_batch"])
     if not made:
         raise ConfigError(f"nodes={','.join(map(str, options.nodes))}: {left_out[0]}; give other nodes or ways")
     count, rate = sum(work.parameters), 1 / (work.forward_s + work.backward_s)
@@ -63,6 +65,20 @@ def scale(options: ScaleOptions, config: dict[str, Any], recipe: str, png: Path 
         output.write_json(file, {"recipe": recipe, "options": asdict(options), "parameters": count}, made, left_out)
     if png:
         output.plot(png, f"{recipe}, {count:,} parameters, {options.machine}, {options.scaling} scaling", made)
+
+
+def refuse_conflicts(config: dict[str, Any]) -> None:
+    """Refuse callbacks that do not compose, as a run does.
+
+    Raises:
+        ConfigError: The message names every conflict.
+    """
+    from trainer.callback import arrange
+    from trainer.config.build import build
+    from trainer.config.check import ALLOWED
+
+    allow = (*ALLOWED, *config["trainer"]["allow_targets"])
+    arrange({name: build(f"callbacks.{name}", node, allow) for name, node in config["callbacks"].items()}, set())
 
 
 def command() -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 from trainer.checkpoint.interval import daly, lost, prior_s
 from trainer.tools.cost_model.predict import predict
+from trainer.tools.cost_model.setup import MONITORS
 from trainer.tools.cost_model.workload import Choice, Prediction, Workload
 from trainer.tools.scale.machines import Cluster
 
@@ -70,13 +71,25 @@ def alone(cluster: Cluster, workload: Workload, per_rank: int, passes: int) -> P
     return predict(type(one)(**{**vars(one), "ranks": 1, "ranks_per_node": 1}), workload, choice, per_rank)
 
 
-def row(cluster: Cluster, workload: Workload, name: str, nodes: int, batch: int, micro: int | None) -> Row:
+def own_way(config: Mapping[str, Any]) -> dict[str, Way]:
+    """Return the way of the run's own callbacks, under the name `config`; nothing if it has monitors alone."""
+    chosen = {name: node for name, node in config["callbacks"].items() if not node["_target_"].startswith(MONITORS)}
+    callbacks = {name: {k: v for k, v in node.items() if k != "_target_"} for name, node in chosen.items()}
+    settings = {f"trainer.ddp.{key}": value for key, value in config["trainer"]["ddp"].items() if value is not None}
+    settings = {key: value for key, value in settings.items() if key.endswith(("_mib", "_view"))}
+    parts = bool({"shard", "pipeline"} & callbacks.keys())
+    return {"config": Way(callbacks, {**VIEW, **settings}, parts)} if callbacks else {}
+
+
+def row(
+    cluster: Cluster, workload: Workload, named: tuple[str, Way], nodes: int, batch: int, micro: int | None
+) -> Row:  # fmt: skip
     """Predict one row. `batch` is of all ranks.
 
     Raises:
         ConfigError: The ranks do not divide into the way's stages.
     """
-    way, machine = WAYS[name], cluster.of(nodes)
+    (name, way), machine = named, cluster.of(nodes)
     choice = Choice(way.callbacks, {**way.settings, **({"micro_batch": micro} if micro else {})})
     found = predict(machine, workload, choice, batch)
     per_rank = -(-batch // machine.ranks)
@@ -97,23 +110,23 @@ def row(cluster: Cluster, workload: Workload, name: str, nodes: int, batch: int,
 
 
 def rows(
-    cluster: Cluster, workload: Workload, nodes: Iterable[int], ways: Iterable[str], batch: int | None, per_rank: int,
-    micro: int | None,
+    cluster: Cluster, workload: Workload, nodes: Iterable[int], ways: Mapping[str, Way], batch: int | None,
+    per_rank: int, micro: int | None,
 ) -> tuple[list[Row], list[str]]:  # fmt: skip
     """Predict all rows, and name those that are left out with the reason.
 
     Args:
         batch: Of all ranks, the same on any number of nodes; None: `per_rank` samples on each rank.
     """
-    made, left_out, names = [], [], list(ways)
+    made, left_out = [], []
     for count in nodes:
         ranks = cluster.of(count).ranks
-        for name in names:
-            stages = WAYS[name].stages
+        for name, way in ways.items():
+            stages = way.stages
             if ranks % stages:
                 left_out.append(f"{name} on {count} node(s): {stages} stages do not divide {ranks} ranks")
             elif batch is not None and batch * stages < ranks:
                 left_out.append(f"{name} on {count} node(s): the batch of {batch} is smaller than {ranks} ranks")
             else:
-                made.append(row(cluster, workload, name, count, batch or per_rank * ranks, micro))
+                made.append(row(cluster, workload, (name, way), count, batch or per_rank * ranks, micro))
     return made, left_out
