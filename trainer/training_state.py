@@ -93,8 +93,7 @@ def make_saver(trainer: SavedTrainer, claim: Claim | None) -> Saver:
 
 def make_interval(trainer: SavedTrainer) -> Interval:
     """Make the interval between checkpoints, which counts the failures in the run's folder."""
-    nodes = max(1, trainer.world // trainer.ranks.place.local_world)
-    return Interval(bool(trainer.options.checkpoint.every), trainer.world, nodes, trainer.run_dir / "logs")
+    return Interval(bool(trainer.options.checkpoint.every), trainer.world, trainer.run_dir / "logs")
 
 
 @during(Phase.CHECKPOINT)

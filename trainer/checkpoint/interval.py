@@ -1,9 +1,9 @@
 """The interval between checkpoints that loses the least time, from their cost and from the failures of the run.
 
-Young 1974, "A first order approximation to the optimum checkpoint interval", has `sqrt(2 * stall * mtbf)`. Daly 2006,
-"A higher order estimate of the optimum checkpoint interval for restart dumps" (doi:10.1016/j.future.2004.11.016), adds
-terms for a stall that is not small against the mean time between failures, the `mtbf`. Both take failures as a Poisson
-process.
+Young 1974, "A first order approximation to the optimum checkpoint interval", has `sqrt(2 * stall * mtbf)`. The
+`mtbf` is the mean time between failures. Daly adds terms for a stall that is not small against it. His paper is Daly
+2006, "A higher order estimate of the optimum checkpoint interval for restart dumps" (doi:10.1016/j.future.2004.11.016).
+Both take failures as a Poisson process.
 """
 
 import math
@@ -14,9 +14,10 @@ from typing import Any
 
 from trainer.log import log
 
-FIRST_S = 300.0  # until a checkpoint has been measured
+FIRST_S = 60.0  # until a checkpoint has been measured
+LEAST_S = 60.0  # more often would load the storage for little
 DEVICE_HOURS = 54 * 24 * 16_384 / 419  # for each failure: Llama 3, arXiv:2407.21783, section 3.3.4
-NODE_HOURS = 7 * 24.0  # for each failure: software, power, other users; a choice, for which no source is known
+RUN_HOURS = 7 * 24.0  # for each failure of anything else: software, power, users; a choice without a source
 CHANGED = 2.0  # times by which the interval changes, until the log says so
 SMOOTHING = 0.5  # weight of the past in the mean of measured times
 MEASURED = ("stall_s", "write_s", "restart_s", "failures")
@@ -43,9 +44,9 @@ def lost(interval_s: float, stall_s: float, restart_s: float, mtbf_s: float) -> 
     return 1 - interval_s / (mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1(each))
 
 
-def prior_s(devices: int, nodes: int) -> float:
-    """Return the mean seconds between failures of a run that has had none, from its devices and its nodes."""
-    return 3600 / (devices / DEVICE_HOURS + nodes / NODE_HOURS)
+def prior_s(devices: int) -> float:
+    """Return the mean seconds between failures of a run that has had none."""
+    return 3600 / (devices / DEVICE_HOURS + 1 / RUN_HOURS)
 
 
 class Interval:
@@ -57,8 +58,8 @@ class Interval:
         logs: The folder in which a supervisor notes failures.
     """
 
-    def __init__(self, auto: bool, devices: int, nodes: int, logs: Path) -> None:
-        self.auto, self.devices, self.nodes, self.logs = auto, devices, nodes, logs
+    def __init__(self, auto: bool, devices: int, logs: Path) -> None:
+        self.auto, self.devices, self.logs = auto, devices, logs
         self.stall_s = self.write_s = self.restart_s = 0.0
         self.failures, self.made_at = 0, time.monotonic()
         self.seconds, self.said = FIRST_S, 0.0  # of the interval; the last that the log has
@@ -73,20 +74,22 @@ class Interval:
         self._decide(trained_s)
 
     def mtbf_s(self, trained_s: float) -> float:
-        return max(trained_s, 1.0) / self.failures if self.failures else prior_s(self.devices, self.nodes)
+        return max(trained_s, 1.0) / self.failures if self.failures else prior_s(self.devices)
 
     def _decide(self, trained_s: float) -> None:
-        """Set the interval. A checkpoint begins no sooner than the one before is written."""
+        """Set the interval. A checkpoint begins no sooner than the one before is written, and a minute after it."""
         mtbf_s = self.mtbf_s(trained_s)
-        self.seconds = max(daly(self.stall_s, mtbf_s), self.write_s, self.stall_s, 1.0)
+        self.seconds = max(daly(self.stall_s, mtbf_s), self.write_s, self.stall_s, LEAST_S)
         if self.auto and not self.said / CHANGED < self.seconds < self.said * CHANGED:
             self.said = self.seconds
             seen = f"{self.failures} failure(s) in {trained_s / 3600:.3g} h" if self.failures else "none seen, a prior"
             share = lost(self.seconds, self.stall_s, self.restart_s + self.write_s, mtbf_s)
+            known = {"is written in": self.write_s, "a start takes": self.restart_s}
+            times = "".join(f", {name} {value:.3g} s" for name, value in known.items() if value)
             log.info(
-                "checkpoint.every=auto: every %.4g s; a checkpoint stops training for %.3g s and is written in %.3g s, "
-                "a start takes %.3g s, a failure comes every %.3g h (%s); checkpoints and failures take %.2g %%",
-                self.seconds, self.stall_s, self.write_s, self.restart_s, mtbf_s / 3600, seen, 100 * share,
+                "checkpoint.every=auto: every %.4g s; a checkpoint stops training for %.3g s%s; a failure comes every "
+                "%.3g h (%s); checkpoints and failures take %.2g %%",
+                self.seconds, self.stall_s, times, mtbf_s / 3600, seen, 100 * share,
             )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:

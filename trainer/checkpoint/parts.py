@@ -6,6 +6,7 @@
 A checkpoint of any number of ranks, and of any layout over them, so loads into any other.
 """
 
+from bisect import insort
 from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -68,8 +69,7 @@ class Stored:
         rows = piece.shape[0] if piece.shape else 1
         if piece.shape[1:] != self.shape[1:] or not 0 <= start <= start + rows <= self.rows:
             raise ValueError(f"{piece.name} of {piece.shape} from row {start} on is no part of {self.shape}")
-        self.pieces.append((start, piece))
-        self.pieces.sort(key=lambda item: (item[0], item[1].shape))  # one without rows first
+        insort(self.pieces, (start, piece), key=lambda item: (item[0], item[1].shape))  # one without rows first
 
     def is_whole(self) -> bool:
         """Return whether each row is in one piece, and in one only."""

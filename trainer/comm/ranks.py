@@ -104,15 +104,15 @@ class Ranks:
         """Start summing `values` over ranks, and return a function that waits for the sums.
 
         The sum runs during the caller's work. Up to `RING` ranks, gloo's thread takes 2 (N - 1) hops, one after the
-        other. With more ranks, a thread of ours takes log2 N rounds. With 50 us a hop, 1,000 ranks take 0.5 ms instead
+        other. With more ranks, a thread of ours takes log2 N rounds. With 50 us a hop, 1,000 ranks take 0.6 ms instead
         of 100 ms.
         """
         if self.world == 1:
             return partial(tuple, values)
         word = torch.tensor(values, dtype=torch.int64)
         if self.world > RING:
-            rows = self.agree_thread.submit(all_gather, word, self.agree_group)
-            return during(Phase.COMMUNICATION)(lambda: tuple(rows.result().sum(0).tolist()))
+            total = self.agree_thread.submit(add_up, word, self.agree_group)
+            return during(Phase.COMMUNICATION)(lambda: tuple(total.result().tolist()))
         work = dist.all_reduce(word, group=self.host, async_op=True)
         assert work is not None
 
@@ -183,6 +183,35 @@ def share(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
     """Copy tensors of the group's first rank to its others; None leaves them as they are."""
     if group is not None and tensors:
         dist._broadcast_coalesced(group, tensors, 250 << 20, 0)
+
+
+def add_up(word: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum integers (n,) over the ranks of `group`, in place, on the host.
+
+    Pairs of ranks exchange sums, at distances that double (recursive doubling, Thakur et al. 2005). Ranks beyond the
+    largest power of two hand their numbers to a partner, and get the sum back.
+    """
+    rank, power = group.rank(), 1 << group.size().bit_length() - 1
+    more, other = group.size() - power, torch.empty_like(word)
+
+    def take(source: int) -> None:
+        dist.recv(other, group=group, group_src=source)
+        word.add_(other)
+
+    if rank >= power:
+        dist.send(word, group=group, group_dst=rank - power)
+        dist.recv(word, group=group, group_src=rank - power)
+        return word
+    if rank < more:
+        take(rank + power)
+    for distance in (1 << k for k in range(power.bit_length() - 1)):
+        sent = dist.isend(word.clone(), group=group, group_dst=rank ^ distance)
+        take(rank ^ distance)
+        assert sent is not None
+        sent.wait()
+    if rank < more:
+        dist.send(word, group=group, group_dst=rank + power)
+    return word
 
 
 def all_gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:

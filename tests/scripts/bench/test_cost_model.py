@@ -1,4 +1,4 @@
-"""The cost model against the committed measurements of scripts.bench.comm: 97 rows of 12 tables."""
+"""The cost model against the committed measurements of scripts.bench.comm: every row of every table."""
 
 from dataclasses import astuple
 
@@ -12,7 +12,7 @@ COSTS = codecs((DOCS / "codecs.md").read_text())
 
 
 def test_the_tables_are_read() -> None:
-    assert len(TABLES) == 12 and {str(table) for table in TABLES} >= {"10M, 4 hosts, 1gbit", "30M, 2 hosts, 3gbit"}
+    assert len(TABLES) >= 12 and {str(table) for table in TABLES} >= {"10M, 4 hosts, 1gbit", "30M, 2 hosts, 3gbit"}
     assert TABLES[0].rows["ddp-25"]["CPU s a step"] == 0.299
 
 

@@ -19,13 +19,13 @@ def test_a_ring_takes_a_round_for_each_other_rank_twice() -> None:
 
 def test_a_flat_ring_has_the_bandwidth_of_all_ranks_of_a_node() -> None:
     wire = time(Message("all_reduce", 8e6), Group(2, 4), OWN)
-    assert wire.seconds == pytest.approx(14 * 0.01 + 1.75 * 8e6 / 40e6)
+    assert wire.seconds == pytest.approx(1.75 * (2 * 0.01 + 6 * 0.001) + 1.75 * 8e6 / 40e6)
 
 
 def test_an_all_to_all_crosses_with_each_rank_s_own_share() -> None:
     wire = time(Message("all_to_all", 8e6), Group(2, 4), OWN)
     crossing = 8e6 * 4 / 8  # of a rank's rows, half go to the other node
-    assert wire.seconds == pytest.approx(7 * 0.01 + crossing / 10e6)
+    assert wire.seconds == pytest.approx(7 / 8 * (2 * 0.01 + 6 * 0.001) + crossing / 10e6)
 
 
 def test_a_tree_takes_rounds_by_the_logarithm_of_nodes() -> None:

@@ -47,12 +47,13 @@ def test_shard_steps_a_part_of_the_parameters() -> None:
 
 
 def test_waiting_for_data() -> None:
-    def data(cores: float, workers: int) -> float:
+    def data(cores: float, workers: int, busy: float = 1.0) -> float:
         own = machine(1, cores=cores)
-        return predicted(own, choose(data__workers=workers), batch=2, data_s=0.5).parts["data"]
+        return predicted(own, choose(data__workers=workers), batch=2, data_s=0.5, data_cpu=busy).parts["data"]
 
     assert data(4.0, 0) == 1.0 and data(4.0, 1) == pytest.approx(1.0 - 0.61) and data(4.0, 2) == 0
     assert data(1.0, 2) == pytest.approx(1.0)  # one core computes and loads in turns
+    assert data(1.0, 2, busy=0.25) == pytest.approx(0.25) and data(1.0, 1, busy=0.0) == pytest.approx(1.0 - 0.61)
 
 
 def test_ranks_wait_for_the_slowest() -> None:

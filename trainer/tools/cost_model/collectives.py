@@ -2,11 +2,14 @@
 
 With a latency of a for each round, b bytes a second and N ranks, a ring all-reduces n bytes in
 `2 (N - 1) a + 2 (N - 1) / N n / b` seconds. Its second term is the least that any algorithm takes (Patarasuk and Yuan
-2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"). Ring all-gather and reduce-scatter take
-half of both terms (Thakur et al. 2005, "Optimization of collective communication operations in MPICH"; Chan et al.
-2007, "Collective communication: theory, practice, and experience"). Two trees that share the ranks take `2 log2(N)`
-rounds and have nearly full bandwidth (Sanders et al. 2009, "Two-tree algorithms for full bandwidth broadcast, reduction
-and scan").
+2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations").
+
+Ring all-gather and reduce-scatter take half of both terms. The sources are Thakur et al. 2005, "Optimization of
+collective communication operations in MPICH", and Chan et al. 2007, "Collective communication: theory, practice, and
+experience".
+
+Two trees that share the ranks take `2 log2(N)` rounds and have nearly full bandwidth. The source is Sanders et al.
+2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan".
 """
 
 import math
@@ -42,7 +45,7 @@ def of_ranks(ranks: int, machine: Machine) -> Group:
 
 
 def time(message: Message, group: Group, machine: Machine, algorithm: str = "ring") -> Wire:
-    """Return the time of a collective.
+    """Return the time of a collective. A part of the tensor passes the hops of a ring one after another.
 
     Args:
         algorithm: "ring" or "tree", of an all_reduce.
@@ -51,8 +54,9 @@ def time(message: Message, group: Group, machine: Machine, algorithm: str = "rin
         return Wire()
     slow = machine.across if group.nodes > 1 else machine.inside
     sent = message.sent(group.ranks)
-    rounds = (group.ranks - 1) * (2 if message.collective == "all_reduce" else 1)
-    latency_s = rounds * slow.latency_s
+    passes = 2 if message.collective == "all_reduce" else 1
+    hops_s = group.nodes * machine.across.latency_s + (group.ranks - group.nodes) * machine.inside.latency_s
+    latency_s = passes * (group.ranks - 1) / group.ranks * (hops_s if group.nodes > 1 else group.ranks * slow.latency_s)
     if algorithm == "tree":
         inside_s = (group.per_node - 1) * machine.inside.latency_s
         latency_s = 2 * (math.log2(group.nodes) * machine.across.latency_s + inside_s)
@@ -62,8 +66,8 @@ def time(message: Message, group: Group, machine: Machine, algorithm: str = "rin
 def bandwidth(collective: str, group: Group, machine: Machine) -> float:
     """Return the bytes that a rank sends in a second.
 
-    A ring passes each node's border once, so it has the bandwidth across of all ranks of the node. That holds for one
-    ring on a shared interface, and for NCCL's rings, one for each network card. In an all-to-all each rank has its own
+    A ring passes each node's border once, so it has the bandwidth across of all ranks of the node. One ring on a
+    shared interface has it, and so have NCCL's rings, one for each network card. In an all-to-all each rank has its own
     share.
     """
     if group.nodes == 1:

@@ -18,7 +18,8 @@ MODELLED = frozenset({
     "activation_checkpoint", "auto_batch", "bucket", "compile", "grad_compress", "hierarchical", "local_sgd",
     "onebit_adam", "optimizer_in_backward", "overlap", "pipeline", "shard",
 })  # fmt: skip
-FREE = frozenset({"early_stop", "progress", "tensorboard", "metrics_file", "throughput", "memory"})  # in other_s
+MONITORS = "trainer.monitors."  # whose time is in `Workload.other_s`
+FREE = frozenset({"early_stop"})
 WHY = {
     "ema": "its pass over the weights is not modelled",
     "nan_guard": "its checks and copies are not modelled",
@@ -146,14 +147,14 @@ def precision(settings: Mapping[str, Any]) -> list[str]:
 
 @functools.cache
 def defaults(callback: str) -> Mapping[str, Any] | None:
-    """Return the knobs of a callback's YAML; None without one."""
+    """Return a callback's YAML, the knobs and `_target_`; None without one."""
     from omegaconf import OmegaConf
 
     path = CONF / "callbacks" / f"{callback}.yaml"
     if not path.is_file():
         return None
     found: Any = OmegaConf.to_container(OmegaConf.load(path))
-    return {key: value for key, value in found[callback].items() if key != "_target_"}
+    return found[callback]
 
 
 def knobs(name: str, given: Mapping[str, Any], unknown: list[str]) -> Mapping[str, Any]:
@@ -163,8 +164,9 @@ def knobs(name: str, given: Mapping[str, Any], unknown: list[str]) -> Mapping[st
         unknown.append(f"callbacks.{name}: is no callback of Echelon's, and is not modelled")
         return given
     for knob in given.keys() - known.keys():
-        raise ConfigError(f"callbacks.{name}.{knob}={given[knob]}: no such knob; {nearest(knob, known)}")
-    if name not in MODELLED | FREE:
+        knobs_of = known.keys() - {"_target_"}
+        raise ConfigError(f"callbacks.{name}.{knob}={given[knob]}: no such knob; {nearest(knob, knobs_of)}")
+    if name not in MODELLED | FREE and not known["_target_"].startswith(MONITORS):
         unknown.append(f"callbacks.{name}: {WHY.get(name, 'its time is not modelled')}")
     return {**known, **given}
 

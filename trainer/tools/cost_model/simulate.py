@@ -1,8 +1,8 @@
 """Simulates a rank's step: one thread that computes, one link that carries jobs, and the cores that both need.
 
 A task is a stretch of computing. It may wait for jobs, and its end may start jobs. The link serves one started job at a
-time, the most urgent first, and never interrupts one. Both sides move as fluids: a task takes one core or what the rank
-has, a phase of a job takes a part of a core. When cores are short, the phase goes on as an equal, so both slow down.
+time, the most urgent first, and never interrupts one. Both sides move as fluids. A task takes one core or what the rank
+has, a phase of a job a part of a core. When cores are short, the phase goes on as an equal, so both slow down.
 """
 
 from collections.abc import Sequence

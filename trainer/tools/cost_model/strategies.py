@@ -70,8 +70,8 @@ def gathered_weights(setup: Setup) -> tuple[Wire, float]:
 def idle(setup: Setup) -> float:
     """Return the idle seconds of a pipeline, of the seconds that a stage works.
 
-    With p stages and m micro-batches that is (p - 1) / m for GPipe and 1F1B (Huang et al. 2018, Narayanan et al. 2019),
-    and half of that with two chunks a rank (Narayanan et al. 2021, arXiv:2104.04473). ZB-H1 keeps a third (Qi et al.
+    With p stages and m micro-batches it is (p - 1) / m for GPipe and 1F1B (Huang et al. 2018, Narayanan et al. 2019).
+    Two chunks a rank halve it (Narayanan et al. 2021, arXiv:2104.04473). ZB-H1 keeps a third (Qi et al.
     2024, arXiv:2401.10241), if the gradients of inputs and of weights take as long as the forward pass. ZBV and 2BW
     keep nothing.
     """

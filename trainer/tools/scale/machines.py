@@ -1,0 +1,75 @@
+"""Machines of any number of nodes: presets from data sheets, and the JSON of `python -m trainer.tools.bench`."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainer.errors import ConfigError, nearest
+from trainer.tools.cost_model.machine import Link, Machine, from_json
+
+# NCCL's own model of a ring with protocol Simple: seconds a hop over NVLink and over a network (src/graph/tuning.cc).
+NVLINK_S, NETWORK_S = 3.4e-6, 14.0e-6
+DISK = 2e9  # bytes a second of a node; a choice, for storage differs from site to site
+GPU_CORES = 8.0  # of the host, for each GPU; more than communication takes
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes. `machine` is one node; `across` is a rank's share of the network."""
+
+    machine: Machine
+    tflops: dict[str, float]  # dense peak of a device, by precision; empty: unknown
+    memory_bytes_per_s: float  # of a device's memory, for the optimizer's step; 0: unknown
+    host_bytes_per_s: float  # from a device to its host, for the copy of a checkpoint
+    source: str
+
+    def of(self, nodes: int) -> Machine:
+        return replace(self.machine, ranks=nodes * self.machine.ranks_per_node)
+
+
+def gpus(nvlink: float, network: float, memory: float) -> Machine:
+    """Return a node of eight GPUs.
+
+    Args:
+        nvlink, network: Bytes a second of a GPU, each way.
+        memory: Bytes of a GPU.
+    """
+    inside, across = Link(NVLINK_S, nvlink, 0.0), Link(NETWORK_S, network, 0.0)
+    return Machine(8, 8, GPU_CORES, inside, across, {}, memory, DISK)
+
+
+# NVLink is half of the data sheet's figure, which counts both ways. PCIe: 16 lanes, one way.
+PRESETS = {
+    "8xh100-8x400g": Cluster(
+        gpus(450e9, 50e9, 80e9), {"fp32": 66.9, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9},
+        3.35e12, 64e9,
+        "NVIDIA H100 SXM data sheet: NVLink 900 GB/s both ways, HBM3 3.35 TB/s, PCIe 5; a 400 Gbit/s card for each GPU",
+    ),
+    "8xa100-8x200g": Cluster(
+        gpus(300e9, 25e9, 80e9), {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}, 2.039e12, 32e9,
+        "NVIDIA A100 80GB SXM data sheet: NVLink 600 GB/s both ways, HBM2e 2.039 TB/s, PCIe 4; 200 Gbit/s for each GPU",
+    ),
+    "8xv100-1x100g": Cluster(
+        gpus(150e9, 12.5e9 / 8, 16e9), {"fp32": 15.7, "fp16": 125.0}, 0.9e12, 16e9,
+        "NVIDIA V100 SXM2 data sheet: NVLink 300 GB/s both ways, HBM2 900 GB/s, PCIe 3; 100 Gbit/s for the node",
+    ),
+}  # fmt: skip
+
+
+def find(name: str) -> Cluster:
+    """Return a preset, or the machine of a file of the bench.
+
+    Raises:
+        ConfigError: There is neither, or the file has no machine.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"machine={name}: is no file and no preset; {nearest(name, PRESETS)}")
+    try:
+        machine = from_json(json.loads(path.read_text())["machine"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"has no machine ({type(error).__name__}: {error})"
+        raise ConfigError(f"machine={name}: {why}; give a file of python -m trainer.tools.bench") from None
+    return Cluster(machine, {}, 0.0, machine.inside.bytes_per_s, f"measured: {path.name}")

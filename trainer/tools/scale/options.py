@@ -1,0 +1,91 @@
+"""The words of the command that are no settings of a run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from trainer.errors import ConfigError, nearest, require
+from trainer.tools.scale.rows import WAYS
+
+MOST_NODES = 1 << 17
+
+
+@dataclass(frozen=True)
+class ScaleOptions:
+    """The keys of a prediction. Every field is a word KEY=VALUE of the command."""
+
+    nodes: tuple[int, ...] = (1, 8, 64, 512, 4096)
+    machine: str = "8xh100-8x400g"
+    ways: tuple[str, ...] = tuple(WAYS)
+    scaling: str = "weak"  # weak: as many samples a rank; strong: the run's batch on any number of nodes
+    per_rank: int = 0  # samples of a rank in a step, for weak; 0: the run's micro_batch, or its batch
+    mfu: float = 0.4
+    tflops: float = 0.0  # peak of a device; 0: the machine's, by the precision
+    flops: float = 0.0  # of a sample, forward and backward; 0: the recipe's
+    activation_mib: float = 0.0  # that autograd keeps of a sample; 0: left out of the memory
+    jitter: float = 0.0  # standard deviation of a rank's passes, of their mean
+
+
+def read(words: Sequence[str]) -> tuple[ScaleOptions, list[str]]:
+    """Return the options, and the words that are settings of the run.
+
+    Raises:
+        ConfigError: A value has no meaning.
+    """
+    kinds = {field.name: type(field.default) for field in fields(ScaleOptions)}
+    given, rest = {}, []
+    for word in words:
+        key, equals, text = word.partition("=")
+        if key not in kinds or not equals:
+            rest.append(word)
+        elif key == "nodes":
+            given[key] = counts(text)
+        elif key == "ways":
+            given[key] = names(text)
+        else:
+            given[key] = value(key, text, kinds[key])
+    made = ScaleOptions(**given)
+    if made.scaling not in ("weak", "strong"):
+        raise ConfigError(f"scaling={made.scaling}: is neither weak nor strong; give one of them")
+    require("mfu", made.mfu, above=0)
+    for key in ("per_rank", "tflops", "flops", "activation_mib", "jitter"):
+        require(key, getattr(made, key), at_least=0)
+    if made.mfu > 1:
+        raise ConfigError(f"mfu={made.mfu}: must be at most 1, a share of the peak")
+    return made, rest
+
+
+def value(key: str, text: str, kind: type) -> object:
+    try:
+        return kind(text)
+    except ValueError:
+        what = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{key}={text}: is not {what}; give one, as in {key}=1") from None
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Return the numbers of nodes of `4`, `1,2,8` or `1..4096`, which doubles.
+
+    Raises:
+        ConfigError: There is no number, or one out of range.
+    """
+    first, dots, last = text.partition("..")
+    parts = [first, last] if dots else text.split(",")
+    if not all(part.isdecimal() and 0 < int(part) <= MOST_NODES for part in parts) or (dots and int(first) > int(last)):
+        raise ConfigError(f"nodes={text}: is no list of numbers from 1 to {MOST_NODES}; give 4, 1,2,8 or 1..4096")
+    found = [int(part) for part in parts]
+    if dots:
+        found = [found[0]]
+        while found[-1] * 2 <= int(last):
+            found.append(found[-1] * 2)
+        found += [int(last)] if found[-1] < int(last) else []
+    return tuple(dict.fromkeys(found))
+
+
+def names(text: str) -> tuple[str, ...]:
+    found = tuple(filter(None, text.split(",")))
+    for name in found:
+        if name not in WAYS:
+            raise ConfigError(f"ways={text}: {name} is unknown; {nearest(name, WAYS)}")
+    if not found:
+        raise ConfigError(f"ways={text}: names none; give some of {','.join(WAYS)}")
+    return found

@@ -1,0 +1,132 @@
+"""The rows of the table: each way to train on each number of nodes, its speed, memory, checkpoints and failures."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.checkpoint.interval import daly, lost, prior_s
+from trainer.tools.cost_model.predict import predict
+from trainer.tools.cost_model.setup import MONITORS
+from trainer.tools.cost_model.workload import Choice, Prediction, Workload
+from trainer.tools.scale.machines import Cluster
+
+SAVED = 12.0  # bytes a parameter in a checkpoint: weight and AdamW's moments
+STALL_S = 0.1  # of any checkpoint, beside its copy to the host; a choice
+RESTART_S = 300.0  # from a failure to the next step: notice it, start 8 ranks a node, load; a choice
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train."""
+
+    callbacks: Mapping[str, Mapping[str, Any]]
+    settings: Mapping[str, Any]
+    parts: bool = False  # each rank writes a part of the checkpoint
+
+    @property
+    def stages(self) -> int:
+        return self.callbacks.get("pipeline", {}).get("stages", 1)
+
+
+VIEW = {"trainer.ddp.gradient_as_bucket_view": True}  # the default on CUDA
+WAYS = {
+    "ring": Way({}, {**VIEW, "nccl.algo": "Ring"}),
+    "tree": Way({}, {**VIEW, "nccl.algo": "Tree"}),
+    "hierarchical": Way({"hierarchical": {}}, VIEW),
+    "bf16": Way({"grad_compress": {"codec": "bf16"}}, VIEW),
+    "shard-1": Way({"shard": {"stage": 1}}, VIEW, True),
+    "shard-3": Way({"shard": {"stage": 3}}, VIEW, True),
+    "shard-3-hybrid": Way({"shard": {"stage": 3, "hybrid": True}}, VIEW, True),
+    "pipeline-4": Way({"pipeline": {"stages": 4}}, VIEW, True),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way on some nodes. Rates are of all ranks; shares are between 0 and 1."""
+
+    nodes: int
+    ranks: int
+    way: str
+    batch: int
+    step_s: float
+    samples_per_s: float
+    efficiency: float  # samples a second and rank, of one rank's alone
+    exposed: float  # share of the step in which ranks wait for communication
+    memory_gib: float
+    fits: bool
+    checkpoint_s: float  # until it is written
+    stall_s: float
+    mtbf_h: float
+    interval_s: float
+    lost: float  # share that checkpoints, restarts and repeated work take
+    net_samples_per_s: float
+    unknown: tuple[str, ...]
+
+
+def alone(cluster: Cluster, workload: Workload, per_rank: int, passes: int) -> Prediction:
+    """Return the prediction of one rank without communication, with the samples of a step in `passes` parts."""
+    choice = Choice({}, {"accumulate": passes})
+    one = cluster.of(1)
+    return predict(type(one)(**{**vars(one), "ranks": 1, "ranks_per_node": 1}), workload, choice, per_rank)
+
+
+def own_way(config: Mapping[str, Any]) -> dict[str, Way]:
+    """Return the way of the run's own callbacks, under the name `config`; nothing if it has monitors alone."""
+    chosen = {name: node for name, node in config["callbacks"].items() if not node["_target_"].startswith(MONITORS)}
+    callbacks = {name: {k: v for k, v in node.items() if k != "_target_"} for name, node in chosen.items()}
+    settings = {f"trainer.ddp.{key}": value for key, value in config["trainer"]["ddp"].items() if value is not None}
+    settings = {key: value for key, value in settings.items() if key.endswith(("_mib", "_view"))}
+    parts = bool({"shard", "pipeline"} & callbacks.keys())
+    return {"config": Way(callbacks, {**VIEW, **settings}, parts)} if callbacks else {}
+
+
+def row(
+    cluster: Cluster, workload: Workload, named: tuple[str, Way], nodes: int, batch: int, micro: int | None
+) -> Row:  # fmt: skip
+    """Predict one row. `batch` is of all ranks.
+
+    Raises:
+        ConfigError: The ranks do not divide into the way's stages.
+    """
+    (name, way), machine = named, cluster.of(nodes)
+    choice = Choice(way.callbacks, {**way.settings, **({"micro_batch": micro} if micro else {})})
+    found = predict(machine, workload, choice, batch)
+    per_rank = -(-batch // machine.ranks)
+    single = alone(cluster, workload, per_rank, max(1, per_rank // (micro or per_rank)))
+    rate = batch / found.step_s
+    size = SAVED * sum(workload.parameters)
+    written_s = size / (machine.disk_bytes_per_s * (nodes if way.parts else 1))
+    stall_s = STALL_S + size / (machine.ranks if way.parts else 1) / cluster.host_bytes_per_s
+    mtbf_s = prior_s(machine.ranks)
+    interval_s = max(daly(stall_s, mtbf_s), written_s)
+    share = lost(interval_s, stall_s, RESTART_S + written_s, mtbf_s)
+    return Row(
+        nodes, machine.ranks, name, batch, found.step_s, rate, rate / machine.ranks / (per_rank / single.step_s),
+        found.parts["communication"] / found.step_s, found.memory_bytes / 2**30,
+        machine.memory_bytes is None or found.memory_bytes <= machine.memory_bytes,
+        written_s, stall_s, mtbf_s / 3600, interval_s, share, rate * (1 - share), found.unknown,
+    )  # fmt: skip
+
+
+def rows(
+    cluster: Cluster, workload: Workload, nodes: Iterable[int], ways: Mapping[str, Way], batch: int | None,
+    per_rank: int, micro: int | None,
+) -> tuple[list[Row], list[str]]:  # fmt: skip
+    """Predict all rows, and name those that are left out with the reason.
+
+    Args:
+        batch: Of all ranks, the same on any number of nodes; None: `per_rank` samples on each rank.
+    """
+    made, left_out = [], []
+    for count in nodes:
+        ranks = cluster.of(count).ranks
+        for name, way in ways.items():
+            stages = way.stages
+            if ranks % stages:
+                left_out.append(f"{name} on {count} node(s): {stages} stages do not divide {ranks} ranks")
+            elif batch is not None and batch * stages < ranks:
+                left_out.append(f"{name} on {count} node(s): the batch of {batch} is smaller than {ranks} ranks")
+            else:
+                made.append(row(cluster, workload, (name, way), count, batch or per_rank * ranks, micro))
+    return made, left_out
