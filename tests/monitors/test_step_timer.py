@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from toy_recipe import Toy
 
 from trainer.callback import Callback, Role
@@ -240,6 +241,22 @@ def test_ranks_that_wait_for_a_late_one_communicate(case: str, tmp_path, monkeyp
     assert min(waiting["communication"], waited["communication"]) > slow["communication"] + late / 2
     assert slow["forward"] >= late > 2 * max(waiting["forward"], waited["forward"])
     assert found[0][2]["time/slowest_rank"] == 2 and found[0][2]["time/spread"] > 1
+
+
+def late_rows(place: Place) -> None:
+    """The wait for rows, which on a GPU is one between streams, takes a while."""
+    wait = FSDPParamGroup.wait_for_unshard
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPParamGroup, "wait_for_unshard", lambda self: (time.sleep(SLEEP_S / 4), wait(self))[1])
+        run(place, {"shard": Shard(3)}, Late(False))
+
+
+def test_a_wait_for_the_rows_of_stage_3_is_communication(tmp_path, monkeypatch) -> None:
+    """Three blocks and the rest of the model wait forward, and the blocks wait backward again."""
+    monkeypatch.chdir(tmp_path)
+    run_ranks(3, late_rows)
+    for times in lines()[-1]["ranks"]:
+        assert times["communication"] >= 7 * SLEEP_S / 4 > 2 * max(times["forward"], times["backward"])
 
 
 class Wire(Callback):

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from support.ranks import run_ranks
 from support.sharded import Case, adam, fit, flat, sgd
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from toy_recipe import Toy
 
 from trainer.callback import Callback
@@ -20,8 +19,6 @@ from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.callbacks.ema import EMA
 from trainer.callbacks.nan_guard.callback import NanGuard
 from trainer.callbacks.shard.callback import Shard
-from trainer.comm import phases
-from trainer.comm.phases import Phase
 from trainer.comm.ranks import Ranks
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.parallel.fsdp import FSDP, own_parameters, units
@@ -403,34 +400,3 @@ def test_what_cannot_be_sharded_is_refused_by_name():
     for rank in found:
         for each, (_, _, message) in zip(rank, REFUSED, strict=True):
             assert each["refused"].startswith("ConfigError: ") and message in each["refused"]
-
-
-def waits_for_rows(place: Place) -> dict[str, float]:
-    """A clock that a wait for rows moves by 7 seconds. Such a wait is one between streams on a GPU."""
-    now, wait = [0.0], FSDPParamGroup.wait_for_unshard
-
-    def late(self: Any) -> None:
-        now[0] += 7.0
-        wait(self)
-
-    ranks = Ranks(place, "cpu", "gloo", 60.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FSDPParamGroup, "wait_for_unshard", late)
-        model = Toy().model()
-        assert dist.group.WORLD is not None
-        knobs = {"reshard": True, "offload": False, "copied": False}
-        strategy = FSDP(model, [*model.blocks], dist.group.WORLD, None, CPU, **knobs, step=int)  # pyright: ignore
-        clock = phases.start(CPU, lambda: now[0])
-        phases.switch(Phase.FORWARD)
-        loss = strategy.model(torch.ones(2, 8)).sum()
-        phases.begin_backward(loss, True)
-        loss.backward()
-        phases.stop(clock)
-    strategy.unwrap()
-    ranks.leave()
-    return {phase.name: seconds for phase, seconds in zip(Phase, clock.lap().seconds, strict=True) if seconds}
-
-
-def test_a_pass_that_waits_for_rows_communicates() -> None:
-    """Three units, forward and backward."""
-    assert run_ranks(2, waits_for_rows) == [{"COMMUNICATION": 6 * 7.0}] * 2
