@@ -4,7 +4,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +24,8 @@ from trainer.errors import ConfigError, printable
 from trainer.log import log
 from trainer.optim.groups import ParameterRules
 from trainer.plan import Plan, refuse_differences
+from trainer.process import handover
+from trainer.process.signals import StopSignals
 from trainer.run_dir import versions
 
 # Keys of `trainer` that change weights.
@@ -49,6 +51,8 @@ class SavedTrainer(TrainerProtocol, Protocol):
     started: float
     saved_at: float
     stop_reason: str
+    signals: StopSignals
+    argv: Sequence[str] | None
 
     @property
     def plan(self) -> Plan: ...
@@ -104,6 +108,8 @@ def save(trainer: SavedTrainer, last: bool = False) -> None:
     finally:
         if last:
             trainer.heartbeat.beat(patience_s=timeouts.EXPORT_S)  # rank 0 may export
+    if not (last or trainer.rank) and handover.take(trainer.run_dir, trainer.ranks.place.launcher, trainer.argv):
+        trainer.signals.name = handover.REQUEST  # the next step ends the run, on all ranks
 
 
 def reserve(trainer: SavedTrainer) -> None:
