@@ -1,0 +1,46 @@
+"""Buckets are those of torch's DDP; shares of the passes leave tables out."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.costs import MIB, choose, machine, setup
+
+from trainer.tools.cost_model.buckets import lay_out, limits, shares
+
+SIZES = (3 * MIB, 40_000, 7 * MIB, 900, 2 * MIB, 5 * MIB, 10, 4 * MIB, MIB, 60_000, 2 * MIB)  # elements
+
+
+@pytest.mark.parametrize("mib", [None, 5, 25, 10_000])
+def test_buckets_are_ddp_s(mib: float | None) -> None:
+    found = lay_out(setup(machine(), choose(trainer__ddp__bucket_mib=mib), parameters=SIZES))
+    bounds = [MIB, 25 * MIB] if mib is None else [int(mib * MIB)]
+    tensors = [torch.empty(size, device="meta") for size in reversed(SIZES)]
+    expected, _ = dist._compute_bucket_assignment_by_size(tensors, bounds, [False] * len(SIZES))
+    assert [bucket.elements for bucket in found] == [sum(SIZES[::-1][i] for i in indices) for indices in expected]
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "expected"),
+    [
+        ({}, [1, 25]),
+        ({"overlap": {}}, [1]),
+        ({"bucket": {"mib": 4}}, [4, 4]),
+        ({"bucket": {"mib": "auto", "first_mib": 2}}, [2, 25]),
+        ({"bucket": {"mibs": [1, 2, 3]}}, [1, 2, 3]),
+    ],
+)
+def test_sizes(callbacks: dict[str, dict[str, object]], expected: list[float]) -> None:
+    assert limits(setup(machine(), choose(callbacks))) == expected
+
+
+def test_tables_and_vectors_take_no_share_of_the_passes() -> None:
+    known = {"parameters": (8000, 10, 100, 300), "shapes": ((800, 10), (10,), (10, 10), (10, 30))}
+    assert shares(setup(machine(), **known)) == [0, 0, 0.25, 0.75]
+    assert shares(setup(machine(), **known, compute=(1, 0, 0, 1))) == [0.5, 0, 0, 0.5]
+    assert shares(setup(machine(), parameters=(10, 30))) == [0.25, 0.75]
+
+
+def test_shares_add_up() -> None:
+    for stages in (1, 2):
+        found = lay_out(setup(machine(4), choose({"pipeline": {"stages": stages}})))
+        assert sum(bucket.share for bucket in found) == pytest.approx(1)

@@ -1,0 +1,70 @@
+"""Bytes that were counted on real ranks, as the cards tell: P = 40 MiB of parameters, AdamW's state of 2 P."""
+
+import pytest
+from support.costs import MIB, WORKLOAD, choose, machine, setup
+
+from trainer.tools.cost_model.memory import in_flight, kept_by_callbacks, model_bytes, predict_memory
+
+P = 10 * MIB
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "copies"),
+    [
+        ({}, 5),  # parameters, gradients, DDP's buckets, two moments
+        ({"overlap": {}}, 4),
+        ({"local_sgd": {}}, 4),
+        ({"shard": {"stage": 1}}, 3.5),
+        ({"shard": {"stage": 2}}, 1.75),
+        ({"optimizer_in_backward": {}}, 3.4),  # four buckets of ten
+    ],
+)
+def test_copies_of_the_parameters(callbacks: dict[str, dict[str, object]], copies: float) -> None:
+    assert model_bytes(setup(machine(4), choose(callbacks, trainer__ddp__bucket_mib=1))) == pytest.approx(copies * P)
+
+
+def test_rows_of_stage_3_and_two_units() -> None:
+    found = model_bytes(setup(machine(4), choose({"shard": {"stage": 3}}, trainer__ddp__bucket_mib=1)))
+    assert found == pytest.approx(P + 2 * MIB)
+
+
+def test_one_rank_has_no_buckets() -> None:
+    assert model_bytes(setup(machine(1))) == 4 * P
+
+
+def test_views_save_a_copy() -> None:
+    assert model_bytes(setup(machine(2), choose(trainer__ddp__gradient_as_bucket_view=True))) == 4 * P
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "copies"),
+    [
+        ({"grad_compress": {"codec": "topk"}}, 1),
+        ({"grad_compress": {"codec": "topk", "feedback": False}}, 0),
+        ({"grad_compress": {"codec": "dgc", "momentum": 0.9}}, 2),
+        ({"grad_compress": {"codec": "int8", "feedback": True}}, 1),
+        ({"local_sgd": {}}, 2),
+        ({"local_sgd": {"outer": "nesterov", "delay": 2}}, 4),
+        ({"onebit_adam": {}}, 3.25),
+        ({"ema": {}}, 1),
+    ],
+)
+def test_what_callbacks_keep(callbacks: dict[str, dict[str, object]], copies: float) -> None:
+    assert kept_by_callbacks(setup(machine(4), choose(callbacks))) == pytest.approx(copies * P)
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "share"),
+    [({}, 1), ({"activation_checkpoint": {}}, 0.1), ({"activation_checkpoint": {"every": 2}}, 0.55),
+     ({"activation_checkpoint": {"budget": 0.3}}, 0.3)],
+)  # fmt: skip
+def test_activations(callbacks: dict[str, dict[str, object]], share: float) -> None:
+    own = setup(machine(1), choose(callbacks), batch=8)
+    assert predict_memory(own) - model_bytes(own) == pytest.approx(8 * 1000 * share)
+
+
+@pytest.mark.parametrize(("schedule", "count"), [("gpipe", 8), ("1f1b", 2), ("pipedream_2bw", 2)])
+def test_micro_batches_in_flight(schedule: str, count: int) -> None:
+    own = setup(machine(2), choose({"pipeline": {"schedule": schedule}}, accumulate=8), batch=8)
+    assert in_flight(own) == count
+    assert model_bytes(own) == (2 if schedule != "pipedream_2bw" else 3) * P and WORKLOAD.state_bytes == 4 * P

@@ -1,0 +1,71 @@
+"""Steps of local_sgd, onebit_adam and pipelines by hand; a rank computes for 0.61 s."""
+
+import pytest
+from support.costs import CODECS, MIB, choose, machine, setup
+
+from trainer.tools.cost_model.machine import CodecCost, Link
+from trainer.tools.cost_model.passes import passes
+from trainer.tools.cost_model.strategies import gathered_weights, idle, local_sgd, onebit_adam, pipeline
+
+
+def steps(knobs: dict[str, object], sync_s: float = 1.0, cores: float = 2.0, cpu_s: float = 0.0):
+    found = setup(
+        machine(across=Link(0.0, 10 * MIB / sync_s, cpu_s / 20 / MIB), cores=cores), choose({"local_sgd": knobs})
+    )
+    return local_sgd(found, passes(found), codec=True)
+
+
+def test_a_synchronisation_counts_once_in_every_steps() -> None:
+    found = steps({"every": 5})
+    assert found.seconds == pytest.approx(0.61 + 1.0 / 5) and found.sent_bytes == pytest.approx(10 * MIB / 5)
+
+
+def test_delay_hides_it() -> None:
+    assert steps({"every": 5, "delay": 2}).seconds == pytest.approx(0.61)
+    assert steps({"every": 5, "delay": 1}).seconds == pytest.approx(0.61 + (1.0 - 0.61) / 5)
+
+
+def test_delay_hides_no_processor_time_of_a_single_core() -> None:
+    assert steps({"every": 5, "delay": 2}, cores=1.0, cpu_s=0.5).seconds == pytest.approx(0.61 + 0.5 / 5)
+
+
+def test_fragments_share_the_bytes_and_each_has_the_delay() -> None:
+    assert steps({"every": 6, "fragments": 3}).seconds == pytest.approx(0.61 + 1.0 / 6)
+    assert steps({"every": 6, "fragments": 3, "delay": 1}).seconds == pytest.approx(0.61)
+
+
+def test_nothing_hides_the_signs_of_onebit_adam() -> None:
+    codecs = {**CODECS, "sign": CodecCost(1e-8, 1e-8)}
+    found = setup(machine(across=Link(0.0, 1e6, 0.0), codecs=codecs), choose({"onebit_adam": {}}))
+    cost = onebit_adam(found, passes(found), codec=True)
+    size = 10 * MIB / 32 + 4 * 10  # a bit an element, a scale a parameter
+    assert cost.sent_bytes == pytest.approx(size)
+    assert cost.seconds == pytest.approx(0.61 + size / 1e6 + 10 * MIB * 1e-8 * (1.5 + 3.5))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "share"),
+    [
+        ("gpipe", 3 / 11),
+        ("1f1b", 3 / 11),
+        ("interleaved", 1.5 / 9.5),
+        ("zero_bubble", 1 / 9),
+        ("zbv", 0),
+        ("pipedream_2bw", 0),
+    ],
+)
+def test_the_bubble_s_share_of_a_step(schedule: str, share: float) -> None:
+    """(p - 1) / (m + p - 1) with 4 stages and 8 micro-batches; half and a third as long with other schedules."""
+    found = setup(machine(4), choose({"pipeline": {"stages": 4, "schedule": schedule}}, accumulate=8), batch=8)
+    assert idle(found) / (1 + idle(found)) == pytest.approx(share)
+
+
+def test_messages_of_a_pipeline() -> None:
+    found = setup(machine(2), choose({"pipeline": {}}, accumulate=4), batch=8, boundary_bytes=1000.0)
+    assert pipeline(found).sent_bytes == 2 * 4 * 2 * 1000
+    assert pipeline(found).seconds == pytest.approx(2 * 2000 / 1e6)
+
+
+def test_owners_gather_their_weights() -> None:
+    wire, sent = gathered_weights(setup(machine(4), choose({"shard": {}})))
+    assert sent == 0.75 * 10 * MIB and wire.seconds == pytest.approx(sent / 1e6)
