@@ -12,6 +12,7 @@ import trainer
 from trainer.config.compose import CONF, TYPED, choices, compose, config_dirs, kept_by_recipe
 from trainer.errors import STOPPED, ConfigError, nearest, printable
 from trainer.log import log, log_to_terminal
+from trainer.process import handover
 from trainer.process.environment import avoid_foreign_cache, detect, raise_file_limit, refuse_nodes
 from trainer.process.exit import die_with_parent, exit_process, run_guarded
 from trainer.process.signals import StartupSignals
@@ -74,8 +75,11 @@ def command(arguments: list[str]) -> int:
         )
     for job in jobs:
         check(job.config)
+    if len(jobs) > 1:
+        os.environ[handover.SEVERAL] = "1"
     for job in jobs:
         codes.append(run_guarded(lambda: run(*job)))  # noqa: B023 called at once
+        handover.go_on()
         if codes[-1] in (STOPPED, 130):
             break
     return max(codes)

@@ -26,7 +26,9 @@ from trainer.files import Appended, write_json, write_whole
 from trainer.log import log
 from trainer.optim.groups import WithGroups
 from trainer.plan import RunSpec
+from trainer.process import handover
 from trainer.process.environment import Place
+from trainer.process.signals import StopSignals
 from trainer.timeouts import STILL
 from trainer.trainer import Trainer
 from trainer.training_state import model_identity
@@ -82,6 +84,8 @@ def train(
         if trainer.rank == 0:
             note_crash(trainer, error)
         raise
+    if trainer.stop_reason == "signal" and trainer.world == 1 and not StopSignals.received:
+        handover.prepare(trainer.run_dir, argv)
     return end(STOPPED if trainer.stop_reason == "signal" else 0)
 
 

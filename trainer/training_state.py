@@ -4,7 +4,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +26,8 @@ from trainer.errors import ConfigError, printable
 from trainer.log import log
 from trainer.optim.groups import ParameterRules
 from trainer.plan import Plan, refuse_differences
+from trainer.process import handover
+from trainer.process.signals import StopSignals
 from trainer.run_dir import versions
 
 # Keys of `trainer` that change weights.
@@ -51,6 +53,8 @@ class SavedTrainer(TrainerProtocol, Protocol):
     loaded: tuple[int, int] | None  # step and validated_step of the resumed checkpoint
     started: float
     saved_at: float
+    signals: StopSignals
+    argv: Sequence[str] | None
 
     @property
     def plan(self) -> Plan: ...
@@ -119,6 +123,8 @@ def save(trainer: SavedTrainer, last: bool = False) -> None:
     if saver.began_at > began_at and not last:
         trainer.interval.measure(saver.stall_s, write_s, trainer.seconds)
         follow(trainer)
+    if not (last or trainer.rank) and handover.take(trainer.run_dir, trainer.ranks.place.launcher, trainer.argv):
+        trainer.signals.name = handover.REQUEST  # the next step ends the run, on all ranks
 
 
 def follow(trainer: SavedTrainer) -> None:

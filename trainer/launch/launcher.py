@@ -13,12 +13,13 @@ from trainer.checkpoint import locate
 from trainer.comm.device import count_gpus, pick_backend
 from trainer.config.build import build_options
 from trainer.config.options import Options
-from trainer.errors import ConfigError
+from trainer.errors import STOPPED, ConfigError
 from trainer.launch.supervisor import Supervisor
 from trainer.launch.worker import train_under_launcher
 from trainer.log import log_to_terminal
 from trainer.plan import Plan, RunSpec
 from trainer.precision import Precision
+from trainer.process import handover
 from trainer.process.environment import Place, refuse_without_loopback
 from trainer.process.temporary import sockets_in, temporary_folder
 from trainer.run_dir import make_run_dir
@@ -94,4 +95,8 @@ def supervise(
         return f"; go on with {go_on(argv, saved)}" if any(saved.glob("step-*")) else ""
 
     logs, still_s = run_dir / "logs", STILL * options["timeout_s"]
-    return end(Supervisor(describe_run, argv, place, logs, resume_hint, restarts, still_s, start_s).run())
+    supervisor = Supervisor(describe_run, argv, place, logs, resume_hint, restarts, still_s, start_s)
+    code = supervisor.run()
+    if code == STOPPED and not supervisor.passed and place.world == place.local_world:
+        handover.prepare(run_dir, argv)
+    return end(code)

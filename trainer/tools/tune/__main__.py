@@ -1,6 +1,8 @@
 """python -m trainer.tools.tune: finds a faster config of a run, proves it on short runs, writes it for +tuned=NAME."""
 
 import dataclasses
+import gc
+import importlib
 import os
 import signal
 import sys
@@ -19,6 +21,7 @@ from trainer.process.exit import run_guarded
 from trainer.process.temporary import temporary_folder
 from trainer.tools.tune.options import TuneOptions, read_options
 
+COMPILED = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # folders of code that trials compile
 UNCHANGED = 77  # exit code: today's config stays
 USAGE = """python -m trainer.tools.tune [ARGUMENTS OF THE RUN] [tune.KEY=VALUE ...]
 
@@ -57,6 +60,10 @@ def command(arguments: list[str]) -> int:
             return 0
         raise ConfigError(f"-m: gives {len(jobs)} runs, and tune takes one; leave -m out")
     check(jobs[0].config)
+    if options.apply:
+        from trainer.tools.tune.apply import find_run
+
+        find_run(jobs[0].config)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
     prepare()
@@ -90,6 +97,10 @@ def tune(config: dict[str, Any], recipe: str, argv: Sequence[str], options: Tune
     place = find_place(config)
     log_to_terminal(1)
     with temporary_folder() as temporary:
+        for name in COMPILED:
+            os.environ[name] = str(temporary / "compiled")
+        importlib.import_module("torch._dynamo")  # for DDP and optimizers: each fork would take a second for it
+        gc.freeze()
         team = Team(place, temporary, run_order)
         try:
             if not team.leads:
@@ -102,6 +113,7 @@ def tune(config: dict[str, Any], recipe: str, argv: Sequence[str], options: Tune
 
 def lead(team: Any, config: dict[str, Any], options: TuneOptions, folder: Path, name: str, argv: Sequence[str]) -> int:
     """Search on the first process, and write the result."""
+    from trainer.tools.tune.apply import hand_over
     from trainer.tools.tune.candidates import NOTHING
     from trainer.tools.tune.journal import Journal
     from trainer.tools.tune.overlay import overlay, write
@@ -131,8 +143,16 @@ def lead(team: Any, config: dict[str, Any], options: TuneOptions, folder: Path, 
             say(f"result     today's config stays: {line}")
         return UNCHANGED
     path = write(folder, name, overlay(config, choice, tuned, evidence))
-    say(f"result     {path}: use it by +tuned={name}")
+    say(f"result     {path}: use it by +tuned={name}{hint(folder, argv)}")
+    if options.apply:
+        say(f"apply      {hand_over(Path(config['trainer']['run_dir']), choice, place.world, name, folder)}")
     return 0
+
+
+def hint(folder: Path, argv: Sequence[str]) -> str:
+    """Return what a run needs beside `+tuned=NAME` to find the file."""
+    found = "--config-dir" in argv or folder.resolve() == CONF.resolve()
+    return "" if found else f" with --config-dir {folder}"
 
 
 def find_place(config: dict[str, Any]) -> Place:

@@ -20,14 +20,14 @@ class TuneOptions:
     name: str | None = None  # of the result, conf/tuned/NAME.yaml; null: the recipe's name
     steps: int = 20  # timed steps of a trial
     warm: int = 3  # steps before them
-    pairs: int = 5  # of short runs in the canary: today's config, then the winner
+    pairs: int = 5  # of short runs in the canary: today's config, then the winner; 5 wins of 5 have a chance of 3 %
     limit_s: float = 300.0  # of one trial; one that takes longer has failed
     bound: float = 0.01  # largest relative difference of a lossy config's loss
 
     def __post_init__(self) -> None:
         for key in ("budget_s", "limit_s", "bound"):
             require(f"tune.{key}", getattr(self, key), above=0)
-        for key, least in (("steps", 2), ("warm", 1), ("pairs", 3)):
+        for key, least in (("steps", 2), ("warm", 1), ("pairs", 5)):
             require(f"tune.{key}", getattr(self, key), at_least=least)
         if self.name is not None and not NAME.fullmatch(self.name):
             raise ConfigError(f"tune.name={self.name}: must be the name of a file: letters, digits, '.', '-' and '_'")

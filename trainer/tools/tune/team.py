@@ -5,8 +5,6 @@ obeys the first one over the launcher's store. The ranks of a trial then meet at
 """
 
 import contextlib
-import gc
-import importlib
 import json
 import multiprocessing.connection
 import os
@@ -60,8 +58,6 @@ class Team:
     pids: dict[int, int] = field(default_factory=dict)  # rank -> process
 
     def __post_init__(self) -> None:
-        importlib.import_module("torch._dynamo")  # by DDP and optimizers: each fork would take a second for it
-        gc.freeze()
         count = self.place.local_world if self.place.starts else 1
         self.own = range(self.place.rank, self.place.rank + count)
         if len(self.own) < self.place.world:

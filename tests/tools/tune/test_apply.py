@@ -1,0 +1,53 @@
+"""Rolling out: which results a running job is asked to take over, and which ones only a user may choose."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from support.cli import ROOT
+
+from trainer.config.compose import CONF, compose
+from trainer.errors import ConfigError
+from trainer.process import handover
+from trainer.tools.cost_model.workload import Choice
+from trainer.tools.tune.apply import find_run, hand_over
+
+TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy"]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr("sys.argv", ["tune"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    config: Any = compose(TOY, [CONF, ROOT / "tests" / "toy" / "conf"])[0].config
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+    return tmp_path
+
+
+def test_settings_and_layouts_are_handed_over(run: Path) -> None:
+    choice = Choice({"shard": {"stage": 1}}, {"micro_batch": 2, "accumulate": None})
+    assert hand_over(run, choice, 2, "mine", run) == f"{run} takes it over at its next checkpoint"
+    asked = json.loads((run / handover.REQUEST).read_text())
+    assert asked == {"name": "mine", "folder": str(run.resolve()), "keys": ["micro_batch", "accumulate"]}
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        (Choice({"overlap": {}}, {}), "a resume refuses new callbacks with state (overlap)"),
+        (Choice({}, {"micro_batch": 5, "accumulate": None}), "it would refuse the result (batch=12: does not divide"),
+    ],
+)
+def test_what_a_resume_refuses_is_left_to_the_user(choice: Choice, reason: str, run: Path) -> None:
+    assert f"{run} goes on as it is: {reason}" in hand_over(run, choice, 2, "mine", run)
+    assert not (run / handover.REQUEST).exists()
+
+
+def test_a_run_has_to_be_named_and_to_be_there(run: Path) -> None:
+    assert find_run({"trainer": {"run_dir": str(run)}}) == run
+    with pytest.raises(ConfigError, match=r"tune\.apply=true: no run is named; give "):
+        find_run({"trainer": {"run_dir": None}})
+    with pytest.raises(ConfigError, match=r"run_dir=.*odd: holds no run"):
+        find_run({"trainer": {"run_dir": str(run / "odd")}})

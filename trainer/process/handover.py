@@ -1,0 +1,90 @@
+"""Hands a running job over to a result of `trainer.tools.tune`, at a checkpoint of the job.
+
+The tool writes a request into the folder of the run. Rank 0 takes it when it saves; the run then stops as for a signal,
+with a checkpoint. The process that the user started becomes the same command with `+tuned=NAME`, which resumes.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.files import write_json
+from trainer.log import log
+
+REQUEST, TAKEN, REFUSED = "tuned.json", "tuned-taken.json", "tuned-refused.json"
+SEVERAL = "ECHELON_SEVERAL_RUNS"  # set if one command runs several jobs, and can't become another command
+command: list[str] = []  # that this process is about to become
+
+
+def ask(run_dir: Path, name: str, folder: Path, keys: Sequence[str]) -> None:
+    """Ask a run to take a result over.
+
+    Args:
+        folder: Of configs; it has tuned/NAME.yaml.
+        keys: Settings of the result, which the run's own arguments would override.
+    """
+    write_json(run_dir / REQUEST, {"name": name, "folder": str(folder.resolve()), "keys": list(keys)})
+
+
+def take(run_dir: Path, launcher: str, argv: Sequence[str] | None) -> bool:
+    """Return whether the run stops for a request. For rank 0, once a request is there.
+
+    A run goes on if the process that the user started can't become another command.
+    """
+    request = run_dir / REQUEST
+    if not request.exists():
+        return False
+    why = hindrance(request, launcher, argv)
+    with contextlib.suppress(OSError):  # a request that stayed would stop the run again
+        request.replace(run_dir / (REFUSED if why else TAKEN))
+        if not why:
+            log.info("%s: the run stops here, and goes on with a result of trainer.tools.tune", request)
+            return True
+    log.warning("%s: is not taken over (%s); stop the run, and give +tuned=NAME", request, why or "it can't be moved")
+    return False
+
+
+def hindrance(request: Path, launcher: str, argv: Sequence[str] | None) -> str:
+    """Return why the run's command can't become one with the result; empty if it can."""
+    if launcher not in ("", "echelon"):
+        return f"{launcher} started this run, and would start it again as it was"
+    if argv is None or SEVERAL in os.environ:
+        return "the run is not the only one of its command"
+    try:
+        wanted = json.loads(request.read_text())
+        file = Path(folder_of(argv) or wanted["folder"]) / "tuned" / f"{wanted['name']}.yaml"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "it is no request of trainer.tools.tune"
+    return "" if file.is_file() else f"the run's --config-dir has no {file}"
+
+
+def folder_of(argv: Sequence[str]) -> str:
+    """Return the folder of configs that the run's command names; empty without one."""
+    return next((folder for word, folder in itertools.pairwise(argv) if word == "--config-dir"), "")
+
+
+def prepare(run_dir: Path, argv: Sequence[str]) -> None:
+    """Let `go_on` replace this process, if the run has stopped for a request."""
+    try:
+        wanted = json.loads((run_dir / TAKEN).read_text())
+        (run_dir / TAKEN).unlink()
+    except OSError:
+        return
+    replaced = {"trainer.resume", "trainer.run_dir", "tuned", *wanted["keys"]}
+    words = [word for word in argv if word.partition("=")[0].lstrip("+") not in replaced]
+    if not folder_of(words):
+        words = ["--config-dir", wanted["folder"], *words]
+    words += [f"+tuned={wanted['name']}", f"trainer.run_dir={run_dir}", "trainer.resume=auto"]
+    command[:] = [sys.executable, "-m", "trainer.main", *words]
+
+
+def go_on() -> None:
+    """Replace this process by the command that `prepare` has made, if any."""
+    if command:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execv(command[0], command)
