@@ -23,9 +23,15 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def clock() -> Iterator[Clock]:
+def undo() -> Iterator[ExitStack]:
+    with ExitStack() as undo:
+        yield undo
+
+
+@pytest.fixture
+def clock(undo: ExitStack) -> Iterator[Clock]:
     NOW[0] = 100.0
-    clock = start(CPU, lambda: NOW[0])
+    clock = start(CPU, undo, lambda: NOW[0])
     yield clock
     stop(clock)
 
@@ -94,17 +100,19 @@ def _until(clock: Clock, phase: Phase) -> None:
 
 def test_two_that_measure_share_one_clock_and_the_last_one_ends_it() -> None:
     wait, reduce = dist.Work.wait, dist.all_reduce
-    first, second = start(CPU), start(CPU, lambda: 0.0)
-    assert first is second and dist.Work.wait is not wait and dist.all_reduce is not reduce
-    stop(first)
-    assert running.clock is second
-    stop(second)
-    assert running.clock is None and dist.Work.wait is wait and dist.all_reduce is reduce
+    with ExitStack() as undo:
+        first, second = start(CPU, undo), start(CPU, undo, lambda: 0.0)
+        assert first is second and dist.Work.wait is not wait and dist.all_reduce is not reduce
+        stop(first)
+        assert running.clock is second
+        stop(second)
+        assert running.clock is None
+    assert dist.Work.wait is wait and dist.all_reduce is reduce
 
 
-def test_another_thread_that_trains_has_a_clock_of_its_own(clock: Clock) -> None:
+def test_another_thread_that_trains_has_a_clock_of_its_own(clock: Clock, undo: ExitStack) -> None:
     def train() -> None:
-        other = start(CPU, lambda: NOW[0])
+        other = start(CPU, undo, lambda: NOW[0])
         assert other is not clock and running.clock is other
         stop(other)
 
@@ -173,9 +181,9 @@ class Device:
         self.host += milliseconds
 
 
-def test_a_device_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_is_never_waited_for(monkeypatch: pytest.MonkeyPatch, undo: ExitStack) -> None:
     device = Device(monkeypatch)
-    clock = start(torch.device("cuda", 0))
+    clock = start(torch.device("cuda", 0), undo)
     assert isinstance(clock, DeviceClock)
     try:
         laps = []
@@ -205,9 +213,9 @@ def test_a_device_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         stop(clock)
 
 
-def test_events_are_read_long_before_a_logged_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_are_read_long_before_a_logged_step(monkeypatch: pytest.MonkeyPatch, undo: ExitStack) -> None:
     device = Device(monkeypatch)
-    clock = start(torch.device("cuda", 0))
+    clock = start(torch.device("cuda", 0), undo)
     try:
         for _ in range(5000):
             device.enqueue(1)
@@ -221,9 +229,9 @@ def test_events_are_read_long_before_a_logged_step(monkeypatch: pytest.MonkeyPat
         stop(clock)
 
 
-def test_a_wait_of_another_stream_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_of_another_stream_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch, undo: ExitStack) -> None:
     device = Device(monkeypatch)
-    clock = start(torch.device("cuda", 0))
+    clock = start(torch.device("cuda", 0), undo)
     try:
         device.stream = "reduction"
         during(Phase.COMMUNICATION)(device.enqueue)(7)
@@ -235,12 +243,12 @@ def test_a_wait_of_another_stream_keeps_nobody_waiting(monkeypatch: pytest.Monke
         stop(clock)
 
 
-def test_the_waits_of_a_device_s_thread_for_gradients_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_waits_of_a_device_s_thread_for_gradients_count(monkeypatch: pytest.MonkeyPatch, undo: ExitStack) -> None:
     """The hooks of a loss run in that thread, then what was queued."""
     device, queued = Device(monkeypatch), list[Any]()
     engine = SimpleNamespace(queue_callback=queued.append)
     monkeypatch.setattr(phases.Variable, "_execution_engine", engine)
-    clock, hooks = start(torch.device("cuda", 0)), list[Any]()
+    clock, hooks = start(torch.device("cuda", 0), undo), list[Any]()
     try:
         begin_backward(SimpleNamespace(register_hook=hooks.append), True)  # pyright: ignore[reportArgumentType]
 
@@ -263,8 +271,7 @@ def test_the_waits_of_a_device_s_thread_for_gradients_count(monkeypatch: pytest.
         stop(clock)
 
 
-def test_waits_of_torch_that_are_missing_in_a_version_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_of_torch_that_are_missing_in_a_version_are_left_out(monkeypatch, undo: ExitStack) -> None:
     monkeypatch.delattr(dist, "all_gather_single", raising=False)
-    with ExitStack() as undo:
-        phases.watch_waits(undo)
-        assert not hasattr(dist, "all_gather_single")
+    phases.watch_waits(undo)
+    assert not hasattr(dist, "all_gather_single")

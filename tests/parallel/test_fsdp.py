@@ -1,6 +1,7 @@
 """Rows give plain DDP's numbers to rounding, hold a share of the bytes, and send nothing between micro-batches."""
 
 import math
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -414,13 +415,13 @@ def waits_for_rows(place: Place) -> dict[str, float]:
         wait(self)
 
     ranks = Ranks(place, "cpu", "gloo", 60.0)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as undo:
         patch.setattr(FSDPParamGroup, "wait_for_unshard", late)
         model = Toy().model()
         assert dist.group.WORLD is not None
         knobs = {"reshard": True, "offload": False, "copied": False}
         strategy = FSDP(model, [*model.blocks], dist.group.WORLD, None, CPU, **knobs, step=int)  # pyright: ignore
-        clock = phases.start(CPU, lambda: now[0])
+        clock = phases.start(CPU, undo, lambda: now[0])
         phases.switch(Phase.FORWARD)
         loss = strategy.model(torch.ones(2, 8)).sum()
         phases.begin_backward(loss, True)

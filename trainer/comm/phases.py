@@ -17,7 +17,6 @@ from torch.autograd import Variable
 P = ParamSpec("P")
 R = TypeVar("R")
 
-
 MARKS = 1000  # CUDA events that wait to be read at most, unless the device is that far behind
 
 
@@ -54,7 +53,7 @@ class Clock:
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.now, self.since, self.phase = now, now(), Phase.CALLBACKS
         self.seconds = [0.0] * len(Phase)
-        self.users, self.undo = 0, ExitStack()
+        self.users = 0
         self.thread = self.backward_thread = get_ident()  # a device has a thread of its own for its gradients
 
     def switch(self, phase: Phase) -> None:
@@ -148,25 +147,25 @@ class Running:
 running = Running()
 
 
-def start(device: torch.device, now: Callable[[], float] = time.perf_counter) -> Clock:
+def start(device: torch.device, undo: ExitStack, now: Callable[[], float] = time.perf_counter) -> Clock:
     """Return the clock of this thread, which runs from now on. Each call of `start` needs one of `stop`.
 
     Args:
+        undo: Ends the watch of torch's waits.
         now: Seconds, on a CPU, if no clock runs yet.
     """
     clock = running.clock
     if clock is None or clock.thread != get_ident():
         clock = running.clock = DeviceClock(device) if device.type == "cuda" else Clock(now)
-        watch_waits(clock.undo)
+        watch_waits(undo)
     clock.users += 1
     return clock
 
 
 def stop(clock: Clock) -> None:
     clock.users -= 1
-    if not clock.users:
-        clock.undo.close()
-        running.clock = None if running.clock is clock else running.clock
+    if not clock.users and running.clock is clock:
+        running.clock = None
 
 
 def switch(phase: Phase) -> None:

@@ -33,7 +33,7 @@ class StepTimer(Callback):
 
     def on_fit_start(self, trainer) -> None:
         self.trainer = trainer
-        self.clock = phases.start(trainer.device, self.now)
+        self.clock = phases.start(trainer.device, trainer.undo, self.now)
         self.read, self.step = self.clock.lap(), trainer.step
         self.next: Lap | None = None  # up to which the times are being gathered
         if trainer.rank == 0:

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -116,10 +117,11 @@ def test_forward_and_backward_passes_count() -> None:
     clock = ComputeClock(torch.device("cpu"), lambda: NOW[0])
     clock.timed(passes, step(), lambda: 4, 9)
     assert clock.take() == (0, 0.0)  # not attached yet
-    clock.attach()
-    for _ in range(2):
-        passes(step(), lambda: 4)  # of others
-        clock.timed(passes, step(), lambda: 4, 9)
-    assert clock.take() == (18, 28.0) and clock.take() == (0, 0.0)
-    clock.detach()
+    with ExitStack() as undo:
+        clock.attach(undo)
+        for _ in range(2):
+            passes(step(), lambda: 4)  # of others
+            clock.timed(passes, step(), lambda: 4, 9)
+        assert clock.take() == (18, 28.0) and clock.take() == (0, 0.0)
+        clock.detach()
     assert running.clock is None

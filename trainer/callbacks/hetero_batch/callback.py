@@ -210,7 +210,7 @@ class HeteroBatch(Callback):
 
     def rehearse(self, trainer, run_pass: Callable[[Any], None], batch: Any) -> None:
         if not self.shares:
-            self.clock.attach()
+            self.clock.attach(trainer.undo)
         if self.made.made:  # a resume repeats decisions
             return
         self.rehearsed = self._loaded(trainer.strategy.data_rank)

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -25,9 +26,9 @@ class ComputeClock:
         self.clock: Clock | None = None
         self.steps: deque[tuple[int, Lap, Lap]] = deque()  # samples, begin and end; the device may not have got there
 
-    def attach(self) -> None:
-        """Begin to count."""
-        self.clock = phases.start(self.device, self.now)
+    def attach(self, undo: ExitStack) -> None:
+        """Begin to count, until `detach` and `undo`."""
+        self.clock = phases.start(self.device, undo, self.now)
 
     def detach(self) -> None:
         if self.clock:
