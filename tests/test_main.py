@@ -53,7 +53,7 @@ def test_help_lists_everything_and_imports_nothing_heavy(tmp_path):
 def test_the_folder_of_a_run(default):
     cwd, _ = default
     folder = cwd / "runs" / "a"
-    assert {path.name for path in folder.iterdir()} == {
+    assert {path.name for path in folder.iterdir()} - {"advice.jsonl"} == {  # advice depends on the machine's load
         ".lock", "checkpointed", "config.yaml", "events.jsonl", "logs", "metrics.jsonl", "step_times.jsonl",
         "summary.json", "tensorboard",
     }  # fmt: skip

@@ -14,7 +14,8 @@ MAIN = [sys.executable, "-m", "trainer.main"]
 TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy", "trainer.allow_targets=[toy_recipe,probe]"]
 PYTHONPATH = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "toy")])
 MARK = "ECHELON_TEST_RUN"  # has the folder of a run, in the environment of all its processes
-QUICK = ["~callbacks.tensorboard"]  # whose import takes most of a second
+# The import of the one takes most of a second; what the other says depends on the load of the machine.
+QUICK = ["~callbacks.tensorboard", "~callbacks.advice"]
 LOADED = ("trainer.main", "trainer.launch.launcher", "trainer.config.check", "torch._dynamo")
 # Variables that nothing reads before `main` runs. With others a run has an interpreter of its own.
 READ_LATE = {"HOME", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "TMPDIR", "WORLD_SIZE"}

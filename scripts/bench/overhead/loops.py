@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from trainer.callback import Callback
 from trainer.config.options import CheckpointOptions, Options
+from trainer.monitors.advice.callback import Advice
 from trainer.monitors.memory.callback import Memory
 from trainer.monitors.metrics_file import MetricsFile
 from trainer.monitors.progress import Progress
@@ -141,7 +142,7 @@ def echelon(
 
 
 def echelon_observed(task: Task, batches: Batches, steps: int, folder: Path) -> None:
-    observers = (Progress(), TensorBoard(), MetricsFile(), Throughput(), Memory(), StepTimer())
+    observers = (Progress(), TensorBoard(), MetricsFile(), Throughput(), Memory(), StepTimer(), Advice())
     callbacks: dict[str, Callback] = {type(observer).__name__: observer for observer in observers}
     echelon(task, batches, steps, folder, callbacks)
 
