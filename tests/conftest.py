@@ -93,6 +93,7 @@ def children() -> set[int]:
     for file in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # a thread that ended meanwhile
             found |= set(map(int, file.read_text().split()))
+    found |= {process.pid for process in list(forked.RUNNING) if process.poll() is None}
     return found - {process.pid for process, _ in (*ranks.PEERS, *forked.SERVERS.values())}
 
 

@@ -65,6 +65,15 @@ def keyed(key: int) -> Generator:
     return GENERATOR
 
 
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Return torch's own generators that a model on the device draws from.
+
+    `torch.manual_seed` would also note its stack for each device that this process has not opened, in each call.
+    """
+    cuda = [torch.cuda.default_generators[device.index]] if device.type == "cuda" else []
+    return [torch.default_generator, *cuda]
+
+
 def seed_all(key: int) -> None:
     """Seed the generators that data draws from. Before each step, the trainer seeds torch anew for the model."""
     random.seed(key)

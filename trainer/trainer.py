@@ -45,7 +45,7 @@ from trainer.process.environment import Place, detect
 from trainer.process.heartbeat import Heartbeat
 from trainer.process.signals import StopSignals
 from trainer.recipe_checks import CheckedLoss, build_model, refuse_untrained, try_summary, weight_of
-from trainer.rng import GOLDEN, MASK, STEP, mix
+from trainer.rng import GOLDEN, MASK, STEP, generators_of, mix
 from trainer.run_dir import make_run_dir, start_log
 from trainer.summary import report
 from trainer.timeouts import STILL
@@ -181,8 +181,7 @@ class Trainer:
         self.clips = self.options.clip_norm is not None
         self.peak_lr = [group["lr"] for group in self.optimizer.param_groups]
         self.scaler = self.precision.scaler
-        cuda = [torch.cuda.default_generators[self.device.index]] if self.device.type == "cuda" else []
-        self.generators = [torch.default_generator, *cuda]
+        self.generators = generators_of(self.device)
         self.seed_base = mix(self.options.seed, STEP, self.strategy.data_rank)
         self.forward_backward: ForwardBackward = self._wrap(
             "wrap_forward_backward", Accumulate(self.loss, self.strategy, self.scaler)

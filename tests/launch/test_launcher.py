@@ -6,21 +6,33 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.cli import MAIN, QUICK, TOY, Result, lines, popen, run, weights
+from support.cli import LOADED, MAIN, QUICK, TOY, Result, lines, popen, run, weights
 
 from trainer.errors import ConfigError
 from trainer.launch import launcher
 from trainer.process.environment import Place
 
 SHORT = [*TOY, *QUICK, "+callbacks=[probe]", "trainer.max_steps=5", "trainer.validate_every=3"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainer.main"]
+TORCHRUN = ["--standalone", "--nproc-per-node=2", "-m", "trainer.main"]
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *MAIN]
 needs_mpirun = pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun")
+
+
+def torchrun(typed: list[str], cwd: Path, **env: str) -> Result:
+    return run([*TORCHRUN, *typed], cwd, "torch.distributed.run", loaded=LOADED, **env)
+
+
+def mpirun(typed: list[str], cwd: Path) -> Result:
+    return run(typed, cwd, MPIRUN)
+
+
+def two_devices(typed: list[str], cwd: Path, **env: str) -> Result:
+    return run([*typed, "trainer.devices=2", "trainer.restarts=0"], cwd, **env)
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +85,14 @@ def same(cwd: Path, two: Path) -> None:
 
 
 def test_torchrun_gives_the_same_numbers(two, tmp_path):
-    result = run([*SHORT, "trainer.run_dir=runs/r"], tmp_path, TORCHRUN)
+    result = torchrun([*SHORT, "trainer.run_dir=runs/r"], tmp_path)
     assert result.code == 0, result.err
     same(tmp_path, two)
 
 
 @needs_mpirun
 def test_mpirun_gives_the_same_numbers(two, tmp_path):
-    result = run([*SHORT, "trainer.run_dir=runs/r"], tmp_path, MPIRUN)
+    result = mpirun([*SHORT, "trainer.run_dir=runs/r"], tmp_path)
     assert result.code == 0, result.err
     assert "step 5/5" in result.out and "\x1b" not in result.out
     same(tmp_path, two)
@@ -111,11 +123,10 @@ def test_slurm_gives_the_same_numbers(two, tmp_path):
     same(tmp_path, two)
 
 
-def trouble(what: str, rank: int, cwd: Path, *more: str, launcher: list[str] | None = None, **env: str) -> Result:
-    """A run on two ranks, of which one does `what` in step 3."""
+def trouble(what: str, rank: int, cwd: Path, *more: str, launch: Callable[..., Result] = two_devices, **env) -> Result:
+    """A run of which a rank does `what` in step 3."""
     typed = [f"callbacks.probe.trouble={what}", f"callbacks.probe.rank={rank}", "trainer.max_steps=100000"]
-    devices = [] if launcher else ["trainer.devices=2", "trainer.restarts=0"]
-    return run([*SHORT, *typed, *devices, *more, "trainer.run_dir=runs/r"], cwd, launcher, **env)
+    return launch([*SHORT, *typed, *more, "trainer.run_dir=runs/r"], cwd, **env)
 
 
 def test_the_rank_that_failed_first_is_told_of(tmp_path):
@@ -129,9 +140,9 @@ def test_the_rank_that_failed_first_is_told_of(tmp_path):
     assert "about to make trouble" in log and "RuntimeError: trouble at step 3" in log
 
 
-@pytest.mark.parametrize("launcher", [TORCHRUN, pytest.param(MPIRUN, marks=needs_mpirun)], ids=["torchrun", "mpirun"])
-def test_also_under_a_launcher(launcher, tmp_path):
-    result = trouble("raise", 1, tmp_path, launcher=launcher)
+@pytest.mark.parametrize("launch", [torchrun, pytest.param(mpirun, marks=needs_mpirun)])
+def test_also_under_a_launcher(launch, tmp_path):
+    result = trouble("raise", 1, tmp_path, launch=launch)
     assert result.code == 1
     first = result.err.rpartition("Root Cause")[2]  # torchrun's word
     assert "RuntimeError: trouble at step 3" in first and "gloo" not in first
@@ -148,7 +159,7 @@ def test_also_under_a_launcher(launcher, tmp_path):
 )
 def test_an_error_of_all_ranks_is_one_line(typed, said, tmp_path):
     cpu = "trainer.accelerator=cpu"
-    result = run([*TOY, *QUICK, *typed, cpu], tmp_path, TORCHRUN, BACKEND_0="gloo", BACKEND_1="nccl")
+    result = torchrun([*TOY, *QUICK, *typed, cpu], tmp_path, BACKEND_0="gloo", BACKEND_1="nccl")
     assert result.code == 1
     told = [line for line in (result.out + result.err).splitlines() if line.startswith("echelon: ")]
     assert len(told) == 1 and told[0].startswith(f"echelon: {said}"), result.err
@@ -156,7 +167,7 @@ def test_an_error_of_all_ranks_is_one_line(typed, said, tmp_path):
 
 def test_where_no_torchrun_prints_it_the_rank_does(tmp_path):
     """RANK and WORLD_SIZE by hand, or by Kubernetes."""
-    result = trouble("raise", 0, tmp_path, launcher=MAIN, RANK="0", WORLD_SIZE="1")
+    result = trouble("raise", 0, tmp_path, launch=run, RANK="0", WORLD_SIZE="1")
     assert result.code == 1 and result.err.rstrip().endswith("RuntimeError: trouble at step 3")
 
 

@@ -1,12 +1,11 @@
 """Values of keys that are named like secrets: the recipe gets them, no file and no line of a run has them."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from support.cli import PYTHONPATH, TOY, Result, run
+from support.cli import LOADED, PYTHONPATH, TOY, Result, run
 
 from trainer.data.shards.discover import find_shards
 from trainer.errors import DataError
@@ -43,8 +42,9 @@ def test_a_line_about_a_pattern_has_none() -> None:
         assert "s3cr3t" not in str(caught.value)
 
 
-def private(words: list[str], cwd: Path, command: list[str] | None = None, **env: str) -> Result:
-    return run(words, cwd, command, PYTHONPATH=f"{cwd}{os.pathsep}{PYTHONPATH}", TMPDIR=str(cwd / "tmp"), **env)
+def private(words: list[str], cwd: Path, command: str = "trainer.main", **env: str) -> Result:
+    env |= {"PYTHONPATH": f"{cwd}{os.pathsep}{PYTHONPATH}", "TMPDIR": str(cwd / "tmp")}
+    return run(words, cwd, command, loaded=LOADED, **env)
 
 
 def test_a_run_keeps_its_secrets_to_itself(tmp_path: Path) -> None:
@@ -62,8 +62,8 @@ def test_a_run_keeps_its_secrets_to_itself(tmp_path: Path) -> None:
     config = OmegaConf.load(tmp_path / "runs" / "r" / "config.yaml")
     assert (config.recipe.hub_token, config.recipe.store) == ("***", {"user": "me", "password": "***"})
 
-    export = [sys.executable, "-m", "trainer.tools.export", "ckpt/last.pt", "out", TRUSTED]
-    refused = private([], tmp_path, export)
+    export = ["ckpt/last.pt", "out", TRUSTED]
+    refused = private(export, tmp_path, "trainer.tools.export")
     assert (refused.code, refused.err) == (
         78,
         "echelon: CHECKPOINT=ckpt/last.pt: runs/r/config.yaml hides recipe.hub_token, recipe.store.password, "
@@ -71,7 +71,7 @@ def test_a_run_keeps_its_secrets_to_itself(tmp_path: Path) -> None:
     )
     given = ["recipe.hub_token=s3cr3t-one", "recipe.store.password=s3cr3t-two", f"recipe.source={SIGNED}"]
     given += ["recipe.proxy=pipe:curl https://u:s3cr3t@h/x"]
-    assert private(given, tmp_path, export).code == 0
+    assert private([*export, *given], tmp_path, "trainer.tools.export").code == 0
     assert (tmp_path / "out" / "weights.safetensors").exists()
 
 

@@ -1,12 +1,11 @@
 """S5: what a config may not build, by whatever name; nothing of it runs, and one line says so."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from support.cli import ROOT, run, toy
+from support.cli import ROOT, Result, run, toy
 from support.untrusted import LAZY, one_line
 
 from trainer.checkpoint.commit import commit
@@ -26,13 +25,17 @@ class Recipe:
     pass
 """
 CONFIG = {"trainer": {"allow_targets": ["stranger"], "seed": 0}}
-EXPORT = [sys.executable, "-m", "trainer.tools.export", "ckpt/run/step-00000001", "out"]
+PATHS = ["ckpt/run/step-00000001", "out"]
 
 
 @pytest.fixture(scope="module")
 def toy_config(tmp_path_factory) -> Any:
     words = ["--config-dir", str(ROOT / "tests/toy/conf"), "recipe=toy", "--cfg", "job"]
     return OmegaConf.create(run(words, tmp_path_factory.mktemp("config")).out)
+
+
+def export(cwd: Path, *words: str) -> Result:
+    return run([*PATHS, *words], cwd, "trainer.tools.export", PYTHONPATH=f"{ROOT}:{cwd}")
 
 
 @pytest.fixture
@@ -56,14 +59,14 @@ def download(toy_config: Any, tmp_path: Path) -> Any:
 
 def test_the_config_beside_a_checkpoint_allows_nothing(download) -> None:
     cwd = download({"recipe": {"_target_": "stranger.Recipe"}})
-    result = run([], cwd, EXPORT, PYTHONPATH=f"{ROOT}:{cwd}")
+    result = export(cwd)
     assert (result.code, result.err) == (
         78,
         "echelon: recipe._target_=stranger.Recipe: stranger is not a package that configs may name; "
         "if you trust it, add 'trainer.allow_targets=[stranger]'\n",
     )
     assert not (cwd / "mark").exists()
-    run([], cwd, [*EXPORT, "trainer.allow_targets=[stranger]"], PYTHONPATH=f"{ROOT}:{cwd}")
+    export(cwd, "trainer.allow_targets=[stranger]")
     assert (cwd / "mark").exists()
 
 
@@ -71,10 +74,10 @@ def test_the_config_beside_a_checkpoint_allows_nothing(download) -> None:
 def test_an_export_builds_of_other_packages_only_what_the_command_allows(download, target: str) -> None:
     """The first imports module `stranger` as soon as an attribute of it is asked for."""
     cwd = download({"recipe": {"_target_": target, **(LAZY if "Lazy" in target else {})}})
-    told = one_line(run([], cwd, EXPORT, PYTHONPATH=f"{ROOT}:{cwd}"), 78)
+    told = one_line(export(cwd), 78)
     assert f"echelon: recipe._target_={target}: {target.split('.')[0]} is not a package that configs may name" in told
     assert not (cwd / "mark").exists()
-    told = one_line(run([], cwd, [*EXPORT, "trainer.allow_targets=[transformers]"], PYTHONPATH=f"{ROOT}:{cwd}"), 78)
+    told = one_line(export(cwd, "trainer.allow_targets=[transformers]"), 78)
     assert "is not a public nn.Module or Optimizer" in told or "is not a package" in told
     assert not (cwd / "mark").exists()
 
@@ -83,7 +86,7 @@ def test_an_export_builds_neither_optimizer_nor_schedule(download) -> None:
     recipe = {"_target_": "recipes.bert.Bert", "vocab": 512, "sequence": 32, "hidden": 32, "layers": 1, "heads": 2}
     stranger = {"_target_": "stranger.Recipe"}
     cwd = download({"recipe": {**recipe, "text": "private"}, "optimizer": stranger, "schedule": stranger})
-    run([], cwd, EXPORT, PYTHONPATH=f"{ROOT}:{cwd}")
+    export(cwd)
     assert not (cwd / "mark").exists()
 
 
@@ -94,12 +97,12 @@ def test_an_export_takes_paths_from_the_command_alone(download) -> None:
     (cwd / "private").mkdir()
     for name in "ab":
         (cwd / "private" / name).write_text("words of the user's own " * 200)
-    told = one_line(run([], cwd, EXPORT), 78)
+    told = one_line(export(cwd), 78)
     assert told == (
         "echelon: recipe.text=private: the run's config names this path; if you trust it, add 'recipe.text=private'\n"
     )
-    told = one_line(run([], cwd, [*EXPORT, "recipe.text=private"]), 78)
+    told = one_line(export(cwd, "recipe.text=private"), 78)
     assert told.startswith("echelon: recipe.cache=elsewhere: the run's config names this path; ")
     assert not (cwd / "elsewhere").exists()
-    told = one_line(run([], cwd, [*EXPORT, "recipe.text=private", "recipe.cache=own"]), 78)
+    told = one_line(export(cwd, "recipe.text=private", "recipe.cache=own"), 78)
     assert "the data has changed since" in told and (cwd / "own").is_dir()

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from support.forked import run_forked
+from support.forked import Process
 
 ROOT = Path(__file__).parents[2]
 MAIN = [sys.executable, "-m", "trainer.main"]
@@ -16,10 +16,16 @@ PYTHONPATH = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "toy")])
 MARK = "ECHELON_TEST_RUN"  # has the folder of a run, in the environment of all its processes
 # The import of the one takes most of a second; what the other says depends on the load of the machine.
 QUICK = ["~callbacks.tensorboard", "~callbacks.advice"]
-LOADED = ("trainer.main", "trainer.launch.launcher", "trainer.config.check", "torch._dynamo")
-# Variables that nothing reads before `main` runs. With others a run has an interpreter of its own.
-READ_LATE = {"HOME", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "TMPDIR", "WORLD_SIZE"}
+LOADED = (
+    "trainer.main",
+    "trainer.launch.launcher",
+    "trainer.launch.forkserver",
+    "trainer.config.check",
+    "torch._dynamo",
+)
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
+# Variables that nothing reads before `main` runs. With others a run has an interpreter of its own.
+READ_LATE = ("HOME", "PYTHONPATH", "TMPDIR", *LAUNCHERS)
 
 
 class Result(NamedTuple):
@@ -33,38 +39,47 @@ def environment(**more: str) -> dict[str, str]:
     return env | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | more
 
 
-def popen(arguments: list[str], cwd: Path, command: list[str] | None = None, **env: str) -> "subprocess.Popen[str]":
-    pipe = subprocess.PIPE
-    words = [*(command or MAIN), *arguments]
+def popen(
+    arguments: list[str],
+    cwd: Path,
+    command: list[str] | str = "trainer.main",
+    loaded: tuple[str, ...] | None = None,
+    **env: str,
+) -> "subprocess.Popen[str]":
+    """Start a command. A module's `main` runs in a process that is forked from one which has `loaded`.
+
+    Where `env` has variables that are read as torch loads, the module has an interpreter of its own.
+    """
+    late = loaded or all(key.startswith(READ_LATE) for key in env)
     env = environment(**{MARK: str(cwd)} | env)
-    return subprocess.Popen(words, cwd=cwd, env=env, stdout=pipe, stderr=pipe, text=True)
+    if isinstance(command, str) and late:
+        forked: Any = Process(command, arguments, cwd, env, loaded or LOADED)
+        return forked
+    words = [sys.executable, "-m", command] if isinstance(command, str) else command
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*words, *arguments], cwd=cwd, env=env, stdout=pipe, stderr=pipe, text=True)
 
 
 def run(
     arguments: list[str],
     cwd: Path,
-    command: list[str] | None = None,
+    command: list[str] | str = "trainer.main",
     timeout_s: float = 60,
     loaded: tuple[str, ...] | None = None,
     **env: str,
 ) -> Result:
-    """Run it to its end, which must come in time.
-
-    `trainer.main` runs in a process that is forked from one which has `loaded`; in an interpreter of its own where
-    `env` has variables that are read as torch loads.
-    """
-    try:
-        if loaded or (not command and env.keys() <= READ_LATE):
-            env = environment(**{MARK: str(cwd)} | env)
-            return Result(*run_forked("trainer.main", arguments, cwd, env, loaded or LOADED, timeout_s))
-        with popen(arguments, cwd, command, **env) as process:
-            try:
-                out, err = process.communicate(timeout=timeout_s)
-            finally:
-                process.kill()
-        return Result(process.returncode, out, err)
-    except subprocess.TimeoutExpired as late:
-        raise AssertionError(f"{arguments} did not end in time\n{late.stdout}\n{late.stderr}") from None
+    """Start a command as `popen` does, and run it to its end, which must come in time."""
+    with popen(arguments, cwd, command, loaded, **env) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise AssertionError(
+                "\n".join([f"{arguments} did not end in time", *process.communicate(timeout=5)])
+            ) from None
+        finally:
+            process.kill()
+    return Result(process.returncode, out, err)
 
 
 def toy(arguments: list[str], cwd: Path, **env: str) -> Result:

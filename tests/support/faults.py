@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from support import ranks
 from support.cli import MARK, QUICK, TOY, Result, lines, run
 from trainer.checkpoint.manifest import Damaged, verify
 
@@ -102,13 +103,17 @@ def nobody_left(cwd: Path, within_s: float = 3.0) -> None:
 
 
 def processes(cwd: Path) -> list[int]:
-    """Of the run in this folder, however they were started; zombies are not among them."""
-    found, mark = list[int](), f"{MARK}={cwd}".encode()
-    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+    """Of the run in this folder, however they were started; zombies are not among them.
+
+    An interpreter has the mark in its environment. A process of support/forked.py has not, but the folder of its run.
+    """
+    found, mark, own = list[int](), f"{MARK}={cwd}".encode(), {os.getpid(), *(peer.pid for peer, _ in ranks.PEERS)}
+    for pid in set(map(int, filter(str.isdecimal, os.listdir("/proc")))) - own:
         with contextlib.suppress(OSError):
-            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            marked = mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if marked or os.readlink(f"/proc/{pid}/cwd") == str(cwd):
                 found.append(pid)
-    return found
+    return sorted(found)
 
 
 def notes(cwd: Path) -> list[dict[str, Any]]:

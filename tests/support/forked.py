@@ -13,57 +13,98 @@ import importlib
 import io
 import json
 import os
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 SERVERS: dict[tuple[str, ...], tuple[subprocess.Popen[bytes], socket.socket]] = {}
+RUNNING: set["Process"] = set()
 LOCK = threading.Lock()
 
 
-def run_forked(
-    module: str, arguments: list[str], cwd: Path, env: dict[str, str], loaded: tuple[str, ...], timeout_s: float
-) -> tuple[int, str, str]:
-    """Run `module.main()` to its end in a process that has imported `loaded`; its exit code and what it printed.
+class Process:
+    """Runs `module.main()` in a process that has imported `loaded`; with the methods of `subprocess.Popen`."""
 
-    Raises:
-        subprocess.TimeoutExpired: it did not end in time, and was killed.
-    """
-    out, err, report = (os.pipe() for _ in range(3))
-    request = json.dumps([module, arguments, str(cwd), env]).encode()
-    with LOCK:
-        channel = started(loaded)[1]
-        socket.send_fds(channel, [request], [out[1], err[1], report[1]])
-    for _, write in (out, err, report):
-        os.close(write)
-    texts: dict[int, str] = {}
+    def __init__(
+        self, module: str, arguments: list[str], cwd: Path, env: dict[str, str], loaded: tuple[str, ...]
+    ) -> None:
+        self.args, self.returncode = [module, *arguments], None
+        out, err, report = (os.pipe() for _ in range(3))
+        request = json.dumps([module, arguments, str(cwd), env]).encode()
+        with LOCK:
+            channel = started(loaded)[1]
+            socket.send_fds(channel, [request], [out[1], err[1], report[1]])
+        for _, write in (out, err, report):
+            os.close(write)
+        self.stdout, self.stderr = (
+            os.fdopen(fd, encoding="utf-8", errors="surrogateescape") for fd in (out[0], err[0])
+        )
+        self.report, self.texts = report[0], dict[Any, str]()
+        self.pid = self._number()
+        self.readers: list[threading.Thread] = []
+        RUNNING.add(self)
 
-    def read(number: int, descriptor: int) -> None:
-        with open(descriptor, encoding="utf-8", errors="surrogateescape") as file:
-            texts[number] = file.read()
+    def __enter__(self) -> "Process":
+        return self
 
-    readers = [threading.Thread(target=read, args=(n, pipe[0])) for n, pipe in enumerate((out, err), start=1)]
-    for reader in readers:
-        reader.start()
-    with open(report[0]) as file:
-        pid = int(file.readline())
-        over = threading.Timer(timeout_s, os.kill, (pid, signal.SIGKILL))
-        over.daemon = True
-        over.start()
-        try:
-            code = int(file.readline())
-        finally:
-            late = over.finished.is_set()
-            over.cancel()
-    for reader in readers:
-        reader.join(timeout_s)
-    if late or len(texts) < 2:
-        raise subprocess.TimeoutExpired([module, *arguments], timeout_s, texts.get(1), texts.get(2))
-    return code, texts[1], texts[2]
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+        for file in (self.stdout, self.stderr):
+            file.close()
+
+    def _number(self) -> int:
+        """The next number of the report: the process's own, then its exit code."""
+        return struct.unpack("i", os.read(self.report, 4))[0]
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self.report], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            self.returncode = self._number()
+            os.close(self.report)
+            RUNNING.discard(self)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Read what it prints, until all that print have ended."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not self.readers:
+            self.readers = [
+                threading.Thread(target=lambda file=file: self.texts.update({file: file.read()}), daemon=True)
+                for file in (self.stdout, self.stderr)
+            ]
+            for reader in self.readers:
+                reader.start()
+        for reader in self.readers:
+            reader.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        texts = self.texts.get(self.stdout), self.texts.get(self.stderr)
+        if None in texts:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0, *texts)
+        self.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return texts
 
 
 def started(loaded: tuple[str, ...]) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -100,8 +141,8 @@ def serve(channel: socket.socket) -> str:
             if pid := os.fork():
                 os.close(out)
                 os.close(err)
-                os.write(report, f"{pid}\n".encode())
-                os.write(report, f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n".encode())
+                os.write(report, struct.pack("i", pid))
+                os.write(report, struct.pack("i", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
                 os._exit(0)
             os.dup2(out, 1)
             os.dup2(err, 2)
@@ -124,9 +165,69 @@ def become(module: str, arguments: list[str], cwd: str, env: dict[str, str]) -> 
         numpy.random.seed()
     sys.stdout = sys.__stdout__ = reopened(1, "strict")
     sys.stderr = sys.__stderr__ = reopened(2, "backslashreplace")
+    if forkserver := sys.modules.get("trainer.launch.forkserver"):
+        forkserver.subprocess = Spare(forkserver)
     sys.modules["__main__"] = importlib.import_module(module)
     sys.argv = [str(sys.modules["__main__"].__file__), *arguments]
     return module
+
+
+class Spare:
+    """Stands for the module `subprocess` in `trainer.launch.forkserver`, whose interpreter would load torch once more.
+
+    Its only process is forked before the run begins, and so has no state of the run. Once it has ended, the next one is
+    an interpreter, as without tests.
+    """
+
+    def __init__(self, forkserver: Any) -> None:
+        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        if pid := os.fork():
+            theirs.close()
+            self.process = Forked(pid)
+            return
+        self.channel.close()
+        request, descriptors, _, _ = socket.recv_fds(theirs, 1 << 20, 1)
+        if not request:  # the run has started no ranks
+            os._exit(0)
+        theirs.close()
+        arguments, env = json.loads(request)
+        os.setsid()
+        os.environ.clear()
+        os.environ.update(env)
+        sys.path[:] = env["ECHELON_PATH"].split("\n")[1:]
+        sys.argv = [forkserver.__file__, *arguments]
+        forkserver.die_with_parent(int(env["ECHELON_PARENT"]))
+        forkserver.Server(socket.socket(fileno=descriptors[0]), arguments[1:]).serve()
+        sys.exit()
+
+    def Popen(self, command: list[str], env: dict[str, str], pass_fds: Sequence[int], **options: Any) -> Any:
+        try:
+            socket.send_fds(self.channel, [json.dumps([command[3:], env]).encode()], pass_fds)
+        except OSError:
+            return subprocess.Popen(command, env=env, pass_fds=pass_fds, **options)
+        self.channel.close()
+        return self.process
+
+
+class Forked:
+    """A child of this process, with methods of `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.code = pid, None
+
+    def poll(self) -> int | None:
+        return self.code if self.code is not None else self.wait(os.WNOHANG)
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, options: int = 0) -> int | None:
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, options)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code
 
 
 def reopened(descriptor: int, errors: str) -> io.TextIOWrapper:
@@ -142,4 +243,4 @@ if __name__ == "__main__":
         gc.collect()
         gc.freeze()
         main = serve(socket.socket(fileno=int(sys.argv[1])))
-    sys.modules[main].main()
+    sys.exit(sys.modules[main].main())

@@ -20,7 +20,7 @@ from trainer.tools.export import main
 from trainer.trainer import Trainer
 
 TRUSTED = "trainer.allow_targets=[mine,toy_recipe]"
-EXPORT = [sys.executable, "-m", "trainer.tools.export"]
+EXPORT = "trainer.tools.export"
 RECIPE = """
 from pathlib import Path
 

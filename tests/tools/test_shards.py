@@ -8,7 +8,6 @@ import pwd
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import tarfile
 import time
@@ -19,7 +18,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from safetensors.numpy import load
-from support.cli import ROOT, environment
+from support.cli import ROOT, Result, run
 
 from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
@@ -30,10 +29,11 @@ from trainer.data.shards.writer import write_shards
 from trainer.errors import DataError
 from trainer.tools.shards import compare, main
 
+MODULE = "trainer.tools.shards"
 
-def shards(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trainer.tools.shards", *map(str, words)]
-    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=60)
+
+def shards(*words: object, cwd: Path, command: list[str] | str = MODULE) -> Result:
+    return run([*map(str, words)], cwd, command)
 
 
 def read(folder: Path) -> dict[str, dict[str, bytes]]:
@@ -58,12 +58,12 @@ def files(tmp_path: Path) -> Path:
 
 
 def test_a_folder_is_packed_in_the_order_of_names(files, tmp_path):
-    for name in ("two", "one"):
-        done = shards("pack", files, name, "--per-shard", 2, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+    for name, command in (("two", MODULE), ("one", [sys.executable, "-m", MODULE])):
+        done = shards("pack", files, name, "--per-shard", 2, cwd=tmp_path, command=command)
+        assert done.code == 0, done.err
     told = [f"packed train-00000{i}.tar: {samples} samples" for i, samples in enumerate((2, 4, 5))]
-    assert done.stdout.splitlines() == [*told, "3 shards: one/train-000000.tar to one/train-000002.tar"]
-    assert "left out, since it has no extension: " in done.stderr and "README" in done.stderr
+    assert done.out.splitlines() == [*told, "3 shards: one/train-000000.tar to one/train-000002.tar"]
+    assert "left out, since it has no extension: " in done.err and "README" in done.err
     found = read(tmp_path / "one")
     assert list(found["train-000000.tar"]) == ["a/0.cls", "a/0.txt", "a/1.cls", "a/1.txt"]
     assert found["train-000002.tar"] == {"b.txt": b"b"}
@@ -77,7 +77,7 @@ def test_bytes_are_packed_as_they_are(tmp_path):
     contents = {"a.json.gz": gzip.compress(b"{}"), "a.txt": b"\xff\r\n", "b.tar.gz": b"no gzip"}
     for name, content in contents.items():
         (tmp_path / "files" / name).write_bytes(content)
-    assert shards("pack", "files", "out", cwd=tmp_path).returncode == 0
+    assert shards("pack", "files", "out", cwd=tmp_path).code == 0
     assert read(tmp_path / "out")["train-000000.tar"] == contents
     parquet(tmp_path / "a.parquet", {"a.gz": [b"1"]})
     assert list(of_rows(tmp_path / "a.parquet")) == [{"__key__": "000000000000", "a.gz": b"1"}]
@@ -100,8 +100,8 @@ def test_members_that_nobody_could_read_are_refused(tmp_path, extension):
     for name in ("a.txt", f"b.{extension}"):
         (tmp_path / "files" / name).write_text("1")
     done = shards("pack", "files", "out", "--per-shard", 1, cwd=tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (71, 1), done.stderr
-    assert done.stderr.startswith(f"echelon: files/b.{extension}: ") and not list(tmp_path.glob("out/*"))
+    assert (done.code, done.err.count("\n")) == (71, 1), done.err
+    assert done.err.startswith(f"echelon: files/b.{extension}: ") and not list(tmp_path.glob("out/*"))
     with pytest.raises(DataError, match=rf"p-000000\.tar: 'a'\.{extension}: "):
         write_shards([{"__key__": "a", extension: b"1"}], tmp_path / "own", "p", per_shard=1)
     assert not list((tmp_path / "own").iterdir())
@@ -109,7 +109,7 @@ def test_members_that_nobody_could_read_are_refused(tmp_path, extension):
 
 def test_lines_are_samples(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n{"x": [2, "\u00e9"]}\n')
-    assert shards("pack", "a.jsonl", "out", "--prefix", "p", cwd=tmp_path).returncode == 0
+    assert shards("pack", "a.jsonl", "out", "--prefix", "p", cwd=tmp_path).code == 0
     members = read(tmp_path / "out")["p-000000.tar"]
     assert [json.loads(content) for content in members.values()] == [{"x": 1}, {"x": [2, "\u00e9"]}]
 
@@ -127,7 +127,7 @@ def test_rows_are_samples(tmp_path):
     }  # fmt: skip
     parquet(tmp_path / "a.parquet", columns)
     done = shards("pack", "a.parquet", "out", "--per-shard", 2, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     reader = ShardReader(Index.open(find_shards(str(tmp_path / "out/*.tar"))))
     raw = [member for tar in read(tmp_path / "out").values() for member in tar.items()]
     assert [(name, content) for name, content in raw if not name.endswith(".json")] == [
@@ -157,7 +157,7 @@ def test_what_can_not_be_packed_is_one_line(tmp_path, name, content, said):
     if content is not None:
         (tmp_path / name).write_text(content)
     done = shards("pack", name, "out", cwd=tmp_path)
-    assert done.returncode == 71 and done.stderr.startswith(said) and done.stderr.count("\n") == 1
+    assert done.code == 71 and done.err.startswith(said) and done.err.count("\n") == 1
     assert not list(tmp_path.glob("out/*.tar"))
 
 
@@ -264,23 +264,23 @@ def test_the_commands_of_the_readme(tool, files, tmp_path):
 def test_index_verify_stat(files, tmp_path):
     shards("pack", files, "out", "--per-shard", 1, cwd=tmp_path)
     done = shards("index", "out/*.tar", "--workers", 3, cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.count("indexed train-00000") == 5
+    assert done.code == 0 and done.out.count("indexed train-00000") == 5
     fingerprint = Index.open(find_shards(str(tmp_path / "out/*.tar"))).fingerprint[:16]
-    assert f"5 shards, 5 samples, fingerprint {fingerprint}" in done.stdout
-    assert shards("index", "out/*.tar", cwd=tmp_path).stdout.count("indexed") == 0  # they are stored
+    assert f"5 shards, 5 samples, fingerprint {fingerprint}" in done.out
+    assert shards("index", "out/*.tar", cwd=tmp_path).out.count("indexed") == 0  # they are stored
     assert (
         f"all: 5 samples, 0.051 MB, 10.240 kB a sample, fingerprint {fingerprint}"
-        in shards("stat", "out/train-{000000..000004}.tar", cwd=tmp_path).stdout
+        in shards("stat", "out/train-{000000..000004}.tar", cwd=tmp_path).out
     )
-    assert shards("verify", "out/*.tar", cwd=tmp_path).returncode == 0
+    assert shards("verify", "out/*.tar", cwd=tmp_path).code == 0
     path = tmp_path / "out" / "train-000003.tar"
     content, times = bytearray(path.read_bytes()), path.stat()
     content[600] ^= 1
     path.write_bytes(content)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a disk that rots would leave it
     done = shards("verify", "out/*.tar", cwd=tmp_path)
-    assert done.returncode == 71 and "train-000003.tar: DIFFERS from its index" in done.stdout
-    assert done.stderr.startswith("echelon: out/train-000003.tar: differ from their index; restore")
+    assert done.code == 71 and "train-000003.tar: DIFFERS from its index" in done.out
+    assert done.err.startswith("echelon: out/train-000003.tar: differ from their index; restore")
 
 
 def test_verify_reads_the_index_too(tmp_path):
@@ -322,10 +322,10 @@ def test_names_of_files_steer_no_terminal(tmp_path: Path) -> None:
     packed = tmp_path / "out" / f"{odd}-000000.tar"
     for word in ("index", "stat", "verify"):
         told.append(shards(word, packed, cwd=tmp_path))
-    assert [done.returncode for done in told] == [0] * 4, told
+    assert [done.code for done in told] == [0] * 4, told
     packed.write_bytes(packed.read_bytes()[:600])
     told += [shards(word, packed, cwd=tmp_path) for word in ("verify", "stat", "index")]
-    assert [done.returncode for done in told[4:]] == [71, 78, 71], told
-    lines = [line for done in told for line in (done.stdout + done.stderr).splitlines()]
+    assert [done.code for done in told[4:]] == [71, 78, 71], told
+    lines = [line for done in told for line in (done.out + done.err).splitlines()]
     assert len([line for line in lines if "?[31m?FORGED ?" in line]) >= 10
     assert not [line for line in lines if line.startswith("FORGED") or not line.isprintable()]

@@ -114,10 +114,7 @@ class Saver:
                 self.began_at, self.stall_s = began, time.monotonic() - began
         if last:
             self._finish_writing(waits=True, warns=False)
-            if self.error and stopped and (older := locate.checkpoints(self.folder)):
-                log.error("the last step, %d, is in no checkpoint; %s is the newest", step, older[-1])
-            elif self.error:
-                raise self._refusal(f"the checkpoint of the last step, {self.step}, failed")
+            self._refuse_lost(step, stopped)
 
     def check(self, ends: bool = False) -> None:
         """Take the result of a checkpoint, at a step's end. A collective while ranks write files of their own.
@@ -290,6 +287,20 @@ class Saver:
             refuse_superseded(self.folder, self.attempt)
             retention.retain(self.folder, self.options.keep, self.options.keep_best, self.options.keep_every)
         return written
+
+    def _refuse_lost(self, step: int, stopped: bool) -> None:
+        """Refuse, on all ranks, to end without the last checkpoint. A collective: rank 0 alone knows of a failure.
+
+        Raises:
+            ConfigError: The last checkpoint failed, and no signal `stopped` a run that has an older one.
+        """
+        refusal = ""
+        if self.error and stopped and (older := locate.checkpoints(self.folder)):
+            log.error("the last step, %d, is in no checkpoint; %s is the newest", step, older[-1])
+        elif self.error:
+            refusal = str(self._refusal(f"the checkpoint of the last step, {self.step}, failed"))
+        if refusal := self.ranks.gather(refusal)[0]:
+            raise ConfigError(refusal)
 
     def _reserve(self, common: dict[str, Any], parts: dict[str, Any]) -> None:
         self.snapshot.reserve(common)

@@ -30,10 +30,13 @@ class Room:
         limits: Of each stage: of the rank with the least that runs it.
         live: Of each stage: the micro-batches between their forward and their backward pass, at most.
         micros: Of a step; torch allocates a message for each.
+        half: A limit is half of a rank's, which two stages share.
     """
 
-    def __init__(self, sizes: Sizes, limits: Sequence[float], live: Sequence[int], micros: int) -> None:
-        self.sizes, self.limits, self.live, self.micros = sizes, limits, live, micros
+    def __init__(
+        self, sizes: Sizes, limits: Sequence[float], live: Sequence[int], micros: int, half: bool = False
+    ) -> None:
+        self.sizes, self.limits, self.live, self.micros, self.half = sizes, limits, live, micros, half
         self.blocks, self.stages = len(sizes.fixed) - 2, len(limits)
         self.fixed, self.saved = [0.0, *accumulate(sizes.fixed)], [0.0, *accumulate(sizes.saved)]
 
@@ -50,7 +53,7 @@ class Room:
 
     def halved(self) -> "Room":
         """Return the room of each of two stages that share a rank."""
-        return Room(self.sizes, [limit / 2 for limit in self.limits], self.live, self.micros)
+        return Room(self.sizes, [limit / 2 for limit in self.limits], self.live, self.micros, half=True)
 
     def holds(self, starts: Sequence[int], ranks: Sequence[int]) -> bool:
         """Return whether the stages fit together on their ranks, `ranks` of each stage."""

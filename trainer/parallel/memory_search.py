@@ -1,6 +1,7 @@
 """Finds the largest micro-batch that fits into the memory of a device."""
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from trainer.errors import is_out_of_memory
 from trainer.parallel.strategy import Strategy
 
 PROBE = 256  # rows and columns of a matrix whose optimizer state is measured
+EMPTIED = Counter[torch.device]()  # times that `drop_gradients` has given a device's unused memory back
 
 
 def search(first: int, most: int, fits: Callable[[int], bool]) -> list[int]:
@@ -83,3 +85,4 @@ def drop_gradients(parameters: Sequence[Tensor], device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+        EMPTIED[device] += 1

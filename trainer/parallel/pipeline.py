@@ -27,7 +27,7 @@ from trainer.parallel.stages import KEY, Absent, Gates, Layout, homes, padded
 from trainer.parallel.strategy import OutputElsewhere, own_names, trained, zero_loss
 from trainer.parallel.trial import evaluating
 from trainer.recipe_checks import CheckedLoss
-from trainer.rng import PIPELINE, mix
+from trainer.rng import PIPELINE, generators_of, mix
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 CLOSE = 1e-3  # relative; the loss in stages has the same bits, but for kernels that are not deterministic
@@ -106,7 +106,8 @@ class Pipeline:
         self.parameters = trained(model)
         self.leaves: list[nn.Parameter] = self.parameters  # what passes use, and leave gradients in
         self.micros, self.rows, self.schedule_name = split.micros(mesh.data_rank), split.micro, schedule
-        self.reduce, self.expected, self.seed, self.step, self.device = reduce, expected, seed, step, device
+        self.reduce, self.expected, self.step, self.device = reduce, expected, step, device
+        self.seed, self.generators = seed, generators_of(device)
         self.own = layout.of(mesh.stage)
         self.gates = Gates(blocks, layout)
         self.full, self.training = model.forward, False
@@ -291,7 +292,9 @@ class Pipeline:
 
     def _seed(self, step: int, micro: int, part: int) -> None:
         """Seed what the model draws, by the part of the model and not by the stage: a cut then changes no bits."""
-        torch.manual_seed(mix(self.seed, PIPELINE, self.data_rank, step, micro, part))
+        key = mix(self.seed, PIPELINE, self.data_rank, step, micro, part)
+        for generator in self.generators:
+            generator.manual_seed(key)
 
     def _find_forms(self, batch: Any) -> None:
         """Run the stages one after another without gradients, for the shapes between them."""

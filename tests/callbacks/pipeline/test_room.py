@@ -62,6 +62,14 @@ def test_a_model_that_fits_nowhere_is_refused_with_the_numbers(here, schedule):
     assert explicit[0]["starts"] == [0, 3]
 
 
+def test_two_stages_of_a_rank_are_refused_by_half_of_its_limit(here):
+    """Each of them alone fits into the whole."""
+    run = {"depth": 4, "accumulate": 4}
+    (found, _) = run_ranks(2, limited, [0.1, 0.1], {"schedule": "zbv"}, run)
+    assert " MiB of 0.05, half of its rank's 0.1 for two stages (" in found
+    assert 0.05 < float(found.partition(" needs ")[2].split()[0]) < 0.1
+
+
 def measured(place: Place, others: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """The bytes that are foreseen for this rank's stage, and those that it has after the last step."""
     found: dict[str, Any] = {}

@@ -8,10 +8,11 @@ from torch import nn
 
 from trainer.monitors.memory.advice import Setting, Use, advise, count_state, size
 from trainer.monitors.memory.allocator import GIB
+from trainer.precision.rounding import round_steps
 
 USE = Use(peak=70 * GIB, weights=2 * GIB, gradients=2 * GIB, state=4 * GIB, expected=False, limit=80 * GIB)
-ALONE = Setting(1, 16, 24, "bf16", True, "AdamW", frozenset({"activation_checkpoint", "adamw"}))
-MORE = frozenset({"auto_batch", "adamw8bit", "shard.1", "shard.2", "shard.3"})
+ALONE = Setting(1, 16, 24, "bf16", True, "AdamW", 2 * GIB, frozenset({"activation_checkpoint", "adamw"}))
+MORE = frozenset({"auto_batch", "adamw8bit", "optimizer_in_backward", "shard.1", "shard.2", "shard.3"})
 NODE = replace(ALONE, world=8, usable=ALONE.usable | MORE)
 
 
@@ -46,6 +47,20 @@ def test_state_is_counted_after_a_step_and_computed_before(optimizer, computed, 
     assert count_state(chosen, parameters) == (held, held == 0)
 
 
+def test_weights_in_bf16_have_float32_state():
+    module = net().bfloat16()
+    chosen, parameters = torch.optim.AdamW(module.parameters()), list(module.parameters())
+    computed, expected = count_state(chosen, parameters)
+    assert expected and computed == 2 * 46 * 4
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    round_steps(chosen, module, seed=0, step=lambda: 0).step()
+    assert count_state(chosen, parameters) == (computed + 4 * 4, False)
+    assert (
+        count_state(torch.optim.AdamW(net().double().parameters()), list(net().double().parameters()))[0] == 2 * 46 * 8
+    )
+
+
 def test_what_is_neither_weights_nor_gradients_nor_state_is_the_rest():
     assert USE.rest == 62 * GIB
     assert replace(USE, expected=True).rest == 66 * GIB  # a state to come is not in the peak
@@ -77,13 +92,14 @@ def test_splitting_over_ranks_leaves_each_its_part():
     shards = "'+callbacks=[shard]' callbacks.shard.stage="
     assert text == (
         f"{shards}3 (up to 7.00 GiB less), {shards}2 (up to 5.25 GiB less), {shards}1 (up to 3.50 GiB less), "
-        "optimizer=adamw8bit (up to 2.98 GiB less), '+callbacks=[auto_batch]' (finds micro_batch itself)"
+        "optimizer=adamw8bit (up to 2.98 GiB less), '+callbacks=[optimizer_in_backward]' (up to 2.00 GiB less), "
+        "'+callbacks=[auto_batch]' (finds micro_batch itself)"
     )
     assert "shard" not in advise(USE, replace(NODE, world=1))
     assert "adamw8bit" not in advise(USE, replace(NODE, optimizer="SGD"))
 
 
-@pytest.mark.parametrize("name", ["activation_checkpoint", "auto_batch", "adamw8bit", "shard.1", "shard.2", "shard.3"])
+@pytest.mark.parametrize("name", ["activation_checkpoint", *sorted(MORE)])
 def test_a_callback_that_the_run_would_refuse_is_not_advised(name):
     """The bytes of the others stay: stage 3 has those of stages 1 and 2."""
     every, shown = advise(USE, NODE).split("), "), name.replace("shard.", "callbacks.shard.stage=")

@@ -9,6 +9,7 @@ import torch
 from trainer.errors import ConfigError
 from trainer.monitors.memory import allocator
 from trainer.monitors.memory.allocator import GIB, Watch, merge_settings, peak_resident, set_up
+from trainer.parallel.memory_search import drop_gradients
 
 DEVICE = torch.device("cuda", 0)
 WANTED = {"expandable_segments": "True", "max_split_size_mb": "64"}
@@ -116,6 +117,20 @@ def test_a_full_gpu_and_an_emptied_cache_are_reported_when_the_counters_grow(mon
     (text,) = watch.look()
     assert text.startswith("the GPU was full 2 time(s)") and "micro_batch" in text
     assert watch.look() == []
+
+
+def test_memory_that_auto_batch_gave_back_is_not_reported(monkeypatch):
+    """Nor the failed request that made it halve, which the allocator has tried twice."""
+    cuda = fake(monkeypatch)
+    watch = Watch(DEVICE)
+    drop_gradients([], torch.device("cuda", 1))  # another device's
+    cuda.stats["num_device_free"] += 1
+    assert len(watch.look()) == 1
+    drop_gradients([], DEVICE)
+    cuda.stats |= {"num_alloc_retries": 1, "num_device_free": 9}
+    assert watch.look() == []
+    cuda.stats["num_device_free"] += 2
+    assert watch.look()[0].startswith("2 block(s) of GPU memory were given back")
 
 
 def test_fragmentation_is_reported_once_with_both_numbers(monkeypatch):

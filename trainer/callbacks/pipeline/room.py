@@ -61,9 +61,12 @@ def refuse(room: Room) -> ConfigError:
     """Return the refusal of all cuts, with the bytes of the best one."""
     stage, needs = room.tightest()
     fixed, saved, messages = (f"{need / MIB:.4g}" for need in needs)
+    limit = f"{room.limits[stage] / MIB:.4g}"
+    if room.half:
+        limit += f", half of its rank's {2 * room.limits[stage] / MIB:.4g} for two stages"
     return ConfigError(
         f"{KEY}.cut=auto: no cut fits into memory: at best stage {stage} needs {sum(needs) / MIB:.4g} MiB of "
-        f"{room.limits[stage] / MIB:.4g} ({fixed} for parameters, gradients and optimizer state, {saved} for "
+        f"{limit} ({fixed} for parameters, gradients and optimizer state, {saved} for "
         f"activations of {room.live[stage]} micro-batches, {messages} for messages); use more stages, a smaller "
         f"micro_batch, activation_checkpoint or shard, or set {KEY}.cut, which is not checked"
     )

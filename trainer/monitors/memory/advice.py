@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -47,6 +46,7 @@ class Setting:
     precision: str
     cuda: bool
     optimizer: str  # class name
+    freed: int  # bytes of gradients that steps inside the backward pass do not hold
     usable: frozenset[str]  # callbacks and optimizers that this run would take; shard with its stage, as shard.1
 
 
@@ -56,17 +56,21 @@ def size(tensors: Iterable[Tensor]) -> int:
     return sum({(p.data_ptr(), p.device): p.numel() * p.element_size() for p in parts}.values())
 
 
-def count_state(optimizer: Optimizer, parameters: list[torch.nn.Parameter]) -> tuple[int, bool]:
+def count_state(optimizer: Optimizer, parameters: Iterable[Tensor]) -> tuple[int, bool]:
     """Return the bytes of the optimizer's state, and whether they are only computed, before its first step.
 
-    A state like Adam's has as many tensors for each parameter as the group has betas. Momentum has one.
+    A state like Adam's has as many tensors for each parameter as the group has betas. Momentum has one. They are
+    float32, also for weights that are stored in bf16.
+
+    Args:
+        parameters: Those that this rank steps.
     """
     held = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     if held:
         return size(held), False
     group = optimizer.param_groups[0]
     tensors = len(group["betas"]) if "betas" in group else bool(group.get("momentum"))
-    return tensors * size(parameters), True
+    return tensors * sum(size([p]) * max(1, 4 // p.element_size()) for p in parameters), True
 
 
 def advise(use: Use, setting: Setting) -> str:
@@ -94,6 +98,8 @@ def _ways(use: Use, setting: Setting) -> list[tuple[float, str]]:
         saved += others * bytes_split
         if f"shard.{stage}" in setting.usable:
             ways.append((saved, f"'+callbacks=[shard]' callbacks.shard.stage={stage}"))
+    if "optimizer_in_backward" in setting.usable:
+        ways.append((setting.freed, "'+callbacks=[optimizer_in_backward]'"))
     if "adamw8bit" in setting.usable and setting.optimizer == "AdamW":
         # A byte an element, and a float32 scale for each 256 of them, instead of 4 bytes an element.
         ways.append((use.state * (1 - (1 + 4 / 256) / 4), "optimizer=adamw8bit"))

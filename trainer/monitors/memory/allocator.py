@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from trainer.errors import ConfigError
+from trainer.parallel.memory_search import EMPTIED
 
 GIB = 1 << 30
 UNUSED = 0.2  # share of the device, reserved at the peak and never allocated, above which fragmentation is reported
@@ -67,11 +68,15 @@ def peak_resident() -> int:
 
 
 class Watch:
-    """Compares the allocator's counters with those of the look before."""
+    """Compares the allocator's counters with those of the look before.
+
+    A callback that halves micro-batches tells of a full GPU itself. The steps since the look before then count for
+    nothing.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.total = device, torch.cuda.get_device_properties(device).total_memory
-        self.retries, self.freed = 0, 0
+        self.retries, self.freed, self.emptied = 0, 0, 0
         self.fragmented = False
         self.look()  # start-up may free memory
 
@@ -80,6 +85,8 @@ class Watch:
         stats = torch.cuda.memory_stats(self.device)
         retries, freed = stats["num_alloc_retries"], stats["num_device_free"]
         new, again, self.retries, self.freed = retries - self.retries, freed - self.freed, retries, freed
+        if EMPTIED[self.device] > self.emptied:
+            self.emptied, new, again = EMPTIED[self.device], 0, 0
         found = []
         if new:
             found.append(

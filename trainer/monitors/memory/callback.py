@@ -21,7 +21,8 @@ from trainer.monitors.candidates import accepts
 from trainer.monitors.memory import allocator
 from trainer.monitors.memory.advice import Setting, Use, advise, count_state, size
 
-CANDIDATES: list[tuple[str, dict[str, Any]]] = [("activation_checkpoint", {}), ("auto_batch", {})]
+ALONE = ("activation_checkpoint", "auto_batch", "optimizer_in_backward")
+CANDIDATES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in ALONE]
 CANDIDATES += [("shard", {"stage": stage}) for stage in (1, 2, 3)]
 EVENTS = 100_000  # allocations that a snapshot has; some hundred bytes of host memory each
 
@@ -159,7 +160,8 @@ def count(trainer: TrainerProtocol, max_share: float | None) -> Use:
     """Count the bytes of this rank."""
     module, parameters = trainer.module, trainer.parameters
     gradients = size(parameters) + trainer.strategy.bucket_bytes
-    state, expected = count_state(trainer.optimizer, parameters)
+    owned = trainer.strategy.owned
+    state, expected = count_state(trainer.optimizer, parameters if owned is None else owned)
     peak, limit = allocator.peak_resident(), 0
     if trainer.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(trainer.device)
@@ -174,6 +176,9 @@ def setting(trainer: TrainerProtocol) -> Setting:
         blocks = len(find_blocks(trainer.recipe, trainer.module, None, ""))
     except ConfigError:
         blocks = 0
+    # With accumulation, gradients are kept until the last micro-batch, and DDP's buckets alone are saved.
+    buckets = trainer.strategy.bucket_bytes
+    freed = buckets + (size(trainer.parameters) if trainer.plan.accumulate == 1 else 0)
     return Setting(
         trainer.world,
         trainer.plan.micro,
@@ -181,6 +186,7 @@ def setting(trainer: TrainerProtocol) -> Setting:
         trainer.precision.name,
         trainer.device.type == "cuda",
         type(getattr(trainer.optimizer, "optimizer", trainer.optimizer)).__name__,
+        freed,
         frozenset(usable(trainer)),
     )
 
