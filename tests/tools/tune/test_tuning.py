@@ -89,7 +89,7 @@ def assert_tidy(folder: Path, *results: str) -> None:
     while processes(folder) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not processes(folder)
-    assert not list((folder / "tmp").iterdir())
+    assert {path.name.partition("_")[0] for path in (folder / "tmp").iterdir()} <= {"torchinductor"}  # torch's cache
     left = {path.name for path in folder.iterdir()} - {"__pycache__"}
     assert left == {"slow.py", "conf", "tmp"}
     tuned = folder / "conf" / "tuned"
@@ -103,6 +103,7 @@ def wait_for(event: str, journal: Path, process: "subprocess.Popen[str]") -> Non
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_killed_search_goes_on_and_its_result_is_used(folder: Path) -> None:
     journal = folder / "conf" / "tuned" / "slow.jsonl"
     with popen(words("trainer.devices=2"), folder, COMMAND, **{MARK: str(folder)} | variables(folder)) as killed:

@@ -12,10 +12,10 @@ from trainer.tools.tune.configs import is_exact, merge, ranks_with_data, refusal
 NOTHING = Choice({}, {})
 BUCKETS_MIB = (1.0, 5.0, 100.0)
 WORKERS = (0, 1, 2, 4)
-CODECS: Sequence[Mapping[str, Any]] = (
+CODECS: Sequence[dict[str, Any]] = (
     {"codec": "bf16"}, {"codec": "fp16"}, {"codec": "int8"}, {"codec": "topk"}, {"codec": "powersgd"}
 )  # fmt: skip
-LOCAL_SGD: Sequence[Mapping[str, Any]] = ({"every": 4}, {"every": 16}, {"every": 16, "delay": 8})
+LOCAL_SGD: Sequence[dict[str, Any]] = ({"every": 4}, {"every": 16}, {"every": 16, "delay": 8})
 
 
 def candidates(config: Mapping[str, Any], place: Place, lossy: bool) -> list[Choice]:
@@ -36,17 +36,20 @@ def candidates(config: Mapping[str, Any], place: Place, lossy: bool) -> list[Cho
     return [choice for choice in found if choice != NOTHING]
 
 
-def with_callbacks(config: Mapping[str, Any], place: Place, lossy: bool) -> Iterator[dict[str, Mapping[str, Any]]]:
+Callbacks = dict[str, dict[str, Any]]  # name -> knobs
+
+
+def with_callbacks(config: Mapping[str, Any], place: Place, lossy: bool) -> Iterator[Callbacks]:
     """Yield the callbacks that may be added. Those of today's config stay, and keep their knobs."""
     if place.world == 1:
         yield from ({}, {"compile": {"fallback_random": True}})
         return
     nodes = place.world // place.local_world
-    first: list[dict[str, Mapping[str, Any]]] = [{}, {"compile": {"fallback_random": True}}]
-    steps: list[dict[str, Mapping[str, Any]]] = [{}, {"overlap": {}}, {"shard": {"stage": 1}}]
-    levels: list[dict[str, Mapping[str, Any]]] = [{}]
+    first: list[Callbacks] = [{}, {"compile": {"fallback_random": True}}]
+    steps: list[Callbacks] = [{}, {"overlap": {}}, {"shard": {"stage": 1}}]
+    levels: list[Callbacks] = [{}]
     levels += [{"hierarchical": {}}] if 1 < nodes < place.world else []
-    sent: list[dict[str, Mapping[str, Any]]] = [{}]
+    sent: list[Callbacks] = [{}]
     if lossy:
         sent += [{"grad_compress": codec} for codec in CODECS]
         sent += [{"local_sgd": knobs} for knobs in LOCAL_SGD]

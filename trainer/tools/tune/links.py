@@ -57,6 +57,7 @@ def time_level(group: dist.ProcessGroup, ranks: Ranks) -> dict[str, Any]:
     small = torch.zeros(1, device=ranks.device)
     empty = sorted(time_all_reduce(small, group, ranks.device) for _ in range(EMPTY))[EMPTY // 4]
     seconds: dict[int, float] = {}
+    cpu_s = 0.0  # of the last size
     for size in SIZES:
         flat = torch.zeros(size // 4, device=ranks.device)
         time_all_reduce(flat, group, ranks.device)

@@ -79,6 +79,7 @@ class Team:
             self.store.set(f"order-{self.number}", json.dumps([order, limit_s]))
         answers = self._run_own(order, limit_s)
         for rank in set(range(self.place.world)) - set(self.own):
+            assert self.store is not None
             try:
                 self.store.wait([f"answer-{self.number}-{rank}"], timedelta(seconds=limit_s + RESERVE_S))
                 answers[rank] = json.loads(self.store.get(f"answer-{self.number}-{rank}"))
