@@ -141,7 +141,7 @@ class Tuning:
         lines = [line["trial"] for line in self.journal.all("trial")]
         known = [Tried(**{**line, "choice": Choice(**line["choice"])}) for line in lines]
         first = Tried(NOTHING, model.predict(NOTHING).step_s, self.today["step_s"], self.today["step_s"])
-        self.say(f"choices    {len(listed)} that a run accepts; today's predicted {told(first)}")
+        self.say(f"choices    {len(listed)} that a run accepts; today's predicted {outcome(first)}")
         if known:
             self.say(f"journal    goes on after {len(known)} trials: {self.journal.path}")
 
@@ -174,7 +174,7 @@ class Tuning:
         line["score_s"] = tried.score_s if tried.score_s != math.inf else None
         self.journal.add("trial", trial=line)
         self.say(
-            f"trial {len(self.journal.all('trial')):<4} {describe(tried.choice)}: {told(tried)}"
+            f"trial {len(self.journal.all('trial')):<4} {describe(tried.choice)}: {outcome(tried)}"
             f"  [{self.elapsed_s:.0f} of {self.options.budget_s:g} s]"
         )
 
@@ -223,7 +223,7 @@ def make_workload(answers: list[dict[str, Any]]) -> Workload:
     return Workload(**values)
 
 
-def told(tried: Tried) -> str:
+def outcome(tried: Tried) -> str:
     if tried.step_s is None:
         return f"failed: {printable(tried.error)}"
     return f"{tried.predicted_s:.4g} s predicted, {tried.step_s:.4g} s measured ({tried.miss:+.1%})"
