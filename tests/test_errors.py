@@ -72,9 +72,9 @@ recipe.with=2
 '+callbacks=[ema]' callbacks.ema.decai=0.9
     callbacks.ema.decai=0.9: no such key; did you mean decay?
 callbacks.ema.decay=0.9
-    callbacks.ema: is not in this run, which has advice, events, memory, metrics_file, progress, step_timer, throughp
+    callbacks.ema: is not in this run, which has events, memory, metrics_file, progress, step_timer, throughput; '+
 callbacks.progres.columns=3
-    callbacks.progres: is not in this run, which has advice, events, memory, metrics_file, progress, step_timer, thro
+    callbacks.progres: is not in this run, which has events, memory, metrics_file, progress, step_timer, throughput;
 optimizer.lrr=1
     optimizer.lrr=1: no such key; did you mean lr?
 schedule.warm=1
