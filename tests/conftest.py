@@ -103,7 +103,8 @@ def command(pid: int) -> str:
         line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
         return ""
-    return "" if any(name in line for name in SHARED) else line
+    forked_runs = {process.pid for process in list(forked.RUNNING)}  # whose server's own command names `forkserver`
+    return "" if pid not in forked_runs and any(name in line for name in SHARED) else line
 
 
 def environment() -> dict[str, str]:
