@@ -29,7 +29,7 @@ def test_help_lists_the_tools(tmp_path):
 
 @pytest.mark.parametrize(
     "word, told",
-    [("reprot", "did you mean report"), ("shard", "did you mean shards?"), ("zzz", "there are compare, ")],
+    [("reprot", "did you mean report"), ("shard", "did you mean shards?"), ("zzz", "there are bench, ")],
 )
 def test_a_misspelt_word(tmp_path, word, told):
     done = run([word, "runs/a"], tmp_path)

@@ -6,7 +6,7 @@ import pytest
 from support.runs import make
 
 from trainer.checkpoint import locate
-from trainer.checkpoint.interval import LEAST_S, daly, prior_s
+from trainer.checkpoint.interval import LEAST, daly, prior_s
 from trainer.checkpoint.manifest import Damaged
 from trainer.config.options import CheckpointOptions
 from trainer.errors import ConfigError
@@ -17,7 +17,7 @@ AUTO = {"every": "auto", "every_steps": 1, "keep": 9}
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("trainer.plan.FIRST_S", 0.0)
+    monkeypatch.setattr("trainer.plan.FIRST", 0.0)
 
 
 def steps() -> list[int]:
@@ -30,7 +30,7 @@ def test_the_first_checkpoint_measures_and_the_clock_follows() -> None:
     own = trainer.interval
     assert steps() == [1, 6]  # every_steps=1 does not count; the next is due in a minute
     assert own.stall_s > 0 and own.restart_s > 0 and own.failures == 0
-    assert trainer.plan.save_s == own.seconds == pytest.approx(max(daly(own.stall_s, prior_s(1)), LEAST_S))
+    assert trainer.plan.save_s == own.seconds == pytest.approx(max(daly(own.stall_s, prior_s(1)), LEAST))
 
 
 def test_a_resume_keeps_what_was_measured() -> None:
@@ -48,7 +48,7 @@ def test_failures_that_the_supervisor_has_noted_count() -> None:
     Path("runs/r/logs/events.jsonl").write_text('{"failed": "killed"}\n' * 5)
     trainer = make(checkpoint=AUTO, max_steps=6, resume="auto")
     trainer.fit()
-    assert trainer.interval.failures == 5 and trainer.plan.save_s == LEAST_S
+    assert trainer.interval.failures == 5 and trainer.plan.save_s == LEAST
 
 
 def test_without_auto_nothing_is_kept_and_a_resume_may_begin_with_it() -> None:

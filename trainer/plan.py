@@ -9,7 +9,7 @@ from typing import Any
 from trainer.batch import split_batch
 from trainer.callback import Callback, Role, arrange, overrides
 from trainer.checkpoint import locate
-from trainer.checkpoint.interval import FIRST_S
+from trainer.checkpoint.interval import FIRST
 from trainer.checkpoint.manifest import see, verify
 from trainer.checkpoint.pretrained import weights_files
 from trainer.checkpoint.retention import parse_best
@@ -108,7 +108,7 @@ class Plan:
         self.save_s = (options.checkpoint.every_minutes or math.inf) * 60
         self.save_steps = options.checkpoint.every_steps or math.inf
         if options.checkpoint.every:
-            self.save_s, self.save_steps = FIRST_S, math.inf
+            self.save_s, self.save_steps = FIRST, math.inf
 
     def _agree(self, world: int, each: Callable[[Any], list[Any]], spec: RunSpec | None) -> RunSpec:
         """Return the decisions of the launcher or else of rank 0, after a comparison with this rank's view.

@@ -112,7 +112,7 @@ def count(recipe: Bert, data: dict[str, Tensor], knobs: dict[str, Any], device: 
         forward().backward()
 
     if knobs:
-        trainer: Any = SimpleNamespace(recipe=recipe, device=device, module=model, ranks=ranks)
+        trainer: Any = SimpleNamespace(recipe=recipe, device=device, module=model, ranks=ranks, callbacks={})
         callback = ActivationCheckpoint(**knobs)
         callback.wrap_model(trainer, model)
         callback.rehearse(trainer, lambda _: run(), data)

@@ -17,7 +17,7 @@ from scripts.command import command
 from trainer.tools.cost_model.machine import Link, Machine
 from trainer.tools.cost_model.predict import predict
 from trainer.tools.cost_model.workload import Choice, Workload
-from trainer.tools.scale.machines import NETWORK_S, NVLINK_S, PRESETS
+from trainer.tools.scale.machines import NETWORK_LATENCY, NVLINK_LATENCY, PRESETS
 
 Shapes = list[tuple[int, ...]]
 FORWARD = 1 / 3  # of a sample's seconds
@@ -48,7 +48,9 @@ def bert(width: int, layers: int, vocabulary: int = 30528, positions: int = 512)
 
 
 def node(ranks: int, inside: float, across: float) -> Machine:
-    return Machine(ranks, ranks, 8.0, Link(NVLINK_S, inside, 0.0), Link(NETWORK_S, across, 0.0), {}, None, 1e9)
+    return Machine(
+        ranks, ranks, 8.0, Link(NVLINK_LATENCY, inside, 0.0), Link(NETWORK_LATENCY, across, 0.0), {}, None, 1e9
+    )
 
 
 DLPERF = "Oneflow-Inc/DLPerf, NVIDIADeepLearningExamples/PyTorch/BERT/README.md, commit 28a48de"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint.interval import DEVICE_HOURS, FIRST_S, Interval, daly, lost, noted, prior_s, young
+from trainer.checkpoint.interval import DEVICE_HOURS, FIRST, Interval, daly, lost, noted, prior_s, young
 
 MINUTE, HOUR = 60.0, 3600.0
 
@@ -65,7 +65,7 @@ def test_the_prior_is_that_of_a_large_run_and_a_week_of_a_small_one() -> None:
 
 def test_a_run_without_failures_takes_the_prior(tmp_path: Path) -> None:
     made = Interval(True, 8, tmp_path)
-    assert made.seconds == FIRST_S
+    assert made.seconds == FIRST
     made.measure(2.0, 30.0, trained_s=600.0)
     assert made.seconds == pytest.approx(daly(2.0, prior_s(8)))
 
@@ -110,7 +110,7 @@ def test_state_comes_back(tmp_path: Path) -> None:
     assert again.state_dict() == made.state_dict() and again.seconds == made.seconds
     plain = Interval(False, 1, tmp_path)
     plain.load_state_dict({}, 100.0)
-    assert plain.state_dict() == {} and plain.seconds == FIRST_S
+    assert plain.state_dict() == {} and plain.seconds == FIRST
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -1.0, "1", True, None])

@@ -14,8 +14,8 @@ from typing import Any
 
 from trainer.log import log
 
-FIRST_S = 60.0  # until a checkpoint has been measured
-LEAST_S = 60.0  # more often would load the storage for little
+FIRST = 60.0  # until a checkpoint has been measured
+LEAST = 60.0  # more often would load the storage for little
 DEVICE_HOURS = 54 * 24 * 16_384 / 419  # for each failure: Llama 3, arXiv:2407.21783, section 3.3.4
 RUN_HOURS = 7 * 24.0  # for each failure of anything else: software, power, users; a choice without a source
 CHANGED = 2.0  # times by which the interval changes, until the log says so
@@ -62,7 +62,7 @@ class Interval:
         self.auto, self.devices, self.logs = auto, devices, logs
         self.stall_s = self.write_s = self.restart_s = 0.0
         self.failures, self.made_at = 0, time.monotonic()
-        self.seconds, self.said = FIRST_S, 0.0  # of the interval; the last that the log has
+        self.seconds, self.said = FIRST, 0.0  # of the interval; the last that the log has
 
     def measure(self, stall_s: float, write_s: float, trained_s: float) -> None:
         """Take the seconds for which a checkpoint stopped training, and those until it was on the disk; 0: unknown."""
@@ -79,7 +79,7 @@ class Interval:
     def _decide(self, trained_s: float) -> None:
         """Set the interval. A checkpoint begins no sooner than the one before is written, and a minute after it."""
         mtbf_s = self.mtbf_s(trained_s)
-        self.seconds = max(daly(self.stall_s, mtbf_s), self.write_s, self.stall_s, LEAST_S)
+        self.seconds = max(daly(self.stall_s, mtbf_s), self.write_s, self.stall_s, LEAST)
         if self.auto and not self.said / CHANGED < self.seconds < self.said * CHANGED:
             self.said = self.seconds
             seen = f"{self.failures} failure(s) in {trained_s / 3600:.3g} h" if self.failures else "none seen, a prior"

@@ -118,7 +118,7 @@ def refuse(options: argparse.Namespace) -> None:
         if path and not os.access(path.parent, os.W_OK):
             raise ConfigError(f"--{name} {path}: {path.parent} is no folder that can be written; give another place")
     if options.png and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--png: needs matplotlib; pip install 'echelon-trainer[plots]', or leave --png out")
+        raise ConfigError("--png: needs matplotlib; pip install 'matplotlib>=3.9,<4', or leave --png out")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -142,7 +142,7 @@ def test_without_a_driver_or_without_the_package(messages, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert list(watch_gpu("8f1c", "", lambda bits: None)) == []
     assert "this machine or container has no NVIDIA driver" in messages[0]
-    assert messages[1].endswith("the package nvidia-ml-py is missing; pip install 'echelon-trainer[monitor]'")
+    assert messages[1].endswith("the package nvidia-ml-py is missing; pip install 'nvidia-ml-py>=12.535,<14'")
 
 
 @pytest.mark.parametrize(

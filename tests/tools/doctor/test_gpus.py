@@ -95,7 +95,7 @@ def test_gpus_without_a_driver_and_none_at_all(sys, tmp_path):
 def test_without_the_package_the_line_says_so(tmp_path, monkeypatch):
     monkeypatch.setitem(python.modules, "pynvml", None)
     (none,) = gpus.examine(tmp_path)
-    assert none.level == NOTE and "pip install 'echelon-trainer[monitor]'" in none.consequence
+    assert none.level == NOTE and "pip install 'nvidia-ml-py>=12.535,<14'" in none.consequence
 
 
 def usable(monkeypatch, *capabilities: tuple[int, int], barred: tuple[tuple[int, int], ...] = ()) -> list[Finding]:

@@ -8,7 +8,7 @@ from trainer.tools.measure import device
 
 def test_products_of_each_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "CPU_SIZE", 32)
-    monkeypatch.setattr(device, "BUDGET_S", 0.001)
+    monkeypatch.setattr(device, "BUDGET", 0.001)
     before = torch.get_float32_matmul_precision()
     rates = device.matmul(torch.device("cpu"))
     assert rates.keys() == {"fp32_flop_per_s", "bf16_flop_per_s", "fp16_flop_per_s"}

@@ -44,7 +44,7 @@ def test_a_trial_writes_into_its_folder_alone(config: dict, tmp_path: Path) -> N
     assert options["run_dir"] == str(tmp_path / "own" / "run-7") and options["timeout_s"] == 30
     assert options["checkpoint"]["dir"] == str(tmp_path / "own" / "ckpt") and not options["checkpoint"]["every_steps"]
     assert options["validate_every"] is None and options["resume"] is None
-    assert set(made["callbacks"]) == {"throughput", "memory"}  # the others would show or write
+    assert set(made["callbacks"]) == {"advice", "memory", "step_timer", "throughput"}  # the others would show or write
 
 
 def test_a_trial_begins_at_the_checkpoint_that_the_run_would_take(config: dict, tmp_path: Path) -> None:

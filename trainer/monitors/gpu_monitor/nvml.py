@@ -17,7 +17,7 @@ SLOWDOWNS = {  # bits of NVML's reasons that take speed away; without: idle, clo
     0x40: "thermal slowdown by the hardware",
     0x80: "power brake by the power supply",
 }
-MISSING = "the package nvidia-ml-py is missing; pip install 'echelon-trainer[monitor]'"
+MISSING = "the package nvidia-ml-py is missing; pip install 'nvidia-ml-py>=12.535,<14'"
 
 
 def unusable(error: BaseException) -> str:

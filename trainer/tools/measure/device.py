@@ -11,7 +11,7 @@ from trainer.tools.measure.collectives import synchronize
 ROUNDS = 5  # a rate is that of the fastest: other work can only slow a round down
 COPY_BYTES = 64 << 20
 GPU_SIZE, CPU_SIZE = 8192, 1024  # rows and columns of a matrix
-BUDGET_S = 0.2  # of a round
+BUDGET = 0.2  # of a round
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -58,5 +58,5 @@ def fastest(call: Callable[[], Any], device: torch.device) -> float:
         return (time.perf_counter() - began) / calls
 
     run(1)
-    calls = max(1, int(BUDGET_S / run(1)))
+    calls = max(1, int(BUDGET / run(1)))
     return min(run(calls) for _ in range(ROUNDS if calls > 1 else 2))

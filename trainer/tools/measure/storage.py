@@ -17,7 +17,7 @@ from trainer.data.shards.writer import write_shards
 
 CHUNK = 4 << 20  # bytes of a write
 SAMPLE_BYTES, SAMPLES, PER_SHARD = 16 << 10, 2048, 512  # of the shards that the bench makes: 32 MiB
-READ_S = 2.0  # shards are read for so long at most
+READ_FOR = 2.0  # shards are read for so long at most
 
 
 def disk(folder: Path, size: int) -> dict[str, float]:
@@ -91,7 +91,7 @@ def read(index: Index) -> dict[str, float]:
     for ref in walk(index.counts, 0, 1):
         reader.read(ref)
         count, size = count + 1, size + int(sizes[ref.shard][ref.offset][1])
-        if time.perf_counter() - began > READ_S:
+        if time.perf_counter() - began > READ_FOR:
             break
     seconds = time.perf_counter() - began
     reader.close()

@@ -149,7 +149,7 @@ def read_advice(path: Path) -> tuple[list[dict[str, Any]], str]:
 def read_config(path: Path) -> tuple[dict[str, Any], str]:
     """Return the config by dotted keys, with stars for secrets, and one line on what is missing."""
     try:
-        found = yaml.load(path.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        found = yaml.safe_load(path.read_bytes())
     except FileNotFoundError:
         return {}, f"{path.name}: is missing"
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:

@@ -14,7 +14,7 @@ PARTS = (
 )  # fmt: skip
 CHUNK = 1 << 14  # lines, times ranks, that are converted at once
 MOST_RANKS = 4096
-LONGEST_S = 1e9  # of a step; more is no time
+LONGEST = 1e9  # of a step; more is no time
 
 Table = NDArray[np.float64]
 
@@ -121,7 +121,7 @@ def convert(lines: list[Line]) -> tuple[Table, Table, Table]:
     names, ranks = lines[0].names, len(lines[0].ranks)
     flat = [[number(value) for value in rank] for line in lines for rank in line.ranks]
     values = np.array(flat).reshape(len(lines), ranks, len(names))
-    values = np.where((values >= 0) & (values < LONGEST_S), values, 0.0)
+    values = np.where((values >= 0) & (values < LONGEST), values, 0.0)
     own = np.zeros((len(lines), ranks, len(PARTS) + 1))
     for column, name in enumerate((*PARTS, "step")):
         if name in names:

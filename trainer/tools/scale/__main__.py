@@ -94,7 +94,7 @@ def command() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
     args = parser.parse_args()
     if args.png and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--png: needs matplotlib; pip install 'echelon-trainer[plots]', or leave --png out")
+        raise ConfigError("--png: needs matplotlib; pip install 'matplotlib>=3.9,<4', or leave --png out")
     options, words = read(args.words)
     folder = ["--config-dir", args.config_dir] if args.config_dir else []
     jobs = compose([*folder, *words], [CONF, *config_dirs(folder)])

@@ -8,7 +8,7 @@ from trainer.errors import ConfigError, nearest
 from trainer.tools.cost_model.machine import Link, Machine, from_json
 
 # NCCL's own model of a ring with protocol Simple: seconds a hop over NVLink and over a network (src/graph/tuning.cc).
-NVLINK_S, NETWORK_S = 3.4e-6, 14.0e-6
+NVLINK_LATENCY, NETWORK_LATENCY = 3.4e-6, 14.0e-6
 DISK = 2e9  # bytes a second of a node; a choice, for storage differs from site to site
 GPU_CORES = 8.0  # of the host, for each GPU; more than communication takes
 
@@ -34,7 +34,7 @@ def gpus(nvlink: float, network: float, memory: float) -> Machine:
         nvlink, network: Bytes a second of a GPU, each way.
         memory: Bytes of a GPU.
     """
-    inside, across = Link(NVLINK_S, nvlink, 0.0), Link(NETWORK_S, network, 0.0)
+    inside, across = Link(NVLINK_LATENCY, nvlink, 0.0), Link(NETWORK_LATENCY, network, 0.0)
     return Machine(8, 8, GPU_CORES, inside, across, {}, memory, DISK)
 
 

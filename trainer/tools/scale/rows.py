@@ -11,8 +11,8 @@ from trainer.tools.cost_model.workload import Choice, Prediction, Workload
 from trainer.tools.scale.machines import Cluster
 
 SAVED = 12.0  # bytes a parameter in a checkpoint: weight and AdamW's moments
-STALL_S = 0.1  # of any checkpoint, beside its copy to the host; a choice
-RESTART_S = 300.0  # from a failure to the next step: notice it, start 8 ranks a node, load; a choice
+STALL = 0.1  # of any checkpoint, beside its copy to the host; a choice
+RESTART = 300.0  # from a failure to the next step: notice it, start 8 ranks a node, load; a choice
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ def row(
     rate = batch / found.step_s
     size = SAVED * sum(workload.parameters)
     written_s = size / (machine.disk_bytes_per_s * (nodes if way.parts else 1))
-    stall_s = STALL_S + size / (machine.ranks if way.parts else 1) / cluster.host_bytes_per_s
+    stall_s = STALL + size / (machine.ranks if way.parts else 1) / cluster.host_bytes_per_s
     mtbf_s = prior_s(machine.ranks)
     interval_s = max(daly(stall_s, mtbf_s), written_s)
-    share = lost(interval_s, stall_s, RESTART_S + written_s, mtbf_s)
+    share = lost(interval_s, stall_s, RESTART + written_s, mtbf_s)
     return Row(
         nodes, machine.ranks, name, batch, found.step_s, rate, rate / machine.ranks / (per_rank / single.step_s),
         found.parts["communication"] / found.step_s, found.memory_bytes / 2**30,

@@ -24,7 +24,7 @@ EMPTY = 64  # messages of 4 bytes, of which the fastest quarter gives the latenc
 ROUNDS = 3
 CODECS = ("bf16", "fp16", "int8", "topk", "powersgd")
 ELEMENTS = 1 << 20  # of the bucket that a codec encodes
-BUSY, BUSY_S = 1 << 20, 0.5  # bytes that a thread hashes at a time, and for how long, to count cores
+BUSY, BUSY_SECONDS = 1 << 20, 0.5  # bytes that a thread hashes at a time, and for how long, to count cores
 NO_LINK = Link(0.0, 1e12, 0.0)
 
 
@@ -79,7 +79,7 @@ def time_all_reduce(flat: torch.Tensor, group: dist.ProcessGroup, device: torch.
 def time_codec(name: str, device: torch.device) -> dict[str, float]:
     """Return the seconds of a codec for each byte of gradient: to encode, and to decode one payload."""
     codec = make(name, {})
-    codec.join(2, 0, 0)
+    codec.join(*(2, 0, 0))
     weight = torch.zeros(1024, ELEMENTS // 1024, device=device)
     bucket, flat, out = Bucket.of([weight], 1), torch.randn_like(weight).view(-1), torch.zeros_like(weight).view(-1)
     size = 4.0 * ELEMENTS
@@ -124,7 +124,7 @@ def count_cores() -> float:
     """Return the cores that this rank gets while all ranks ask for as many as there are."""
     data = bytes(BUSY)
     began, worked = time.perf_counter(), time.process_time()
-    end = began + BUSY_S
+    end = began + BUSY_SECONDS
 
     def work() -> None:
         while time.perf_counter() < end:

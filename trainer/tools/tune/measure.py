@@ -18,7 +18,7 @@ from trainer.tools.tune.trial import OWN, Over, Stopwatch
 from trainer.trainer import Trainer
 
 PASSES = 3  # of which the median counts, after one that warms up
-SLOW_S = 2.0  # a pass that takes longer is measured once
+SLOW = 2.0  # a pass that takes longer is measured once
 
 
 class Profile(Stopwatch):
@@ -89,7 +89,7 @@ def median_s(run: Callable[[], Any], device: torch.device) -> float:
         run()
         wait(device)
         took.append(time.perf_counter() - began)
-        if took[-1] > SLOW_S and len(took) > 1:
+        if took[-1] > SLOW and len(took) > 1:
             break
     return statistics.median(took[1:])
 

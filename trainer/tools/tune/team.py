@@ -25,15 +25,13 @@ from trainer.errors import EXIT_CODES, ConfigError, is_out_of_memory, printable
 from trainer.launch.worker import in_collective
 from trainer.process.environment import Place, cores
 from trainer.process.exit import die_with_parent
+from trainer.timeouts import TRIAL_LOOK_S, TRIAL_PEERS_S, TRIAL_RESERVE_S
 
 Answer = dict[str, Any]
-LOOK_S = 0.2  # between two looks at the ranks of other machines
-PEERS_S = 2.0  # until the peers of a failed rank have told their own failure
 PEERS = "its peers have failed"
 FOREVER = timedelta(days=30)
 LAUNCHERS_OWN = ("ECHELON_HEARTBEAT", "ECHELON_ERROR_FILE", "ECHELON_ATTEMPT", "TORCHELASTIC_ERROR_FILE")
 LAUNCHERS_OWN += ("TORCHELASTIC_USE_AGENT_STORE",)  # with it, the ranks of a trial would look for torchrun's port
-RESERVE_S = 60.0  # beyond a trial's own limit, until the processes of other machines have reported
 
 
 class TrialFailed(Exception):
@@ -81,7 +79,7 @@ class Team:
         for rank in set(range(self.place.world)) - set(self.own):
             assert self.store is not None
             try:
-                self.store.wait([f"answer-{self.number}-{rank}"], timedelta(seconds=limit_s + RESERVE_S))
+                self.store.wait([f"answer-{self.number}-{rank}"], timedelta(seconds=limit_s + TRIAL_RESERVE_S))
                 answers[rank] = json.loads(self.store.get(f"answer-{self.number}-{rank}"))
             except RuntimeError:  # torch's of a wait that ends, and of a process that has gone
                 answers[rank] = {"error": "its process does not answer", "of_peer": False}
@@ -113,7 +111,7 @@ class Team:
             with contextlib.suppress(RuntimeError):
                 self.store.set(f"order-{self.number + 1}", json.dumps(None))
                 others = [f"left-{rank}" for rank in range(self.place.world) if rank not in self.own]
-                self.store.wait(others, timedelta(seconds=PEERS_S))  # the store ends with this process
+                self.store.wait(others, timedelta(seconds=TRIAL_PEERS_S))  # the store ends with this process
 
     def _run_own(self, order: dict[str, Any], limit_s: float) -> dict[int, Answer]:
         """Fork this process's ranks, and wait for all; kill them if one fails anywhere, or at the limit."""
@@ -124,12 +122,12 @@ class Team:
         try:
             while len(answers) < len(self.own) and (left := end - time.monotonic()) > 0:
                 open_ones = [pipe for pipe, rank in pipes.items() if rank not in answers]
-                for pipe in multiprocessing.connection.wait(open_ones, min(left, LOOK_S if self.store else left)):
+                for pipe in multiprocessing.connection.wait(open_ones, min(left, TRIAL_LOOK_S if self.store else left)):
                     rank = pipes[pipe]  # pyright: ignore[reportArgumentType] a Connection
                     answers[rank] = self._read(pipe, rank)
                 if self._failed(answers):
                     known = any("error" in answer and not answer["of_peer"] for answer in answers.values())
-                    late, end = PEERS, min(end, time.monotonic() + (0 if known else PEERS_S))
+                    late, end = PEERS, min(end, time.monotonic() + (0 if known else TRIAL_PEERS_S))
         finally:
             self._kill()
             for pipe in pipes:

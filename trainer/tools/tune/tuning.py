@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer.config.tuned import Tuned, cpu_name
 from trainer.errors import printable
+from trainer.timeouts import TRIAL_LEAST_S
 from trainer.tools.cost_model.workload import Choice, Workload
 from trainer.tools.tune.canary import Judge, Verdict
 from trainer.tools.tune.candidates import NOTHING, candidates, describe, family
@@ -23,7 +24,6 @@ from trainer.tools.tune.team import Team, TrialFailed
 from trainer.tools.tune.time_to_loss import slowdown
 from trainer.tools.tune.trial import step_seconds
 
-LEAST_S = 60.0  # of the limit of a trial
 SLOWEST = 10  # times as long as today's trial, from which on a trial counts as hung
 
 
@@ -89,7 +89,7 @@ class Tuning:
             steps = max(1, min(steps, (most - warm) // period * period))
         began, limit_s = time.monotonic(), self.options.limit_s
         if self.today:
-            limit_s = min(limit_s, max(LEAST_S, SLOWEST * self.today["wall_s"]))
+            limit_s = min(limit_s, max(TRIAL_LEAST_S, SLOWEST * self.today["wall_s"]))
         answers = self._order(
             "trial", merge(self.config, choice), limit_s, warm=warm, steps=steps
         )  # fmt: skip
