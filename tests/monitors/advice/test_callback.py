@@ -1,7 +1,6 @@
 """Findings of real runs whose numbers are given: said once, after two logged steps, and again at the end."""
 
 import json
-import logging
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ from toy_recipe import Points, Toy
 
 from trainer.callback import Callback, Role
 from trainer.callbacks.compile import Compile
-from trainer.log import log
 from trainer.monitors.advice import callback
 from trainer.monitors.advice.callback import Advice
 from trainer.monitors.memory.advice import Use
@@ -42,14 +40,6 @@ class Gives(Callback):
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def messages(monkeypatch) -> list[str]:
-    found: list[str] = []
-    monkeypatch.setattr(log, "handle", lambda record: found.append(record.getMessage()))
-    monkeypatch.setattr(log, "level", logging.INFO)
-    return found
 
 
 def run(numbers: Any, **options: Any) -> Any:

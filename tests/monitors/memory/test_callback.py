@@ -1,7 +1,6 @@
 """The peak in the run's numbers, and an error that ends with advice: on a CPU, and with torch.cuda faked."""
 
 import json
-import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,7 +23,6 @@ from trainer.callbacks.shard import Shard
 from trainer.config.options import DataOptions, DDPOptions, Options
 from trainer.data.batch import Step
 from trainer.errors import ConfigError, message
-from trainer.log import log
 from trainer.monitors.memory import allocator, callback
 from trainer.monitors.memory.allocator import GIB
 from trainer.monitors.memory.callback import Memory
@@ -73,14 +71,6 @@ def make(
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def messages(monkeypatch) -> list[str]:
-    found: list[str] = []
-    monkeypatch.setattr(log, "handle", lambda record: found.append(record.getMessage()))
-    monkeypatch.setattr(log, "level", logging.INFO)
-    return found
 
 
 def fake_peak(monkeypatch, peak: int = PEAK) -> None:

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import logging
 import os
 import signal
 from pathlib import Path
@@ -21,7 +20,6 @@ from trainer.callbacks.overlap import Overlap
 from trainer.callbacks.pipeline import PipelineParallel
 from trainer.callbacks.shard import Shard
 from trainer.errors import ConfigError
-from trainer.log import log
 from trainer.monitors.profiler.callback import Profiler
 from trainer.monitors.profiler.recording import Recording
 from trainer.monitors.step_timer import StepTimer
@@ -34,14 +32,6 @@ PHASES = {"data", "forward", "backward", "clip", "optimizer", "checkpoint"}
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def messages(monkeypatch) -> list[str]:
-    found: list[str] = []
-    monkeypatch.setattr(log, "handle", lambda record: found.append(record.getMessage()))
-    monkeypatch.setattr(log, "level", logging.INFO)
-    return found
 
 
 def events(step: int, rank: int = 0, run: str = "r") -> list[dict[str, Any]]:

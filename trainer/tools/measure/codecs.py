@@ -1,7 +1,7 @@
 """Measures what a codec of trainer/comm/codecs costs a rank, without a network."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import median
 
 import torch
@@ -40,8 +40,8 @@ class Nowhere(AllReduce):
         return rows.clone()
 
 
-def measure(device: torch.device) -> dict[str, CodecCost]:
-    """Return the cost of each codec, with the error feedback that its paper has, on a bucket of 16 MiB.
+def measure(device: torch.device, names: Collection[str] = tuple(CODECS)) -> dict[str, CodecCost]:
+    """Return the cost of codecs, with the error feedback that their papers have, on a bucket of 16 MiB.
 
     `none` is the copy into a bucket and back, which a reduction without DDP takes.
 
@@ -52,7 +52,7 @@ def measure(device: torch.device) -> dict[str, CodecCost]:
     gradients = torch.empty(sum(p.numel() for p in params), device=device).normal_(generator=generator)
     gradients *= torch.empty_like(gradients).normal_(generator=generator).exp_()
     bucket, size = Bucket.of(params, step=1), gradients.nbytes
-    costs = {name: cost([mean_s(make(), gradients, bucket, n) / size for n in RANKS]) for name, make in CODECS.items()}
+    costs = {name: cost([mean_s(CODECS[name](), gradients, bucket, n) / size for n in RANKS]) for name in names}
     return {"none": copy_cost(gradients, bucket), **costs}
 
 
