@@ -95,7 +95,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_without_matplotlib_a_png_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
-    with pytest.raises(ConfigError, match=r"^--png: needs matplotlib; pip install 'echelon-trainer\[plots\]'"):
+    with pytest.raises(ConfigError, match=r"^--png: needs matplotlib; pip install 'matplotlib>=3\.9,<4'"):
         bench.run(bench.parser().parse_args(["--png", "b.png"]), [])
 
 
