@@ -18,11 +18,12 @@ CODECS: Sequence[dict[str, Any]] = (
 LOCAL_SGD: Sequence[dict[str, Any]] = ({"every": 4}, {"every": 16}, {"every": 16, "delay": 8})
 
 
-def candidates(config: Mapping[str, Any], place: Place, lossy: bool) -> list[Choice]:
+def candidates(config: Mapping[str, Any], place: Place, lossy: bool, without: Sequence[str] = ()) -> list[Choice]:
     """Return every choice that a run of `place.world` ranks accepts, each one a change of today's config.
 
     Args:
         lossy: Also callbacks that change the numbers.
+        without: Callbacks to leave out.
     """
     today_exact = is_exact(config)
 
@@ -30,7 +31,8 @@ def candidates(config: Mapping[str, Any], place: Place, lossy: bool) -> list[Cho
         made = merge(config, choice)
         return not refusal(made, place.world) and (lossy or is_exact(made) or not today_exact)
 
-    callbacks = [each for each in with_callbacks(config, place, lossy) if runs(Choice(each, {}))]
+    listed = [each for each in with_callbacks(config, place, lossy) if not each.keys() & set(without)]
+    callbacks = [each for each in listed if runs(Choice(each, {}))]
     settings = [each for each in with_settings(config, place) if runs(Choice({}, each))]
     found = [Choice(*parts) for parts in itertools.product(callbacks, settings)]
     return [choice for choice in found if choice != NOTHING]
