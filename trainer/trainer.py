@@ -438,7 +438,11 @@ class Trainer:
             thing = wrap(self, thing)
         return thing
 
-    @during(Phase.CALLBACKS)
     def emit(self, hook: str, *args: Any) -> None:
-        for call in self.hooks[hook]:
+        if calls := self.hooks[hook]:
+            self._call(calls, args)
+
+    @during(Phase.CALLBACKS)
+    def _call(self, calls: list[Callable[..., Any]], args: tuple[Any, ...]) -> None:
+        for call in calls:
             call(self, *args)
