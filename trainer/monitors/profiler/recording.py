@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.profiler import _ExperimentalConfig as Config
 
-from trainer.callback import Callback, TrainerProtocol, name_of
+from trainer.callback import UNLOGGED, Callback, TrainerProtocol, name_of
 from trainer.comm import clock
 from trainer.comm.phases import Phase
 from trainer.data.batch import Step
@@ -24,7 +24,7 @@ ROWS = 30  # operators in the table
 TOP = 3  # operators in the line of the log
 LEVEL = 3  # of gzip: several times as fast as 9
 QUIET = "6"  # a level of kineto's log above all of its lines; it prints one at each start and stop
-EVENTS_OF_STEPS = ("on_before_optimizer_step", "on_step_undone", "on_step_end", "on_flush", "on_validation_end")
+NAMED = ("on_before_optimizer_step", "on_step_undone", "on_step_end", UNLOGGED, "on_flush", "on_validation_end")
 
 
 class Recording:
@@ -71,7 +71,7 @@ class Recording:
                 del os.environ["KINETO_LOG_LEVEL"]
         self.regions = Regions(self._begin_step, end)
         self._follow_clock()
-        for hook in EVENTS_OF_STEPS:
+        for hook in NAMED:
             self._name(hook)
 
     def fetch(self, steps: Iterator[Step]) -> Step | None:
@@ -136,7 +136,8 @@ class Recording:
     def _name(self, hook: str) -> None:
         """Put regions around the callbacks' calls of a hook."""
         before = self.trainer.hooks[hook]
-        named = [self.regions.around(f"{self._owner(call)}.{hook}", call) for call in before]
+        shown = hook.partition(",")[0]
+        named = [self.regions.around(f"{self._owner(call)}.{shown}", call) for call in before]
         self.trainer.hooks[hook] = named
         self.undo.callback(self.trainer.hooks.__setitem__, hook, before)
 
