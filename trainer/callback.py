@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from trainer.parallel.strategy import Strategy
 from trainer.precision import Precision
 from trainer.process.heartbeat import Heartbeat
 
+Event = TypeVar("Event", bound=Callable[..., None])
 # Returns a JSON value of this rank; makes metrics of all ranks' values.
 Gathered = tuple[Callable[[], Any], Callable[[list[Any]], dict[str, float]]]
 
@@ -145,6 +146,15 @@ DECIDES = {
 }
 
 
+UNLOGGED = "on_step_end, not logged"  # of `TrainerProtocol.hooks`: those that follow steps without numbers
+
+
+def only_logged(on_step_end: Event) -> Event:
+    """Mark a hook that acts at logged steps alone, so that no other step pays for the call."""
+    on_step_end.only_logged = True  # pyright: ignore[reportFunctionMemberAccess]
+    return on_step_end
+
+
 class Callback:
     """Base class of callbacks. Every hook is optional.
 
@@ -223,7 +233,10 @@ class Callback:
         """Drop state of this step: a guard has dropped the step's gradients."""
 
     def on_step_end(self, trainer: TrainerProtocol) -> None:
-        """Follow a step: `trainer.step` counts it, and `trainer.metrics` has numbers if it is logged."""
+        """Follow a step: `trainer.step` counts it, and `trainer.metrics` has numbers if it is logged.
+
+        Mark the hook `@only_logged` if it does nothing at other steps.
+        """
 
     def on_flush(self, trainer: TrainerProtocol) -> None:
         """Finish deferred work: the weights are about to be read."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from trainer import training_state
-from trainer.callback import HOOKS, Callback, Gathered, overrides
+from trainer.callback import HOOKS, UNLOGGED, Callback, Gathered, overrides
 from trainer.checkpoint.pretrained import load_weights
 from trainer.comm.affinity import bind_to_cores
 from trainer.comm.phases import Phase, during, switch
@@ -151,9 +151,11 @@ class Trainer:
         active = [callback for name, callback in self.callbacks.items() if name not in idle]
         self.defers = any("defers" in callback.provides for callback in active)
         own = {hook: [getattr(c, hook) for c in active if overrides(c, hook)] for hook in HOOKS}
+        own[UNLOGGED] = [call for call in own["on_step_end"] if not hasattr(call, "only_logged")]
         self.hooks: dict[str, list[Callable[..., Any]]] = own
         if self.world > 1 and self.options.check_replicas_every:
-            self.hooks["on_step_end"].append(replica_check.check)
+            for hook in ("on_step_end", UNLOGGED):
+                self.hooks[hook].append(replica_check.check)
 
     def _build(self, optimizer: Callable[[Groups], Optimizer]) -> None:
         torch.manual_seed(self.options.seed)
@@ -356,7 +358,7 @@ class Trainer:
         switch(Phase.CALLBACKS)
         self._total_weight()  # passes of a callback's own have not waited for it
         self.metrics = self._measure() if self.logged else {}
-        self.emit("on_step_end")
+        self.emit("on_step_end" if self.logged else UNLOGGED)
         self.last_metrics = self.metrics or self.last_metrics
         if self.bad:
             assert self.plan.epoch_samples
@@ -438,7 +440,11 @@ class Trainer:
             thing = wrap(self, thing)
         return thing
 
-    @during(Phase.CALLBACKS)
     def emit(self, hook: str, *args: Any) -> None:
-        for call in self.hooks[hook]:
+        if calls := self.hooks[hook]:
+            self._call(calls, args)
+
+    @during(Phase.CALLBACKS)
+    def _call(self, calls: list[Callable[..., Any]], args: tuple[Any, ...]) -> None:
+        for call in calls:
             call(self, *args)

@@ -86,15 +86,17 @@ def report(tables: Sequence[list[Row]], goals: list[Goal], about: Row, file: Pat
 
 
 def print_table(rows: list[Row]) -> None:
-    """Print an aligned Markdown table; `part`, the same in every row, is the title."""
-    print(f"**{rows[0]['part']}**\n")
+    print(markdown(rows), end="\n\n")
+
+
+def markdown(rows: list[Row]) -> str:
+    """Return an aligned Markdown table; `part`, the same in every row, is the title."""
     columns = [name for name in rows[0] if name != "part"]
     cells = [columns, *([show(row[name]) for name in columns] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * width for width in widths])
-    for line in cells:
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |")
-    print()
+    lines = (" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+    return "\n".join([f"**{rows[0]['part']}**\n", *(f"| {line} |" for line in lines)])
 
 
 def show(value: Any) -> str:

@@ -1,19 +1,17 @@
-"""The clock of the phases, on times of the test's own: parts add up, and nothing waits for the device."""
+"""The phases, on times of the test's own: parts add up, and a listener is told of calls within calls."""
 
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from trainer.comm import phases
-from trainer.comm.phases import Clock, DeviceClock, Phase, begin_backward, during, running, start, stop, switch
+from trainer.comm.clock import start, stop
+from trainer.comm.phases import Clock, Phase, begin_backward, during, switch
 from trainer.comm.reduce import Background
 from trainer.data.batch import Micro, Step
 from trainer.data.device_prefetch import Upload
@@ -23,17 +21,12 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def undo() -> Iterator[ExitStack]:
-    with ExitStack() as undo:
-        yield undo
-
-
-@pytest.fixture
-def clock(undo: ExitStack) -> Iterator[Clock]:
+def clock() -> Iterator[Clock]:
     NOW[0] = 100.0
-    clock = start(CPU, undo, lambda: NOW[0])
-    yield clock
-    stop(clock)
+    with ExitStack() as undo:
+        clock = start(CPU, undo, lambda: NOW[0])
+        yield clock
+        stop(clock)
 
 
 def spent(clock: Clock) -> dict[str, float]:
@@ -98,30 +91,6 @@ def _until(clock: Clock, phase: Phase) -> None:
         time.sleep(0.001)
 
 
-def test_two_that_measure_share_one_clock_and_the_last_one_ends_it() -> None:
-    wait, reduce = dist.Work.wait, dist.all_reduce
-    with ExitStack() as undo:
-        first, second = start(CPU, undo), start(CPU, undo, lambda: 0.0)
-        assert first is second and dist.Work.wait is not wait and dist.all_reduce is not reduce
-        stop(first)
-        assert running.clock is second
-        stop(second)
-        assert running.clock is None
-    assert dist.Work.wait is wait and dist.all_reduce is reduce
-
-
-def test_another_thread_that_trains_has_a_clock_of_its_own(clock: Clock, undo: ExitStack) -> None:
-    def train() -> None:
-        other = start(CPU, undo, lambda: NOW[0])
-        assert other is not clock and running.clock is other
-        stop(other)
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    thread.join()
-    assert running.clock is None
-
-
 def test_what_follows_the_last_gradient_is_a_wait_only_if_the_pass_reduces(clock: Clock) -> None:
     """A strategy queues its wait from the hook of a gradient, as DDP does."""
     model = nn.Linear(2, 1)
@@ -148,130 +117,47 @@ def test_a_wait_for_an_upload_counts_and_a_batch_that_is_there_does_not(clock: C
     assert spent(clock) == {"UPLOAD": 3}
 
 
-class Device:
-    """A device that gets to what is enqueued when the test says so: cuda=fake."""
+class Told:
+    """A listener that notes what it is told, indented by the calls around it."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.host, self.done, self.made = 0.0, 0.0, 0  # milliseconds
-        self.stream: Any = "training"
-        device = self
+    def __init__(self) -> None:
+        self.lines, self.depth = list[str](), 0
 
-        class Event:
-            at: float
+    def switch(self, phase: Phase) -> None:
+        self.lines.append("  " * self.depth + phase.name)
 
-            def __init__(self, enable_timing: bool) -> None:
-                assert enable_timing
-                device.made += 1
+    def enter(self, phase: Phase) -> None:
+        self.depth += 1
+        self.switch(phase)
 
-            def record(self, stream: str) -> None:
-                assert stream == "training"
-                self.at = device.host
-
-            def query(self) -> bool:
-                return self.at <= device.done
-
-            def elapsed_time(self, other: Any) -> float:
-                assert self.query() and other.query(), "would be an error of CUDA"
-                return other.at - self.at
-
-        patch.setattr(torch.cuda, "Event", Event)
-        patch.setattr(torch.cuda, "current_stream", lambda device: self.stream)
-
-    def enqueue(self, milliseconds: float) -> None:
-        self.host += milliseconds
+    def leave(self) -> None:
+        self.depth -= 1
 
 
-def test_a_device_is_never_waited_for(monkeypatch: pytest.MonkeyPatch, undo: ExitStack) -> None:
-    device = Device(monkeypatch)
-    clock = start(torch.device("cuda", 0), undo)
-    assert isinstance(clock, DeviceClock)
-    try:
-        laps = []
-        for _ in range(2):
-            switch(Phase.FORWARD)
-            device.enqueue(3)
-            switch(Phase.BACKWARD)
-            device.enqueue(5)
-            during(Phase.COMMUNICATION)(device.enqueue)(7)
-            laps.append(clock.lap())
-        clock.read()
-        assert [lap.seconds for lap in laps] == [[], []]
-        device.done = 15
-        clock.read()
-        assert laps[0].seconds[Phase.FORWARD] == 0.003 and not laps[1].seconds
-        device.done = 30
-        clock.read()
-        first, second = ({phase.name: s for phase, s in zip(Phase, lap.seconds, strict=True) if s} for lap in laps)
-        assert first == {"FORWARD": 0.003, "BACKWARD": 0.005, "COMMUNICATION": 0.007}
-        assert second == pytest.approx({name: 2 * seconds for name, seconds in first.items()})
-        assert clock.lap().seconds == laps[1].seconds  # the device has nothing left to do
-        made = device.made
-        for _ in range(10):  # events are used again
-            switch(Phase.DATA)
-        assert device.made == made
-    finally:
-        stop(clock)
+def test_a_listener_is_told_of_calls_within_calls(clock: Clock) -> None:
+    """A call that does not count is not told, nor is a lap. A call that raises has ended, too."""
+    clock.listener = told = Told()
+    switch(Phase.FORWARD)
+    waited = during(Phase.COMMUNICATION)(work)
+    during(Phase.OPTIMIZER)(during(Phase.OPTIMIZER)(waited))(1)
+    clock.lap()
+    with pytest.raises(ZeroDivisionError):
+        during(Phase.DATA)(lambda: 1 / 0)()
+    loss = nn.Linear(2, 1)(torch.ones(3, 2)).sum()
+    begin_backward(loss, True)
+    loss.backward()
+    clock.listener = None
+    switch(Phase.CALLBACKS)
+    assert told.lines == ["FORWARD", "  OPTIMIZER", "    COMMUNICATION", "  DATA", "BACKWARD", "COMMUNICATION"]
+    assert told.depth == 0
 
 
-def test_events_are_read_long_before_a_logged_step(monkeypatch: pytest.MonkeyPatch, undo: ExitStack) -> None:
-    device = Device(monkeypatch)
-    clock = start(torch.device("cuda", 0), undo)
-    try:
-        for _ in range(5000):
-            device.enqueue(1)
-            switch(Phase.FORWARD)
-            device.done = device.host - 10
-        assert device.made <= phases.MARKS + 20
-        device.done = device.host
-        clock.read()
-        assert sum(clock.seconds) == pytest.approx(5.0)
-    finally:
-        stop(clock)
+def test_a_listener_that_comes_or_goes_during_a_call_is_told_of_no_half(clock: Clock) -> None:
+    first, second = Told(), Told()
 
+    def change() -> None:
+        clock.listener = second
 
-def test_a_wait_of_another_stream_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch, undo: ExitStack) -> None:
-    device = Device(monkeypatch)
-    clock = start(torch.device("cuda", 0), undo)
-    try:
-        device.stream = "reduction"
-        during(Phase.COMMUNICATION)(device.enqueue)(7)
-        device.stream, device.done = "training", 7
-        clock.switch(Phase.DATA)
-        clock.read()
-        assert clock.seconds[Phase.CALLBACKS] == 0.007 and not clock.seconds[Phase.COMMUNICATION]
-    finally:
-        stop(clock)
-
-
-def test_the_waits_of_a_device_s_thread_for_gradients_count(monkeypatch: pytest.MonkeyPatch, undo: ExitStack) -> None:
-    """The hooks of a loss run in that thread, then what was queued."""
-    device, queued = Device(monkeypatch), list[Any]()
-    engine = SimpleNamespace(queue_callback=queued.append)
-    monkeypatch.setattr(phases.Variable, "_execution_engine", engine)
-    clock, hooks = start(torch.device("cuda", 0), undo), list[Any]()
-    try:
-        begin_backward(SimpleNamespace(register_hook=hooks.append), True)  # pyright: ignore[reportArgumentType]
-
-        def run() -> None:
-            hooks[0](None)
-            device.enqueue(4)
-            during(Phase.COMMUNICATION)(device.enqueue)(8)
-            queued[0]()
-            device.enqueue(16)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        device.done = 28
-        clock.switch(Phase.OPTIMIZER)
-        clock.read()
-        found = {phase.name: s for phase, s in zip(Phase, clock.seconds, strict=True) if s}
-        assert found == {"BACKWARD": 0.004, "COMMUNICATION": 0.024}
-    finally:
-        stop(clock)
-
-
-def test_waits_of_torch_that_are_missing_in_a_version_are_left_out(monkeypatch, undo: ExitStack) -> None:
-    monkeypatch.delattr(dist, "all_gather_single", raising=False)
-    phases.watch_waits(undo)
-    assert not hasattr(dist, "all_gather_single")
+    clock.listener = first
+    during(Phase.DATA)(change)()
+    assert (first.lines, first.depth) == (["  DATA"], 0) and (second.lines, second.depth) == ([], 0)

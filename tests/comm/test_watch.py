@@ -1,6 +1,8 @@
 """Every collective is shown once, with the bytes of nccl-tests, and torch.distributed is as before afterwards."""
 
 import threading
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -11,13 +13,12 @@ from support.ranks import run_ranks
 from trainer.comm.bucket import Bucket
 from trainer.comm.ranks import Ranks, share
 from trainer.comm.reduce import AllReduce, Background, all_gather, reduce_scatter
-from trainer.comm.watch import FUNCTIONS, METHODS, watched
+from trainer.comm.watch import PLACES, listen, watched
 from trainer.process.environment import Place
 
 
 def functions() -> list[Any]:
-    owners = [(dist, name) for name in FUNCTIONS] + [(dist.distributed_c10d, name) for name in FUNCTIONS]
-    return [getattr(owner, name, None) for owner, name in [*owners, *((AllReduce, name) for name in METHODS)]]
+    return [getattr(owner, name, None) for name, owners in PLACES.items() for owner in owners]
 
 
 def collectives(place: Place) -> list[tuple[str, int, int, bool, bool]]:
@@ -81,3 +82,52 @@ def failing(place: Place) -> tuple[int, bool]:
 
 def test_a_failed_call_is_not_shown() -> None:
     assert run_ranks(2, failing) == [(1, True)] * 2
+
+
+def named(word: str, names: list[str]) -> Callable[..., Any]:
+    """Make a listener to broadcasts."""
+
+    def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return (lambda *args: names.append(word) or function(*args)) if name == "broadcast" else function
+
+    return wrap
+
+
+def broadcast(names: list[str]) -> list[str]:
+    """Return which listeners hear of a broadcast, the outermost first."""
+    names.clear()
+    with pytest.raises(ValueError, match="process group"):  # there is none
+        dist.broadcast(torch.zeros(1), 0)
+    return list(names)
+
+
+def test_listeners_come_and_go_in_any_order() -> None:
+    before, names = functions(), list[str]()
+    one, other = named("one", names), named("other", names)
+    first, second, third = ExitStack(), ExitStack(), ExitStack()
+    listen(one, first)
+    assert broadcast(names) == ["one"]
+    changed = [now for now, was in zip(functions(), before, strict=True) if now is not was]
+    assert changed == [dist.broadcast, dist.distributed_c10d.broadcast]
+    listen(other, second)
+    listen(one, third)
+    assert broadcast(names) == ["other", "one"]
+    first.close()
+    assert sorted(broadcast(names)) == ["one", "other"]
+    third.close()
+    assert broadcast(names) == ["other"]
+    second.close()
+    assert functions() == before
+
+
+def test_one_function_stays_one_in_all_its_places() -> None:
+    """torch compares the operation of a P2POp with its own functions."""
+    with watched(lambda call: None):
+        assert dist.isend is dist.distributed_c10d.isend is not None
+
+
+def test_functions_that_a_version_of_torch_lacks_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dist, "all_gather_single", raising=False)
+    with watched(lambda call: None):
+        assert not hasattr(dist, "all_gather_single")
+    assert not hasattr(dist, "all_gather_single")

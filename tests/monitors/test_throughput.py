@@ -26,7 +26,8 @@ def fake_trainer(world: int = 2, **recipe: float) -> SimpleNamespace:
 def logged(callback: Throughput, trainer: SimpleNamespace, samples: int, log: bool = True) -> dict[str, float]:
     trainer.samples += samples
     trainer.metrics = {"train/loss": 1.0} if log else {}
-    callback.on_step_end(trainer)
+    if log:
+        callback.on_step_end(trainer)
     return trainer.metrics
 
 

@@ -1,10 +1,13 @@
-"""Shows each collective that this process makes to an observer, without waiting for the device."""
+"""Puts listeners around the functions by which torch.distributed communicates, and shows each collective to observers.
+
+No other module replaces these functions. Without a listener they are torch's own.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from trainer.comm.bucket import Bucket
 from trainer.comm.reduce import AllReduce, reducing
 
 Read = Callable[..., tuple[Any, Any, bool]]  # takes a function's arguments; returns tensors, group, whether it is async
+Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]  # takes a name and its function; returns another, or it
 
 # Functions of torch.distributed: the collective, and a function with the same names of arguments. Older versions of
 # torch lack some. Receives are not shown: a rank sends what another receives.
@@ -61,6 +65,46 @@ METHODS: dict[str, tuple[str, Read]] = {
     "swap": ("all_to_all", lambda self, rows: (rows, self.group, False)),
 }
 
+# The functions that listeners may wrap: a name, and the classes and modules that have it.
+PLACES: dict[str, tuple[Any, ...]] = {
+    "wait": (dist.Work,),
+    **dict.fromkeys(FUNCTIONS, (dist, dist.distributed_c10d)),
+    **dict.fromkeys(METHODS, (AllReduce,)),
+}
+
+_listeners: list[Wrap] = []  # in the order in which they came; the first is the innermost
+_originals: dict[tuple[Any, str], Any] = {}  # while there is a listener
+
+
+def listen(listener: Wrap, undo: ExitStack) -> None:
+    """Wrap each function in what `listener` makes of it, until `undo`. A listener that is there counts once more."""
+    _listeners.append(listener)
+    undo.callback(_leave, listener)
+    if not _originals:
+        places = ((owner, name) for name, owners in PLACES.items() for owner in owners if hasattr(owner, name))
+        _originals.update({(owner, name): getattr(owner, name) for owner, name in places})
+    _arrange()
+
+
+def _leave(listener: Wrap) -> None:
+    _listeners.remove(listener)
+    _arrange()
+    if not _listeners:
+        _originals.clear()
+
+
+def _arrange() -> None:
+    """Put each function in its places, with the listeners that there are now."""
+    wrapped: dict[tuple[str, int], Any] = {}
+    for (owner, name), original in _originals.items():
+        key = name, id(original)  # torch compares functions of two modules by identity
+        if key not in wrapped:
+            wrapped[key] = original
+            for listener in dict.fromkeys(_listeners):
+                wrapped[key] = listener(name, wrapped[key])
+        setattr(owner, name, wrapped[key])
+
+
 _inside: ContextVar[bool] = ContextVar("inside", default=False)  # this thread is in a call that is shown as a whole
 
 
@@ -106,19 +150,16 @@ def watched(observe: Callable[[Call], None]) -> Iterator[None]:
     Not shown are collectives that C++ makes by itself: those of DDP's own reducer and of compiled graphs.
     """
     with ExitStack() as undo:
-        for owners, functions in (((dist, dist.distributed_c10d), FUNCTIONS), ((AllReduce,), METHODS)):
-            for name, (collective, read) in functions.items():
-                present = [owner for owner in owners if hasattr(owner, name)]
-                shown = _shown(getattr(present[0], name), collective, read, observe) if present else None
-                for owner in present:
-                    undo.callback(setattr, owner, name, getattr(owner, name))
-                    setattr(owner, name, shown)
+        listen(partial(_shown, observe), undo)
         yield
 
 
-def _shown(
-    function: Callable[..., Any], collective: str, read: Read, observe: Callable[[Call], None]
-) -> Callable[..., Any]:
+def _shown(observe: Callable[[Call], None], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    found = FUNCTIONS.get(name) or METHODS.get(name)
+    if found is None:
+        return function
+    collective, read = found
+
     @wraps(function)
     def shown(*args: Any, **kwargs: Any) -> Any:
         if _inside.get():

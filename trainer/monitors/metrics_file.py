@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from trainer.callback import Callback, TrainerProtocol
+from trainer.callback import Callback, TrainerProtocol, only_logged
 from trainer.files import Appended, finite
 
 
@@ -22,9 +22,9 @@ class MetricsFile(Callback):
         if not self.file.path.exists():
             self.file.flush()  # the file exists from the beginning
 
+    @only_logged
     def on_step_end(self, trainer) -> None:
-        if trainer.metrics:
-            self._write(trainer, trainer.metrics)
+        self._write(trainer, trainer.metrics)
 
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
         self._write(trainer, metrics)

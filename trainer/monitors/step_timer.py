@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer.callback import Callback, Role
-from trainer.comm import phases
+from trainer.comm import clock
 from trainer.comm.phases import Clock, Lap, Phase
 from trainer.files import Appended
 
@@ -33,7 +33,7 @@ class StepTimer(Callback):
 
     def on_fit_start(self, trainer) -> None:
         self.trainer = trainer
-        self.clock = phases.start(trainer.device, trainer.undo, self.now)
+        self.clock = clock.start(trainer.device, trainer.undo, self.now)
         self.read, self.step = self.clock.lap(), trainer.step
         self.next: Lap | None = None  # up to which the times are being gathered
         if trainer.rank == 0:
@@ -43,7 +43,7 @@ class StepTimer(Callback):
 
     def on_fit_end(self, trainer) -> None:
         if self.clock:
-            phases.stop(self.clock)
+            clock.stop(self.clock)
         if self.file:
             self.file.close()
 

@@ -5,7 +5,7 @@ import socket
 import time
 from typing import Any
 
-from trainer.callback import Callback, TrainerProtocol
+from trainer.callback import Callback, TrainerProtocol, only_logged
 from trainer.files import Appended
 
 
@@ -15,9 +15,9 @@ class TensorBoard(Callback):
     def __init__(self) -> None:
         self.file: Appended | None = None
 
+    @only_logged
     def on_step_end(self, trainer) -> None:
-        if trainer.metrics:
-            self._write(trainer, trainer.metrics)
+        self._write(trainer, trainer.metrics)
 
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
         self._write(trainer, metrics)

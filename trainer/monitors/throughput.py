@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from trainer.callback import Callback, Role
+from trainer.callback import Callback, Role, only_logged
 
 # Dense TFLOP/s of one device in bf16 and fp16, tf32, and fp32, from NVIDIA's data sheets.
 A100, H100 = (312.0, 156.0, 19.5), (989.4, 494.7, 66.9)
@@ -45,9 +45,8 @@ class Throughput(Callback):
             self.peak = known and known[COLUMN[trainer.precision.name]]
         self.samples, self.time = trainer.samples, time.perf_counter()
 
+    @only_logged
     def on_step_end(self, trainer) -> None:
-        if not trainer.metrics:
-            return
         now = time.perf_counter()
         rate = (trainer.samples - self.samples) / (now - self.time)
         self.samples, self.time = trainer.samples, now

@@ -1,4 +1,4 @@
-"""The regions of a recording, what it replaces meanwhile, and files that the disk does not take."""
+"""What a recording replaces while it lasts, operators in their phases, and files that the disk does not take."""
 
 import gzip
 import json
@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.runs import make
 
 from trainer.callback import Callback
+from trainer.comm.phases import running
 from trainer.monitors.profiler.callback import Profiler
 from trainer.monitors.profiler.recording import Recording, ends_whole
+from trainer.monitors.step_timer import StepTimer
 
 
 @pytest.fixture(autouse=True)
@@ -40,20 +43,13 @@ def test_operators_lie_inside_their_phase():
 
 
 def test_the_first_step_of_all_is_recorded_too():
-    """Its loss goes through a check."""
-    trainer = make(callbacks={"profiler": Profiler(first=1, active=1)}, batch=12, max_steps=2)
-    compute = trainer.loss.loss
-    trainer.fit()
-    assert any(event["name"] == "forward" for event in events(1))
-    assert trainer.loss.compute is trainer.loss.loss is compute
+    make(callbacks={"profiler": Profiler(first=1, active=1)}, batch=12, max_steps=2).fit()
+    names = [event["name"] for event in events(1)]
+    assert [names.count(name) for name in ("data", "forward", "backward", "optimizer")] == [1, 1, 1, 1]
 
 
 def functions(trainer: Any) -> list[Any]:
-    own = [vars(x) for x in (trainer.strategy, trainer.scaler, trainer.saver, trainer.evaluator, trainer.loss)]
-    names = ("clip", "step", "save", "evaluate", "compute", "loss")
-    hooks = {hook: list(calls) for hook, calls in trainer.hooks.items()}
-    held = [{n: v for n, v in each.items() if n in names and callable(v)} for each in own]
-    return [torch.autograd.backward, hooks, *held]
+    return [{hook: list(calls) for hook, calls in trainer.hooks.items()}, dist.Work.wait, running.clock]
 
 
 class Look(Callback):
@@ -69,7 +65,21 @@ def test_outside_of_the_recorded_steps_nothing_is_replaced():
     trainer = make(callbacks={"profiler": Profiler(first=2, active=2), "look": look}, max_steps=5)
     trainer.fit()
     assert look.seen[1] == look.seen[4] == look.seen[5] == functions(trainer)
-    assert all(now != plain for now, plain in zip(look.seen[2][:2], look.seen[1][:2], strict=True))
+    assert all(now != plain for now, plain in zip(look.seen[2], look.seen[1], strict=True))
+
+
+def test_a_clock_that_runs_anyway_goes_on(monkeypatch):
+    """The timer's parts add up to the time of the run, of which some steps are recorded."""
+    look, clocks = Look(), []
+    monkeypatch.setattr(look, "on_step_end", lambda trainer: clocks.append((running.clock, running.clock.listener)))
+    callbacks = {"profiler": Profiler(first=2, active=2), "timer": StepTimer(), "look": look}
+    trainer = make(callbacks=callbacks, max_steps=5, log_every_steps=1)
+    trainer.fit()
+    assert len({id(clock) for clock, _ in clocks}) == 1
+    assert [listener is not None for _, listener in clocks] == [False, True, True, False, False]
+    names = [event["name"] for event in events(2)]
+    assert [names.count(name) for name in ("data", "forward", "backward", "optimizer")] == [2, 2, 2, 2]
+    assert trainer.last_metrics["time/forward"] > 0 and running.clock is None
 
 
 def test_a_disk_that_is_full_leaves_no_part_of_a_trace(monkeypatch):
@@ -105,7 +115,7 @@ def test_on_a_gpu_memory_is_a_snapshot(other, monkeypatch):
     monkeypatch.setattr(memory, "_record_memory_history", lambda enabled="all", **_: calls.append(enabled))
     monkeypatch.setattr(memory, "_dump_snapshot", calls.append)
     trainer = make(max_steps=1)
-    recording = Recording(trainer, 7, False, False, True)
+    recording = Recording(trainer, 7, 1, False, False, True)
     recording.cuda = True
     recording.start(lambda: None)
     recording.stop()
@@ -117,7 +127,7 @@ def test_on_a_gpu_memory_is_a_snapshot(other, monkeypatch):
 def test_what_is_replaced_is_put_back_though_kineto_does_not_stop(monkeypatch):
     trainer = make(max_steps=1)
     before = functions(trainer)
-    recording = Recording(trainer, 1, False, False, False)
+    recording = Recording(trainer, 1, 1, False, False, False)
     recording.start(lambda: None)
     stop = recording.profile.stop
     monkeypatch.setattr(recording.profile, "stop", lambda: (stop(), 1 / 0))

@@ -11,7 +11,7 @@ from support.ranks import run_ranks
 from trainer.comm.ranks import Ranks
 from trainer.process.environment import Place
 from trainer.tools.cost_model.machine import CodecCost
-from trainer.tools.measure import codecs, device
+from trainer.tools.measure import codecs, device, processor
 from trainer.tools.measure.parts import PARTS
 from trainer.tools.measure.report import Report
 
@@ -51,23 +51,25 @@ def test_copies_need_a_gpu() -> None:
     assert report.missed == ["copies: not measured: there is no GPU to copy to"]
 
 
-def together(place: Place, folder: str) -> tuple[Any, ...]:
+def together(place: Place, folder: str, quiet: float) -> tuple[Any, ...]:
     """Each rank has costs and rates of its own; the report has the means."""
     with pytest.MonkeyPatch.context() as patch:
         own = 1.0 + place.rank
         patch.setattr(codecs, "measure", lambda _: {"bf16": CodecCost(own, 2 * own)})
         patch.setattr(device, "matmul", lambda _: {"fp32_flop_per_s": own})
+        patch.setattr(processor, "QUIET", quiet)
         ranks, report = Ranks(place, "cpu", "gloo", 60), Report(shows=False)
         for part in ("links", "codecs", "matmul", "disk", "shards"):
             PARTS[part](ranks, options(folder=Path(folder), shards=["none.tar"], seconds=1e-7), report)
         ranks.close()
-    return report.fits, report.codecs, report.numbers, report.missed
+    return report.fits, report.codecs, report.numbers, report.missed, {row.estimated for row in report.rows}
 
 
 def test_all_ranks_have_one_report(tmp_path: Path) -> None:
-    one, other = run_ranks(2, together, str(tmp_path))
+    one, other = run_ranks(2, together, str(tmp_path), 2.0)
     assert one == other
-    fits, costs, numbers, missed = one
+    fits, costs, numbers, missed, estimated = one
+    assert estimated == {True}
     assert fits.keys() == {("inside", "all_reduce")}
     assert costs == {"bf16": CodecCost(1.5, 3.0)}
     assert numbers["matmul"] == {"fp32_flop_per_s": 1.5} and numbers["disk"]["write_bytes_per_s"] > 0
@@ -76,3 +78,11 @@ def test_all_ranks_have_one_report(tmp_path: Path) -> None:
     assert slow.endswith(" bytes: not measured: a call takes longer than --seconds=1e-07")
     assert shards.startswith("shards: not measured: ") and "none.tar" in shards
     assert not torch.distributed.is_initialized()
+
+
+def test_interrupts_can_not_be_told_on_a_busy_machine(tmp_path: Path) -> None:
+    *_, missed, estimated = run_ranks(2, together, str(tmp_path), -1.0)[0]
+    assert estimated == {False}
+    (line,) = [line for line in missed if line.startswith("CPU us: ")]
+    assert line.startswith("CPU us: without interrupts, which no process is told of: the machine's processors were ")
+    assert line.endswith("% busy before; measure on an idle machine")

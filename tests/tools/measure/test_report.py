@@ -10,7 +10,7 @@ from trainer.tools.measure.collectives import Row
 from trainer.tools.measure.report import NO_LINK, Report
 
 NEAR, FAR, ALL = Link(1e-5, 1e9, 1e-10), Link(1e-4, 1e7, 1e-9), Link(1e-4, 2e7, 1e-9)
-ROW = Row("all", "all_reduce", 1024, 1e-3, 1.024e6, 1.536e6, 5e-4, 4)
+ROW = Row("all", "all_reduce", 1024, 1e-3, 1.024e6, 1.536e6, 5e-4, True, 4)
 
 
 def filled(*levels: tuple[str, Link]) -> Report:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from trainer.comm import phases
+from trainer.comm import clock
 from trainer.comm.phases import Clock, Lap, Phase
 from trainer.data.batch import Step
 from trainer.forward_backward import ForwardBackward
@@ -28,11 +28,11 @@ class ComputeClock:
 
     def attach(self, undo: ExitStack) -> None:
         """Begin to count, until `detach` and `undo`."""
-        self.clock = phases.start(self.device, undo, self.now)
+        self.clock = clock.start(self.device, undo, self.now)
 
     def detach(self) -> None:
         if self.clock:
-            phases.stop(self.clock)
+            clock.stop(self.clock)
         self.clock = None
 
     def timed(self, run: ForwardBackward, data: Step, total: Callable[[], int], samples: int) -> list[Tensor]:

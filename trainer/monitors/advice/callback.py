@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.callback import Callback, Role, TrainerProtocol, only_logged
 from trainer.comm.affinity import pci_address
 from trainer.data.batch import Step
 from trainer.files import Appended, finite
@@ -75,8 +75,9 @@ class Advice(Callback):
         self.run, self.step = facts(trainer), trainer.step
         self.lasting = kernels.look(trainer.optimizer, trainer.device, trainer.precision.name)
 
+    @only_logged
     def on_step_end(self, trainer) -> None:
-        if self.file and trainer.metrics:
+        if self.file:
             self._judge(trainer)
 
     def _judge(self, trainer: TrainerProtocol) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from trainer.callback import Callback, Role
+from trainer.callback import Callback, Role, only_logged
 from trainer.comm.affinity import pci_address
 from trainer.errors import require
 from trainer.log import log
@@ -46,8 +46,9 @@ class GpuMonitor(Callback):
         self.sampler = Sampler(sources, self.every_s)
         self.sampler.start()
 
+    @only_logged
     def on_step_end(self, trainer) -> None:
-        if not trainer.metrics or self.sampler is None:
+        if self.sampler is None:
             return
         slow, self.slow = self.slow, 0
         rows = trainer.ranks.gather([self.sampler.take(), slow])

@@ -64,7 +64,7 @@ def set_up(wanted: Mapping[str, str], device: torch.device) -> str:
 def peak_resident() -> int:
     """Return the largest resident memory of this process so far, in bytes (VmHWM of Linux)."""
     status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) << 10
+    return int(status.partition("VmHWM:")[2].split(None, 1)[0]) << 10
 
 
 class Watch:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer.blocks import find_blocks
-from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.callback import Callback, Role, TrainerProtocol, only_logged
 from trainer.config.compose import CONF
 from trainer.errors import ConfigError, is_out_of_memory, require
 from trainer.forward_backward import ForwardBackward
@@ -94,8 +94,9 @@ class Memory(Callback):
             name, peak = "perf/peak_rss_gib", allocator.peak_resident
         trainer.gathered.append((lambda: peak() / allocator.GIB, partial(combine, name)))
 
+    @only_logged
     def on_step_end(self, trainer) -> None:
-        for text in self.watch.look() if self.watch and trainer.metrics else ():
+        for text in self.watch.look() if self.watch else ():
             log.warning("step %d: %s", trainer.step, text)
 
     def on_fit_end(self, trainer) -> None:

@@ -15,9 +15,9 @@ KEY = "callbacks.profiler"
 class Profiler(Callback):
     """Writes `profile/rank<R>/step-<N>.json.gz` of the steps from N on, which Perfetto and chrome://tracing show.
 
-    Regions of the trace have the names of phases (data, forward, backward, clip, optimizer, checkpoint), and of each
-    callback with its hook. A validation ends a recording, since a validation may be long. Trouble with the recording or
-    with the disk is a line of the log, and the run goes on.
+    Regions of the trace have the names of the step's phases, as step_timer has them, and of each callback with its
+    hook. A validation ends a recording, since a validation may be long. Trouble with the recording or with the disk is
+    a line of the log, and the run goes on.
 
     Args:
         first: The first step that is recorded, counted from 1 in the whole run.
@@ -76,24 +76,25 @@ class Profiler(Callback):
             step = trainer.step + 1
             if self.recording and step >= self.recording.first + self.active:
                 self._end()
-            if self._next(step) == step and not self.recording:
-                self._begin(trainer, step)
-            fetched = self.recording.fetch(steps, step) if self.recording else next(steps, None)
+            begins = self._next(step) == step and not self.recording
+            begun = self._begin(trainer, step) if begins else None
+            fetched = begun.fetch(steps) if begun else next(steps, None)
             if fetched is None:
                 return
             yield fetched
             del fetched  # this frame would keep it while the next one is fetched
 
     @during(Phase.CALLBACKS)  # between steps the clock counts what follows as the wait for data
-    def _begin(self, trainer: TrainerProtocol, step: int) -> None:
-        recording = Recording(trainer, step, **self.asked)
+    def _begin(self, trainer: TrainerProtocol, step: int) -> Recording | None:
+        recording = Recording(trainer, step, self.active, **self.asked)
         try:
             recording.start(self._end)
         except Exception as error:
             recording.undo.close()
             log.warning("profiler: step %d is not recorded: %s", step, short(error))
-        else:
-            self.recording = recording
+            return None
+        self.recording = recording
+        return recording
 
     @during(Phase.CALLBACKS)
     def _end(self) -> None:

@@ -1,4 +1,4 @@
-"""One recording of torch.profiler: its regions, while it lasts, and its files."""
+"""One recording of torch.profiler: its begin, its end, and its files."""
 
 import gzip
 import os
@@ -9,33 +9,37 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 from torch.profiler import _ExperimentalConfig as Config
 
-from trainer.callback import Callback, TrainerProtocol, name_of
+from trainer.callback import UNLOGGED, Callback, TrainerProtocol, name_of
+from trainer.comm import clock
+from trainer.comm.phases import Phase
 from trainer.data.batch import Step
 from trainer.files import Appended
 from trainer.monitors.memory.callback import EVENTS
-from trainer.recipe_checks import CheckedLoss
+from trainer.monitors.profiler.regions import Regions
 
 ROWS = 30  # operators in the table
 TOP = 3  # operators in the line of the log
 LEVEL = 3  # of gzip: several times as fast as 9
 QUIET = "6"  # a level of kineto's log above all of its lines; it prints one at each start and stop
-EVENTS_OF_STEPS = ("on_before_optimizer_step", "on_step_undone", "on_step_end", "on_flush", "on_validation_end")
+NAMED = ("on_before_optimizer_step", "on_step_undone", "on_step_end", UNLOGGED, "on_flush", "on_validation_end")
 
 
 class Recording:
-    """Steps that torch.profiler records. Functions of the trainer have regions of the trace around them meanwhile.
+    """Steps that torch.profiler records. Meanwhile the clock of the phases runs, and tells the regions of the trace.
 
     Args:
         first: The first step.
+        active: How many steps.
     """
 
     def __init__(
-        self, trainer: TrainerProtocol, first: int, record_shapes: bool, with_stack: bool, profile_memory: bool
-    ) -> None:
-        self.trainer, self.first, self.last = trainer, first, first
+        self, trainer: TrainerProtocol, first: int, active: int,
+        record_shapes: bool, with_stack: bool, profile_memory: bool,
+    ) -> None:  # fmt: skip
+        self.trainer, self.first, self.active, self.last = trainer, first, active, first
         self.folder = trainer.run_dir / "profile" / f"rank{trainer.rank}"
         self.cuda, self.memory = trainer.device.type == "cuda", profile_memory
         self.profile = profile(
@@ -47,10 +51,9 @@ class Recording:
             experimental_config=Config(profile_all_threads=not self.cuda and not profile_memory),
         )
         self.undo = ExitStack()
-        self.region: Any = None  # of the present step
 
     def start(self, end: Callable[[], None]) -> None:
-        """Begin. `end` is called before a validation.
+        """Begin. `end` is called as a validation begins.
 
         Raises:
             Exception: kineto's, or that of the folder; nothing is recorded then.
@@ -66,19 +69,19 @@ class Recording:
         finally:
             if before is None:
                 del os.environ["KINETO_LOG_LEVEL"]
-        self._wrap(end)
+        self.regions = Regions(self._begin_step, end)
+        self._follow_clock()
+        for hook in NAMED:
+            self._name(hook)
 
-    def fetch(self, steps: Iterator[Step], step: int) -> Step | None:
-        """Return the next step's data; None at the end. The region of the step before ends."""
-        self._leave()
-        self.last, self.region = step, record_function(f"ProfilerStep#{step}")  # the name that torch's tools look for
-        self.region.__enter__()
-        with record_function("data"):
-            return next(steps, None)
+    def fetch(self, steps: Iterator[Step]) -> Step | None:
+        """Return the data of the first step; None at the end. The clock tells of all that follows."""
+        self.regions.begin()
+        return self.regions.around(Phase.DATA.name.lower(), next)(steps, None)
 
     def stop(self) -> None:
         with self.undo:  # also if a line raises
-            self._leave()
+            self.regions.end()
             self.profile.stop()
             if self.memory and self.cuda:
                 torch.cuda.memory._dump_snapshot(str(self.folder / f"memory-{self.first}.pickle"))
@@ -116,43 +119,27 @@ class Recording:
         top = sorted(own, key=lambda name: -own[name])[:TOP]
         return f"most time: {', '.join(f'{name} {own[name] / total:.0%}' for name in top)}"
 
-    def _leave(self) -> None:
-        region, self.region = self.region, None
-        if region is not None:
-            region.__exit__(None, None, None)
+    def _begin_step(self) -> str:
+        """Return the name that torch's tools look for; empty after the last step."""
+        step = self.trainer.step + 1
+        if step >= self.first + self.active:
+            return ""
+        self.last = step
+        return f"ProfilerStep#{step}"
 
-    def _wrap(self, end: Callable[[], None]) -> None:
-        """Put regions around the phases and the callbacks' hooks. Each function is looked up when it is called."""
-        trainer: Any = self.trainer
-        self._around_loss(trainer.loss)
-        self._around(torch.autograd, "backward", "backward")
-        self._around(trainer.strategy, "clip", "clip")
-        self._around(trainer.scaler, "step", "optimizer")
-        self._around(trainer.saver, "save", "checkpoint")
-        evaluate = trainer.evaluator.evaluate
+    def _follow_clock(self) -> None:
+        running = clock.start(self.trainer.device, self.undo)
+        self.undo.callback(clock.stop, running)
+        running.listener = self.regions
+        self.undo.callback(setattr, running, "listener", None)
 
-        def ended(*args: Any) -> Any:
-            end()
-            return evaluate(*args)
-
-        self._replace(trainer.evaluator, "evaluate", ended)
-        for hook in EVENTS_OF_STEPS:
-            before = trainer.hooks[hook]
-            trainer.hooks[hook] = [inside(f"{self._owner(call)}.{hook}", call) for call in before]
-            self.undo.callback(trainer.hooks.__setitem__, hook, before)
-
-    def _around_loss(self, checked: CheckedLoss) -> None:
-        """Put a region around the loss. The first loss goes through a check, which then puts `loss` in its place."""
-        loss, region = checked.loss, inside("forward", checked.loss)
-        name = "compute" if checked.compute is loss else "loss"
-
-        def restore() -> None:
-            checked.loss = loss
-            if checked.compute is region:
-                checked.compute = loss
-
-        setattr(checked, name, region)
-        self.undo.callback(restore)
+    def _name(self, hook: str) -> None:
+        """Put regions around the callbacks' calls of a hook."""
+        before = self.trainer.hooks[hook]
+        shown = hook.partition(",")[0]
+        named = [self.regions.around(f"{self._owner(call)}.{shown}", call) for call in before]
+        self.trainer.hooks[hook] = named
+        self.undo.callback(self.trainer.hooks.__setitem__, hook, before)
 
     def _owner(self, call: Any) -> str:
         """Return the callback's name in the config; of a function of the trainer's own, its module's."""
@@ -160,31 +147,6 @@ class Recording:
         if isinstance(owner, Callback):
             return name_of(owner, self.trainer.callbacks)
         return getattr(call, "__module__", "").rpartition(".")[2]
-
-    def _around(self, owner: Any, name: str, region: str) -> None:
-        self._replace(owner, name, inside(region, getattr(owner, name)))
-
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
-        own, before = name in vars(owner), getattr(owner, name)
-        setattr(owner, name, value)
-
-        def restore() -> None:
-            if own:
-                setattr(owner, name, before)
-            else:
-                delattr(owner, name)
-
-        self.undo.callback(restore)
-
-
-def inside(region: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `call` in a region of the trace."""
-
-    def run(*args: Any, **options: Any) -> Any:
-        with record_function(region):
-            return call(*args, **options)
-
-    return run
 
 
 def ends_whole(path: Path) -> bool:

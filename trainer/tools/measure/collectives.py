@@ -15,6 +15,7 @@ from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import all_gather, reduce_scatter
 from trainer.tools.cost_model.fit import fit_link
 from trainer.tools.cost_model.machine import Link
+from trainer.tools.measure.processor import Meter
 
 FITTED = "all_reduce"  # its times give a level's link
 ROUNDS, SLOW_ROUNDS = 5, 3  # a time is the median of so many; fewer if a single call is slow
@@ -28,16 +29,24 @@ class Level:
     Attributes:
         name: `inside` a node; `across` nodes, with one rank of each; or `all` ranks.
         ranks: In each group.
+        meter: Of the machine, the same for all levels.
     """
 
     name: str
     group: dist.ProcessGroup
     ranks: int
+    meter: Meter
 
 
 @dataclass(frozen=True)
 class Row:
-    """The time of a collective. CPU seconds are those of all threads of a rank, the mean over ranks."""
+    """The time of a collective.
+
+    Attributes:
+        cpu_seconds: Of a rank, the mean over ranks.
+        estimated: Whether they are estimated by what the machine does, with interrupts. Otherwise they are those that
+            the threads of a rank are told of.
+    """
 
     level: str
     collective: str
@@ -46,6 +55,7 @@ class Row:
     algbw: float
     busbw: float
     cpu_seconds: float
+    estimated: bool
     ranks: int
 
 
@@ -53,20 +63,20 @@ def make_levels(ranks: Ranks) -> tuple[list[Level], int, list[str]]:
     """Return the levels of the network, the ranks of a node, and lines on what can't be measured. A collective."""
     if ranks.world == 1:
         return [], 1, ["links: not measured: one rank sends nothing; give --devices=2, or start by torchrun"]
-    places = ranks.gather([ranks.place.local_rank, ranks.place.local_world])
+    meter, places = Meter(ranks), ranks.gather([ranks.place.local_rank, ranks.place.local_world])
     per_node = places[0][1]
     if places != [[rank % per_node, per_node] for rank in range(ranks.world)]:
         line = "inside, across: not measured: nodes have unequal numbers of ranks, or ranks not in the order of nodes"
-        return [Level("all", ranks.new_group(), ranks.world)], 1, [line]
+        return [Level("all", ranks.new_group(), ranks.world, meter)], 1, [line]
     nodes = torch.arange(ranks.world).view(-1, per_node)
     levels, lines = list[Level](), list[str]()
     for name, parts in (("inside", nodes), ("across", nodes.T)):
         if parts.shape[1] > 1:
-            levels.append(Level(name, ranks.new_groups(parts.tolist()), parts.shape[1]))
+            levels.append(Level(name, ranks.new_groups(parts.tolist()), parts.shape[1], meter))
         else:
             lines.append(f"{name}: not measured: {'a node has one rank' if name == 'inside' else 'there is one node'}")
     if len(levels) == 2:
-        levels.append(Level("all", ranks.new_group(), ranks.world))
+        levels.append(Level("all", ranks.new_group(), ranks.world, meter))
     return levels, per_node, lines
 
 
@@ -93,11 +103,18 @@ def measure(ranks: Ranks, level: Level, collective: str, most: int, budget_s: fl
             return
         calls = min(MOST_CALLS, max(1, int(budget_s / ROUNDS / once)))
         rounds = ROUNDS if calls > 1 else SLOW_ROUNDS
-        times = ranks.gather([run(call, calls, ranks.device) for _ in range(rounds)])
+        began = level.meter.begin()
+        own = [run(call, calls, ranks.device) for _ in range(rounds)]
+        whole = level.meter.end(began)
+        times, parts = zip(*ranks.gather([own, whole and whole / rounds / (calls + 1)]), strict=True)
         seconds = median(max(seconds for seconds, _ in each) for each in zip(*times, strict=True))
-        cpu = median(mean(cpu for _, cpu in each) for each in zip(*times, strict=True))
+        told = median(mean(cpu for _, cpu in each) for each in zip(*times, strict=True))
+        estimate = None if None in parts else mean(parts)
         algbw, busbw = bandwidths(collective, elements * 4, seconds, level.ranks)
-        yield Row(level.name, collective, elements * 4, seconds, algbw, busbw, cpu, level.ranks)
+        yield Row(
+            level.name, collective, elements * 4, seconds, algbw, busbw,
+            max(told, estimate or 0.0), estimate is not None, level.ranks,
+        )  # fmt: skip
 
 
 def prepare(collective: str, level: Level, elements: int, device: torch.device) -> Callable[[], Any]:

@@ -3,43 +3,59 @@
 import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from trainer.comm.ranks import Ranks
+from trainer.process import cgroup
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a host
-LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def share(ranks: Ranks) -> tuple[float, float | None]:
     """Return the cores and the bytes of memory that each rank has for itself, the least of all ranks. A collective.
 
     Ranks of one host that may use the same cores share these, also if each takes itself for alone, as in containers.
-    The memory is the GPU's, or the part of the host's that the system grants; None if it is unknown.
+    Ranks of one control group share its limits. The memory is the GPU's or the host's; None if it is unknown.
     """
-    affinity = sorted(os.sched_getaffinity(0))
-    memory = torch.cuda.mem_get_info(ranks.device)[1] if ranks.device.type == "cuda" else 0
-    places = ranks.gather([boot(), affinity, memory or host_memory(), bool(memory)])
-    cores: list[float] = []
-    memories: list[float] = []
-    for host, own, size, alone in places:
-        beside = [other for other in places if other[0] == host]
-        cores.append(len(own) / sum(other[1] == own for other in beside))
-        memories.append(size / (1 if alone else len(beside)))
+    own = {
+        "host": boot(),
+        "affinity": sorted(os.sched_getaffinity(0)),
+        "gpu": torch.cuda.mem_get_info(ranks.device)[1] if ranks.device.type == "cuda" else 0,
+        "memory": max(0, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
+        "core_limit": limit(cgroup.cores()),
+        "memory_limit": limit(cgroup.memory()),
+    }
+    places = ranks.gather(own)
+    cores, memories = list[float](), list[float]()
+    for place in places:
+        beside = [other for other in places if other["host"] == place["host"]]
+        same = sum(other["affinity"] == place["affinity"] for other in beside)
+        cores.append(min([len(place["affinity"]) / same, *granted("core_limit", place, beside)]))
+        whole = place["memory"] / len(beside)
+        memories.append(place["gpu"] or min([whole, *granted("memory_limit", place, beside)]))
     return min(cores), min(memories) or None
+
+
+def limit(found: cgroup.Limit | None) -> tuple[float, int] | None:
+    """Return a limit and the number of its control group, which is the same in all containers of the host."""
+    return (found.value, found.group.stat().st_ino) if found else None
+
+
+def granted(key: str, place: dict[str, Any], beside: list[dict[str, Any]]) -> list[float]:
+    """Return the part that a rank has of its control group's limit; empty without one.
+
+    Args:
+        beside: All ranks of the host.
+    """
+    if place[key] is None:
+        return []
+    value, group = place[key]
+    return [value / sum(other[key] is not None and other[key][1] == group for other in beside)]
 
 
 def boot() -> str:
     with contextlib.suppress(OSError):
         return BOOT.read_text().strip()
     return os.uname().nodename
-
-
-def host_memory() -> int:
-    """Return the bytes of memory that this process may take; 0 if they are unknown."""
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for name in LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # a control group without a limit says "max"
-            found.append(int(Path(name).read_text()))
-    return max(0, min(found))

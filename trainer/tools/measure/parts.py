@@ -25,6 +25,9 @@ def links(ranks: Ranks, options: argparse.Namespace, report: Report) -> None:
             if len(rows) < len(collectives.sizes(options.max_mib << 20)):
                 most = f"{level.name}, {name}: more than {rows[-1].bytes} bytes"
                 lines.append(f"{most}: not measured: a call takes longer than --seconds={options.seconds:g}")
+    if levels and not levels[0].meter.quiet and ranks.device.type == "cpu":
+        load = f"the machine's processors were {levels[0].meter.load:.0%} busy before"
+        lines.append(f"CPU us: without interrupts, which no process is told of: {load}; measure on an idle machine")
     for line in lines:
         report.miss(line)
 

@@ -1,0 +1,80 @@
+"""The regions of a trace: a step, in it the phases that a clock tells, and in these the callbacks' hooks."""
+
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+from torch.profiler import record_function
+
+from trainer.comm.phases import Phase
+
+
+class Regions:
+    """Opens and closes regions as a clock's listener does. A region lies whole in the one around it.
+
+    A phase that another one interrupts goes on around it. The thread that a device has for its gradients is not
+    followed: what it does lies in the backward pass.
+
+    Args:
+        step: Returns the name of the step that begins; empty if no step is recorded any more.
+        validate: Called as a validation begins.
+    """
+
+    def __init__(self, step: Callable[[], str], validate: Callable[[], None]) -> None:
+        self.step, self.validate = step, validate
+        self.thread = get_ident()
+        self.open: list[tuple[Any, bool]] = []  # regions, the outermost first, and whether each is a phase
+
+    def switch(self, phase: Phase) -> None:
+        if self._follows():
+            if self.open[-1][1]:
+                self._close(len(self.open) - 1)
+            self._enter(phase.name.lower(), True)
+
+    def enter(self, phase: Phase) -> None:
+        if phase == Phase.VALIDATION:
+            self.validate()
+        elif phase == Phase.DATA:
+            self.begin()
+        if self._follows():
+            self._enter(phase.name.lower(), True)
+
+    def leave(self) -> None:
+        if self._follows():
+            self._close(len(self.open) - 1)
+
+    def begin(self) -> None:
+        """End the step, and begin the next one. Between its phases, a step is in the loop itself."""
+        self.end()
+        if name := self.step():
+            self._enter(name, False)
+            self._enter(Phase.CALLBACKS.name.lower(), True)
+
+    def end(self) -> None:
+        self._close(0)
+
+    def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `call` in a region."""
+
+        def run(*args: Any, **options: Any) -> Any:
+            before = len(self.open)
+            self._enter(name, False)
+            try:
+                return call(*args, **options)
+            finally:
+                self._close(before)
+
+        return run
+
+    def _follows(self) -> bool:
+        return bool(self.open) and get_ident() == self.thread
+
+    def _enter(self, name: str, phase: bool) -> None:
+        region = record_function(name)
+        region.__enter__()
+        self.open.append((region, phase))
+
+    def _close(self, before: int) -> None:
+        """Close the regions that are open, down to so many."""
+        while len(self.open) > before:
+            self.open.pop()[0].__exit__(None, None, None)

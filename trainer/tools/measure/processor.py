@@ -1,0 +1,64 @@
+"""Estimates the processor seconds of communication by what the whole machine does, interrupts included."""
+
+import os
+import time
+from pathlib import Path
+
+from trainer.comm.ranks import Ranks
+from trainer.process.cgroup import PROC
+from trainer.tools.measure.host import boot
+
+BASELINE_S = 0.3  # in which the machine is watched before anything is measured
+QUIET = 0.05  # of the processors: a machine that does more by itself hides what communication costs
+
+
+class Meter:
+    """The machine beside this rank. The kernel charges an interrupt to whoever computes, so no process is told of it.
+
+    The estimate is what the machine does while ranks communicate, minus what it does by itself, in equal parts for the
+    ranks on it. It needs a machine that is otherwise idle. Making one is a collective.
+
+    Attributes:
+        load: The busiest machine of all ranks before the measurement, as a share of its processors; 1 if unknown.
+    """
+
+    def __init__(self, ranks: Ranks, proc: Path = PROC) -> None:
+        self.proc = proc
+        own = boot()
+        self.ranks = ranks.gather(own).count(own)
+        began, before = time.monotonic(), self._busy()
+        time.sleep(BASELINE_S)
+        after, seconds = self._busy(), time.monotonic() - began
+        known = before is not None and after is not None
+        self.base = (after - before) / seconds if known else 0.0  # processors
+        self.load = max(ranks.gather(self.base / self._processors() if known else 1.0))
+        self.quiet = self.load <= QUIET
+
+    def begin(self) -> tuple[float, float] | None:
+        """Return the time and the busy seconds of the machine; None if it is not quiet."""
+        busy = self._busy() if self.quiet else None
+        return None if busy is None else (time.monotonic(), busy)
+
+    def end(self, began: tuple[float, float] | None) -> float | None:
+        """Return a rank's part of the processor seconds since `began`; None if it is unknown."""
+        busy = self._busy()
+        if began is None or busy is None:
+            return None
+        return max(0.0, busy - began[1] - self.base * (time.monotonic() - began[0])) / self.ranks
+
+    def _busy(self) -> float | None:
+        """Return the seconds that processors were not idle, from any moment on; None if /proc does not tell.
+
+        Idle time is exact to 10 ms, since the kernel stops a clock. Busy time would be counted by ticks. What a
+        hypervisor takes is nobody's work.
+        """
+        try:
+            line = (self.proc / "stat").read_text().split("\n", 1)[0].split()
+            idle, iowait, steal = (int(line[field]) for field in (4, 5, 8))
+        except (OSError, ValueError, IndexError):
+            return None
+        return time.monotonic() * self._processors() - (idle + iowait + steal) / os.sysconf("SC_CLK_TCK")
+
+    def _processors(self) -> int:
+        lines = (self.proc / "stat").read_text().splitlines()
+        return sum(line.startswith("cpu") for line in lines) - 1
