@@ -92,3 +92,57 @@ def test_what_does_not_fit_into_memory_costs_no_trial() -> None:
     lab = Lab(MACHINE)
     best, why = lab.search(replace(MACHINE, memory_bytes=1.0)).run()
     assert (best.choice, why, lab.trials) == (NOTHING, "every choice was tried", [])
+
+
+class Room(Lab):
+    """A machine whose memory nobody has told: trials with more than it has fail."""
+
+    def __init__(self, memory_bytes: float) -> None:
+        super().__init__(MACHINE)
+        self.memory_bytes = memory_bytes
+
+    def measure(self, choice: Choice) -> tuple[float, float]:
+        if predict(self.machine, WORK, whole(choice), 20).memory_bytes > self.memory_bytes:
+            self.trials.append(choice)
+            raise TrialFailed("rank 0: out of memory")
+        return super().measure(choice)
+
+    def search(self, believed: Machine = MACHINE) -> Search:
+        search = super().search(believed)
+        recompute = {"activation_checkpoint": {"policy": "full"}}
+        search.choices = [
+            Choice(callbacks, {"micro_batch": micro}) for micro in (20, 5) for callbacks in ({}, recompute)
+        ]
+        return search
+
+
+def bytes_of(callbacks: dict, micro: int) -> float:
+    return predict(MACHINE, WORK, whole(Choice(callbacks, {"micro_batch": micro})), 20).memory_bytes
+
+
+def test_recomputing_is_tried_where_a_larger_micro_batch_runs_out_of_memory() -> None:
+    lab = Room((bytes_of({}, 10) + bytes_of({}, 20)) / 2)
+    search = lab.search()
+    search.run()
+    assert [(bool(t.callbacks), t.settings["micro_batch"]) for t in lab.trials] == [(False, 20)]
+    assert next(choice for *_, choice in search._ranked()) == Choice({}, {"micro_batch": 5})
+    fits = {"activation_checkpoint": {"policy": "full"}}
+    assert Choice(fits, {"micro_batch": 20}) in [choice for *_, choice in search._ranked()]
+    assert Choice(fits, {"micro_batch": 5}) not in [choice for *_, choice in search._ranked()]
+
+
+def test_recomputing_is_no_choice_where_everything_fits() -> None:
+    assert [choice for *_, choice in Room(1e18).search()._ranked() if choice.callbacks] == []
+    limit = bytes_of({}, 15)  # the machine tells it
+    found = [choice for *_, choice in Room(1e18).search(replace(MACHINE, memory_bytes=limit))._ranked()]
+    assert Choice({}, {"micro_batch": 20}) not in found
+    assert [choice.settings["micro_batch"] for choice in found if choice.callbacks] == [20]
+
+
+def test_a_setting_that_the_model_leaves_out_is_tried_once_for_hope() -> None:
+    lab = Lab(replace(MACHINE, across=SLOW, inside=SLOW))
+    search = lab.search(lab.machine)
+    nccl = [Choice({}, {"nccl.max_channels": 8}), Choice({"overlap": {}}, {"nccl.max_channels": 8})]
+    search.choices = [Choice({"overlap": {}}, {}), *nccl]
+    search.run()
+    assert sum("nccl.max_channels" in choice.settings for choice in lab.trials) == 1
