@@ -59,7 +59,11 @@ CRASHES = f"{TUNED}trainer: {{restarts: 0}}\ncallbacks: {{probe: {{_target_: pro
 
 @pytest.mark.parametrize(
     ("devices", "content", "reason"),
-    [(1, REFUSED, "does not divide"), (2, NO_YAML, "mine.yaml"), (2, CRASHES, "trouble at step")],
+    [
+        (1, REFUSED, "does not divide"),
+        pytest.param(2, NO_YAML, "mine.yaml", marks=pytest.mark.slow),
+        pytest.param(2, CRASHES, "trouble at step", marks=pytest.mark.slow),
+    ],
 )
 def test_a_job_whose_result_fails_at_its_start_goes_on_as_it_was(
     devices: int, content: str, reason: str, folder: Path
@@ -90,7 +94,8 @@ def test_a_job_that_cannot_take_it_over_goes_on_as_it_is(hindrance: str, folder:
     assert [path.name for path in (folder / "runs" / "r").glob("tuned*")] == [handover.REFUSED]
 
 
-def test_the_command_keeps_what_the_result_does_not_set(tmp_path: Path) -> None:
+def test_the_command_keeps_what_the_result_does_not_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(handover.TRYING, "")
     handover.ask(tmp_path, "mine", tmp_path, ["trainer.ddp.bucket_mib"])
     os.rename(tmp_path / handover.REQUEST, tmp_path / handover.TAKEN)
     words = ["recipe=toy", "+trainer.ddp.bucket_mib=25", "trainer.resume=ckpt/x", "batch=24"]

@@ -43,6 +43,21 @@ def test_losses_are_means_over_all_ranks_and_callbacks_of_a_choice_run(
     assert not list((tmp_path / "a").rglob("step-*"))  # no checkpoint
 
 
+EXACT = [
+    Choice({"shard": {"stage": 2}}, {}),
+    Choice({"shard": {"stage": 3}, "activation_checkpoint": {"policy": "selective"}}, {}),
+    Choice({"pipeline": {"stages": 2, "schedule": "1f1b"}}, {"micro_batch": 3, "accumulate": None}),
+]
+
+
+def test_exact_layouts_have_the_losses_of_plain_training(config: dict[str, Any], tmp_path: Path) -> None:
+    plain, *_ = run_ranks(2, train, of_trial(config, tmp_path / "plain", 1, 60, 6))
+    for number, choice in enumerate(EXACT):
+        made = of_trial(merge(config, choice), tmp_path / str(number), 1, 60, 6)
+        first, other = run_ranks(2, train, made)
+        assert first["losses"] == other["losses"] == pytest.approx(plain["losses"], rel=1e-4), choice
+
+
 def test_losses_are_those_that_the_run_itself_logs(config: dict[str, Any], tmp_path: Path) -> None:
     (found,) = run_ranks(1, train, of_trial(config, tmp_path / "a", 1, 60, 6))
     assert toy(["trainer.run_dir=runs/r"], tmp_path).code == 0
