@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -127,11 +128,17 @@ class Search:
         return self._bytes(Choice(plain, choice.settings)) >= limit
 
     def _ruled_out(self, choice: Choice, failed: Sequence[Choice]) -> bool:
-        """Return whether the choice was tried, or is like ones that failed: it adds to one, or has a family of two."""
+        """Return whether the choice was tried, or is like ones that failed.
+
+        It adds to one that failed, it is of the family of two, or it has a setting that two had and none that ran.
+        """
         more = any(one.callbacks.items() <= choice.callbacks.items() and one.settings.items() <= choice.settings.items()
                    for one in failed)  # fmt: skip
         alike = [one for one in failed if one.callbacks and self.model.family(one) == self.model.family(choice)]
-        return more or len(alike) >= 2 or any(t.choice == choice for t in self.tried)
+        ran = {item for t in self.tried if t.step_s for item in t.choice.settings.items()}
+        blamed = Counter(item for one in failed for item in one.settings.items() if item not in ran)
+        by_setting = any(blamed[item] >= 2 for item in choice.settings.items() if item[0] != "accumulate")
+        return more or len(alike) >= 2 or by_setting or any(t.choice == choice for t in self.tried)
 
     def _tried_names(self) -> set[str]:
         """Return the callbacks and the settings of NCCL that trials had: their effect is no hope any more."""
