@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,9 +90,9 @@ class Search:
         """Return the choices that are left with their hoped-for score and predicted step, the best first."""
         doubt, (limit, over) = min(DOUBT, self._spread()), self._memory_limit()
         failed = [t.choice for t in self.tried if t.error and t not in over]
-        known, found = self._tried_names(), []
+        known, blamed, found = self._tried_names(), self._blamed(failed), []
         for choice in self.choices:
-            if self._ruled_out(choice, failed) or not self._recomputes_for_a_reason(choice, limit):
+            if self._ruled_out(choice, failed, blamed) or not self._recomputes_for_a_reason(choice, limit):
                 continue
             predicted = self.model.predict(choice)
             if predicted.memory_bytes >= limit:
@@ -127,18 +127,19 @@ class Search:
         plain = {name: knobs for name, knobs in choice.callbacks.items() if name != RECOMPUTES}
         return self._bytes(Choice(plain, choice.settings)) >= limit
 
-    def _ruled_out(self, choice: Choice, failed: Sequence[Choice]) -> bool:
-        """Return whether the choice was tried, or is like ones that failed.
-
-        It adds to one that failed, it is of the family of two, or it has a setting that two had and none that ran.
-        """
+    def _ruled_out(self, choice: Choice, failed: Sequence[Choice], blamed: Set[tuple[str, Any]]) -> bool:
+        """Return whether the choice was tried or adds to a failed one, or its family or a setting has failed twice."""
         more = any(one.callbacks.items() <= choice.callbacks.items() and one.settings.items() <= choice.settings.items()
                    for one in failed)  # fmt: skip
         alike = [one for one in failed if one.callbacks and self.model.family(one) == self.model.family(choice)]
+        tried = any(t.choice == choice for t in self.tried)
+        return more or len(alike) >= 2 or tried or not blamed.isdisjoint(choice.settings.items())
+
+    def _blamed(self, failed: Sequence[Choice]) -> Set[tuple[str, Any]]:
+        """Return the settings that two choices had which failed, and none that ran."""
         ran = {item for t in self.tried if t.step_s for item in t.choice.settings.items()}
-        blamed = Counter(item for one in failed for item in one.settings.items() if item not in ran)
-        by_setting = any(blamed[item] >= 2 for item in choice.settings.items() if item[0] != "accumulate")
-        return more or len(alike) >= 2 or by_setting or any(t.choice == choice for t in self.tried)
+        times = Counter(item for one in failed for item in one.settings.items())
+        return {item for item, count in times.items() if count >= 2 and item not in ran and item[0] != "accumulate"}
 
     def _tried_names(self) -> set[str]:
         """Return the callbacks and the settings of NCCL that trials had: their effect is no hope any more."""
