@@ -21,7 +21,7 @@ from trainer.tools.tune.tuning import make_workload
 pytestmark = pytest.mark.timeout(900)
 COMMAND = [sys.executable, "-m", "trainer.tools.tune"]
 QUICK = ["tune.steps=8", "tune.warm=1", "tune.pairs=5", "tune.budget_s=240"]  # on a loaded machine too
-BUSY_LINK = ["recipe.seconds=0.0", "recipe.width=256", "recipe.depth=4"]  # 1 MB of gradients
+BUSY_LINK = ["recipe.seconds=0.0", "recipe.width=192", "recipe.depth=4"]  # 600 kB of gradients
 WAIT_S = 240  # of which a quiet machine needs 10
 SLOW = """
 import time
@@ -181,7 +181,7 @@ def test_a_running_job_takes_the_result_over(folder: Path) -> None:
 @pytest.mark.slow
 @needs_cluster
 def test_lossy_callbacks_are_tried_where_the_link_is_slow(folder: Path) -> None:
-    with Cluster(2, "40mbit") as cluster:
+    with Cluster(2, "20mbit") as cluster:
         code, out = tune_on(cluster, folder, 1, "tune.lossy=true", "tune.bound=0.05", *BUSY_LINK)
     assert code == 0 and re.search(r"trial .* \+(grad_compress|local_sgd|onebit_adam)", out), out
     found = OmegaConf.load(folder / "conf" / "tuned" / "slow.yaml")
@@ -198,7 +198,7 @@ def test_a_link_that_is_slowed_behind_its_back_is_noticed(folder: Path) -> None:
         tune_on(cluster, folder, 2, "tune.budget_s=1", *BUSY_LINK)
         kept = [line for line in journal.read_text().splitlines() if json.loads(line)["event"] in ("begin", "links")]
         journal.write_text("\n".join(kept) + "\n")
-        cluster.shape("20mbit")
+        cluster.shape("40mbit")
         code, out = tune_on(cluster, folder, 2, *BUSY_LINK)
     assert code in (0, 77) and len(kept) == 2, out
     corrected = re.search(r"corrected .*the link across is ([\d.]+) times as slow as measured before", out)
