@@ -1,18 +1,54 @@
-"""Measures `trainer.tools.tune`: its result beside the best of every combination, and the time that both took.
+"""Measures `trainer.tools.tune` against its grid: every choice that the search may make, each in a trial of its own.
 
-python -m scripts.bench.tune [--quick] [--rounds 1] [--json FILE]
+    python -m scripts.bench.tune [--cells 1gbit] [--grid 24] [--quick] [--rounds 5] [--json FILE]
+
+A cell is a link, a number of hosts with a rank each, and a size of BERT on random tokens. Today's config takes 4
+micro-batches of 4 samples on a rank. The search's result then meets the best of the grid in rounds of one trial each:
+a ratio is the median of the ratios within the rounds. `--grid` tries a random part of the grid, beside the search's
+own trials; the time of the whole grid is then the mean trial's times its size. `compile` is left out: its trials take a
+minute each. Needs Linux, root and iproute2. The whole bench takes more than a day; a cell with `--grid 24`, 3 minutes
+to 20.
 """
 
-from typing import Any
+import argparse
+import gc
+import importlib
+import itertools
+import json
+import os
+import random
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from recipes.bert import Bert
+from scripts.bench.report import Goal, Row, at_least, at_most, parser, print_machine, report
+from scripts.cluster.netns import Cluster
+from scripts.command import command
+from trainer.config.compose import CONF, compose
+from trainer.errors import ConfigError
+from trainer.process.environment import detect
+from trainer.tools.cost_model.workload import Choice
+from trainer.tools.tune.candidates import NOTHING, candidates, describe
+from trainer.tools.tune.journal import Journal
+from trainer.tools.tune.options import TuneOptions
+from trainer.tools.tune.orders import run_order
+from trainer.tools.tune.team import Team, TrialFailed
+from trainer.tools.tune.tuning import Tuning
 
 SIZES = {"10M": (320, 6, 5), "30M": (512, 8, 8)}  # hidden, layers, heads
+RATES = {"100mbit": "100mbit", "1gbit": "1gbit", "unlimited": None}
 VOCABULARY, SEQUENCE = 8192, 32
+SAMPLES, MICRO = 16, 4  # of a rank
+STEPS = {"100mbit": 3, "1gbit": 6, "unlimited": 8}  # of a trial, after one that is not timed
 
 
 class Random(Dataset[dict[str, Tensor]]):
@@ -25,10 +61,10 @@ class Random(Dataset[dict[str, Tensor]]):
         return self.rows
 
     def __getitem__(self, row: int) -> dict[str, Tensor]:
-        random = torch.Generator().manual_seed(row)
+        draw = torch.Generator().manual_seed(row)
         columns = {"input_ids": (VOCABULARY, SEQUENCE), "positions": (SEQUENCE, self.masked)}
         columns["labels"] = (VOCABULARY, self.masked)
-        return {name: torch.randint(high, (width,), generator=random) for name, (high, width) in columns.items()}
+        return {name: torch.randint(high, (width,), generator=draw) for name, (high, width) in columns.items()}
 
 
 class Tokens:
@@ -47,3 +83,139 @@ class Tokens:
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return self.bert.loss(model, batch)
+
+
+class Cell(NamedTuple):
+    rate: str
+    hosts: int
+    size: str
+
+    def __str__(self) -> str:
+        return f"{self.rate}, {self.hosts} hosts, {self.size}"
+
+
+def make_config(cell: Cell, folder: Path) -> dict[str, Any]:
+    """Compose today's config of a cell."""
+    (folder / "recipe").mkdir()
+    (folder / "recipe" / "tokens.yaml").write_text(
+        "# @package _global_\n"
+        f"recipe: {{_target_: scripts.bench.tune.Tokens, size: {cell.size}}}\n"
+        f"batch: {SAMPLES * cell.hosts}\nmicro_batch: {MICRO}\n"
+        f"trainer: {{max_steps: 1000, allow_targets: [scripts], accelerator: cpu}}\n"
+    )
+    return compose([f"--config-dir={folder}", "recipe=tokens"], [CONF, folder])[0].config
+
+
+def run_rank(cell: Cell, grid: int | None, rounds: int, file: Path) -> None:
+    """Be a rank of a cell; the first one searches, tries the grid and writes a row to `file`."""
+    place = detect(os.environ)
+    sys.argv = ["tune"]  # Hydra reads it
+    importlib.import_module("torch._dynamo")
+    gc.freeze()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        team = Team(place, folder, run_order)
+        try:
+            if team.leads:
+                file.write_text(json.dumps(measure(cell, team, folder, grid, rounds)))
+            else:
+                team.obey()
+        finally:
+            team.close()
+
+
+def measure(cell: Cell, team: Team, folder: Path, grid: int | None, rounds: int) -> Row:
+    """Search, try the grid, and compare the two results."""
+    options = TuneOptions(budget_s=3600.0, steps=STEPS[cell.rate], warm=1, without=["compile"])
+    journal = Journal(folder / "tuned.jsonl", [])
+    config = make_config(cell, folder)
+    tuning = Tuning(config, options, team, journal, lambda line: say(cell, line))
+    choice, verdict, _, _ = tuning.run()
+    tune_s = tuning.elapsed_s
+    tuned = choice if verdict is not None and verdict.recommended else NOTHING
+    trials = [line["trial"] for line in journal.all("trial")]
+    times = [(NOTHING, tuning.today["step_s"])]
+    times += [(Choice(**trial["choice"]), trial["step_s"]) for trial in trials if trial["step_s"]]
+    listed = candidates(config, team.place, False, options.without)
+    chosen = listed if grid is None else random.Random(0).sample(listed, min(grid, len(listed)))
+    model = tuning.search.model
+    tried, walls = try_all(cell, tuning, chosen)
+    best = min([*times, *tried], key=lambda item: item[1])[0]
+    pairs = [[tuning.run_trial(each)["step_s"] for each in (best, tuned)] for _ in range(rounds)]
+    misses = [abs(t["predicted_s"] / t["step_s"] - 1) for t in trials if t["step_s"]]
+    misses += [abs(model.predict(each).step_s / step_s - 1) for each, step_s in tried if (each, step_s) not in times]
+    return {
+        "part": "The search beside the best of its grid", "cell": str(cell), "today s": tuning.today["step_s"],
+        "tuned s": median(pair[1] for pair in pairs), "best s": median(pair[0] for pair in pairs),
+        "of the best": median(a / b for a, b in pairs), "tuned": describe(tuned), "best": describe(best),
+        "trials": len(trials), "error": median(misses),
+        "tune s": tune_s, "grid": len(listed), "tried": len(chosen), "grid s": mean(walls) * len(listed),
+        "of its time": tune_s / mean(walls) / len(listed),
+    }  # fmt: skip
+
+
+def try_all(cell: Cell, tuning: Tuning, chosen: list[Choice]) -> tuple[list[tuple[Choice, float]], list[float]]:
+    """Try each choice once; return the seconds of its step, and those of every trial."""
+    found, walls = [], []
+    for number, each in enumerate(chosen, 1):
+        began = time.monotonic()
+        try:
+            found.append((each, tuning.run_trial(each)["step_s"]))
+            predicted_s = tuning.search.model.predict(each).step_s
+            text = f"{predicted_s:.4g} s predicted, {found[-1][1]:.4g} s measured"
+        except TrialFailed as error:
+            text = f"failed: {error}"
+        walls.append(time.monotonic() - began)
+        say(cell, f"grid {number}/{len(chosen)} {describe(each)}: {text}")
+    return found, walls
+
+
+def say(cell: Cell, line: str) -> None:
+    print(f"{cell}: {line}", file=sys.stderr, flush=True)
+
+
+def goals(rows: list[Row]) -> list[Goal]:
+    return [
+        at_least(
+            "the tuned config beside the best of the grid, the worst cell", 0.95, min(r["of the best"] for r in rows)
+        ),
+        at_most("time of the search beside the grid's, worst cell", 0.1, max(r["of its time"] for r in rows)),
+        at_most("median error of the predictions, over cells", 0.1, median(r["error"] for r in rows)),
+    ]
+
+
+def main() -> int:
+    made = parser("tune", __doc__, "the cell of 1 Gbit/s, 2 hosts and 10M, --grid 8: 5 minutes", "without it 5")
+    made.add_argument("--cells", default="", metavar="PATTERN", help="a regular expression; without it all 12")
+    made.add_argument("--grid", type=int, help="random choices of the grid to try; without it all")
+    made.add_argument("--rank", help=argparse.SUPPRESS)
+    args = made.parse_args()
+    if args.rank:
+        word, file, rounds, grid = json.loads(args.rank)
+        run_rank(Cell(*word), grid, rounds, Path(file))
+        return 0
+    pattern, grid = ("^1gbit, 2 hosts, 10M", args.grid or 8) if args.quick else (args.cells, args.grid)
+    cells = [
+        cell
+        for cell in itertools.starmap(Cell, itertools.product(RATES, (2, 4), SIZES))
+        if re.search(pattern, str(cell))
+    ]
+    if not cells:
+        raise ConfigError(f"--cells {pattern}: fits none of the cells, such as '1gbit, 2 hosts, 10M'")
+    about, rows = print_machine(("torch",)), []
+    try:
+        for cell in cells:
+            with tempfile.TemporaryDirectory() as folder, Cluster(cell.hosts, RATES[cell.rate]) as cluster:
+                file = Path(folder) / "row.json"
+                words = [sys.executable, "-m", "scripts.bench.tune", "--rank"]
+                order = json.dumps([cell, str(file), args.rounds or 5, grid])
+                cluster.run([*words, order], env={"TORCH_CPP_LOG_LEVEL": "ERROR"})
+                if file.exists():
+                    rows.append(json.loads(file.read_text()))
+    finally:  # also of a bench that was stopped
+        report([rows] if rows else [], goals(rows) if rows else [], about, args.json)
+    return 0 if len(rows) == len(cells) else 1
+
+
+if __name__ == "__main__":
+    command(main)

@@ -32,6 +32,8 @@ def test_exact_ones_by_default_and_each_once(config: dict) -> None:
     lossy = candidates(config, two(), lossy=True)
     assert {"grad_compress", "local_sgd"} <= {name for choice in lossy for name in choice.callbacks}
     assert len(lossy) > len(found)
+    left = candidates(config, two(), lossy=False, without=["compile", "shard", "activation_checkpoint"])
+    assert {name for choice in left for name in choice.callbacks} == {"overlap"}
 
 
 def test_what_a_run_refuses_is_left_out(config: dict) -> None:

@@ -34,6 +34,7 @@ on the launcher's ranks, else it starts trainer.devices of its own. Checkpoints 
   tune.budget_s=600.0      seconds of the whole search, with the canary
   tune.lossy=false         also callbacks that change the numbers, judged by time to loss
   tune.apply=false         lets the running job trainer.run_dir take the result over at its next checkpoint
+  tune.without=[]          callbacks that are never tried: tune.without=[compile]
   tune.name=null           name of the result, conf/tuned/NAME.yaml; null: the recipe's
   tune.steps=20            timed steps of a short run, after tune.warm=3
   tune.pairs=5             pairs of short runs in the canary: today's config, then the winner

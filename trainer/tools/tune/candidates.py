@@ -38,12 +38,14 @@ VARIANTS = {"shard": "stage", "pipeline": "schedule", "grad_compress": "codec", 
 
 
 def candidates(
-    config: Mapping[str, Any], place: Place, lossy: bool, blocks: int = 0, backend: str = "gloo"
-) -> list[Choice]:
+    config: Mapping[str, Any], place: Place, lossy: bool, without: Sequence[str] = (), blocks: int = 0,
+    backend: str = "gloo",
+) -> list[Choice]:  # fmt: skip
     """Return every choice that a run of `place.world` ranks accepts, each one a change of today's config.
 
     Args:
         lossy: Also callbacks that change the numbers.
+        without: Callbacks to leave out.
         blocks: Of the model, between which a pipeline may cut it; 0: none are known.
         backend: Of the collectives on the devices: gloo, nccl or mpi.
     """
@@ -56,7 +58,7 @@ def candidates(
     found: list[Choice] = []
     settings: dict[int, list[dict[str, Any]]] = {}  # by ranks with data, that a run accepts
     for callbacks in with_callbacks(config, place, lossy, blocks):
-        if not stages_fit(callbacks, blocks) or not runs(Choice(callbacks, {})):
+        if callbacks.keys() & set(without) or not stages_fit(callbacks, blocks) or not runs(Choice(callbacks, {})):
             continue
         ranks = ranks_with_data(merge(config, Choice(callbacks, {})), place.world)
         if ranks not in settings:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.config.check import check_values
@@ -17,6 +17,7 @@ class TuneOptions:
     budget_s: float = 600.0  # of the whole search, with the canary
     lossy: bool = False  # also callbacks that change the numbers, by time to loss
     apply: bool = False  # a running job, trainer.run_dir, takes the result over at its next checkpoint
+    without: list[str] = field(default_factory=list)  # callbacks that are never tried
     name: str | None = None  # of the result, conf/tuned/NAME.yaml; null: the recipe's name
     steps: int = 20  # timed steps of a trial
     warm: int = 3  # steps before them

@@ -46,6 +46,7 @@ class Tuning:
         self.today: dict[str, Any] = {}
         self.wholes: dict[str, Choice] = {}  # by callbacks and micro-batch: a search asks again and again
         self.number = 0
+        self.search: Search
 
     @property
     def elapsed_s(self) -> float:
@@ -53,10 +54,10 @@ class Tuning:
 
     def run(self) -> tuple[Choice, Verdict | None, Tuned, list[str]]:
         """Search; return the best choice, its verdict if it is not today's config, the machine, and the evidence."""
-        self.today = self._once("today", lambda: self._run(NOTHING))
+        self.today = self._once("today", lambda: self.run_trial(NOTHING))
         self.say(f"today      {self.today['step_s']:.4g} s a step, memory {gib(self.today['memory_bytes'])}")
         model, random, tuned, listed = self._measure()
-        search = self._search(model, listed)
+        self.search = search = self._search(model, listed)
         best, why = search.run()
         self.say(f"search     {why}; {len(search.tried) - 1} trials, {self._misses(search.tried)}")
         if words := in_words(search.model.factors):
@@ -77,7 +78,7 @@ class Tuning:
         order = {"kind": kind, "config": made, "folder": str(self.team.folder), **more}
         return self.team.run(order, limit_s)
 
-    def _run(self, choice: Choice) -> dict[str, Any]:
+    def run_trial(self, choice: Choice) -> dict[str, Any]:
         """Run a trial of a choice.
 
         Raises:
@@ -131,7 +132,7 @@ class Tuning:
         )
         model = Model(machine, workload, self.config["batch"], self.today["step_s"], self._whole, family)
         blocks, backend = min(answer["blocks"] for answer in answers), seen[0]["backend"]
-        listed = candidates(self.config, self.place, self.options.lossy, blocks, backend)
+        listed = candidates(self.config, self.place, self.options.lossy, self.options.without, blocks, backend)
         return model, any(answer["random"] for answer in answers), tuned, listed
 
     def _whole(self, choice: Choice) -> Choice:
@@ -153,7 +154,7 @@ class Tuning:
             self.say(f"journal    goes on after {len(known)} trials: {self.journal.path}")
 
         def measure(choice: Choice) -> tuple[float, float]:
-            result = self._run(choice)
+            result = self.run_trial(choice)
             return result["step_s"], result["step_s"] * self._slowdown(choice, result["losses"])
 
         def reserve() -> float:
@@ -199,7 +200,7 @@ class Tuning:
         )  # fmt: skip
         try:
             while len(pairs) < self.options.pairs:
-                before, after = (self._run(each) for each in (NOTHING, choice))
+                before, after = (self.run_trial(each) for each in (NOTHING, choice))
                 before["score_s"] = before["step_s"]
                 after["score_s"] = after["step_s"] * self._slowdown(choice, after["losses"])
                 pairs.append((before, after))
