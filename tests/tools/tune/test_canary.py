@@ -52,6 +52,12 @@ def test_lossy_configs_have_a_bound() -> None:
     assert not lossy.judge(pairs(STEADY, [0.8] * 5, slowdown=1.5)).recommended  # more steps than it saves
 
 
+def test_losses_are_compared_at_equal_steps() -> None:
+    longer = (3.0, 2.5, 2.0, 0.5, 0.1, 0.1)  # a longer period has more steps, and ends lower
+    verdict = Judge(exact=False, random=False, bound=0.01).judge(pairs(STEADY, [0.8] * 5, losses=longer))
+    assert len(verdict.faults) == 1 and "the loss is +50.00% of today's" in verdict.faults[0]
+
+
 def test_memory_and_new_advice_speak_against_it() -> None:
     judge = Judge(exact=True, random=False, bound=0.01, memory_bytes=2.0 * 2**30)
     assert judge.judge(pairs(STEADY, [0.8] * 5, gib=1.5)).recommended

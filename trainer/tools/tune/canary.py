@@ -72,7 +72,7 @@ class Judge:
         return gain
 
     def _losses(self, pairs: Sequence[Any], findings: list[str], faults: list[str]) -> None:
-        one, other = pairs[0][0]["losses"], pairs[0][1]["losses"]
+        one, other = zip(*zip(pairs[0][0]["losses"], pairs[0][1]["losses"]))  # at equal steps
         if self.exact and not self.random:
             found, limit = difference(one, other), ROUNDING.get(self.precision, COARSE)
             findings.append(f"losses differ by at most {found:.2g} of their value (limit {limit:g}: rounding)")
