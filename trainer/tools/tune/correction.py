@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from trainer.tools.cost_model.machine import CodecCost, Link, Machine
 from trainer.tools.cost_model.predict import fit_memory, with_data, without_data
-from trainer.tools.cost_model.setup import Setup, read
+from trainer.tools.cost_model.setup import READ, Setup, read
 from trainer.tools.cost_model.workload import Choice, Prediction, Workload
 
 NOISE = 0.03  # of a measured step, as a share
@@ -14,6 +14,7 @@ OTHER = 0.1  # spread of the fixed seconds that the model has missed, as a share
 TRUST = {"across": 0.7, "inside": 0.7, "compute": 0.2, "codec": 0.4, "optimizer": 0.4}  # spreads of the logarithms
 STEPS = (0.8, 0.3, 0.1, 0.03)  # of the search for factors, in logarithms
 SHRINK = 0.5  # share of a family's mean residual that its other choices get with one trial
+SIMULATED = READ - {"data.workers"} | {"nccl.algo"}  # settings that change more than the wait for data
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,13 @@ class Model:
     known: dict[str, Prediction] = field(default_factory=dict, init=False)  # without the wait for data
 
     def predict(self, choice: Choice) -> Prediction:
-        """Predict a step of today's config with a choice. Choices that differ in data workers are simulated once."""
+        """Predict a step of today's config with a choice.
+
+        Choices that differ only in data workers, or in settings that the model leaves out, are simulated once.
+        """
         setup = self._setup(self.whole(choice), self.factors)
-        others = {key: value for key, value in setup.settings.items() if key != "data.workers"}
-        key = repr((setup.callbacks, others))
+        simulated = {key: value for key, value in setup.settings.items() if key in SIMULATED}
+        key = repr((setup.callbacks, simulated))
         if key not in self.known:
             self.known[key] = without_data(setup)
         found = with_data(setup, self.known[key])
