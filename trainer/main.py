@@ -49,7 +49,9 @@ def main() -> None:
     if sys.argv[1:2] and sys.argv[1] in tools():
         run_tool(*sys.argv[1:])
     StartupSignals().__enter__()  # to the end of the process
-    exit_process(run_guarded(lambda: command(sys.argv[1:])))
+    code = run_guarded(lambda: command(sys.argv[1:]))
+    handover.go_back(code)
+    exit_process(code)
 
 
 def command(arguments: list[str]) -> int:

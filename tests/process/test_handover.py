@@ -1,5 +1,6 @@
 """Requests to a running job: it takes one over at its checkpoint, and one that it can't take leaves it alone."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -51,6 +52,33 @@ def test_a_job_goes_on_with_the_result_in_the_same_process(devices: int, folder:
     assert not list((folder / "runs" / "r").glob("tuned*")) and "finished at step 300" in out
 
 
+REFUSED = TUNED.replace("micro_batch: 2", "micro_batch: 5")  # does not divide the batch
+NO_YAML = TUNED.replace("micro_batch: 2", "micro_batch: [")
+CRASHES = f"{TUNED}trainer: {{restarts: 0}}\ncallbacks: {{probe: {{_target_: probe.Probe, trouble: raise}}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("devices", "content", "reason"),
+    [
+        (1, REFUSED, "does not divide"),
+        pytest.param(2, NO_YAML, "mine.yaml", marks=pytest.mark.slow),
+        pytest.param(2, CRASHES, "trouble at step", marks=pytest.mark.slow),
+    ],
+)
+def test_a_job_whose_result_fails_at_its_start_goes_on_as_it_was(
+    devices: int, content: str, reason: str, folder: Path
+) -> None:
+    with start(folder, f"trainer.devices={devices}") as process:
+        (folder / "conf" / "tuned" / "mine.yaml").write_text(content)
+        handover.ask(folder / "runs" / "r", "mine", folder / "conf", ["micro_batch", "accumulate"])
+        out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, (out, err)
+    assert reason in err and handover.FAILED in err
+    assert OmegaConf.load(folder / "runs" / "r" / "config.yaml").micro_batch == 3
+    assert [line["step"] for line in lines(folder / "runs" / "r") if "train/loss" in line] == list(range(1, 301))
+    assert [path.name for path in (folder / "runs" / "r").glob("tuned*")] == [handover.REFUSED]
+
+
 @pytest.mark.parametrize("hindrance", ["launcher", "file"])
 def test_a_job_that_cannot_take_it_over_goes_on_as_it_is(hindrance: str, folder: Path) -> None:
     env = (
@@ -66,7 +94,8 @@ def test_a_job_that_cannot_take_it_over_goes_on_as_it_is(hindrance: str, folder:
     assert [path.name for path in (folder / "runs" / "r").glob("tuned*")] == [handover.REFUSED]
 
 
-def test_the_command_keeps_what_the_result_does_not_set(tmp_path: Path) -> None:
+def test_the_command_keeps_what_the_result_does_not_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(handover.TRYING, "")
     handover.ask(tmp_path, "mine", tmp_path, ["trainer.ddp.bucket_mib"])
     os.rename(tmp_path / handover.REQUEST, tmp_path / handover.TAKEN)
     words = ["recipe=toy", "+trainer.ddp.bucket_mib=25", "trainer.resume=ckpt/x", "batch=24"]
@@ -74,5 +103,7 @@ def test_the_command_keeps_what_the_result_does_not_set(tmp_path: Path) -> None:
     made, handover.command[:] = list(handover.command), []
     end = ["+tuned=mine", f"trainer.run_dir={tmp_path}", "trainer.resume=auto"]
     assert made[3:] == ["--config-dir", str(tmp_path.resolve()), "recipe=toy", "batch=24", *end]
+    back = ["recipe=toy", "+trainer.ddp.bucket_mib=25", "batch=24", *end[1:]]
+    assert json.loads((tmp_path / handover.TRIED).read_text())["command"] == back
     handover.prepare(tmp_path, words)
     assert not handover.command  # a request counts once

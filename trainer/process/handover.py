@@ -1,7 +1,8 @@
 """Hands a running job over to a result of `trainer.tools.tune`, at a checkpoint of the job.
 
 The tool writes a request into the folder of the run. Rank 0 takes it when it saves; the run then stops as for a signal,
-with a checkpoint. The process that the user started becomes the same command with `+tuned=NAME`, which resumes.
+with a checkpoint. The process that the user started becomes the same command with `+tuned=NAME`, which resumes. If that
+command fails before its first checkpoint, the process becomes the old command again.
 """
 
 import contextlib
@@ -12,11 +13,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.errors import STOPPED
 from trainer.files import write_json
 from trainer.log import log
 
 REQUEST, TAKEN, REFUSED = "tuned.json", "tuned-taken.json", "tuned-refused.json"
+TRIED = "tuned-tried.json"  # in the folder of the run from the new command's start to its first checkpoint
+TRYING = "ECHELON_TUNED_TRIED"  # path of that file, for the new command
 SEVERAL = "ECHELON_SEVERAL_RUNS"  # set if one command runs several jobs, and can't become another command
+ENDED = frozenset({0, STOPPED, 129, 130, 143})  # exit codes of a run that has done its work, or that a signal ended
+FAILED = "echelon: the result of trainer.tools.tune failed before a checkpoint; the run goes on as it was"
+PYTHON = (sys.executable, "-m", "trainer.main")
 command: list[str] = []  # that this process is about to become
 
 
@@ -33,8 +40,11 @@ def ask(run_dir: Path, name: str, folder: Path, keys: Sequence[str]) -> None:
 def take(run_dir: Path, launcher: str, argv: Sequence[str] | None) -> bool:
     """Return whether the run stops for a request. For rank 0, once a request is there.
 
-    A run goes on if the process that the user started can't become another command.
+    A run goes on if the process that the user started can't become another command. Rank 0 calls this at a checkpoint,
+    so a result that was taken over before has worked.
     """
+    with contextlib.suppress(OSError):
+        (run_dir / TRIED).unlink()
     request = run_dir / REQUEST
     if not request.exists():
         return False
@@ -69,22 +79,55 @@ def folder_of(argv: Sequence[str]) -> str:
 
 def prepare(run_dir: Path, argv: Sequence[str]) -> None:
     """Let `go_on` replace this process, if the run has stopped for a request."""
+    same = ["trainer.run_dir=" + str(run_dir), "trainer.resume=auto"]
     try:
         wanted = json.loads((run_dir / TAKEN).read_text())
+        write_json(run_dir / TRIED, {**wanted, "command": [*without(argv, ()), *same]})
         (run_dir / TAKEN).unlink()
     except OSError:
         return
-    replaced = {"trainer.resume", "trainer.run_dir", "tuned", *wanted["keys"]}
-    words = [word for word in argv if word.partition("=")[0].lstrip("+") not in replaced]
+    words = without(argv, ("tuned", *wanted["keys"]))
     if not folder_of(words):
         words = ["--config-dir", wanted["folder"], *words]
-    words += [f"+tuned={wanted['name']}", f"trainer.run_dir={run_dir}", "trainer.resume=auto"]
-    command[:] = [sys.executable, "-m", "trainer.main", *words]
+    command[:] = [*PYTHON, *words, f"+tuned={wanted['name']}", *same]
+    os.environ[TRYING] = str((run_dir / TRIED).resolve())
+
+
+def without(argv: Sequence[str], keys: Sequence[str]) -> list[str]:
+    """Return the arguments of a run without these keys, and without the run's folder and checkpoint."""
+    left_out = {"trainer.resume", "trainer.run_dir", *keys}
+    return [word for word in argv if word.partition("=")[0].lstrip("+") not in left_out]
 
 
 def go_on() -> None:
     """Replace this process by the command that `prepare` has made, if any."""
     if command:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.execv(command[0], command)
+        become(command)
+
+
+def go_back(code: int) -> None:
+    """Replace this process by the command before it, if this one tries a result and fails before its first checkpoint.
+
+    Args:
+        code: With which this process would end.
+    """
+    tried = Path(os.environ.pop(TRYING, ""))
+    if code in ENDED or tried.name != TRIED:
+        return
+    try:
+        words = json.loads(tried.read_text())["command"]
+        tried.replace(tried.with_name(REFUSED))
+    except (OSError, ValueError, KeyError):  # the file has gone: there was a checkpoint
+        return
+    print(FAILED, file=sys.stderr)
+    become([*PYTHON, *words])
+
+
+def become(words: list[str]) -> None:
+    """Replace this process by a command; one that the system refuses leaves this process to its end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execv(words[0], words)
+    except OSError as error:
+        print(f"echelon: {words[0]}: can't be started: {error.strerror}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.tools.tune.canary import Judge, p_value, spread
+from trainer.tools.tune.canary import Judge, in_phases, p_value, spread
 
 EXACT = Judge(exact=True, random=False, bound=0.01)
 
@@ -10,7 +10,7 @@ EXACT = Judge(exact=True, random=False, bound=0.01)
 def run(seconds: float, losses=(3.0, 2.0, 1.0), gib: float = 1.0, advice=(), slowdown: float = 1.0) -> dict:
     return {
         "step_s": seconds, "score_s": seconds * slowdown, "losses": list(losses), "memory_bytes": gib * 2**30,
-        "advice": list(advice),
+        "advice": [{"name": text[:4], "text": text, "config": "workers=2"} for text in advice], "phases": {},
     }  # fmt: skip
 
 
@@ -52,12 +52,34 @@ def test_lossy_configs_have_a_bound() -> None:
     assert not lossy.judge(pairs(STEADY, [0.8] * 5, slowdown=1.5)).recommended  # more steps than it saves
 
 
+def test_losses_are_compared_at_equal_steps() -> None:
+    longer = (3.0, 2.5, 2.0, 0.5, 0.1, 0.1)  # a longer period has more steps, and ends lower
+    verdict = Judge(exact=False, random=False, bound=0.01).judge(pairs(STEADY, [0.8] * 5, losses=longer))
+    assert len(verdict.faults) == 1 and "the loss is +50.00% of today's" in verdict.faults[0]
+
+
 def test_memory_and_new_advice_speak_against_it() -> None:
     judge = Judge(exact=True, random=False, bound=0.01, memory_bytes=2.0 * 2**30)
     assert judge.judge(pairs(STEADY, [0.8] * 5, gib=1.5)).recommended
     assert judge.judge(pairs(STEADY, [0.8] * 5, gib=3.0)).faults == ["the winner takes 3.00 of 2.00 GiB of memory"]
-    found = judge.judge(pairs(STEADY, [0.8] * 5, advice=["look here"]))
-    assert found.faults == ["the winner's run advises: look here"]
+    found = judge.judge(pairs(STEADY, [0.8] * 5, advice=["data waits 7%"]))
+    assert found.faults == ["the winner's run is advised what today's is not: data waits 7%; try workers=2"]
+
+
+def test_advice_is_compared_by_its_name_and_counts_if_most_runs_have_it() -> None:
+    both = [(run(1.0, advice=["data waits 9%"]), run(0.8, advice=["data waits 7%"])) for _ in range(5)]
+    verdict = EXACT.judge(both)
+    assert verdict.recommended and "both are advised: data waits 7%; try workers=2" in verdict.findings
+    once = [(run(1.0), run(0.8, advice=["rank 1 is slow"] * (number == 0))) for number in range(5)]
+    verdict = EXACT.judge(once)
+    assert verdict.recommended
+    assert "1 of 5 of the winner's runs are advised: rank 1 is slow; try workers=2" in verdict.findings
+
+
+def test_the_report_shows_where_the_time_goes() -> None:
+    phases = {"step": 2.0, "data": 1.0, "forward": 0.5, "backward": 0.49, "checkpoint": 0.01}
+    assert in_phases("after", [{"phases": phases}] * 3) == "step times after: data 50%, forward 25%, backward 24%"
+    assert in_phases("after", [{"phases": {}}]) == ""
 
 
 def test_chances_by_hand() -> None:

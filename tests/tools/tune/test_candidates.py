@@ -32,7 +32,7 @@ def test_exact_ones_by_default_and_each_once(config: dict) -> None:
     lossy = candidates(config, two(), lossy=True)
     assert {"grad_compress", "local_sgd"} <= {name for choice in lossy for name in choice.callbacks}
     assert len(lossy) > len(found)
-    left = candidates(config, two(), lossy=False, without=["compile", "shard"])
+    left = candidates(config, two(), lossy=False, without=["compile", "shard", "activation_checkpoint"])
     assert {name for choice in left for name in choice.callbacks} == {"overlap"}
 
 
@@ -53,7 +53,7 @@ def test_two_levels_need_several_ranks_on_several_nodes(config: dict) -> None:
 
 def test_one_rank_has_micro_batches_workers_and_compile_alone(config: dict) -> None:
     found = candidates(config, Place(0, 1, 0, 1, starts=True), lossy=True)
-    assert {name for choice in found for name in choice.callbacks} == {"compile"}
+    assert {name for choice in found for name in choice.callbacks} == {"compile", "activation_checkpoint"}
     assert {key for choice in found for key in choice.settings} == {"micro_batch", "accumulate", "data.workers"}
 
 
@@ -62,8 +62,51 @@ def test_callbacks_of_today_stay(config: dict) -> None:
     assert all("overlap" not in choice.callbacks for choice in candidates(today, two(), lossy=False))
 
 
+def knobs_of(found: list[Choice], name: str) -> list[dict]:
+    knobs = [choice.callbacks[name] for choice in found if name in choice.callbacks]
+    return [one for i, one in enumerate(knobs) if one not in knobs[:i]]
+
+
+def test_every_stage_of_shard_is_a_choice_and_stage_3_has_no_buckets(config: dict) -> None:
+    found = candidates(config, two(), lossy=False)
+    shards = [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "reshard": False}]
+    assert knobs_of(found, "shard") == shards
+    assert {"shard": {"stage": 3, "hybrid": True}} in [
+        choice.callbacks for choice in candidates({**config, "batch": 16}, Place(0, 4, 0, 2, starts=True), lossy=False)
+    ]
+    third = [choice for choice in found if choice.callbacks.get("shard", {}).get("stage") == 3]
+    assert third and not any("trainer.ddp.bucket_mib" in choice.settings for choice in third)
+
+
+def test_pipelines_need_blocks_and_micro_batches(config: dict) -> None:
+    assert not knobs_of(candidates(config, two(), lossy=False), "pipeline")
+    two_blocks = candidates(config, two(), lossy=False, blocks=2)
+    assert knobs_of(two_blocks, "pipeline") == [{"stages": 2, "schedule": "1f1b"}]  # zero_bubble needs four
+    for choice in two_blocks:
+        if "pipeline" in choice.callbacks:  # one replica has the whole batch of 12, in two micro-batches or more
+            assert choice.settings["micro_batch"] <= 6 and 12 % choice.settings["micro_batch"] == 0
+            assert refusal(merge(config, choice), 2) == "" and "compile" not in choice.callbacks
+    schedules = {one["schedule"] for one in knobs_of(candidates(config, two(), True, blocks=4), "pipeline")}
+    assert schedules == {"1f1b", "zero_bubble", "pipedream_2bw"}
+
+
+def test_nccl_s_settings_are_choices_where_nccl_communicates(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    def keys(**more: str) -> set[str]:
+        found = candidates(config, two(1), lossy=False, **more)
+        return {key for choice in found for key in choice.settings if key.startswith("nccl.")}
+
+    assert not keys() and {"nccl.algo", "nccl.max_channels", "nccl.buffer_mib"} <= keys(backend="nccl")
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    assert "nccl.algo" not in keys(backend="nccl")
+    config["nccl"]["max_channels"] = 4
+    assert "nccl.max_channels" not in keys(backend="nccl")
+
+
 def test_sizes_and_names() -> None:
     assert near(10, 10) == [5, 10] and near(1, 1) == [1] and near(64, 8) == [2, 4, 16, 32, 64]
     choice = Choice({"overlap": {}, "compile": {"fallback_random": True}}, {"micro_batch": 2, "accumulate": None})
     assert describe(choice) == "+overlap +compile(fallback_random=True) micro_batch=2"
     assert (describe(NOTHING), family(NOTHING), family(choice)) == ("today's config", "plain", "compile+overlap")
+    assert (
+        family(Choice({"shard": {"stage": 3}}, {"nccl.algo": "allreduce:Tree"})) == "nccl.algo=allreduce:Tree+shard.3"
+    )

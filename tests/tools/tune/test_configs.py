@@ -38,10 +38,12 @@ def test_the_model_reads_callbacks_that_compute_and_what_differs(config: dict) -
 
 
 def test_a_trial_writes_into_its_folder_alone(config: dict, tmp_path: Path) -> None:
-    made = of_trial(config, tmp_path / "own", 7, 30)
+    config["trainer"]["log_every_steps"] = 50
+    made = of_trial(config, tmp_path / "own", 7, 30, 23)
     check(made)
     options = made["trainer"]
     assert options["run_dir"] == str(tmp_path / "own" / "run-7") and options["timeout_s"] == 30
+    assert options["log_every_steps"] == 4  # so that advice and step_timer say something in 23 steps
     assert options["checkpoint"]["dir"] == str(tmp_path / "own" / "ckpt") and not options["checkpoint"]["every_steps"]
     assert options["validate_every"] is None and options["resume"] is None
     assert set(made["callbacks"]) == {"advice", "memory", "step_timer", "throughput"}  # the others would show or write
@@ -51,9 +53,10 @@ def test_a_trial_begins_at_the_checkpoint_that_the_run_would_take(config: dict, 
     trainer = make(max_steps=4)
     trainer.fit()
     config["trainer"] |= {"resume": "auto", "run_dir": "runs/r"}
-    made = of_trial(config, tmp_path / "own", 1, 30)
+    made = of_trial(config, tmp_path / "own", 1, 30, 23)
     assert made["trainer"]["resume"] == str((tmp_path / "ckpt" / "r" / "step-00000004").resolve())
     assert made["trainer"]["run_dir"] == str(tmp_path / "own" / "run-1")
+    assert made["trainer"]["accept"] == ["callbacks"]  # a trial has others than the run
 
 
 def test_a_rank_alone_has_its_part_of_the_batch(config: dict) -> None:

@@ -19,6 +19,7 @@ def measure(place: Place, codecs: bool) -> dict[str, Any]:
 def test_ranks_of_a_machine_measure_their_links_and_codecs() -> None:
     answers = run_ranks(2, measure, True)
     machine = make_machine(json.loads(json.dumps(answers)), Place(0, 2, 0, 2))
+    assert {answer["backend"] for answer in answers} == {"gloo"}
     assert machine.inside == machine.across and machine.inside.bytes_per_s > 1e6 and machine.memory_bytes is None
     assert 0 < machine.cores_per_rank < 1000 and machine.codecs.keys() == {"none", *CODECS}
     assert all(cost.encode_s_per_byte > 0 for cost in machine.codecs.values())

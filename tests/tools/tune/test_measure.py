@@ -28,13 +28,14 @@ def test_ranks_measure_their_own_work(dropout: float, monkeypatch: pytest.Monkey
     monkeypatch.setattr("sys.argv", ["tune"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     config = compose([*TOY, f"recipe.dropout={dropout}"], [CONF, ROOT / "tests" / "toy" / "conf"])[0].config
-    answers = run_ranks(2, measure, of_trial(alone(config, 2), tmp_path / "a", 1, 60))
+    answers = run_ranks(2, measure, of_trial(alone(config, 2), tmp_path / "a", 1, 60, 5))
     elements = [8 * 16, 16, 16 * 16, 16, 16 * 16, 16, 16 * 4, 4]
     for answer in answers:
         assert answer["parameters"] == elements and answer["random"] is bool(dropout)
         assert answer["state_bytes"] == 4 * 4 * sum(elements) + 4 * len(elements)  # two moments, and a step each
         assert min(answer[name] for name in ("forward_s", "backward_s", "optimizer_s", "data_s")) > 0
         assert answer["activation_bytes"] > 4 * 16
+        assert (answer["blocks"], answer["boundary_bytes"]) == (2, 4 * 16)  # what a pipeline would cut and send
     work = make_workload(answers)
     assert work.parameters == tuple(elements) and work.shapes[0] == (16, 8)
     assert work.forward_s == max(answer["forward_s"] for answer in answers)

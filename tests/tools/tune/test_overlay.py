@@ -29,16 +29,19 @@ def own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         Choice({"overlap": {}}, {"trainer.ddp.bucket_mib": 5.0}),
         Choice({"hierarchical": {"ranks_per_node": 2}, "grad_compress": {"codec": "int8"}}, {}),
+        Choice({"shard": {"stage": 3}, "activation_checkpoint": {}}, {"nccl.algo": "allreduce:Tree"}),
         Choice({"memory": {"snapshot": True}}, {"micro_batch": 8, "accumulate": None, "data.workers": 4}),
     ],
 )
-def test_the_overlay_composes_to_what_was_measured(choice: Choice, tmp_path: Path) -> None:
-    today = compose(WORDS, [CONF])[0].config
+@pytest.mark.parametrize("more", [[], ["+callbacks=[ema]"]])
+def test_the_overlay_composes_to_what_was_measured(choice: Choice, more: list[str], tmp_path: Path) -> None:
+    words = [*WORDS, *more]
+    today = compose(words, [CONF])[0].config
     text = overlay(today, choice, TUNED, ["0.9 s before, 0.6 s after", "odd\nline"])
     path = write(tmp_path, "mine", text)
     assert path == tmp_path / "tuned" / "mine.yaml" and "# odd?line\n" in path.read_text()
     for word in ("+tuned=mine", "tuned=mine"):
-        made = compose(["--config-dir", str(tmp_path), *WORDS, word], [CONF, tmp_path])[0].config
+        made = compose(["--config-dir", str(tmp_path), *words, word], [CONF, tmp_path])[0].config
         check(made)
         assert made.pop("tuned") == {"cpu": "cpu", "gpu": None, "ranks": 2, "ranks_per_node": 1, "link": "1 Gbit/s"}
         assert made == merge(today, choice)

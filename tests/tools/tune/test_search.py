@@ -82,6 +82,23 @@ def test_choices_that_fail_are_left_out_and_the_search_goes_on() -> None:
     assert "overlap" not in best.choice.callbacks and best.step_s is not None
 
 
+def test_a_setting_that_fails_twice_is_tried_no_third_time() -> None:
+    class Broken(Lab):
+        def measure(self, choice: Choice) -> tuple[float, float]:
+            if choice.settings.get("trainer.ddp.bucket_mib") == 1.0:
+                self.trials.append(choice)
+                raise TrialFailed("no end within tune.limit_s=8")
+            return super().measure(choice)
+
+    lab = Broken(MACHINE)
+    search = lab.search()
+    bucket = {"trainer.ddp.bucket_mib": 1.0}
+    search.choices = [Choice({}, {**bucket, "micro_batch": micro}) for micro in (10, 5, 4, 2, 1)]
+    for choice in search.choices[:2]:
+        search.try_out(choice)
+    assert not search._ranked() and len(lab.trials) == 2
+
+
 def test_the_budget_ends_the_search() -> None:
     lab = Lab(MACHINE, left_s=2.0)
     best, why = lab.search().run()
@@ -92,3 +109,64 @@ def test_what_does_not_fit_into_memory_costs_no_trial() -> None:
     lab = Lab(MACHINE)
     best, why = lab.search(replace(MACHINE, memory_bytes=1.0)).run()
     assert (best.choice, why, lab.trials) == (NOTHING, "every choice was tried", [])
+
+
+FULL = {"activation_checkpoint": {"policy": "full"}}
+SMALL = replace(WORK, pass_s=0.1)  # passes that small micro-batches do not fill
+
+
+def small(choice: Choice) -> Choice:
+    """Return a choice beside a config of today that has micro-batches of 2 samples."""
+    return Choice(choice.callbacks, {"data.workers": 0, "micro_batch": 2, **choice.settings})
+
+
+def bytes_of(choice: Choice) -> float:
+    return predict(MACHINE, SMALL, small(choice), 20).memory_bytes
+
+
+class Room(Lab):
+    """A machine whose memory nobody has told: trials with more than it has fail."""
+
+    def __init__(self, memory_bytes: float) -> None:
+        super().__init__(MACHINE)
+        self.memory_bytes = memory_bytes
+
+    def measure(self, choice: Choice) -> tuple[float, float]:
+        self.trials.append(choice)
+        if bytes_of(choice) > self.memory_bytes:
+            raise TrialFailed("rank 0: out of memory")
+        seconds = predict(MACHINE, SMALL, small(choice), 20).step_s
+        return seconds, seconds
+
+    def search(self, believed: Machine = MACHINE) -> Search:
+        today_s = predict(MACHINE, SMALL, small(NOTHING), 20).step_s
+        search = super().search()
+        search.model = Model(believed, SMALL, 20, today_s, small, family)
+        search.choices = [Choice(callbacks, {"micro_batch": micro}) for micro in (5, 10) for callbacks in ({}, FULL)]
+        search.tried = [Tried(NOTHING, today_s, today_s, today_s)]
+        return search
+
+
+def test_recomputing_is_tried_once_a_larger_micro_batch_runs_out_of_memory() -> None:
+    plain, less = Choice({}, {"micro_batch": 10}), Choice(FULL, {"micro_batch": 10})
+    lab = Room((bytes_of(plain) + max(bytes_of(less), bytes_of(Choice({}, {"micro_batch": 5})))) / 2)
+    best, _ = lab.search().run()
+    assert lab.trials[0] == plain and less in lab.trials and best.choice == less
+    assert Choice(FULL, {"micro_batch": 5}) not in lab.trials  # it fits without
+
+
+def test_recomputing_is_no_choice_where_everything_fits() -> None:
+    assert not [choice for *_, choice in Room(1e18).search()._ranked() if choice.callbacks]
+    limit = (bytes_of(Choice({}, {"micro_batch": 5})) + bytes_of(Choice({}, {"micro_batch": 10}))) / 2
+    found = [choice for *_, choice in Room(1e18).search(replace(MACHINE, memory_bytes=limit))._ranked()]
+    assert Choice({}, {"micro_batch": 10}) not in found
+    assert [choice.settings["micro_batch"] for choice in found if choice.callbacks] == [10]
+
+
+def test_a_setting_that_the_model_leaves_out_is_tried_once_for_hope() -> None:
+    lab = Lab(replace(MACHINE, across=SLOW, inside=SLOW))
+    search = lab.search(lab.machine)
+    nccl = [Choice({}, {"nccl.max_channels": 8}), Choice({"overlap": {}}, {"nccl.max_channels": 8})]
+    search.choices = [Choice({"overlap": {}}, {}), *nccl]
+    search.run()
+    assert sum("nccl.max_channels" in choice.settings for choice in lab.trials) == 1

@@ -32,9 +32,9 @@ def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 def test_losses_are_means_over_all_ranks_and_callbacks_of_a_choice_run(
     world: int, config: dict[str, Any], tmp_path: Path
 ) -> None:
-    plain, *_ = run_ranks(world, train, of_trial(config, tmp_path / "a", 1, 60))
+    plain, *_ = run_ranks(world, train, of_trial(config, tmp_path / "a", 1, 60, 6))
     choice = Choice({"overlap": {}}, {"micro_batch": 2, "accumulate": None})
-    answers = run_ranks(world, train, of_trial(merge(config, choice), tmp_path / "b", 1, 60))
+    answers = run_ranks(world, train, of_trial(merge(config, choice), tmp_path / "b", 1, 60, 6))
     assert len(plain["losses"]) == 6 and all(len(answer["times"]) == 4 for answer in answers)
     assert all(answer["losses"] == answers[0]["losses"] for answer in answers)
     assert answers[0]["losses"] == pytest.approx(plain["losses"], rel=1e-4)
@@ -43,17 +43,79 @@ def test_losses_are_means_over_all_ranks_and_callbacks_of_a_choice_run(
     assert not list((tmp_path / "a").rglob("step-*"))  # no checkpoint
 
 
+EXACT = [
+    Choice({"shard": {"stage": 2}}, {}),
+    Choice({"shard": {"stage": 3}, "activation_checkpoint": {"policy": "selective"}}, {}),
+    Choice({"pipeline": {"stages": 2, "schedule": "1f1b"}}, {"micro_batch": 3, "accumulate": None}),
+]
+
+
+def test_exact_layouts_have_the_losses_of_plain_training(config: dict[str, Any], tmp_path: Path) -> None:
+    plain, *_ = run_ranks(2, train, of_trial(config, tmp_path / "plain", 1, 60, 6))
+    for number, choice in enumerate(EXACT):
+        made = of_trial(merge(config, choice), tmp_path / str(number), 1, 60, 6)
+        first, other = run_ranks(2, train, made)
+        assert first["losses"] == other["losses"] == pytest.approx(plain["losses"], rel=1e-4), choice
+
+
 def test_losses_are_those_that_the_run_itself_logs(config: dict[str, Any], tmp_path: Path) -> None:
-    (found,) = run_ranks(1, train, of_trial(config, tmp_path / "a", 1, 60))
+    (found,) = run_ranks(1, train, of_trial(config, tmp_path / "a", 1, 60, 6))
     assert toy(["trainer.run_dir=runs/r"], tmp_path).code == 0
     logged = [line["train/loss"] for line in lines(tmp_path / "runs" / "r") if "train/loss" in line]
     assert found["losses"] == pytest.approx(logged[:6], rel=1e-6)
 
 
+SLEEPY = """
+import time
+from toy_recipe import Toy
+
+class Points:
+    def __init__(self, points):
+        self.points = points
+    def __len__(self):
+        return len(self.points)
+    def __getitem__(self, i):
+        time.sleep(0.005)
+        return self.points[i]
+
+class Sleepy(Toy):
+    def data(self, split):
+        return Points(super().data(split))
+"""
+
+
+def test_a_trial_hears_advice_and_knows_where_the_time_went(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sleepy_recipe.py").write_text(SLEEPY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config["recipe"]["_target_"] = "sleepy_recipe.Sleepy"
+    config["trainer"] |= {"allow_targets": ["sleepy_recipe", "toy_recipe"], "log_every_steps": 50}
+    first, other = run_ranks(2, train, of_trial(config, tmp_path / "a", 1, 60, 6))
+    assert {line["name"] for line in first["advice"]} >= {"data_wait"}
+    (line,) = (line for line in first["advice"] if line["name"] == "data_wait")
+    assert "steps wait for data for" in line["text"] and line["config"].startswith("data.workers=")
+    assert first["phases"] == other["phases"] and first["phases"]["data"] > 0.5 * first["phases"]["step"]
+    parts = sum(seconds for name, seconds in first["phases"].items() if name != "step")
+    assert parts == pytest.approx(first["phases"]["step"], rel=0.02)
+
+
+def test_a_trial_goes_on_from_a_checkpoint_with_other_callbacks(config: dict[str, Any], tmp_path: Path) -> None:
+    ran = toy(["trainer.run_dir=runs/r", "trainer.devices=2", "trainer.checkpoint.every_steps=20"], tmp_path)
+    assert ran.code == 0, ran
+    config["trainer"] |= {"resume": "auto", "run_dir": "runs/r", "max_steps": 100}
+    before = sorted(path.name for path in (tmp_path / "ckpt" / "r").iterdir())
+    choice = Choice({"overlap": {}}, {})
+    first, _ = run_ranks(2, train, of_trial(merge(config, choice), tmp_path / "a", 1, 60, 6))
+    logged = [line["train/loss"] for line in lines(tmp_path / "runs" / "r") if "train/loss" in line]
+    assert len(first["losses"]) == 6 and max(first["losses"]) < logged[0]  # those of trained weights
+    assert sorted(path.name for path in (tmp_path / "ckpt" / "r").iterdir()) == before
+
+
 def test_a_run_that_ends_before_its_trial_says_so(config: dict[str, Any], tmp_path: Path) -> None:
     config["trainer"]["max_steps"] = 3
     with pytest.raises(AssertionError, match="the run has 3 steps, fewer than"):
-        run_ranks(1, train, of_trial(config, tmp_path / "a", 1, 60))
+        run_ranks(1, train, of_trial(config, tmp_path / "a", 1, 60, 6))
 
 
 def test_steps_of_a_period_count_together() -> None:

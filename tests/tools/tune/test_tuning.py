@@ -2,20 +2,27 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from support.cli import MARK, ROOT, Result, popen, run
+from support.cli import MAIN, MARK, ROOT, Result, environment, lines, popen, run
+from support.network import Cluster, needs_cluster
 
+from trainer.errors import STOPPED
 from trainer.tools.tune.tuning import make_workload
 
+pytestmark = pytest.mark.timeout(900)
 COMMAND = [sys.executable, "-m", "trainer.tools.tune"]
-QUICK = ["tune.steps=8", "tune.warm=1", "tune.pairs=5", "tune.budget_s=90"]
+QUICK = ["tune.steps=8", "tune.warm=1", "tune.pairs=5", "tune.budget_s=240"]  # on a loaded machine too
+BUSY_LINK = ["recipe.seconds=0.0", "recipe.width=192", "recipe.depth=4"]  # 600 kB of gradients
+WAIT_S = 240  # of which a quiet machine needs 10
 SLOW = """
 import time
 import torch
@@ -36,7 +43,7 @@ class Points:
         return self.points[i]
 
 class Slow(Toy):
-    def __init__(self, seconds: float = 0.008, fault: str = "", **knobs):
+    def __init__(self, seconds: float = 0.02, fault: str = "", **knobs):
         super().__init__(**knobs)
         self.seconds, self.fault = seconds, fault
     def data(self, split):
@@ -69,7 +76,7 @@ def variables(folder: Path) -> dict[str, str]:
 
 
 def tune(folder: Path, *more: str) -> Result:
-    return run(words(*more), folder, COMMAND, timeout_s=200, **variables(folder))
+    return run(words(*more), folder, COMMAND, timeout_s=400, **variables(folder))
 
 
 def processes(folder: Path) -> list[str]:
@@ -85,7 +92,7 @@ def processes(folder: Path) -> list[str]:
 
 
 def assert_tidy(folder: Path, *results: str) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + WAIT_S
     while processes(folder) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not processes(folder)
@@ -96,11 +103,15 @@ def assert_tidy(folder: Path, *results: str) -> None:
     assert sorted(path.name for path in tuned.iterdir()) == sorted(results)
 
 
-def wait_for(event: str, journal: Path, process: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + 60
-    while not (journal.exists() and f'"event": "{event}"' in journal.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+def until(happened: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not happened():
+        assert process.poll() is None and time.monotonic() < deadline, (process.kill(), process.communicate())
         time.sleep(0.02)
+
+
+def wait_for(event: str, journal: Path, process: "subprocess.Popen[str]") -> None:
+    until(lambda: journal.exists() and f'"event": "{event}"' in journal.read_text(), process)
 
 
 @pytest.mark.slow
@@ -123,17 +134,17 @@ def test_a_killed_search_goes_on_and_its_result_is_used(folder: Path) -> None:
     assert found.data.workers == 2 and found.tuned.ranks == 2 and found.tuned.gpu is None  # the data is what is slow
     command = [sys.executable, "-m", "trainer.main"]
     more = ["+tuned=slow", "trainer.max_steps=2", "trainer.run_dir=runs/r", "~callbacks.tensorboard"]
-    used = run(["--config-dir", "conf", "recipe=slow", *more], folder, command, **variables(folder))
+    used = run(["--config-dir", "conf", "recipe=slow", *more], folder, command, timeout_s=WAIT_S, **variables(folder))
     assert used.code == 0 and OmegaConf.load(folder / "runs" / "r" / "config.yaml").data.workers == 2
     assert "+tuned: was measured on another machine (ranks 2 there, 1 here" in used.out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "reason"), [("memory", "failed: rank 0: out of memory"), ("hang", "no end within tune.limit_s=8")]
+    ("fault", "reason"), [("memory", "failed: rank 0: out of memory"), ("hang", "no end within tune.limit_s=20")]
 )
 def test_trials_that_fail_are_lines_and_the_search_goes_on(fault: str, reason: str, folder: Path) -> None:
-    result = tune(folder, "trainer.devices=3", f"recipe.fault={fault}", "tune.limit_s=8")
+    result = tune(folder, "trainer.devices=3", f"recipe.fault={fault}", "tune.limit_s=20")
     assert result.code in (0, 77), result
     assert reason in result.out and "search     " in result.out and not result.err
     assert_tidy(folder, "slow.jsonl", *(["slow.yaml"] if not result.code else []))
@@ -145,6 +156,66 @@ def test_one_rank(folder: Path) -> None:
     assert result.code == 0, result
     assert OmegaConf.load(folder / "conf" / "tuned" / "slow.yaml").data.workers == 2
     assert_tidy(folder, "slow.yaml", "slow.jsonl")
+
+
+@pytest.mark.slow
+def test_a_running_job_takes_the_result_over(folder: Path) -> None:
+    config, metrics = (folder / "runs" / "r" / name for name in ("config.yaml", "metrics.jsonl"))
+    run_words = ["--config-dir", "conf", "recipe=slow", "trainer.devices=2", "trainer.max_steps=100000"]
+    run_words += ["trainer.run_dir=runs/r", "trainer.checkpoint.every_steps=20", "trainer.log_every_steps=1"]
+    run_words += ["~callbacks.progress"]  # nobody reads what it prints
+    with popen(run_words, folder, MAIN, **variables(folder)) as job:
+        until(metrics.exists, job)
+        result = tune(folder, "trainer.devices=2", "trainer.run_dir=runs/r", "tune.apply=true")
+        assert result.code == 0 and "runs/r takes it over at its next checkpoint" in result.out, result
+        until(lambda: OmegaConf.load(config).data.workers == 2, job)
+        taken = metrics.read_text().count("\n")
+        until(lambda: metrics.read_text().count("\n") > taken, job)
+        job.send_signal(signal.SIGTERM)
+        out, err = job.communicate(timeout=WAIT_S)
+    assert job.returncode == STOPPED, (out, err)
+    steps = [line["step"] for line in lines(folder / "runs" / "r") if "train/loss" in line]
+    assert steps == list(range(1, len(steps) + 1))
+    assert {path.name for path in folder.iterdir()} == {"__pycache__", "slow.py", "conf", "tmp", "runs", "ckpt"}
+
+
+@pytest.mark.slow
+@needs_cluster
+def test_lossy_callbacks_are_tried_where_the_link_is_slow(folder: Path) -> None:
+    without = "tune.without=[compile,pipeline]"  # which would win
+    with Cluster(2, "20mbit") as cluster:
+        code, out = tune_on(cluster, folder, 1, "tune.lossy=true", "tune.bound=0.05", without, *BUSY_LINK)
+    assert code == 0 and re.search(r"trial .* \+(grad_compress|local_sgd|onebit_adam)", out), out
+    found = OmegaConf.load(folder / "conf" / "tuned" / "slow.yaml")
+    assert {"grad_compress", "local_sgd", "onebit_adam"} & set(found.callbacks), out
+    assert "the loss is " in out and "(limit +5.00%: tune.bound)" in out
+
+
+@pytest.mark.slow
+@needs_cluster
+def test_a_link_that_is_slowed_behind_its_back_is_noticed(folder: Path) -> None:
+    """The links are measured while they are fast. Then they are slow, as the search goes on by its journal."""
+    journal = folder / "conf" / "tuned" / "slow.jsonl"
+    with Cluster(2, "1gbit") as cluster:
+        tune_on(cluster, folder, 2, "tune.budget_s=1", *BUSY_LINK)
+        kept = [line for line in journal.read_text().splitlines() if json.loads(line)["event"] in ("begin", "links")]
+        journal.write_text("\n".join(kept) + "\n")
+        cluster.shape("40mbit")
+        code, out = tune_on(cluster, folder, 2, *BUSY_LINK)
+    assert code in (0, 77) and len(kept) == 2, out
+    corrected = re.search(r"corrected .*the link across is ([\d.]+) times as slow as measured before", out)
+    assert corrected and float(corrected[1]) > 3, out
+    misses = [abs(float(miss)) for miss in re.findall(r"measured \(([-+][\d.]+)%\)", out)]
+    assert misses[0] > 50 and misses[-1] < misses[0], out  # of today's config, of the last trial
+
+
+def tune_on(cluster: Cluster, folder: Path, ranks_per_host: int, *more: str) -> tuple[int, str]:
+    """Run the command on the ranks of a cluster."""
+    with (folder / "tmp" / "out").open("w+") as out:
+        command = [*COMMAND, *words(*more)]
+        codes = cluster.run(command, ranks_per_host, environment(**variables(folder)), cwd=folder, stdout=out)
+        out.seek(0)
+        return codes[0], out.read()
 
 
 @pytest.mark.slow

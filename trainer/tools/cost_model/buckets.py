@@ -1,6 +1,8 @@
 """Lays gradients out into buckets as DDP does, and finds each bucket's share of the passes."""
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from trainer.tools.cost_model.messages import Shapes
@@ -9,6 +11,7 @@ from trainer.tools.cost_model.setup import Setup
 MIB = 1 << 20
 FIRST_MIB, DEFAULT_MIB = 1.0, 25.0  # DDP's
 OVERLAP_MIB = 1.0  # overlap's own default on gloo
+MOST = 64  # stretches of a backward pass that are simulated one by one
 TABLE = 8  # a matrix with so many times more rows than columns is a table: reading it computes nothing
 
 
@@ -19,6 +22,20 @@ class Bucket(NamedTuple):
     elements: int
     share: float  # of the backward pass, since the bucket before was ready
     first: int  # the smallest index of its parameters: the forward pass needs it then
+
+
+def stretches(setup: Setup) -> list[tuple[Bucket, ...]]:
+    """Return the buckets, with neighbours together if there are more than `MOST`: an error of 1 / MOST of the wire."""
+    buckets = lay_out(setup)
+    each = -(-len(buckets) // MOST)
+    return [buckets[i : i + each] for i in range(0, len(buckets), each)]
+
+
+def joined(buckets: Sequence[Bucket]) -> Bucket:
+    """Return buckets as one."""
+    shapes = tuple(shape for bucket in buckets for shape in bucket.shapes)
+    sums = sum(bucket.elements for bucket in buckets), sum(bucket.share for bucket in buckets)
+    return Bucket(shapes, *sums, min(bucket.first for bucket in buckets))
 
 
 def limits(setup: Setup) -> list[float]:
@@ -55,18 +72,28 @@ def shares(setup: Setup) -> list[float]:
     return [weight / total for weight in (weights if sum(weights) else workload.parameters)]
 
 
-def lay_out(setup: Setup) -> list[Bucket]:
+def lay_out(setup: Setup) -> tuple[Bucket, ...]:
     """Fill buckets in the order in which gradients become ready, the reverse of the model's (Li et al. 2020)."""
-    sizes, shapes, share = limits(setup), shapes_of(setup), shares(setup)
-    all_shares = sum(share[i] for i in setup.own)
+    workload = setup.workload
+    return fill(tuple(limits(setup)), workload.parameters, tuple(shapes_of(setup)), tuple(shares(setup)), setup.own)
+
+
+@functools.lru_cache(maxsize=64)  # a search asks for the same few thousands of times
+def fill(
+    sizes: tuple[float, ...], parameters: tuple[int, ...], shapes: Shapes, share: tuple[float, ...],
+    own: tuple[int, ...],
+) -> tuple[Bucket, ...]:  # fmt: skip
+    """Fill buckets of `sizes` MiB with the parameters of the indices `own`."""
+    all_shares = sum(share[i] for i in own)
     buckets: list[Bucket] = []
     held: list[int] = []
-    for index in reversed(setup.own):
+    elements = 0
+    for index in reversed(own):
         held.append(index)
+        elements += parameters[index]
         limit = sizes[min(len(buckets), len(sizes) - 1)] * MIB
-        elements = sum(setup.workload.parameters[i] for i in held)
-        if index == setup.own[0] or 4 * elements >= limit:
-            part = sum(share[i] for i in held) / all_shares if all_shares else 1 / len(setup.own)
-            buckets.append(Bucket([shapes[i] for i in held], elements, part, min(held)))
-            held = []
-    return buckets
+        if index == own[0] or 4 * elements >= limit:
+            part = sum(share[i] for i in held) / all_shares if all_shares else 1 / len(own)
+            buckets.append(Bucket(tuple(shapes[i] for i in held), elements, part, min(held)))
+            held, elements = [], 0
+    return tuple(buckets)

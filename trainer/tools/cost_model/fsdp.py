@@ -1,6 +1,8 @@
 """The step of `shard` with stage 3: units are gathered before they compute, and their gradients scattered after."""
 
-from trainer.tools.cost_model.buckets import Bucket, lay_out
+from collections.abc import Sequence
+
+from trainer.tools.cost_model.buckets import Bucket, joined, stretches
 from trainer.tools.cost_model.collectives import Group, Wire, add, time
 from trainer.tools.cost_model.messages import Message
 from trainer.tools.cost_model.passes import Passes
@@ -18,16 +20,18 @@ def groups(setup: Setup) -> tuple[Group, Group]:
     return rows, Group(setup.data_ranks // rows.ranks, 1)
 
 
-def gather(setup: Setup, unit: Bucket) -> Job:
+def gather(setup: Setup, units: Sequence[Bucket]) -> Job:
     rows, _ = groups(setup)
-    return as_job([time(Message("all_gather", 4 * unit.elements), rows, setup.machine)])
+    return as_job([time(Message("all_gather", 4 * unit.elements), rows, setup.machine) for unit in units])
 
 
-def scatter(setup: Setup, unit: Bucket) -> Job:
-    """Return the reduction of a unit's gradients: scattered over its rows, and averaged over equal rows."""
-    (rows, same), size = groups(setup), 4 * unit.elements
-    scattered = time(Message("reduce_scatter", size), rows, setup.machine)
-    return as_job([scattered, time(Message("all_reduce", size / rows.ranks), same, setup.machine)])
+def scatter(setup: Setup, units: Sequence[Bucket]) -> Job:
+    """Return the reduction of the gradients of units: scattered over their rows, and averaged over equal rows."""
+    (rows, same), wires = groups(setup), []
+    for size in (4 * unit.elements for unit in units):
+        wires.append(time(Message("reduce_scatter", size), rows, setup.machine))
+        wires.append(time(Message("all_reduce", size / rows.ranks), same, setup.machine))
+    return as_job(wires)
 
 
 def as_job(wires: list[Wire]) -> Job:
@@ -41,7 +45,7 @@ def one_pass(setup: Setup, forward_s: float, backward_s: float, gathers: list[bo
     Args:
         gathers: Whether units are gathered before the forward pass, and before the backward pass.
     """
-    units = lay_out(setup)[::-1]  # in the order of the forward pass
+    units = stretches(setup)[::-1]  # in the order of the forward pass
     walked = [(forward_s, unit) for unit in units] + [(backward_s, unit) for unit in reversed(units)]
     count, jobs = len(walked), [gather(setup, unit) for _, unit in walked]
     jobs += [scatter(setup, unit) for unit in reversed(units)]
@@ -50,7 +54,7 @@ def one_pass(setup: Setup, forward_s: float, backward_s: float, gathers: list[bo
     for i, (seconds, unit) in enumerate(walked):
         starts = (i + 2,) if i + 2 < count and needed[i + 2] else ()
         starts += (i + len(units),) if reduces and i >= len(units) else ()
-        tasks.append(Task(seconds * unit.share, needs=(i,) if needed[i] else (), starts=starts))
+        tasks.append(Task(seconds * joined(unit).share, needs=(i,) if needed[i] else (), starts=starts))
     tasks.append(Task(0.0, needs=tuple(range(count, len(jobs))) if reduces else ()))
     return simulate(tasks, jobs, setup.machine.cores_per_rank)[-1]
 
@@ -60,9 +64,10 @@ def fsdp(setup: Setup, run: Passes) -> Cost:
     reshard, before = setup.knob("shard", "reshard"), setup.passes - 1
     rows, same = groups(setup)
     seconds = one_pass(setup, run.forward_s, run.backward_s, [reshard or not before, reshard], True)
-    for number in range(before):
-        gathers = [reshard or not number, reshard]
-        seconds += one_pass(setup, run.before_s / before / 3, run.before_s / before * 2 / 3, gathers, False)
+    for number, times in ((0, min(1, before)), (1, before - 1)):  # all but the first are alike
+        if times > 0:
+            gathers, each_s = [reshard or not number, reshard], run.before_s / before
+            seconds += times * one_pass(setup, each_s / 3, each_s * 2 / 3, gathers, False)
     size = setup.gradient_bytes
     sent = (2 * setup.passes if reshard else 1) * Message("all_gather", size).sent(rows.ranks)
     sent += Message("reduce_scatter", size).sent(rows.ranks) + Message("all_reduce", size / rows.ranks).sent(same.ranks)

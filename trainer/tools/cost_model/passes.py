@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trainer.tools.cost_model.buckets import Bucket, lay_out
-from trainer.tools.cost_model.reduction import copying, reduce
+from trainer.tools.cost_model.buckets import Bucket, joined, stretches
+from trainer.tools.cost_model.reduction import copying, reduce, total
 from trainer.tools.cost_model.setup import Setup, factor
 from trainer.tools.cost_model.simulate import Job, Task, simulate
 
@@ -82,8 +82,9 @@ def overlap(setup: Setup, run: Passes, buckets: Sequence[Bucket], jobs: Sequence
 
 def in_step(setup: Setup, run: Passes, codec: bool) -> float:
     """Return the seconds of passes, reduction and optimizer, with or without the codec's work."""
-    buckets = lay_out(setup)
-    jobs = [reduce(setup, bucket).job(codec) for bucket in buckets]
+    parts = stretches(setup)
+    buckets = [joined(part) for part in parts]
+    jobs = [total(reduce(setup, bucket) for bucket in part).job(codec) for part in parts]
     if "overlap" in setup.callbacks:
         return overlap(setup, run, buckets, jobs)
     return ddp(setup, run, buckets, jobs) + run.optimizer_s

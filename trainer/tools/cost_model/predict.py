@@ -27,8 +27,14 @@ def predict(machine: Machine, workload: Workload, choice: Choice, batch: int) ->
         ConfigError: A callback lacks a knob, a setting does not exist, or the ranks do not divide into stages.
     """
     setup = fit_memory(read(machine, workload, choice, batch))
+    return with_data(setup, without_data(setup))
+
+
+def without_data(setup: Setup) -> Prediction:
+    """Predict a step that waits for no data."""
     run = passes(setup)
-    wired, coded = step(setup, run, codec=False), step(setup, run, codec=True)
+    wired = step(setup, run, codec=False)
+    coded = step(setup, run, codec=True) if encodes(setup) else wired
     optimizer_s = run.optimizer_s / (setup.data_ranks if "shard" in setup.callbacks else 1)
     bubble_s = idle(setup) * run.compute_s if setup.stages > 1 else 0.0
     slow_s = slowest(setup, run)
@@ -37,10 +43,20 @@ def predict(machine: Machine, workload: Workload, choice: Choice, batch: int) ->
         "communication": wired.seconds - run.compute_s - optimizer_s + bubble_s + slow_s,
         "codec": coded.seconds - wired.seconds,
         "optimizer": optimizer_s,
-        "other": workload.other_s,
+        "other": setup.workload.other_s,
     }
-    parts["data"] = waiting_for_data(setup, run, sum(parts.values()))
     return Prediction(sum(parts.values()), parts, wired.sent_bytes, predict_memory(setup), setup.unknown)
+
+
+def with_data(setup: Setup, found: Prediction) -> Prediction:
+    """Add the wait for data to the prediction of a setup that differs in `data.workers` at most."""
+    parts = {**found.parts, "data": waiting_for_data(setup, passes(setup), found.step_s)}
+    return replace(found, step_s=sum(parts.values()), parts=parts, unknown=setup.unknown)
+
+
+def encodes(setup: Setup) -> bool:
+    """Return whether a codec works beside the wire."""
+    return setup.codec != "none" or "onebit_adam" in setup.callbacks
 
 
 def fit_memory(setup: Setup) -> Setup:

@@ -1,5 +1,6 @@
 """The reduction of a bucket on a rank: what its codec computes, what is sent, on which levels."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from trainer.tools.cost_model import messages
@@ -26,6 +27,13 @@ class Reduction(NamedTuple):
         cores = min(1.0, self.wire.cpu_s / self.wire.seconds) if self.wire.seconds else 0.0
         seconds = (self.encode_s * codec, 1.0), (self.wire.seconds, cores), (self.decode_s * codec, 1.0)
         return Job(tuple(Phase(each / parts, taken) for each, taken in seconds))
+
+
+def total(reductions: Iterable[Reduction]) -> Reduction:
+    """Return reductions one after another."""
+    each = list(reductions)
+    encode_s, decode_s = (sum(getattr(one, name) for one in each) for name in ("encode_s", "decode_s"))
+    return Reduction(encode_s, add(one.wire for one in each), decode_s, sum(one.sent_bytes for one in each))
 
 
 def reduce(setup: Setup, bucket: Bucket) -> Reduction:

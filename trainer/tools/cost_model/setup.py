@@ -29,7 +29,7 @@ READ = frozenset({
     "batch", "micro_batch", "accumulate", "trainer.ddp.bucket_mib", "trainer.ddp.gradient_as_bucket_view",
     "trainer.precision", "data.workers",
 })  # fmt: skip
-ALGORITHMS = {"Ring": "ring", "Tree": "tree"}  # of nccl.algo, that are modelled
+ALGORITHMS = {"Ring": "ring", "Tree": "tree", "allreduce:Ring": "ring", "allreduce:Tree": "tree"}  # of nccl.algo
 QUIET = ("trainer.checkpoint.", "trainer.max_", "trainer.log_", "trainer.validate_", "data.prefetch", "data.cache")
 
 

@@ -5,6 +5,7 @@ time, the most urgent first, and never interrupts one. Both sides move as fluids
 has, a phase of a job a part of a core. When cores are short, the phase goes on as an equal, so both slow down.
 """
 
+import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -51,19 +52,21 @@ def simulate(tasks: Sequence[Task], jobs: Sequence[Job], cores: float) -> list[f
     Raises:
         ValueError: A task needs a job that no task before it starts.
     """
-    now, ends, ready, done = 0.0, list[float](), set[int](), set[int]()
+    now, ends, done = 0.0, list[float](), set[int]()
+    ready: list[tuple[float, int]] = []  # jobs that may begin, the most urgent first
     serving, phases = -1, list[Phase]()  # the job on the link, and what is left of it
     number, left = 0, tasks[0].seconds if tasks else 0.0
+    missing = set(tasks[0].needs) if tasks else set[int]()  # jobs that the task waits for
     while number < len(tasks):
         if serving < 0 and ready:
-            serving = min(ready, key=lambda job: (jobs[job].urgency, job))
-            ready.remove(serving)
+            _, serving = heapq.heappop(ready)
             phases = [phase for phase in jobs[serving].phases if phase.seconds > 0]
         if serving >= 0 and not phases:
             done.add(serving)
+            missing.discard(serving)
             serving = -1
             continue
-        computing = done.issuperset(tasks[number].needs)
+        computing = not missing
         if not computing and serving < 0:
             raise ValueError(f"task {number} needs jobs {tasks[number].needs}, and none is on its way")
         task_rate, phase_rate = rates(cores, computing, phases[0].cores if phases else 0.0)
@@ -75,8 +78,10 @@ def simulate(tasks: Sequence[Task], jobs: Sequence[Job], cores: float) -> list[f
             rest = phases[0].seconds - step * phase_rate
             phases[0:1] = [phases[0]._replace(seconds=rest)] if rest > 1e-12 else []
         if computing and (left := left - step * task_rate) <= 1e-12:
-            ready.update(tasks[number].starts)
+            for job in tasks[number].starts:
+                heapq.heappush(ready, (jobs[job].urgency, job))
             ends.append(now)
             number += 1
-            left = tasks[number].seconds if number < len(tasks) else 0.0
+            if number < len(tasks):
+                left, missing = tasks[number].seconds, set(tasks[number].needs) - done
     return ends

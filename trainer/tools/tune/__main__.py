@@ -129,7 +129,7 @@ def lead(team: Any, config: dict[str, Any], options: TuneOptions, folder: Path, 
         say(f"journal    {journal.path} {journal.why_anew}: a new search begins")
     try:
         choice, verdict, tuned, evidence = tuning.run()
-        journal.add("verdict", choice=dataclasses.asdict(choice), recommended=bool(verdict and verdict.recommended))
+        journal.add("verdict", choice=dataclasses.asdict(choice), **(dataclasses.asdict(verdict) if verdict else {}))
     except TrialFailed as error:
         raise ConfigError(f"today's config does not run: {error}") from None
     finally:

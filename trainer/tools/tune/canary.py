@@ -2,13 +2,15 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.tools.tune.time_to_loss import difference, drift
 
 ROUNDING = {"fp32": 1e-3, "tf32": 1e-2}  # largest relative difference of losses that only round differently
+NAMES = ("before", "after")
+LEAST = 0.01  # share of a step from which on a phase is named
 COARSE = 5e-2  # the same for precisions of 16 bits and fewer
 
 
@@ -41,16 +43,15 @@ class Judge:
 
     def judge(self, pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Verdict:
         """Judge pairs of results, today's and the winner's, each with `step_s`, `score_s`, `losses`, `memory_bytes`,
-        `advice`.
+        `advice`, `phases`.
         """
         faults: list[str] = []
         findings: list[str] = []
         gain = self._speed(pairs, findings, faults)
         self._losses(pairs, findings, faults)
         self._memory(pairs, findings, faults)
-        heard = {text for before, _ in pairs for text in before["advice"]}
-        for text in dict.fromkeys(text for _, after in pairs for text in after["advice"] if text not in heard):
-            faults.append(f"the winner's run advises: {text}")
+        self._advice(pairs, findings, faults)
+        findings += filter(None, (in_phases(name, [pair[i] for pair in pairs]) for i, name in enumerate(NAMES)))
         return Verdict(not faults, gain, findings, faults)
 
     def _speed(self, pairs: Sequence[Any], findings: list[str], faults: list[str]) -> float:
@@ -71,7 +72,7 @@ class Judge:
         return gain
 
     def _losses(self, pairs: Sequence[Any], findings: list[str], faults: list[str]) -> None:
-        one, other = pairs[0][0]["losses"], pairs[0][1]["losses"]
+        one, other = zip(*zip(pairs[0][0]["losses"], pairs[0][1]["losses"]))  # at equal steps
         if self.exact and not self.random:
             found, limit = difference(one, other), ROUNDING.get(self.precision, COARSE)
             findings.append(f"losses differ by at most {found:.2g} of their value (limit {limit:g}: rounding)")
@@ -86,6 +87,29 @@ class Judge:
         findings.append(f"memory of the fullest rank {before / 2**30:.2f} GiB before, {after / 2**30:.2f} GiB after")
         if self.memory_bytes is not None and after > self.memory_bytes:
             faults.append(f"the winner takes {after / 2**30:.2f} of {self.memory_bytes / 2**30:.2f} GiB of memory")
+
+    def _advice(self, pairs: Sequence[Any], findings: list[str], faults: list[str]) -> None:
+        """Find what most of the winner's runs are advised and none of today's. A finding's numbers differ each time."""
+        before, after = ([{line["name"]: line for line in pair[i]["advice"]} for pair in pairs] for i in (0, 1))
+        for name in dict.fromkeys(name for run in after for name in run):
+            lines = [run[name] for run in after if name in run]
+            words = f"{lines[-1]['text']}; try {lines[-1]['config']}"
+            if any(name in run for run in before):
+                findings.append(f"both are advised: {words}")
+            elif 2 * len(lines) > len(pairs):
+                faults.append(f"the winner's run is advised what today's is not: {words}")
+            else:
+                findings.append(f"{len(lines)} of {len(pairs)} of the winner's runs are advised: {words}")
+
+
+def in_phases(name: str, results: Sequence[Mapping[str, Any]]) -> str:
+    """Return where the time of a step goes, by the runs' `step_timer`; empty without one."""
+    known = [result["phases"] for result in results if result["phases"]]
+    if not known:
+        return ""
+    shares = {phase: statistics.median(each[phase] / each["step"] for each in known) for phase in known[0]}
+    shown = sorted(((share, phase) for phase, share in shares.items() if phase != "step"), reverse=True)
+    return f"step times {name}: {', '.join(f'{phase} {share:.0%}' for share, phase in shown if share >= LEAST)}"
 
 
 def spread(values: Sequence[float]) -> float:

@@ -5,75 +5,146 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from trainer.comm.nccl import VARIABLES
 from trainer.process.environment import Place
 from trainer.tools.cost_model.workload import Choice
-from trainer.tools.tune.configs import is_exact, merge, ranks_with_data, refusal
+from trainer.tools.tune.configs import callbacks_of, is_exact, merge, ranks_with_data, refusal
 
+Callbacks = dict[str, dict[str, Any]]  # name -> knobs
 NOTHING = Choice({}, {})
 BUCKETS_MIB = (1.0, 5.0, 100.0)
 WORKERS = (0, 1, 2, 4)
-CODECS: Sequence[dict[str, Any]] = (
-    {"codec": "bf16"}, {"codec": "fp16"}, {"codec": "int8"}, {"codec": "topk"}, {"codec": "powersgd"}
+COMPILE: Sequence[Callbacks] = ({}, {"compile": {"fallback_random": True}})
+RECOMPUTE: Sequence[Callbacks] = (
+    {}, {"activation_checkpoint": {"policy": "selective"}}, {"activation_checkpoint": {}}
 )  # fmt: skip
-LOCAL_SGD: Sequence[dict[str, Any]] = ({"every": 4}, {"every": 16}, {"every": 16, "delay": 8})
+LAYOUTS: Sequence[Callbacks] = (
+    {}, {"overlap": {}}, {"shard": {"stage": 1}}, {"shard": {"stage": 2}}, {"shard": {"stage": 3}},
+    {"shard": {"stage": 3, "reshard": False}},
+)  # fmt: skip
+SCHEDULES = ("1f1b", "zero_bubble")  # of pipelines; gpipe and interleaved lie between them
+CODECS: Sequence[Callbacks] = tuple(
+    {"grad_compress": {"codec": codec}} for codec in ("bf16", "fp16", "int8", "topk", "powersgd")
+)
+LOCAL_SGD: Sequence[Callbacks] = (
+    {"local_sgd": {"every": 4}}, {"local_sgd": {"every": 16}}, {"local_sgd": {"every": 16, "delay": 8}}
+)  # fmt: skip
+NCCL: Sequence[dict[str, Any]] = (
+    {"nccl.algo": "allreduce:Ring"}, {"nccl.algo": "allreduce:Tree"}, {"nccl.max_channels": 8},
+    {"nccl.buffer_mib": 8.0},
+)  # fmt: skip
+SOCKETS: dict[str, Any] = {"nccl.socket_threads": 4, "nccl.sockets_per_thread": 4}  # of conf/nccl/ethernet.yaml
+VARIANTS = {"shard": "stage", "pipeline": "schedule", "grad_compress": "codec", "local_sgd": "every"}  # a family each
 
 
-def candidates(config: Mapping[str, Any], place: Place, lossy: bool, without: Sequence[str] = ()) -> list[Choice]:
+def candidates(
+    config: Mapping[str, Any], place: Place, lossy: bool, without: Sequence[str] = (), blocks: int = 0,
+    backend: str = "gloo",
+) -> list[Choice]:  # fmt: skip
     """Return every choice that a run of `place.world` ranks accepts, each one a change of today's config.
 
     Args:
         lossy: Also callbacks that change the numbers.
         without: Callbacks to leave out.
+        blocks: Of the model, between which a pipeline may cut it; 0: none are known.
+        backend: Of the collectives on the devices: gloo, nccl or mpi.
     """
-    today_exact = is_exact(config)
+    exact = not lossy and is_exact(config)
 
     def runs(choice: Choice) -> bool:
         made = merge(config, choice)
-        return not refusal(made, place.world) and (lossy or is_exact(made) or not today_exact)
+        return not refusal(made, place.world) and not (exact and not is_exact(made))
 
-    listed = [each for each in with_callbacks(config, place, lossy) if not each.keys() & set(without)]
-    callbacks = [each for each in listed if runs(Choice(each, {}))]
-    settings = [each for each in with_settings(config, place) if runs(Choice({}, each))]
-    found = [Choice(*parts) for parts in itertools.product(callbacks, settings)]
+    found: list[Choice] = []
+    settings: dict[int, list[dict[str, Any]]] = {}  # by ranks with data, that a run accepts
+    for callbacks in with_callbacks(config, place, lossy, blocks):
+        if callbacks.keys() & set(without) or not stages_fit(callbacks, blocks) or not runs(Choice(callbacks, {})):
+            continue
+        ranks = ranks_with_data(merge(config, Choice(callbacks, {})), place.world)
+        if ranks not in settings:
+            few = {name: knobs for name, knobs in callbacks.items() if name == "pipeline"}
+            all_of_them = with_settings(config, place, ranks, backend)
+            settings[ranks] = [each for each in all_of_them if runs(Choice(few, each))]
+        found += [Choice(callbacks, each) for each in settings[ranks] if fits_layout(config, callbacks, each, ranks)]
     return [choice for choice in found if choice != NOTHING]
 
 
-Callbacks = dict[str, dict[str, Any]]  # name -> knobs
-
-
-def with_callbacks(config: Mapping[str, Any], place: Place, lossy: bool) -> Iterator[Callbacks]:
+def with_callbacks(config: Mapping[str, Any], place: Place, lossy: bool, blocks: int) -> Iterator[Callbacks]:
     """Yield the callbacks that may be added. Those of today's config stay, and keep their knobs."""
-    if place.world == 1:
-        yield from ({}, {"compile": {"fallback_random": True}})
-        return
-    nodes = place.world // place.local_world
-    first: list[Callbacks] = [{}, {"compile": {"fallback_random": True}}]
-    steps: list[Callbacks] = [{}, {"overlap": {}}, {"shard": {"stage": 1}}]
-    levels: list[Callbacks] = [{}]
-    levels += [{"hierarchical": {}}] if 1 < nodes < place.world else []
-    sent: list[Callbacks] = [{}]
-    if lossy:
-        sent += [{"grad_compress": codec} for codec in CODECS]
-        sent += [{"local_sgd": knobs} for knobs in LOCAL_SGD]
-        sent += [{"local_sgd": knobs, "grad_compress": {"codec": "int8"}} for knobs in LOCAL_SGD]
-        sent += [{"onebit_adam": {}}]
-    for parts in itertools.product(first, steps, levels, sent):
+    groups: list[Sequence[Callbacks]] = [COMPILE, RECOMPUTE]
+    if place.world > 1:
+        nodes = place.world // place.local_world
+        hybrid: Callbacks = {"shard": {"stage": 3, "hybrid": True}}
+        several = 1 < nodes < place.world
+        layouts = [*LAYOUTS, *([hybrid] if several else []), *pipelines(place.world, lossy, blocks)]
+        groups += [layouts, [{}, *([{"hierarchical": {}}] if several else [])], [{}, *(lossy_ones() if lossy else ())]]
+    for parts in itertools.product(*groups):
         combined = {name: knobs for part in parts for name, knobs in part.items()}
         if not combined.keys() & config["callbacks"].keys():
             yield combined
 
 
-def with_settings(config: Mapping[str, Any], place: Place) -> Iterator[dict[str, Any]]:
-    """Yield settings that leave the numbers as they are, to rounding: micro-batches, buckets, data workers."""
-    samples = config["batch"] // ranks_with_data(config, place.world)
-    today = config["micro_batch"] or samples // (config["accumulate"] or 1)
+def lossy_ones() -> Iterator[Callbacks]:
+    """Yield callbacks that send less than the gradients."""
+    yield from CODECS
+    for own in LOCAL_SGD:
+        yield own
+        yield {**own, "grad_compress": {"codec": "int8"}}
+    yield {"onebit_adam": {}}
+
+
+def pipelines(world: int, lossy: bool, blocks: int) -> Iterator[Callbacks]:
+    """Yield pipelines of 2 ranks, of 4 and so on, with the optimizer's state sharded over replicas or not."""
+    for stages in (n for n in range(2, min(world, blocks) + 1) if world % n == 0 and n & (n - 1) == 0):
+        for schedule in (*SCHEDULES, *(("pipedream_2bw",) if lossy else ())):
+            own: Callbacks = {"pipeline": {"stages": stages, "schedule": schedule}}
+            yield own
+            if stages < world:
+                yield {**own, "shard": {"stage": 1}}
+
+
+def stages_fit(callbacks: Callbacks, blocks: int) -> bool:
+    """Return whether the model has a block for each stage of a pipeline."""
+    made = callbacks_of({"callbacks": with_targets(callbacks), "trainer": {"allow_targets": []}})
+    return all(getattr(callback, "virtual", 0) <= blocks for callback in made.values())
+
+
+def with_targets(callbacks: Callbacks) -> dict[str, Any]:
+    return merge({"callbacks": {}}, Choice(callbacks, {}))["callbacks"]
+
+
+def fits_layout(config: Mapping[str, Any], callbacks: Callbacks, settings: Mapping[str, Any], ranks: int) -> bool:
+    """Return whether the layout uses these settings: some have no buckets of DDP's, and stages need micro-batches."""
+    pipeline = callbacks.get("pipeline", {})
+    if (pipeline or callbacks.get("shard", {}).get("stage") == 3) and "trainer.ddp.bucket_mib" in settings:
+        return False
+    samples = config["batch"] // ranks
+    return samples // micro_batch({**config, **settings}, samples) >= pipeline.get("stages", 1)
+
+
+def micro_batch(config: Mapping[str, Any], samples: int) -> int:
+    """Return the micro-batch of a rank with so many samples."""
+    return config["micro_batch"] or samples // (config["accumulate"] or 1)
+
+
+def with_settings(
+    config: Mapping[str, Any], place: Place, ranks: int, backend: str = "gloo"
+) -> Iterator[dict[str, Any]]:
+    """Yield settings that leave the numbers as they are, to rounding: micro-batches, buckets, data workers, NCCL's.
+
+    Args:
+        ranks: That read different samples.
+    """
+    samples = config["batch"] // ranks
+    today = micro_batch(config, samples)
     micros = [None, *(size for size in near(samples, today) if size != today)]
     sizes = [mib for mib in BUCKETS_MIB if mib != config["trainer"]["ddp"]["bucket_mib"]]
     buckets = [None, *sizes] if place.world > 1 else [None]
     cores = max(1, len(os.sched_getaffinity(0)) // place.local_world)
     own = config["data"]["workers"]
     workers = [None, *(count for count in WORKERS if count != own and count <= max(cores, 2))]
-    for micro, bucket, count in itertools.product(micros, buckets, workers):
+    transports = [{}, *(for_nccl(config, place) if backend == "nccl" and place.world > 1 else ())]
+    for micro, bucket, count, nccl in itertools.product(micros, buckets, workers, transports):
         settings: dict[str, Any] = {}
         if micro is not None:
             settings |= {"micro_batch": micro, "accumulate": None}
@@ -81,7 +152,16 @@ def with_settings(config: Mapping[str, Any], place: Place) -> Iterator[dict[str,
             settings["trainer.ddp.bucket_mib"] = bucket
         if count is not None:
             settings["data.workers"] = count
-        yield settings
+        yield {**settings, **nccl}
+
+
+def for_nccl(config: Mapping[str, Any], place: Place) -> Iterator[dict[str, Any]]:
+    """Yield settings of NCCL that neither the config nor the environment has set."""
+    several = place.world > place.local_world
+    for each in (*NCCL, *((SOCKETS,) if several and not os.path.exists("/sys/class/infiniband") else ())):
+        names = [key.removeprefix("nccl.") for key in each]
+        if all(config["nccl"][name] is None and VARIABLES[name] not in os.environ for name in names):
+            yield each
 
 
 def near(samples: int, today: int) -> list[int]:
@@ -101,5 +181,12 @@ def describe(choice: Choice) -> str:
 
 
 def family(choice: Choice) -> str:
-    """Return the name under which trials share what the model gets wrong of them: the callbacks."""
-    return "+".join(sorted(choice.callbacks)) or "plain"
+    """Return the name under which trials share what the model gets wrong of them: callbacks with a knob, NCCL's."""
+    names = [f"{name}.{knobs[VARIANTS[name]]}" if VARIANTS.get(name) in knobs else name
+             for name, knobs in choice.callbacks.items()]  # fmt: skip
+    return "+".join(sorted([*names, *unseen(choice)])) or "plain"
+
+
+def unseen(choice: Choice) -> list[str]:
+    """Return the choice's settings of NCCL, as the cost model names those that it leaves out."""
+    return [f"{key}={value}" for key, value in choice.settings.items() if key.startswith("nccl.")]

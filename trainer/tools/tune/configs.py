@@ -20,6 +20,7 @@ from trainer.plan import features, split_over
 from trainer.tools.cost_model.workload import Choice
 
 KEPT = frozenset({"advice"})  # of the callbacks that show numbers: the others would write the terminal or other places
+LOGGED = 5  # steps of a trial, or more
 
 
 @functools.cache
@@ -88,8 +89,11 @@ def is_exact(config: Mapping[str, Any]) -> bool:
     return all(callback.exact for callback in callbacks_of(config).values())
 
 
-def of_trial(config: Mapping[str, Any], folder: Path, number: int, limit_s: float) -> dict[str, Any]:
-    """Return the config of a short run that writes into `folder` alone, and begins where the run would begin."""
+def of_trial(config: Mapping[str, Any], folder: Path, number: int, limit_s: float, steps: int) -> dict[str, Any]:
+    """Return the config of a short run that writes into `folder` alone, and begins where the run would begin.
+
+    The run logs often enough in its steps for `advice`, which judges two logged steps in a row.
+    """
     trial = copy.deepcopy(dict(config))
     shown = [name for name, made in callbacks_of(config).items() if made.role == Role.OBSERVE and name not in KEPT]
     for name in shown:
@@ -100,9 +104,11 @@ def of_trial(config: Mapping[str, Any], folder: Path, number: int, limit_s: floa
         run_dir = root / Path(options["run_dir"]).name if options["run_dir"] else None
         found = locate.resolve(options["resume"], root, run_dir)
         options["resume"] = found and str(found.resolve())
+        options["accept"] = [*options["accept"], "callbacks"]  # other ones than the checkpoint's
     options["checkpoint"] |= {"dir": str(folder / "ckpt"), "every_steps": None, "every_minutes": None}
     options["checkpoint"] |= {"keep_best": None, "keep_every": None}
     options |= {"run_dir": str(folder / f"run-{number}"), "validate_every": None, "check_replicas_every": None}
+    options["log_every_steps"] = max(1, min(options["log_every_steps"], steps // LOGGED))
     options |= {"restarts": 0, "timeout_s": min(options["timeout_s"], limit_s)}
     return trial
 

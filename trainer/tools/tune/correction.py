@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from trainer.tools.cost_model.machine import CodecCost, Link, Machine
-from trainer.tools.cost_model.predict import predict
+from trainer.tools.cost_model.predict import fit_memory, with_data, without_data
+from trainer.tools.cost_model.setup import READ, Setup, read
 from trainer.tools.cost_model.workload import Choice, Prediction, Workload
 
 NOISE = 0.03  # of a measured step, as a share
@@ -13,6 +14,7 @@ OTHER = 0.1  # spread of the fixed seconds that the model has missed, as a share
 TRUST = {"across": 0.7, "inside": 0.7, "compute": 0.2, "codec": 0.4, "optimizer": 0.4}  # spreads of the logarithms
 STEPS = (0.8, 0.3, 0.1, 0.03)  # of the search for factors, in logarithms
 SHRINK = 0.5  # share of a family's mean residual that its other choices get with one trial
+SIMULATED = READ - {"data.workers"} | {"nccl.algo"}  # settings that change more than the wait for data
 
 
 @dataclass(frozen=True)
@@ -34,15 +36,25 @@ class Model:
     family: Callable[[Choice], str]
     factors: Mapping[str, float] = field(default_factory=dict)
     residuals: Mapping[str, float] = field(default_factory=dict)
+    known: dict[str, Prediction] = field(default_factory=dict, init=False)  # without the wait for data
 
     def predict(self, choice: Choice) -> Prediction:
-        """Predict a step of today's config with a choice."""
-        found = self._predict(self.whole(choice), self.factors)
+        """Predict a step of today's config with a choice.
+
+        Choices that differ only in data workers, or in settings that the model leaves out, are simulated once.
+        """
+        setup = self._setup(self.whole(choice), self.factors)
+        simulated = {key: value for key, value in setup.settings.items() if key in SIMULATED}
+        key = repr((setup.callbacks, simulated))
+        if key not in self.known:
+            self.known[key] = without_data(setup)
+        found = with_data(setup, self.known[key])
         factor = math.exp(self.residuals.get(self.family(choice), 0.0))
         parts = {name: seconds * factor for name, seconds in found.parts.items()}
         return replace(found, step_s=found.step_s * factor, parts=parts)
 
-    def _predict(self, whole: Choice, factors: Mapping[str, float]) -> Prediction:
+    def _setup(self, whole: Choice, factors: Mapping[str, float]) -> Setup:
+        """Return what is simulated: the machine and the workload with the factors."""
         by = {name: math.exp(factors.get(name, 0.0)) for name in TRUST}
         missed_s = max(0.0, factors.get("other", 0.0)) * self.today_s
         machine = replace(
@@ -54,7 +66,11 @@ class Model:
         work = self.workload
         passes = {name: getattr(work, name) * by["compute"] for name in ("forward_s", "backward_s", "pass_s")}
         work = replace(work, **passes, optimizer_s=work.optimizer_s * by["optimizer"], other_s=work.other_s + missed_s)
-        return predict(machine, work, whole, self.batch)
+        return fit_memory(read(machine, work, whole, self.batch))
+
+    def _step_s(self, whole: Choice, factors: Mapping[str, float]) -> float:
+        setup = self._setup(whole, factors)
+        return with_data(setup, without_data(setup)).step_s
 
     def correct(self, measured: Sequence[tuple[Choice, float]]) -> "Model":
         """Return the model whose factors explain the measured seconds of a step best.
@@ -64,14 +80,14 @@ class Model:
         wholes = [(self.whole(choice), seconds) for choice, seconds in measured]
 
         def loss(factors: Mapping[str, float]) -> float:
-            errors = [math.log(seconds / self._predict(whole, factors).step_s) / NOISE for whole, seconds in wholes]
+            errors = [math.log(seconds / self._step_s(whole, factors)) / NOISE for whole, seconds in wholes]
             prior = [factors[name] / spread for name, spread in {**TRUST, "other": OTHER}.items()]
             return sum(robust(error) for error in errors) + sum(value**2 for value in prior)
 
         factors = descend(loss, dict.fromkeys((*TRUST, "other"), 0.0) | dict(self.factors))
         by_family: dict[str, list[float]] = {}
         for (choice, seconds), (whole, _) in zip(measured, wholes, strict=True):
-            residual = math.log(seconds / self._predict(whole, factors).step_s)
+            residual = math.log(seconds / self._step_s(whole, factors))
             by_family.setdefault(self.family(choice), []).append(residual)
         weight = {name: len(values) / (len(values) + 1 / SHRINK - 1) for name, values in by_family.items()}
         residuals = {name: weight[name] * sum(values) / len(values) for name, values in by_family.items()}

@@ -37,11 +37,12 @@ def measure_links(place: Place, accelerator: str, backend: str, timeout_s: float
     ranks.gather(None)
     share = count_cores()
     costs = codec_costs.measure(ranks.device, CODECS if codecs else ())
+    backend = ranks.backend
     ranks.leave()
     gpu = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else None
     return {
         "levels": links, "codecs": {name: astuple(cost) for name, cost in costs.items()}, "cores": share,
-        "memory_bytes": memory_of(ranks.device), "gpu": gpu,
+        "memory_bytes": memory_of(ranks.device), "gpu": gpu, "backend": backend,
     }  # fmt: skip
 
 

@@ -1,16 +1,19 @@
 """Measures on one rank what the cost model needs: the work of a sample, and what it costs to read one."""
 
 import contextlib
+import math
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from trainer.blocks import find_blocks
 from trainer.data.resize import repeat_batch
+from trainer.errors import ConfigError
 from trainer.parallel.warmup import wait
 from trainer.process.environment import Place
 from trainer.session import build_components
@@ -39,6 +42,8 @@ class Profile(Stopwatch):
         self.forward_s, self.backward_s = forward, slope - forward
         self.activation_bytes = saved_bytes(lambda: loss(model, batch), trainer.module) / micro
         self.random = len({seeded(lambda: loss(model, batch), seed) for seed in (1, 2)}) > 1
+        self.blocks, boundary_bytes = cuts(trainer, lambda: loss(model, batch))
+        self.boundary_bytes = boundary_bytes / micro
         self.began, self.optimizers = 0.0, list[float]()
 
     def on_before_optimizer_step(self, trainer) -> None:
@@ -79,6 +84,8 @@ def profile(config: dict[str, Any], place: Place, warm: int, steps: int) -> dict
         "state_bytes": float(state_bytes(trainer)),
         "step_s": step_s,
         "random": watch.random,
+        "blocks": watch.blocks,
+        "boundary_bytes": watch.boundary_bytes,
     }
 
 
@@ -130,6 +137,29 @@ def saved_bytes(run: Callable[[], Any], module: torch.nn.Module) -> float:
         kept = run()
     del kept
     return float(sum(sizes.values()))
+
+
+def cuts(trainer: Any, run: Callable[[], Any]) -> tuple[int, float]:
+    """Return the blocks between which a pipeline may cut the model, and the bytes that pass from one to the next.
+
+    Zeros stand for a model without such blocks: each takes a tensor first, and returns one.
+    """
+    sizes: list[float] = []
+
+    def look(block: nn.Module, args: Any, result: Any) -> None:
+        tensors = isinstance(result, Tensor) and args and isinstance(args[0], Tensor)
+        sizes.append(float(result.nbytes) if tensors else math.inf)
+
+    try:
+        blocks = find_blocks(trainer.recipe, trainer.module, None, "callbacks.pipeline")
+    except ConfigError:
+        return 0, 0.0
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        for block in blocks:
+            stack.callback(block.register_forward_hook(look).remove)
+        run()
+    usable = sizes and len(set(map(id, blocks))) == len(blocks) and math.isfinite(max(sizes))
+    return (len(blocks), max(sizes)) if usable else (0, 0.0)
 
 
 def state_bytes(trainer: Trainer) -> int:

@@ -14,19 +14,20 @@ from trainer.errors import ConfigError, printable
 from trainer.files import write_whole
 from trainer.tools.cost_model.machine import Link
 from trainer.tools.cost_model.workload import Choice
+from trainer.tools.tune.configs import node
 
 CLASSES = (10e6, 100e6, 1e9, 2.5e9, 10e9, 25e9, 40e9, 100e9, 200e9, 400e9, 800e9)  # bit/s, as networks are sold
 
 
 def overlay(config: Mapping[str, Any], choice: Choice, tuned: Tuned, evidence: Sequence[str]) -> str:
-    """Return the text of the overlay that turns today's config into that of the choice."""
-    added = [name for name in choice.callbacks if name not in config["callbacks"]]
+    """Return the text of the overlay that turns today's config into that of the choice.
+
+    New callbacks have all their knobs: a list of defaults would give way to the list `+callbacks=[...]` of a command.
+    """
     content: dict[str, Any] = {}
-    if added:
-        content["defaults"] = [*({"/callbacks": added},), "_self_"]
-    knobs = {name: dict(given) for name, given in choice.callbacks.items() if given}
-    if knobs:
-        content["callbacks"] = knobs
+    known = config["callbacks"]
+    if knobs := {name: {**({} if name in known else node(name)), **own} for name, own in choice.callbacks.items()}:
+        content["callbacks"] = {name: own for name, own in knobs.items() if own}
     for key, value in choice.settings.items():
         *path, last = key.split(".")
         at = content

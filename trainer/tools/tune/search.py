@@ -2,17 +2,20 @@
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.tools.cost_model.workload import Choice
+from trainer.tools.tune.candidates import unseen
 from trainer.tools.tune.correction import Model
-from trainer.tools.tune.team import TrialFailed
+from trainer.tools.tune.team import OUT_OF_MEMORY, TrialFailed
 
 GAIN = 0.02  # a choice has to promise this share to be worth a trial
 DOUBT = 0.05  # most by which the model's own errors may make a prediction look worse than it is
-HOPE = 0.25  # share of the passes that a callback may save whose effect the model leaves out
+HOPE = 0.25  # share of the passes, or of communication, that a change may save whose effect the model leaves out
+RECOMPUTES = "activation_checkpoint"
 
 
 @dataclass(frozen=True)
@@ -85,29 +88,62 @@ class Search:
 
     def _ranked(self) -> list[tuple[float, float, Choice]]:
         """Return the choices that are left with their hoped-for score and predicted step, the best first."""
-        doubt = min(DOUBT, self._spread())
-        limit, found = self.model.machine.memory_bytes, []
+        doubt, (limit, over) = min(DOUBT, self._spread()), self._memory_limit()
+        failed = [t.choice for t in self.tried if t.error and t not in over]
+        known, blamed, found = self._tried_names(), self._blamed(failed), []
         for choice in self.choices:
-            if self._ruled_out(choice):
+            if self._ruled_out(choice, failed, blamed) or not self._recomputes_for_a_reason(choice, limit):
                 continue
             predicted = self.model.predict(choice)
-            if limit is not None and predicted.memory_bytes > limit:
+            if predicted.memory_bytes >= limit:
                 continue
-            unknown = set(choice.callbacks) & unmodelled(predicted.unknown) - self._families()
-            hoped_s = predicted.step_s - (HOPE * predicted.parts["compute"] if unknown else 0.0)
-            found.append((hoped_s * self._slowdown(choice) * (1 - doubt), predicted.step_s, choice))
+            unknown = unmodelled(predicted.unknown) - known
+            hoped_s = HOPE * predicted.parts["compute"] if unknown & choice.callbacks.keys() else 0.0
+            hoped_s += HOPE * predicted.parts["communication"] if unknown & set(unseen(choice)) else 0.0
+            score_s = (predicted.step_s - hoped_s) * self._slowdown(choice) * (1 - doubt)
+            found.append((score_s, predicted.step_s, choice))
         return sorted(found, key=lambda item: item[0])
 
-    def _ruled_out(self, choice: Choice) -> bool:
-        """Return whether the choice was tried, or is like ones that failed: it adds to one, or has a family of two."""
-        failed = [t.choice for t in self.tried if t.error]
+    def _memory_limit(self) -> tuple[float, list[Tried]]:
+        """Return the predicted bytes from which on a choice does not fit, and the trials that had more than fits.
+
+        The machine may have told its memory. A trial that ran out of memory also tells, if its choice is predicted to
+        take more than every one that ran.
+        """
+        limit, short = self.model.machine.memory_bytes, [t for t in self.tried if ran_out(t.error)]
+        ran = max((self._bytes(t.choice) for t in self.tried if t.step_s), default=0.0)
+        over = [t for t in short if self._bytes(t.choice) > ran]
+        return min([math.inf if limit is None else limit, *(self._bytes(t.choice) for t in over)]), over
+
+    def _bytes(self, choice: Choice) -> float:
+        return self.model.predict(choice).memory_bytes
+
+    def _recomputes_for_a_reason(self, choice: Choice, limit: float) -> bool:
+        """Return whether the choice recomputes nothing, or would not fit without: recomputing only takes time."""
+        if RECOMPUTES not in choice.callbacks:
+            return True
+        if limit == math.inf:
+            return False
+        plain = {name: knobs for name, knobs in choice.callbacks.items() if name != RECOMPUTES}
+        return self._bytes(Choice(plain, choice.settings)) >= limit
+
+    def _ruled_out(self, choice: Choice, failed: Sequence[Choice], blamed: Set[tuple[str, Any]]) -> bool:
+        """Return whether the choice was tried or adds to a failed one, or its family or a setting has failed twice."""
         more = any(one.callbacks.items() <= choice.callbacks.items() and one.settings.items() <= choice.settings.items()
                    for one in failed)  # fmt: skip
         alike = [one for one in failed if one.callbacks and self.model.family(one) == self.model.family(choice)]
-        return more or len(alike) >= 2 or any(t.choice == choice for t in self.tried)
+        tried = any(t.choice == choice for t in self.tried)
+        return more or len(alike) >= 2 or tried or not blamed.isdisjoint(choice.settings.items())
 
-    def _families(self) -> set[str]:
-        return {name for t in self.tried for name in t.choice.callbacks}
+    def _blamed(self, failed: Sequence[Choice]) -> Set[tuple[str, Any]]:
+        """Return the settings that two choices had which failed, and none that ran."""
+        ran = {item for t in self.tried if t.step_s for item in t.choice.settings.items()}
+        times = Counter(item for one in failed for item in one.settings.items())
+        return {item for item, count in times.items() if count >= 2 and item not in ran and item[0] != "accumulate"}
+
+    def _tried_names(self) -> set[str]:
+        """Return the callbacks and the settings of NCCL that trials had: their effect is no hope any more."""
+        return {name for t in self.tried for name in (*t.choice.callbacks, *unseen(t.choice))}
 
     def _slowdown(self, choice: Choice) -> float:
         """Return how many more steps this family has needed for the same loss in trials; 1 before its first."""
@@ -126,5 +162,10 @@ class Search:
 
 
 def unmodelled(unknown: Sequence[str]) -> set[str]:
-    """Return the callbacks whose effect the model leaves out."""
-    return {word.partition(":")[0].removeprefix("callbacks.") for word in unknown}
+    """Return the callbacks and settings whose effect the model leaves out."""
+    return {word.partition(": ")[0].removeprefix("callbacks.") for word in unknown}
+
+
+def ran_out(error: str) -> bool:
+    """Return whether a trial failed for a lack of memory."""
+    return any(words in error for words in OUT_OF_MEMORY)

@@ -29,6 +29,7 @@ from trainer.timeouts import TRIAL_LOOK_S, TRIAL_PEERS_S, TRIAL_RESERVE_S
 
 Answer = dict[str, Any]
 PEERS = "its peers have failed"
+OUT_OF_MEMORY = ("out of memory", "as the kernel does when memory runs out")  # in the errors of trials
 FOREVER = timedelta(days=30)
 LAUNCHERS_OWN = ("ECHELON_HEARTBEAT", "ECHELON_ERROR_FILE", "ECHELON_ATTEMPT", "TORCHELASTIC_ERROR_FILE")
 LAUNCHERS_OWN += ("TORCHELASTIC_USE_AGENT_STORE",)  # with it, the ranks of a trial would look for torchrun's port
@@ -202,7 +203,7 @@ class Team:
             _, status = os.waitpid(self.pids.pop(rank), 0)
             code = os.waitstatus_to_exitcode(status)
             why = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-            short = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
+            short = f", {OUT_OF_MEMORY[1]}" if code == -signal.SIGKILL else ""
             return {"error": f"{why}{short}", "of_peer": False}
 
     def _kill(self) -> None:
@@ -242,6 +243,6 @@ def in_a_line(error: BaseException) -> str:
     if isinstance(error, tuple(EXIT_CODES)):
         return printable(str(error))
     if is_out_of_memory(error):
-        return "out of memory"
+        return OUT_OF_MEMORY[0]
     lines = str(error).strip().splitlines() or [""]
     return printable(f"{type(error).__name__}: {lines[0]}")[:200]

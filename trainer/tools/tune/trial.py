@@ -1,11 +1,10 @@
 """One short run of a config on one rank: the seconds of each step, the losses, the memory; nothing else is kept."""
 
 import itertools
-import json
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,16 @@ import torch
 from torch import Tensor
 
 from trainer.callback import Callback, Role
+from trainer.comm.phases import Phase
 from trainer.comm.ranks import Ranks
 from trainer.data.batch import Step
+from trainer.monitors.advice.callback import read
 from trainer.process.environment import Place
 from trainer.session import build_components
 from trainer.trainer import Trainer
 
 OWN = "tune"  # name of the callback that measures
+PHASES = ("step", *(phase.name.lower() for phase in Phase))
 
 
 class Over(Exception):
@@ -42,6 +44,7 @@ class Stopwatch(Callback):
         self.sums: list[tuple[Tensor, int]] = []  # of each step: the loss times its items, the items
         self.waits: list[float] = []  # for data
         self.worked: list[float] = []  # of these, processor seconds
+        self.phases: list[dict[str, float]] = []  # of logged steps: the seconds of each phase, by step_timer
         self.result: dict[str, Any] = {}
 
     def wrap_batches(self, trainer, steps: Iterator[Step]) -> Iterator[Step]:
@@ -61,6 +64,8 @@ class Stopwatch(Callback):
     def on_step_end(self, trainer) -> None:
         self.ends.append(self.now())
         self.sums.append(weigh(trainer.losses, trainer.data.weights))
+        if "time/step" in trainer.metrics:
+            self.phases.append({name: trainer.metrics.get(f"time/{name}", 0.0) for name in PHASES})
         if len(self.ends) == self.warm + self.steps:
             trainer.emit("on_flush")  # what is deferred needs its peers
             self.result = self._collect(trainer.ranks, trainer.device, trainer.run_dir)
@@ -78,6 +83,7 @@ class Stopwatch(Callback):
             "data_s": statistics.mean(self.waits[self.warm :] or [0.0]),
             "memory_bytes": peak_bytes(device),
             "advice": advice(run_dir),
+            "phases": mean_of(self.phases[1:]),  # the first logged one has the start
         }
 
 
@@ -115,10 +121,14 @@ def peak_bytes(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
-def advice(run_dir: Path) -> list[str]:
-    """Return the texts of the run's advice."""
-    file = run_dir / "advice.jsonl"
-    return [json.loads(line)["text"] for line in file.read_text().splitlines()] if file.exists() else []
+def advice(run_dir: Path) -> list[dict[str, str]]:
+    """Return the `name` of each finding of the run's advice, its `text`, and the setting that answers, `config`."""
+    return [{key: line[key] for key in ("name", "text", "config")} for line in read(run_dir / "advice.jsonl").values()]
+
+
+def mean_of(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean seconds of each phase; nothing without a logged step."""
+    return {name: statistics.mean(each[name] for each in phases) for name in PHASES} if phases else {}
 
 
 def run_trial(config: dict[str, Any], place: Place, warm: int, steps: int) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Tuning:
         self.place, self.began = team.place, time.monotonic()
         self.walls: list[float] = []  # seconds of trials beside their timed steps
         self.today: dict[str, Any] = {}
-        self.wholes: dict[str, Choice] = {}  # by choice: a search asks again and again
+        self.wholes: dict[str, Choice] = {}  # by callbacks and micro-batch: a search asks again and again
         self.number = 0
         self.search: Search
 
@@ -56,8 +56,8 @@ class Tuning:
         """Search; return the best choice, its verdict if it is not today's config, the machine, and the evidence."""
         self.today = self._once("today", lambda: self.run_trial(NOTHING))
         self.say(f"today      {self.today['step_s']:.4g} s a step, memory {gib(self.today['memory_bytes'])}")
-        model, random, tuned = self._measure()
-        self.search = search = self._search(model)
+        model, random, tuned, listed = self._measure()
+        self.search = search = self._search(model, listed)
         best, why = search.run()
         self.say(f"search     {why}; {len(search.tried) - 1} trials, {self._misses(search.tried)}")
         if words := in_words(search.model.factors):
@@ -74,7 +74,7 @@ class Tuning:
 
     def _order(self, kind: str, config: dict[str, Any], limit_s: float, **more: Any) -> list[dict[str, Any]]:
         self.number += 1
-        made = of_trial(config, self.team.folder, self.number, limit_s)
+        made = of_trial(config, self.team.folder, self.number, limit_s, more.get("warm", 0) + more.get("steps", 0))
         order = {"kind": kind, "config": made, "folder": str(self.team.folder), **more}
         return self.team.run(order, limit_s)
 
@@ -91,10 +91,7 @@ class Tuning:
         began, limit_s = time.monotonic(), self.options.limit_s
         if self.today:
             limit_s = min(limit_s, max(TRIAL_LEAST_S, SLOWEST * self.today["wall_s"]))
-        answers = self._order(
-            "trial", merge(self.config, choice), limit_s, warm=warm, steps=steps
-        )  # fmt: skip
-
+        answers = self._order("trial", merge(self.config, choice), limit_s, warm=warm, steps=steps)
         step_s, wall_s = max(step_seconds(answer["times"], period) for answer in answers), time.monotonic() - began
         self.walls.append(wall_s - steps * step_s)
         return {
@@ -103,11 +100,16 @@ class Tuning:
             "losses": answers[0]["losses"],
             "precision": answers[0]["precision"],
             "memory_bytes": max(answer["memory_bytes"] for answer in answers),
-            "advice": sorted({text for answer in answers for text in answer["advice"]}),
+            "advice": answers[0]["advice"],
+            "phases": answers[0]["phases"],
         }
 
-    def _measure(self) -> tuple[Model, bool, Tuned]:
-        """Measure the machine and the workload; return the model, whether losses draw random numbers, the machine."""
+    def _measure(self) -> tuple[Model, bool, Tuned, list[Choice]]:
+        """Measure the machine and the workload.
+
+        Returns:
+            The model, whether losses draw random numbers, the machine, and the choices.
+        """
         limit_s, warm, steps = self.options.limit_s, self.options.warm, max(5, self.options.steps // 4)
 
         def links() -> list[dict[str, Any]]:
@@ -129,16 +131,21 @@ class Tuning:
             f"{machine.across.latency_s * 1e6:.3g} us"
         )
         model = Model(machine, workload, self.config["batch"], self.today["step_s"], self._whole, family)
-        return model, any(answer["random"] for answer in answers), tuned
+        blocks, backend = min(answer["blocks"] for answer in answers), seen[0]["backend"]
+        listed = candidates(self.config, self.place, self.options.lossy, self.options.without, blocks, backend)
+        return model, any(answer["random"] for answer in answers), tuned, listed
 
     def _whole(self, choice: Choice) -> Choice:
-        key = repr(choice)
+        """Return all that the cost model reads of today's config with a choice."""
+        cut = {key: value for key, value in choice.settings.items() if key in ("micro_batch", "accumulate")}
+        others = {key: value for key, value in choice.settings.items() if key not in cut}
+        key = repr((choice.callbacks, cut))
         if key not in self.wholes:
-            self.wholes[key] = whole(merge(self.config, choice), self.place.world)
-        return self.wholes[key]
+            self.wholes[key] = whole(merge(self.config, Choice(choice.callbacks, cut)), self.place.world)
+        known = self.wholes[key]
+        return Choice(known.callbacks, {**known.settings, **others})
 
-    def _search(self, model: Model) -> Search:
-        listed = candidates(self.config, self.place, self.options.lossy, self.options.without)
+    def _search(self, model: Model, listed: list[Choice]) -> Search:
         lines = [line["trial"] for line in self.journal.all("trial")]
         known = [Tried(**{**line, "choice": Choice(**line["choice"])}) for line in lines]
         first = Tried(NOTHING, model.predict(NOTHING).step_s, self.today["step_s"], self.today["step_s"])
@@ -188,7 +195,7 @@ class Tuning:
         exact = is_exact(merge(self.config, choice)) or not is_exact(self.config)
         pairs = [(line["before"], line["after"]) for line in self.journal.all("pair")]
         judge = Judge(
-            exact, random and "micro_batch" in choice.settings, self.options.bound,
+            exact, random and draws_anew(choice), self.options.bound,
             self.today["precision"], memory_bytes,
         )  # fmt: skip
         try:
@@ -222,6 +229,11 @@ def make_workload(answers: list[dict[str, Any]]) -> Workload:
     values: dict[str, Any] = {name: max(answer[name] for answer in answers) for name in names}
     values |= {"parameters": tuple(values["parameters"]), "shapes": tuple(map(tuple, values["shapes"]))}
     return Workload(**values)
+
+
+def draws_anew(choice: Choice) -> bool:
+    """Return whether the choice draws other random numbers, such as dropout's, than today's config."""
+    return "micro_batch" in choice.settings or "pipeline" in choice.callbacks
 
 
 def outcome(tried: Tried) -> str:
