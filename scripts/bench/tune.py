@@ -5,8 +5,8 @@
 A cell is a link, a number of hosts with a rank each, and a size of BERT on random tokens. Today's config takes 4
 micro-batches of 4 samples on a rank. The search's result then meets the best of the grid in rounds of one trial each:
 a ratio is the median of the ratios within the rounds. `--grid` tries a random part of the grid, beside the search's
-own trials; the time of the whole grid is then the mean trial's times its size. `compile` is left out: its trials take a
-minute each. Needs Linux, root and iproute2. The whole bench takes more than a day; a cell with `--grid 24`, 3 minutes
+own trials; the time of the whole grid is then the mean trial's times its size. `compile`, `pipeline` and
+`activation_checkpoint` are left out. Needs Linux, root and iproute2. The whole bench takes more than a day; a cell with `--grid 24`, 3 minutes
 to 20.
 """
 
@@ -37,7 +37,7 @@ from trainer.config.compose import CONF, compose
 from trainer.errors import ConfigError
 from trainer.process.environment import detect
 from trainer.tools.cost_model.workload import Choice
-from trainer.tools.tune.candidates import NOTHING, candidates, describe
+from trainer.tools.tune.candidates import NOTHING, describe
 from trainer.tools.tune.journal import Journal
 from trainer.tools.tune.options import TuneOptions
 from trainer.tools.tune.orders import run_order
@@ -48,6 +48,7 @@ SIZES = {"10M": (320, 6, 5), "30M": (512, 8, 8)}  # hidden, layers, heads
 RATES = {"100mbit": "100mbit", "1gbit": "1gbit", "unlimited": None}
 VOCABULARY, SEQUENCE = 8192, 32
 SAMPLES, MICRO = 16, 4  # of a rank
+WITHOUT = ["compile", "activation_checkpoint", "pipeline"]  # their trials take minutes, or only save memory
 STEPS = {"100mbit": 3, "1gbit": 6, "unlimited": 8}  # of a trial, after one that is not timed
 
 
@@ -126,7 +127,7 @@ def run_rank(cell: Cell, grid: int | None, rounds: int, file: Path) -> None:
 
 def measure(cell: Cell, team: Team, folder: Path, grid: int | None, rounds: int) -> Row:
     """Search, try the grid, and compare the two results."""
-    options = TuneOptions(budget_s=3600.0, steps=STEPS[cell.rate], warm=1, without=["compile"])
+    options = TuneOptions(budget_s=3600.0, steps=STEPS[cell.rate], warm=1, without=WITHOUT)
     journal = Journal(folder / "tuned.jsonl", [])
     config = make_config(cell, folder)
     tuning = Tuning(config, options, team, journal, lambda line: say(cell, line))
@@ -136,7 +137,7 @@ def measure(cell: Cell, team: Team, folder: Path, grid: int | None, rounds: int)
     trials = [line["trial"] for line in journal.all("trial")]
     times = [(NOTHING, tuning.today["step_s"])]
     times += [(Choice(**trial["choice"]), trial["step_s"]) for trial in trials if trial["step_s"]]
-    listed = candidates(config, team.place, False, options.without)
+    listed = list(tuning.search.choices)
     chosen = listed if grid is None else random.Random(0).sample(listed, min(grid, len(listed)))
     model = tuning.search.model
     tried, walls = try_all(cell, tuning, chosen)
