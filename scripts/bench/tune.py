@@ -6,8 +6,8 @@ A cell is a link, a number of hosts with a rank each, and a size of BERT on rand
 micro-batches of 4 samples on a rank. The search's result then meets the best of the grid in rounds of one trial each:
 a ratio is the median of the ratios within the rounds. `--grid` tries a random part of the grid, beside the search's
 own trials; the time of the whole grid is then the mean trial's times its size. `compile`, `pipeline` and
-`activation_checkpoint` are left out. Needs Linux, root and iproute2. The whole bench takes more than a day; a cell with `--grid 24`, 3 minutes
-to 20.
+`activation_checkpoint` are left out. Needs Linux, root and iproute2. The whole bench takes more than a day; a cell with
+`--grid 24` takes 5 to 30 minutes.
 """
 
 import argparse
