@@ -32,6 +32,7 @@ class PlanProtocol(Protocol):
 
     max_steps: int | None
     accumulate: int  # micro-batches of each rank, without a callback that splits
+    epoch_samples: int | None  # None: the data has no epochs
     source: Any  # samples by reference, or an iterable of batches
     order: Any  # of the samples; None: the recipe yields batches
     data: Any  # `DataOptions`
@@ -247,6 +248,10 @@ class Callback:
     def decisions(self) -> dict[str, Any]:
         """Return the JSON values that a resume needs before it loads data. The manifest has them, by callback."""
         return {}
+
+    def has_ended(self, decisions: Any) -> bool:
+        """Return whether the run that has made these decisions would end at once. They may be anybody's, or None."""
+        return False
 
     def rank_state_dict(self) -> dict[str, Any]:
         """Return the state that differs between ranks. Empty on all ranks or on none."""
