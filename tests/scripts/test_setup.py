@@ -1,4 +1,4 @@
-"""`scripts/train` installs into .venv of the checkout, or into the environment that ECHELON_ENV names: into no other."""
+"""`scripts/train` installs into the .venv of the checkout, or into the environment that ECHELON_ENV names."""
 
 import os
 import shutil
