@@ -82,6 +82,7 @@ class TrainerProtocol(Protocol):
     stop_reason: str  # empty while the run goes on
     lag: int  # steps by which the weights are behind `step`; may be set
     metrics: dict[str, float]  # of this step, if it is logged, else empty; may be added to
+    train_loss: Any  # `measure` gives this step's loss over all ranks, and is a collective
     gathered: list[Gathered]  # what the ranks exchange at logged steps; may be added to
 
     @property

@@ -344,7 +344,7 @@ class Trainer:
     def _agree(self, data: Step) -> None:
         """Start to sum over ranks what this step is about."""
         done = self.step + 1
-        self.logged = done % self.options.log_every_steps == 0 or done in (1, self.plan.max_steps)
+        self.logged = done % self.options.log_every_steps == 0 or done == self.plan.max_steps
         self._sums = self.ranks.agree((len(data.bad), *self._requests(), sum(data.weights)))
 
     def _total_weight(self) -> int:

@@ -3,9 +3,12 @@
 import io
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.ranks import run_ranks
+from support.runs import make
 from toy_recipe import Toy
 
 from trainer.callback import Callback, Role
@@ -48,9 +51,38 @@ def test_plain_lines(tmp_path, monkeypatch, capsys):
     record = Record()
     run(record=record)
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert [re.sub(r"  \d+:\d\d:\d\d left$", "", line) for line in printed] == record.lines
+    assert [re.sub(r"  \d+:\d\d:\d\d left$", "", line) for line in printed[1:]] == record.lines
+    assert re.fullmatch(r"step 1/6  loss \d[\d.]+  lr 1\.00e-03", printed[0])
     assert [int(line[5]) for line in printed] == [1, 2, 3, 4, 6, 6]
     assert [line.endswith(" left") for line in printed] == [False, True, False, True, True, False]
+
+
+def first_lines(place: Place) -> tuple[list[str], list[float]]:
+    """What rank 0 prints of a first step that is not logged, and its loss by hand, in a run that goes on at step 3."""
+    losses: list[float] = []
+
+    class Losses(Callback):
+        def on_step_end(self, trainer) -> None:
+            own = sum(loss.item() * n for loss, n in zip(trainer.losses, trainer.data.weights, strict=True))
+            sums = trainer.ranks.gather([own, sum(trainer.data.weights)])
+            losses.append(sum(each[0] for each in sums) / sum(each[1] for each in sums))
+
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("builtins.print", lambda text, **_: printed.write(f"{text}\n"))
+        for steps in (3, 6):
+            make(
+                callbacks={"progress": Progress(), "losses": Losses()}, max_steps=steps, resume="auto", place=place
+            ).fit()
+    return [line for line in printed.getvalue().splitlines() if line.startswith("step ")], [losses[0], losses[3]]
+
+
+def test_the_first_step_of_each_start_has_the_loss_of_all_ranks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (printed, losses), *_ = run_ranks(2, first_lines)
+    steps = [line.partition("  lr")[0] for line in printed if line.startswith(("step 1/", "step 4/"))]
+    assert steps == [f"step 1/3  loss {losses[0]:.4g}", f"step 4/6  loss {losses[1]:.4g}"]
+    assert not Path("runs/r/metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize(
@@ -114,8 +146,8 @@ def test_a_bar_on_a_terminal(fails, tmp_path, monkeypatch):
     else:
         run(record=record)
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
-    step, line = (4, record.lines[1]) if fails else (6, record.lines[4])
+    step, line = (4, record.lines[0]) if fails else (6, record.lines[3])
     assert f"{step}/6" in shown and line.partition("  ")[2] in shown
-    assert record.lines[2] in shown  # the validation's line
+    assert record.lines[1] in shown  # the validation's line
     assert Terminal.console is None
     assert screen.getvalue().rstrip().count("\x1b[?25l") == screen.getvalue().count("\x1b[?25h") == 1  # the cursor

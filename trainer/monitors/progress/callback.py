@@ -18,7 +18,7 @@ class Progress(Callback):
     def on_fit_start(self, trainer) -> None:
         self.shown_at = self.printed_at = time.monotonic()
         self.first = self.printed_step = trainer.step
-        self.metrics: dict[str, float] = {}  # of the last logged step
+        self.metrics: dict[str, float] = {}  # those shown last
         mpirun = "OMPI_COMM_WORLD_RANK" in os.environ  # mpirun gives ranks a terminal, wherever its own output goes
         if trainer.rank or mpirun or not sys.stdout.isatty():
             return
@@ -31,15 +31,15 @@ class Progress(Callback):
         Terminal.console = self.bar.console
 
     def on_step_end(self, trainer) -> None:
-        if trainer.metrics:
-            self.metrics = self._numbers(trainer)
+        shows = trainer.metrics or (self._first_loss(trainer) if trainer.step == self.first + 1 else {})
+        self.metrics = shows or self.metrics
         if self.bar is not None:
             now = time.monotonic()
             if now - self.shown_at > timeouts.REFRESH_S:
                 self.bar.advance(trainer.step)
                 self.shown_at = now
-        elif trainer.metrics:
-            line = f"step {self._position(trainer)}  {describe(self.metrics)}{self._left(trainer)}"
+        elif shows:
+            line = f"step {self._position(trainer)}  {describe(shows)}{self._left(trainer)}"
             if trainer.rank:
                 log.info("%s", line)  # a rank's log has times
             else:  # printed, since the log takes three times as long, and metrics.jsonl has the numbers
@@ -62,10 +62,13 @@ class Progress(Callback):
         epoch = epoch_of(trainer.samples, plan.epoch_samples, last)
         return Moment(trainer.step, plan.max_steps, epoch, Terminal.doing, self.metrics, elapsed_s, left_s)
 
-    def _numbers(self, trainer: TrainerProtocol) -> dict[str, float]:
-        """Return the numbers of a logged step. The speed of the first one is that of the start."""
-        first = trainer.step == self.first + 1
-        return {name: value for name, value in trainer.metrics.items() if not (first and name.startswith("perf/"))}
+    def _first_loss(self, trainer: TrainerProtocol) -> dict[str, float]:
+        """Measure the loss of the process's first step, if it is not logged: the next numbers may be minutes away.
+
+        Waits for the device; a collective.
+        """
+        loss = trainer.train_loss.measure(trainer.losses, trainer.data.weights, trainer.step)
+        return {**loss, "train/lr": trainer.optimizer.param_groups[0]["lr"]}
 
     def _position(self, trainer: TrainerProtocol) -> str:
         return f"{trainer.step}/{trainer.plan.max_steps}" if trainer.plan.max_steps else str(trainer.step)

@@ -33,7 +33,7 @@ class Moment(NamedTuple):
     last: int | None  # step of the run; None: it has no end
     epoch: str  # "2/10"; empty if the data has no epochs
     doing: str  # beside the steps: "validating 3/12"; empty in a step
-    metrics: dict[str, float]  # of the last logged step
+    metrics: dict[str, float]  # of the step whose numbers are the newest
     elapsed_s: float
     left_s: float | None  # None: not known
 
