@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.callbacks import OBSERVERS
 from support.cli import toy
 from support.ranks import run_ranks
@@ -47,19 +48,23 @@ def observed(patience: int = 9, **options: Any) -> Trainer:
     return make(Exports(), callbacks, **{"validate_every": 2, "checkpoint": {"keep_best": "val/loss"}, **options})
 
 
-@pytest.mark.parametrize("resume", ["auto", "ckpt/r", "ckpt/last.pt", "ckpt/r/step-00000004"])
-@pytest.mark.parametrize("max_steps", [4, 2])
-def test_a_run_that_has_made_its_steps(resume, max_steps, capsys):
-    observed().fit()
+@pytest.mark.parametrize(
+    ("resume", "max_steps", "step"),
+    [("auto", 4, 4), ("ckpt/r", 2, 4), ("ckpt/last.pt", 4, 4), ("ckpt/r/step-00000002", 2, 2)],
+)
+def test_a_run_that_has_made_its_steps(resume, max_steps, step, capsys):
+    observed(checkpoint={"keep": 9, "keep_best": "val/loss"}).fit()
     before, exported = everything(), Exports.exported
     assert json.loads(before["runs/r/summary.json"])["export"] == "runs/r/export"
     capsys.readouterr()
     again = observed(resume=resume, max_steps=max_steps, run_dir="runs/r" if resume == "auto" else None)
     again.fit()
     assert everything() == before and Exports.exported == exported
-    told = f"nothing to do: runs/r has finished at step 4 of {max_steps}, and stays as it is"
-    assert capsys.readouterr().out == f"{told}; a larger trainer.max_steps would go on\n"
-    assert (again.step, again.samples, again.stop_reason) == (4, 48, "max_steps")
+    told = "nothing to do: runs/r has finished at step 4, and stays as it is"
+    assert capsys.readouterr().out == f"{told}; a trainer.max_steps above {step} would go on\n"
+    assert (again.step, again.samples, again.stop_reason) == (step, 12 * step, "max_steps")
+    saved = load_file(f"ckpt/r/step-{step:08d}/model.safetensors")
+    assert all(torch.equal(p, saved[name]) for name, p in again.module.state_dict().items())
     trained = observed(resume="auto", max_steps=5)
     trained.fit()
     assert trained.step == 5 and everything() != before
@@ -130,7 +135,9 @@ def test_by_command(devices):
     before = everything()
     again = toy([*words, "trainer.resume=auto"], Path())
     assert (again.code, again.err) == (0, "")
-    assert again.out.count("\n") == 1 and again.out.startswith("nothing to do: runs/r has finished at step 4 of 4")
+    assert again.out.count("\n") == 1 and again.out.startswith(
+        "nothing to do: runs/r has finished at step 4, and stays"
+    )
     assert everything() == before
 
 

@@ -54,10 +54,15 @@ def test_the_newest_and_the_best_are_kept():
     assert os.readlink("ckpt/best.pt") == "r/step-00000004" and os.readlink("ckpt/last.pt") == "r/step-00000010"
     assert "best        val/loss 1 at step 4, in ckpt/r/step-00000004" in Path("runs/r/logs/rank0.log").read_text()
     best, losses = load_file("ckpt/best.pt/model.safetensors"), itertools.repeat(9.0)
-    again = make(recipe, max_steps=4, resume="ckpt/best.pt", checkpoint={"keep_best": "val/loss"})
-    again.fit()
-    assert again.step == 4 and all(torch.equal(p, best[name]) for name, p in again.module.state_dict().items())
-    assert os.readlink("ckpt/last.pt") == os.readlink("ckpt/best.pt") == "r/step-00000004"  # later ones are set aside
+
+    class Look(Callback):
+        def on_fit_start(self, trainer) -> None:
+            assert trainer.step == 4
+            assert all(torch.equal(p, best[name]) for name, p in trainer.module.state_dict().items())
+
+    make(recipe, {"look": Look()}, max_steps=6, resume="ckpt/best.pt", checkpoint={"keep_best": "val/loss"}).fit()
+    assert [os.readlink(f"ckpt/{name}.pt") for name in ("best", "last")] == ["r/step-00000004", "r/step-00000006"]
+    assert len(list(Path("ckpt/r").glob(".abandoned-*"))) == 2
 
 
 class Scored(Toy):

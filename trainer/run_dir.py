@@ -78,30 +78,33 @@ def _choose_run_dir(plan: "Plan", name: str) -> Path:
 
 
 def nothing_left(plan: "Plan", folder: Path) -> str:
-    """Return why a resume of the run in this folder has nothing left to do, and log it; empty if the run goes on.
+    """Return why the run in this folder has ended, if a resume has nothing left to do; empty if the run goes on.
 
-    The last checkpoint, the summary and the export are there, and the same settings would end the run at once.
+    The last checkpoint, the summary and the export are there, and the run would end again before another step.
     """
     resumed, manifest, root = plan.resumed, plan.manifest, Path(plan.options.checkpoint.dir)
     if resumed is None or not _same(resumed.parent, root / folder.name):
         return ""
+    step = manifest["step"]
     try:
         summary = json.loads((folder / "summary.json").read_text())
-        whole = summary["steps"] == manifest["step"] and summary.get("export", "") is not None
+        whole = summary["steps"] >= step and summary.get("export", "") is not None
         stopped = summary["stopped"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or not a run's
         return ""
     if not whole or not isinstance(stopped, str) or stopped in ("error", "signal"):
         return ""
-    made, step = manifest.get("decisions", {}), manifest["step"]
+    made = manifest.get("decisions", {})
     ending = [name for name, callback in plan.callbacks.items() if callback.has_ended(made.get(name))]
     if plan.max_steps is not None and step >= plan.max_steps:
-        why, way = f"at step {step} of {plan.max_steps}", "a larger trainer.max_steps"
+        way = f"a trainer.max_steps above {step}"
     elif ending:
-        why, way = f"at step {step} ({printable(stopped)[:300]})", f"another setting of callbacks.{ending[0]}"
+        way = f"another setting of callbacks.{ending[0]}"
     else:
         return ""
-    log.info("nothing to do: %s has finished %s, and stays as it is; %s would go on", folder, why, way)
+    reason = "" if stopped == "max_steps" else f" ({printable(stopped)[:300]})"
+    text = "nothing to do: %s has finished at step %d%s, and stays as it is; %s would go on"
+    log.info(text, folder, summary["steps"], reason, way)
     return stopped
 
 
