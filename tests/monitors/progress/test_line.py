@@ -26,15 +26,27 @@ def drawn(moment: Moment, columns: int) -> str:
         (LONG, 40, r"step 25000/1000000 -{4,} 2%  loss 2\.346"),
         (LONG, 60, r"step 25000/1000000 -+ 2%  epoch 3/10  loss 2\.346"),
         (LONG, 80, r"step 25000/1000000 -+ 2%  epoch 3/10  loss 2\.346  1 day, 15:00:00 left"),
-        (LONG, 120, r"step 25000/1000000 -+ 2%  epoch 3/10  loss 2\.346  158,029 samples/s  1 day, 15:00:00 left"),
-        (LONG, 200, r"step .* lr 1\.50e-04 .*  mfu 43\.2%  peak 61\.7 GiB  waits 23%  1:00:00  1 day, 15:00:00 left"),
+        (
+            LONG,
+            120,
+            r"step 25000/1000000 -+ 2%  epoch 3/10  loss 2\.346  158,029 samples/s  20,.*  1 day, 15:00:00 left",
+        ),
+        (
+            LONG,
+            200,
+            r"step .* lr 1\.50e-04 .*  mfu 43\.2%  peak 61\.7 GiB  waits 23%  1:00:00 elapsed  1 day, 15:00:00 left",
+        ),
         (SHORT, 40, r"step 1200/6000 -+ 20%  loss 2\.346"),
         (SHORT, 80, r"step 1200/6000 -{6,} 20%  epoch 2/10  loss 2\.346  1,580 samples/s  0:05:00 left"),
         (SHORT._replace(doing="validating 3/12"), 40, r"step 1200/6000 ---- 20%  validating 3/12"),
         (SHORT._replace(doing="validating 3/12"), 80, r"step .* 20%  epoch 2/10  validating 3/12  0:05:00 left"),
-        (SHORT._replace(metrics={}, left_s=None), 80, r"step 1200/6000 -{20} 20%  epoch 2/10  0:01:00"),
-        (SHORT._replace(last=None, left_s=None), 80, r"step 1200  epoch 2/10  loss 2\.346  1,580 samples/s .* 0:01:00"),
-        (SHORT._replace(last=None, epoch="", left_s=None), 40, r"step 1200  loss 2\.346  1,580 samples/s"),
+        (SHORT._replace(metrics={}, left_s=None), 80, r"step 1200/6000 -{20} 20%  epoch 2/10  0:01:00 elapsed"),
+        (
+            SHORT._replace(last=None, left_s=None),
+            80,
+            r"step 1200 epoch 2/10  loss 2\.346  1,580 samples/s  20,227,712 tokens/s",
+        ),
+        (SHORT._replace(last=None, epoch="", left_s=None), 40, r"step 1200 loss 2\.346  1,580 samples/s"),
     ],
 )
 def test_what_a_terminal_has_room_for(moment, columns, line):

@@ -76,7 +76,7 @@ def arrange(moment: Moment, columns: int) -> tuple[str, int, str]:
         "bar": "" if moment.last is None else " " * LEAST_BAR,
         "percent": f"{100 * moment.step // moment.last}%" if moment.last else "",
         "epoch": moment.epoch and f"epoch {moment.epoch}",
-        "elapsed": clock(moment.elapsed_s),
+        "elapsed": f"{clock(moment.elapsed_s)} elapsed",
         "left": "" if moment.left_s is None else f"{clock(moment.left_s)} left",
     }
     metrics = {} if moment.doing else dict(moment.metrics)
