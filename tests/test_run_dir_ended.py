@@ -111,7 +111,7 @@ def test_what_an_ended_run_lacks_is_made(lost):
     observed(patience=1, max_steps=20, resume="auto").fit()
     again = json.loads(file.read_text())
     assert (again["steps"], again["stopped"], again["export"]) == (4, summary["stopped"], "runs/r/export")
-    assert Path("runs/r/export/model.txt").exists()
+    assert Path("runs/r/export/model.txt").exists() and again["val/loss"] == summary["val/loss"]
 
 
 def ended(place: Place, steps: int) -> tuple[int, float]:
