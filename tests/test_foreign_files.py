@@ -38,6 +38,19 @@ def test_recipes_in_the_current_folder_are_named(tmp_path):
     assert f"{file} hides Echelon's package recipes; rename it, or start in another folder" in done.err
 
 
+@pytest.mark.parametrize("code", [*START, ECHELON], ids=["scripts/train", "echelon"])
+def test_a_folder_of_recipes_that_is_no_package(code, tmp_path):
+    """It hides nothing of Echelon's; a class in it is not found, and the line says why."""
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "mine.py").write_text("from toy_recipe import Toy as Mine")
+    words = [*TOY, *QUICK, "trainer.max_steps=2"]
+    done = run([*words, "trainer.accelerator=cpu"], tmp_path, [sys.executable, "-c", code])
+    assert (done.code, done.err) == (0, "")
+    done = run([*words, "recipe._target_=recipes.mine.Mine"], tmp_path, [sys.executable, "-c", code])
+    assert (done.code, done.err.count("\n")) == (78, 1)
+    assert f"Echelon's package recipes hides {tmp_path / 'recipes'}, which has no __init__.py; rename" in done.err
+
+
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
     for name in ("trainer", "recipes", "conf"):

@@ -177,10 +177,12 @@ def test_resume_auto_begins_where_there_is_nothing_and_goes_on_where_there_is(tm
     assert json.loads((tmp_path / "runs/r/summary.json").read_text())["steps"] == 6
 
 
-def test_a_finished_run_that_is_resumed_has_its_numbers_still(default):
+def test_a_finished_run_whose_export_is_missing_has_its_numbers_still(default):
+    """A resume makes no step, and says what the run's last step was."""
     cwd, _ = default
     file = cwd / "runs" / "a" / "summary.json"
     before = json.loads(file.read_text())
+    file.write_text(json.dumps(before | {"export": None}))
     again = run([*TOY, *SHORT, "trainer.accelerator=cpu", "trainer.resume=ckpt/a"], cwd)
     assert again.code == 0, again.err
     after = json.loads(file.read_text())
@@ -194,6 +196,10 @@ def test_a_finished_run_that_is_resumed_has_its_numbers_still(default):
     assert re.fullmatch(r"perf        peak_rss_gib \d\.\d+  samples_per_s \d{0,2},?[\d.]{1,5}", perf)
     assert re.fullmatch(r"time        step \S+  data \S+  upload 0  .*  spread 0", times)
     assert re.fullmatch(r"val         loss 0\.\d{1,6}", val)
+    summary = file.read_bytes()
+    told = "nothing to do: runs/a has finished at step 4, and stays as it is; a trainer.max_steps above 4 would go on\n"
+    done = run([*TOY, *SHORT, "trainer.accelerator=cpu", "trainer.resume=ckpt/a"], cwd)
+    assert (done.code, done.out, done.err) == (0, told, "") and file.read_bytes() == summary
 
 
 def test_weights_alone_from_another_run(default, tmp_path):

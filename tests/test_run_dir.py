@@ -84,18 +84,6 @@ def test_a_run_goes_on_where_its_checkpoints_are_a_link_or_are_saved_elsewhere_f
     assert moved.run_dir == Path("runs/r") and list(Path("big/r").glob("step-*"))
 
 
-class Broken(Toy):
-    def model(self) -> Any:
-        raise ConfigError("recipe.width=0: must be more")
-
-
-@pytest.mark.parametrize("run_dir", [None, "runs/r"])
-def test_a_refused_run_leaves_no_folder(run_dir):
-    with pytest.raises(ConfigError, match="recipe"):
-        make(Broken(), run_dir=run_dir)
-    assert list(Path("runs").iterdir()) == list(Path("ckpt").iterdir()) == []
-
-
 def test_temporary_files_of_a_killed_process_are_swept():
     make(run_dir="runs/r").fit()
     Path("runs/r/export").mkdir()

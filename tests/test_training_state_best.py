@@ -1,11 +1,14 @@
 """The best validation: of one metric, kept beside the newest, and one whose checkpoint could be written."""
 
+import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.runs import make
 from torch import nn
 from toy_recipe import Toy
@@ -48,6 +51,18 @@ def test_the_newest_and_the_best_are_kept():
     assert kept == [4, 8, 10]
     summary = json.loads(Path("runs/r/summary.json").read_text())
     assert summary["best"] == {"metric": "val/loss", "value": 1.0, "step": 4}
+    assert os.readlink("ckpt/best.pt") == "r/step-00000004" and os.readlink("ckpt/last.pt") == "r/step-00000010"
+    assert "best        val/loss 1 at step 4, in ckpt/r/step-00000004" in Path("runs/r/logs/rank0.log").read_text()
+    best, losses = load_file("ckpt/best.pt/model.safetensors"), itertools.repeat(9.0)
+
+    class Look(Callback):
+        def on_fit_start(self, trainer) -> None:
+            assert trainer.step == 4
+            assert all(torch.equal(p, best[name]) for name, p in trainer.module.state_dict().items())
+
+    make(recipe, {"look": Look()}, max_steps=6, resume="ckpt/best.pt", checkpoint={"keep_best": "val/loss"}).fit()
+    assert [os.readlink(f"ckpt/{name}.pt") for name in ("best", "last")] == ["r/step-00000004", "r/step-00000006"]
+    assert len(list(Path("ckpt/r").glob(".abandoned-*"))) == 2
 
 
 class Scored(Toy):

@@ -33,6 +33,7 @@ class PlanProtocol(Protocol):
 
     max_steps: int | None
     accumulate: int  # micro-batches of each rank, without a callback that splits
+    epoch_samples: int | None  # None: the data has no epochs
     source: Any  # samples by reference, or an iterable of batches
     order: Any  # of the samples; None: the recipe yields batches
     data: Any  # `DataOptions`
@@ -82,6 +83,7 @@ class TrainerProtocol(Protocol):
     stop_reason: str  # empty while the run goes on
     lag: int  # steps by which the weights are behind `step`; may be set
     metrics: dict[str, float]  # of this step, if it is logged, else empty; may be added to
+    train_loss: Any  # `measure` gives this step's loss over all ranks, and is a collective
     gathered: list[Gathered]  # what the ranks exchange at logged steps; may be added to
 
     @property
@@ -260,6 +262,10 @@ class Callback:
     def decisions(self) -> dict[str, Any]:
         """Return the JSON values that a resume needs before it loads data. The manifest has them, by callback."""
         return {}
+
+    def has_ended(self, decisions: Any) -> bool:
+        """Return whether the run that has made these decisions would end at once. They may be anybody's, or None."""
+        return False
 
     def rank_state_dict(self) -> dict[str, Any]:
         """Return the state that differs between ranks. Empty on all ranks or on none."""

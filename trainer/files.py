@@ -115,6 +115,23 @@ class Appended:
             log.warning("%s: %s", self.path, text)
 
 
+_made: list[Path] = []
+
+
+def make_folder(folder: Path, exist_ok: bool = True) -> None:
+    """Make a folder and its parents. `remove_unused` deletes those of them that are still empty."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=exist_ok)
+    _made.extend(path.absolute() for path in reversed(new))
+
+
+def remove_unused() -> None:
+    """Delete the empty ones of the folders that this process has made by `make_folder`."""
+    while _made:
+        with suppress(OSError):
+            _made.pop().rmdir()
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Replace a file, and make its folder if it is missing. The bytes are on the disk when this returns.
 

@@ -1,6 +1,8 @@
 """Defines the logger of a run, and its handlers."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from trainer.errors import printable
@@ -23,6 +25,7 @@ class Terminal(logging.Handler):
     """A handler for standard output; while a progress bar is shown, `console` prints above the bar."""
 
     console: Any = None
+    doing = ""  # what the process does beside its steps, for the bar: "validating 3/12"
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,6 +38,16 @@ class Terminal(logging.Handler):
             Terminal.console.print(message, markup=False, highlight=False, soft_wrap=True)
         else:
             print(message, flush=True)
+
+
+@contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Let the progress bar show what the process does beside its steps."""
+    before, Terminal.doing = Terminal.doing, what
+    try:
+        yield
+    finally:
+        Terminal.doing = before
 
 
 def set_handlers(*handlers: logging.Handler) -> None:

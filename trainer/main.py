@@ -20,15 +20,18 @@ from trainer.process.stdio import open_standard_descriptors, tolerate_closed_pip
 
 USAGE = """Echelon trains PyTorch models; every distributed-training optimisation is a callback.
 
-  python -m trainer.main                                                  trains a small BERT on real text
-  python -m trainer.main recipe=bert_large trainer.devices=8              one process starts eight ranks
-  python -m trainer.main recipe=bert_large '+callbacks=[grad_compress,overlap]' callbacks.grad_compress.codec=fp16
-  python -m trainer.main trainer.resume=ckpt/last.pt                      goes on where a run stopped
-  python -m trainer.main -m optimizer.lr=1e-3,3e-4                        one run per value
-  python -m trainer.main --config-dir my/conf recipe=mine                 your own recipe
-  python -m trainer.main --cfg job --resolve                              shows every knob, and runs nothing
-  torchrun --nproc-per-node 8 -m trainer.main recipe=bert_large           under torchrun; srun and mpirun likewise
-  python -m trainer.main report runs/NAME                                 a tool, see below; TOOL --help tells more
+  echelon                                                  trains a small BERT on real text
+  echelon recipe=bert_large trainer.devices=8              one process starts eight ranks
+  echelon recipe=bert_large '+callbacks=[grad_compress,overlap]' callbacks.grad_compress.codec=fp16
+  echelon trainer.resume=ckpt/last.pt                      goes on where a run stopped
+  echelon -m optimizer.lr=1e-3,3e-4                        one run per value
+  echelon --config-dir my/conf recipe=mine                 your own recipe
+  echelon --cfg job --resolve                              shows every knob, and runs nothing
+  torchrun --nproc-per-node 8 -m trainer.main recipe=bert_large
+                                                           under torchrun; srun and mpirun likewise
+  echelon report runs/NAME                                 a tool, see below; echelon TOOL --help tells more
+
+python -m trainer.main takes the same arguments, where the command is not installed.
 """
 
 TOOLS = Path(__file__).parent / "tools"
@@ -103,7 +106,7 @@ def run_tool(name: str, *arguments: str) -> NoReturn:
 
 def usage(folders: list[Path]) -> str:
     """Return the help: every tool, and every choice of every group, with the first comment of its file."""
-    lines = [USAGE, "TOOL ARGUMENTS"]
+    lines = [USAGE, "echelon TOOL ARGUMENTS"]
     for name, path in tools().items():
         summary = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
         lines.append(f"  {name:<22} {summary.rpartition(': ')[2]}")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.checkpoint import locate
 from trainer.checkpoint.lock import CHECKPOINTED
 from trainer.errors import ConfigError, printable
-from trainer.files import Appended
+from trainer.files import Appended, make_folder, remove_unused
 from trainer.log import Lines, Terminal, log, set_handlers
 
 if TYPE_CHECKING:
@@ -31,8 +31,17 @@ def make_run_dir(plan: "Plan", name: str) -> Path:
     """Make the folder of the run: the given one, or that of the resumed run, or a new one `runs/<name>-<time>`.
 
     Raises:
-        ConfigError: The folder, or that of its checkpoints, can't be written, or holds another run or other files.
+        ConfigError: The folder, or that of its checkpoints, can't be written, or holds another run or other files. No
+            new folder stays.
     """
+    try:
+        return _choose_run_dir(plan, name)
+    except ConfigError:
+        remove_unused()
+        raise
+
+
+def _choose_run_dir(plan: "Plan", name: str) -> Path:
     options, resumed = plan.options, plan.resumed
     root = Path(options.checkpoint.dir)
     make_writable("trainer.checkpoint.dir", root)
@@ -66,6 +75,37 @@ def make_run_dir(plan: "Plan", name: str) -> Path:
     make_writable("trainer.checkpoint.dir", saved)
     make_writable("trainer.run_dir", folder)
     return folder
+
+
+def nothing_left(plan: "Plan", folder: Path) -> str:
+    """Return why the run in this folder has ended, if a resume has nothing left to do; empty if the run goes on.
+
+    The last checkpoint, the summary and the export are there, and the run would end again before another step.
+    """
+    resumed, manifest, root = plan.resumed, plan.manifest, Path(plan.options.checkpoint.dir)
+    if resumed is None or not _same(resumed.parent, root / folder.name):
+        return ""
+    step = manifest["step"]
+    try:
+        summary = json.loads((folder / "summary.json").read_text())
+        whole = summary["steps"] >= step and summary.get("export", "") is not None
+        stopped = summary["stopped"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or not a run's
+        return ""
+    if not whole or not isinstance(stopped, str) or stopped in ("error", "signal"):
+        return ""
+    made = manifest.get("decisions", {})
+    ending = [name for name, callback in plan.callbacks.items() if callback.has_ended(made.get(name))]
+    if plan.max_steps is not None and step >= plan.max_steps:
+        way = f"a trainer.max_steps above {step}"
+    elif ending:
+        way = f"another setting of callbacks.{ending[0]}"
+    else:
+        return ""
+    reason = "" if stopped == "max_steps" else f" ({printable(stopped)[:300]})"
+    text = "nothing to do: %s has finished at step %d%s, and stays as it is; %s would go on"
+    log.info(text, folder, summary["steps"], reason, way)
+    return stopped
 
 
 def has_ended(folder: Path) -> bool:
@@ -134,7 +174,7 @@ def make_new(stem: Path, root: Path) -> Path:
     for n in itertools.count(1):
         folder = stem.with_name(f"{stem.name}-{n}") if n > 1 else stem
         with contextlib.suppress(FileExistsError):
-            folder.mkdir()
+            make_folder(folder, exist_ok=False)
             if not locate.checkpoints(root / folder.name):
                 return folder
             folder.rmdir()
@@ -148,7 +188,7 @@ def make_writable(key: str, folder: Path) -> None:
         ConfigError: The folder can't be written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

@@ -74,14 +74,15 @@ def train(
     trainer.settings |= flat(redact(config)) | arithmetic()
     if trainer.rank == 0:
         trainer.on_accepted = lambda: save_config(redact(config), trainer.run_dir)
-    describe(trainer, build_options(NCCLOptions, config["nccl"]))
+    if not trainer.ended:
+        describe(trainer, build_options(NCCLOptions, config["nccl"]))
     tuned = config.get(TUNED)
     if tuned and (other := differences(tuned, machine(trainer.ranks, tuned["link"]))):
         log.warning("+tuned: was measured on another machine (%s); measure here by python -m trainer.tools.tune", other)
     try:
         trainer.fit()
     except Exception as error:
-        if trainer.rank == 0:
+        if trainer.rank == 0 and not trainer.ended:
             note_crash(trainer, error)
         raise
     if trainer.stop_reason == "signal" and trainer.world == 1 and not StopSignals.received:

@@ -13,17 +13,17 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from trainer.checkpoint.locate import step_of
+from trainer.checkpoint.locate import folder, step_of
 from trainer.checkpoint.pretrained import load_weights
 from trainer.files import apply_umask, write_json
-from trainer.log import log
+from trainer.log import doing, log
 from trainer.parallel.meta import on_host
 from trainer.parallel.strategy import Strategy
 from trainer.process.environment import detect
 from trainer.recipe_checks import call_summary
 from trainer.run_dir import versions
 
-ENDS = {"max_steps": ("finished", ""), "signal": ("stopped", ": a signal asked for it")}
+ENDS = {"max_steps": ("finished", ""), "signal": ("stopped", ": a signal asked for it")}  # others have finished
 
 
 class FinishedTrainer(Protocol):
@@ -63,32 +63,45 @@ def report(trainer: FinishedTrainer) -> None:
     task = call_summary(trainer.recipe)
     file = trainer.run_dir / "summary.json"
     numbers = (trainer.last_metrics or earlier(file, trainer.step)) | trainer.validation | task
+    exports, export = hasattr(trainer.recipe, "export"), trainer.run_dir / "export"
+    averaged = trainer.eval_model is not trainer.module
+    saved = trainer.checkpoint is not None and step_of(trainer.checkpoint) == trainer.step
+    has = trainer.strategy.whole or (saved and not averaged)  # a rank with a part of the model reads the checkpoint
+    exports_now = exports and trainer.stop_reason != "signal" and has
+    summary = {**numbers, **circumstances(trainer), **({"export": None} if exports_now else {})}  # null: not yet
     try:
-        write_json(file, {**numbers, **circumstances(trainer)})
+        write_json(file, summary)
     except OSError as error:
         if trainer.stop_reason != "signal":  # a stopped run goes on from its checkpoint
             raise
         log.warning("%s: can't be written: %s", file, error.strerror)
-    how, why = ENDS.get(trainer.stop_reason, ("stopped", f": {trainer.stop_reason}"))
+    how, why = ENDS.get(trainer.stop_reason, ("finished", f": {trainer.stop_reason}"))
     log.info("%s at step %d after %.1f s%s", how, trainer.step, trainer.seconds, why)
     for group, line in grouped(numbers).items():
         log.info("%-11s %s", group, line)
     log.info("run         %s", trainer.run_dir)
     log.info("checkpoint  %s", trainer.checkpoint or "none")
-    exports, export = hasattr(trainer.recipe, "export"), trainer.run_dir / "export"
-    averaged = trainer.eval_model is not trainer.module
-    saved = trainer.checkpoint is not None and step_of(trainer.checkpoint) == trainer.step
-    has = trainer.strategy.whole or (saved and not averaged)  # a rank with a part of the model reads the checkpoint
+    if trainer.best:
+        log.info("best        %s", best_in_words(trainer.best, trainer.checkpoint))
     if trainer.stop_reason == "signal" and trainer.checkpoint is not None:
         log.info("go on with  %s", go_on(trainer.argv, trainer.checkpoint.parent))
-    if exports and trainer.stop_reason != "signal" and has:
+    if exports_now:
         export.mkdir(exist_ok=True)
         log.info("exporting to %s", export)  # this may take minutes
-        trainer.recipe.export(exported(trainer).eval(), export)
+        with doing("exporting"):
+            trainer.recipe.export(exported(trainer).eval(), export)
         apply_umask(export)
+        write_json(file, {**summary, "export": str(export)})
         log.info("export      %s", export)
     elif exports and trainer.checkpoint is not None:  # the command reads an average from the files of all ranks
         log.info("export with %s", export_from(trainer, trainer.checkpoint, export))
+
+
+def best_in_words(best: Mapping[str, Any], checkpoint: Path | None) -> str:
+    """Return the best validation, and its checkpoint if that is kept beside the newest one."""
+    kept = checkpoint and folder(checkpoint.parent, best["step"])
+    where = f", in {kept}" if kept and kept.is_dir() else ""
+    return f"{best['metric']} {readable(best['value'])} at step {best['step']}{where}"
 
 
 def exported(trainer: FinishedTrainer) -> nn.Module:

@@ -29,6 +29,7 @@ from trainer.data.batch import Micro, Split, Step, count_samples
 from trainer.data.loader import Loader
 from trainer.data.source import Samples
 from trainer.errors import ConfigError
+from trainer.files import remove_unused
 from trainer.forward_backward import Accumulate, ForwardBackward
 from trainer.log import log, log_to_terminal, stop_log
 from trainer.monitors import replica_check
@@ -46,7 +47,7 @@ from trainer.process.heartbeat import Heartbeat
 from trainer.process.signals import StopSignals
 from trainer.recipe_checks import CheckedLoss, build_model, refuse_untrained, try_summary, weight_of
 from trainer.rng import GOLDEN, MASK, STEP, generators_of, mix
-from trainer.run_dir import make_run_dir, start_log
+from trainer.run_dir import make_run_dir, nothing_left, start_log
 from trainer.summary import report
 from trainer.timeouts import STILL
 from trainer.validation import Evaluator
@@ -116,10 +117,14 @@ class Trainer:
             refused.pop_all()
 
     def _open_run(self, refused: ExitStack) -> None:
-        run_dir = "" if self.rank else str(make_run_dir(self.plan, self.name))
-        self.run_dir = Path(self.ranks.first(run_dir))
+        refused.callback(remove_unused)
+        run_dir = None if self.rank else make_run_dir(self.plan, self.name)
+        found = run_dir and [str(run_dir), nothing_left(self.plan, run_dir)]
+        folder, self.ended = self.ranks.first(found)
+        self.run_dir = Path(folder)
         claim = training_state.claim(self, refused)  # before the log: another process may write this run
-        start_log(self.run_dir, self.rank)
+        if not self.ended:
+            start_log(self.run_dir, self.rank)
         self.heartbeat = Heartbeat(os.environ.get("ECHELON_HEARTBEAT", ""))
         limit = allowed(self.plan.data.max_bad, self.plan.epoch_samples or 0)
         self.quarantine = BadSamples(self.run_dir / "quarantine.jsonl", limit, self.ranks.gather, self.rank)
@@ -224,8 +229,10 @@ class Trainer:
             note = partial(self.ranks.note_failure, RuntimeError, self.run_dir / "logs")
             self.signals.on_inspect = note
             if self.world > 1:
-                stacks = None if self.heartbeat.file else (self.run_dir / "logs" / f"rank{self.rank}.log").open("a")
+                no_log = self.heartbeat.file or self.ended
+                stacks = None if no_log else (self.run_dir / "logs" / f"rank{self.rank}.log").open("a")
                 self.heartbeat.watch(STILL * self.options.timeout_s, note, stacks)
+            every.callback(remove_unused)
             for end in (self.heartbeat.close, self.saver.close, self.loader.close, self.quarantine.file.close):
                 every.callback(end)
             every.enter_context(self.undo)
@@ -237,7 +244,8 @@ class Trainer:
             while not self.stop_reason:
                 self._train_step(load(self.stream))
                 self._after_step()
-            self._finish()
+            if not self.ended:
+                self._finish()
         if self.stop_reason != "signal":
             self.train_loss.refuse_never_finite(self.step)  # the checkpoint is written
         with StopSignals():  # a launcher may send one to all as the first of them ends
@@ -256,6 +264,8 @@ class Trainer:
         stop_log()
 
     def _start(self) -> None:
+        if self.ended:
+            return training_state.load_ended(self, self.ended)
         stop = math.inf if self.plan.max_steps is None else self.plan.max_steps * self.batch
         split_at = next((partial(self._split, split) for split in self.hooks["split"]), None)
         self.stream = self.loader.train(self.plan.manifest.get("samples", 0), split_at, stop)

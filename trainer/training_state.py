@@ -23,7 +23,7 @@ from trainer.comm.phases import Phase, during
 from trainer.config.schema import fits
 from trainer.data.bad_samples import BadSamples
 from trainer.errors import ConfigError, printable
-from trainer.log import log
+from trainer.log import doing, log
 from trainer.optim.groups import ParameterRules
 from trainer.plan import Plan, refuse_differences
 from trainer.process import handover
@@ -50,6 +50,7 @@ class SavedTrainer(TrainerProtocol, Protocol):
     validation: dict[str, float]  # the metrics of the last validation
     validated_step: int  # the step of the last validation
     bests: list[dict[str, Any]]  # validations that were the best, the newest last
+    ended: str  # why the run to resume has nothing left to do; empty if it goes on
     loaded: tuple[int, int] | None  # step and validated_step of the resumed checkpoint
     started: float
     saved_at: float
@@ -73,12 +74,12 @@ def saved_in(trainer: SavedTrainer) -> Path:
 
 
 def claim(trainer: SavedTrainer, refused: ExitStack) -> Claim | None:
-    """Claim the right to write the run, on rank 0; `refused` gives it back.
+    """Claim the right to write the run, on rank 0; `refused` gives it back. A run that has ended is not written.
 
     Raises:
         ConfigError: Another process writes the run.
     """
-    if trainer.rank:
+    if trainer.rank or trainer.ended:
         return None
     taken = Claim(saved_in(trainer), trainer.run_dir)
     refused.callback(taken.close)
@@ -89,6 +90,7 @@ def make_saver(trainer: SavedTrainer, claim: Claim | None) -> Saver:
     """Make the writer of the trainer's checkpoints. A collective."""
     own = ("rank_state_dict", "distribute")  # a state or a strategy that differs between ranks
     shared = any(overrides(callback, hook) for callback in trainer.plan.callbacks.values() for hook in own)
+    shared &= not trainer.ended  # else nothing is written
     options = trainer.options.checkpoint
     saver = Saver(saved_in(trainer), options, trainer.ranks, trainer.heartbeat, claim, shared)
     saver.on_settled = lambda facts: trainer.emit("on_event", "checkpoint", facts)
@@ -101,6 +103,7 @@ def make_interval(trainer: SavedTrainer) -> Interval:
 
 
 @during(Phase.CHECKPOINT)
+@doing("writing")
 def save(trainer: SavedTrainer, last: bool = False) -> None:
     """Begin a checkpoint of this step; wait for the last one. A collective.
 
@@ -280,8 +283,16 @@ def load(trainer: SavedTrainer, path: Path) -> None:
     for name in saved.get("rank_states", []):
         if name not in trainer.callbacks:
             log.warning("resume: the run has no callback %s, so what its ranks had kept is dropped", name)
-    log.info("resumed from %s at step %d, sample %d", path, trainer.step, trainer.samples)
-    _log_differences(trainer, other_world)
+    if not trainer.ended:
+        log.info("resumed from %s at step %d, sample %d", path, trainer.step, trainer.samples)
+        _log_differences(trainer, other_world)
+
+
+def load_ended(trainer: SavedTrainer, why: str) -> None:
+    """Put the state of a run back that has nothing left to do: its weights may be asked for."""
+    assert trainer.plan.resumed
+    load(trainer, trainer.plan.resumed)
+    trainer.stop(why)
 
 
 def _load_rank_state(trainer: SavedTrainer, name: str, own_section: dict[str, Any], path: Path) -> None:
@@ -375,7 +386,8 @@ def leave_newer(trainer: SavedTrainer) -> None:
     if trainer.rank:
         return
     refuse_superseded(trainer)
-    if trainer.plan.resumed and (hidden := retention.set_aside(saved_in(trainer), trainer.step)):
+    saved, best = saved_in(trainer), trainer.options.checkpoint.keep_best
+    if trainer.plan.resumed and (hidden := retention.set_aside(saved, trainer.step, best)):
         log.warning(
             "resume: goes on from step %d; later checkpoints are set aside: %s", trainer.step, ", ".join(hidden)
         )

@@ -10,7 +10,7 @@ import pytest
 from support.checkpoints import hidden, holds, put, steps
 
 from trainer.checkpoint.locate import checkpoints
-from trainer.checkpoint.retention import retain, set_aside
+from trainer.checkpoint.retention import link_best, retain, set_aside
 
 
 def test_retention_keeps_the_newest_valid_and_the_best(run: Path) -> None:
@@ -62,3 +62,47 @@ def test_another_history_where_there_are_no_links(run: Path, monkeypatch: pytest
     (run.parent / "last.pt").unlink()
     monkeypatch.setattr(os, "symlink", Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted")))
     assert len(set_aside(run, 1)) == 1 and steps(run) == [1]
+
+
+def best_of(run: Path) -> int | None:
+    link = run.parent / "best.pt"
+    return holds(link.resolve())[0] if os.path.lexists(link) else None
+
+
+def test_best_is_a_link_to_the_best(run: Path) -> None:
+    for step, loss in {1: 2.0, 2: 1.0, 3: 3.0}.items():
+        put(run, step, metrics={"val/loss": loss})
+    link_best(run, "max val/loss")
+    assert best_of(run) == 3 and os.readlink(run.parent / "best.pt") == "run/step-00000003"
+    link_best(run, "val/loss")
+    assert best_of(run) == 2
+    put(run, 4, metrics={"val/loss": 0.5})
+    assert best_of(run) == 2  # until it is said
+    link_best(run, "val/loss")
+    assert best_of(run) == 4
+    set_aside(run, 2, "val/loss")
+    assert best_of(run) == 2
+    set_aside(run, 0, "val/loss")
+    assert best_of(run) is None
+
+
+@pytest.mark.parametrize("best", [None, "val/unknown"])
+def test_best_is_never_another_runs(run: Path, best: str | None) -> None:
+    """It is of the run of last.pt, or it is not there. That run's checkpoints stay."""
+    other = run.with_name("other")
+    put(other, 7, metrics={"val/loss": 2.0})
+    link_best(other, "val/loss")
+    put(run, 1, metrics={"val/loss": 1.0})
+    link_best(run, best)
+    assert best_of(run) is None and steps(other) == [7]
+
+
+def test_a_file_of_the_users_that_is_called_best_stays(run: Path) -> None:
+    put(run, 1, metrics={"val/loss": 1.0})
+    own = run.parent / "best.pt"
+    own.write_text("precious")
+    with pytest.raises(OSError, match="is no link, and stays; rename it"):
+        link_best(run, "val/loss")
+    link_best(run, None)
+    set_aside(run, 0, "val/loss")
+    assert own.read_text() == "precious" and not own.is_symlink()

@@ -49,6 +49,13 @@ class EarlyStop(Callback):
                 f"its best was {best:.4g}{when}"
             )
 
+    def decisions(self) -> dict[str, Any]:
+        return {"bad": self.bad}
+
+    def has_ended(self, decisions: Any) -> bool:
+        bad = decisions.get("bad") if isinstance(decisions, dict) else None
+        return isinstance(bad, int) and bad >= self.patience
+
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "best_step": self.best_step, "bad": self.bad}
 

@@ -1,6 +1,7 @@
 """A checkpoint appears whole or not at all: staged, hashed, synced, renamed once. Standard library only.
 
     <dir>/last.pt                     link to the newest checkpoint
+    <dir>/best.pt                     link to the best one of the same run, with `keep_best`
     <dir>/<run>/step-00001200/        a checkpoint; never changed once it has this name
     <dir>/<run>/.tmp-* .trash-*       left by a killed process: the next process that writes the run deletes it
     <dir>/<run>/.old-*                replaced by a checkpoint of the same step: put back if the new one is missing
@@ -105,7 +106,7 @@ def publish(checkpoint: Path, attempt: Attempt) -> None:
     """
     sweep(checkpoint.parent, attempt.number)
     refuse_superseded(checkpoint.parent, attempt)
-    link_newest(checkpoint)
+    link(checkpoint, LAST)
 
 
 def make(path: Path) -> None:
@@ -121,13 +122,13 @@ def staged(run_dir: Path, step: int, attempt: Attempt) -> Path:
     return run_dir / f".tmp-{step:08d}-{attempt.number}"
 
 
-def link_newest(checkpoint: Path) -> None:
-    """Point `last.pt` to a checkpoint."""
+def link(checkpoint: Path, name: str) -> None:
+    """Point `last.pt` or `best.pt` to a checkpoint."""
     run_dir, root = checkpoint.parent, checkpoint.parent.parent
-    temporary = root / f".{LAST}-{run_dir.name}"
+    temporary = root / f".{name}-{run_dir.name}"
     temporary.unlink(missing_ok=True)
     os.symlink(f"{run_dir.name}/{checkpoint.name}", temporary)
-    os.rename(temporary, root / LAST)
+    os.rename(temporary, root / name)
     sync(root)
 
 

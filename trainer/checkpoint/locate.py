@@ -11,6 +11,7 @@ from trainer.errors import ConfigError
 from trainer.log import log
 
 LAST = "last.pt"
+BEST = "best.pt"
 
 
 def folder(run_dir: Path, step: int) -> Path:
@@ -57,7 +58,7 @@ def resolve(resume: str, root: Path, run_dir: Path | None) -> Path | None:
         Damaged: The checkpoint can't be used.
         OSError: The system fails in a way that may pass.
     """
-    ways = f"give DIR/{LAST}, a folder step-*, a run's folder, or auto"
+    ways = f"give DIR/{LAST}, DIR/{BEST}, a folder step-*, a run's folder, or auto"
     if not _can_be(resume):
         raise ConfigError(f"trainer.resume={resume[:60]!r}...: is not a path; {ways}")
     key, target = f"trainer.resume={resume}", Path(os.path.realpath(resume))

@@ -1,13 +1,14 @@
-"""Deletes the checkpoints that need not stay, and sets aside those of an abandoned history."""
+"""Points `best.pt` to the best checkpoint, deletes those that need not stay, sets aside an abandoned history."""
 
+import errno
 import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.cleanup import delete
-from trainer.checkpoint.commit import link_newest
-from trainer.checkpoint.locate import LAST, checkpoints, hidden_name, hide, step_of
+from trainer.checkpoint.commit import link
+from trainer.checkpoint.locate import BEST, LAST, checkpoints, hidden_name, hide, step_of
 from trainer.checkpoint.manifest import Damaged, sync, verify
 
 
@@ -15,18 +16,14 @@ def retain(run_dir: Path, keep: int, best: str | None, every: int | None) -> Non
     """Delete valid checkpoints but the newest `keep`, the best one, and those of steps that `every` divides.
 
     A checkpoint that is not valid does not count; hashes are not checked here. At least two stay. `best` is
-    `trainer.checkpoint.keep_best`, a metric in the manifests. Among equal checkpoints the older one is the best. A
-    checkpoint without the metric is never the best.
+    `trainer.checkpoint.keep_best`, a metric in the manifests.
+
+    Raises:
+        OSError: The disk refuses. All that it allows is done.
     """
     assert keep >= 2
-    metrics: dict[Path, Any] = {}
-    for checkpoint in checkpoints(run_dir):
-        with suppress(Damaged):
-            metrics[checkpoint] = verify(checkpoint, hashes=False).get("metrics")
-    name, sign = parse_best(best or "")
-    values = {path: found.get(name) for path, found in metrics.items() if isinstance(found, dict)}
-    scores = {path: sign * value for path, value in values.items() if isinstance(value, int | float)}
-    leader = min(scores, key=lambda path: scores[path], default=None)
+    metrics = _metrics(run_dir)
+    leader = _leader(metrics, best)
     failed: list[OSError] = []
     for checkpoint in list(metrics)[:-keep]:
         if checkpoint != leader and not (every and step_of(checkpoint) % every == 0):
@@ -38,19 +35,57 @@ def retain(run_dir: Path, keep: int, best: str | None, every: int | None) -> Non
         raise failed[0]
 
 
+def link_best(run_dir: Path, best: str | None) -> None:
+    """Point `best.pt` to the best checkpoint of this run. Without one, remove the link: it may be another run's.
+
+    Raises:
+        OSError: The disk refuses, or somebody's own file has this name.
+    """
+    leader, link_path = _leader(_metrics(run_dir), best) if best else None, run_dir.parent / BEST
+    if os.path.lexists(link_path) and not link_path.is_symlink():
+        if leader:
+            raise OSError(errno.EEXIST, "is no link, and stays; rename it", str(link_path))
+    elif leader is None:
+        link_path.unlink(missing_ok=True)
+    elif not link_path.is_symlink() or os.readlink(link_path) != f"{run_dir.name}/{leader.name}":
+        link(leader, BEST)
+
+
+def _metrics(run_dir: Path) -> dict[Path, Any]:
+    """Return the valid checkpoints, oldest first, with the metrics in their manifests."""
+    metrics: dict[Path, Any] = {}
+    for checkpoint in checkpoints(run_dir):
+        with suppress(Damaged):
+            metrics[checkpoint] = verify(checkpoint, hashes=False).get("metrics")
+    return metrics
+
+
+def _leader(metrics: dict[Path, Any], best: str | None) -> Path | None:
+    """Return the best checkpoint: the older one among equals, and never one without the metric."""
+    name, sign = parse_best(best or "")
+    values = {path: found.get(name) for path, found in metrics.items() if isinstance(found, dict)}
+    scores = {path: sign * value for path, value in values.items() if isinstance(value, int | float)}
+    return min(scores, key=lambda path: scores[path], default=None)
+
+
 def parse_best(best: str) -> tuple[str, int]:
     """Parse `trainer.checkpoint.keep_best` into a metric and its sign: smaller is better, "max NAME" excepted."""
     name = best.removeprefix("max ")
     return name, 1 if name == best else -1
 
 
-def set_aside(run_dir: Path, after_step: int) -> list[str]:
-    """Rename the checkpoints above `after_step`, and return their new names: the run goes on from `after_step`."""
+def set_aside(run_dir: Path, after_step: int, best: str | None = None) -> list[str]:
+    """Rename the checkpoints above `after_step`, and return their new names: the run goes on from `after_step`.
+
+    `last.pt` and `best.pt` then point to checkpoints that stay.
+    """
     found = checkpoints(run_dir)
     older = [path for path in found if step_of(path) <= after_step]
     if older and older != found and os.path.lexists(run_dir.parent / LAST):  # not all file systems have links
-        link_newest(older[-1])
+        link(older[-1], LAST)
     names = [hide(path, "abandoned").name for path in found[len(older) :]]
     if names:
         sync(run_dir)
+        if (run_dir.parent / BEST).is_symlink():
+            link_best(run_dir, best)
     return names

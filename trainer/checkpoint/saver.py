@@ -283,6 +283,9 @@ class Saver:
             self.claim.mark()
         with _warned(f"checkpoint of step {step} is written, but {locate.LAST} does not point to it"):
             commit.publish(written, self.attempt)
+        with _warned(f"checkpoint of step {step} is written, but {locate.BEST} does not point to the best one"):
+            refuse_superseded(self.folder, self.attempt)
+            retention.link_best(self.folder, self.options.keep_best)
         with _warned(f"checkpoint of step {step} is written, but older ones can't be removed"):
             refuse_superseded(self.folder, self.attempt)
             retention.retain(self.folder, self.options.keep, self.options.keep_best, self.options.keep_every)

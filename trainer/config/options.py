@@ -12,7 +12,7 @@ ACCEPTABLE = ("seed", "batch", "data", "callbacks", "lanes", "block", "optimizer
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """`dir` holds one folder a run, and `last.pt`, a link to the newest checkpoint."""
+    """`dir` holds one folder a run, and links: `last.pt` to the newest checkpoint, `best.pt` to the best."""
 
     dir: str = "ckpt"
     every: Literal["auto"] | None = None  # auto: by measured stall and failures, instead of the next two
@@ -94,7 +94,7 @@ class Options:
     validate_every: int | str | None = None  # a duration; null: at the end only
     log_every_steps: int = 50
     seed: int = 0
-    resume: str | None = None  # ckpt/last.pt, a checkpoint, a run, or auto
+    resume: str | None = None  # ckpt/last.pt, ckpt/best.pt, a checkpoint, a run, or auto
     accept: list[str] = field(default_factory=list)  # differences from the checkpoint that a resume may take
     init_from: str | None = None  # weights only: a checkpoint, a file, a Hugging Face folder
     run_dir: str | None = None  # null: runs/<recipe>-<time>

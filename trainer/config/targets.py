@@ -68,7 +68,7 @@ def refuse_unlimited(key: str, target: str, found: Any) -> None:
 
 
 def foreign_package(name: str) -> str:
-    """Return a line about another package that has the name of one of Echelon's; empty if there is none."""
+    """Return a line about a package or a folder that has the name of one of Echelon's; empty if there is none."""
     spec = PathFinder.find_spec(name) if name in OURS else None
     if spec is None or spec.origin is None:
         return ""
@@ -77,6 +77,8 @@ def foreign_package(name: str) -> str:
         return f"{found} hides Echelon's package {name}; rename it, or start in another folder"
     if name == "recipes" and found.stat().st_size:
         return f"{found} is another package's, installed over Echelon's; give Echelon an environment of its own"
+    if (hidden := Path.cwd() / name).is_dir() and not hidden.samefile(own.parent):
+        return f"Echelon's package {name} hides {hidden}, which has no __init__.py; rename that folder"
     return ""
 
 

@@ -21,7 +21,7 @@ from trainer.data.sampling.order import Order, Ref, near_equal, walk
 from trainer.data.source import SampleFault, Samples
 from trainer.data.workers import lost_batches, start_workers
 from trainer.errors import EXIT_CODES, ConfigError, UnavailableError
-from trainer.log import log
+from trainer.log import Terminal, doing, log
 from trainer.rng import ITERABLE, mix
 
 CPU = torch.device("cpu")
@@ -101,12 +101,15 @@ class Loader:
         """
         source = self.validation
         assert source is not None
+        batches = 0  # not known
         if isinstance(source, Samples):
+            first, last = near_equal(sum(source.counts), self.rank, self.split.world)
+            batches = -(-(last - first) // self.split.micro)
             parts = partial(self._stored, source)
             micros = self._load(source, parts(), partial(validation_needs, parts), 1, self.options.prefetch)
         else:
             micros = self._replay(source, endless=False)
-        return upload(self._run(preserve_rng_state(micros)), self.stream)
+        return told(upload(self._run(preserve_rng_state(micros)), self.stream), batches)
 
     def close(self) -> None:
         """End the iterators of `train` and `validate` and their workers, and close this process's shards."""
@@ -240,6 +243,15 @@ class Fetch:
             return error
         except tuple(EXIT_CODES) as error:  # a subclass of the recipe's might not unpickle in the rank
             return next(kind for kind in EXIT_CODES if isinstance(error, kind))(str(error))
+
+
+def told(micros: Iterator[Micro], batches: int) -> Iterator[Micro]:
+    """Show on the terminal which of the `batches` is validated; 0: their number is not known."""
+    with doing("validating"):
+        for number, micro in enumerate(micros, start=1):
+            Terminal.doing = f"validating {number}/{batches}" if batches else f"validating {number}"
+            yield micro
+            del micro
 
 
 def to_upload(micro: Micro, stream: torch.cuda.Stream) -> Micro:

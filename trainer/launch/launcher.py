@@ -14,6 +14,7 @@ from trainer.comm.device import count_gpus, pick_backend
 from trainer.config.build import build_options
 from trainer.config.options import Options
 from trainer.errors import STOPPED, ConfigError
+from trainer.files import remove_unused
 from trainer.launch.supervisor import Supervisor
 from trainer.launch.worker import train_under_launcher
 from trainer.log import log_to_terminal
@@ -22,7 +23,7 @@ from trainer.precision import Precision
 from trainer.process import handover
 from trainer.process.environment import Place, refuse_without_loopback
 from trainer.process.temporary import sockets_in, temporary_folder
-from trainer.run_dir import make_run_dir
+from trainer.run_dir import make_run_dir, nothing_left
 from trainer.session import build_components, end, train
 from trainer.summary import go_on
 from trainer.timeouts import PLANNING, START_S, STILL
@@ -70,12 +71,18 @@ def start_ranks(config: dict[str, Any], name: str, argv: list[str], devices: int
     del components["optimizer"]
     plan, options = Plan(**components, place=Place(world=devices), each=lambda value: [value]), components["options"]
     planning_s = time.monotonic() - began
-    spec, decided = plan.spec, {"run_dir": str(make_run_dir(plan, name)), "devices": devices}
+    run_dir = make_run_dir(plan, name)
+    if nothing_left(plan, run_dir):
+        return 0
+    spec, decided = plan.spec, {"run_dir": str(run_dir), "devices": devices}
     decided |= {"resume": spec.checkpoint[0]} if spec.checkpoint else {}
     del components, plan  # the ranks open the data themselves
     config = {**config, "trainer": config["trainer"] | decided}
     start_s = START_S + PLANNING * planning_s  # ranks find the data prepared
-    return supervise(config, spec, argv, Place(0, devices, 0, devices, starts=True), options.restarts, start_s)
+    try:
+        return supervise(config, spec, argv, Place(0, devices, 0, devices, starts=True), options.restarts, start_s)
+    finally:
+        remove_unused()
 
 
 def supervise(

@@ -33,7 +33,7 @@ def test_a_whole_run(tmp_path):
         (["start", "stop"], "max_steps", "finished"),
         (["start", "stop"], None, "finished"),
         (["start", "stop"], "signal", "stopped by a signal"),
-        (["start", "stop"], "early_stop: val/loss", "stopped: early_stop: val/loss"),
+        (["start", "stop"], "early_stop: val/loss", "finished: early_stop: val/loss"),
         (["start", "stop", "resume"], "max_steps", "running or killed"),  # the summary is of the attempt before
         (["start", "crash"], None, "crashed"),
         (["start", "crash"], "error", "crashed"),

@@ -58,7 +58,7 @@ class Run:
         reason = str(self.summary.get("stopped") or last.get("reason") or "")
         if reason == "error" or (not reason and last):
             return "crashed"
-        return STATES.get(reason, f"stopped: {printable(reason)[:120]}") if reason else "running or killed"
+        return STATES.get(reason, f"finished: {printable(reason)[:120]}") if reason else "running or killed"
 
     @property
     def error(self) -> str:

@@ -1,0 +1,1 @@
+from trainer.monitors.progress.callback import Progress as Progress
