@@ -179,6 +179,20 @@ def test_a_syntax_error_of_the_users_is_shown(folder):
     assert failed.code == 1 and files(failed.err) == {"mine.py"} and "SyntaxError" in failed.err
 
 
+def test_an_import_that_fails_in_a_users_module_is_one_line_with_its_place(folder):
+    (folder / "mine.py").write_text("import os\nimport nowhere\n")
+    failed = fail(folder, "")
+    assert (failed.code, failed.err.count("\n")) == (78, 1)
+    place = f"{folder}/mine.py:2: No module named 'nowhere'; install the package, or mend the import"
+    assert failed.err == f"echelon: recipe._target_=mine.Mine: {place}\n"
+
+
+def test_another_error_of_a_users_module_is_shown(folder):
+    (folder / "mine.py").write_text("import os\nos.nowhere\n")
+    failed = fail(folder, "")
+    assert failed.code == 1 and files(failed.err) == {"mine.py"} and "AttributeError" in failed.err
+
+
 def test_a_full_disk_without_a_name_may_be_that_of_shared_memory():
     told = message(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     assert told.startswith("echelon: a file of the run, or of /dev/shm, which data workers need: No space left")

@@ -47,9 +47,10 @@ EXIT_CODES = {UnavailableError: UNAVAILABLE, NumericsError: NUMERICS, DataError:
 
 def message(error: BaseException) -> str:
     """Return the text that the user reads: one line for an error that the user can mend, else the traceback."""
-    if isinstance(error, tuple(EXIT_CODES)):
-        return f"echelon: {printable(str(error))}"
     place, given = (printable(getattr(error, name, "")) for name in ("place", "given"))  # by `summary.tell_place`
+    if isinstance(error, tuple(EXIT_CODES)):
+        later = f" ({place})" if place and error.__cause__ else ""  # a first value's place says nothing
+        return f"echelon: {printable(str(error))}{later}"
     trace = printable("".join(traceback.format_exception(error)), keep="\n") + (f"  {place}\n" if place else "")
     if is_out_of_memory(error):
         ways = "a smaller micro_batch (the batch stays), '+callbacks=[activation_checkpoint]' or trainer.precision=bf16"

@@ -46,10 +46,11 @@ class Accumulate:
                 begin_backward(scaled, final and strategy.data_world > 1)
                 scaled.backward()
             except Exception as error:
-                refs = getattr(data, "current", list)()  # cut parts of a step, which may run out of memory, have none
-                error.refs = refs  # pyright: ignore[reportAttributeAccessIssue] for the message
-                self.loss.explain(error, loss, strategy.model)
-                raise
+                told: Any = self.loss.explain(error, loss, strategy.model) or error
+                told.refs = getattr(data, "current", list)()  # for the message; cut parts of a step have none
+                if told is error:
+                    raise
+                raise told from error
             del batch, loss, scaled  # so that two batches are on the device, not three
         return losses
 

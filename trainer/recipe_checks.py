@@ -60,8 +60,8 @@ class CheckedLoss:
         self.compute = self.loss
         return loss
 
-    def explain(self, error: Exception, loss: Any, model: nn.Module) -> None:
-        """Raise ConfigError if `error` in a pass comes from a mistake in the recipe. Errors of `loss` itself pass.
+    def explain(self, error: Exception, loss: Any, model: nn.Module) -> ConfigError | None:
+        """Return the mistake in the recipe from which `error` in a pass comes; None for an error of `loss` itself.
 
         Args:
             loss: The value of a later call than the first, which was not checked; or `MISSING`.
@@ -69,21 +69,29 @@ class CheckedLoss:
         """
         text = str(error)
         if unused := UNUSED.search(text):
-            raise ConfigError(f"recipe.loss(): {unused_parameters(unused[1], model)}") from error
+            return ConfigError(f"recipe.loss(): {unused_parameters(unused[1], model)}")
         if loss is MISSING or isinstance(error, ConfigError):
-            return
-        check_loss(loss)
+            return None
+        if not is_one_number(loss):
+            return not_one_number(loss)
         if "does not require grad" in text and not loss.requires_grad:
-            raise without_gradient(loss)
-        for part, mistake in MISTAKES.items():
-            if part in text:
-                raise ConfigError(f"recipe.loss(): {mistake}") from error
+            return without_gradient(loss)
+        mistake = next((mistake for part, mistake in MISTAKES.items() if part in text), None)
+        return ConfigError(f"recipe.loss(): {mistake}") if mistake else None
+
+
+def is_one_number(loss: Any) -> bool:
+    return isinstance(loss, Tensor) and loss.numel() == 1
 
 
 def check_loss(loss: Any) -> None:
     """Raise ConfigError if a loss is not a tensor of one number."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise refusal("loss", loss, ONE_NUMBER + hint(loss))
+    if not is_one_number(loss):
+        raise not_one_number(loss)
+
+
+def not_one_number(loss: Any) -> ConfigError:
+    return refusal("loss", loss, ONE_NUMBER + hint(loss))
 
 
 def hint(value: Any) -> str:
