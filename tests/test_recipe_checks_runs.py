@@ -15,9 +15,11 @@ trainer: {max_steps: 4, log_every_steps: 1, run_dir: runs/r, restarts: 0, accele
 data: {workers: 0}
 """
 RECIPE = """\
+import glob
+
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 
 class Numbers(Dataset):
@@ -174,8 +176,12 @@ a list of samples
     | . For a list of samples, return a Dataset
 nothing to validate on
     def data(self, split):
-        return Numbers() if split == "train" else []
+        return Numbers() if split == "train" else DataLoader(Numbers(4), 8, drop_last=True)
     | recipe.data('val'): gave no batch
+no files
+    def data(self, split):
+        return glob.glob("nowhere/*.tar")
+    | recipe.data('train'): returned an empty list; return shards, a Dataset, or an iterable of batches
 samples of several shapes
     def transform(self, sample, rng):
         return torch.zeros(int(rng.integers(1, 1000)))
@@ -197,7 +203,7 @@ trainer.devices=2: parameters that the loss does not use
 """
 LATER = ("the losses of all steps", "no loss of a later batch")  # step 1 is right
 CODES = {"a loss that is never finite": 70, "no return in transform": 71, "a list of samples": 71}
-CODES |= dict.fromkeys(("nothing to validate on", "samples of several shapes"), 71)
+CODES |= dict.fromkeys(("nothing to validate on", "no files", "samples of several shapes"), 71)
 
 
 def parse(table: str) -> dict[str, tuple[str, list[str]]]:

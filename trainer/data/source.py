@@ -195,12 +195,19 @@ def open_source(
 
 
 def refuse_no_data(data: Any, split: str) -> None:
-    """Raise ConfigError if `data` can't be walked."""
+    """Raise an error if `data` can't be walked, or is an empty list.
+
+    Raises:
+        ConfigError: The value is of another kind.
+        DataError: The list is empty, as `glob.glob` of a missing folder is.
+    """
     key, form = f"recipe.data({split!r})", "return shards, a Dataset, or an iterable of batches"
     if isinstance(data, type):
         raise ConfigError(f"{key}: returned the class {data.__name__}; return an object of it")
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset) and not hasattr(data, "__len__"):
         raise ConfigError(f"{key}: {type(data).__name__} has no length; define __len__, or return an IterableDataset")
+    if isinstance(data, list | tuple) and not data:
+        raise DataError(f"{key}: returned an empty {type(data).__name__}; {form}")
     if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
         raise ConfigError(f"{key}: returned a value of type {type(data).__name__}; {form}")
 
