@@ -1,10 +1,12 @@
 """What a recipe's methods may return: anything else is one line that names the method, what came, what is expected."""
 
+import contextlib
 import multiprocessing
 import os
 import re
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from trainer.errors import ConfigError, NumericsError, exhausted
 from trainer.process.environment import Place
 from trainer.recipe_checks import CheckedLoss
 from trainer.trainer import Trainer
+from trainer.validation import Evaluator
 
 
 def fit(recipe: Any, place: Place | None = None, **options: Any) -> Trainer:
@@ -205,7 +208,7 @@ def nan_until(step: int) -> Toy:
     seen: list[int] = []
 
     def loss(self, model, batch):
-        seen.append(0)
+        seen.extend([0] * model.training)
         return Toy.loss(self, model, batch) * (1.0 if len(seen) > step else float("nan"))
 
     return with_method("loss", loss)
@@ -220,7 +223,7 @@ def test_a_loss_that_was_finite_once_is_a_warning():
     weights: list[int] = []
 
     def loss(self, model, batch):
-        weights.append(0)
+        weights.extend([0] * model.training)
         return Toy.loss(self, model, batch) * (float("nan") if len(weights) > 2 else 1.0)
 
     assert fit(with_method("loss", loss)).step == 4
@@ -263,13 +266,33 @@ def test_two_batches_are_tried_before_the_first_step():
     assert made == ["metrics"] * 2
 
 
-def test_the_trial_changes_no_bit():
-    def metrics(self, model, batch):
+def weights_after(place: Place, metrics: bool, tries: bool) -> tuple[list[Any], int]:
+    """The weights of a run with dropout, and the times that the metrics or the loss were called to validate."""
+    calls: list[int] = []
+
+    class Drawing(Toy):
+        def loss(self, model, batch):
+            calls.extend([0] * (not model.training))
+            return Toy.loss(self, model, batch) * (1.0 if model.training else torch.rand(()))
+
+    def measure(self, model, batch):
+        calls.append(0)
         return {"a": (torch.rand(()) * model(batch["x"]).sum(), len(batch["x"]))}
 
-    plain = fit(Toy(dropout=0.5))
-    tried = fit(with_method("metrics", metrics).__class__(dropout=0.5))
-    assert all(map(torch.equal, plain.module.parameters(), tried.module.parameters()))
+    if metrics:
+        Drawing.metrics = measure  # pyright: ignore[reportAttributeAccessIssue]
+    with contextlib.nullcontext() if tries else mock.patch.object(Evaluator, "try_out"):
+        trainer = fit(Drawing(dropout=0.5), place)
+    return [p.tolist() for p in trainer.module.parameters()], len(calls)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("metrics", [False, True])
+def test_the_trial_changes_no_bit(metrics, world):
+    tried = run_ranks(world, weights_after, metrics, True)
+    plain = run_ranks(world, weights_after, metrics, False)
+    assert [weights for weights, _ in tried] == [weights for weights, _ in plain]
+    assert [calls for _, calls in plain] < [calls for _, calls in tried]
 
 
 def test_a_long_validation_says_how_far_it_is(monkeypatch, capsys):

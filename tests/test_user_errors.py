@@ -1,9 +1,11 @@
 """An error in the user's code: the terminal shows the user's frames, the log of the rank has all of them."""
 
 import errno
+import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cli import Result, run
@@ -18,6 +20,8 @@ trainer: {max_steps: 4, run_dir: runs/r, restarts: 0, accelerator: cpu, allow_ta
 data: {workers: 0}
 """
 RECIPE = """\
+import sys
+
 import torch
 from toy_recipe import Toy
 from torch.utils.data import DataLoader, RandomSampler
@@ -49,7 +53,7 @@ class Failing(Callback):
 class Mine(Toy):
     def __init__(self, where, rank=0):
         super().__init__()
-        self.where = where
+        self.where, self.calls = where, 0
         if where in ("metrics", "transform", "collate"):
             setattr(self, where, lambda *both: fail(*both))
 
@@ -69,7 +73,13 @@ class Mine(Toy):
 
     def loss(self, model, batch):
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        return fail() if self.where == f"loss {rank}" else super().loss(model, batch)
+        if self.where == "val" and not model.training:
+            fail()
+        if self.where == "exit":
+            sys.exit(0)
+        self.calls += model.training
+        later = self.where == f"loss {rank} later" and self.calls == 4  # the second micro-batch of step 2
+        return fail() if self.where == f"loss {rank}" or later else super().loss(model, batch)
 """
 
 
@@ -88,6 +98,10 @@ def fail(folder: Path, where: str, *more: str, **env: str) -> Result:
     return run([*words, *more], folder, **env)
 
 
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "runs/r/summary.json").read_text())
+
+
 def files(text: str) -> set[str]:
     return {Path(name).name for name in re.findall('File "(.*?)"', text)}
 
@@ -100,8 +114,8 @@ def test_the_terminal_shows_the_users_frames_and_counts_the_others(where, folder
     assert failed.err.count("KeyError: 'mine'") and failed.err.count("ECHELON_TRACEBACK=1 shows them") == 1
     assert re.search(r"^  \.\.\. \d+ frame\(s\) of trainer", failed.err, re.MULTILINE)
     assert len(failed.err.splitlines()) < 20, failed.err
-    if where not in ("model", "metrics"):  # which are called before there is a log
-        assert "trainer.py" in files((folder / "runs/r/logs/rank0.log").read_text())
+    assert "trainer.py" in files((folder / "runs/r/logs/rank0.log").read_text())
+    assert summary(folder)["stopped"] == "error" and "KeyError: 'mine'" in summary(folder)["error"]
 
 
 def test_all_frames_on_demand(folder):
@@ -115,13 +129,32 @@ def test_the_sample_is_named_from_a_worker_too(where, workers, folder):
     failed = fail(folder, where, f"data.workers={workers}")
     assert re.search(r"^trainer\.data\.source\.SampleFault: sample \d+: KeyError: 'mine'$", failed.err, re.MULTILINE)
     assert files(failed.err) == {"mine.py"}
-    assert re.search(r'"error": ".*SampleFault: sample \d+: KeyError', (folder / "runs/r/summary.json").read_text())
+    assert re.match(r"SampleFault: sample \d+: KeyError: 'mine'$", summary(folder)["error"])
 
 
 def test_a_sample_that_is_none_is_one_line(folder):
     failed = fail(folder, "None", "data.workers=1")
     assert (failed.code, failed.err.count("\n")) == (71, 1)
-    assert failed.err.startswith("echelon: sample 7: does not fit into a batch (default_collate: ")
+    assert failed.err == "echelon: sample 7: is None; return the sample from the data set\n"
+
+
+def test_an_error_in_the_loss_names_the_step_and_the_samples(folder):
+    failed = fail(folder, "loss 0 later", "micro_batch=6")
+    place = r"^KeyError: 'mine'\n  in step 2, on (sample \d+, ){4}sample \d+ and 1 more$"
+    assert re.search(place, failed.err, re.MULTILINE), failed.err
+    assert (summary(folder)["steps"], summary(folder)["error"]) == (1, "KeyError: 'mine'")
+
+
+def test_an_error_in_validation_comes_before_step_1(folder):
+    failed = fail(folder, "val")
+    assert "KeyError: 'mine'\n  in the trial of the metrics, before step 1\n" in failed.err
+    assert summary(folder)["steps"] == 0 and files(failed.err) == {"mine.py"}
+
+
+def test_an_exit_in_a_recipe_is_no_success(folder):
+    failed = fail(folder, "exit")
+    assert failed.code == 1 and files(failed.err) == {"mine.py"}
+    assert "RuntimeError: sys.exit(0) was called in a run; raise an exception instead" in failed.err
 
 
 @pytest.mark.parametrize("where", ["loss 1", "transform"])
@@ -129,6 +162,7 @@ def test_the_rank_that_failed_first(where, folder):
     failed = fail(folder, where, "trainer.devices=2", "data.workers=1")
     assert re.match(r"echelon: rank \d failed first:\nTraceback", failed.err)
     assert files(failed.err) == {"mine.py"} and "KeyError: 'mine'" in failed.err
+    assert re.match(r"rank \d: (SampleFault: sample \d+: )?KeyError: 'mine'$", summary(folder)["error"])
     if where == "loss 1":
         assert {"mine.py", "trainer.py"} <= files((folder / "runs/r/logs/rank1.log").read_text())
         assert r"/trainer/trainer.py\"" in (folder / "runs/r/logs/events.jsonl").read_text()
@@ -143,6 +177,20 @@ def test_a_syntax_error_of_the_users_is_shown(folder):
     (folder / "mine.py").write_text("def model(:\n")
     failed = fail(folder, "")
     assert failed.code == 1 and files(failed.err) == {"mine.py"} and "SyntaxError" in failed.err
+
+
+def test_an_import_that_fails_in_a_users_module_is_one_line_with_its_place(folder):
+    (folder / "mine.py").write_text("import os\nimport nowhere\n")
+    failed = fail(folder, "")
+    assert (failed.code, failed.err.count("\n")) == (78, 1)
+    place = f"{folder}/mine.py:2: No module named 'nowhere'; install the package, or mend the import"
+    assert failed.err == f"echelon: recipe._target_=mine.Mine: {place}\n"
+
+
+def test_another_error_of_a_users_module_is_shown(folder):
+    (folder / "mine.py").write_text("import os\nos.nowhere\n")
+    failed = fail(folder, "")
+    assert failed.code == 1 and files(failed.err) == {"mine.py"} and "AttributeError" in failed.err
 
 
 def test_a_full_disk_without_a_name_may_be_that_of_shared_memory():

@@ -1,5 +1,6 @@
 """Finds the blocks of a model: the repeated modules that are recomputed, compiled, sharded or staged one by one."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -19,7 +20,7 @@ def find_blocks(recipe: Any, model: nn.Module, classes: list[str] | None, key: s
     """
     modules = list(model.modules())
     if classes is None and hasattr(recipe, "blocks"):
-        return _checked(list(recipe.blocks(model)), modules)
+        return _checked(recipe.blocks(model), modules)
     if classes is None:
         found = list(max((module for module in modules if isinstance(module, nn.ModuleList)), key=len, default=()))
     else:
@@ -33,8 +34,8 @@ def find_blocks(recipe: Any, model: nn.Module, classes: list[str] | None, key: s
     return found
 
 
-def _checked(blocks: list[Any], modules: list[nn.Module]) -> list[nn.Module]:
-    own = set(map(id, modules))
+def _checked(given: Any, modules: list[nn.Module]) -> list[nn.Module]:
+    own, blocks = set(map(id, modules)), list(given) if isinstance(given, Iterable) else [given]
     if not blocks or any(id(block) not in own for block in blocks):
         names = ", ".join(type(block).__name__ for block in blocks) or "nothing"
         raise ConfigError(f"recipe.blocks(): returned {names}; return modules of the model that it takes")

@@ -8,7 +8,7 @@ import resource
 import traceback
 from collections.abc import Collection, Iterable
 
-# Exit codes of a run, beside 0, 1 (any other exception) and 128 + N (ended by signal N). docs/launch.md has the table.
+# Exit codes of a run, beside 0, 1 (any other exception) and 128 + N (ended by signal N). docs/errors.md has the table.
 UNAVAILABLE = 69  # sysexits' EX_UNAVAILABLE
 NUMERICS = 70
 DATA = 71
@@ -47,12 +47,15 @@ EXIT_CODES = {UnavailableError: UNAVAILABLE, NumericsError: NUMERICS, DataError:
 
 def message(error: BaseException) -> str:
     """Return the text that the user reads: one line for an error that the user can mend, else the traceback."""
+    place, given = (printable(getattr(error, name, "")) for name in ("place", "given"))  # by `summary.tell_place`
     if isinstance(error, tuple(EXIT_CODES)):
-        return f"echelon: {printable(str(error))}"
-    trace = printable("".join(traceback.format_exception(error)), keep="\n")
+        later = f" ({place})" if place and error.__cause__ else ""  # a first value's place says nothing
+        return f"echelon: {printable(str(error))}{later}"
+    trace = printable("".join(traceback.format_exception(error)), keep="\n") + (f"  {place}\n" if place else "")
     if is_out_of_memory(error):
         ways = "a smaller micro_batch (the batch stays), '+callbacks=[activation_checkpoint]' or trainer.precision=bf16"
-        return f"{trace}echelon: out of memory; {printable(getattr(error, 'advice', f'try {ways}'))}\n"
+        advice = printable(getattr(error, "advice", f"try {ways}"))
+        return f"{trace}echelon: {given}{': ' if given else ''}out of memory; {advice}\n"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         file = printable(str(error.filename or "a file of the run, or of /dev/shm, which data workers need"))
         way_out = "make room, then trainer.resume=auto goes on from the last checkpoint"

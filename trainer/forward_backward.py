@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 from trainer.comm.phases import Phase, begin_backward, switch
 from trainer.data.batch import Step
 from trainer.parallel.strategy import Strategy
-from trainer.recipe_checks import CheckedLoss
+from trainer.recipe_checks import MISSING, CheckedLoss
 
 # (a step's data, a function that waits for the total weight) -> the losses of the micro-batches.
 # Afterwards the parameters have the gradients, reduced over ranks.
@@ -35,14 +35,22 @@ class Accumulate:
             final = len(losses) == last
             if strategy.syncing != final:
                 strategy.sync_gradients(final)
-            if weight:
-                loss = self.loss.compute(strategy.model, batch)
-            else:
-                loss = strategy.zero_loss(partial(self.loss.compute, strategy.model, batch))
-            losses.append(loss if final else loss.detach())  # one graph stays: the next forward pass reuses its leaves
-            scaled = self.scaler.scale(weigh_loss(loss, weight * strategy.data_world, total()))
-            begin_backward(scaled, final and strategy.data_world > 1)
-            scaled.backward()
+            loss: Any = MISSING
+            try:
+                if weight:
+                    loss = self.loss.compute(strategy.model, batch)
+                else:
+                    loss = strategy.zero_loss(partial(self.loss.compute, strategy.model, batch))
+                losses.append(loss if final else loss.detach())  # one graph stays: the next pass reuses its leaves
+                scaled = self.scaler.scale(weigh_loss(loss, weight * strategy.data_world, total()))
+                begin_backward(scaled, final and strategy.data_world > 1)
+                scaled.backward()
+            except Exception as error:
+                told: Any = self.loss.explain(error, loss, strategy.model) or error
+                told.refs = getattr(data, "current", list)()  # for the message; cut parts of a step have none
+                if told is error:
+                    raise
+                raise told from error
             del batch, loss, scaled  # so that two batches are on the device, not three
         return losses
 

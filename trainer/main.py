@@ -14,7 +14,7 @@ from trainer.errors import STOPPED, ConfigError, nearest, printable
 from trainer.log import log, log_to_terminal
 from trainer.process import handover
 from trainer.process.environment import avoid_foreign_cache, detect, raise_file_limit, refuse_nodes
-from trainer.process.exit import die_with_parent, exit_process, run_guarded
+from trainer.process.exit import die_with_parent, exit_process, refuse_exit, run_guarded
 from trainer.process.signals import StartupSignals
 from trainer.process.stdio import open_standard_descriptors, tolerate_closed_pipes
 
@@ -143,7 +143,7 @@ def run(config: dict[str, Any], recipe: str, argv: list[str]) -> int:
     avoid_foreign_cache(os.environ)
     from trainer.launch.launcher import start
 
-    with applied(build_options(NCCLOptions, config["nccl"]), os.environ):
+    with refuse_exit(), applied(build_options(NCCLOptions, config["nccl"]), os.environ):
         return start(config, recipe, argv, place)
 
 

@@ -29,7 +29,8 @@ class Recipe(Protocol):
           `fingerprint: str` of the dataset replaces the class's name, and should change with the content.
         - An iterable of this rank's batches, walked again when it ends. A generator for "train" must never end; a
           generator for "val" is refused. A batch for "train" is a micro-batch: its first tensor has as many samples,
-          unless the recipe has a `weight`. A resume replays the iterable from its start.
+          unless the recipe has a `weight`. A resume replays the iterable from its start. Ranks share the samples of a
+          DataLoader whose sampler is torch's own.
 
         An iterable may draw from torch, which is seeded from (seed, rank, batch number) before each batch. Drawing from
         `random` and NumPy is safe if nothing else in the process does so. `torch.distributed.get_rank()` is this rank,
@@ -65,7 +66,7 @@ class Optional(Protocol):
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
         """Return name -> (sum, count) over `batch`, for validation. Default: the loss, named `loss`.
 
-        A count of 0 leaves the metric out. Two micro-batches are tried before step 1.
+        A count of 0 leaves the metric out. Two micro-batches are tried before step 1, also with the default.
         """
         ...
 

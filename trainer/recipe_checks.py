@@ -1,6 +1,7 @@
 """Checks the parameters and the returned values of a recipe's methods."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Integral, Real
@@ -12,6 +13,20 @@ from torch.distributed import DistError
 
 from trainer.errors import ConfigError
 from trainer.recipe import Optional, Recipe
+
+MISSING = object()  # in the place of a loss: `recipe.loss` has raised
+METRICS = "a dict of name -> (sum, count), a tensor of one number and an int"
+ONE_NUMBER = "a tensor of one number, the mean over the batch"
+# Part of the text of an error in a backward pass, or of DDP -> the mistake in the recipe, and the way out.
+MISTAKES = {
+    "backward through the graph a second time": "its graph is freed already; keep tensors of earlier batches by "
+    "detach(), and leave backward() to the trainer",
+    "modified by an inplace operation": "a tensor that the backward pass needs was changed in place; write x = x + y "
+    "instead of x += y, and on several ranks call model(...) once",
+    "mark a variable ready only once": "two backward passes reach the same parameters; call model(...) once, and leave "
+    "backward() to the trainer",
+}
+UNUSED = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")  # of DDP; the numbers of parameters
 
 
 class CheckedLoss:
@@ -37,16 +52,70 @@ class CheckedLoss:
                     "itself, so that ranks average its gradients"
                 ) from None
             raise
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise refusal("loss", loss, "a tensor of one number, the mean over the batch")
+        check_loss(loss)
         if torch.is_grad_enabled() and not loss.requires_grad:
             if self.weight(batch):
-                raise refusal(
-                    "loss", loss, "a loss with a gradient, without detach() or no_grad()", " without a gradient"
-                )
+                raise without_gradient(loss)
             return loss
         self.compute = self.loss
         return loss
+
+    def explain(self, error: Exception, loss: Any, model: nn.Module) -> ConfigError | None:
+        """Return the mistake in the recipe from which `error` in a pass comes; None for an error of `loss` itself.
+
+        Args:
+            loss: The value of a later call than the first, which was not checked; or `MISSING`.
+            model: The model that `loss` was called with.
+        """
+        text = str(error)
+        if unused := UNUSED.search(text):
+            return ConfigError(f"recipe.loss(): {unused_parameters(unused[1], model)}")
+        if loss is MISSING or isinstance(error, ConfigError):
+            return None
+        if not is_one_number(loss):
+            return not_one_number(loss)
+        if "does not require grad" in text and not loss.requires_grad:
+            return without_gradient(loss)
+        mistake = next((mistake for part, mistake in MISTAKES.items() if part in text), None)
+        return ConfigError(f"recipe.loss(): {mistake}") if mistake else None
+
+
+def is_one_number(loss: Any) -> bool:
+    return isinstance(loss, Tensor) and loss.numel() == 1
+
+
+def check_loss(loss: Any) -> None:
+    """Raise ConfigError if a loss is not a tensor of one number."""
+    if not is_one_number(loss):
+        raise not_one_number(loss)
+
+
+def not_one_number(loss: Any) -> ConfigError:
+    return refusal("loss", loss, ONE_NUMBER + hint(loss))
+
+
+def hint(value: Any) -> str:
+    """Return how to get a loss from what `recipe.loss` returned; empty if that can't be told."""
+    if isinstance(value, Mapping) and "loss" in value:
+        return ", such as its 'loss'"
+    if isinstance(value, tuple) and value and isinstance(value[0], Tensor) and value[0].numel() == 1:
+        return ", such as its first item"
+    return "; a function without `return` gives None" if value is None else ""
+
+
+def without_gradient(loss: Tensor) -> ConfigError:
+    return refusal("loss", loss, "a loss with a gradient, without detach() or no_grad()", " without a gradient")
+
+
+def unused_parameters(numbers: str, model: nn.Module) -> str:
+    """Return the names of the parameters with these numbers, and the way out."""
+    names = [name for name, p in getattr(model, "module", model).named_parameters() if p.requires_grad]
+    own = [names[i] for i in map(int, numbers.split()) if i < len(names)]
+    more = f" and {len(own) - 3} more" if len(own) > 3 else ""
+    return (
+        f"does not use {', '.join(own[:3])}{more}, and other ranks wait for the gradients; use them in every loss, "
+        "freeze them by requires_grad_(False), or give trainer.ddp.find_unused_parameters=true"
+    )
 
 
 def refuse_other_parameters(recipe: Any) -> None:
@@ -93,18 +162,17 @@ def check_metrics(found: Any) -> dict[str, tuple[Tensor, int]]:
     Raises:
         ConfigError: `found` is not a dict of name -> (sum, count).
     """
-    expected = "a dict of name -> (sum, count), a tensor of one number and an int"
     if not isinstance(found, Mapping):
-        raise refusal("metrics", found, expected)
+        raise refusal("metrics", found, METRICS)
     checked = {}
     for name, pair in found.items():
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise refusal("metrics", pair, expected, f" for {name!r}")
+            raise refusal("metrics", pair, METRICS, f" for {name!r}")
         total, count = pair
         if not isinstance(total, Tensor) or total.numel() != 1:
-            raise refusal("metrics", total, expected, f" as the sum of {name!r}")
+            raise refusal("metrics", total, METRICS, f" as the sum of {name!r}")
         if not isinstance(count, Integral):
-            raise refusal("metrics", count, expected, f" as the count of {name!r}")
+            raise refusal("metrics", count, METRICS, f" as the count of {name!r}")
         checked[name] = total, int(count)
     return checked
 
@@ -147,6 +215,14 @@ def call_summary(recipe: Any) -> dict[str, float]:
     return {str(name): value if isinstance(value, int | float) else float(value) for name, value in found.items()}
 
 
+def check_rates(recipe: Any) -> None:
+    """Raise ConfigError if a recipe's number for the speed of training is none."""
+    for name in ("tokens_per_sample", "flops_per_sample"):
+        value = getattr(recipe, name, None)
+        if value is not None and not isinstance(value, Real):
+            raise ConfigError(f"recipe.{name}: is {describe(value)}; make it a number, or a method with @property")
+
+
 def try_summary(recipe: Any, rank: int, each: Callable[[Any], list[Any]]) -> None:
     """Call `recipe.summary` on rank 0, and let no rank go on if it fails. A collective.
 
@@ -177,4 +253,8 @@ def refusal(method: str, value: Any, expected: str, where: str = "") -> ConfigEr
 def describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}, not an object of it"
+    if isinstance(value, Mapping) and not value:
+        return "an empty dict"
     return "None" if value is None else f"a value of type {type(value).__name__}"

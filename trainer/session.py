@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from trainer.config.options import DataOptions, Options
 from trainer.config.redact import redact
 from trainer.config.tuned import Tuned, cpu_name, differences
 from trainer.data.shards.transforms import build_stages
-from trainer.errors import STOPPED, ConfigError, DataError, UnavailableError, message
-from trainer.files import Appended, write_json, write_whole
+from trainer.errors import STOPPED, ConfigError, DataError, UnavailableError
+from trainer.files import write_whole
 from trainer.log import log
 from trainer.optim.groups import WithGroups
 from trainer.plan import RunSpec
@@ -79,12 +78,7 @@ def train(
     tuned = config.get(TUNED)
     if tuned and (other := differences(tuned, machine(trainer.ranks, tuned["link"]))):
         log.warning("+tuned: was measured on another machine (%s); measure here by python -m trainer.tools.tune", other)
-    try:
-        trainer.fit()
-    except Exception as error:
-        if trainer.rank == 0 and not trainer.ended:
-            note_crash(trainer, error)
-        raise
+    trainer.fit()
     if trainer.stop_reason == "signal" and trainer.world == 1 and not StopSignals.received:
         handover.prepare(trainer.run_dir, argv)
     return end(STOPPED if trainer.stop_reason == "signal" else 0)
@@ -121,24 +115,6 @@ def arithmetic() -> dict[str, Any]:
     """Return the properties of this machine that change the bits of a sum. A resume logs differences."""
     cuda = {"machine.gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return {"machine.threads": torch.get_num_threads(), "machine.cpu": torch.backends.cpu.get_cpu_capability(), **cuda}
-
-
-def note_crash(trainer: Trainer, error: Exception) -> None:
-    """Write the error to rank 0's log and to summary.json, since the terminal may be gone."""
-    text = message(error).rstrip()
-    log_file = Appended(trainer.run_dir / "logs" / "rank0.log")
-    log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} ERROR {text}\n".encode())
-    log_file.close()
-    file = trainer.run_dir / "summary.json"
-    if file.exists() and json.loads(file.read_text()).get("steps") == trainer.step:
-        return  # the summary of the finished steps stays
-    # The frames of a sample's error follow its message.
-    line = next(line for line in reversed(text.splitlines()) if not line.startswith(" "))
-    summary = {"stopped": "error", "error": line, "steps": trainer.step, "samples": trainer.samples}
-    try:
-        write_json(file, summary)
-    except OSError as failure:
-        log.warning("%s: can't be written: %s", file, failure.strerror)
 
 
 def save_config(config: dict[str, Any], run_dir: Path) -> None:

@@ -23,6 +23,7 @@ from trainer.process.environment import detect
 from trainer.recipe_checks import call_summary
 from trainer.run_dir import versions
 
+FIRST = 5  # samples that a message names
 ENDS = {"max_steps": ("finished", ""), "signal": ("stopped", ": a signal asked for it")}  # others have finished
 
 
@@ -111,6 +112,18 @@ def exported(trainer: FinishedTrainer) -> nn.Module:
     model = on_host(trainer.recipe.model())
     load_weights(model, str(trainer.checkpoint))
     return model
+
+
+def tell_place(error: Any, trainer: Any) -> None:
+    """Give an error the run's batch, and the samples of the micro-batch in which it came, for `errors.message`."""
+    refs = getattr(error, "refs", None)
+    error.given = f"batch={trainer.batch}, micro_batch={len(refs) if refs else trainer.plan.micro}"
+    if refs is None:
+        return
+    first = [trainer.plan.source.where(ref) for ref in refs[:FIRST]]
+    more = f" and {len(refs) - FIRST} more" if len(refs) > FIRST else ""
+    on = f", on {', '.join(first)}{more}" if refs else ""
+    error.place = f"in {'a rehearsal before step 1' if trainer.rehearsing else f'step {trainer.step + 1}'}{on}"
 
 
 def go_on(argv: Sequence[str] | None, saved: Path) -> str:

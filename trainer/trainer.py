@@ -21,14 +21,15 @@ from trainer.callback import HOOKS, UNLOGGED, Callback, Gathered, overrides
 from trainer.checkpoint.pretrained import load_weights
 from trainer.comm.affinity import bind_to_cores
 from trainer.comm.phases import Phase, during, switch
-from trainer.comm.ranks import Ranks
+from trainer.comm.ranks import Ranks, in_collective
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.config.options import DataOptions, Options
 from trainer.data.bad_samples import BadSamples, allowed
 from trainer.data.batch import Micro, Split, Step, count_samples
+from trainer.data.iterable import warn_of_same_batches
 from trainer.data.loader import Loader
 from trainer.data.source import Samples
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, exit_code
 from trainer.files import remove_unused
 from trainer.forward_backward import Accumulate, ForwardBackward
 from trainer.log import log, log_to_terminal, stop_log
@@ -42,13 +43,14 @@ from trainer.parallel.strategy import SingleDevice, Strategy, to_device, trained
 from trainer.parallel.warmup import buffers_kept
 from trainer.plan import Plan, RunSpec
 from trainer.precision import Precision
+from trainer.process.crash import note_crash
 from trainer.process.environment import Place, detect
 from trainer.process.heartbeat import Heartbeat
 from trainer.process.signals import StopSignals
-from trainer.recipe_checks import CheckedLoss, build_model, refuse_untrained, try_summary, weight_of
+from trainer.recipe_checks import CheckedLoss, build_model, check_rates, refuse_untrained, try_summary, weight_of
 from trainer.rng import GOLDEN, MASK, STEP, generators_of, mix
 from trainer.run_dir import make_run_dir, nothing_left, start_log
-from trainer.summary import report
+from trainer.summary import report, tell_place
 from trainer.timeouts import STILL
 from trainer.validation import Evaluator
 
@@ -71,7 +73,8 @@ class Trainer:
     """
 
     rehearsing = False  # passes are discarded
-    on_accepted: Callable[[], Any] = staticmethod(lambda: None)  # called when nothing can refuse the run any more
+    accepted = False  # nothing can refuse the run any more
+    on_accepted: Callable[[], Any] = staticmethod(lambda: None)  # called as it is accepted
     on_error: Callable[[BaseException], Any] = staticmethod(lambda error: None)  # called before a failed run's clean-up
     reduce: Reduce | None = None  # the chain, where a callback has wrapped it
     argv: Sequence[str] | None = None  # the arguments, for the command that goes on; None: made in Python
@@ -143,6 +146,7 @@ class Trainer:
         self.bests: list[dict[str, Any]] = []  # validations that were the best; the newest last
         self.stop_reason, self.logged = "", True  # logged: this step's numbers are measured
         self.fitted, self.train_loss = False, TrainLoss(self.ranks)
+        refused.push(self._report_error)
         if self.plan.epoch_samples and self.batch > self.plan.epoch_samples:
             log.warning(
                 "batch=%d: recipe.data('train') has %d samples, so a step takes each sample %.4g times",
@@ -246,15 +250,22 @@ class Trainer:
                 self._after_step()
             if not self.ended:
                 self._finish()
-        if self.stop_reason != "signal":
-            self.train_loss.refuse_never_finite(self.step)  # the checkpoint is written
+            if self.stop_reason != "signal":
+                self.train_loss.refuse_never_finite(self.step)  # the checkpoint is written
         with StopSignals():  # a launcher may send one to all as the first of them ends
             self.close()
 
     def _report_error(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error:
-            self.on_error(error)
-            self.ranks.note_failure(kind, self.run_dir / "logs")
+        if error is None:
+            return
+        tell_place(error, self)
+        self.on_error(error)
+        if (
+            isinstance(error, Exception) and not self.ended and (self.accepted or exit_code(error) == 1)
+        ):  # else the run is refused
+            done = {"steps": self.step, "samples": self.samples}
+            note_crash(self.run_dir, error, self.rank, self.world, done, follows=in_collective(error))
+        self.ranks.note_failure(kind, self.run_dir / "logs")
 
     def close(self) -> None:
         """End the process groups. The weights stay in `module`."""
@@ -270,6 +281,8 @@ class Trainer:
         split_at = next((partial(self._split, split) for split in self.hooks["split"]), None)
         self.stream = self.loader.train(self.plan.manifest.get("samples", 0), split_at, stop)
         first = next(self.stream)  # data that can't be used is refused before anything changes
+        if self.world > 1 and self.plan.order is None:
+            warn_of_same_batches(first.peek(), self.strategy.data_rank, self.ranks.gather)
         if self.world > 1 or self.hooks["rehearse"]:
             self._rehearse(Micro(first.peek(), first.weights[0], [], []))
         self.buckets = self.strategy.buckets()
@@ -287,6 +300,7 @@ class Trainer:
         training_state.refuse_superseded(self)
         self.emit("on_fit_start")
         if not (self.stop_reason and training_state.is_saved(self)):  # else there is nothing to do
+            self.accepted = True
             self.on_accepted()
             training_state.leave_newer(self)
             training_state.validate_again(self)
@@ -418,6 +432,7 @@ class Trainer:
 
     def _try_recipe(self) -> None:
         """Try `summary` and `metrics` before the first step."""
+        check_rates(self.recipe)
         try_summary(self.recipe, self.rank, self.ranks.each)
         if self.plan.validation is not None:
             self.evaluator.try_out(self.plan.watched, self.eval_model)

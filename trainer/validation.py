@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -18,9 +18,14 @@ from trainer.errors import ConfigError, DataError, nearest
 from trainer.log import log
 from trainer.parallel.strategy import OutputElsewhere
 from trainer.precision import Precision
-from trainer.recipe_checks import check_metrics
+from trainer.recipe_checks import METRICS, check_loss, check_metrics, refusal
 
 Metrics = dict[str, tuple[Tensor, int]]  # name -> sum and count
+TRIED = 2  # micro-batches of each rank, before step 1
+NO_BATCH = (
+    "recipe.data('val'): gave no batch, or only batches of weight 0; return data that every validation can iterate "
+    "over again: shards, a dataset or a list, not a generator"
+)
 
 
 class Evaluator:
@@ -94,26 +99,33 @@ class Evaluator:
                 "return (sum, count) with the number of items in the sum"
             )
         if not values:
-            raise DataError(
-                "recipe.data('val'): gave no batch, or only batches of weight 0; return data that every validation "
-                "can iterate over again: shards, a dataset or a list, not a generator"
-            )
+            raise DataError(NO_BATCH)
         return values
 
     @torch.no_grad()
     def try_out(self, watched: Mapping[str, str], model: nn.Module) -> None:
-        """Try the recipe's `metrics` on two micro-batches. A collective.
+        """Try the metrics on two micro-batches. A collective.
 
         Raises:
             ConfigError: The recipe gives no metrics, or lacks one of `watched` (config key -> metric).
+            DataError: There is no batch on any rank.
         """
-        known = {"val/loss"}
-        if hasattr(self.recipe, "metrics"):
-            device = self.precision.device
-            cuda = [device] if device.type == "cuda" else []
-            with torch.random.fork_rng(cuda), closing(self._each_batch(model, [])) as batches:
-                own = [f"val/{name}" for metrics in islice(batches, 2) for name in metrics or ()]
-            known = {name for names in self.ranks.gather(own) for name in names}
+        device, own, bad, tried = self.precision.device, list[str](), list[str](), 0
+        cuda = [device] if device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(cuda), closing(self._each_batch(model, bad)) as batches:
+                for metrics in islice(batches, TRIED):
+                    own += [f"val/{name}" for name in metrics or ()]
+                    tried += 1
+        except Exception as error:
+            error.place = "in the trial of the metrics, before step 1"  # pyright: ignore[reportAttributeAccessIssue]
+            raise
+        names, counts, firsts = zip(*self.ranks.gather([own, tried, bad[:1]]), strict=True)
+        if not any(counts):
+            raise DataError(next((first[0] for first in firsts if first), NO_BATCH))
+        known = set(chain(*names)) if hasattr(self.recipe, "metrics") else {"val/loss"}
+        if not known:
+            raise refusal("metrics", {}, METRICS, " for each batch")
         for key, name in watched.items():
             if name not in known:
                 raise ConfigError(f"{key}={name}: validation gives no such metric; {nearest(name, known)}")
@@ -198,4 +210,6 @@ class Evaluator:
     def _measure(self, model: nn.Module, batch: Any, weight: int) -> Metrics:
         if hasattr(self.recipe, "metrics"):
             return check_metrics(self.recipe.metrics(model, batch))
-        return {"loss": (self.recipe.loss(model, batch) * weight, weight)}
+        loss = self.recipe.loss(model, batch)
+        check_loss(loss)
+        return {"loss": (loss * weight, weight)}

@@ -321,5 +321,10 @@ def test_samples_are_counted_by_the_first_tensor(batch, samples):
 
 @pytest.mark.parametrize("batch", ["text", [], {"a": "text"}])
 def test_a_batch_without_tensors_needs_a_weight(batch):
-    with pytest.raises(DataError, match=r"has no tensor to count samples by; give the recipe a `weight`"):
+    with pytest.raises(DataError, match=r"has no tensor to count samples by; let transform\(\) or collate\(\) make"):
         count_samples(batch)
+
+
+def test_a_number_has_no_samples():
+    with pytest.raises(DataError, match=r"^a batch begins with a tensor of shape \(\), which has no"):
+        count_samples({"scale": torch.tensor(2.0), "x": torch.zeros(3)})

@@ -1,19 +1,32 @@
 """An iterable of batches: walked again and again, replayed to the bit, its randomness apart from the training's."""
 
+import contextlib
+import io
 import itertools
 import random
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.loaders import KeepBatches, open_loader, whole
+from support.ranks import run_ranks
 from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from toy_recipe import Toy
 
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.data.batch import count_samples
+from trainer.data.iterable import digest, part_of
 from trainer.data.loader import Loader
 from trainer.errors import DataError
 from trainer.log import log_to_terminal, stop_log
@@ -172,6 +185,156 @@ def test_ranks_are_told_that_each_walks_its_own(world, times, capsys):
     stop_log()
     line = f"recipe.data('train') is an iterable: each of {world} ranks has batches of its own"
     assert capsys.readouterr().out.count(line) == times
+
+
+class Marked(Dataset):
+    """Samples that are their own numbers, as a batch of `make_batch` has them."""
+
+    def __init__(self, size: int = 40) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"x": torch.full((8,), float(i)), "y": torch.zeros(4), "mask": torch.ones(4)}
+
+
+def numbers_of(loader: Loader, split: str, steps: int = 0) -> list[int]:
+    """The samples of the first steps, or of a validation."""
+    if split == "train":
+        batches = [batch for step in itertools.islice(loader.train(0), steps) for batch in whole(step).batches]
+    else:
+        batches = [micro.batch for micro in loader.validate()]
+    return [int(row[0]) for batch in batches for row in batch["x"]]
+
+
+def of_ranks(make: Any, split: str = "train", steps: int = 0, world: int = 2, seed: int = 7) -> list[list[int]]:
+    recipe = [Given(make, make()) for _ in range(world)]
+    return [numbers_of(make_loader(recipe[rank], rank, seed, world), split, steps) for rank in range(world)]
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "generator": torch.Generator()}])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_ranks_share_a_data_loaders_samples(options, split):
+    """Each sample of an epoch goes to one rank."""
+
+    def make() -> DataLoader[Any]:
+        generator = {"generator": torch.Generator().manual_seed(3)} if "generator" in options else {}
+        return DataLoader(Marked(48), batch_size=6, **(options | generator))
+
+    ranks = of_ranks(make, split, steps=2)  # an epoch: 2 ranks x 2 steps x 2 micro-batches of 6
+    assert [len(set(own)) for own in ranks] == [24, 24] and set(ranks[0]) | set(ranks[1]) == set(range(48))
+    if not options:
+        assert ranks == [[*range(0, 48, 2)], [*range(1, 48, 2)]]
+    else:
+        assert sorted(ranks[0]) != [*range(0, 48, 2)]
+    assert ranks == of_ranks(make, split, steps=2)
+    alone = numbers_of(make_loader(Given(make, make()), 0, world=1), split, steps=4)
+    assert sorted(alone) == [*range(48)]
+
+
+def test_epochs_and_seeds_shuffle_a_data_loader_differently():
+    def make() -> DataLoader[Any]:
+        return DataLoader(Marked(48), batch_size=6, shuffle=True)
+
+    two = of_ranks(make, steps=4)
+    assert all(own[:24] != own[24:] for own in two) and two != of_ranks(make, steps=4, seed=8)
+    assert {*two[0][24:], *two[1][24:]} == set(range(48))
+
+
+def test_ranks_share_the_samples_of_other_samplers_of_torchs():
+    def some() -> DataLoader[Any]:
+        return DataLoader(Marked(), batch_size=6, sampler=SubsetRandomSampler(range(24)))
+
+    def weighed() -> DataLoader[Any]:
+        return DataLoader(Marked(), batch_size=6, sampler=WeightedRandomSampler([1.0] * 20, 48))
+
+    def batches() -> DataLoader[Any]:
+        return DataLoader([make_batch(torch.full((6, 8), float(i))) for i in range(8)], batch_size=None)
+
+    assert sorted(chain(*of_ranks(some, steps=1))) == [*range(24)]
+    assert max(chain(*of_ranks(weighed, steps=2))) < 20
+    assert {*of_ranks(batches, steps=2)[0]} == {0, 2, 4, 6}
+
+
+class OfRank(Sampler[list[int]]):
+    """Batches of a rank, by a recipe that knows of ranks."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([*range(start, start + 6)] for start in range(0, 36, 6))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Marked(), batch_sampler=OfRank()),
+        lambda: DataLoader(Marked(), 6, sampler=DistributedSampler(Marked(), 3, 1, shuffle=False)),
+    ],
+)
+def test_samplers_of_ones_own_are_left_alone(make):
+    ranks = of_ranks(make, steps=1)
+    assert ranks[0] == ranks[1]
+
+
+def test_the_rank_of_a_data_loader_leaves_training_its_random_numbers():
+    loader = DataLoader(Marked(), 6, shuffle=True)
+    state = torch.get_rng_state()
+    part: Any = part_of(loader, 0, 2, 5)
+    assert len(list(part.sampler)) == len(part.sampler) == 20 and torch.equal(torch.get_rng_state(), state)
+    assert len(loader.sampler) == 40
+
+
+def shares(place: Place, make: Any) -> tuple[float, str]:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        options = Options(max_steps=4, log_every_steps=1, validate_every=None)
+        recipe = Given(make)
+        recipe.dropout = 0.0
+        trainer = Trainer(recipe, batch=24, accumulate=2 // place.world, options=options, place=place)
+        trainer.fit()
+    return trainer.last_metrics["train/loss"], output.getvalue()
+
+
+def listed() -> list[Any]:
+    return [make_batch(torch.full((12, 8), 0.1 * i)) for i in range(4)]
+
+
+def loaded() -> DataLoader[Any]:
+    return DataLoader(Marked(96), batch_size=12)
+
+
+def test_two_ranks_train_on_a_data_loader_as_one_does(tmp_path, monkeypatch):
+    """A step of two micro-batches of 12 on one rank has the samples of one of 12 on each of two ranks."""
+    monkeypatch.chdir(tmp_path)
+    ((alone, _),) = run_ranks(1, shares, loaded)
+    (first, said), (second, _) = run_ranks(2, shares, loaded)
+    assert first == second == pytest.approx(alone, rel=1e-5) and "the same first batch" not in said
+
+
+def test_ranks_that_repeat_each_others_batches_are_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (_, said), _ = run_ranks(2, shares, listed)
+    assert "warning: recipe.data('train'): ranks have the same first batch, so they repeat each other's work" in said
+    ((_, alone),) = run_ranks(1, shares, listed)
+    assert "first batch" not in alone
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ((torch.ones(3), "a"), (torch.ones(3), "a"), True),
+        (torch.ones(3), torch.ones(3, dtype=torch.int32), False),
+        ({"a": torch.ones(3)}, {"b": torch.ones(3)}, False),
+        (torch.zeros(2, 3), torch.zeros(3, 2), False),
+        (torch.tensor(1.0), torch.tensor(1.0), True),
+        (torch.zeros(0), torch.zeros(0, dtype=torch.bfloat16), False),
+        (torch.eye(2).to_sparse(), torch.eye(2).to_sparse(), True),
+        (object(), object(), False),
+    ],
+)
+def test_batches_are_told_apart_by_their_values(one, other, same):
+    assert (digest(one) == digest(other)) == same
 
 
 def test_close_ends_it():

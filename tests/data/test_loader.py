@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.loaders import ACCUMULATE, BATCH, SEED, KeepBatches, small_loader, steps
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from toy_recipe import Points, Toy
 
 from trainer.config.options import Options
@@ -319,22 +319,6 @@ def test_what_has_items_and_a_length_is_a_data_set():
     found = steps(small_loader(OneIsOdd(torch.zeros(8)), 0, 1, workers=0), 0, 2)
     assert sorted(ref.shard for step in found for ref in step.refs) == list(range(24))
     assert all(batch.shape == (6, 8) for step in found for batch in step.batches)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_a_data_loader_that_gives_all_ranks_the_same_is_refused(world, shuffle):
-    class Given(Toy):
-        def data(self, split: str) -> Any:
-            return DataLoader(Points(24, torch.float32), batch_size=6, shuffle=shuffle) if split == "train" else None
-
-    ranks = [small_loader(Given(), rank, world, workers=0) for rank in range(world)]
-    if world == 2 and not shuffle:
-        with pytest.raises(DataError, match=r"a DataLoader over Points gives every rank the same batches; return the"):
-            steps(ranks[0], 0, 1)
-        return
-    batches = [torch.cat([batch["x"] for batch in steps(loader, 0, 1)[0].batches]) for loader in ranks]
-    assert world == 1 or not torch.equal(*batches)
 
 
 def test_a_damaged_sample_is_left_out_and_named_by_a_worker_too(tmp_path):

@@ -4,12 +4,15 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
 import time
+from collections import UserDict
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from support.cli import MAIN, TOY, run
@@ -142,3 +145,44 @@ def test_workers_start_where_more_files_are_open_than_select_takes():
         for _ in range(1100):
             stack.enter_context(open(os.devnull))
         assert len(steps(small_loader(Toy(), 0, 1, workers=1), 0, 2)) == 2
+
+
+class Lambda(Toy):
+    def weight(self, batch):
+        return 1
+
+    def collate(self, samples):
+        return {"x": torch.zeros(len(samples)), "more": lambda: samples}
+
+
+class Graph(Lambda):
+    def collate(self, samples):
+        return {"x": torch.zeros(len(samples), requires_grad=True) * 2}
+
+
+@pytest.mark.parametrize(("recipe", "why"), [(Lambda(), "lambda"), (Graph(), "a tensor has a graph: detach() it")])
+def test_a_batch_that_no_worker_can_send_is_named_at_the_first(recipe, why):
+    """Else torch's queue drops the batch, and the rank waits for it until `trainer.timeout_s`."""
+    loader = small_loader(recipe, 0, 1, workers=1)
+    try:
+        with pytest.raises(ConfigError, match=rf"^data\.workers: a worker can't send the batch \(.*{re.escape(why)}"):
+            next(loader.train(0))
+    finally:
+        loader.close()
+    assert whole(next(small_loader(recipe, 0, 1, workers=0).train(0))).batches
+
+
+def test_a_batch_of_a_users_own_class_is_sent():
+    class Own(Toy):
+        def collate(self, samples):
+            return {"x": torch.zeros(len(samples)), "array": np.zeros(3), "own": UserDict(a=1), "leaf": leaf}
+
+        def weight(self, batch):
+            return 1
+
+    leaf = torch.zeros(2, requires_grad=True)
+    loader = small_loader(Own(), 0, 1, workers=1)
+    try:
+        assert whole(next(loader.train(0))).batches[0]["own"] == {"a": 1}
+    finally:
+        loader.close()

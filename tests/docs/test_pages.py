@@ -36,5 +36,5 @@ def test_each_rule_comes_with_its_reason_and_its_test() -> None:
 
 def test_the_table_of_exit_codes_is_that_of_the_source() -> None:
     named = {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)}
-    rows = re.findall(r"^\| (\d+) \|", (ROOT / "docs" / "launch.md").read_text(), flags=re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \|", (ROOT / "docs" / "errors.md").read_text(), flags=re.MULTILINE)
     assert {int(code) for code in rows} == named | {0, 1, 130}

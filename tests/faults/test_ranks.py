@@ -45,7 +45,7 @@ FAULTS = {
     "12 SIGSTOP": ("SIGSTOP", 1, HUNG),
     "13 a rank that holds the interpreter": ("hold", 1, HUNG),
     "40 a data worker is killed": ("worker", 1, "echelon: rank"),  # 1 tells, or has to be killed as it ends
-    "40 out of memory": ("memory", 2, "echelon: out of memory; try a smaller micro_batch"),
+    "40 out of memory": ("memory", 2, ": out of memory; try a smaller micro_batch"),
 }
 FAST = "1 "
 

@@ -11,7 +11,7 @@ import pytest
 from support.cli import ROOT, run
 
 from trainer.errors import ConfigError
-from trainer.process.exit import die_with_parent, run_guarded
+from trainer.process.exit import die_with_parent, refuse_exit, run_guarded
 from trainer.timeouts import FIRST_RANK_S
 
 
@@ -78,3 +78,10 @@ def test_a_process_whose_parent_has_ended_ends(monkeypatch):
     assert not ended
     die_with_parent(os.getpid())
     assert ended == [1]
+
+
+@pytest.mark.parametrize("code", [0, None, "done"])
+def test_an_exit_in_a_users_code_is_no_end_of_a_run(code):
+    """The command would end with 0, and nothing trained."""
+    with pytest.raises(RuntimeError, match=r"^sys\.exit\(.*\) was called in a run; raise an exception"), refuse_exit():
+        sys.exit(code)

@@ -24,6 +24,7 @@ from trainer.process.environment import Place
 
 RING = 32  # up to so many ranks, gloo's ring collectives are used: 62 hops of 50 us hide behind a forward pass
 COLLECTIVES = 2000  # so many of the last collectives are kept, for `Ranks.note_failure`
+GLOO = ("gloo/transport", "caused pair closure")  # parts of the text of every error of a gloo collective
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # torch's flight recorders: gloo and, with CUDA, NCCL
 
 
@@ -168,6 +169,11 @@ class Ranks:
         """Destroy the groups at once, so that peers that wait for this rank get an error."""
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def in_collective(error: BaseException) -> bool:
+    """Return whether a peer may have failed before."""
+    return isinstance(error, dist.DistError) or any(text in str(error) for text in GLOO)
 
 
 def share_buffers(module: nn.Module, group: dist.ProcessGroup | None, but: Container[str] = ()) -> None:

@@ -2,12 +2,13 @@
 
 import importlib
 import os
+import traceback
 from collections.abc import Callable, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, package_of
 
 # Not all of `trainer`: trainer.config would build any target that its arguments allow.
 OWN = ("trainer.callbacks", "trainer.monitors", "trainer.optim", "recipes")
@@ -43,6 +44,12 @@ def locate(key: str, target: str, allow: tuple[str, ...]) -> Callable[..., Any]:
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, ValueError, TypeError, AttributeError) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if not package_of(last.filename):  # raised by the user's own module
+            if not isinstance(error, ImportError):
+                raise
+            line = f"{last.filename}:{last.lineno}: {error}"
+            raise ConfigError(f"{key}._target_={target}: {line}; install the package, or mend the import") from None
         way_out = foreign_package(module.partition(".")[0]) or f"{error}; name an importable class or function"
         raise ConfigError(f"{key}._target_={target}: {way_out}") from None
     home = getattr(found, "__module__", None) or "builtins"

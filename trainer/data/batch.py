@@ -83,12 +83,15 @@ class Step:
         self.refs: list[Ref] = []
         self.bad: list[Bad] = []
         self._batches: deque[Any] = deque()
+        self._parts: list[list[Ref]] = []  # of `refs`, by micro-batch
         for batch, weight, refs, bad in micros:
             self._batches.append(batch)
+            self._parts.append(refs)
             self.weights.append(weight)
             self.refs += refs
             self.bad += bad
         self._batches.extend(micro.batch for micro in following)
+        self._all = len(self._batches)
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         batches = self._batches
@@ -100,6 +103,11 @@ class Step:
         """Return the first batch, on the device, and keep it for the iteration."""
         batch = self._batches[0]
         return batch.wait() if isinstance(batch, Upload) else batch
+
+    def current(self) -> list[Ref]:
+        """Return the samples of the batch that was given out last."""
+        given = min(self._all - len(self._batches), len(self._parts))
+        return self._parts[given - 1] if given else []
 
     @during(Phase.UPLOAD)
     def _uploaded(self) -> Any:
@@ -119,9 +127,15 @@ def count_samples(batch: Any) -> int:
             batch = next(iter(batch.values()))
         else:
             raise DataError(
-                f"batch of type {type(batch).__name__} has no tensor to count samples by; give the recipe a `weight`"
+                f"a batch begins with a value of type {type(batch).__name__}, and has no tensor to count samples by; "
+                "let transform() or collate() make tensors, or give the recipe a `weight`"
             )
-    return batch.shape[0]
+    try:
+        return batch.shape[0]
+    except IndexError:
+        raise DataError(
+            "a batch begins with a tensor of shape (), which has no samples to count; give the recipe a `weight`"
+        ) from None
 
 
 def steps_from(start: int, split_at: Callable[[int], Split]) -> Iterator[tuple[int, Split]]:

@@ -1,16 +1,32 @@
-"""Iterates over batches again and again, with random numbers that a resume repeats bit for bit."""
+"""Iterates over batches again and again, with random numbers that a resume repeats; gives each rank its part."""
 
+import copy
+import hashlib
+import itertools
 import random
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from trainer.data.batch import Micro, Split, count_samples
 from trainer.errors import DataError
+from trainer.log import log
 from trainer.rng import GOLDEN, MASK, seed_all
+
+DRAWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+MOST = 1 << 16  # values of a tensor that `digest` reads
 
 
 def replay(source: Iterable[Any], weight: Callable[[Any], int], key: int, endless: bool) -> Generator[Micro]:
@@ -32,7 +48,7 @@ def replay(source: Iterable[Any], weight: Callable[[Any], int], key: int, endles
             raise DataError("recipe.data('train'): the iterable gave no batch; a generator must not end")
 
 
-def refuse_other_size(batch: Any, split: Split) -> None:
+def refuse_other_size(source: Iterable[Any], batch: Any, split: Split) -> None:
     """Refuse a batch that has another number of samples than a micro-batch of `split`: rates are computed from that.
 
     A batch without a tensor to count samples by passes.
@@ -42,32 +58,85 @@ def refuse_other_size(batch: Any, split: Split) -> None:
     """
     try:
         samples = count_samples(batch)
-    except (DataError, IndexError):
+    except DataError:
         return
     if samples != split.micro:
         cut = f"batch={split.samples}, {split.world} rank(s), accumulate={split.accumulate}"
+        listed = ". For a list of samples, return a Dataset" if isinstance(source, list | tuple) else ""
         raise DataError(
             f"recipe.data('train'): a batch has {samples} samples, and this run's micro-batch is {split.micro} ({cut})"
             f"; yield batches of {split.micro}, or give micro_batch={samples}, "
-            f"accumulate={split.accumulate} and batch={samples * split.world * split.accumulate}"
+            f"accumulate={split.accumulate} and batch={samples * split.world * split.accumulate}{listed}"
         )
 
 
-def refuse_same_batches(source: Any) -> None:
-    """Refuse a DataLoader over a map-style dataset whose sampler gives every rank the same batches.
+class Part(Sampler[Any]):
+    """Every `world`-th index that one of `DRAWN` draws, from index `rank` on. All ranks draw the same indices."""
 
-    Raises:
-        DataError: The sampler is sequential, or random with a generator of its own.
+    def __init__(self, sampler: Sampler[Any], rank: int, world: int, key: int) -> None:
+        self.sampler, self.rank, self.world, self.key = sampler, rank, world, key
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        state = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(self.key + self.epoch * GOLDEN & MASK)
+        drawn = iter(self.sampler)
+        first = list(itertools.islice(drawn, 1))  # torch's samplers draw from its generator before this one alone
+        torch.default_generator.set_state(state)
+        self.epoch += 1
+        return itertools.islice(itertools.chain(first, drawn), self.rank, None, self.world)
+
+    def __len__(self) -> int:
+        return len(range(self.rank, len(self.sampler), self.world))  # pyright: ignore[reportArgumentType] it is sized
+
+
+def part_of(source: Iterable[Any], rank: int, world: int, key: int) -> Iterable[Any]:
+    """Return this rank's part of a DataLoader whose sampler is torch's own; any other iterable as it is.
+
+    Args:
+        key: Seeds a sampler without a generator; the same on all ranks.
     """
-    sampler = source.sampler if isinstance(source, DataLoader) else None
-    # Without a generator of its own, a sampler draws from torch's, which is seeded differently on each rank.
-    shuffled = isinstance(sampler, RandomSampler) and sampler.generator is None
-    if isinstance(sampler, SequentialSampler | RandomSampler) and not shuffled:
-        kind = type(source.dataset).__name__
-        raise DataError(
-            f"recipe.data('train'): a DataLoader over {kind} gives every rank the same batches; return the dataset "
-            "itself, which Echelon splits over the ranks, or give the DataLoader a DistributedSampler"
+    if world == 1 or not isinstance(source, DataLoader) or type(source.sampler) not in DRAWN:
+        return source
+    batches = source.batch_sampler
+    if batches is not None and (type(batches) is not BatchSampler or batches.sampler is not source.sampler):
+        return source
+    own: Any = copy.copy(source)
+    part = Part(source.sampler, rank, world, key)
+    batched = None if batches is None else BatchSampler(part, batches.batch_size, batches.drop_last)
+    vars(own).update(sampler=part, batch_sampler=batched)  # a DataLoader lets no one set them
+    return own
+
+
+def warn_of_same_batches(batch: Any, data_rank: int, gather: Callable[[Any], list[Any]]) -> None:
+    """Warn if ranks have the same first batch: they would all train on one rank's data. A collective."""
+    found: dict[int, str] = dict(gather([data_rank, digest(batch)]))
+    if len(set(found.values())) < len(found):
+        log.warning(
+            "recipe.data('train'): ranks have the same first batch, so they repeat each other's work; return a "
+            "Dataset, which Echelon splits, or yield other batches on each torch.distributed.get_rank()"
         )
+
+
+def digest(batch: Any) -> str:
+    """Return a hash of the values in `batch`. Objects without a value in their text have another one on each rank."""
+    hashed = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor) and value.layout == torch.strided:
+            some = value.detach().flatten()[:MOST].cpu().contiguous()
+            hashed.update(f"{value.dtype} {tuple(value.shape)}".encode() + some.view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, Mapping):
+            add(list(value.items()))
+        elif isinstance(value, list | tuple):
+            hashed.update(str(len(value)).encode())
+            for item in value:
+                add(item)
+        else:
+            hashed.update(repr(value).encode())
+
+    add(batch)
+    return hashed.hexdigest()
 
 
 def preserve_rng_state(micros: Iterator[Micro]) -> Generator[Micro]:

@@ -14,12 +14,12 @@ from trainer.config.options import DataOptions
 from trainer.data.bad_samples import Bad, replace_bad
 from trainer.data.batch import Micro, Split, Step, count_samples, steps_from
 from trainer.data.device_prefetch import Upload, upload
-from trainer.data.iterable import preserve_rng_state, refuse_other_size, refuse_same_batches, replay
+from trainer.data.iterable import part_of, preserve_rng_state, refuse_other_size, replay
 from trainer.data.remote.prefetch import Needs, fetching, training_needs, validation_needs
 from trainer.data.sampling.mixture import Mixture
 from trainer.data.sampling.order import Order, Ref, near_equal, walk
 from trainer.data.source import SampleFault, Samples
-from trainer.data.workers import lost_batches, start_workers
+from trainer.data.workers import lost_batches, refuse_unsendable, start_workers
 from trainer.errors import EXIT_CODES, ConfigError, UnavailableError
 from trainer.log import Terminal, doing, log
 from trainer.rng import ITERABLE, mix
@@ -156,12 +156,11 @@ class Loader:
         self, source: Iterable[Any], steps: Callable[[int], Iterator[tuple[int, Split]]], start: int
     ) -> Iterator[Micro]:
         if self.split.world > 1:
-            refuse_same_batches(source)
             log.info("recipe.data('train') is an iterable: each of %d ranks has batches of its own", self.split.world)
         micros = self._run(self._replay(source, endless=True))
         first = next(micros)
         if self.weight is None:  # a weight may count otherwise
-            refuse_other_size(first.batch, self.split)
+            refuse_other_size(source, first.batch, self.split)
         passed = itertools.takewhile(lambda step: step[0] < start, steps(0))
         return itertools.islice(
             itertools.chain(iter([first]), micros), sum(split.micros(self.rank) for _, split in passed), None
@@ -172,7 +171,8 @@ class Loader:
         return iter(lambda: list(itertools.islice(refs, self.split.micro)), [])
 
     def _replay(self, source: Iterable[Any], endless: bool) -> Generator[Micro]:
-        return replay(source, self.weight or count_samples, mix(self.seed, ITERABLE, self.rank), endless)
+        own = part_of(source, self.rank, self.split.world, mix(self.seed, ITERABLE))
+        return replay(own, self.weight or count_samples, mix(self.seed, ITERABLE, self.rank), endless)
 
     def _load(
         self, source: Samples, micro_refs: Iterator[list[Ref]], needs: Needs, lanes: int, ahead: int,
@@ -227,6 +227,7 @@ class Fetch:
 
     def __init__(self, source: Samples, collate: Callable[[list[Any]], Any], weight: Callable[[Any], int]) -> None:
         self.source, self.collate, self.weight = source, collate, weight
+        self.sent = False  # a batch has gone to the rank, or is about to
 
     def __getitem__(self, now_and_next: tuple[list[Ref], list[Ref]]) -> tuple[Any, int, list[Bad]] | Exception:
         refs, coming = now_and_next
@@ -238,6 +239,9 @@ class Fetch:
             batch = self.source.collate(kept, good, self.collate) if good else None
             if good and batch is None:
                 raise ConfigError("recipe.collate(): returned None; return the batch")
+            if good and not self.sent:
+                refuse_unsendable(batch)
+                self.sent = True
             return batch, self.weight(batch) if good else 0, bad
         except SampleFault as error:
             return error

@@ -105,18 +105,27 @@ class Samples:
                     try:
                         collate(some)
                     except Exception as same:
-                        if collate is default_collate:
-                            form = "give samples of one shape and of tensors, arrays or numbers, or give `collate`"
-                            raise DataError(f"{self._where(ref)}: does not fit into a batch ({same}); {form}") from None
-                        raise SampleFault(self._blame(ref, same, "does not fit into a batch: ")) from None
+                        raise self._misfit(ref, sample, same, collate) from None
             raise SampleFault(self._blame(refs[0], error, "the batch from this sample on can't be made: ")) from None
+
+    def _misfit(self, ref: Ref, sample: Any, error: Exception, collate: Any) -> Exception:
+        """Return the error of a sample with which `collate` fails, alone or beside the first of its batch."""
+        if collate is not default_collate:
+            return SampleFault(self._blame(ref, error, "does not fit into a batch: "))
+        if sample is None:
+            own = self.transform.transform if isinstance(self.transform, Maps) else self.transform
+            maker = "recipe.transform()" if own else "the data set"
+            return DataError(f"{self.where(ref)}: is None; return the sample from {maker}")
+        form = "give samples of one shape and of tensors, arrays or numbers, or give `collate`"
+        return DataError(f"{self.where(ref)}: does not fit into a batch ({error}); {form}")
 
     def _blame(self, ref: Ref, error: Exception, what: str = "") -> str:
         """Return a message with the sample and the frames, since a worker passes no traceback on."""
         frames = "".join(traceback.format_tb(error.__traceback__)).rstrip()
-        return f"{self._where(ref)}: {what}{type(error).__name__}: {error}\n{frames}"
+        return f"{self.where(ref)}: {what}{type(error).__name__}: {error}\n{frames}"
 
-    def _where(self, ref: Ref) -> str:
+    def where(self, ref: Ref) -> str:
+        """Return the sample's index, or its shard and key."""
         shard, key = self.reader.name(ref)
         return printable(f"sample {key}" if isinstance(shard, int) else f"{shard}: sample {ref.offset} ({key!r})")
 
@@ -161,6 +170,7 @@ def open_source(
         transform = Maps(options.map, transform)
     if data is None:
         return None
+    refuse_no_data(data, split)
     if _names_shards(data):
         index = Index.open(find_shards(data, options), Progress())
         reader = ShardReader(index, options.decoders, timeout_s)
@@ -182,6 +192,24 @@ def open_source(
             "return a list of batches, or an object whose __iter__ starts anew"
         )
     return data
+
+
+def refuse_no_data(data: Any, split: str) -> None:
+    """Raise an error if `data` can't be walked, or is an empty list.
+
+    Raises:
+        ConfigError: The value is of another kind.
+        DataError: The list is empty, as `glob.glob` of a missing folder is.
+    """
+    key, form = f"recipe.data({split!r})", "return shards, a Dataset, or an iterable of batches"
+    if isinstance(data, type):
+        raise ConfigError(f"{key}: returned the class {data.__name__}; return an object of it")
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset) and not hasattr(data, "__len__"):
+        raise ConfigError(f"{key}: {type(data).__name__} has no length; define __len__, or return an IterableDataset")
+    if isinstance(data, list | tuple) and not data:
+        raise DataError(f"{key}: returned an empty {type(data).__name__}; {form}")
+    if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
+        raise ConfigError(f"{key}: returned a value of type {type(data).__name__}; {form}")
 
 
 def is_map_style(data: Any) -> bool:

@@ -1,5 +1,6 @@
 """Starts data workers, which are forked from a rank with threads, and therefore may hang at their start."""
 
+import io
 import itertools
 import multiprocessing
 import os
@@ -10,11 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.resource_sharer import DupFd
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, get_worker_info
 
 from trainer import timeouts
 from trainer.errors import ConfigError, exhausted
@@ -92,6 +96,32 @@ def start_workers(loader: Callable[..., DataLoader[Any]], refs: Iterator[Any]) -
         return batches
 
     return started(start, kill_workers)
+
+
+class Sent(ForkingPickler):
+    """Pickles all but the values of tensors and arrays, which workers send apart."""
+
+    def persistent_id(self, obj: Any) -> str | None:
+        if isinstance(obj, Tensor) and obj.requires_grad and not obj.is_leaf:
+            raise TypeError("a tensor has a graph: detach() it")
+        return "tensor" if isinstance(obj, Tensor | np.ndarray) else None
+
+
+def refuse_unsendable(batch: Any) -> None:
+    """Refuse a batch that a data worker can't send: its queue would drop the batch, and the rank wait for it.
+
+    Raises:
+        ConfigError: Part of the batch can't be pickled.
+    """
+    if get_worker_info() is None:
+        return
+    try:
+        Sent(io.BytesIO()).dump(batch)
+    except Exception as error:  # of any class: the objects' own code runs
+        raise ConfigError(
+            f"data.workers: a worker can't send the batch ({type(error).__name__}: {error}); let transform() or "
+            "collate() return tensors, numbers and texts, or give data.workers=0"
+        ) from None
 
 
 def kill_workers(batches: Any) -> None:

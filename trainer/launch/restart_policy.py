@@ -33,7 +33,8 @@ class RestartPolicy:
         if beat and step > self.furthest:
             self.furthest, self.used = step, 0
         # Without words that have digits (ranks, ports, addresses): any rank may be the first to meet a bad batch.
-        kind = (step, failure.code, re.sub(r"\w*\d\w*", "", failure.text.rstrip().rpartition("\n")[2]))
+        lines = [line for line in failure.text.splitlines() if line[:1].strip()]  # without frames
+        kind = (step, failure.code, re.sub(r"\w*\d\w*", "", lines[-1] if lines else ""))
         self.alike[kind] += beat is not None
         if self.alike[kind] == SAME:
             short = "; the kernel kills where memory is short: try a smaller micro_batch"

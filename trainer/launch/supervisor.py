@@ -17,6 +17,7 @@ from trainer.launch.failure import find_failure
 from trainer.launch.flight_recorder import find_mismatch
 from trainer.launch.forkserver import ForkServer, Rank
 from trainer.launch.restart_policy import RestartPolicy
+from trainer.process.crash import summarize_crash
 from trainer.process.environment import Place, cores
 from trainer.process.heartbeat import Beat, last, read
 from trainer.process.signals import EARLY, WARNINGS, SignalListener
@@ -110,6 +111,9 @@ class Supervisor:
         self.moved |= cleaned or (beat is not None and beat.step > beat.began)
         code, decision = (failure.code, "") if self.passed else self.policy.decide(failure, beat)
         mismatch, step = find_mismatch(self.logs, self.started), beat and beat[1]
+        if beat and beat.step >= 0 and not self.passed and not failure.reported:  # else the rank itself has written it
+            line = failure.text.rstrip().rpartition("\n")[2]
+            summarize_crash(self.logs.parent / "summary.json", line, {"steps": beat.step})
         self._note(attempt=attempt, rank=failure.rank, step=step, failed=failure.text, odd=mismatch, code=code)
         show_cursor()
         text = fold(failure.text).rstrip() + ("" if failure.reported or not code else self.resume_hint())

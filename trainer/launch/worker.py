@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from trainer.comm.ranks import in_collective
 from trainer.errors import exit_code, fold, message
 from trainer.plan import RunSpec
 from trainer.process.environment import Place
@@ -21,9 +21,6 @@ from trainer.process.signals import StopSignals
 from trainer.process.temporary import sockets_in, temporary_folder
 from trainer.session import train
 from trainer.timeouts import LAUNCHER_S
-
-# Parts of the text of every error of a gloo collective.
-GLOO = ("gloo/transport", "caused pair closure")
 
 
 def run_rank(descriptor: int, argv: list[str]) -> int:
@@ -95,8 +92,3 @@ def train_or_wait(config: dict[str, Any], name: str, argv: list[str], *args: Any
                 os._exit(128 + signal.Signals[StopSignals.received])
             time.sleep(0.1)
         raise
-
-
-def in_collective(error: BaseException) -> bool:
-    """Return whether a peer may have failed before."""
-    return isinstance(error, DistError) or any(text in str(error) for text in GLOO)

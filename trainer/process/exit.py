@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from trainer.errors import exit_code, fold, message
@@ -35,6 +35,15 @@ def run_guarded(call: Callable[[], int]) -> int:
         return exit_code(error)
     except KeyboardInterrupt:
         return 130
+
+
+@contextlib.contextmanager
+def refuse_exit() -> Iterator[None]:
+    """Turn the end of a process that a user's code asks for into an error: exit(0) would pass for a finished run."""
+    try:
+        yield
+    except SystemExit as stop:
+        raise RuntimeError(f"sys.exit({stop.code!r}) was called in a run; raise an exception instead") from stop
 
 
 def exit_process(code: int) -> NoReturn:

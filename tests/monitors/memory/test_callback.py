@@ -223,7 +223,7 @@ def test_the_command_ends_with_the_advice(tmp_path: Path):
     """In the terminal, and in the summary."""
     (tmp_path / "full.py").write_text(
         "import torch\nfrom toy_recipe import Toy\n\n\nclass Full(Toy):\n    def loss(self, model, batch):\n"
-        "        torch.empty(1 << 60)\n"
+        "        return torch.empty(1 << 60) if model.training else super().loss(model, batch)\n"
     )
     folder = tmp_path / "conf" / "recipe"
     folder.mkdir(parents=True)
@@ -235,7 +235,7 @@ def test_the_command_ends_with_the_advice(tmp_path: Path):
     )  # fmt: skip
     assert done.code == 1
     last = done.err.rstrip().splitlines()[-1]
-    assert last.startswith("echelon: out of memory; peak ") and "try micro_batch=" in last
+    assert last.startswith("echelon: batch=12, micro_batch=12: out of memory; peak ") and "try micro_batch=" in last
     assert json.loads((tmp_path / "runs" / "r" / "summary.json").read_text())["error"] == last
 
 

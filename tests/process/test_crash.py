@@ -1,0 +1,91 @@
+"""The error of a run is in its folder: one line in summary.json, all frames in the log, and the first cause stays."""
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer import files
+from trainer.errors import ConfigError
+from trainer.process.crash import note_crash, read_summary, summarize_crash
+
+DONE = {"steps": 3, "samples": 36}
+
+
+def note(folder: Path, error: Exception, rank: int = 0, world: int = 1, follows: bool = False, **done: int) -> Any:
+    note_crash(folder, error, rank, world, DONE | done, follows)
+    return json.loads((folder / "summary.json").read_text())
+
+
+def raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except Exception as same:
+        return same
+
+
+def test_an_error_is_a_line_in_the_summary_and_frames_in_the_log(tmp_path):
+    found = note(tmp_path, raised(KeyError("a\nb")))
+    assert found == {**DONE, "stopped": "error", "error": "KeyError: 'a\\nb'"}
+    log = (tmp_path / "logs" / "rank0.log").read_text()
+    assert " ERROR Traceback" in log and "in raised" in log
+
+
+def test_a_mistake_of_the_users_has_its_frames_in_the_log_alone(tmp_path):
+    """The terminal has the line."""
+    found = note(tmp_path, raised(ConfigError("recipe.loss(): returned None; return a loss")))
+    assert found["error"] == "echelon: recipe.loss(): returned None; return a loss"
+    log = (tmp_path / "logs" / "rank0.log").read_text()
+    assert " ERROR echelon: recipe.loss(): returned None; return a loss\nTraceback" in log and "in raised" in log
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (RuntimeError("one\ntwo"), "RuntimeError: one"),
+        (KeyError(), "KeyError"),
+        (RuntimeError("\x1b[2J"), "RuntimeError: ?[2J"),
+        (OSError(errno.ENOSPC, "No space left", "ckpt/x"), "echelon: ckpt/x: No space left; make room, then"),
+        (MemoryError(), "echelon: out of memory; try a smaller micro_batch"),
+    ],
+)
+def test_the_line_of_an_error(error, line, tmp_path):
+    assert note(tmp_path, error)["error"].startswith(line)
+
+
+def test_the_rank_is_named_and_an_error_that_follows_replaces_no_other(tmp_path):
+    assert note(tmp_path, KeyError("a"), 1, 2)["error"] == "rank 1: KeyError: 'a'"
+    assert not (tmp_path / "logs").exists()  # rank 1 prints into its log itself
+    assert note(tmp_path, RuntimeError("lost"), 0, 2, follows=True, steps=2)["error"] == "rank 1: KeyError: 'a'"
+    assert note(tmp_path, RuntimeError("lost"), 0, 2, follows=True, steps=5)["error"] == "rank 0: RuntimeError: lost"
+    assert note(tmp_path, KeyError("b"), 1, 2, steps=5)["error"] == "rank 1: KeyError: 'b'"
+
+
+def test_numbers_of_a_trained_run_stay(tmp_path):
+    """Its export has failed, say."""
+    (tmp_path / "summary.json").write_text(json.dumps({"val/loss": 0.5, "stopped": "max_steps", **DONE}))
+    found = note(tmp_path, KeyError("a"))
+    assert found == {"val/loss": 0.5, "stopped": "error", "error": "KeyError: 'a'", **DONE}
+    assert "val/loss" not in note(tmp_path, KeyError("a"), steps=4)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", None])
+def test_a_damaged_summary_is_replaced(content, tmp_path):
+    file = tmp_path / "summary.json"
+    if content is not None:
+        file.write_text(content)
+    assert read_summary(file) == {}
+    summarize_crash(file, "echelon: rank 1 was killed by SIGKILL", {"steps": 2})
+    assert read_summary(file)["stopped"] == "error"
+
+
+def test_a_full_disk_hides_no_error(tmp_path, monkeypatch):
+    def full(path: Path, value: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("trainer.process.crash.write_json", full)
+    assert files.write_json is not full
+    note_crash(tmp_path, KeyError("a"), 0, 1, DONE, False)
+    assert "KeyError" in (tmp_path / "logs" / "rank0.log").read_text()

@@ -1,0 +1,62 @@
+"""Writes the error of a run into its folder: the terminal may be gone."""
+
+import json
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import EXIT_CODES, is_out_of_memory, message, printable
+from trainer.files import Appended, write_json
+from trainer.log import log
+
+
+def note_crash(run_dir: Path, error: BaseException, rank: int, world: int, done: dict[str, int], follows: bool) -> None:
+    """Write the error into summary.json, and with all frames into rank 0's log. Other ranks print into their logs.
+
+    Args:
+        done: The steps and samples that are done, as `steps` and `samples`.
+        follows: A peer may have failed before, and its error stays.
+    """
+    text = message(error).rstrip()
+    if rank == 0:
+        frames = "" if "\n" in text else f"\n{printable(''.join(traceback.format_exception(error)), keep=chr(10))}"
+        note_in_log(run_dir / "logs" / "rank0.log", f"{text}{frames}".rstrip())
+    of_rank = f"rank {rank}: " if world > 1 else ""
+    summarize_crash(run_dir / "summary.json", of_rank + headline(error, text), done, follows)
+
+
+def note_in_log(file: Path, text: str) -> None:
+    log_file = Appended(file)
+    log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} ERROR {text}\n".encode())
+    log_file.close()
+
+
+def headline(error: BaseException, text: str) -> str:
+    """Return one line: that of an error with a way out, else the kind of the error and how its message begins."""
+    if isinstance(error, tuple(EXIT_CODES)) or is_out_of_memory(error) or text.startswith("echelon: "):
+        return text.splitlines()[-1]
+    first = next(iter(str(error).splitlines()), "")
+    return printable(f"{type(error).__name__}: {first}" if first else type(error).__name__)
+
+
+def summarize_crash(file: Path, line: str, done: dict[str, int], follows: bool = False) -> None:
+    """Write `stopped: error` and the line into summary.json. Numbers of a run that had trained to its end stay."""
+    found = read_summary(file)
+    crashed = found.get("stopped") == "error"
+    if follows and crashed and abs(found.get("steps", 0) - done["steps"]) <= 1:  # ranks are at most a step apart
+        return
+    numbers = found if found.get("steps") == done["steps"] and not crashed else {}
+    try:
+        write_json(file, {**numbers, **done, "stopped": "error", "error": line})
+    except OSError as failure:
+        log.warning("%s: can't be written: %s", file, failure.strerror)
+
+
+def read_summary(file: Path) -> dict[str, Any]:
+    """Return what summary.json holds; an empty dict if it is missing or damaged."""
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
