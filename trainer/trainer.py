@@ -260,9 +260,8 @@ class Trainer:
             return
         tell_place(error, self)
         self.on_error(error)
-        if (
-            isinstance(error, Exception) and not self.ended and (self.accepted or exit_code(error) == 1)
-        ):  # else the run is refused
+        refused = not self.accepted and exit_code(error) != 1
+        if isinstance(error, Exception) and not (refused or self.ended):
             done = {"steps": self.step, "samples": self.samples}
             note_crash(self.run_dir, error, self.rank, self.world, done, follows=in_collective(error))
         self.ranks.note_failure(kind, self.run_dir / "logs")
