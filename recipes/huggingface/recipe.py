@@ -123,7 +123,8 @@ class HuggingFace:
                 made = self.kind.from_pretrained(self.source, config=self.config, dtype=torch.float32)
             else:
                 log.info("recipe.model=%s: the weights are random", self.source)
-                made = getattr(self.kind, "from_config", getattr(self.kind, "_from_config", self.kind))(self.config)
+                build = getattr(self.kind, "from_config", None) or self.kind._from_config
+                made = build(self.config, dtype=torch.float32)
         return made
 
     @property

@@ -1,7 +1,7 @@
 """The part of Lightning's Trainer that a LightningModule may read, and the collection of what it logs."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ class AttachedTrainer:
     def __init__(self, datamodule: Any) -> None:
         self.datamodule = datamodule
         self.echelon: TrainerProtocol | None = None
-        self.batches: int | None = None  # of an epoch of this rank, for data that gives batches
+        self.count_batches: Callable[[int], float] = lambda ranks: math.inf  # of an epoch, for data that gives batches
         self.training, self.validating, self.batch_size = True, False, 1
         self.logged = Logged()
 
@@ -115,16 +115,17 @@ class AttachedTrainer:
     @property
     def max_epochs(self) -> int | None:
         most = self.run.options.max_epochs
-        return math.ceil(self.max_steps / self.steps_per_epoch) if most is None else math.ceil(most)
+        if most is not None or self.max_steps < 0:
+            return None if most is None else math.ceil(most)
+        return math.ceil(self.max_steps / self.steps_per_epoch)
 
     @property
     def steps_per_epoch(self) -> float:
         """Steps in which each sample is taken once. Of samples it may be a fraction."""
         if self.run.plan.order is not None:
             return self.run.plan.order.samples / self.run.batch
-        if self.batches is None:
-            return math.inf
-        return math.ceil(self.batches / self.accumulate_grad_batches)
+        batches = self.count_batches(self.run.world)
+        return batches if batches == math.inf else math.ceil(batches / self.accumulate_grad_batches)
 
     def epochs_at(self, step: int) -> int:
         """Return the whole epochs in so many steps."""

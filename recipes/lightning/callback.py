@@ -23,6 +23,7 @@ class LightningHooks(Callback):
     """
 
     role = Role.MEASURE
+    open = False
     conflicts = {Role.SPLIT: "a training_step can't be cut into stages; leave one out"}
 
     def build_model(self, trainer: TrainerProtocol, build: Callable[[], nn.Module]) -> nn.Module:
@@ -68,6 +69,7 @@ class LightningHooks(Callback):
         module.on_fit_start()
         module.on_train_start()
         module.on_train_epoch_start()
+        self.open = True  # an epoch has begun, and not ended
 
     def _name(self, ranks: list[Any]) -> dict[str, float]:
         """Return the means over ranks of what training_step logs. The loss is Echelon's own."""
@@ -81,7 +83,8 @@ class LightningHooks(Callback):
         if recipe.view.current_epoch > self.epoch:
             self.epoch = recipe.view.current_epoch
             module.on_train_epoch_end()
-            if not trainer.stop_reason and trainer.step != trainer.plan.max_steps:
+            self.open = not trainer.stop_reason and trainer.step != trainer.plan.max_steps
+            if self.open:
                 module.on_train_epoch_start()
 
     def on_validation_end(self, trainer: TrainerProtocol, metrics: dict[str, float]) -> None:
@@ -92,6 +95,8 @@ class LightningHooks(Callback):
     def on_fit_end(self, trainer: TrainerProtocol) -> None:
         module: Any = find(trainer.module)
         if trainer.stop_reason:  # no error
+            if self.open:
+                module.on_train_epoch_end()
             module.on_train_end()
             module.on_fit_end()
         module.teardown("fit")

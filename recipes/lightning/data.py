@@ -1,5 +1,6 @@
 """The data of a LightningDataModule: the samples of its loaders in Echelon's order, or the loaders' own batches."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,10 +41,9 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         loader = self.loader
         sampler = loader.sampler
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        if ranks > 1 and type(sampler) in (SequentialSampler, RandomSampler):
+        if self.splits(dist.get_world_size() if dist.is_initialized() else 1):
             shuffled = isinstance(sampler, RandomSampler)
-            own = DistributedSampler(loader.dataset, shuffle=shuffled, seed=self.seed(), drop_last=loader.drop_last)
+            own = DistributedSampler(loader.dataset, shuffle=shuffled, seed=self.seed())
             own.set_epoch(self.epoch)
             loader = DataLoader(
                 loader.dataset, loader.batch_size, sampler=own, num_workers=loader.num_workers,
@@ -53,6 +53,21 @@ class Batches:
             sampler.set_epoch(self.epoch)  # pyright: ignore[reportAttributeAccessIssue] it has one
         self.epoch += 1
         return iter(loader)
+
+    def splits(self, ranks: int) -> bool:
+        """Return whether a DistributedSampler splits the samples over the ranks."""
+        return ranks > 1 and type(self.loader.sampler) in (SequentialSampler, RandomSampler)
+
+    def count(self, ranks: int) -> float:
+        """Return the batches of a rank in an epoch; infinity if they can't be counted."""
+        loader: Any = self.loader
+        if self.splits(ranks):
+            samples = -(-len(loader.dataset) // ranks)
+            return samples // loader.batch_size if loader.drop_last else -(-samples // loader.batch_size)
+        try:
+            return len(loader)
+        except TypeError:
+            return math.inf
 
 
 def get_loader(source: Any, split: str) -> Any:

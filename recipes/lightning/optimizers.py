@@ -58,7 +58,7 @@ class Configured:
         )
         if not hasattr(made.scheduler, "step") or made.interval not in ("step", "epoch"):
             raise ConfigError(f"{KEY}: {made.scheduler!r} with interval {made.interval!r} is no scheduler of torch's")
-        if made.scheduler.optimizer is not self.optimizer:
+        if getattr(made.scheduler, "optimizer", self.optimizer) is not self.optimizer:
             raise ConfigError(f"{KEY}: a scheduler is of another optimizer than the one returned; return its own")
         if made.on_plateau and not made.monitor:
             raise ConfigError(f"{KEY}: ReduceLROnPlateau needs a metric; return monitor, such as 'val_loss', beside it")

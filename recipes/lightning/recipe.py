@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recipes.lightning.attached import AttachedTrainer
-from recipes.lightning.data import collate, get_loader, samples_or_batches
+from recipes.lightning.data import Batches, collate, get_loader, samples_or_batches
 from recipes.lightning.module import attach, find, is_lightning, overrides, step_arguments
 from recipes.lightning.optimizers import Configured, ModuleSchedule
 from recipes.lightning.validation import Validation
@@ -81,7 +81,7 @@ class Lightning:
         found = self.prototype
         if self.datamodule is not None:
             found = make("recipe.datamodule_args", self.datamodule, self.datamodule_args)
-            self.view.datamodule = found
+            self.view.datamodule, found.trainer = found, self.view
         found.prepare_data()
         found.setup("fit")
         return found
@@ -93,9 +93,10 @@ class Lightning:
             raise ConfigError(f"recipe.datamodule: {name} has no train_dataloader; name a class that has one")
         if loader is None or (split == "val" and not overrides(self.prototype, "validation_step")):
             return None
-        if split == "train" and hasattr(loader, "__len__"):
-            self.view.batches = len(loader)
-        return samples_or_batches(loader, split, self.batches, lambda: self.view.run.options.seed)
+        found = samples_or_batches(loader, split, self.batches, lambda: self.view.run.options.seed)
+        if split == "train" and isinstance(found, Batches):
+            self.view.count_batches = found.count
+        return found
 
     @property
     def collate(self) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.lightning.attached import AttachedTrainer, Logged, mean_of
+from recipes.lightning.attached import AttachedTrainer, Logged, mean_of, short_name
 from trainer.comm.ranks import Ranks
 from trainer.errors import ConfigError
 
@@ -62,8 +62,13 @@ class Validation:
         reports = ranks.gather([own, places])
         found = mean_of([numbers for numbers, _ in reports])
         for name, place in {name: place for _, each in reports for name, place in each.items()}.items():
-            metric = module.get_submodule(place)
-            found[name] = float(metric.compute())
+            metric: Any = module.get_submodule(place)
+            value = metric.compute()
+            if isinstance(value, Mapping):  # of a MetricCollection
+                found.update((short_name(str(key)), float(each)) for key, each in value.items())
+                found.pop(name, None)
+            else:
+                found[name] = float(value)
             metric.reset()
         module.on_validation_end()
         self.view.logged, self.begun = self.training, False
