@@ -67,7 +67,7 @@ def mean_of(ranks: list[dict[str, list[float]]]) -> dict[str, float]:
 
 
 class AttachedTrainer:
-    """What a module finds as `self.trainer`. It reads Echelon's trainer once that is attached."""
+    """The object that a module finds as `self.trainer`. It reads Echelon's trainer once that is attached."""
 
     barebones = sanity_checking = False
     logger = progress_bar_callback = checkpoint_callback = None
@@ -121,7 +121,7 @@ class AttachedTrainer:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps in which each sample is taken once. Of samples it may be a fraction."""
+        """Steps in which each sample is taken once; a fraction, if Echelon cuts the batches."""
         if self.run.plan.order is not None:
             return self.run.plan.order.samples / self.run.batch
         batches = self.count_batches(self.run.world)

@@ -1,4 +1,4 @@
-"""What `configure_optimizers` returns, as an optimizer of Echelon's parameter groups and as a rate of each step."""
+"""Reads `configure_optimizers`: an optimizer of Echelon's parameter groups, and rates as functions of the step."""
 
 import math
 from collections import defaultdict

@@ -235,5 +235,5 @@ def test_a_name_that_is_no_module():
 def test_without_the_callback_the_way_out_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = Lightning(module_of("AutoEncoder"), datamodule_of("AutoEncoder")[0])
-    with pytest.raises(ConfigError, match="give callbacks=.'lightning': LightningHooks"):
+    with pytest.raises(ConfigError, match=r"give callbacks=.'lightning': LightningHooks"):
         Trainer(recipe, {}, recipe.optimizer, recipe.schedule, batch=8, options=Options(max_steps=1)).fit()

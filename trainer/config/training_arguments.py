@@ -113,9 +113,10 @@ def translate(given: Mapping[str, Any], key: str, ranks: int) -> list[str]:
 def refuse_others(given: Mapping[str, Any], key: str) -> None:
     known = {*SAME, *CALLBACKS, *READ}
     others = {name: value for name, value in given.items() if name not in known and not re.fullmatch(ELSEWHERE, name)}
+    others = {name: value for name, value in others.items() if value not in (None, "", [], {}, False)}
     defaults = default_values() if others else {}
     for name, value in others.items():
-        if value in (None, "", [], {}, False) or (name in defaults and defaults[name] == value):
+        if name in defaults and defaults[name] == value:
             continue
         instead = INSTEAD.get(name, "remove it from the file")
         raise ConfigError(f"{key}: {name}={shown(value)}: Echelon has no such setting; {instead}")

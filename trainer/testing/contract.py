@@ -72,7 +72,7 @@ def sgd(params: Any) -> Optimizer:
 
 @dataclass(frozen=True)
 class Runs:
-    """What a check trains, and how."""
+    """The runs of a check."""
 
     make: Callable[[], Callback]
     recipe: Callable[[], Any]
@@ -128,8 +128,8 @@ def check_callback(
 
     The promises, with one and with two micro-batches in a step, on one rank and on `ranks`:
 
-    - A run that is resumed from its middle ends with the bits of the run that was not: weights, optimizer, and the
-      state of the callback, of all ranks.
+    - A run that is resumed from its middle ends with the bits of the run that was not. Compared are weights,
+      optimizer, and the states of the callback on all ranks.
     - All ranks have the same weights after each step.
     - If `exact` is true, weights are those of training without the callback, to rounding. If it is false, they
       differ, at most by `bound`.

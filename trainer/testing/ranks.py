@@ -18,7 +18,7 @@ from trainer.process.exit import die_with_parent
 def run_ranks(world: int, function: Callable[[Place, Path], Any], timeout_s: float) -> list[Any]:
     """Run `function(place, folder)` on `world` processes that are forked from this one; return the results.
 
-    All have the same new folder, which is gone afterwards. What they print is dropped, unless a rank fails.
+    All have the same new folder, which is gone afterwards, with all that they print.
 
     Raises:
         AssertionError: A rank failed, or took too long. The message has its error.
