@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import trainer
 from trainer.config.compose import CONF, TYPED, choices, compose, config_dirs, kept_by_recipe
-from trainer.config.training_arguments import expand
 from trainer.errors import STOPPED, ConfigError, nearest, printable
 from trainer.log import log, log_to_terminal
 from trainer.process import handover
@@ -55,7 +54,6 @@ def main() -> None:
 
 def command(arguments: list[str]) -> int:
     """Run the jobs that `arguments` describe, and return the worst exit code."""
-    arguments = expand(arguments)
     folders = [CONF, *config_dirs(arguments)]
     if {"-h", "--help"} & set(arguments):
         print(usage(folders))
