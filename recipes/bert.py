@@ -16,8 +16,7 @@ Neither paper has the vocabulary (recipes/corpus.py) and the values of bert_tiny
 """
 
 import importlib.util
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from recipes.corpus import CLS, MASK, SEP, SPECIALS, Corpus, Settings, prepare
+from recipes.huggingface.recipe import no_progress_bar
 from trainer.errors import ConfigError, require
 from trainer.log import log
 
@@ -253,7 +253,7 @@ class Bert:
         from transformers.models.bert.tokenization_bert import BertTokenizer
 
         assert isinstance(model, MaskedLM)
-        with _no_progress_bar():  # the terminal is the trainer's
+        with no_progress_bar():  # the terminal is the trainer's
             model.bert.save_pretrained(folder)
         BertTokenizer(
             vocab=self.corpus.vocabulary(),
@@ -274,19 +274,6 @@ class Bert:
         attention = 12 * self.layers * h * (self.corpus.pairs_within_documents() if self.document_mask else t * t)
         head = 6 * self.masked * (h * h + h * self.settings.vocab)
         return float(encoder + attention + head)
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _check(fine: bool, message: str) -> None:

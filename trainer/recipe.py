@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from numpy.random import Generator
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 Data = str | Path | list[str] | list[Path] | dict[str, float] | Dataset[Any] | Iterable[Any]
@@ -58,6 +59,7 @@ class Optional(Protocol):
     tokens_per_sample: int  # for perf/tokens_per_s
     flops_per_sample: float  # forward and backward, for perf/mfu
     paths: tuple[str, ...]  # arguments that name files or folders; an export takes them from its command alone
+    targets: tuple[str, ...]  # arguments that name classes; their packages must be in trainer.allow_targets
 
     def weight(self, batch: Any) -> int:
         """Return the number of items that the loss averages over. `batch` is on the CPU. Default: the samples."""
@@ -92,6 +94,13 @@ class Optional(Protocol):
         """Return settings for some of the parameters, as torch's optimizers take them: `params`, and what they have.
 
         Settings are the optimizer's own, and `lr_scale` and `freeze`. `optimizer.groups` of the config goes first.
+        """
+        ...
+
+    def optimizer(self, groups: Iterable[dict[str, Any]]) -> Optimizer:
+        """Return the recipe's own optimizer of these groups, for `optimizer=recipe`.
+
+        A `schedule` of the recipe, an object with `resolve` as in trainer/optim/schedule.py, is for `schedule=recipe`.
         """
         ...
 

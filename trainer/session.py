@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from trainer.trainer import Trainer
 from trainer.training_state import model_identity
 
 Report = Callable[[BaseException], None]
+OF_RECIPE = ("trainer.optim.factories.of_recipe", "trainer.optim.schedule.OfRecipe")
 
 
 def build_components(config: dict[str, Any], allowed: tuple[str, ...] = ALLOWED) -> dict[str, Any]:
@@ -40,14 +41,31 @@ def build_components(config: dict[str, Any], allowed: tuple[str, ...] = ALLOWED)
     options = build_options(Options, config["trainer"])
     allow = (*allowed, *options.allow_targets)
     groups, optimizer = split_groups(config["optimizer"])
+    recipe = build("recipe", config["recipe"], allow)
     return {
-        **{key: build(key, config[key], allow) for key in ("recipe", "schedule")},
-        "optimizer": WithGroups(build("optimizer", optimizer, allow), groups or ()),
+        "recipe": recipe,
+        "schedule": build_or_own("schedule", config["schedule"], allow, recipe),
+        "optimizer": WithGroups(build_or_own("optimizer", optimizer, allow, recipe), groups or ()),
         "callbacks": {name: build(f"callbacks.{name}", node, allow) for name, node in config["callbacks"].items()},
         **{key: config[key] for key in ("batch", "micro_batch", "accumulate")},
         "options": options,
         "data": build_options(DataOptions, {**config["data"], **build_stages(config["data"], allow)}),
     }
+
+
+def build_or_own(key: str, node: Mapping[str, Any], allow: tuple[str, ...], recipe: Any) -> Any:
+    """Build the optimizer or the schedule; of `optimizer=recipe` and `schedule=recipe`, return the recipe's own.
+
+    Raises:
+        ConfigError: The recipe has none.
+    """
+    if node["_target_"] not in OF_RECIPE:
+        return build(key, node, allow)
+    if not hasattr(recipe, key):
+        raise ConfigError(
+            f"{key}=recipe: {type(recipe).__name__} has no {key} of its own; choose another {key}, see --help"
+        )
+    return getattr(recipe, key)
 
 
 def train(

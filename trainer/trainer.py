@@ -337,7 +337,7 @@ class Trainer:
     def _train_step(self, data: Step) -> None:
         for generator in self.generators:
             generator.manual_seed((self.seed_base + self.step * GOLDEN) & (MASK >> 1))
-        self._set_learning_rates()
+        self.plan.rate.put(self.step, self.optimizer.param_groups, self.peak_lr)
         self._agree(data)  # one int64 all-reduce, beside the first forward pass
         self.data, self.losses = data, self.forward_backward(data, self._total_weight)
         switch(Phase.OPTIMIZER)
@@ -350,11 +350,6 @@ class Trainer:
         for p in self.parameters:
             p.grad = None  # what zero_grad does, at a tenth of its cost
         self.step, self.samples = self.step + 1, self.samples + self.batch
-
-    def _set_learning_rates(self) -> None:
-        factor = self.plan.rate(self.step)
-        for group, peak in zip(self.optimizer.param_groups, self.peak_lr):
-            group["lr"] = peak * factor
 
     def _agree(self, data: Step) -> None:
         """Start to sum over ranks what this step is about."""

@@ -10,7 +10,7 @@ from trainer.config.build import arguments, build, build_options
 from trainer.config.options import DataOptions, Options
 from trainer.config.parameter_groups import check_groups
 from trainer.config.redact import HIDDEN, redact, redacted_keys
-from trainer.config.schema import ANY_NAME, NO_DEFAULT, Knob, describe, fits, knobs, option_parameters
+from trainer.config.schema import ANY_NAME, NO_DEFAULT, Knob, constant, describe, fits, knobs, option_parameters
 from trainer.config.targets import ALLOWED, refuse_nested, refuse_target
 from trainer.config.tuned import Tuned
 from trainer.errors import ConfigError, nearest, require
@@ -113,9 +113,22 @@ def check_node(key: str, node: Any, allow: tuple[str, ...]) -> None:
         check_groups("optimizer.groups", groups or [], known=None if ANY_NAME in known else types)
     own = key in GROUPS and not target.startswith("trainer.")
     check_values(key, arguments(node), known, f"; {OWN_CHOICE.format(key)}" if own else "")
+    refuse_classes(key, node, allow)
     for name, knob in known.items():
         if knob.default is NO_DEFAULT and name not in node and name != ANY_NAME and not node.get("_partial_"):
             raise ConfigError(f"{key}.{name}: is missing; give {key}.{name}=VALUE")
+
+
+def refuse_classes(key: str, node: Mapping[str, Any], allow: tuple[str, ...]) -> None:
+    """Refuse an argument that names a class of another package. A class lists such arguments as its `targets`."""
+    for name in constant(node["_target_"], "targets") or ():
+        value = node.get(name)
+        if isinstance(value, str) and not any(f"{value}.".startswith(f"{package}.") for package in allow):
+            package = value.split(".")[0]
+            raise ConfigError(
+                f"{key}.{name}={value}: {package} is not a package that configs may name; if you trust it, add "
+                f"'trainer.allow_targets=[{package}]'"
+            )
 
 
 def split_groups(node: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

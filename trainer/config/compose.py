@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.config.redact import redact_argument, remove_if_secret
+from trainer.config.training_arguments import expand
 from trainer.errors import ConfigError, nearest
 
 HERE = Path(__file__).parent.parent
@@ -69,7 +70,7 @@ def compose(arguments: list[str], folders: list[Path]) -> list[Job]:
         recipe = dict(chosen.runtime.choices).get("recipe", "")
         jobs.append(Job(OmegaConf.to_container(config, resolve=True), recipe, [*flags, *argv]))
 
-    words = merge_callbacks([normalize(word, folders) for word in arguments])
+    words = merge_callbacks([normalize(word, folders) for word in expand(arguments)])
     sys.argv[1:] = sorted(words, key=is_override)  # argparse takes positional arguments in one piece only
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises the errors that it would print
     stderr = io.StringIO()

@@ -84,6 +84,20 @@ def knobs(key: str, target: str, allow: tuple[str, ...]) -> dict[str, Knob]:
     return {ANY_NAME if p.kind is p.VAR_KEYWORD else p.name: Knob(Any, p.default) for p in parameters}
 
 
+def constant(target: str, name: str) -> Any:
+    """Return a class's attribute, a literal, from its source, without an import; None if it has none."""
+    module, _, last = target.rpartition(".")
+    source = source_of(module)
+    tree = ast.parse(source.read_bytes(), source) if source else ast.Module([], [])
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and any(alias.name == last for alias in node.names):
+            return constant(f"{node.module}.{last}", name)
+        for item in node.body if isinstance(node, ast.ClassDef) and node.name == last else ():
+            if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == name:
+                return ast.literal_eval(item.value)
+    return None
+
+
 def source_of(module: str) -> Path | None:
     """Find a module's file without an import of its packages."""
     spec, places = None, None

@@ -9,6 +9,11 @@ from trainer.optim.lamb import Lamb
 from trainer.optim.lars import Lars
 
 
+def of_recipe(params: Groups) -> Optimizer:
+    """Stand for the optimizer that the recipe makes."""
+    raise ConfigError("optimizer=recipe: is for a config; in Python give Trainer(optimizer=recipe.optimizer)")
+
+
 def adamw(
     params: Groups,
     lr: float = 1e-3,

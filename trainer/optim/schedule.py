@@ -2,8 +2,9 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from trainer.config.duration import Duration
 from trainer.errors import ConfigError, require
@@ -43,11 +44,29 @@ class Schedule:
             )
         ratio = batch / self.reference_batch
         scale = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.lr_scaling]
-        return Rate(self, warmup, max(1, (total or 0) - warmup), scale)
+        return ShapedRate(self, warmup, max(1, (total or 0) - warmup), scale)
+
+
+class Rate:
+    """The learning rates of a run, as functions of the step."""
+
+    def __call__(self, step: int) -> float:
+        """Return the factor on the optimizer's learning rates."""
+        raise NotImplementedError
+
+    def put(self, step: int, groups: Sequence[dict[str, Any]], peaks: Sequence[float]) -> None:
+        """Put the learning rates of a step into an optimizer's groups.
+
+        Args:
+            peaks: The rates with which the optimizer was made.
+        """
+        factor = self(step)
+        for group, peak in zip(groups, peaks):
+            group["lr"] = peak * factor
 
 
 @dataclass(frozen=True)
-class Rate:
+class ShapedRate(Rate):
     schedule: Schedule
     warmup: int  # steps
     rest: int  # steps after the warm-up
@@ -57,6 +76,10 @@ class Rate:
         if step < self.warmup:
             return self.scale * self.schedule.shape(0.0) * (step + 1) / self.warmup
         return self.scale * self.schedule.shape(min(1.0, (step - self.warmup) / self.rest))
+
+
+class OfRecipe:
+    """Stands for the schedule that the recipe has."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,267 @@
+"""The recipe of a transformers model that returns a `loss`."""
+
+import importlib.util
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from numpy.random import Generator
+from torch import Tensor, nn
+
+from recipes.huggingface.data import open_data
+from recipes.huggingface.schedule import TransformersSchedule
+from trainer.data.batch import count_samples
+from trainer.errors import ConfigError, nearest, printable
+from trainer.log import log
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+IGNORED = -100  # a label without a loss
+# As transformers' Trainer names what takes no weight decay.
+NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+
+
+class HuggingFace:
+    """A model of transformers, on samples that have its inputs, or text.
+
+    Args:
+        model: A folder with config.json, or a name of Hugging Face's hub.
+        data: `.jsonl` files, a folder that `datasets` has saved, or tar shards whose samples have a `json`.
+        val_data: The same, for validation; None: `data` if it is a `datasets` folder of splits, else no validation.
+        architecture: A class of transformers; None: the one that config.json names.
+        pretrained: Whether weights are loaded; None: if they are there. Without them, weights are random.
+        text: The key of text to tokenize; None: samples have the model's inputs.
+        max_length: Tokens of a text, at most; None: the tokenizer's.
+        collator: A data collator of transformers; None: padding for text, else `default_data_collator`.
+        collator_args: Its arguments, beside the tokenizer.
+        lr_scheduler_type: As in `TrainingArguments`, for `schedule=recipe`.
+        lr_scheduler_kwargs: As in `TrainingArguments`.
+        warmup_steps: As in `TrainingArguments`: steps, or below 1 a share of the run.
+    """
+
+    paths = ("model", "data", "val_data")
+
+    def __init__(
+        self,
+        model: str,
+        data: str | list[str],
+        val_data: str | list[str] | None = None,
+        architecture: str | None = None,
+        pretrained: bool | None = None,
+        text: str | None = None,
+        max_length: int | None = None,
+        collator: str | None = None,
+        collator_args: dict | None = None,
+        lr_scheduler_type: str = "linear",
+        lr_scheduler_kwargs: dict | None = None,
+        warmup_steps: float = 0,
+    ) -> None:
+        if not importlib.util.find_spec("transformers"):
+            raise ConfigError("recipe: needs transformers; pip install 'transformers>=5,<6'")
+        self.source, self.sources = model, {"train": data, "val": val_data}
+        self.architecture, self.pretrained = architecture, pretrained
+        self.text, self.max_length = text, max_length
+        self.collator, self.collator_args = collator, collator_args or {}
+        self.schedule = TransformersSchedule(
+            lr_scheduler_type=lr_scheduler_type,
+            lr_scheduler_kwargs=lr_scheduler_kwargs or {},
+            warmup_steps=warmup_steps,
+        )
+
+    @cached_property
+    def config(self) -> "PretrainedConfig":
+        from transformers import AutoConfig
+
+        with in_one_line(f"recipe.model={self.source}"):
+            return AutoConfig.from_pretrained(self.source)
+
+    @cached_property
+    def kind(self) -> Any:
+        """The class of the model."""
+        import transformers
+
+        name = self.architecture or next(iter(self.config.architectures or ()), None)
+        if name is None:
+            raise ConfigError(
+                f"recipe.model={self.source}: its config.json names no architecture; give recipe.architecture, as "
+                "AutoModelForCausalLM"
+            )
+        kind = getattr(transformers, name, None)
+        if not isinstance(kind, type) or not (issubclass(kind, nn.Module) or name.startswith("AutoModelFor")):
+            known = [other for other in dir(transformers) if "For" in other or other.endswith("LMHeadModel")]
+            raise ConfigError(f"recipe.architecture={name}: is no model of transformers; {nearest(name, known)}")
+        return kind
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        with in_one_line(f"recipe.model={self.source}: the tokenizer that recipe.text needs"):
+            return AutoTokenizer.from_pretrained(self.source)
+
+    @cached_property
+    def shifts(self) -> bool:
+        """Whether the model predicts the next token, so that the first label counts nowhere."""
+        name = self.model_class.__name__
+        return not self.config.is_encoder_decoder and ("ForCausalLM" in name or name.endswith("LMHeadModel"))
+
+    @property
+    def model_class(self) -> type:
+        """The class of the model, also if an AutoModel chooses it."""
+        mapping = getattr(self.kind, "_model_mapping", None)
+        return mapping[type(self.config)] if mapping is not None else self.kind
+
+    def model(self) -> nn.Module:
+        with in_one_line(f"recipe.model={self.source}"), no_progress_bar():
+            if self.loads_weights:
+                made = self.kind.from_pretrained(self.source, config=self.config, dtype=torch.float32)
+            else:
+                log.info("recipe.model=%s: the weights are random", self.source)
+                build = getattr(self.kind, "from_config", None) or self.kind._from_config
+                made = build(self.config, dtype=torch.float32)
+        return made
+
+    @property
+    def loads_weights(self) -> bool:
+        if self.pretrained is not None:
+            return self.pretrained
+        return not Path(self.source).is_dir() or any((Path(self.source) / name).is_file() for name in WEIGHTS)
+
+    def data(self, split: str) -> Any:
+        source, key = self.sources[split], "recipe.data" if split == "train" else "recipe.val_data"
+        if source is None:
+            own = self.sources["train"]
+            if not (isinstance(own, str) and (Path(own) / "dataset_dict.json").is_file()):
+                return None
+            source = own
+        return open_data(key, source, split)
+
+    def transform(self, sample: Mapping[str, Any], rng: Generator) -> dict[str, Any]:
+        """Return the model's inputs: tokens of a text, and the sample's values that the model or a collator takes."""
+        values = dict(sample.get("json", sample))
+        if self.text is not None:
+            if self.text not in values:
+                raise ConfigError(f"recipe.text={self.text}: a sample has no such key; {nearest(self.text, values)}")
+            cut = {"truncation": True, "max_length": self.max_length}
+            values |= self.tokenizer(values.pop(self.text), **cut)
+        taken = {name: value for name, value in values.items() if name in self.inputs}
+        if not taken:
+            has = f"a sample has {printable(', '.join(values)) or 'nothing'}"
+            raise ConfigError(f"recipe.data: {has}, and the model takes {', '.join(sorted(self.inputs))}; rename a key")
+        return taken
+
+    @cached_property
+    def inputs(self) -> set[str]:
+        """The names of the model's inputs, and of a label, which collators rename."""
+        return {*inspect.signature(self.model_class.forward).parameters, "label", "label_ids"} - {"self", "kwargs"}
+
+    @cached_property
+    def collate(self) -> Any:
+        """The data collator, whose result is a dict of tensors."""
+        from transformers.data import data_collator
+
+        name = self.collator or ("default_data_collator" if self.text is None else "DataCollatorWithPadding")
+        made = getattr(data_collator, name, None)
+        if made is None:
+            known = [other for other in dir(data_collator) if "Collator" in other]
+            raise ConfigError(f"recipe.collator={name}: is no data collator of transformers; {nearest(name, known)}")
+        if isinstance(made, type):
+            with in_one_line(f"recipe.collator={name}"):
+                made = made(
+                    **({} if name == "DefaultDataCollator" else {"tokenizer": self.tokenizer}) | self.collator_args
+                )
+        return partial(collated, made)
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return loss_of(self._run(model, batch), batch)
+
+    def _run(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+        return model(**batch, **({"use_cache": False} if "use_cache" in self.inputs else {}))
+
+    def weight(self, batch: Mapping[str, Tensor]) -> int:
+        """Return the labels that the model's loss is a mean over; without whole numbers as labels, the samples."""
+        labels = batch.get("labels")
+        if labels is None or labels.is_floating_point() or not labels.dim():
+            return count_samples(batch)
+        return int((self._targets(labels) != IGNORED).sum())
+
+    def _targets(self, labels: Tensor) -> Tensor:
+        return labels[..., 1:] if self.shifts and labels.dim() > 1 else labels
+
+    def metrics(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+        """Return the loss, and with one label for each row of logits the accuracy."""
+        output, weight = self._run(model, batch), self.weight(batch)
+        found = {"loss": (loss_of(output, batch) * weight, weight)}
+        labels, logits = batch.get("labels"), output.get("logits") if isinstance(output, Mapping) else None
+        whole = labels is not None and not labels.is_floating_point()
+        if whole and logits is not None and logits.shape[:-1] == labels.shape and logits.shape[-1] > 1:
+            logits = logits[..., :-1, :] if self.shifts and labels.dim() > 1 else logits
+            found["accuracy"] = ((logits.argmax(-1) == self._targets(labels)).sum(), weight)
+        return found
+
+    def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Return the matrices without weight decay. Parameters of fewer dimensions never have any."""
+        from transformers.trainer_pt_utils import get_parameter_names
+
+        decays = set(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))
+        names = model.named_parameters()
+        others = [p for name, p in names if name not in decays and p.dim() >= 2 and p.requires_grad]
+        return [{"params": others, "weight_decay": 0.0}] if others else []
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write what `from_pretrained` loads: the model, and a tokenizer if one is used."""
+        save: Any = model
+        with no_progress_bar():
+            save.save_pretrained(folder)
+        if self.text is not None or "tokenizer" in vars(self):
+            self.tokenizer.save_pretrained(folder)
+
+
+def collated(collate: Any, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Return the collator's batch without what is no tensor."""
+    return {name: value for name, value in collate(samples).items() if isinstance(value, Tensor)}
+
+
+def loss_of(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the loss of a model's output.
+
+    Raises:
+        ConfigError: The model computed none.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output[0]
+    if loss is None:
+        raise ConfigError(
+            f"recipe.data: the model computes no loss from {', '.join(batch)}; give samples with labels, or a "
+            "recipe.collator that makes them"
+        )
+    return loss
+
+
+@contextmanager
+def in_one_line(key: str) -> Iterator[None]:
+    """Raise ConfigError for what transformers says of a file or a value that a user gave."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        line = " ".join(str(error).split()).partition(". ")[0]
+        raise ConfigError(f"{key}: {printable(line)}") from None
+
+
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """Keep transformers from the terminal, which is the trainer's."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,201 @@
+"""The part of Lightning's Trainer that a LightningModule may read, and the collection of what it logs."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.callback import TrainerProtocol
+from trainer.errors import ConfigError
+
+PREFIXES = ("train_", "train/", "training_", "val_", "val/", "valid_", "valid/", "validation_", "validation/")
+
+
+class NoSuchAttribute(ConfigError, AttributeError):
+    """An attribute of Lightning's Trainer that Echelon lacks; an AttributeError, so that `hasattr` works."""
+
+
+class Logged:
+    """Sums of the values that a module logs by name, with their weights."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, list[Any]] = {}
+        self.metrics: dict[str, Any] = {}  # objects of torchmetrics, by name
+
+    def add(self, name: str, value: Any, weight: int) -> None:
+        """Add a number, a tensor of one number, a metric of torchmetrics, or a dict of these.
+
+        Raises:
+            ConfigError: The value is none of these.
+        """
+        if isinstance(value, Mapping):
+            for inner, each in value.items():
+                self.add(inner, each, weight)
+            return
+        if hasattr(value, "compute") and hasattr(value, "update"):
+            self.metrics[short_name(name)] = value
+            value = getattr(value, "_forward_cache", None)
+            value = torch.zeros(()) if value is None else value
+        if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.numel() != 1):
+            kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigError(f"self.log({name!r}): got {kind}; log a number, a tensor of one number, or a metric")
+        both = self.sums.setdefault(short_name(name), [0.0, 0])
+        value = value.detach().reshape(()).double() if isinstance(value, Tensor) else value
+        both[0] += value * weight
+        both[1] += weight
+
+    def numbers(self) -> dict[str, list[float]]:
+        """Return name -> sum and weight, as plain numbers."""
+        return {name: [float(total), weight] for name, (total, weight) in self.sums.items()}
+
+    def clear(self) -> None:
+        self.sums, self.metrics = {}, {}
+
+
+def short_name(name: str) -> str:
+    """Return a name without the split, which Echelon puts before each: `val_loss` is `loss` of `val/loss`."""
+    return next((name[len(prefix) :] for prefix in PREFIXES if name.startswith(prefix)), name)
+
+
+def mean_of(ranks: list[dict[str, list[float]]]) -> dict[str, float]:
+    """Return the weighted means of all ranks' numbers."""
+    names = {name: None for rank in ranks for name in rank}
+    both = {name: [sum(rank[name][i] for rank in ranks if name in rank) for i in (0, 1)] for name in names}
+    return {name: total / weight for name, (total, weight) in both.items() if weight}
+
+
+class AttachedTrainer:
+    """The object that a module finds as `self.trainer`. It reads Echelon's trainer once that is attached."""
+
+    barebones = sanity_checking = False
+    logger = progress_bar_callback = checkpoint_callback = None
+    num_nodes = 1
+    loggers: list[Any] = []
+    callbacks: list[Any] = []
+
+    def __init__(self, datamodule: Any) -> None:
+        self.datamodule = datamodule
+        self.echelon: TrainerProtocol | None = None
+        self.count_batches: Callable[[int], float] = lambda ranks: math.inf  # of an epoch, for data that gives batches
+        self.training, self.validating, self.batch_size = True, False, 1
+        self.logged = Logged()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        known = [key for key in dir(type(self)) if not key.startswith("_")]
+        raise NoSuchAttribute(
+            f"self.trainer.{name}: Echelon has no such attribute; leave it out, or use one of {', '.join(known)}"
+        )
+
+    @property
+    def run(self) -> TrainerProtocol:
+        """Echelon's trainer.
+
+        Raises:
+            ConfigError: It lacks the callback that attaches it.
+        """
+        if self.echelon is None:
+            raise ConfigError(
+                "callbacks: recipe Lightning needs the callback recipes.lightning.LightningHooks; "
+                "give callbacks={'lightning': LightningHooks()}"
+            )
+        return self.echelon
+
+    @property
+    def max_steps(self) -> int:
+        return -1 if self.run.plan.max_steps is None else self.run.plan.max_steps
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        return math.inf if self.run.plan.max_steps is None else self.run.plan.max_steps
+
+    @property
+    def max_epochs(self) -> int | None:
+        most = self.run.options.max_epochs
+        if most is not None or self.max_steps < 0:
+            return None if most is None else math.ceil(most)
+        return math.ceil(self.max_steps / self.steps_per_epoch)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps in which each sample is taken once; a fraction, if Echelon cuts the batches."""
+        if self.run.plan.order is not None:
+            return self.run.plan.order.samples / self.run.batch
+        batches = self.count_batches(self.run.world)
+        return batches if batches == math.inf else math.ceil(batches / self.accumulate_grad_batches)
+
+    def epochs_at(self, step: int) -> int:
+        """Return the whole epochs in so many steps."""
+        if self.run.plan.order is not None:
+            return step * self.run.batch // self.run.plan.order.samples
+        return int(step // self.steps_per_epoch)
+
+    def steps_in(self, epochs: int) -> int:
+        """Return the first number of steps that has so many whole epochs."""
+        return 0 if epochs == 0 else math.ceil(epochs * self.steps_per_epoch)
+
+    @property
+    def num_training_batches(self) -> float:
+        return self.steps_per_epoch * self.accumulate_grad_batches
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        return self.run.plan.accumulate
+
+    @property
+    def gradient_clip_val(self) -> float | None:
+        return self.run.options.clip_norm
+
+    @property
+    def current_epoch(self) -> int:
+        return self.epochs_at(self.run.step)
+
+    @property
+    def global_step(self) -> int:
+        return self.run.step
+
+    @property
+    def global_rank(self) -> int:
+        return self.run.rank
+
+    @property
+    def local_rank(self) -> int:
+        return self.run.ranks.place.local_rank
+
+    @property
+    def world_size(self) -> int:
+        return self.run.world
+
+    num_devices = world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.run.rank == 0
+
+    @property
+    def default_root_dir(self) -> str:
+        return str(self.run.run_dir)
+
+    log_dir = default_root_dir
+
+    @property
+    def optimizers(self) -> list[Any]:
+        return [self.run.optimizer]
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        return {name: torch.tensor(value) for name, value in self.run.metrics.items()}
+
+    logged_metrics = callback_metrics
+
+    @property
+    def should_stop(self) -> bool:
+        return bool(self.run.stop_reason)
+
+    @should_stop.setter
+    def should_stop(self, stop: bool) -> None:
+        if stop:
+            self.run.stop("the module set self.trainer.should_stop")

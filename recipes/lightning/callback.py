@@ -1,0 +1,108 @@
+"""Attaches a LightningModule to Echelon's trainer, and calls its hooks."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from recipes.lightning.attached import mean_of
+from recipes.lightning.module import find, overrides
+from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.data.batch import Step
+from trainer.errors import ConfigError
+from trainer.forward_backward import ForwardBackward
+from trainer.optim.groups import WithGroups
+
+GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+
+
+class LightningHooks(Callback):
+    """Belongs to the recipe Lightning.
+
+    The state is what schedulers of role ReduceLROnPlateau have seen. All else follows from the step.
+    """
+
+    role = Role.MEASURE
+    open = False
+    conflicts = {Role.SPLIT: "a training_step can't be cut into stages; leave one out"}
+
+    def build_model(self, trainer: TrainerProtocol, build: Callable[[], nn.Module]) -> nn.Module:
+        recipe = trainer.recipe
+        if not hasattr(recipe, "view"):
+            name = type(recipe).__name__
+            raise ConfigError(f"callbacks.lightning: belongs to recipe Lightning, and this is {name}; leave it out")
+        recipe.view.echelon = trainer
+        chosen: Any = trainer.new_optimizer
+        make = chosen.args[0].make if isinstance(chosen.args[0], WithGroups) else chosen.args[0]
+        recipe.own_optimizer = make == recipe.optimizer
+        model = build()
+        self.plateaus: dict[int, dict[str, float]] = recipe.configured.plateaus
+        return model
+
+    def wrap_forward_backward(self, trainer: TrainerProtocol, run: ForwardBackward) -> ForwardBackward:
+        module = find(trainer.module)
+        own = [getattr(module, hook) for hook in GRADIENT_HOOKS if overrides(module, hook)]
+        if not own:
+            return run
+        if trainer.scaler.is_enabled() or any("defers" in c.provides for c in trainer.callbacks.values()):
+            raise ConfigError(
+                f"recipe.module: {type(module).__name__}.{own[0].__name__} reads gradients, which are scaled or not "
+                "reduced yet; leave fp16 and callbacks that defer the reduction out"
+            )
+
+        def passes(data: Step, total: Callable[[], int]) -> list[Tensor]:
+            losses = run(data, total)
+            if not trainer.rehearsing:
+                for hook in own:
+                    hook(*(() if hook.__name__ == "on_after_backward" else (trainer.optimizer,)))
+            return losses
+
+        return passes
+
+    def on_fit_start(self, trainer: TrainerProtocol) -> None:
+        recipe, module = trainer.recipe, find(trainer.module)
+        if any(trainer.ranks.gather(recipe.validation.begun)):  # batches were tried
+            recipe.validation.end(find(trainer.eval_model), trainer.ranks)
+        recipe.passes, self.epoch = 0, recipe.view.current_epoch
+        recipe.view.logged.clear()
+        trainer.gathered.append((recipe.view.logged.numbers, self._name))
+        module.on_fit_start()
+        module.on_train_start()
+        module.on_train_epoch_start()
+        self.open = True  # an epoch has begun, and not ended
+
+    def _name(self, ranks: list[Any]) -> dict[str, float]:
+        """Return the means over ranks of what training_step logs. The loss is Echelon's own."""
+        return {f"train/{name}": value for name, value in mean_of(ranks).items() if name != "loss"}
+
+    def on_step_end(self, trainer: TrainerProtocol) -> None:
+        recipe, module = trainer.recipe, find(trainer.module)
+        recipe.end_batch(module)
+        recipe.passes = 0
+        recipe.view.logged.clear()
+        if recipe.view.current_epoch > self.epoch:
+            self.epoch = recipe.view.current_epoch
+            module.on_train_epoch_end()
+            self.open = not trainer.stop_reason and trainer.step != trainer.plan.max_steps
+            if self.open:
+                module.on_train_epoch_start()
+
+    def on_validation_end(self, trainer: TrainerProtocol, metrics: dict[str, float]) -> None:
+        recipe = trainer.recipe
+        metrics.update(recipe.validation.end(find(trainer.eval_model), trainer.ranks))
+        recipe.configured.validated(trainer.step, metrics)
+
+    def on_fit_end(self, trainer: TrainerProtocol) -> None:
+        module: Any = find(trainer.module)
+        if trainer.stop_reason:  # no error
+            if self.open:
+                module.on_train_epoch_end()
+            module.on_train_end()
+            module.on_fit_end()
+        module.teardown("fit")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"plateaus": {str(step): values for step, values in self.plateaus.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.plateaus.update({int(step): values for step, values in state["plateaus"].items()})

@@ -1,0 +1,118 @@
+"""Makes a LightningModule callable through wrappers: its forward pass runs a step if it is told which."""
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from recipes.lightning.attached import AttachedTrainer
+from trainer.errors import ConfigError
+
+BASE = "LightningModule"  # of lightning.pytorch, or of pytorch_lightning: a package of its own
+REFUSED = {  # a method of Lightning's that the module has made its own -> what to use instead
+    "backward": "Echelon runs loss.backward()",
+    "configure_gradient_clipping": "give trainer.clip_norm",
+    "configure_sharded_model": "'+callbacks=[shard]' shards the model",
+    "lr_scheduler_step": "return a torch LRScheduler from configure_optimizers",
+    "on_before_zero_grad": "use on_train_batch_end",
+    "on_load_checkpoint": "keep the state in buffers, which checkpoints have",
+    "on_save_checkpoint": "keep the state in buffers, which checkpoints have",
+    "optimizer_step": "write a callback of Echelon's, as in docs/step.md",
+    "optimizer_zero_grad": "Echelon drops the gradients after each step",
+    "transfer_batch_to_device": "give tensors, or objects with a method `to`",
+}
+
+
+class Attached:
+    """Comes before a module's own class."""
+
+    view: AttachedTrainer
+
+    def forward(self, *args: Any, lightning_step: str = "", **kwargs: Any) -> Any:
+        """Run a method of the module, or else its own forward pass."""
+        if lightning_step:
+            return getattr(self, lightning_step)(*args)
+        return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue] of the module's own class
+
+    def log(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **options: Any) -> None:
+        """Add a value to what is logged. The mean over batches and ranks is weighted by `batch_size`."""
+        reduce = options.get("reduce_fx", "mean")
+        if reduce not in ("mean", "avg"):
+            raise ConfigError(f"self.log({name!r}, reduce_fx={reduce!r}): Echelon logs means; leave reduce_fx out")
+        self.view.logged.add(name, value, batch_size or self.view.batch_size)
+
+    @property
+    def _trainer(self) -> AttachedTrainer:
+        return self.view
+
+    @_trainer.setter
+    def _trainer(self, trainer: Any) -> None:
+        """Keep the view: Lightning sets None in a copy."""
+
+
+def attach(module: Any, view: AttachedTrainer) -> nn.Module:
+    """Return the module, whose class becomes one that knows `view`.
+
+    Raises:
+        ConfigError: The module has something that Echelon can't run.
+    """
+    if isinstance(module, Attached):
+        return module
+    refuse_unsupported(module)
+    own = type(module)
+    names = {"view": view, "__module__": own.__module__, "__qualname__": own.__qualname__}
+    module.__class__ = type(own.__name__, (Attached, own), names)
+    for child in module.children():
+        if is_lightning(type(child)):
+            attach_child(child, view)
+    return module
+
+
+def attach_child(module: Any, view: AttachedTrainer) -> None:
+    """Let a LightningModule inside of another one log, too."""
+    own = type(module)
+    module.__class__ = type(own.__name__, (Attached, own), {"view": view, "__module__": own.__module__})
+
+
+def is_lightning(kind: Any) -> bool:
+    """Return whether a class is a LightningModule, of either package."""
+    return isinstance(kind, type) and any(base.__name__ == BASE for base in kind.__mro__)
+
+
+def overrides(module: Any, name: str) -> bool:
+    """Return whether the module's class has its own method of this name."""
+    base = next(kind for kind in type(module).__mro__ if kind.__name__ == BASE)
+    return getattr(type(module), name, None) is not getattr(base, name, None)
+
+
+def refuse_unsupported(module: Any) -> None:
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise ConfigError(
+            f"recipe.module: {name} sets automatic_optimization=False, and Echelon runs the optimizer itself; "
+            "return the loss from training_step, or write a recipe"
+        )
+    for method in ("training_step", "configure_optimizers"):
+        if not overrides(module, method):
+            raise ConfigError(f"recipe.module: {name} has no {method}; define it")
+    for method, instead in REFUSED.items():
+        if overrides(module, method):
+            raise ConfigError(f"recipe.module: {name} overrides {method}, which Echelon does not call; {instead}")
+    if module.configure_callbacks():
+        raise ConfigError(
+            f"recipe.module: {name}.configure_callbacks returns Lightning's callbacks; return [], and choose Echelon's "
+            "by '+callbacks=[NAME]'"
+        )
+
+
+def step_arguments(module: Any, name: str, batch: Any, index: int) -> list[Any]:
+    """Return as many of batch, its number, and the number of its loader as the method takes."""
+    parameters = inspect.signature(getattr(module, name)).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return [batch, index]
+    return [batch, index, 0][: len(parameters)]
+
+
+def find(model: nn.Module) -> Any:
+    """Return the LightningModule in a model that callbacks may have wrapped."""
+    return next(module for module in model.modules() if isinstance(module, Attached))

@@ -1,0 +1,188 @@
+"""Reads `configure_optimizers`: an optimizer of Echelon's parameter groups, and rates as functions of the step."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from recipes.lightning.attached import AttachedTrainer, short_name
+from trainer.errors import ConfigError, nearest
+from trainer.log import log
+from trainer.optim.groups import Groups
+from trainer.optim.schedule import Rate
+from trainer.optim.torch_schedule import FOLLOWS, TorchRate, base_rate
+
+KEY = "configure_optimizers()"
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """A scheduler of torch with Lightning's settings of it."""
+
+    scheduler: Any
+    interval: str = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+
+    @property
+    def on_plateau(self) -> bool:
+        return isinstance(self.scheduler, ReduceLROnPlateau)
+
+
+class Configured:
+    """The optimizer that a module has configured, which trains nothing: its groups and schedulers are read.
+
+    Attributes:
+        plateaus: Values that schedulers of role ReduceLROnPlateau have seen, by the steps done and by monitor.
+    """
+
+    def __init__(self, module: nn.Module, view: AttachedTrainer) -> None:
+        configure: Any = module.configure_optimizers
+        self.optimizer, schedulers = parse(configure())
+        self.schedulers = [self._scheduler(each) for each in schedulers]
+        self.view = view
+        self.names = names_of(module, self.optimizer)
+        self.plateaus: dict[int, dict[str, float]] = {}
+        self.rate = TorchRate(self.optimizer, self.due)
+
+    def _scheduler(self, given: Any) -> Scheduler:
+        found = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
+        made = Scheduler(
+            **{key: found[key] for key in ("scheduler", "interval", "frequency", "monitor") if key in found}
+        )
+        if not hasattr(made.scheduler, "step") or made.interval not in ("step", "epoch"):
+            raise ConfigError(f"{KEY}: {made.scheduler!r} with interval {made.interval!r} is no scheduler of torch's")
+        if getattr(made.scheduler, "optimizer", self.optimizer) is not self.optimizer:
+            raise ConfigError(f"{KEY}: a scheduler is of another optimizer than the one returned; return its own")
+        if made.on_plateau and not made.monitor:
+            raise ConfigError(f"{KEY}: ReduceLROnPlateau needs a metric; return monitor, such as 'val_loss', beside it")
+        return made
+
+    def parameter_groups(self, module: nn.Module) -> list[dict[str, Any]]:
+        """Return each group with all of its settings, and as frozen the parameters that are in none."""
+        parameters = dict(module.named_parameters())
+        groups = []
+        for number, (group, names) in enumerate(zip(self.optimizer.param_groups, self.names, strict=True)):
+            settings = {key: group[key] for key in self.optimizer.defaults if key in group}
+            settings |= {"lr": base_rate(group), FOLLOWS: number}
+            own = [parameters[name] for name in names if parameters[name].requires_grad]
+            groups += [{"params": own, **settings}] if own else []
+        in_groups = {name for names in self.names for name in names}
+        rest = [name for name, p in parameters.items() if name not in in_groups and p.requires_grad]
+        if rest:
+            log.info("%s: has no group with %s, so %d parameters are frozen", KEY, ", ".join(rest[:3]), len(rest))
+            groups.append({"params": [parameters[name] for name in rest], "freeze": True})
+        return groups
+
+    def make(self, groups: Groups) -> Optimizer:
+        """Return an optimizer of the same class and attributes, of other groups and without a state."""
+        kind, own = type(self.optimizer), vars(self.optimizer)
+        made = kind.__new__(kind)
+        left_out = ("state", "param_groups", "step", "_opt_called")  # a scheduler has put its own `step` there
+        vars(made).update({key: value for key, value in own.items() if key not in left_out})
+        made.state, made.param_groups = defaultdict(dict), []
+        made.defaults = {**self.optimizer.defaults, FOLLOWS: 0}
+        for group in groups:
+            made.add_param_group(dict(group))
+        return made
+
+    def due(self, done: int) -> Iterator[Callable[[], None]]:
+        """Yield what steps the schedulers when so many steps are done, as Lightning's loop does."""
+        view = self.view
+        epoch = view.epochs_at(done - 1)
+        within = done - view.steps_in(epoch)
+        for each in (s for s in self.schedulers if s.interval == "step" and not s.on_plateau):
+            period = each.frequency // math.gcd(each.frequency, view.accumulate_grad_batches)
+            if within % period == 0:
+                yield each.scheduler.step
+        ended = view.epochs_at(done)
+        for each in (s for s in self.schedulers if s.interval == "epoch" and not s.on_plateau):
+            if ended > epoch and ended % each.frequency == 0:
+                yield each.scheduler.step
+        for each in (s for s in self.schedulers if s.on_plateau):
+            if str(each.monitor) in self.plateaus.get(done, {}):
+                yield partial(each.scheduler.step, self.plateaus[done][str(each.monitor)])
+
+    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep the metrics that schedulers wait for.
+
+        Raises:
+            ConfigError: There is no such metric.
+        """
+        for each in (s for s in self.schedulers if s.on_plateau):
+            name = f"val/{short_name(str(each.monitor))}"
+            if name not in metrics:
+                raise ConfigError(
+                    f"{KEY}: monitor={each.monitor!r}: validation gives no such metric; {nearest(name, metrics)}"
+                )
+            self.plateaus.setdefault(step, {})[str(each.monitor)] = metrics[name]
+
+
+def parse(found: Any) -> tuple[Optimizer, list[Any]]:
+    """Return the optimizer and its schedulers, from any of the forms that Lightning takes.
+
+    Raises:
+        ConfigError: There is no optimizer, or more than one.
+    """
+    schedulers: list[Any] = []
+    if isinstance(found, list | tuple) and len(found) == 2 and isinstance(found[0], list | tuple):
+        optimizers, several = list(found[0]), found[1]
+        schedulers = list(several) if isinstance(several, list | tuple) else [several]
+    elif isinstance(found, list | tuple):
+        optimizers = list(found)
+    else:
+        optimizers = [] if found is None else [found]
+    if len(optimizers) == 1 and isinstance(optimizers[0], Mapping):
+        config = optimizers[0]
+        schedule = config.get("lr_scheduler")
+        if schedule is not None and "monitor" in config:
+            own = schedule if isinstance(schedule, Mapping) else {"scheduler": schedule}
+            schedule = {"monitor": config["monitor"], **own}
+        optimizers, schedulers = [config.get("optimizer")], [] if schedule is None else [schedule]
+    if len(optimizers) > 1:
+        several = f"returned {len(optimizers)} optimizers"
+        raise ConfigError(f"{KEY}: {several}, and Echelon steps one; return one with parameter groups")
+    if not optimizers or not isinstance(optimizers[0], Optimizer):
+        kind = type(optimizers[0]).__name__ if optimizers else "None"
+        raise ConfigError(f"{KEY}: returned {kind}, and Echelon needs an optimizer of torch's; return one")
+    return optimizers[0], schedulers
+
+
+def names_of(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """Return the names of each group's parameters.
+
+    Raises:
+        ConfigError: A parameter is not the module's.
+    """
+    names = {p: name for name, p in module.named_parameters()}
+    found = [[names.get(p, "") for p in group["params"]] for group in optimizer.param_groups]
+    if any("" in group for group in found):
+        raise ConfigError(f"{KEY}: the optimizer has a tensor that is no parameter of the module; leave it out")
+    return found
+
+
+class ModuleSchedule:
+    """The schedule of a module that is built later."""
+
+    def __init__(self, configured: Callable[[], Configured]) -> None:
+        self.configured = configured
+
+    def resolve(self, total: int | None, batch: int, epoch_samples: int | None) -> Rate:
+        return LaterRate(self.configured)
+
+
+class LaterRate(Rate):
+    def __init__(self, configured: Callable[[], Configured]) -> None:
+        self.configured = configured
+
+    def __call__(self, step: int) -> float:
+        return self.configured().rate(step)
+
+    def put(self, step: int, groups: Any, peaks: Any) -> None:
+        self.configured().rate.put(step, groups, peaks)

@@ -1,0 +1,221 @@
+"""The recipe of a LightningModule."""
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from recipes.lightning.attached import AttachedTrainer
+from recipes.lightning.data import Batches, collate, get_loader, samples_or_batches
+from recipes.lightning.module import attach, find, is_lightning, overrides, step_arguments
+from recipes.lightning.optimizers import Configured, ModuleSchedule
+from recipes.lightning.validation import Validation
+from trainer.data.batch import count_samples
+from trainer.errors import ConfigError, DataError
+from trainer.optim.groups import Groups
+
+CHECKPOINT = "model.ckpt"
+
+
+class Lightning:
+    """A LightningModule with its data. It needs the callback `LightningHooks`.
+
+    Args:
+        module: The name of a LightningModule's class, or in Python a function that makes one.
+        datamodule: The name of a LightningDataModule's class, or in Python an object; None: the module has the loaders.
+        module_args: Arguments of the module's class.
+        datamodule_args: Arguments of the datamodule's class.
+        batches: Whether the training loader's own batches are taken, in its order. Otherwise its samples are.
+    """
+
+    targets = ("module", "datamodule")  # arguments that name code: config/check.py checks their packages
+
+    def __init__(
+        self,
+        module: Any,
+        datamodule: Any = None,
+        module_args: dict | None = None,
+        datamodule_args: dict | None = None,
+        batches: bool = False,
+    ) -> None:
+        self.module, self.module_args = load(module, "recipe.module"), module_args or {}
+        self.datamodule, self.datamodule_args = load(datamodule, "recipe.datamodule"), datamodule_args or {}
+        self.batches = batches
+        self.view = AttachedTrainer(None)
+        self.schedule = ModuleSchedule(self._configured)
+        self.validation = Validation(self.view)
+        self.configured: Configured | None = None
+        self.own_optimizer = True  # `optimizer=recipe`
+        self.passes = 0  # micro-batches of this step
+        self.ended: tuple[Any, ...] | None = None  # a batch whose end the module has not been told
+
+    def model(self) -> nn.Module:
+        self.configured = None
+        module: Any = self._make_module()
+        module.prepare_data()
+        module.setup("fit")
+        module.configure_model()
+        return module
+
+    def _make_module(self) -> nn.Module:
+        module = make("recipe.module_args", self.module, self.module_args)
+        if not is_lightning(type(module)):
+            raise ConfigError(f"recipe.module: {type(module).__name__} is no LightningModule; give a class of these")
+        return attach(module, self.view)
+
+    @cached_property
+    def prototype(self) -> Any:
+        """A module that trains nothing: it has loaders, or tells what it overrides."""
+        return self._make_module()
+
+    @cached_property
+    def source(self) -> Any:
+        """The object that has the loaders, set up."""
+        found = self.prototype
+        if self.datamodule is not None:
+            found = make("recipe.datamodule_args", self.datamodule, self.datamodule_args)
+            self.view.datamodule, found.trainer = found, self.view
+        found.prepare_data()
+        found.setup("fit")
+        return found
+
+    def data(self, split: str) -> Any:
+        loader = get_loader(self.source, split)
+        if loader is None and split == "train":
+            name = type(self.source).__name__
+            raise ConfigError(f"recipe.datamodule: {name} has no train_dataloader; name a class that has one")
+        if loader is None or (split == "val" and not overrides(self.prototype, "validation_step")):
+            return None
+        found = samples_or_batches(loader, split, self.batches, lambda: self.view.run.options.seed)
+        if split == "train" and isinstance(found, Batches):
+            self.view.count_batches = found.count
+        return found
+
+    @property
+    def collate(self) -> Any:
+        """A function for samples of a loader; batches come from elsewhere as they are."""
+        return collate
+
+    def optimizer(self, groups: Groups) -> Optimizer:
+        """Make the optimizer that the module has configured, of Echelon's groups."""
+        return self._configured().make(groups)
+
+    def _configured(self) -> Configured:
+        if self.configured is None:
+            raise ConfigError("optimizer=recipe: the LightningModule is not built yet; build the Trainer first")
+        return self.configured
+
+    def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Return the groups of `configure_optimizers`; with another optimizer, what the module leaves untrained."""
+        self.configured = Configured(find(model), self.view)
+        groups = self.configured.parameter_groups(model)
+        return groups if self.own_optimizer else [group for group in groups if group.get("freeze")]
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        module, run = find(model), self.view.run
+        if run.rehearsing:
+            loss = self._training_step(model, module, batch, 0)
+            self.view.logged.clear()
+            return loss
+        self.end_batch(module)
+        index = self.passes + (run.step - self.view.steps_in(self.view.current_epoch)) * run.plan.accumulate
+        self.passes += 1
+        if overrides(module, "on_train_batch_start") and module.on_train_batch_start(batch, index) == -1:
+            raise ConfigError("on_train_batch_start: returned -1 to skip the epoch, and Echelon trains on all data")
+        loss = self._training_step(model, module, batch, index)
+        if overrides(module, "on_before_backward"):
+            module.on_before_backward(loss)
+        if overrides(module, "on_train_batch_end"):
+            self.ended = ({"loss": loss.detach()}, batch, index)
+        return loss
+
+    def _training_step(self, model: nn.Module, module: Any, batch: Any, index: int) -> Tensor:
+        batch = self._received(module, batch)
+        output = model(*step_arguments(module, "training_step", batch, index), lightning_step="training_step")
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if loss is None:
+            raise ConfigError("training_step: returned no loss, and Echelon skips no batch; return the loss")
+        return loss
+
+    def _received(self, module: Any, batch: Any) -> Any:
+        """Return a batch after the module's own changes of it."""
+        for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+            batch = getattr(module, hook)(batch, 0) if overrides(module, hook) else batch
+        try:
+            self.view.batch_size = count_samples(batch)
+        except (DataError, IndexError):
+            self.view.batch_size = 1
+        return batch
+
+    def end_batch(self, module: Any) -> None:
+        """Tell the module that the batch before is done."""
+        if self.ended:
+            module.on_train_batch_end(*self.ended)
+        self.ended = None
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
+        """Run `validation_step`; return what it logs, or else the numbers that it returns."""
+        module, validation = find(model), self.validation
+        validation.begin(module)
+        batch = self._received(module, batch)
+        arguments = step_arguments(module, "validation_step", batch, validation.index)
+        if overrides(module, "on_validation_batch_start"):
+            module.on_validation_batch_start(batch, validation.index)
+        output = model(*arguments, lightning_step="validation_step")
+        if overrides(module, "on_validation_batch_end"):
+            module.on_validation_batch_end(output, batch, validation.index)
+        return validation.take(module, output)
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write a checkpoint that `load_from_checkpoint` of the module's class takes."""
+        module: Any = find(model)
+        own = {"hyper_parameters": dict(module.hparams), "hparams_name": module._hparams_name} if module.hparams else {}
+        state = {name: value.cpu() for name, value in module.state_dict().items()}
+        version = next(v for name in ("lightning", "pytorch-lightning") if (v := installed(name)))
+        counters = {"epoch": 0, "global_step": 0, "loops": {}}
+        torch.save({"pytorch-lightning_version": version, **counters, "state_dict": state, **own}, folder / CHECKPOINT)
+
+
+def make(key: str, given: Any, arguments: Mapping[str, Any]) -> Any:
+    """Call a class or a function; return any other object as it is."""
+    if not callable(given) or isinstance(given, nn.Module):
+        return given
+    try:
+        inspect.signature(given).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"{key}={dict(arguments)}: {error}; give the arguments of {given.__qualname__}") from None
+    return given(**arguments)
+
+
+def load(name: Any, key: str) -> Any:
+    """Return the class of this name; what is no name as it is.
+
+    Raises:
+        ConfigError: There is no such class.
+    """
+    if not isinstance(name, str):
+        return name
+    module, _, last = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), last)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{key}={name}: {error}; name an importable class, as package.module.Class") from None
+    if not isinstance(found, type) or not (
+        {"LightningModule", "LightningDataModule"} & {k.__name__ for k in found.__mro__}
+    ):
+        raise ConfigError(f"{key}={name}: is no LightningModule or LightningDataModule; name a class of these")
+    return found
+
+
+def installed(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,51 @@
+"""A JSON file of transformers' TrainingArguments becomes arguments of the command."""
+
+from pathlib import Path
+
+import pytest
+
+from trainer.config.training_arguments import expand, translate
+from trainer.errors import ConfigError
+
+
+def test_training_arguments_become_words():
+    given = {
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 5e-5, "adam_beta1": 0.8,
+        "num_train_epochs": 3.0, "max_steps": -1, "warmup_ratio": 0.1, "lr_scheduler_type": "cosine", "bf16": True,
+        "gradient_checkpointing": True, "save_steps": 100, "save_total_limit": 1, "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_accuracy", "greater_is_better": True, "max_grad_norm": 0.0, "optim": "sgd",
+        "output_dir": "out", "label_smoothing_factor": 0.0, "group_by_length": False, "torch_compile": False,
+    }  # fmt: skip
+    words = translate(given, "recipe.args=x.json", 2)
+    assert words[0] == "optimizer=sgd" and words[1] == "+callbacks=[activation_checkpoint]"
+    assert set(words[2:]) == {
+        "optimizer.lr=5e-05", "trainer.max_epochs=3.0", "recipe.lr_scheduler_type=cosine", "recipe.warmup_steps=0.1",
+        "batch=16", "micro_batch=4", "accumulate=2", "optimizer.betas=[0.8,0.999]", "trainer.clip_norm=null",
+        "trainer.checkpoint.every_steps=100", "trainer.checkpoint.keep=2", "trainer.precision=bf16",
+        "trainer.checkpoint.keep_best='max val/accuracy'",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"deepspeed": "zero.json"}, r"deepspeed=zero.json: Echelon has no such setting; .*shard"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1: Echelon has no such setting; remove it"),
+        ({"optim": "lion_32bit"}, "optim=lion_32bit: Echelon has no such optimizer; give adamw_torch"),
+    ],
+)
+def test_training_arguments_that_would_be_lost_are_refused(given, words):
+    with pytest.raises(ConfigError, match=words):
+        translate(given, "recipe.args=x.json", 1)
+
+
+def test_a_file_of_arguments_that_is_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert expand(["batch=4"]) == ["batch=4"]
+    Path("list.json").write_text("[]")
+    for file, words in (("none.json", "can't be read"), ("list.json", "is no JSON object")):
+        with pytest.raises(ConfigError, match=f"recipe.args={file}: {words}"):
+            expand([f"recipe.args={file}"])
+    Path("args.json").write_text('{"learning_rate": 0.1}')
+    words = expand(["trainer.devices=3", "recipe.args=args.json", "optimizer.lr=0.2"])
+    assert words[-2:] == ["trainer.devices=3", "optimizer.lr=0.2"] and "batch=24" in words

@@ -1,0 +1,228 @@
+"""Models of transformers as they are: losses and weights of transformers' own Trainer on the same batches."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.cli import QUICK, run
+from support.ranks import run_ranks
+from torch import nn
+
+from recipes.huggingface import HuggingFace
+from recipes.huggingface.data import Lines, open_data
+from trainer.callback import Callback
+from trainer.config.options import DataOptions, Options
+from trainer.errors import ConfigError, DataError
+from trainer.optim.factories import adamw
+from trainer.process.environment import Place
+from trainer.trainer import Trainer
+
+pytest.importorskip("transformers", reason="needs transformers: the extra [recipes]")
+STEPS, MICRO = 6, 2
+SETTINGS = {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def write_llama(folder: Path) -> None:
+    """Write a tiny causal model with weights, and lines whose labels are of unequal numbers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16)
+    LlamaForCausalLM(config).save_pretrained(folder / "llama")
+    lines = []
+    for i in range(40):
+        tokens = torch.randint(64, (12,), generator=torch.Generator().manual_seed(i)).tolist()
+        labels = [-100] * (i % 10) + tokens[i % 10 :]
+        lines.append(json.dumps({"input_ids": tokens, "labels": labels, "name": f"line {i}"}))
+    (folder / "lines.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def write_bert(folder: Path) -> None:
+    """Write a tiny classifier's config and tokenizer, without weights, and lines of text with a label."""
+    from transformers import BertConfig
+    from transformers.models.bert.tokenization_bert import BertTokenizer
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "a", "very"]
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(**sizes, vocab_size=len(words), num_labels=2, architectures=["BertForSequenceClassification"])
+    config.save_pretrained(folder / "bert")
+    BertTokenizer(vocab={word: i for i, word in enumerate(words)}).save_pretrained(folder / "bert")
+    texts = [("a very " * (i % 3) + ("good" if i % 2 else "bad") + " film", i % 2) for i in range(24)]
+    (folder / "films.jsonl").write_text("\n".join(json.dumps({"text": t, "label": y}) for t, y in texts))
+
+
+class Recorded(HuggingFace):
+    """Keeps the batches of the steps."""
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        self.seen = [*vars(self).get("seen", ()), {name: value.clone() for name, value in batch.items()}]
+        return super().loss(model, batch)
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_fit_start(self, trainer) -> None:
+        trainer.recipe.seen = []  # of the rehearsal
+
+    def on_step_end(self, trainer) -> None:
+        self.losses.append(trainer.metrics["train/loss"])
+
+
+def by_echelon(place: Place, folder: Path, accumulate: int) -> tuple[list[float], Any, list[Any]]:
+    lines = str(folder / "lines.jsonl")
+    recipe = Recorded(str(folder / "llama"), lines, lr_scheduler_type="cosine", warmup_steps=2)
+    losses = Losses()
+    trainer = Trainer(
+        recipe, {"losses": losses}, lambda groups: adamw(groups, **SETTINGS), recipe.schedule,
+        batch=MICRO * accumulate * place.world, accumulate=accumulate,
+        options=Options(max_steps=STEPS, log_every_steps=1, clip_norm=1.0, run_dir=f"runs/{accumulate}"),
+        data=DataOptions(workers=0), place=replace(place, store=f"{place.store}-{accumulate}"),
+    )  # fmt: skip
+    trainer.fit()
+    return losses.losses, trainer.module.state_dict(), recipe.seen
+
+
+def by_transformers(place: Place, folder: Path, accumulate: int, batches: list[Any]) -> tuple[list[float], Any]:
+    import torch.distributed as dist
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from torch.utils.data import DataLoader
+    from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+
+    class Given(Trainer):
+        losses: list[float] = []
+
+        def get_train_dataloader(self) -> DataLoader:
+            return DataLoader(batches, batch_size=None)  # pyright: ignore[reportArgumentType] a list of batches
+
+        def training_step(self, *arguments: Any, **options: Any) -> torch.Tensor:
+            loss = super().training_step(*arguments, **options)
+            self.losses.append(loss.item())
+            return loss
+
+    if place.world > 1:
+        store = f"file://{place.store}-theirs-{accumulate}"
+        dist.init_process_group("gloo", store, rank=place.rank, world_size=place.world)
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        os.environ.update(zip(names, map(str, (place.rank, place.rank, place.world, "localhost", 1)), strict=True))
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    Given.losses = []
+    arguments = TrainingArguments(
+        f"theirs-{place.rank}", use_cpu=True, max_steps=STEPS, per_device_train_batch_size=MICRO,
+        gradient_accumulation_steps=accumulate, learning_rate=SETTINGS["lr"], weight_decay=SETTINGS["weight_decay"],
+        lr_scheduler_type="cosine", warmup_steps=2, max_grad_norm=1.0, report_to=[], save_strategy="no",
+        disable_tqdm=True, logging_strategy="no", remove_unused_columns=False,
+    )  # fmt: skip
+    theirs = Given(LlamaForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32), arguments)
+    theirs.train()
+    sums = torch.tensor([sum(Given.losses[i : i + accumulate]) for i in range(0, len(Given.losses), accumulate)])
+    if place.world > 1:
+        dist.all_reduce(sums)
+    return (sums / place.world).tolist(), theirs.accelerator.unwrap_model(theirs.model).state_dict()
+
+
+def both(place: Place, folder: Path) -> list[tuple[Any, ...]]:
+    import torch.distributed as dist
+
+    environment, results = dict(os.environ), []
+    for accumulate in (1, 2):
+        losses, weights, batches = by_echelon(place, folder, accumulate)
+        own = by_transformers(place, folder, accumulate, batches)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        results.append((losses, weights, *own))
+    os.environ.clear()
+    os.environ.update(environment)
+    return results
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_losses_and_weights_are_those_of_transformers_trainer(world, tmp_path, monkeypatch):
+    pytest.importorskip("accelerate", reason="needs accelerate, as transformers' Trainer does: the extra [test]")
+    write_llama(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for results in run_ranks(world, both, tmp_path):
+        for ours, weights, theirs, expected in results:
+            assert len(ours) == STEPS and ours == pytest.approx(theirs, rel=1e-5)
+            for name, value in expected.items():
+                torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_the_command_trains_on_text_and_exports_what_loads(tmp_path):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    write_bert(tmp_path)
+    arguments = {
+        "per_device_train_batch_size": 4, "learning_rate": 0.01, "max_steps": 8, "warmup_steps": 2, "output_dir": "out",
+        "lr_scheduler_type": "constant_with_warmup", "eval_strategy": "steps", "eval_steps": 4, "report_to": ["wandb"],
+    }  # fmt: skip
+    (tmp_path / "args.json").write_text(json.dumps(arguments))
+    words = ["recipe=hf", "recipe.model=bert", "recipe.data=films.jsonl", "recipe.val_data=films.jsonl"]
+    words += ["recipe.text=text", "recipe.args=args.json", "trainer.run_dir=runs/hf", "data.workers=1", *QUICK]
+    done = run(words, tmp_path)
+    assert done.code == 0, done.err
+    assert "the weights are random" in done.err and "warm" not in done.err.lower().replace("warmup", "")
+    summary = json.loads((tmp_path / "runs/hf/summary.json").read_text())
+    assert (summary["steps"], summary["samples"]) == (8, 32) and 0 <= summary["val/accuracy"] <= 1
+    model: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "runs/hf/export")
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "runs/hf/export")(["a good film"], return_tensors="pt")
+    assert model(**tokens).logits.shape == (1, 2)
+    again = run([*words, "trainer.init_from=runs/hf/export", "trainer.run_dir=runs/again"], tmp_path)
+    assert again.code == 0 and "weights from runs/hf/export/model.safetensors" in again.err, again.err
+
+
+def test_lines_are_read_at_their_places(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"n": 0}\n{"n": 1}\n')
+    (tmp_path / "b.jsonl").write_text('{"n": 2}\nno JSON\n[3]')
+    lines = Lines([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
+    assert [lines[i]["n"] for i in range(3)] == [0, 1, 2] and len(lines) == 5
+    for i, line in ((3, "line 2 is no JSON"), (4, "line 3 is no JSON object")):
+        with pytest.raises(DataError, match=f"b.jsonl: {line}"):
+            lines[i]
+    same = Lines([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
+    (tmp_path / "b.jsonl").write_text('{"n": 2}\nno JSON\n[4]')
+    other = Lines([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
+    assert same.fingerprint == lines.fingerprint != other.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("source", "words"), [("none.jsonl", "no such file"), (".", "is a folder without dataset_info.json")]
+)
+def test_data_that_is_not_there(source, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"recipe.data={source}: {words}"):
+        open_data("recipe.data", source, "train")
+
+
+def refusals(tmp_path: Path) -> Iterator[tuple[HuggingFace, str]]:
+    data = str(tmp_path / "films.jsonl")
+    yield HuggingFace(str(tmp_path / "none"), data), "recipe.model="
+    yield HuggingFace(str(tmp_path / "bert"), data, architecture="BertTokenizer"), "is no model of transformers"
+    yield (
+        HuggingFace(str(tmp_path / "bert"), data, text="txt"),
+        "recipe.text=txt: a sample has no such key; did you mean text",
+    )
+    yield HuggingFace(str(tmp_path / "bert"), data, collator="Padding"), "recipe.collator=Padding: is no data collator"
+    yield HuggingFace(str(tmp_path / "bert"), data, architecture="BertModel"), "the model computes no loss from"
+    yield HuggingFace(str(tmp_path / "bert"), data, lr_scheduler_type="line"), "recipe.lr_scheduler_type=line"
+
+
+def test_mistakes_are_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_bert(tmp_path)
+    for recipe, words in refusals(tmp_path):
+        if recipe.text is None:
+            recipe.text = "text"
+        with pytest.raises(ConfigError) as refused:
+            Trainer(
+                recipe, {}, adamw, recipe.schedule, batch=4, options=Options(max_steps=1), data=DataOptions(workers=0)
+            ).fit()
+        assert words in str(refused.value) and "\n" not in str(refused.value), str(refused.value)

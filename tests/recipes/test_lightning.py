@@ -1,0 +1,239 @@
+"""LightningModules as they are: the losses, rates, hooks and weights of Lightning's own Trainer, on 1 rank and on 2."""
+
+import json
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.cli import QUICK, run
+from support.ranks import run_ranks
+
+from recipes.lightning import Lightning, LightningHooks
+from trainer.callback import Callback
+from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.errors import ConfigError
+from trainer.process.environment import Place
+from trainer.trainer import Trainer
+
+pytest.importorskip("lightning", reason="needs lightning: the extra [lightning]")
+MODULES = ("AutoEncoder", "Classifier", "Cycled", "Frozen")
+STEPS, MICRO = 24, 4  # 12 batches are an epoch of one rank, and 6 of two
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.logged: list[dict[str, float]] = []
+
+    def on_step_end(self, trainer) -> None:
+        self.losses.append(trainer.losses[-1].item())
+        self.logged.append(dict(trainer.metrics))
+
+
+def module_of(name: str) -> Any:
+    if name == "BoringModel":
+        from lightning.pytorch.demos.boring_classes import BoringModel
+
+        return BoringModel
+    import lightning_modules
+
+    return getattr(lightning_modules, name)
+
+
+def datamodule_of(name: str) -> Any:
+    """The data of both, and the samples of its batches."""
+    if name == "BoringModel":
+        from lightning.pytorch.demos.boring_classes import BoringDataModule
+
+        torch.manual_seed(5)
+        return BoringDataModule(), 1
+    import lightning_modules
+
+    return lightning_modules.Numbers(), MICRO
+
+
+def result(module: torch.nn.Module, losses: list[float]) -> dict[str, Any]:
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    return {"weights": weights, "losses": losses, **{k: getattr(module, k, None) for k in ("calls", "rates")}}
+
+
+def by_echelon(place: Place, name: str, accumulate: int = 1, **options: Any) -> dict[str, Any]:
+    (datamodule, micro), losses = datamodule_of(name), Losses()
+    recipe = Lightning(module_of(name), datamodule, batches=True)
+    trainer = Trainer(
+        recipe, {"lightning": LightningHooks(), "losses": losses}, recipe.optimizer, recipe.schedule,
+        batch=micro * accumulate * place.world, accumulate=accumulate,
+        options=Options(**{"max_steps": STEPS, "log_every_steps": 1, "seed": 7, "run_dir": f"runs/{name}", **options}),
+        data=DataOptions(workers=0), place=replace(place, store=f"{place.store}-{name}{accumulate}"),
+    )  # fmt: skip
+    trainer.fit()
+    return result(trainer.module, losses.losses) | {"validation": trainer.validation, "logged": losses.logged}
+
+
+def by_lightning(place: Place, name: str, accumulate: int = 1) -> dict[str, Any]:
+    import lightning as L
+    import torch.distributed as dist
+    from lightning.fabric.plugins.environments import LightningEnvironment
+    from lightning.pytorch.strategies import DDPStrategy
+
+    class Environment(LightningEnvironment):
+        creates_processes_externally = True
+        world_size = lambda self: place.world  # noqa: E731
+        global_rank = local_rank = lambda self: place.rank
+        set_world_size = set_global_rank = lambda self, value: None
+
+    class Losses(L.Callback):
+        losses: list[float] = []
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, index) -> None:
+            if (index + 1) % accumulate == 0:
+                self.losses.append(outputs["loss"].item() * accumulate)
+
+    if place.world > 1:
+        dist.init_process_group("gloo", f"file://{place.store}-theirs-{name}", rank=place.rank, world_size=place.world)
+    losses = Losses()
+    losses.losses = []
+    (datamodule, _) = datamodule_of(name)
+    L.seed_everything(7)
+    module = module_of(name)()
+    trainer = L.Trainer(
+        accelerator="cpu", devices=place.world, max_steps=STEPS, accumulate_grad_batches=accumulate,
+        strategy=DDPStrategy(process_group_backend="gloo") if place.world > 1 else "auto",
+        plugins=[Environment()] if place.world > 1 else None, callbacks=[losses], logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(module, datamodule)
+    found = result(module, losses.losses)
+    return found | {"validation": {k: float(v) for k, v in trainer.callback_metrics.items()}}
+
+
+def both(place: Place, cases: list[tuple[str, int]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    import logging
+    import warnings
+
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    environment = dict(os.environ)
+    results = []
+    for name, accumulate in cases:
+        ours = by_echelon(place, name, accumulate)
+        theirs = by_lightning(place, name, accumulate)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        results.append((ours, theirs))
+    os.environ.clear()
+    os.environ.update(environment)
+    return results
+
+
+CASES = [("BoringModel", 1), *((name, 1) for name in MODULES), ("Classifier", 2)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_losses_weights_rates_and_hooks_are_those_of_lightnings_trainer(world, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for rank, results in enumerate(run_ranks(world, both, CASES)):
+        for (name, accumulate), (ours, theirs) in zip(CASES, results, strict=True):
+            where = f"{name}, accumulate={accumulate}, rank {rank} of {world}"
+            assert len(ours["losses"]) == STEPS, where
+            assert ours["losses"] == pytest.approx(theirs["losses"], rel=2e-6, abs=1e-8), where
+            for key, value in theirs["weights"].items():
+                torch.testing.assert_close(ours["weights"][key], value, rtol=1e-5, atol=1e-7, msg=f"{where}: {key}")
+            assert ours["rates"] == pytest.approx(theirs["rates"]) if theirs["rates"] else True, where
+
+
+def test_hooks_are_called_as_lightning_calls_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ours, theirs = both(Place(), [("Classifier", 1)])[0]
+    assert ours["calls"] == theirs["calls"] and ours["calls"][0] == "epoch start"
+    assert ours["validation"]["val/acc"] == pytest.approx(theirs["validation"]["val_acc"])
+    assert ours["validation"]["val/loss"] == pytest.approx(theirs["validation"]["val_loss"])
+    assert ours["logged"][0].keys() >= {"train/loss", "train/mean", "train/lr"}
+
+
+def train(datamodule: Any, name: str, callbacks: Any = None, **options: Any) -> Trainer:
+    recipe = Lightning(module_of(name), datamodule)
+    trainer = Trainer(
+        recipe, {"lightning": LightningHooks(), **(callbacks or {})}, recipe.optimizer, recipe.schedule, batch=8,
+        options=Options(**{"max_steps": 8, "log_every_steps": 1, "run_dir": "runs/r", "validate_every": 2, **options}),
+        data=DataOptions(workers=0),
+    )  # fmt: skip
+    trainer.fit()
+    return trainer
+
+
+@pytest.mark.parametrize("name", ["Classifier", "OnPlateau"])
+def test_a_resume_repeats_the_bits_in_echelons_order_of_samples(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (datamodule, _), often = datamodule_of(name), {"checkpoint": CheckpointOptions(every_steps=4)}
+    straight, losses = train(datamodule, name, run_dir="runs/a", **often), Losses()
+    resumed = train(datamodule, name, {"losses": losses}, run_dir="runs/b", resume="ckpt/a/step-00000004", **often)
+    assert all(map(torch.equal, straight.module.state_dict().values(), resumed.module.state_dict().values()))
+    assert straight.validation == resumed.validation and len(losses.losses) == 4
+    if name == "OnPlateau":  # validations after steps 2, 4 and 6 halve the rate: the first value is the best
+        assert losses.logged[-1]["train/lr"] == 0.1 / 4
+
+
+def test_a_checkpoint_of_lightning_begins_a_run_and_an_export_loads_in_lightning(tmp_path, monkeypatch):
+    import lightning as L
+
+    monkeypatch.chdir(tmp_path)
+    (datamodule, _), kind = datamodule_of("AutoEncoder"), module_of("AutoEncoder")
+    torch.manual_seed(1)
+    silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    theirs = L.Trainer(accelerator="cpu", max_steps=2, enable_checkpointing=True, num_sanity_val_steps=0, **silent)
+    theirs.fit(module := kind(), datamodule)
+    theirs.save_checkpoint("theirs.ckpt")
+    trainer = train(datamodule, "AutoEncoder", max_steps=0, init_from="theirs.ckpt")
+    for name, value in module.state_dict().items():
+        assert torch.equal(trainer.module.state_dict()[name], value)
+    loaded = kind.load_from_checkpoint("runs/r/export/model.ckpt")
+    assert loaded.hparams["inputs"] == 12
+    assert all(map(torch.equal, loaded.state_dict().values(), module.state_dict().values()))
+
+
+def test_the_command_trains_a_module_by_its_name(tmp_path):
+    words = ["recipe=lightning", "recipe.module=lightning_modules.Classifier", "recipe.module_args={classes: 5}"]
+    words += ["recipe.datamodule=lightning_modules.Numbers", "batch=8", "trainer.max_epochs=1", *QUICK]
+    words += ["trainer.run_dir=runs/l", "trainer.log_every_steps=2"]
+    refused = run(words, tmp_path)
+    assert refused.code == 78 and refused.err.count("\n") == 1
+    assert "recipe.module=lightning_modules.Classifier: lightning_modules is not a package" in refused.err
+    done = run([*words, "trainer.allow_targets=[lightning_modules]"], tmp_path)
+    assert done.code == 0, done.err
+    summary = json.loads((tmp_path / "runs/l/summary.json").read_text())
+    assert (summary["steps"], summary["samples"]) == (6, 48) and "train/mean" in summary and "val/acc" in summary
+    assert (tmp_path / "runs/l/export/model.ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Manual", "Manual sets automatic_optimization=False"),
+        ("Two", "returned 2 optimizers, and Echelon steps one"),
+        ("OwnBackward", "OwnBackward overrides backward, which Echelon does not call"),
+        ("Numbers", "Numbers is no LightningModule"),
+    ],
+)
+def test_what_echelon_cant_run_is_refused_by_name(name, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        train(datamodule_of("")[0], name)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_name_that_is_no_module():
+    for name, words in (("nowhere.Module", "No module named"), ("json.JSONDecoder", "is no LightningModule")):
+        with pytest.raises(ConfigError, match=f"recipe.module={name}: .*{words}"):
+            Lightning(name)
+
+
+def test_without_the_callback_the_way_out_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = Lightning(module_of("AutoEncoder"), datamodule_of("AutoEncoder")[0])
+    with pytest.raises(ConfigError, match=r"give callbacks=.'lightning': LightningHooks"):
+        Trainer(recipe, {}, recipe.optimizer, recipe.schedule, batch=8, options=Options(max_steps=1)).fit()

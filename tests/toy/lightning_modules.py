@@ -1,0 +1,150 @@
+"""LightningModules after those of Lightning's documentation, on data of numbers."""
+
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class AutoEncoder(L.LightningModule):
+    """After "Lightning in 15 minutes": modules as arguments, Adam without a scheduler, one `self.log`."""
+
+    def __init__(self, inputs: int = 12) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.encoder = nn.Sequential(nn.Linear(inputs, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.decoder = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, inputs))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, _ = batch
+        x = x.view(x.size(0), -1)
+        loss = F.mse_loss(self.decoder(self.encoder(x)), x)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, _ = batch
+        x = x.view(x.size(0), -1)
+        self.log("val_loss", F.mse_loss(self.decoder(self.encoder(x)), x))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+class Classifier(L.LightningModule):
+    """After the documentation of `configure_optimizers`: parameter groups, a scheduler of steps and one of epochs,
+    a metric of torchmetrics, and hooks, which note their calls."""
+
+    def __init__(self, classes: int = 4) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Flatten(), nn.Linear(12, 16), nn.Tanh())
+        self.head = nn.Linear(16, classes)
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=classes)
+        self.calls: list[str] = []
+        self.rates: list[list[float]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.log_dict({"train_loss": loss, "train_mean": logits.mean()})
+        return {"loss": loss}
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.trainer.optimizers[0]
+        self.rates.append(sorted({group["lr"] for group in optimizer.param_groups}))
+        self.calls.append(f"start {self.current_epoch} {self.global_step} {batch_idx}")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.calls.append(f"end {batch_idx} {outputs['loss'].item():.6f}")
+
+    def on_train_epoch_start(self) -> None:
+        self.calls.append("epoch start")
+
+    def on_train_epoch_end(self) -> None:
+        self.calls.append("epoch end")
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.calls.append(f"gradients {self.head.weight.grad.norm().item():.5f}")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self(x)
+        self.accuracy(logits, y)
+        self.log("val_acc", self.accuracy, prog_bar=True)
+        self.log("val_loss", F.cross_entropy(logits, y))
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.backbone.parameters(), "lr": 0.02}, {"params": self.head.parameters()}]
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01)
+        by_step = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda n: 0.95**n, lambda n: 1 / (1 + 0.1 * n)])
+        return [optimizer], [{"scheduler": by_step, "interval": "step", "frequency": 2}]
+
+
+class Cycled(Classifier):
+    """OneCycleLR, which moves the momentum, too; the number of steps from the trainer."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        steps = self.trainer.estimated_stepping_batches
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=int(steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
+
+
+class OnPlateau(AutoEncoder):
+    """Its rate falls at each validation, whatever the loss."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+        return {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "val_loss"}
+
+
+class Frozen(AutoEncoder):
+    """Trains its decoder alone."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.decoder.parameters(), lr=1e-2)
+
+
+class Numbers(L.LightningDataModule):
+    """Synthetic: points and the quadrant of their first two numbers."""
+
+    def __init__(self, samples: int = 48, batch_size: int = 4, shuffle: bool = False) -> None:
+        super().__init__()
+        self.samples, self.batch_size, self.shuffle = samples, batch_size, shuffle
+
+    def setup(self, stage: str) -> None:
+        generator = torch.Generator().manual_seed(3)
+        x = torch.randn(self.samples + 13, 3, 4, generator=generator)
+        y = (x[:, 0, 0] > 0).long() + 2 * (x[:, 0, 1] > 0).long()
+        self.train, self.val = TensorDataset(x[:-13], y[:-13]), TensorDataset(x[-13:], y[-13:])
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.train, self.batch_size, shuffle=self.shuffle)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.val, self.batch_size)
+
+
+class Manual(AutoEncoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Two(AutoEncoder):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.encoder, self.decoder)]
+
+
+class OwnBackward(AutoEncoder):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()

@@ -1,0 +1,196 @@
+"""Reads the arguments of transformers' Trainer, a JSON file, as arguments of the command: `recipe.args=FILE`.
+
+Typed arguments come after them, and so win.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import ConfigError
+from trainer.log import log
+from trainer.process.environment import detect
+
+WORD = re.compile(r"\+*recipe\.args=(.*)")
+OPTIMIZERS = {
+    "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_8bit": "adamw8bit", "adamw_bnb_8bit": "adamw8bit",
+    "sgd": "sgd",
+}  # fmt: skip
+SAME = {  # name there -> key here, of the same meaning
+    "learning_rate": "optimizer.lr",
+    "weight_decay": "optimizer.weight_decay",
+    "adam_epsilon": "optimizer.eps",
+    "num_train_epochs": "trainer.max_epochs",
+    "seed": "trainer.seed",
+    "lr_scheduler_type": "recipe.lr_scheduler_type",
+    "warmup_steps": "recipe.warmup_steps",
+    "dataloader_num_workers": "data.workers",
+    "ddp_bucket_cap_mb": "trainer.ddp.bucket_mib",
+    "ddp_find_unused_parameters": "trainer.ddp.find_unused_parameters",
+}
+CALLBACKS = {
+    "gradient_checkpointing": "activation_checkpoint",
+    "activation_checkpointing": "activation_checkpoint",
+    "torch_compile": "compile",
+}
+READ = {  # by functions below
+    "per_device_train_batch_size", "gradient_accumulation_steps", "adam_beta1", "adam_beta2", "max_grad_norm",
+    "max_steps", "logging_steps", "logging_strategy", "eval_strategy", "eval_steps", "save_strategy", "save_steps",
+    "save_total_limit", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "bf16", "fp16", "tf32",
+    "optim", "lr_scheduler_kwargs", "warmup_ratio",
+}  # fmt: skip
+ELSEWHERE = (  # names and places of files, reports, the hub: nothing that changes numbers
+    r"output_dir|logging_.*|log_.*|report_to|run_name|project|trackio_.*|disable_tqdm|push_to_hub|hub_.*|do_.*|"
+    r"overwrite_output_dir|save_.*|eval_.*|per_device_eval_batch_size|prediction_loss_only|include_.*|"
+    r"remove_unused_columns|label_names|local_rank|ddp_backend|ddp_timeout|dataloader_.*|skip_memory_metrics|use_cpu|"
+    r"no_cuda|data_seed|full_determinism|auto_find_batch_size|average_tokens_across_devices|accelerator_config|"
+    r"gradient_checkpointing_kwargs|activation_checkpointing_kwargs|torch_compile_.*|restore_.*|enable_jit_checkpoint|use_cache|ignore_data_skip|"
+    r"ddp_broadcast_buffers|ddp_static_graph|batch_eval_metrics|torch_empty_cache_steps|train_sampling_strategy|"
+    r"length_column_name|debug|deepspeed_plugin|distributed_state|_n_gpu|hub_token|past_index|bf16_full_eval|"
+    r"fp16_full_eval|parallelism_config|liger_kernel_config|fsdp_.*|accelerate_.*"
+)
+INSTEAD = {
+    "deepspeed": "'+callbacks=[shard]' shards optimizer, gradients and weights",
+    "fsdp": "'+callbacks=[shard]' with callbacks.shard.stage=3 shards the weights",
+    "resume_from_checkpoint": "trainer.init_from=FOLDER takes the weights, and trainer.resume Echelon's checkpoints",
+}
+
+
+def expand(words: list[str]) -> list[str]:
+    """Return the command's arguments with `recipe.args=FILE` replaced by what the file says, before all others.
+
+    Raises:
+        ConfigError: The file can't be read, or has an argument that Echelon lacks.
+    """
+    found = [match[1] for word in words if (match := WORD.fullmatch(word))]
+    if not found:
+        return words
+    rest = [word for word in words if not WORD.fullmatch(word)]
+    return [*translate(read(found[-1]), f"recipe.args={found[-1]}", count_ranks(rest)), *rest]
+
+
+def count_ranks(words: list[str]) -> int:
+    """Return the number of ranks that the arguments ask for: transformers counts a batch per device."""
+    typed = [word.partition("=")[2] for word in words if re.fullmatch(r"\+*trainer\.devices=\d+", word)]
+    place = detect(dict(os.environ))
+    if place.launcher or typed:
+        return place.world if place.launcher else int(typed[-1])
+    from trainer.comm.device import count_gpus  # imports torch
+
+    return count_gpus("auto") or 1
+
+
+def read(file: str) -> dict[str, Any]:
+    try:
+        found = json.loads(Path(file).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"recipe.args={file}: can't be read ({error}); give the JSON of TrainingArguments.to_json_string()"
+        ) from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"recipe.args={file}: is no JSON object; give the JSON of TrainingArguments.to_json_string()")
+    return found
+
+
+def translate(given: Mapping[str, Any], key: str, ranks: int) -> list[str]:
+    """Return the arguments of the command that mean the same.
+
+    Raises:
+        ConfigError: An argument changes numbers, and Echelon lacks it.
+    """
+    refuse_others(given, key)
+    words = {SAME[name]: value for name, value in given.items() if name in SAME and value not in (None, "")}
+    words |= batch_of(given, ranks) | limits_of(given) | intervals_of(given)
+    words |= {"trainer.precision": precision_of(given)}
+    chosen = [f"optimizer={optimizer_of(given, key)}"]
+    chosen += [f"+callbacks=[{callback}]" for name, callback in CALLBACKS.items() if given.get(name)]
+    return [*chosen, *(f"{name}={shown(value)}" for name, value in words.items())]
+
+
+def refuse_others(given: Mapping[str, Any], key: str) -> None:
+    known = {*SAME, *CALLBACKS, *READ}
+    others = {name: value for name, value in given.items() if name not in known and not re.fullmatch(ELSEWHERE, name)}
+    others = {name: value for name, value in others.items() if value not in (None, "", [], {}, False)}
+    defaults = default_values() if others else {}
+    for name, value in others.items():
+        if name in defaults and defaults[name] == value:
+            continue
+        instead = INSTEAD.get(name, "remove it from the file")
+        raise ConfigError(f"{key}: {name}={shown(value)}: Echelon has no such setting; {instead}")
+    left = [name for name in given if re.fullmatch(ELSEWHERE, name) and name not in known and given[name]]
+    if left:
+        log.info("%s: %d arguments name files, reports or evaluation, and change nothing here", key, len(left))
+
+
+def default_values() -> dict[str, Any]:
+    """Return the defaults of the installed TrainingArguments."""
+    import dataclasses
+
+    from transformers import TrainingArguments
+
+    return {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+
+
+def batch_of(given: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    micro, times = given.get("per_device_train_batch_size", 8), given.get("gradient_accumulation_steps", 1)
+    return {"batch": micro * times * ranks, "micro_batch": micro, "accumulate": times}
+
+
+def limits_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the end of the run, clipping, and what has another form here."""
+    words: dict[str, Any] = {}
+    if given.get("max_steps", -1) > 0:
+        words |= {"trainer.max_steps": given["max_steps"], "trainer.max_epochs": None}
+    if "max_grad_norm" in given:
+        words["trainer.clip_norm"] = given["max_grad_norm"] or None
+    if {"adam_beta1", "adam_beta2"} & given.keys():
+        words["optimizer.betas"] = [given.get("adam_beta1", 0.9), given.get("adam_beta2", 0.999)]
+    if given.get("warmup_ratio"):
+        words["recipe.warmup_steps"] = given["warmup_ratio"]
+    if given.get("lr_scheduler_kwargs"):
+        words["recipe.lr_scheduler_kwargs"] = given["lr_scheduler_kwargs"]
+    return words
+
+
+def intervals_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return when a run logs, validates and saves."""
+    words: dict[str, Any] = {}
+    if given.get("logging_steps", 0) >= 1:
+        words["trainer.log_every_steps"] = int(given["logging_steps"])
+    if given.get("eval_strategy") == "epoch":
+        words["trainer.validate_every"] = "1 epochs"
+    elif given.get("eval_strategy") == "steps":
+        words["trainer.validate_every"] = int(given.get("eval_steps") or given.get("logging_steps") or 500)
+    if given.get("save_strategy", "steps") == "steps" and given.get("save_steps", 0) >= 1:
+        words["trainer.checkpoint.every_steps"] = int(given["save_steps"])
+    if given.get("save_total_limit"):
+        words["trainer.checkpoint.keep"] = max(2, given["save_total_limit"])
+    if given.get("load_best_model_at_end"):
+        metric = str(given.get("metric_for_best_model") or "loss").removeprefix("eval_")
+        words["trainer.checkpoint.keep_best"] = f"{'max ' if given.get('greater_is_better') else ''}val/{metric}"
+    return words
+
+
+def precision_of(given: Mapping[str, Any]) -> str:
+    return next((name for name in ("bf16", "fp16", "tf32") if given.get(name)), "fp32")
+
+
+def optimizer_of(given: Mapping[str, Any], key: str) -> str:
+    name = given.get("optim") or "adamw_torch"
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"{key}: optim={name}: Echelon has no such optimizer; give {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name]
+
+
+def shown(value: Any) -> str:
+    """Return a value as Hydra reads it."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{shown(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(shown, value)) + "]"
+    if value is None or isinstance(value, bool):
+        return str(value).replace("None", "null").lower()
+    return f"'{value}'" if isinstance(value, str) and re.search(r"[^\w./-]", value) else str(value)
