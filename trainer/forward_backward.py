@@ -46,11 +46,11 @@ class Accumulate:
                 begin_backward(scaled, final and strategy.data_world > 1)
                 scaled.backward()
             except Exception as error:
-                told: Any = self.loss.explain(error, loss, strategy.model) or error
-                told.refs = getattr(data, "current", list)()  # for the message; cut parts of a step have none
-                if told is error:
+                explained: Any = self.loss.explain(error, loss, strategy.model) or error
+                explained.refs = getattr(data, "current", list)()  # for the message; cut parts of a step have none
+                if explained is error:
                     raise
-                raise told from error
+                raise explained from error
             del batch, loss, scaled  # so that two batches are on the device, not three
         return losses
 
