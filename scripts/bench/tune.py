@@ -141,14 +141,15 @@ def measure(cell: Cell, team: Team, folder: Path, grid: int | None, rounds: int)
     model = tuning.search.model
     tried, walls = try_all(cell, tuning, chosen)
     best = min([*times, *tried], key=lambda item: item[1])[0]
-    pairs = [[tuning.run_trial(each)["step_s"] for each in (best, tuned)] for _ in range(rounds)]
+    turns = rounds if best != tuned else 1
+    pairs = [[tuning.run_trial(each)["step_s"] for each in (best, tuned)] for _ in range(turns)]
     misses = [abs(t["predicted_s"] / t["step_s"] - 1) for t in trials if t["step_s"]]
     misses += [abs(model.predict(each).step_s / step_s - 1) for each, step_s in tried if (each, step_s) not in times]
     return {
         "part": "The search beside the best of its grid", "cell": str(cell), "today s": tuning.today["step_s"],
         "tuned s": median(pair[1] for pair in pairs), "best s": median(pair[0] for pair in pairs),
-        "of the best": median(a / b for a, b in pairs), "tuned": describe(tuned), "best": describe(best),
-        "trials": len(trials), "error": median(misses),
+        "of the best": median(a / b for a, b in pairs) if best != tuned else 1.0,
+        "tuned": describe(tuned), "best": describe(best), "trials": len(trials), "error": median(misses),
         "tune s": tune_s, "grid": len(listed), "tried": len(chosen), "grid s": mean(walls) * len(listed),
         "of its time": tune_s / mean(walls) / len(listed),
     }  # fmt: skip

@@ -12,7 +12,7 @@ from torch import nn
 from trainer.config.compose import CONF, compose
 from trainer.process.environment import Place
 from trainer.tools.tune.configs import alone, of_trial
-from trainer.tools.tune.measure import line, profile, saved_bytes
+from trainer.tools.tune.measure import ROUNDS, in_turns, line, profile, saved_bytes
 from trainer.tools.tune.tuning import make_workload
 
 TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy", "trainer.allow_targets=[toy_recipe]"]
@@ -41,7 +41,23 @@ def test_ranks_measure_their_own_work(dropout: float, monkeypatch: pytest.Monkey
     assert work.forward_s == max(answer["forward_s"] for answer in answers)
 
 
-def test_a_line_through_two_sizes() -> None:
+def test_calls_take_turns_and_a_slow_round_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls = [0.0], list[str]()
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def call(name: str, takes: float) -> None:
+        calls.append(name)
+        now[0] += takes
+
+    quick = [lambda: call("a", 0.1), lambda: call("b", 0.2)]
+    assert in_turns(quick, torch.device("cpu")) == pytest.approx([0.1, 0.2])
+    assert calls == ["a", "b"] * (1 + ROUNDS)
+    calls.clear()
+    assert in_turns([lambda: call("c", 3.0)], torch.device("cpu")) == pytest.approx([3.0]) and calls == ["c", "c"]
+
+
+def test_a_line_through_sizes() -> None:
+    assert line([1, 2, 4], [0.5, 0.7, 1.1]) == pytest.approx((0.2, 0.3))
     assert line([5, 10], [0.7, 1.2]) == pytest.approx((0.1, 0.2))
     assert line([5, 10], [1.2, 1.2]) == pytest.approx((0.06, 0.6))  # noise: at most half of a pass is fixed
     assert line([5, 10], [0.1, 1.2]) == pytest.approx((0.12, 0.0))

@@ -20,8 +20,8 @@ from trainer.session import build_components
 from trainer.tools.tune.trial import OWN, Over, Stopwatch
 from trainer.trainer import Trainer
 
-PASSES = 3  # of which the median counts, after one that warms up
-SLOW = 2.0  # a pass that takes longer is measured once
+ROUNDS = 7  # of which the median counts, after one that warms up
+SLOW = 2.0  # seconds of a round, from which on one is enough
 
 
 class Profile(Stopwatch):
@@ -29,11 +29,13 @@ class Profile(Stopwatch):
 
     def rehearse(self, trainer, run_pass: Callable[[Any], None], batch: Any) -> None:
         micro = trainer.plan.micro
-        sizes = sorted({micro, max(1, micro // 2), 2} if micro == 1 else {micro, max(1, micro // 2)})
+        sizes = sorted({max(1, micro // 4), max(1, micro // 2), max(2, micro)})
         batches = [repeat_batch(batch, size, f"callbacks.{OWN}") for size in sizes]
         loss, model, device = trainer.loss.compute, trainer.strategy.model, trainer.device  # pyright: ignore
-        whole = [median_s(lambda made=made: run_pass(made), device) for made in batches]
-        ahead = [median_s(lambda made=made: loss(model, made), device) for made in batches]
+        calls = [(lambda made=made: run_pass(made)) for made in batches]
+        calls += [(lambda made=made: loss(model, made)) for made in batches]
+        took = in_turns(calls, device)
+        whole, ahead = took[: len(sizes)], took[len(sizes) :]
         slope, self.pass_s = line(sizes, whole)
         forward, _ = line(sizes, ahead)
         forward = min(forward, 0.9 * slope)
@@ -87,24 +89,28 @@ def profile(config: dict[str, Any], place: Place, warm: int, steps: int) -> dict
     }
 
 
-def median_s(run: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of a call, after one that warms up."""
-    took: list[float] = []
-    for _ in range(1 + PASSES):
-        wait(device)
-        began = time.perf_counter()
-        run()
-        wait(device)
-        took.append(time.perf_counter() - began)
-        if took[-1] > SLOW and len(took) > 1:
+def in_turns(calls: list[Callable[[], Any]], device: torch.device) -> list[float]:
+    """Return the seconds of each call: the median over rounds in which all take turns, so that noise hits all alike."""
+    rounds: list[list[float]] = []
+    for _ in range(1 + ROUNDS):
+        rounds.append([seconds(call, device) for call in calls])
+        if sum(rounds[-1]) > SLOW and len(rounds) > 1:
             break
-    return statistics.median(took[1:])
+    return [statistics.median(took) for took in zip(*rounds[1:])]
+
+
+def seconds(call: Callable[[], Any], device: torch.device) -> float:
+    wait(device)
+    began = time.perf_counter()
+    call()
+    wait(device)
+    return time.perf_counter() - began
 
 
 def line(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
-    """Return the seconds of a sample, and the fixed ones of a pass, by two sizes."""
-    (low, high), (first, last) = (sizes[0], sizes[-1]), (seconds[0], seconds[-1])
-    slope = (last - first) / (high - low) if high > low else last / high
+    """Return the seconds of a sample, and the fixed ones of a pass: the least squares' slope, through the last size."""
+    high, last = sizes[-1], seconds[-1]
+    slope = statistics.linear_regression(sizes, seconds).slope if len(sizes) > 1 else last / high
     slope = min(max(slope, 0.5 * last / high), last / high)  # a pass is at most half fixed: noise would tell otherwise
     return slope, last - slope * high
 
