@@ -227,8 +227,8 @@ def test_a_signal_ends_the_search_and_leaves_its_journal(folder: Path) -> None:
     with popen(words("trainer.devices=2"), folder, COMMAND, **{MARK: str(folder)} | variables(folder)) as process:
         wait_for("today", journal, process)
         process.send_signal(signal.SIGTERM)
-        process.communicate()
-    assert process.returncode == 128 + signal.SIGTERM
+        out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 128 + signal.SIGTERM, (out, err)
     assert_tidy(folder, "slow.jsonl")
 
 
