@@ -27,7 +27,7 @@ def test_orders(kind: str, key: str, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr("sys.argv", ["tune"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     config = compose(TOY, [CONF, ROOT / "tests" / "toy" / "conf"])[0].config
-    own = of_trial(alone(config, 2) if kind == "profile" else config, tmp_path / "own", 1, 60)
+    own = of_trial(alone(config, 2) if kind == "profile" else config, tmp_path / "own", 1, 60, 6)
     order = {"kind": kind, "config": own, "folder": str(tmp_path / "own"), "warm": 1, "steps": 2, "codecs": False}
     answers = run_ranks(2, obey, {**order, "folder": str(tmp_path / "own")})
     assert all(key in answer for answer in answers)

@@ -73,6 +73,24 @@ def test_a_hang_ends_at_its_limit_with_all_that_it_started(team: Team) -> None:
     assert len(fine(team)) == team.place.world
 
 
+def test_a_signal_in_the_middle_of_a_fork_is_not_lost(team: Team) -> None:
+    """Python calls functions before and after a fork, and drops what a handler raises in them."""
+    armed = [True]
+    os.register_at_fork(before=lambda: armed and armed.pop() and os.kill(os.getpid(), signal.SIGTERM))
+
+    def stop(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with pytest.raises(SystemExit):
+            fine(team)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not armed and not team.pids
+    assert len(fine(team)) == team.place.world
+
+
 def test_one_rank_needs_no_rank_in_its_message(tmp_path: Path) -> None:
     team = Team(Place(0, 1, 0, 1, starts=True), tmp_path, work)
     with pytest.raises(TrialFailed, match=r"^ValueError: odd$"):

@@ -1,5 +1,6 @@
 """A trial on real ranks: its losses are those of the run, its steps are timed, and nothing of it stays."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +85,19 @@ class Sleepy(Toy):
 """
 
 
-def test_a_trial_hears_advice_and_knows_where_the_time_went(
-    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def train_beside(place: Place, config: dict[str, Any], folder: str) -> dict[str, Any]:
+    sys.path.insert(0, folder)
+    try:
+        return train(place, config)
+    finally:
+        sys.path.remove(folder)
+
+
+def test_a_trial_hears_advice_and_knows_where_the_time_went(config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "sleepy_recipe.py").write_text(SLEEPY)
-    monkeypatch.syspath_prepend(str(tmp_path))
     config["recipe"]["_target_"] = "sleepy_recipe.Sleepy"
     config["trainer"] |= {"allow_targets": ["sleepy_recipe", "toy_recipe"], "log_every_steps": 50}
-    first, other = run_ranks(2, train, of_trial(config, tmp_path / "a", 1, 60, 6))
+    first, other = run_ranks(2, train_beside, of_trial(config, tmp_path / "a", 1, 60, 6), str(tmp_path))
     assert {line["name"] for line in first["advice"]} >= {"data_wait"}
     (line,) = (line for line in first["advice"] if line["name"] == "data_wait")
     assert "steps wait for data for" in line["text"] and line["config"].startswith("data.workers=")

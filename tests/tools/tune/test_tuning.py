@@ -1,5 +1,6 @@
 """Whole searches by the command, on real ranks: results, kills, failing trials, and what they leave."""
 
+import dataclasses
 import json
 import os
 import re
@@ -16,6 +17,8 @@ from support.cli import MAIN, MARK, ROOT, Result, environment, lines, popen, run
 from support.network import Cluster, needs_cluster
 
 from trainer.errors import STOPPED
+from trainer.tools.tune.__main__ import USAGE
+from trainer.tools.tune.options import TuneOptions
 from trainer.tools.tune.tuning import make_workload
 
 pytestmark = pytest.mark.timeout(900)
@@ -224,8 +227,8 @@ def test_a_signal_ends_the_search_and_leaves_its_journal(folder: Path) -> None:
     with popen(words("trainer.devices=2"), folder, COMMAND, **{MARK: str(folder)} | variables(folder)) as process:
         wait_for("today", journal, process)
         process.send_signal(signal.SIGTERM)
-        process.communicate()
-    assert process.returncode == 128 + signal.SIGTERM
+        out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 128 + signal.SIGTERM, (out, err)
     assert_tidy(folder, "slow.jsonl")
 
 
@@ -249,13 +252,10 @@ def test_a_users_mistake_is_one_line(word: str, reason: str, folder: Path) -> No
 
 
 def test_help_names_every_setting() -> None:
-    from trainer.config.schema import option_parameters
-    from trainer.tools.tune.__main__ import USAGE
-    from trainer.tools.tune.options import TuneOptions
-
-    for name, knob in option_parameters(TuneOptions).items():
-        shown = {None: "null", True: "true", False: "false"}.get(knob.default, knob.default)
-        assert f"tune.{name}={shown}" in USAGE
+    for field in dataclasses.fields(TuneOptions):
+        default = getattr(TuneOptions(), field.name)
+        shown = {"None": "null", "True": "true", "False": "false"}.get(str(default), default)
+        assert f"tune.{field.name}={shown}" in USAGE
 
 
 def test_the_slowest_rank_is_the_workload() -> None:

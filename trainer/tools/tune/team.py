@@ -30,6 +30,7 @@ from trainer.timeouts import TRIAL_LOOK_S, TRIAL_PEERS_S, TRIAL_RESERVE_S
 Answer = dict[str, Any]
 PEERS = "its peers have failed"
 OUT_OF_MEMORY = ("out of memory", "as the kernel does when memory runs out")  # in the errors of trials
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end the search
 FOREVER = timedelta(days=30)
 LAUNCHERS_OWN = ("ECHELON_HEARTBEAT", "ECHELON_ERROR_FILE", "ECHELON_ATTEMPT", "TORCHELASTIC_ERROR_FILE")
 LAUNCHERS_OWN += ("TORCHELASTIC_USE_AGENT_STORE",)  # with it, the ranks of a trial would look for torchrun's port
@@ -117,14 +118,16 @@ class Team:
     def _run_own(self, order: dict[str, Any], limit_s: float) -> dict[int, Answer]:
         """Fork this process's ranks, and wait for all; kill them if one fails anywhere, or at the limit."""
         answers: dict[int, Answer] = {}
-        pipes = {self._fork(rank, order): rank for rank in self.own}
+        pipes: dict[Any, int] = {}
         end = time.monotonic() + limit_s
         late = f"no end within tune.limit_s={limit_s:g}"
         try:
+            for rank in self.own:
+                pipes[self._fork(rank, order)] = rank
             while len(answers) < len(self.own) and (left := end - time.monotonic()) > 0:
                 open_ones = [pipe for pipe, rank in pipes.items() if rank not in answers]
                 for pipe in multiprocessing.connection.wait(open_ones, min(left, TRIAL_LOOK_S if self.store else left)):
-                    rank = pipes[pipe]  # pyright: ignore[reportArgumentType] a Connection
+                    rank = pipes[pipe]
                     answers[rank] = self._read(pipe, rank)
                 if self._failed(answers):
                     known = any("error" in answer and not answer["of_peer"] for answer in answers.values())
@@ -151,11 +154,13 @@ class Team:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # Python drops what a handler raises inside a fork
         pid = os.fork()
         if not pid:
             read.close()
             self._be(rank, order, write, parent)
         self.pids[rank] = pid
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         write.close()
         return read
 
@@ -164,8 +169,9 @@ class Team:
         try:
             os.setsid()
             die_with_parent(parent)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in ENDING:
                 signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
             signal.set_wakeup_fd(-1)
             place, first = self.place, self.place.rank - self.place.local_rank
             store = "" if self.store else str(self.folder / f"store-{self.number}")
