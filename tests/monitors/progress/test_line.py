@@ -40,6 +40,8 @@ def drawn(moment: Moment, columns: int) -> str:
         (SHORT, 80, r"step 1200/6000 -{6,} 20%  epoch 2/10  loss 2\.346  1,580 samples/s  0:05:00 left"),
         (SHORT._replace(doing="validating 3/12"), 40, r"step 1200/6000 ---- 20%  validating 3/12"),
         (SHORT._replace(doing="validating 3/12"), 80, r"step .* 20%  epoch 2/10  validating 3/12  0:05:00 left"),
+        (SHORT._replace(step=6000, doing="writing"), 40, r"step 6000/6000 -{10,} 100%  writing"),
+        (SHORT._replace(step=6000), 80, r"step 6000/6000 -+ 100%  epoch 2/10  loss 2\.346  1,580 samples/s"),
         (SHORT._replace(metrics={}, left_s=None), 80, r"step 1200/6000 -{20} 20%  epoch 2/10  0:01:00 elapsed"),
         (
             SHORT._replace(last=None, left_s=None),

@@ -77,7 +77,7 @@ def arrange(moment: Moment, columns: int) -> tuple[str, int, str]:
         "percent": f"{100 * moment.step // moment.last}%" if moment.last else "",
         "epoch": moment.epoch and f"epoch {moment.epoch}",
         "elapsed": f"{clock(moment.elapsed_s)} elapsed",
-        "left": "" if moment.left_s is None else f"{clock(moment.left_s)} left",
+        "left": "" if moment.left_s is None or moment.step == moment.last else f"{clock(moment.left_s)} left",
     }
     metrics = {} if moment.doing else dict(moment.metrics)
     head = f"step {moment.step}" if moment.last is None else f"step {moment.step}/{moment.last}"
