@@ -297,7 +297,7 @@ def shares(place: Place, make: Any) -> tuple[float, str]:
 
 
 def listed() -> list[Any]:
-    return [make_batch(torch.full((12, 8), 0.1 * i)) for i in range(4)]
+    return [{"x": torch.full((12, 8), 0.1 * i), "y": torch.zeros(12, 4), "mask": torch.ones(12, 4)} for i in range(4)]
 
 
 def loaded() -> DataLoader[Any]:

@@ -46,6 +46,7 @@ def test_a_mistake_of_the_users_has_its_frames_in_the_log_alone(tmp_path):
     [
         (RuntimeError("one\ntwo"), "RuntimeError: one"),
         (KeyError(), "KeyError"),
+        (ValueError("Caught ValueError in DataLoader worker process 0.\nTraceback\nValueError: a\n"), "ValueError: a"),
         (RuntimeError("\x1b[2J"), "RuntimeError: ?[2J"),
         (OSError(errno.ENOSPC, "No space left", "ckpt/x"), "echelon: ckpt/x: No space left; make room, then"),
         (MemoryError(), "echelon: out of memory; try a smaller micro_batch"),

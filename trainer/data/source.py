@@ -208,7 +208,7 @@ def refuse_no_data(data: Any, split: str) -> None:
         raise ConfigError(f"{key}: {type(data).__name__} has no length; define __len__, or return an IterableDataset")
     if isinstance(data, list | tuple) and not data:
         raise DataError(f"{key}: returned an empty {type(data).__name__}; {form}")
-    if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
+    if not isinstance(data, Path) and not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
         raise ConfigError(f"{key}: returned a value of type {type(data).__name__}; {form}")
 
 

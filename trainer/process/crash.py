@@ -36,7 +36,10 @@ def headline(error: BaseException, text: str) -> str:
     """Return one line: that of an error with a way out, else the kind of the error and how its message begins."""
     if isinstance(error, tuple(EXIT_CODES)) or is_out_of_memory(error) or text.startswith("echelon: "):
         return text.splitlines()[-1]
-    first = next(iter(str(error).splitlines()), "")
+    lines = str(error).splitlines() or [""]
+    if lines[0].startswith("Caught "):  # of a DataLoader's worker, whose traceback is the message
+        return printable(lines[-1])
+    first = lines[0]
     return printable(f"{type(error).__name__}: {first}" if first else type(error).__name__)
 
 
