@@ -65,7 +65,7 @@ def by_echelon(place: Place, name: str, accumulate: int = 1, **options: Any) -> 
     trainer = Trainer(
         recipe, {"lightning": LightningHooks(), "losses": losses}, recipe.optimizer, recipe.schedule,
         batch=micro * accumulate * place.world, accumulate=accumulate,
-        options=Options(**{"max_steps": STEPS, "log_every_steps": 1, "seed": 7, "run_dir": f"runs/{name}", **options}),
+        options=Options(**{"max_steps": STEPS, "log_every_steps": 1, "seed": 7, "run_dir": f"runs/{name}{accumulate}", **options}),
         data=DataOptions(workers=0), place=replace(place, store=f"{place.store}-{name}{accumulate}"),
     )  # fmt: skip
     trainer.fit()

@@ -105,7 +105,8 @@ def translate(given: Mapping[str, Any], key: str, ranks: int) -> list[str]:
     words = {SAME[name]: value for name, value in given.items() if name in SAME and value not in (None, "")}
     words |= batch_of(given, ranks) | limits_of(given) | intervals_of(given)
     words |= {"trainer.precision": precision_of(given)}
-    chosen = [f"optimizer={optimizer_of(given, key)}"]
+    optimizer = optimizer_of(given, key)
+    chosen = [] if optimizer == "adamw" else [f"optimizer={optimizer}"]  # the recipe has adamw
     chosen += [f"+callbacks=[{callback}]" for name, callback in CALLBACKS.items() if given.get(name)]
     return [*chosen, *(f"{name}={shown(value)}" for name, value in words.items())]
 
