@@ -167,9 +167,10 @@ def page(tables: list[list[Row]], found: list[Goal], about: Row) -> str:
     """Return the page of docs/measurements."""
     lines = [
         "# What monitors take of a step",
-        "`python -m scripts.bench.monitors` trains an MLP 64-64-10, batch 32 a rank, SGD, one thread, in pairs of runs "
-        "one after the other:\nwith a monitor and without it. The numbers are CPU microseconds of a step, of all "
-        "threads of a rank, the mean over ranks.\nExtra is the median over rounds of the difference in a pair.",
+        "`python -m scripts.bench.monitors` trains an MLP 64-64-10, batch 32 a rank, SGD, one thread.\n"
+        "Runs are in pairs, one after the other: with a monitor and without it. The numbers are CPU microseconds\n"
+        "of a step, of all threads of a rank, the mean over ranks. Extra is the median over rounds of the difference\n"
+        "in a pair, least and most are its extremes.",
         f"Machine: {', '.join(f'{key} {value}' for key, value in about.items())}.",
         *(markdown(table) for table in tables),
         "The goal of each is 50 us: 0.5 % of a step of 10 ms. "

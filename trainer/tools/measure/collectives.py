@@ -108,12 +108,12 @@ def measure(ranks: Ranks, level: Level, collective: str, most: int, budget_s: fl
         whole = level.meter.end(began)
         times, parts = zip(*ranks.gather([own, whole and whole / rounds / (calls + 1)]), strict=True)
         seconds = median(max(seconds for seconds, _ in each) for each in zip(*times, strict=True))
-        own_cpu = median(mean(cpu for _, cpu in each) for each in zip(*times, strict=True))
+        known = median(mean(cpu for _, cpu in each) for each in zip(*times, strict=True))
         estimate = None if None in parts else mean(parts)
         algbw, busbw = bandwidths(collective, elements * 4, seconds, level.ranks)
         yield Row(
             level.name, collective, elements * 4, seconds, algbw, busbw,
-            max(own_cpu, estimate or 0.0), estimate is not None, level.ranks,
+            max(known, estimate or 0.0), estimate is not None, level.ranks,
         )  # fmt: skip
 
 
