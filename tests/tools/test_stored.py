@@ -1,0 +1,33 @@
+"""Which checkpoint an argument names."""
+
+import os
+from pathlib import Path
+
+import pytest
+from support.runs import make
+
+from trainer.errors import ConfigError
+from trainer.tools.stored import find
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    make().fit()
+    return tmp_path / "ckpt" / "r" / "step-00000004"
+
+
+def test_a_run_and_its_folder_of_checkpoints_name_the_newest(run):
+    for given in ("runs/r", "ckpt/r", "ckpt/last.pt", str(run)):
+        assert os.path.samefile(find(given, "key"), run)
+    (run / "manifest.json").write_text("{}")
+    assert find("runs/r", "key").name == "step-00000002"  # the newest valid one
+
+
+def test_a_run_whose_checkpoints_are_elsewhere_is_told(run, monkeypatch, tmp_path):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    with pytest.raises(
+        ConfigError, match=r"^key: ckpt/r has no checkpoint; call this in the folder in which the run was"
+    ):
+        find("../runs/r", "key")
