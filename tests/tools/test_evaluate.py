@@ -1,4 +1,4 @@
-"""`evaluate` of checkpoints: the run's own numbers, on any number of ranks and under torchrun, and lines for mistakes."""
+"""`evaluate` of checkpoints: the run's own numbers, on any number of ranks, and one line for a mistake."""
 
 import json
 import re

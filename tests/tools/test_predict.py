@@ -45,7 +45,7 @@ def test_rows_are_in_the_order_of_the_data(trained, tmp_path, devices):
     [
         (
             ["--output", "out.pt"],
-            r"out\.pt: predictions are written as \.jsonl or \.safetensors; give a file of such a",
+            r"out\.pt: predictions are written as \.jsonl or \.safetensors; give a file of",
         ),
         (["--output", "/proc/x/out.jsonl"], r"--output=/proc/x: can't be written: .*; give another folder"),
         (["--output", "out.jsonl", "recipe._target_=toy_recipe.Toy"], r"recipe: Toy has no method 'predict'; define"),

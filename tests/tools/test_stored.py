@@ -27,7 +27,5 @@ def test_a_run_and_its_folder_of_checkpoints_name_the_newest(run):
 def test_a_run_whose_checkpoints_are_elsewhere_is_told(run, monkeypatch, tmp_path):
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
-    with pytest.raises(
-        ConfigError, match=r"^key: ckpt/r has no checkpoint; call this in the folder in which the run was"
-    ):
+    with pytest.raises(ConfigError, match=r"^key: ckpt/r has no checkpoint; call this in the folder in which"):
         find("../runs/r", "key")
