@@ -46,8 +46,10 @@ class Recipe(Protocol):
         """
         ...
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+    def loss(self, model: nn.Module, batch: Any) -> Tensor | dict[str, Any]:
         """Return the mean loss over the `weight(batch)` items of `batch`, a tensor of one number with its gradient.
+
+        Or return a dict with this tensor as `loss`, and other losses by name, which are logged as `train/NAME`.
 
         Call `model(...)` itself, once: on several ranks the model is wrapped, and its other methods are hidden. A
         micro-batch of weight 0 contributes nothing, whatever its loss. On several ranks a rehearsal calls `loss` two

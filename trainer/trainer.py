@@ -37,6 +37,7 @@ from trainer.interactive.names import by_name
 from trainer.interactive.predictions import Predictions
 from trainer.log import log, log_to_terminal, stop_log
 from trainer.monitors import replica_check
+from trainer.monitors.named_losses import NamedLosses, combined
 from trainer.monitors.train_loss import TrainLoss
 from trainer.optim.factories import adamw
 from trainer.optim.groups import Groups, ParameterRules, make_optimizer
@@ -181,7 +182,9 @@ class Trainer:
             module.train()
         self.module = self._wrap("wrap_model", self.precision.convert(module))
         self.eval_model = self.global_model = self.module  # is validated, is saved
-        self.loss = CheckedLoss(self.precision.cast(self.recipe.loss), weight_of(self.recipe) or count_samples)
+        named = NamedLosses(self.recipe.loss, lambda: None if self.rehearsing else self.step)
+        self.gathered.append((lambda: named.sums(self.data.weights), combined))
+        self.loss = CheckedLoss(self.precision.cast(named), weight_of(self.recipe) or count_samples)
         refuse_untrained(self.module)
         self.parameters = trained(self.module)
         if self.world > 1 and self.hooks["wrap_reduce"]:  # otherwise DDP's own reducer runs, which is in C++

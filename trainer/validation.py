@@ -206,4 +206,6 @@ class Evaluator:
     def _measure(self, model: nn.Module, batch: Any, weight: int) -> Metrics:
         if hasattr(self.recipe, "metrics"):
             return check_metrics(self.recipe.metrics(model, batch))
-        return {"loss": (self.recipe.loss(model, batch) * weight, weight)}
+        loss = self.recipe.loss(model, batch)
+        named = loss if isinstance(loss, Mapping) else {"loss": loss}
+        return {name: (torch.as_tensor(value) * weight, weight) for name, value in named.items()}

@@ -96,7 +96,7 @@ def test_what_can_not_be_sent_is_refused(monkeypatch):
         ConfigError, match=r"^launch: the function or an argument can't be sent .* \(.*lock.*\); make such"
     ):
         launch(lambda: lock)
-    with pytest.raises(ConfigError, match=r"^trainer\.devices=0: must be at least 1$"):
+    with pytest.raises(ConfigError, match=r"^launch: devices=0: must be at least 1$"):
         launch(print, devices=0)
 
 

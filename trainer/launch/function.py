@@ -10,11 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainer.config.options import Options
-from trainer.errors import EXIT_CODES, ConfigError
+from trainer.comm.device import count_gpus
+from trainer.errors import EXIT_CODES, ConfigError, require
 from trainer.launch.failure import find_failure
 from trainer.launch.forkserver import ForkServer, Rank
-from trainer.launch.launcher import count_devices
 from trainer.launch.worker import end_failed
 from trainer.process.environment import cores, detect, refuse_without_loopback
 from trainer.process.signals import STOP
@@ -48,7 +47,8 @@ def launch(function: Callable[..., T], *args: Any, devices: int | str = "auto") 
     """
     if launcher := detect(dict(os.environ)).launcher:
         raise ConfigError(f"launch: {launcher} has started this process as a rank; call the function itself")
-    world, _ = count_devices(Options(devices=devices))  # pyright: ignore[reportArgumentType] checked there
+    require("launch: devices", None if devices == "auto" else int(devices), at_least=1)
+    world = count_gpus("auto") or 1 if devices == "auto" else int(devices)
     refuse_without_loopback()
     packed = pack(function, args)
     with temporary_folder() as private, os.fdopen(os.memfd_create("launch"), "wb", buffering=0) as memory:
@@ -106,6 +106,14 @@ class Team:
         usual = {"OMP_WAIT_POLICY": "passive", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | dict(os.environ)
         env = usual | {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo"}
         self.server = ForkServer([self.name], env, __name__)
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self) -> None:
         self.output, write_end = os.pipe()
         for rank in range(self.world):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world, "LOCAL_WORLD_SIZE": self.world}
@@ -118,7 +126,6 @@ class Team:
                 own = {**{key: str(value) for key, value in place.items()}, **files}
                 self.ranks[rank] = self.server.fork(own, self.run, log_or_pipe)
         os.close(write_end)
-        return self
 
     def __exit__(self, *_: object) -> None:
         for rank in self.ranks.values():
