@@ -1,4 +1,4 @@
-"""docs/python.md as a notebook: each block is a cell, which a real kernel runs in order."""
+"""docs/python.md and docs/datasets.md as notebooks: each block is a cell, which a real kernel runs in order."""
 
 import os
 import re
@@ -9,8 +9,8 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-PAGE = Path(__file__).parents[2] / "docs" / "python.md"
-ROOT = PAGE.parents[1]
+ROOT = Path(__file__).parents[2]
+PAGE, DATASETS = ROOT / "docs" / "python.md", ROOT / "docs" / "datasets.md"
 
 
 def run(cells: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -26,9 +26,25 @@ def run(cells: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list
     return ["".join(output.get("text", "") for output in cell.outputs) for cell in notebook.cells]
 
 
+def cells_of(page: Path) -> list[str]:
+    cells = re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert len(cells) > 5
+    return cells
+
+
+def test_the_page_about_data_sets_runs_as_a_notebook(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    cells = cells_of(DATASETS)
+    losses = [
+        text.split()[-1]
+        for cell, text in zip(cells, run(cells, tmp_path, monkeypatch), strict=True)
+        if "train(" in cell
+    ]
+    assert len(losses) == 6 and all(0 <= float(loss) < 3 for loss in losses)
+
+
 def test_the_page_runs_as_a_notebook(tmp_path, monkeypatch):
-    cells = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
-    assert len(cells) > 7
+    cells = cells_of(PAGE)
     printed = dict(zip(cells, run(cells, tmp_path, monkeypatch), strict=True))
     shown = {name: next(text for cell, text in printed.items() if name in cell) for name in ("fit()\nprint", "except")}
     assert re.search(r"^max_steps 20 \d", shown["fit()\nprint"], re.MULTILINE)

@@ -41,11 +41,11 @@ def inference(trainer: LiveTrainer, what: str) -> Iterator[Inference]:
     """Make what reads data with the trainer's model. Ranks whose run has ended meet again meanwhile.
 
     Raises:
-        ConfigError: The ranks have failed, or each has a part of the model, and the run has ended.
+        ConfigError: The ranks' run goes on, has failed, or has ended and each rank has a part of the model.
     """
     several, strategy = trainer.world > 1, trainer.strategy
     if several and trainer.fitted and not (trainer.closed and strategy.whole):
-        why = "each rank has a part of the model" if trainer.closed else "this run failed"
+        why = "each rank has a part of the model" if trainer.closed else "the run goes on, or has failed"
         raise ConfigError(f"{what}: {why}; use echelon {what} CHECKPOINT")
     if not trainer.fitted:
         load_first_weights(trainer)
