@@ -72,7 +72,8 @@ class Optional(Protocol):
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
         """Return name -> (sum, count) over `batch`, for validation. Default: the loss, named `loss`.
 
-        A count of 0 leaves the metric out. Two micro-batches are tried before step 1.
+        A count of 0 leaves the metric out. A value may be an object of torchmetrics that this method has updated: a
+        validation resets it first, and computes it over all ranks. Two micro-batches are tried before step 1.
         """
         ...
 

@@ -16,6 +16,7 @@ from trainer.data.bad_samples import allowed
 from trainer.data.batch import Micro
 from trainer.errors import ConfigError, DataError, nearest
 from trainer.log import log
+from trainer.monitors.metric_objects import MetricObjects
 from trainer.parallel.strategy import OutputElsewhere
 from trainer.precision import Precision
 from trainer.recipe_checks import check_metrics
@@ -57,6 +58,8 @@ class Evaluator:
         self.samples, self.max_bad, self.data_rank = samples, max_bad, data_rank
         self.replicas, self.lockstep = replicas, lockstep
         self.stopping, self.beat = stopping, beat
+        alone = "there are several data sets" if len(batches) > 1 else ""
+        self.objects = MetricObjects("ranks repeat batches, to keep in step" if lockstep else alone)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float] | None:
@@ -70,6 +73,7 @@ class Evaluator:
         bad: list[str] = []
         failure = None
         share_buffers(model, self.replicas)
+        self.objects.reset()
         try:
             own = self._sums(model, bad)
         except Exception as error:
@@ -89,6 +93,7 @@ class Evaluator:
         names = {name: None for rank in ranks for name in rank}  # in order; a rank without a batch has none
         both = {name: [sum(rank[name][i] for rank in ranks if name in rank) for i in (0, 1)] for name in names}
         values = {name: total / count for name, (total, count) in both.items() if count}
+        values |= self.objects.compute(self.ranks.gather)
         if not values and both and hasattr(self.recipe, "metrics"):
             own_names = ", ".join(name.removeprefix("val/") for name in both)
             raise ConfigError(
@@ -115,6 +120,7 @@ class Evaluator:
             cuda = [device] if device.type == "cuda" else []
             with torch.random.fork_rng(cuda), closing(self._each_batch(model, [], 2)) as batches:
                 own = [name for metrics in batches for name in metrics or ()]
+            own += self.objects.objects
             known = {name for names in self.ranks.gather(own) for name in names}
         for key, name in watched.items():
             if name not in known:
@@ -158,7 +164,7 @@ class Evaluator:
                 bad += [each.why for each in micro.bad if counts]
                 if micro.batch is not None:
                     try:
-                        metrics = measure(model, micro.batch, micro.weight)
+                        metrics = measure(model, micro.batch, micro.weight, prefix)
                     except OutputElsewhere:
                         metrics = {}
                     yield {f"{prefix}/{name}": value for name, value in metrics.items()} if counts else {}
@@ -203,9 +209,9 @@ class Evaluator:
         if self.ranks.rank == 0:
             log.warning("validation: %d of %d samples were left out; the first: %s", count, self.samples, first)
 
-    def _measure(self, model: nn.Module, batch: Any, weight: int) -> Metrics:
+    def _measure(self, model: nn.Module, batch: Any, weight: int, prefix: str) -> Metrics:
         if hasattr(self.recipe, "metrics"):
-            return check_metrics(self.recipe.metrics(model, batch))
+            return check_metrics(self.objects.take(prefix, self.recipe.metrics(model, batch)))
         loss = self.recipe.loss(model, batch)
         named = loss if isinstance(loss, Mapping) else {"loss": loss}
         return {name: (torch.as_tensor(value) * weight, weight) for name, value in named.items()}
