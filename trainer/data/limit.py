@@ -33,7 +33,7 @@ def first_batches(source: Any, batches: int | None, batch: int, key: str) -> Any
 
 
 def first_validation(source: Any, batches: int | None, batch: int) -> Any:
-    """Return validation data without what follows its first `batches`. Of an iterable these are each rank's own."""
+    """Return validation data without what follows its first `batches`. Each rank counts its iterable's own."""
     if batches is None or source is None:
         return source
     if isinstance(source, Several):

@@ -1,4 +1,4 @@
-"""What a model gives for samples: collected over batches and ranks, in the data's order, and written to a file."""
+"""Predictions for samples: collected over batches and ranks, in the data's order, and written to a file."""
 
 import json
 from collections.abc import Mapping, Sequence

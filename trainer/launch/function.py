@@ -30,8 +30,8 @@ def launch(function: Callable[..., T], *args: Any, devices: int | str = "auto") 
     """Run `function(*args)` on `devices` ranks of this node, and return the result of rank 0.
 
     Each rank is a process of its own, which a fresh process forks after it has loaded torch. A fork of this process
-    would inherit locks of a notebook's threads, and a CUDA context that it can't use. cloudpickle sends the function by
-    value, so it may be defined in a notebook's cell. A Trainer that the function makes finds its place by itself.
+    would inherit locks of a notebook's threads, and a CUDA context that it can't use. The function travels by value,
+    thanks to cloudpickle, so it may be defined in a notebook's cell. A Trainer inside finds its place by itself.
 
     This process prints what rank 0 prints. An interrupt asks the ranks to stop, which lets a Trainer write a
     checkpoint. After 60 s, or a second interrupt, the ranks are killed. If a rank fails, the others are killed.

@@ -27,7 +27,7 @@ from trainer.tools.export import open_run, whole_model
 
 @dataclass(frozen=True)
 class Request:
-    """What the ranks do: read the data of `split` with the model of `checkpoint`."""
+    """The work of the ranks: read the data of `split` with the model of `checkpoint`."""
 
     checkpoint: str
     changes: list[str]  # KEY=VALUE, of the run's config
