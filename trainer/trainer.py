@@ -97,16 +97,14 @@ class Trainer:
         name: str = "run",
         spec: RunSpec | None = None,
     ) -> None:
-        self.recipe, self.batch, self.name = recipe, batch, name
-        callbacks, given = by_name(callbacks), options or Options()
-        place = place or detect(os.environ, given.devices, given.nodes)
+        self.recipe, self.batch, self.name, callbacks = recipe, batch, name, by_name(callbacks)
+        self.dry = DryFolder(options or Options(), callbacks)
+        self.options = options = self.dry.options
+        place = place or detect(os.environ, options.devices, options.nodes)
         self.make_again = partial(
             self.__init__, recipe, callbacks, optimizer, schedule, batch=batch, micro_batch=micro_batch,
             accumulate=accumulate, data=data, place=place, name=name,
         )  # fmt: skip
-        self.dry = DryFolder(given, callbacks)
-        self.options, callbacks = self.dry.options, self.dry.callbacks
-        options = self.options
         self.ranks = Ranks(place, options.accelerator, options.backend, options.timeout_s)
         log_to_terminal(self.ranks.rank)
         self.rank, self.world, self.device = self.ranks.rank, self.ranks.world, self.ranks.device
@@ -117,7 +115,7 @@ class Trainer:
                 options.precision, self.device, options.deterministic, self.ranks.each, options.master_weights
             )
             self.plan = Plan(
-                recipe, callbacks, schedule or Constant(),
+                recipe, self.dry.callbacks, schedule or Constant(),
                 batch=batch, micro_batch=micro_batch, accumulate=accumulate, data=data or DataOptions(),
                 options=replace(options, precision=self.precision.label), place=place, each=self.ranks.each, spec=spec,
             )  # fmt: skip
