@@ -34,15 +34,14 @@ class Stream:
 
     def part(self, epoch: int, rank: int, world: int) -> Iterator[Any]:
         """Yield every `world`-th sample, from sample `rank` on. Hugging Face's data may skip whole files instead."""
-        if hasattr(self.samples, "set_epoch"):
-            self.samples.set_epoch(epoch)
-        if world > 1 and is_hugging_face(self.samples):
+        own, first, every = self.samples, rank, world
+        if world > 1 and is_hugging_face(own):
             from datasets.distributed import split_dataset_by_node  # pyright: ignore[reportMissingImports]
 
-            own = iter(split_dataset_by_node(self.samples, rank, world))
-        else:
-            own = itertools.islice(iter(self.samples), rank, None, world)
-        for row, sample in enumerate(own):
+            own, first, every = split_dataset_by_node(own, rank, world), 0, 1
+        if hasattr(own, "set_epoch"):
+            own.set_epoch(epoch)
+        for row, sample in enumerate(itertools.islice(iter(own), first, None, every)):
             key = mix(self.seed, SAMPLE, epoch, row * world + rank)
             yield sample if self.transform is None else self.transform(sample, keyed(key))
 
