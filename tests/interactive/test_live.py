@@ -113,7 +113,7 @@ def sharded(place: Place) -> list[Any]:
 
 
 def test_a_model_in_parts_is_evaluated_before_its_run_alone():
-    expected = by_hand(make(Place()).module, 13)[0]
+    expected = by_hand(make(Place(), run_dir="runs/plain").module, 13)[0]
     for before, errors in run_ranks(2, sharded):
         assert before == pytest.approx({"val/loss": expected}, rel=1e-5)
         part = "each rank has a part of the model; use echelon {} CHECKPOINT"
