@@ -9,6 +9,9 @@ RECIPE = """
 from toy_recipe import Toy as Base
 
 class Mine(Base):
+    def __init__(self, width: int = 8):
+        super().__init__(width=width, dtype="float64")
+
     def data(self, split):
         return None if split == "none" else super().data(split)
 
@@ -21,7 +24,7 @@ class Mine(Base):
 """
 CONFIG = """
 # @package _global_
-recipe: {_target_: mine.Mine, dtype: float64}
+recipe: {_target_: mine.Mine, width: 8}
 batch: 12
 micro_batch: 2
 trainer: {max_steps: 4, allow_targets: [mine, toy_recipe], run_dir: runs/r, checkpoint: {every_steps: 2, keep: 9}}

@@ -17,7 +17,7 @@ class MadeAgain(SavedTrainer, Protocol):
     fitted: bool  # `fit` was called
     closed: bool  # `fit` has returned
 
-    def make_again(self, options: Options) -> None:
+    def make_again(self, *, options: Options) -> None:
         """Construct the trainer anew, with its other arguments as they were."""
         ...
 
@@ -38,7 +38,8 @@ def prepare(trainer: MadeAgain, max_steps: int | None, max_epochs: float | None)
     if not locate.checkpoints(saved):
         raise ConfigError(f"fit: {saved} has no checkpoint to go on from; make another Trainer")
     limits = limits_of(trainer, max_steps, max_epochs)
-    trainer.make_again(replace(trainer.options, resume=str(saved), run_dir=str(trainer.run_dir), **limits))
+    options = replace(trainer.options, resume=str(saved), run_dir=str(trainer.run_dir), **limits)
+    trainer.make_again(options=options)
 
 
 def limits_of(trainer: MadeAgain, max_steps: int | None, max_epochs: float | None) -> dict[str, Any]:

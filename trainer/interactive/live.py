@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 
-from trainer import training_state
+from trainer.checkpoint.parts import open_parts
 from trainer.checkpoint.pretrained import load_weights
 from trainer.comm.ranks import Ranks
 from trainer.errors import ConfigError
@@ -69,8 +69,9 @@ def inference(trainer: LiveTrainer, what: str) -> Iterator[Inference]:
 
 def load_first_weights(trainer: LiveTrainer) -> None:
     """Load the weights with which `fit` would begin."""
-    resumed: Any = trainer.plan.resumed
+    resumed, manifest = trainer.plan.resumed, trainer.plan.manifest
     if resumed:
-        training_state.load(trainer, resumed)
+        sections = open_parts(resumed, manifest["files"], manifest["world"])
+        trainer.strategy.load(trainer.optimizer, {"model": sections["model"]})
     elif trainer.options.init_from:
         load_weights(trainer.module, trainer.options.init_from)

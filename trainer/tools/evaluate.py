@@ -14,7 +14,7 @@ from trainer.tools import stored
 def main() -> int:
     parser = stored.parser("evaluate", __doc__ or "")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes the metrics to this file, too")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()  # KEY=VALUE may follow an option
     return run_guarded(lambda: evaluate(arguments))
 
 

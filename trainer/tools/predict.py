@@ -13,7 +13,7 @@ from trainer.tools import stored
 def main() -> int:
     parser = stored.parser("predict", __doc__ or "")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="a name .jsonl or .safetensors")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()  # KEY=VALUE may follow an option
     return run_guarded(lambda: predict(arguments))
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from trainer.checkpoint import locate
 from trainer.checkpoint.lock import CHECKPOINTED
 from trainer.checkpoint.manifest import Damaged
+from trainer.comm.device import count_gpus
 from trainer.comm.ranks import Ranks
 from trainer.errors import ConfigError, require
 from trainer.interactive.inference import Inference
@@ -60,7 +61,7 @@ def on_ranks(arguments: argparse.Namespace, function: Callable[[Request], Any]) 
     require("--micro-batch", arguments.micro_batch, at_least=1)
     if not (arguments.devices == "auto" or arguments.devices.isdecimal()):
         raise ConfigError(f"--devices={arguments.devices}: is neither a number nor auto")
-    devices = arguments.devices if arguments.devices == "auto" else int(arguments.devices)
+    devices = count_gpus("auto") or 1 if arguments.devices == "auto" else int(arguments.devices)
     request = Request(arguments.checkpoint, arguments.changes, arguments.split, arguments.micro_batch)
     place = detect(os.environ)
     if not place.launcher and devices != 1:
