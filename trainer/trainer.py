@@ -31,7 +31,7 @@ from trainer.data.source import size_of
 from trainer.errors import ConfigError
 from trainer.forward_backward import Accumulate, ForwardBackward
 from trainer.interactive import live
-from trainer.interactive.again import prepare
+from trainer.interactive.again import Again, prepare
 from trainer.interactive.dry_run import DryFolder
 from trainer.interactive.names import by_name
 from trainer.interactive.predictions import Predictions
@@ -101,10 +101,10 @@ class Trainer:
         self.dry = DryFolder(options or Options(), callbacks)
         self.options = options = self.dry.options
         place = place or detect(os.environ, options.devices, options.nodes)
-        self.make_again = partial(
+        self.make_again = Again(partial(
             self.__init__, recipe, callbacks, optimizer, schedule, batch=batch, micro_batch=micro_batch,
             accumulate=accumulate, data=data, place=place, name=name,
-        )  # fmt: skip
+        ), callbacks)  # fmt: skip
         self.ranks = Ranks(place, options.accelerator, options.backend, options.timeout_s)
         log_to_terminal(self.ranks.rank)
         self.rank, self.world, self.device = self.ranks.rank, self.ranks.world, self.ranks.device

@@ -41,6 +41,7 @@ def make(place: Place | None = None, rows: tuple[str, ...] = (), run: str = "r",
     options = {
         "max_steps": 3,
         "log_every_steps": 1,
+        "validate_every": 3,
         "run_dir": f"runs/{run}",
         "checkpoint": CheckpointOptions(),
     } | options

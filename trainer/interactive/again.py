@@ -1,8 +1,11 @@
 """Lets a second `fit` go on from the last checkpoint of the run, as a resume does."""
 
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, Protocol
 
+from trainer.callback import Callback
 from trainer.checkpoint import locate
 from trainer.config.duration import Duration
 from trainer.config.options import Options
@@ -10,16 +13,32 @@ from trainer.errors import ConfigError
 from trainer.training_state import SavedTrainer, saved_in
 
 
+class Again:
+    """Makes a trainer anew. Echelon's own callbacks begin as they were given; a program's own keep their attributes.
+
+    Args:
+        make: Constructs the trainer with other options.
+    """
+
+    def __init__(self, make: Callable[..., None], callbacks: Mapping[str, Callback]) -> None:
+        self.make = make
+        own = [callback for callback in callbacks.values() if type(callback).__module__.startswith("trainer.")]
+        self.given = [(callback, deepcopy(vars(callback))) for callback in own]
+
+    def __call__(self, options: Options) -> None:
+        for callback, attributes in self.given:
+            vars(callback).clear()
+            vars(callback).update(attributes)
+        self.make(options=options)
+
+
 class MadeAgain(SavedTrainer, Protocol):
     """The attributes of a trainer that can be made again."""
 
     batch: int
+    make_again: Again
     fitted: bool  # `fit` was called
     closed: bool  # `fit` has returned
-
-    def make_again(self, *, options: Options) -> None:
-        """Construct the trainer anew, with its other arguments as they were."""
-        ...
 
 
 def prepare(trainer: MadeAgain, max_steps: int | None, max_epochs: float | None) -> None:
@@ -38,8 +57,7 @@ def prepare(trainer: MadeAgain, max_steps: int | None, max_epochs: float | None)
     if not locate.checkpoints(saved):
         raise ConfigError(f"fit: {saved} has no checkpoint to go on from; make another Trainer")
     limits = limits_of(trainer, max_steps, max_epochs)
-    options = replace(trainer.options, resume=str(saved), run_dir=str(trainer.run_dir), **limits)
-    trainer.make_again(options=options)
+    trainer.make_again(replace(trainer.options, resume=str(saved), run_dir=str(trainer.run_dir), **limits))
 
 
 def limits_of(trainer: MadeAgain, max_steps: int | None, max_epochs: float | None) -> dict[str, Any]:

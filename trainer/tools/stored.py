@@ -123,5 +123,5 @@ def find(given: str, key: str) -> Path:
     except Damaged as error:
         raise ConfigError(f"{key}: {error}; give another checkpoint") from None
     if newest is None and saved is not path:
-        raise ConfigError(f"{key}: {saved} has no checkpoint; call this in the folder in which the run was started")
+        raise ConfigError(f"{key}: the run's checkpoints were in {saved}, where there are none; give a checkpoint")
     return Path(os.path.realpath(newest or path))
