@@ -44,6 +44,7 @@ class FinishedTrainer(Protocol):
     module: Any
     step: int
     stop_reason: str
+    summary: dict[str, Any]
     validation: dict[str, float]
     world: int
 
@@ -58,20 +59,22 @@ class FinishedTrainer(Protocol):
 
 
 def report(trainer: FinishedTrainer) -> None:
-    """Write the summary, log the result, and export the model; on rank 0 only."""
+    """Write the summary, which becomes `trainer.summary`, log the result, and export the model; on rank 0 only."""
     if trainer.rank:
         return
     task = call_summary(trainer.recipe)
     file = trainer.run_dir / "summary.json"
-    numbers = (trainer.last_metrics or earlier(file, trainer.step)) | trainer.validation | task
+    numbers = (trainer.last_metrics or earlier(trainer.run_dir, trainer.step)) | trainer.validation | task
     exports, export = hasattr(trainer.recipe, "export"), trainer.run_dir / "export"
     averaged = trainer.eval_model is not trainer.module
     saved = trainer.checkpoint is not None and step_of(trainer.checkpoint) == trainer.step
     has = trainer.strategy.whole or (saved and not averaged)  # a rank with a part of the model reads the checkpoint
     exports_now = exports and trainer.stop_reason != "signal" and has
-    summary = {**numbers, **circumstances(trainer), **({"export": None} if exports_now else {})}  # null: not yet
+    trainer.summary = {**numbers, **circumstances(trainer)}
+    if exports_now:
+        trainer.summary["export"] = None  # not yet
     try:
-        write_json(file, summary)
+        write_json(file, trainer.summary)
     except OSError as error:
         if trainer.stop_reason != "signal":  # a stopped run goes on from its checkpoint
             raise
@@ -92,7 +95,8 @@ def report(trainer: FinishedTrainer) -> None:
         with doing("exporting"):
             trainer.recipe.export(exported(trainer).eval(), export)
         apply_umask(export)
-        write_json(file, {**summary, "export": str(export)})
+        trainer.summary["export"] = str(export)
+        write_json(file, trainer.summary)
         log.info("export      %s", export)
     elif exports and trainer.checkpoint is not None:  # the command reads an average from the files of all ranks
         log.info("export with %s", export_from(trainer, trainer.checkpoint, export))
@@ -160,9 +164,15 @@ def this_python() -> str:
     return "python" if same else sys.executable
 
 
-def earlier(file: Path, step: int) -> dict[str, float]:
+def written(run_dir: Path) -> dict[str, Any]:
+    """Return the summary in the folder of a run; empty without one."""
+    file = run_dir / "summary.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def earlier(run_dir: Path, step: int) -> dict[str, float]:
     """Return the numbers in the summary of a finished run, whose resume makes no step and measures nothing."""
-    summary = json.loads(file.read_text()) if file.exists() else {}
+    summary = written(run_dir)
     if summary.get("steps") != step:
         return {}
     return {
