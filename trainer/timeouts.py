@@ -47,8 +47,8 @@ DISK_S = 2.0  # until a disk has taken a small file and given it back
 SKEW_S = 0.5  # by which clocks of two machines may differ without a warning
 
 # Loggers whose server may be away.
-LOGGER_S = 20.0  # at the end of a run, until the numbers that wait have arrived
-LOGGER_PAUSE_S = 5.0  # before the next try
+LOGGER_S = 10.0  # at the end of a run, until the numbers that wait have arrived
+LOGGER_PAUSE_S = 2.0  # before the next try
 
 # Lines on the terminal.
 LOG_EVERY_S = 10.0  # between two lines about a long validation

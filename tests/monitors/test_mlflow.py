@@ -146,7 +146,7 @@ def history(server: str, name: str) -> list[tuple[int, float]]:
 def test_the_server_has_the_run(tmp_path, monkeypatch, server, messages):
     monkeypatch.chdir(tmp_path)
     record = train(server)
-    assert not [text for text in messages if "mlflow" in text]
+    assert [text for text in messages if "mlflow" in text] == [f"mlflow      run {run_id()} of {server}"]
     assert {"train/loss", "train/lr", "val/loss"} <= record.found.keys()
     for name, values in record.found.items():
         assert history(server, name) == sorted(values.items()), name
@@ -195,7 +195,7 @@ def test_a_server_that_goes_away_and_comes_back(tmp_path, monkeypatch, server, m
     with linked(server) as link:
         make(callbacks={"mlflow": MLflow(link.uri, "tests"), "z": Cuts()}, log_every_steps=1).fit()
     assert [step for step, _ in history(server, "train/loss")] == [1, 2, 3, 4]
-    told = [text for text in messages if text.startswith("mlflow")]
+    told = [text for text in messages if text.startswith("mlflow:")]
     assert len(told) == 2 and "training goes on, and writes wait" in told[0] and told[1] == "mlflow: answers again"
 
 

@@ -34,6 +34,7 @@ def send(server: Server, count: int) -> None:
     for number in range(count):
         sender.put(lambda number=number: server.take(number))
     sender.close()
+    sender.thread.join(10)
     assert not sender.thread.is_alive()
 
 
@@ -47,7 +48,8 @@ def test_calls_come_in_order_once_the_server_answers(messages):
     ]
 
 
-def test_a_server_that_stays_away(messages):
+def test_a_server_that_stays_away(monkeypatch, messages):
+    monkeypatch.setattr(timeouts, "LOGGER_S", 0.1)
     send(server := Server(10**9), 6)
     assert server.got == []
     assert messages[1:] == ["mine: 6 writes did not arrive before the end of the run"] and "HOST" in messages[0]

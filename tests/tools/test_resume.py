@@ -85,7 +85,7 @@ def test_overrides_are_those_of_the_command(here):
     "words, told",
     [
         (["recipe=bert_tiny"], "recipe=bert_tiny: a resume keeps its recipe; leave this out"),
-        (["-m", "optimizer.lr=1,2"], "-m: gives 2 runs, and a resume goes on with one"),
+        (["-m", "optimizer.lr=1,2"], "-m: a resume goes on with one run; leave -m out"),
         (["optimizer=sdg"], "optimizer=sdg: there is no such optimizer; did you mean sgd"),
     ],
 )

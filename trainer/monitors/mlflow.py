@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.callback import Callback, TrainerProtocol
+from trainer.config.redact import redact_urls
 from trainer.errors import ConfigError
 from trainer.files import write_json
 from trainer.log import log
@@ -107,6 +108,7 @@ class MLflow(Callback):
             write_json(file, {"run_id": run_id})
         self._log_settings(run_id, settings, known)
         self.run_id = run_id
+        log.info("mlflow      run %s of %s", run_id, redact_urls(self.client.tracking_uri))
 
     def _experiment_id(self) -> str:
         found = self.client.get_experiment_by_name(self.experiment)
@@ -119,17 +121,17 @@ class MLflow(Callback):
         values = {valid(key): str(value)[:MOST_TEXT] for key, value in settings.items()}
         new = [Param(key, value) for key, value in values.items() if key not in known]
         for i in range(0, len(new), MOST_PARAMS):
-            self.client.log_batch(run_id, params=new[i : i + MOST_PARAMS])
+            self.client.log_batch(run_id, params=new[i : i + MOST_PARAMS], synchronous=True)
         changed = {key: value for key, value in values.items() if known.get(key, value) != value}
         tags = [RunTag(f"resumed.{key}", value[: MOST_TEXT - 1000]) for key, value in changed.items()]
-        self.client.log_batch(run_id, tags=tags[:MOST_PARAMS])
+        self.client.log_batch(run_id, tags=tags[:MOST_PARAMS], synchronous=True)
 
     def _log(self, numbers: dict[str, float], step: int, at: float) -> None:
         from mlflow.entities import Metric
 
         if self.run_id:
             metrics = [Metric(valid(name), value, int(at * 1000), step) for name, value in numbers.items()]
-            self.client.log_batch(self.run_id, metrics=metrics)
+            self.client.log_batch(self.run_id, metrics=metrics, synchronous=True)
 
     def _log_item(self, name: str, item: str | Image | Histogram, step: int) -> None:
         """Log text, PNG or counts as a file of the run: NAME/step-00000010.png."""

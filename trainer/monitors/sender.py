@@ -1,6 +1,7 @@
 """Makes the calls of a logger on a thread of their own: a server that is away neither delays nor ends the training."""
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -25,7 +26,7 @@ class Sender:
         self.name, self.is_away = name, is_away
         self.calls: deque[Callable[[], object]] = deque()
         self.changed = threading.Condition()
-        self.closing = False
+        self.until = 0.0  # the time of the last try; 0: the run goes on
         self.told: set[str] = set()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -46,7 +47,7 @@ class Sender:
         if not self.thread.ident:
             return
         with self.changed:
-            self.closing = True
+            self.until = time.monotonic() + timeouts.LOGGER_S
             self.changed.notify()
         self.thread.join(timeouts.LOGGER_S)
         if self.calls:
@@ -55,12 +56,20 @@ class Sender:
     def _run(self) -> None:
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self.calls or self.closing)
+                self.changed.wait_for(lambda: self.calls or self.until)
                 if not self.calls:
                     return
-                last = self.closing
-            if not self._call() and last:
+            if not self._call() and not self._pause():
                 return
+
+    def _pause(self) -> bool:
+        """Wait before another try. Return whether there is time for one."""
+        with self.changed:
+            if self.changed.wait_for(lambda: self.until, 0 if self.until else timeouts.LOGGER_PAUSE_S):
+                left = self.until - time.monotonic()
+                self.changed.wait(min(timeouts.LOGGER_PAUSE_S, max(left, 0)))
+                return left > 0
+        return True
 
     def _call(self) -> bool:
         """Make the first call, and return whether it is done."""
@@ -70,8 +79,6 @@ class Sender:
             reason = printable(" ".join(str(error).split()))[:300] or type(error).__name__
             if self.is_away(error):
                 self._tell("away", f"{reason}; training goes on, and writes wait until there is an answer")
-                with self.changed:
-                    self.changed.wait_for(lambda: self.closing, timeouts.LOGGER_PAUSE_S)
                 return False
             self._tell("refused", f"{reason}; training goes on, and this is left out")
         else:

@@ -34,10 +34,12 @@ def composed(folder: Path, overrides: list[str]) -> list[Job]:
     """Compose the run's config with Hydra: the stored values, and the overrides on top.
 
     Raises:
-        ConfigError: The folder holds no config, or the overrides are no single run of the same recipe.
+        ConfigError: The folder holds no config, or the overrides are no single run of its recipe.
     """
     from omegaconf import OmegaConf
 
+    if {"-m", "--multirun"} & set(overrides):
+        raise ConfigError("-m: a resume goes on with one run; leave -m out, and give one value to each key")
     stored, words = read(folder), []
     for word in overrides:
         key, _, name = word.lstrip("+").partition("=")
@@ -54,10 +56,7 @@ def composed(folder: Path, overrides: list[str]) -> list[Job]:
     with tempfile.TemporaryDirectory(prefix="echelon-resume-") as place:
         primary = Path(place, "config.yaml")
         OmegaConf.save(OmegaConf.merge({"defaults": defaults}, stored, {"hydra": hydra}, {"hydra": searched}), primary)
-        jobs = compose(words, [CONF, *config_dirs(overrides)], primary)
-    if len(jobs) > 1:
-        raise ConfigError(f"-m: gives {len(jobs)} runs, and a resume goes on with one; give one value to each key")
-    return jobs
+        return compose(words, [CONF, *config_dirs(overrides)], primary)
 
 
 def read(folder: Path) -> Any:
