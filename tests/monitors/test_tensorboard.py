@@ -106,7 +106,7 @@ def test_media(tmp_path, monkeypatch):
     image = events.Images("image")[0]
     assert (image.width, image.height) == (4, 2) and image.encoded_image_string.startswith(b"\x89PNG")
     assert make_ndarray(events.Tensors("text/text_summary")[0].tensor_proto).item() == b"a *word*"
-    histogram = events.Histograms("x")[1].histogram_value
+    histogram = events.Histograms("x")[0].histogram_value
     assert histogram.num == 128 and sum(histogram.bucket) == 128 and histogram.max == 127
     assert list(histogram.bucket_limit[:2]) == [0.0, 127 / 64] and list(histogram.bucket[:2]) == [0.0, 2.0]
 

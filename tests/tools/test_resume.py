@@ -2,6 +2,8 @@
 
 import json
 import re
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,16 @@ from support.cli import Result, run, toy, weights
 from trainer.errors import ConfigError
 from trainer.tools.resume import composed
 
-WORDS = ["trainer.max_steps=4", "trainer.run_dir=runs/r", "optimizer.lr=0.003", "recipe.width=8", "+callbacks=[ema]"]
+WORDS = ["trainer.max_steps=8", "trainer.run_dir=runs/r", "optimizer.lr=0.003", "recipe.width=8", "+callbacks=[ema]"]
+STOP = ["+callbacks=[probe]", "callbacks.probe.trouble=SIGTERM", "callbacks.probe.step=4"]
 
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory) -> Path:
-    """The folder in which a run with some settings of its own has made 4 steps."""
+    """The folder in which a run with some settings of its own was stopped after 4 steps."""
     cwd = tmp_path_factory.mktemp("begun")
-    done = toy(WORDS, cwd)
-    assert done.code == 0, done.err
+    done = toy([*WORDS, *STOP], cwd)
+    assert done.code == 75, done.err
     return cwd
 
 
@@ -32,6 +35,8 @@ def here(begun, tmp_path, monkeypatch) -> Path:
             (tmp_path / file.relative_to(begun)).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / file.relative_to(begun)).write_bytes(file.read_bytes())
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # as `compose` sets it
+    monkeypatch.setattr(sys, "argv", sys.argv[:1])
     return tmp_path
 
 
@@ -44,18 +49,19 @@ def config(cwd: Path, *words: str) -> Any:
     return job.config
 
 
-def test_it_goes_on_as_the_typed_command_does(here, tmp_path_factory):
-    """The same weights, bit for bit, as a run of 8 steps whose command was typed in full."""
-    done = resume(here, "trainer.max_steps=8")
+def test_it_goes_on_with_the_stored_config(here, tmp_path_factory):
+    """The weights are those of the run that nothing stopped, bit for bit; overrides are stored for the next resume."""
+    done = resume(here, "~callbacks.probe")
     assert done.code == 0 and "resumed from ckpt/r/step-00000004 at step 4, sample 48" in done.out, done.err
     whole = tmp_path_factory.mktemp("whole")
-    assert toy([*WORDS, "trainer.max_steps=8"], whole).code == 0
+    assert toy(WORDS, whole).code == 0
     assert weights("r", here, 8) == weights("r", whole, 8)
     assert [path.name for path in (here / "runs").iterdir()] == ["r"]
-    stored = OmegaConf.load(here / "runs/r/config.yaml")
-    assert (stored.trainer.max_steps, stored.recipe.width, stored.optimizer.lr) == (8, 8, 0.003)
     assert run(["resume", "runs/r", "trainer.max_steps=9"], here).code == 0  # as a word of the command
     assert json.loads((here / "runs/r/summary.json").read_text())["steps"] == 9
+    stored = OmegaConf.load(here / "runs/r/config.yaml")
+    assert (stored.trainer.max_steps, stored.recipe.width, stored.optimizer.lr) == (9, 8, 0.003)
+    assert "probe" not in stored.callbacks
 
 
 def test_what_a_resume_refuses_is_told_as_ever(here):
@@ -130,11 +136,12 @@ def test_a_secret_that_was_not_stored_is_asked_for(here):
 
 
 def test_a_stopped_run_names_the_command(here):
-    """The command that goes on with a resumed run is that of the resume, and holds."""
-    words = ["+callbacks=[probe]", "callbacks.probe.trouble=signal", "callbacks.probe.step=6", "trainer.max_steps=8"]
-    path = str(Path(__file__).parents[1] / "toy" / "conf")
-    done = resume(
-        here, "--config-dir", path, *words, "trainer.allow_targets=[toy_recipe,probe]", "trainer.accept=[callbacks]"
-    )
+    """The command that goes on with a resumed run is that of the resume."""
+    done = resume(here, "callbacks.probe.step=6")
     assert done.code == 75, (done.out, done.err)
-    assert re.search(r"^go on with  .*trainer.main resume runs/r .* trainer.resume=ckpt/r$", done.out, re.MULTILINE)
+    (command,) = re.findall("^go on with  (.*)$", done.out, re.MULTILINE)
+    assert shlex.split(command)[1:] == [
+        "-m", "trainer.main", "resume", "runs/r", "callbacks.probe.step=6", "trainer.resume=ckpt/r"
+    ]  # fmt: skip
+    again = run([*shlex.split(command)[3:], "callbacks.probe.step=7"], here)
+    assert again.code == 75 and "resumed from ckpt/r/step-00000006 at step 6" in again.out, again.err

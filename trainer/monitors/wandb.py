@@ -106,9 +106,10 @@ class WandB(Callback):
                 raise
             reason = printable(" ".join(str(error).split()))[:200]
             log.warning("wandb: %s; training goes on, and the run is kept offline", reason)
-            self.run = init("offline")
-        where = self.run.url or f"offline; wandb sync {Path(self.run.dir).parent} sends it"
-        log.info("wandb       %s", where)
+            wandb.teardown()  # its process holds the run's id
+            self.run, mode = init("offline"), "offline"
+        offline = f"offline; wandb sync {Path(self.run.dir).parent} sends it"
+        log.info("wandb       %s", offline if mode == "offline" else self.run.url)
 
     def _log(self, numbers: Mapping[str, Any], step: int) -> None:
         if self.run is not None and step >= self.run.step:  # else a resume repeats a step that the server has
