@@ -144,4 +144,4 @@ def test_a_stopped_run_names_the_command(here):
         "-m", "trainer.main", "resume", "runs/r", "callbacks.probe.step=6", "trainer.resume=ckpt/r"
     ]  # fmt: skip
     again = run([*shlex.split(command)[3:], "callbacks.probe.step=7"], here)
-    assert again.code == 75 and "resumed from ckpt/r/step-00000006 at step 6" in again.out, again.err
+    assert again.code == 75 and "ckpt/r/step-00000006 at step 6" in again.out, again.err
