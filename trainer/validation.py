@@ -16,6 +16,7 @@ from trainer.data.bad_samples import allowed
 from trainer.data.batch import Micro
 from trainer.errors import ConfigError, DataError, nearest
 from trainer.log import log
+from trainer.monitors.media import check_media
 from trainer.monitors.metric_objects import MetricObjects
 from trainer.parallel.strategy import OutputElsewhere
 from trainer.precision import Precision
@@ -65,6 +66,7 @@ class Evaluator:
         self.stopping, self.beat = stopping, beat
         alone = "there are several data sets" if len(batches) > 1 else ""
         self.objects = MetricObjects("ranks repeat batches, to keep in step" if lockstep else alone)
+        self.media: dict[str, Any] = {}  # of this rank's first batch of the last validation
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float] | None:
@@ -111,7 +113,7 @@ class Evaluator:
 
     @torch.no_grad()
     def try_out(self, watched: Mapping[str, str], model: nn.Module) -> None:
-        """Try the metrics on two micro-batches. A collective.
+        """Try the recipe's `metrics` and `media` on two micro-batches. A collective.
 
         Raises:
             ConfigError: The recipe gives no metrics, or lacks one of `watched` (config key -> metric).
@@ -168,6 +170,7 @@ class Evaluator:
         training = [module for module in model.modules() if module.training]  # a recipe may freeze some modules
         model.eval()
         measure = self.precision.cast(self._measure)
+        asks, self.media = hasattr(self.recipe, "media"), {}
         try:
             walk = self._together if self.lockstep else self._alone
             several = ((name, islice(walk(batches()), most)) for name, batches in self.batches.items())
@@ -181,10 +184,25 @@ class Evaluator:
                         metrics = measure(model, micro.batch, micro.weight, prefix)
                     except OutputElsewhere:
                         metrics = {}
+                    if asks:
+                        self.media, asks = self._ask_media(model, micro.batch), False
                     yield {f"{prefix}/{name}": value for name, value in metrics.items()} if counts else {}
         finally:
             for module in training:
                 module.training = True
+
+    def _ask_media(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        """Return the recipe's media. Random numbers that it draws change no later batch."""
+        try:
+            with torch.random.fork_rng([self.precision.device] if self.precision.device.type == "cuda" else []):
+                media = check_media(self.precision.cast(self.recipe.media)(model, batch), "recipe.media()")
+        except OutputElsewhere:
+            if self.ranks.rank == 0:
+                log.warning("recipe.media(): rank 0 has a stage without output, so this validation has no media")
+            return {}
+        if self.ranks.rank:
+            return {}
+        return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in media.items()}
 
     def _alone(self, own: Iterator[Micro]) -> Iterator[tuple[Micro | None, bool]]:
         """Yield this rank's batches, all of which count, and None at a signal."""

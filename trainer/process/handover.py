@@ -88,7 +88,7 @@ def prepare(run_dir: Path, argv: Sequence[str]) -> None:
         return
     words = without(argv, ("tuned", *wanted["keys"]))
     if not folder_of(words):
-        words = ["--config-dir", wanted["folder"], *words]
+        words += ["--config-dir", wanted["folder"]]  # at the end: the first word may be `resume`
     command[:] = [*PYTHON, *words, f"+tuned={wanted['name']}", *same]
     os.environ[TRYING] = str((run_dir / TRIED).resolve())
 
