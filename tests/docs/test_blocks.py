@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 import yaml
 from support import checkout
-from support.blocks import PAGES, Block, arguments, blocks, commands, script
+from support.blocks import PAGES, Block, arguments, blocks, commands, saved, script
 
 from trainer.config.check import check
 from trainer.config.compose import CONF, compose, config_dirs
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 LANGUAGES = {"bash", "python", "yaml", "text"}
-NOT_RUN = {"a GPU": 2, "a cluster": 6, "installs": 2, "minutes": 2, "root": 2, "serves until Ctrl-C": 2}
+NOT_RUN = {"a GPU": 2, "a cluster": 5, "installs": 2, "minutes": 2, "root": 2, "serves until Ctrl-C": 2}
 STARTS = {"python", "python3", "torchrun", "srun", "mpirun", "sbatch", "echelon", "pip", "git", "./scripts/train"}
 RUN = sorted({block.page for block in BLOCKS if block.language in ("bash", "python") and not block.reason})
-ORDINARY = ("--cfg", "--help", "-m")  # words with which no single run starts
+SHOWS = ("--cfg", "--help", "--version")  # words with which no run starts
 TEXT_FILES = 12
 
 
@@ -60,25 +60,20 @@ def test_settings_of_the_commands(page: str, tmp_path: Path, monkeypatch: pytest
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "conf").mkdir()
     for block in blocks(page):
-        if block.title:
-            file = tmp_path / block.title
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(block.text)
+        for name, text in saved(block):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
         if block.language == "python":
             compile(block.text, block.place, "exec")
         elif block.language == "yaml":
             assert yaml.safe_load(block.text), block.place
         elif block.language == "bash":
             for words, may_fail in commands(block):
-                check_settings(block, words, may_fail)
-
-
-def check_settings(block: Block, words: list[str], may_fail: bool) -> None:
-    given = arguments(words)
-    if given is None or may_fail or set(given) & set(ORDINARY) or block.page == "docs/quickstart.md":
-        return
-    for job in compose(given, [CONF, *config_dirs(given)]):
-        check(job.config)
+                given = arguments(words)
+                if given is None or may_fail or set(given) & set(SHOWS):
+                    continue
+                for job in compose(given, [CONF, *config_dirs(given)]):
+                    check(job.config)
 
 
 def test_a_block_is_found_and_run_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

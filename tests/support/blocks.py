@@ -58,6 +58,13 @@ def script(page: str) -> str:
     return "\n".join(parts) + "\n"
 
 
+def saved(block: Block) -> Iterator[tuple[str, str]]:
+    """Yield the names and texts of files that a block makes: a titled block, and `cat > FILE <<'END'`."""
+    if block.title:
+        yield block.title, block.text
+    yield from re.findall(r"^cat > (\S+) <<'END'\n(.*?)^END$", block.text, flags=re.DOTALL | re.MULTILINE)
+
+
 def commands(block: Block) -> Iterator[tuple[list[str], bool]]:
     """Yield the commands of a block of bash as words, without here-documents, and whether each may fail (`||`)."""
     text = re.sub(r"<<'END'\n.*?^END$", "", block.text, flags=re.DOTALL | re.MULTILINE).replace("\\\n", " ")
