@@ -15,6 +15,7 @@ from support.blocks import PAGES, Block, arguments, blocks, commands, saved, scr
 
 from trainer.config.check import check
 from trainer.config.compose import CONF, compose, config_dirs
+from trainer.config.schema import knobs
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 LANGUAGES = {"bash", "python", "yaml", "text"}
@@ -59,6 +60,7 @@ def test_settings_of_the_commands(page: str, tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "conf").mkdir()
+    knobs.cache_clear()  # each page has a package `mine` of its own
     for block in blocks(page):
         for name, text in saved(block):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
