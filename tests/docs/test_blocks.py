@@ -23,7 +23,6 @@ NOT_RUN = {"a GPU": 2, "a cluster": 5, "installs": 2, "minutes": 2, "root": 2, "
 STARTS = {"python", "python3", "torchrun", "srun", "mpirun", "sbatch", "echelon", "pip", "git", "./scripts/train"}
 RUN = sorted({block.page for block in BLOCKS if block.language in ("bash", "python") and not block.reason})
 SHOWS = ("--cfg", "--help", "--version")  # words with which no run starts
-TEXT_FILES = 12
 
 
 def places(found: list[Block]) -> str:
@@ -94,12 +93,8 @@ def test_a_block_is_found_and_run_in_its_order(tmp_path: Path, monkeypatch: pyte
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home whose cache all pages share, and a folder of text."""
-    folder = tmp_path_factory.mktemp("home")
-    (folder / "text").mkdir()
-    for page in PAGES[:TEXT_FILES]:
-        (folder / "text" / page.replace("/", "-")).write_text(Path(checkout.ROOT, page).read_text())
-    return folder
+    """A home whose cache all pages share: the text is prepared once."""
+    return tmp_path_factory.mktemp("home")
 
 
 @pytest.mark.slow
@@ -108,7 +103,7 @@ def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, home: Path) -> None
     """In a fresh copy, whose recipes are tiny."""
     checkout.copy(tmp_path)
     checkout.install(tmp_path)
-    checkout.shrink(tmp_path, home / "text")
+    checkout.shrink(tmp_path)
     environment = checkout.environment(tmp_path, home)
     done = run(script(page), tmp_path, environment)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"

@@ -3,6 +3,7 @@
 import functools
 import http.server
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,12 +20,13 @@ from support.cli import ROOT
 from scripts import site_pages
 
 pytest.importorskip("mkdocs")
+QUIET = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # an advertisement
 LOADS = {"script": "src", "img": "src", "source": "src", "iframe": "src", "link": "href"}
 
 
 def build(folder: Path, out: Path) -> "subprocess.CompletedProcess[str]":
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(words, cwd=folder, env=QUIET, capture_output=True, text=True, timeout=120)
 
 
 class Page(HTMLParser):

@@ -13,7 +13,7 @@ from support.cli import LAUNCHERS, ROOT
 
 COMMANDS = {"echelon": "trainer.main", "torchrun": "torch.distributed.run"}
 # Of every recipe of conf/, so that a command of a page takes seconds.
-TINY = {"hidden": 16, "layers": 2, "heads": 2, "sequence": 16, "vocab": 256, "val_fraction": 0.1}
+TINY = {"hidden": 16, "layers": 2, "heads": 2, "sequence": 16, "vocab": 256, "val_fraction": 0.002}
 STEPS = {"max_steps": 8, "validate_every": "4 steps"}
 
 
@@ -42,11 +42,11 @@ def install(folder: Path) -> None:
     subprocess.run(["bash", "-c", stamp], cwd=folder, check=True)
 
 
-def shrink(folder: Path, text: Path) -> None:
-    """Give the recipes of a copy tiny models, few steps and the text of a folder."""
+def shrink(folder: Path) -> None:
+    """Give the recipes of a copy tiny models and few steps."""
     for file in (folder / "conf" / "recipe").glob("*.yaml"):
         config = yaml.safe_load(file.read_text())
-        config["recipe"] |= {key: value for key, value in TINY.items() if key in config["recipe"]} | {"text": str(text)}
+        config["recipe"] |= {key: value for key, value in TINY.items() if key in config["recipe"]}
         config |= {"batch": 16, "micro_batch": None}
         config["trainer"] |= STEPS
         config.setdefault("schedule", {})["warmup"] = "2 steps"
