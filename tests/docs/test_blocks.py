@@ -5,6 +5,7 @@ block leaves it out; NOT_RUN counts these, so none is left out silently.
 """
 
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -58,6 +59,8 @@ def test_settings_of_the_commands(page: str, tmp_path: Path, monkeypatch: pytest
     """Also of the commands that are not run: each key exists, and each value has its type."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `compose` sets both
+    monkeypatch.setattr(sys, "argv", ["echelon"])
     (tmp_path / "conf").mkdir()
     knobs.cache_clear()  # each page has a package `mine` of its own
     for block in blocks(page):
