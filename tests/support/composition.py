@@ -113,7 +113,7 @@ def page() -> str:
     return "\n".join([HEAD, *lines, "", " ".join(settings), "", *numbered, *knobs, ""])
 
 
-SIZE, LEFT, TOP, GAP = 20, 178, 170, 10  # pixels: of a cell, of the labels, between kinds of rows and columns
+SIZE, LEFT, TOP, GAP = 20, 200, 170, 10  # pixels: of a cell, of the labels, between kinds of rows and columns
 STYLE = """
     svg { --paper: #ffffff; --ink: #24292f; --line: #d0d7de; --runs: #0f8a6c; --refused: #b3470b; --own: #e6e9ed }
     @media (prefers-color-scheme: dark) {
