@@ -44,7 +44,9 @@ def lines(page: str) -> list[str]:
 
 def test_text_hides_no_command() -> None:
     texts = [block for block in BLOCKS if block.language == "text"]
-    hidden = [block for block in texts if all(line.split()[0] in STARTS for line in block.text.splitlines() if line)]
+    hidden = [
+        block for block in texts if all(line.split()[0] in STARTS for line in block.text.splitlines() if line.strip())
+    ]
     assert not hidden, f"these are commands, so write ```bash:\n{places(hidden)}"
 
 
