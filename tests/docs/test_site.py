@@ -25,7 +25,8 @@ LOADS = {"script": "src", "img": "src", "source": "src", "iframe": "src", "link"
 
 
 def build(folder: Path, out: Path) -> "subprocess.CompletedProcess[str]":
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
+    # With --quiet a strict build fails at nothing.
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
     return subprocess.run(words, cwd=folder, env=QUIET, capture_output=True, text=True, timeout=120)
 
 
