@@ -25,3 +25,10 @@ def test_no_file_takes_the_number_of_a_closed_one(tmp_path):
     assert subprocess.run(words, env=environment(), timeout=60).returncode == 0
     number, *opened = (tmp_path / "found").read_text().split()
     assert int(number) > 2 and opened == [os.devnull] * 3
+
+
+def test_a_second_call_keeps_the_output(tmp_path):
+    """As by `echelon compare`: the command calls it, and the tool."""
+    code = "from trainer.process.stdio import tolerate_closed_pipes as call; call(); call(); print(1)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")

@@ -71,11 +71,14 @@ class Tab:
             self.requests.append(params["request"]["url"])
 
     def open(self, file: Path, width: int = 1400, height: int = 1000, dark: bool = False) -> None:
+        self.visit(file.resolve().as_uri(), width, height, dark)
+
+    def visit(self, address: str, width: int = 1400, height: int = 1000, dark: bool = False) -> None:
         self.resize(width, height)
         self.paint(dark)
         for seen in (self.errors, self.requests, self.events):
             seen.clear()
-        self.call("Page.navigate", url=file.resolve().as_uri())
+        self.call("Page.navigate", url=address)
         while "Page.loadEventFired" not in self.events:
             self._take(self._next())
         self.settle()

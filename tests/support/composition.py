@@ -1,4 +1,4 @@
-"""Writes docs/composition.md: pairs of callbacks, and callbacks with settings, that work or are refused, and why.
+"""Writes docs/composition.md and its picture: pairs of callbacks, and with settings, that work or are refused, and why
 
     PYTHONPATH=tests python -m support.composition
 
@@ -8,7 +8,9 @@ page's head says.
 
 import itertools
 import re
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from support.callbacks import CHANGES, CODECS, OBSERVERS, Table, name_of
 from trainer.callback import arrange
@@ -17,6 +19,7 @@ from trainer.callbacks.grad_compress import GradCompress
 from trainer.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
+PICTURE = PAGE.parent / "images" / "composition.svg"
 SETTINGS = {
     "clip": "trainer.clip_norm",
     "fp16": "trainer.precision=fp16",
@@ -41,6 +44,8 @@ HEAD = f"""# What composes
 `tests/support/composition.py` makes this page from the roles and conflicts of callbacks; a test fails if the page is
 outdated. `+` means that both run together. A number means that a run with both is refused before its first step; the
 reason under that number names the way out. A codec's row is `grad_compress` with that codec.
+
+![The table as a picture: a dot is a pair that runs, a number a pair that is refused](images/composition.svg)
 
 `tests/test_contract.py` trains the callbacks on 3 ranks, or on 4 with `CONTRACT_RANKS=4`, with accumulation and uneven
 batches. It compares the result with plain training or with the stated bound, and resumes it bit for bit.
@@ -75,26 +80,79 @@ def more_refused() -> list[str]:
     return lines
 
 
-def page() -> str:
+class Matrix(NamedTuple):
+    rows: list[str]
+    columns: list[str]
+    cells: dict[tuple[str, str], str]  # "+" for a pair that works, the number of its reason, "" for the same callback
+    reasons: list[str]
+
+
+@cache
+def matrix() -> Matrix:
     for one, other in itertools.product(OBSERVERS, [*ALL, *SETTINGS]):
         assert one == other or not refusal(one, other), (one, other)
     rows, columns = [*CHANGES, *CODECS], [*CHANGES, *SETTINGS]
+    cells: dict[tuple[str, str], str] = {}
     reasons: list[str] = []
+    for row, column in itertools.product(rows, columns):
+        own = column in CHANGES and name_of(row) == name_of(column)
+        reason = "" if own else re.sub(r"codec=\w+ (?=gather|keep)", "", refusal(row, column))
+        if reason and reason not in reasons:
+            reasons.append(reason)
+        cells[row, column] = str(reasons.index(reason) + 1) if reason else "" if own else "+"
+    return Matrix(rows, columns, cells, reasons)
+
+
+def page() -> str:
+    rows, columns, cells, reasons = matrix()
     lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for row in rows:
-        cells = []
-        for column in columns:
-            own = column in CHANGES and name_of(row) == name_of(column)
-            reason = "" if own else re.sub(r"codec=\w+ (?=gather|keep)", "", refusal(row, column))
-            if reason and reason not in reasons:
-                reasons.append(reason)
-            cells.append(str(reasons.index(reason) + 1) if reason else "" if own else "+")
-        lines.append(f"| {row} | {' | '.join(cells)} |")
+    lines += [f"| {row} | {' | '.join(cells[row, column] for column in columns)} |" for row in rows]
     settings = [f"`{name}` is `{key}`." for name, key in SETTINGS.items() if name not in key.split(".")[-1:]]
     numbered = [f"{number}. {reason}" for number, reason in enumerate(reasons, start=1)]
     knobs = ["", "Some knobs refuse more:", "", *more_refused()]
     return "\n".join([HEAD, *lines, "", " ".join(settings), "", *numbered, *knobs, ""])
 
 
+SIZE, LEFT, TOP, GAP = 20, 200, 170, 10  # pixels: of a cell, of the labels, between kinds of rows and columns
+STYLE = """
+    svg { --paper: #ffffff; --ink: #24292f; --line: #d0d7de; --runs: #0f8a6c; --refused: #b3470b; --own: #e6e9ed }
+    @media (prefers-color-scheme: dark) {
+      svg { --paper: #1e2129; --ink: #dde1e7; --line: #3d444d; --runs: #3fbf9b; --refused: #f0883e; --own: #333943 } }
+    text { font: 11px system-ui, sans-serif; fill: var(--ink) }
+    .number { font-size: 9px; text-anchor: middle; fill: var(--refused) }
+    .paper { fill: var(--paper); stroke: var(--line) } .runs { fill: var(--runs) } .own { fill: var(--own) }
+    .refused { fill: var(--refused); fill-opacity: .18; stroke: var(--refused); stroke-width: .7 }
+"""
+
+
+def picture() -> str:
+    """The matrix as an SVG, with colours for light and dark."""
+    rows, columns, cells, _ = matrix()
+    x = {name: LEFT + SIZE * i + GAP * (name in SETTINGS) for i, name in enumerate(columns)}
+    y = {name: TOP + SIZE * i + GAP * (name in CODECS) for i, name in enumerate(rows)}
+    width, height = max(x.values()) + 100, max(y.values()) + 60
+    lines = [f'<text x="{LEFT - 8}" y="{y[row] + 14}" text-anchor="end">{row}</text>' for row in rows]
+    for column in columns:
+        place = f"translate({x[column] + 9} {TOP - 6}) rotate(-60)"
+        lines.append(f'<text transform="{place}">{column}</text>')
+    lines += [cell(x[column], y[row], cells[row, column]) for row in rows for column in columns]
+    foot = height - 18
+    lines.append(f'{cell(LEFT, foot - 14, "+")}<text x="{LEFT + 24}" y="{foot}">run together</text>')
+    lines.append(f'{cell(LEFT + 130, foot - 14, "1")}<text x="{LEFT + 154}" y="{foot}">refused, with the reason</text>')
+    lines.append(f'{cell(LEFT + 320, foot - 14, "")}<text x="{LEFT + 344}" y="{foot}">one callback</text>')
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
+    paper = f'<rect class="paper" x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="8"/>'
+    return "\n".join([head, f"<style>{STYLE}</style>", paper, *lines, "</svg>", ""])
+
+
+def cell(x: int, y: int, value: str) -> str:
+    if value == "+":
+        return f'<circle class="runs" cx="{x + 9}" cy="{y + 9}" r="4"/>'
+    kind, size = ("refused", SIZE - 3) if value else ("own", SIZE - 2)
+    number = f'<text class="number" x="{x + 9.5}" y="{y + 13}">{value}</text>' if value else ""
+    return f'<rect class="{kind}" x="{x + 1}" y="{y + 1}" width="{size}" height="{size}" rx="3"/>{number}'
+
+
 if __name__ == "__main__":
     PAGE.write_text(page())
+    PICTURE.write_text(picture())

@@ -250,11 +250,12 @@ def test_without_a_home(tool, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".")[0] == "cache"
 
 
-def test_the_commands_of_the_readme(tool, files, tmp_path):
-    files.rename(tmp_path / "FILES")
-    for i in range(4, 2500):
-        (tmp_path / "FILES" / f"{i}.txt").touch()
-    commands = re.findall(r"^python -m trainer\.tools\.shards (.*?)(?: +#.*)?$", (ROOT / "README.md").read_text(), re.M)
+def test_the_commands_of_the_page(tool, tmp_path):
+    (tmp_path / "photos").mkdir()
+    for i in range(20):
+        (tmp_path / "photos" / f"{i}.cls").write_text(str(i))
+    page = (ROOT / "docs" / "samples.md").read_text()
+    commands = re.findall(r"^echelon shards (.*?)(?: +#.*)?$", page, re.M)
     assert [command.split()[0] for command in commands] == ["pack", "index", "verify", "stat"]
     for command in commands:
         assert tool(*shlex.split(command))[0] == 0, command

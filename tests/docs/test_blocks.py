@@ -1,0 +1,120 @@
+"""Every block of code of the pages: its language, its settings, and a run of all blocks of a page in a fresh copy.
+
+A block of `text` is output or a picture. A titled block is saved under its title. `<!-- not run: REASON -->` before a
+block leaves it out; NOT_RUN counts these, so none is left out silently.
+"""
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+from support import checkout
+from support.blocks import PAGES, Block, arguments, blocks, commands, saved, script
+
+from trainer.config.check import check
+from trainer.config.compose import CONF, compose, config_dirs
+from trainer.config.schema import knobs
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+LANGUAGES = {"bash", "python", "yaml", "text"}
+NOT_RUN = {"a GPU": 2, "a cluster": 5, "installs": 2, "minutes": 2, "root": 2, "serves until Ctrl-C": 2}
+STARTS = {"python", "python3", "torchrun", "srun", "mpirun", "sbatch", "echelon", "pip", "git", "./scripts/train"}
+RUN = sorted({block.page for block in BLOCKS if block.language in ("bash", "python") and not block.reason})
+SHOWS = ("--cfg", "--help", "--version")  # words with which no run starts
+
+
+def places(found: list[Block]) -> str:
+    return "\n".join(block.place for block in found)
+
+
+def test_every_block_has_a_language() -> None:
+    way_out = "write ```bash or ```python (run), ```yaml, or ```text (output and pictures)"
+    wrong = [block for block in BLOCKS if block.language not in LANGUAGES]
+    assert not wrong, f"{way_out}:\n{places(wrong)}"
+    fences = sum(text.startswith("```") for page in PAGES for text in lines(page))
+    assert fences == 2 * len(BLOCKS), "a fence is not closed, or is not read"
+
+
+def lines(page: str) -> list[str]:
+    return [line.strip() for line in Path(checkout.ROOT, page).read_text().splitlines()]
+
+
+def test_text_hides_no_command() -> None:
+    texts = [block for block in BLOCKS if block.language == "text"]
+    hidden = [
+        block for block in texts if all(line.split()[0] in STARTS for line in block.text.splitlines() if line.strip())
+    ]
+    assert not hidden, f"these are commands, so write ```bash:\n{places(hidden)}"
+
+
+def test_every_block_that_is_not_run_is_counted() -> None:
+    assert Counter(block.reason for block in BLOCKS if block.reason) == NOT_RUN
+    marks = sum(line.startswith("<!-- not run") for page in PAGES for line in lines(page))
+    assert marks == sum(NOT_RUN.values()), "a mark is not in the line before a block"
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS if block.language != "text"}))
+def test_settings_of_the_commands(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of the commands that are not run: each key exists, and each value has its type."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `compose` sets both
+    monkeypatch.setattr(sys, "argv", ["echelon"])
+    (tmp_path / "conf").mkdir()
+    knobs.cache_clear()  # each page has a package `mine` of its own
+    for block in blocks(page):
+        for name, text in saved(block):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        if block.language == "python":
+            compile(block.text, block.place, "exec")
+        elif block.language == "yaml":
+            assert yaml.safe_load(block.text), block.place
+        elif block.language == "bash":
+            for words, may_fail in commands(block):
+                given = arguments(words)
+                if given is None or may_fail or set(given) & set(SHOWS):
+                    continue
+                for job in compose(given, [CONF, *config_dirs(given)]):
+                    check(job.config)
+
+
+def test_a_block_is_found_and_run_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    fence = "```"
+    page.write_text(
+        f'{fence}yaml title="a/b.yaml"\nx: 1\n{fence}\n- item\n\n  {fence}bash\n  cat a/b.yaml >c\n  {fence}\n'
+        f'<!-- not run: a GPU -->\n{fence}bash\nexit 1\n{fence}\n{fence}python\nopen("d", "w").write("2")\n{fence}\n'
+    )
+    monkeypatch.setattr("support.blocks.ROOT", tmp_path)
+    assert [block.reason for block in blocks("page.md")] == ["", "", "a GPU", ""]
+    done = subprocess.run(["bash", "-c", script("page.md")], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert ((tmp_path / "c").read_text(), (tmp_path / "d").read_text()) == ("x: 1\n", "2")
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home whose cache all pages share: the text is prepared once."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in RUN if page != "docs/quickstart.md"])
+def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, home: Path) -> None:
+    """In a fresh copy, whose recipes are tiny."""
+    checkout.copy(tmp_path)
+    checkout.install(tmp_path)
+    checkout.shrink(tmp_path)
+    environment = checkout.environment(tmp_path, home)
+    done = run(script(page), tmp_path, environment)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+
+
+def run(text: str, folder: Path, environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        ["bash", "-c", text], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
+    )
