@@ -4,7 +4,7 @@ A block of `text` is output or a picture. A titled block is saved under its titl
 block leaves it out; NOT_RUN counts these, so none is left out silently.
 """
 
-import subprocess
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support import checkout
-from support.blocks import PAGES, Block, arguments, blocks, commands, saved, script
+from support.blocks import PAGES, Block, arguments, blocks, commands, read, saved
 
 from trainer.config.check import check
 from trainer.config.compose import CONF, compose, config_dirs
@@ -84,14 +84,17 @@ def test_settings_of_the_commands(page: str, tmp_path: Path, monkeypatch: pytest
 
 def test_a_block_is_found_and_run_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
-    fence = "```"
-    page.write_text(
-        f'{fence}yaml title="a/b.yaml"\nx: 1\n{fence}\n- item\n\n  {fence}bash\n  cat a/b.yaml >c\n  {fence}\n'
-        f'<!-- not run: a GPU -->\n{fence}bash\nexit 1\n{fence}\n{fence}python\nopen("d", "w").write("2")\n{fence}\n'
-    )
+    parts = [
+        '~~~yaml title="a/b.yaml"\nx: 1\n~~~\n- item\n',
+        "  ~~~bash\n  cat a/b.yaml >c\n  ~~~",
+        "<!-- not run: a GPU -->\n~~~bash\nexit 1\n~~~",
+        '~~~python\nx = "2"\n~~~',
+        '~~~python\nopen("d", "w").write(x)\n~~~\n',
+    ]
+    page.write_text("\n".join(parts).replace("~~~", "```"))
     monkeypatch.setattr("support.blocks.ROOT", tmp_path)
-    assert [block.reason for block in blocks("page.md")] == ["", "", "a GPU", ""]
-    done = subprocess.run(["bash", "-c", script("page.md")], cwd=tmp_path, capture_output=True, text=True)
+    assert [block.reason for block in blocks("page.md")] == ["", "", "a GPU", "", ""]
+    done = read("page.md", tmp_path, dict(os.environ), Path(sys.executable))
     assert done.returncode == 0, done.stderr
     assert ((tmp_path / "c").read_text(), (tmp_path / "d").read_text()) == ("x: 1\n", "2")
 
@@ -109,12 +112,5 @@ def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, home: Path) -> None
     checkout.copy(tmp_path)
     checkout.install(tmp_path)
     checkout.shrink(tmp_path)
-    environment = checkout.environment(tmp_path, home)
-    done = run(script(page), tmp_path, environment)
+    done = read(page, tmp_path, checkout.environment(tmp_path, home), tmp_path / ".venv" / "bin" / "python")
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-
-
-def run(text: str, folder: Path, environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        ["bash", "-c", text], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
-    )

@@ -1,12 +1,15 @@
-"""Blocks of code of the pages, and a script of all blocks of a page, as a reader would type them."""
+"""Blocks of code of the pages, and a reader who types all blocks of a page."""
 
+import json
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
+READ_S = 280  # for a page
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
     for pattern in ("*.md", "docs/**/*.md", "trainer/**/*.md", "recipes/**/*.md")
@@ -39,23 +42,35 @@ def blocks(page: str) -> Iterator[Block]:
         yield Block(page, text.count("\n", 0, found.start()) + 1, language, title or "", body, mark[1] if mark else "")
 
 
-def script(page: str) -> str:
-    """Return a bash script that saves each titled block, and runs the others, in the page's order."""
-    parts = ["set -euo pipefail"]
-    for block in blocks(page):
-        if block.reason or block.language == "text":
-            continue
-        parts.append(f"echo '== {block.place}' >&2")
-        if block.title:
-            folder = shlex.quote(str(Path(block.title).parent))
-            parts.append(
-                f"mkdir -p {folder}\ncat >{shlex.quote(block.title)} <<'END OF BLOCK'\n{block.text}END OF BLOCK"
-            )
-        elif block.language == "python":
-            parts.append(f"python - <<'END OF BLOCK'\n{block.text}END OF BLOCK")
-        elif block.language == "bash":
-            parts.append(block.text)
-    return "\n".join(parts) + "\n"
+# Runs blocks as one reader does: in one folder, and all of Python in one interpreter, as in a notebook.
+READER = """
+import json, linecache, subprocess, sys
+from pathlib import Path
+
+space = {"__name__": "__main__"}
+for place, language, title, text in json.load(sys.stdin):
+    print("==", place, file=sys.stderr, flush=True)
+    if title:
+        Path(title).parent.mkdir(parents=True, exist_ok=True)
+        Path(title).write_text(text)
+    elif language == "bash":
+        words = ["bash", "-euo", "pipefail", "-c", text]
+        if code := subprocess.run(words, stdin=subprocess.DEVNULL).returncode:
+            sys.exit(code)
+    elif language == "python":
+        linecache.cache[place] = len(text), None, text.splitlines(True), place
+        exec(compile(text, place, "exec"), space)
+        sys.stdout.flush()
+"""
+
+
+def read(page: str, folder: Path, environment: dict[str, str], python: Path) -> "subprocess.CompletedProcess[str]":
+    """Save the titled blocks of a page in a folder, and run the others there, in the page's order."""
+    given = [(b.place, b.language, b.title, b.text) for b in blocks(page) if not b.reason]
+    return subprocess.run(
+        [python, "-c", READER], input=json.dumps(given), cwd=folder, env=environment, capture_output=True, text=True,
+        timeout=READ_S,
+    )  # fmt: skip
 
 
 def saved(block: Block) -> Iterator[tuple[str, str]]:
