@@ -49,8 +49,7 @@ class Meter:
     def _busy(self) -> float | None:
         """Return the seconds that processors were not idle, from any moment on; None if /proc does not tell.
 
-        Idle time is exact to 10 ms, since the kernel stops a clock. Busy time would be counted by ticks. What a
-        hypervisor takes is nobody's work.
+        Idle time is exact to 10 ms, while busy time is counted by ticks. Time that a hypervisor takes is nobody's work.
         """
         try:
             line = (self.proc / "stat").read_text().split("\n", 1)[0].split()
