@@ -55,7 +55,6 @@ class Ranks:
             # NCCL connects now, on this device. Without it torch 2.15 guesses one from the rank's number.
             device_id=self.device if self.backend == "nccl" else None,
         )
-        keep_store(place)
         self.host = self.new_group("gloo")
         self.patient = self.new_group("gloo", timedelta(days=30))
         if self.world > RING:
@@ -170,6 +169,7 @@ class Ranks:
     def close(self) -> None:
         """Destroy the groups at once, so that peers that wait for this rank get an error."""
         if self.world > 1 and dist.is_initialized():
+            keep_store(self.place)
             dist.destroy_process_group()
 
 
@@ -192,7 +192,7 @@ def meeting_place(place: Place) -> dist.Store | None:
 
 
 def keep_store(place: Place) -> None:
-    """Keep the store of the ranks that have just met, until the process ends."""
+    """Keep the store of ranks that part, until the process ends."""
     key = place.store or ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     store, times = MET.get(key, (dist.distributed_c10d._get_default_store(), 0))
     MET[key] = store, times + 1
