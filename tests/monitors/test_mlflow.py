@@ -29,7 +29,17 @@ from trainer.monitors.mlflow import MLflow
 
 client = pytest.importorskip("mlflow.tracking.client")
 
-SERVER = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # files start soonest
+SERVER = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ALLOW_FILE_STORE": "true",
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+}  # files start soonest
+
+
+@pytest.fixture(autouse=True)
+def silent(monkeypatch) -> None:
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("_MLFLOW_TELEMETRY_SESSION_ID", "tests")  # mlflow sets it
 
 
 def free_port() -> int:
@@ -196,7 +206,7 @@ def test_a_server_that_goes_away_and_comes_back(tmp_path, monkeypatch, server, m
                     time.sleep(0.01)
                 link.cut = True
             if trainer.step == 3:
-                while "away" not in sender.told:
+                while "away" not in sender.troubles:
                     time.sleep(0.01)
                 link.cut = False
 

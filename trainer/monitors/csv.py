@@ -18,7 +18,7 @@ class CSV(Callback):
     def __init__(self) -> None:
         self.file: Appended | None = None
         self.columns: list[str] = []
-        self.told = False
+        self.full = False
 
     def on_fit_start(self, trainer) -> None:
         if trainer.rank:
@@ -69,9 +69,9 @@ class CSV(Callback):
             )
             self.columns = columns
         except OSError as error:
-            if not self.told:
+            if not self.full:
                 log.warning("%s: can't be written anew: %s; new columns wait", self.file.path, error.strerror)
-            self.told = True
+            self.full = True
             if not self.columns:
                 self.columns = columns
                 self.file.write(text([columns]).encode())

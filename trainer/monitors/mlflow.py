@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -22,8 +23,12 @@ from trainer.monitors.settings import Value, settings_of
 
 MOST_PARAMS, MOST_TEXT = 100, 6000  # of a request; of a value, by MLflow's limits
 PASSES = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "RESOURCE_EXHAUSTED")
-ENDS = {"signal": "KILLED", "": "FAILED"}  # by the trainer's reason to stop; any other is FINISHED
-TRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}  # `Sender` tries again itself
+# `Sender` tries again itself, and a terminal has our lines alone.
+ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
 
 
 class MLflow(Callback):
@@ -52,7 +57,7 @@ class MLflow(Callback):
 
     def on_fit_start(self, trainer) -> None:
         if trainer.rank == 0:
-            for name, value in TRIES.items():
+            for name, value in ENVIRONMENT.items():
                 if name not in os.environ:
                     os.environ[name] = value
                     trainer.undo.callback(os.environ.pop, name, None)
@@ -71,7 +76,8 @@ class MLflow(Callback):
 
     def on_fit_end(self, trainer) -> None:
         if self.sender is not None:
-            self.sender.put(partial(self._end, ENDS.get(trainer.stop_reason, "FINISHED")))
+            status = "FAILED" if sys.exc_info()[1] else "KILLED" if trainer.stop_reason == "signal" else "FINISHED"
+            self.sender.put(partial(self._end, status))
             self.sender.close()
 
     def _write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:

@@ -27,7 +27,7 @@ class Sender:
         self.calls: deque[Callable[[], object]] = deque()
         self.changed = threading.Condition()
         self.until = 0.0  # the time of the last try; 0: the run goes on
-        self.told: set[str] = set()
+        self.troubles: set[str] = set()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def put(self, call: Callable[[], object]) -> None:
@@ -82,13 +82,13 @@ class Sender:
                 return False
             self._tell("refused", f"{reason}; training goes on, and this is left out")
         else:
-            if "away" in self.told:
-                self.told.discard("away")
+            if "away" in self.troubles:
+                self.troubles.discard("away")
                 log.info("%s: answers again", self.name)
         self.calls.popleft()
         return True
 
     def _tell(self, trouble: str, text: str) -> None:
-        if trouble not in self.told:
-            self.told.add(trouble)
+        if trouble not in self.troubles:
+            self.troubles.add(trouble)
             log.warning("%s: %s", self.name, text)

@@ -5,6 +5,7 @@ import json
 import netrc
 import os
 import secrets
+import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -66,7 +67,7 @@ class WandB(Callback):
 
     def on_fit_end(self, trainer) -> None:
         if self.sender is not None:
-            self.sender.put(partial(self._end, trainer.stop_reason))
+            self.sender.put(partial(self._end, bool(sys.exc_info()[1]), trainer.stop_reason == "signal"))
             self.sender.close()
 
     def _write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
@@ -95,7 +96,7 @@ class WandB(Callback):
                 settings=wandb.Settings(console="off", silent=True, init_timeout=LOGGER_S),
             )  # fmt: skip
 
-        mode = self.mode
+        mode: Literal["online", "offline"] = self.mode
         if mode == "online" and not has_key(wandb.setup().settings):
             log.warning("wandb: no API key is known (WANDB_API_KEY, or wandb login); the run is kept offline")
             mode = "offline"
@@ -129,11 +130,11 @@ class WandB(Callback):
                 file.flush()
                 self._log({name: wandb.Image(file.name)}, step)
 
-    def _end(self, stop_reason: str) -> None:
+    def _end(self, failed: bool, stopped: bool) -> None:
         if self.run is not None:
-            if stop_reason == "signal":
+            if stopped:
                 self.run.mark_preempting()
-            self.run.finish(exit_code=1 if stop_reason in ("", "signal") else 0)
+            self.run.finish(exit_code=int(failed or stopped))
 
 
 def has_key(settings: Any) -> bool:

@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,8 +46,6 @@ def compare(folders: list[Path], as_json: bool, everything: bool) -> int:
     for run in runs:
         for note in run.notes:
             console.print(Text(printable(f"{run.name}: {note}")), soft_wrap=True)
-    words = shlex.join(["python", "-m", "trainer.tools.report", *map(str, folders)])
-    console.print(Text(printable(f"curves: {words}")), soft_wrap=True)
     return 0
 
 

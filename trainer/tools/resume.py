@@ -49,7 +49,7 @@ def composed(folder: Path, overrides: list[str]) -> list[Job]:
             stored.pop(key, None)
             word = f"+{key}={name}"
         words.append(word)
-    hydra = OmegaConf.load(PRIMARY)["hydra"]
+    hydra: Any = OmegaConf.select(OmegaConf.load(PRIMARY), "hydra")
     defaults: list[Any] = [{"callbacks": []}, "_self_"]
     defaults += [{f"override hydra/{name}": "none"} for name in ("job_logging", "hydra_logging")]
     searched = {"searchpath": [f"file://{CONF}"]}
