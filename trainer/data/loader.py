@@ -109,7 +109,7 @@ class Loader:
             micros = self._load(source, parts(), partial(validation_needs, parts), 1, self.options.prefetch)
         else:
             micros = self._replay(source, endless=False)
-        return told(upload(self._run(preserve_rng_state(micros)), self.stream), batches)
+        return shown(upload(self._run(preserve_rng_state(micros)), self.stream), batches)
 
     def close(self) -> None:
         """End the iterators of `train` and `validate` and their workers, and close this process's shards."""
@@ -245,7 +245,7 @@ class Fetch:
             return next(kind for kind in EXIT_CODES if isinstance(error, kind))(str(error))
 
 
-def told(micros: Iterator[Micro], batches: int) -> Iterator[Micro]:
+def shown(micros: Iterator[Micro], batches: int) -> Iterator[Micro]:
     """Show on the terminal which of the `batches` is validated; 0: their number is not known."""
     with doing("validating"):
         for number, micro in enumerate(micros, start=1):
