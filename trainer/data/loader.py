@@ -118,7 +118,7 @@ class Loader:
             micros = itertools.islice(self._replay(source.source, endless=False), source.batches)
         else:
             micros = self._replay(source, endless=False)
-        return in_progress(upload(self._run(preserve_rng_state(micros)), self.stream), batches)
+        return shown(upload(self._run(preserve_rng_state(micros)), self.stream), batches)
 
     def close(self) -> None:
         """End the iterators of `train` and `validate` and their workers, and close this process's shards."""
@@ -262,7 +262,7 @@ class Fetch:
             return next(kind for kind in EXIT_CODES if isinstance(error, kind))(str(error))
 
 
-def in_progress(micros: Iterator[Micro], batches: int) -> Iterator[Micro]:
+def shown(micros: Iterator[Micro], batches: int) -> Iterator[Micro]:
     """Show on the terminal which of the `batches` is validated; 0: their number is not known."""
     with doing("validating"):
         for number, micro in enumerate(micros, start=1):

@@ -27,7 +27,7 @@ LEAST_BAR, MOST_BAR = 4, 20  # columns
 
 
 class Moment(NamedTuple):
-    """What a terminal shows of a run."""
+    """A moment of a run, as a terminal shows it."""
 
     step: int
     last: int | None  # step of the run; None: it has no end
