@@ -46,11 +46,11 @@ class Accumulate:
                 begin_backward(scaled, final and strategy.data_world > 1)
                 scaled.backward()
             except Exception as error:
-                told: Any = self.loss.explain(error, loss, strategy.model) or error
-                told.refs = getattr(data, "current", list)()  # for the message; cut parts of a step have none
-                if told is error:
+                shown: Any = self.loss.explain(error, loss, strategy.model) or error
+                shown.refs = getattr(data, "current", list)()  # for the message; cut parts of a step have none
+                if shown is error:
                     raise
-                raise told from error
+                raise shown from error
             del batch, loss, scaled  # so that two batches are on the device, not three
         return losses
 

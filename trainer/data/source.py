@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from trainer.config.options import DataOptions
 from trainer.data.bad_samples import Bad
@@ -186,7 +186,7 @@ def open_source(
             f"data.map: recipe.data({split!r}) gives batches, and data.map takes samples; leave data.map out, or "
             "return a Dataset"
         )
-    if split == "val" and isinstance(data, Iterator):
+    if split == "val" and is_used_up(data):
         raise DataError(
             f"recipe.data('val'): a {type(data).__name__} is used up by the first validation; "
             "return a list of batches, or an object whose __iter__ starts anew"
@@ -210,6 +210,12 @@ def refuse_no_data(data: Any, split: str) -> None:
         raise DataError(f"{key}: returned an empty {type(data).__name__}; {form}")
     if not isinstance(data, Path) and not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
         raise ConfigError(f"{key}: returned a value of type {type(data).__name__}; {form}")
+
+
+def is_used_up(data: Iterable[Any]) -> bool:
+    """Return whether an iterable can be walked only once: it is its own iterator, or always gives the same one."""
+    fresh = isinstance(data, DataLoader | IterableDataset | Sequence)  # an iterator of these may start processes
+    return isinstance(data, Iterator) or (not fresh and iter(data) is iter(data))
 
 
 def is_map_style(data: Any) -> bool:
