@@ -46,11 +46,11 @@ class Accumulate:
                 begin_backward(scaled, final and strategy.data_world > 1)
                 scaled.backward()
             except Exception as error:
-                explained: Any = self.loss.explain(error, loss, strategy.model) or error
-                explained.refs = getattr(data, "current", list)()  # for the message; cut parts of a step have none
-                if explained is error:
+                shown: Any = self.loss.explain(error, loss, strategy.model) or error
+                shown.refs = getattr(data, "current", list)()  # for the message; cut parts of a step have none
+                if shown is error:
                     raise
-                raise explained from error
+                raise shown from error
             del batch, loss, scaled  # so that two batches are on the device, not three
         return losses
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from trainer.config.options import DataOptions
 from trainer.data.bad_samples import Bad
@@ -202,7 +202,7 @@ def open_data(
             f"data.map: recipe.data({split!r}) gives batches, and data.map takes samples; leave data.map out, or "
             "return a Dataset"
         )
-    if split != "train" and isinstance(data, Iterator):
+    if split != "train" and is_used_up(data):
         raise DataError(
             f"recipe.data({split!r}): a {type(data).__name__} is used up by the first validation; "
             "return a list of batches, or an object whose __iter__ starts anew"
@@ -264,6 +264,12 @@ def size_of(source: "Samples | Iterable[Any] | Several | None") -> int:
     """Return the number of samples; 0 if a data set does not tell it."""
     sizes = [sum(part.counts) if isinstance(part, Samples) else 0 for part in each_set(source or (), "").values()]
     return sum(sizes) if all(sizes) else 0
+
+
+def is_used_up(data: Iterable[Any]) -> bool:
+    """Return whether an iterable can be walked only once: it is its own iterator, or always gives the same one."""
+    fresh = isinstance(data, DataLoader | IterableDataset | Sequence)  # an iterator of these may start processes
+    return isinstance(data, Iterator) or (not fresh and iter(data) is iter(data))
 
 
 def is_map_style(data: Any) -> bool:

@@ -42,8 +42,8 @@ class Full(Toy):
         self.calls, self.at, self.error = 0, at, error
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        self.calls += 1
-        if self.calls == self.at:
+        self.calls += model.training  # not validation, nor its trial
+        if self.calls == self.at and model.training:
             if self.error:
                 raise self.error
             torch.empty(1 << 60)
@@ -132,7 +132,7 @@ def test_an_error_ends_with_the_bytes_and_the_advice(at, state, monkeypatch):
     text = message(caught.value)
     assert text.startswith("Traceback")
     assert text.splitlines()[-1] == (
-        f"echelon: out of memory; peak 5.00 GiB (weights 0.00, gradients 0.00, {state}, activations and the rest 5.00);"
+        f"echelon: batch=12, micro_batch=6: out of memory; peak 5.00 GiB (weights 0.00, gradients 0.00, {state}, activations and the rest 5.00);"
         " try micro_batch=3, with the same batch (up to 2.50 GiB less), "
         "'+callbacks=[activation_checkpoint]' (up to 2.50 GiB less), "
         "'+callbacks=[auto_batch]' (finds micro_batch itself)"
