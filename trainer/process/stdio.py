@@ -68,7 +68,7 @@ def tolerate_closed_pipes() -> None:
     """
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)
-        if isinstance(old, Output):  # a second one would close the first one's buffer
+        if isinstance(old, Output):  # the end of a replaced one would close the descriptor
             continue
         new = (
             open(os.devnull, "w")  # noqa: SIM115 it stays open
