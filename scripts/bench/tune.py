@@ -3,9 +3,9 @@
     python -m scripts.bench.tune [--cells 1gbit] [--grid 24] [--quick] [--rounds 5] [--json FILE]
 
 A cell is a link, a number of hosts with a rank each, and a size of BERT on random tokens. Today's config takes 4
-micro-batches of 4 samples on a rank. The search's result then meets the best of the grid in rounds of one trial each:
-a ratio is the median of the ratios within the rounds. `--grid` tries a random part of the grid, beside the search's
-own trials; the time of the whole grid is then the mean trial's times its size. `compile`, `pipeline` and
+micro-batches of 4 samples on a rank. The search's result then meets the best of the grid in rounds of one trial each. A
+ratio is the median of the ratios within the rounds. `--grid` tries a random part of the grid, beside the search's own
+trials. The time of the whole grid is then the mean trial's times its size. `compile`, `pipeline` and
 `activation_checkpoint` are left out. Needs Linux, root and iproute2. The whole bench takes more than a day; a cell with
 `--grid 24` takes 5 to 30 minutes.
 """
