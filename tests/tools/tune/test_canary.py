@@ -76,6 +76,17 @@ def test_advice_is_compared_by_its_name_and_counts_if_most_runs_have_it() -> Non
     assert "1 of 5 of the winner's runs are advised: rank 1 is slow; try workers=2" in verdict.findings
 
 
+def test_a_wait_of_the_same_length_is_a_larger_share_of_a_shorter_step() -> None:
+    def waiting(seconds: float, data_s: float, advised: bool) -> dict:
+        line = {"name": "data_wait", "text": "data", "config": "data.workers=2"}
+        return {**run(seconds), "advice": [line] * advised, "phases": {"step": seconds, "data": data_s}}
+
+    same = EXACT.judge([(waiting(1.0, 0.03, False), waiting(0.1, 0.03, True))] * 5)
+    assert same.recommended and any("it waits no longer than today's: data" in line for line in same.findings)
+    longer = EXACT.judge([(waiting(1.0, 0.03, False), waiting(0.5, 0.1, True))] * 5)
+    assert longer.faults == ["the winner's run is advised what today's is not: data; try data.workers=2"]
+
+
 def test_the_report_shows_where_the_time_goes() -> None:
     phases = {"step": 2.0, "data": 1.0, "forward": 0.5, "backward": 0.49, "checkpoint": 0.01}
     assert in_phases("after", [{"phases": phases}] * 3) == "step times after: data 50%, forward 25%, backward 24%"

@@ -11,6 +11,7 @@ from trainer.tools.tune.time_to_loss import difference, drift
 ROUNDING = {"fp32": 1e-3, "tf32": 1e-2}  # largest relative difference of losses that only round differently
 NAMES = ("before", "after")
 LEAST = 0.01  # share of a step from which on a phase is named
+WAITS = {"data_wait": "data", "communication": "communication"}  # advice about a share of the step -> its phase
 COARSE = 5e-2  # the same for precisions of 16 bits and fewer
 
 
@@ -89,17 +90,30 @@ class Judge:
             faults.append(f"the winner takes {after / 2**30:.2f} of {self.memory_bytes / 2**30:.2f} GiB of memory")
 
     def _advice(self, pairs: Sequence[Any], findings: list[str], faults: list[str]) -> None:
-        """Find what most of the winner's runs are advised and none of today's. A finding's numbers differ each time."""
+        """Find what most of the winner's runs are advised and none of today's. A finding's numbers differ each time.
+
+        A wait is no fault if it takes as long as today: of a shorter step it is a larger share.
+        """
         before, after = ([{line["name"]: line for line in pair[i]["advice"]} for pair in pairs] for i in (0, 1))
         for name in dict.fromkeys(name for run in after for name in run):
             lines = [run[name] for run in after if name in run]
             words = f"{lines[-1]['text']}; try {lines[-1]['config']}"
             if any(name in run for run in before):
                 findings.append(f"both are advised: {words}")
-            elif 2 * len(lines) > len(pairs):
-                faults.append(f"the winner's run is advised what today's is not: {words}")
-            else:
+            elif 2 * len(lines) <= len(pairs):
                 findings.append(f"{len(lines)} of {len(pairs)} of the winner's runs are advised: {words}")
+            elif name in WAITS and takes_no_longer(WAITS[name], pairs):
+                findings.append(f"the winner's run is advised, though it waits no longer than today's: {words}")
+            else:
+                faults.append(f"the winner's run is advised what today's is not: {words}")
+
+
+def takes_no_longer(phase: str, pairs: Sequence[Any]) -> bool:
+    """Return whether a phase takes at most `LEAST` of today's step longer; false if it is not known."""
+    if not all(result["phases"] for pair in pairs for result in pair):
+        return False
+    before, after = (statistics.median(pair[i]["phases"][phase] for pair in pairs) for i in (0, 1))
+    return after <= before + LEAST * statistics.median(pair[0]["phases"]["step"] for pair in pairs)
 
 
 def in_phases(name: str, results: Sequence[Mapping[str, Any]]) -> str:

@@ -5,6 +5,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from trainer.config.tuned import Tuned, cpu_name
@@ -21,7 +22,7 @@ from trainer.tools.tune.options import TuneOptions
 from trainer.tools.tune.overlay import link_class
 from trainer.tools.tune.search import Search, Tried
 from trainer.tools.tune.team import Team, TrialFailed
-from trainer.tools.tune.time_to_loss import slowdown
+from trainer.tools.tune.time_to_loss import drift, slowdown
 from trainer.tools.tune.trial import step_seconds
 
 SLOWEST = 10  # times as long as today's trial, from which on a trial counts as hung
@@ -148,6 +149,7 @@ class Tuning:
     def _search(self, model: Model, listed: list[Choice]) -> Search:
         lines = [line["trial"] for line in self.journal.all("trial")]
         known = [Tried(**{**line, "choice": Choice(**line["choice"])}) for line in lines]
+        known = [replace(t, score_s=math.inf) if t.step_s and t.score_s is None else t for t in known]
         first = Tried(NOTHING, model.predict(NOTHING).step_s, self.today["step_s"], self.today["step_s"])
         self.say(f"choices    {len(listed)} that a run accepts; today's predicted {outcome(first)}")
         if known:
@@ -171,11 +173,12 @@ class Tuning:
         return statistics.median(self.walls) if self.walls else self.today["wall_s"]
 
     def _slowdown(self, choice: Choice, losses: list[float | None]) -> float:
-        """Return how many times as many steps the choice needs for the same loss."""
+        """Return how many times as many steps the choice needs for the same loss; infinity beyond `tune.bound`."""
         if is_exact(merge(self.config, choice)):
             return 1.0
         steps = min(len(losses), len(self.today["losses"]))
-        return slowdown(self.today["losses"][:steps], losses[:steps])
+        own, other = self.today["losses"][:steps], losses[:steps]
+        return slowdown(own, other) if drift(own, other) <= self.options.bound else math.inf
 
     def _note(self, tried: Tried, model: Model) -> None:
         line = dataclasses.asdict(tried)
@@ -239,7 +242,8 @@ def draws_anew(choice: Choice) -> bool:
 def outcome(tried: Tried) -> str:
     if tried.step_s is None:
         return f"failed: {printable(tried.error)}"
-    return f"{tried.predicted_s:.4g} s predicted, {tried.step_s:.4g} s measured ({tried.miss:+.1%})"
+    lossy = ", and its loss is too large: tune.bound" if tried.score_s == math.inf else ""
+    return f"{tried.predicted_s:.4g} s predicted, {tried.step_s:.4g} s measured ({tried.miss:+.1%}){lossy}"
 
 
 def gib(size: float) -> str:
