@@ -9,8 +9,9 @@ from toy_recipe import Toy
 
 from trainer.comm.nccl import NCCLOptions
 from trainer.comm.ranks import Ranks
+from trainer.errors import ConfigError
 from trainer.process.environment import Place
-from trainer.session import describe, save_config
+from trainer.session import OF_RECIPE, build_or_own, describe, save_config
 from trainer.trainer import Trainer
 
 PROBE = ["+callbacks=[probe]", "trainer.run_dir=runs/r", "callbacks.probe.step=3"]
@@ -68,3 +69,15 @@ def test_a_value_with_a_dollar_and_a_brace_is_no_interpolation(tmp_path):
         "run_dir": "runs/x${y 1",
         "lr": 1e-5,
     }
+
+
+def test_a_recipes_own_optimizer_and_schedule():
+    class Own(Toy):
+        schedule = "own"
+
+    optimizer, schedule = ({"_target_": target} for target in OF_RECIPE)
+    assert build_or_own("schedule", schedule, (), Own()) == "own"
+    with pytest.raises(
+        ConfigError, match="optimizer=recipe: Own has no optimizer of its own; choose another optimizer"
+    ):
+        build_or_own("optimizer", optimizer, (), Own())

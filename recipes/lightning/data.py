@@ -32,7 +32,8 @@ class Samples(Dataset[Any]):
 class Batches:
     """The batches of a loader of this rank, epoch after epoch, as Lightning's Trainer gives them.
 
-    On several ranks a DistributedSampler takes the place of the loader's, with the run's seed.
+    On several ranks a DistributedSampler takes the place of the loader's, with the run's seed. As Lightning's, it
+    shuffles whether the loader does or not.
     """
 
     def __init__(self, loader: DataLoader[Any], seed: Callable[[], int]) -> None:
@@ -42,8 +43,7 @@ class Batches:
         loader = self.loader
         sampler = loader.sampler
         if self.splits(dist.get_world_size() if dist.is_initialized() else 1):
-            shuffled = isinstance(sampler, RandomSampler)
-            own = DistributedSampler(loader.dataset, shuffle=shuffled, seed=self.seed())
+            own = DistributedSampler(loader.dataset, seed=self.seed())
             own.set_epoch(self.epoch)
             loader = DataLoader(
                 loader.dataset, loader.batch_size, sampler=own, num_workers=loader.num_workers,

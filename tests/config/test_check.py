@@ -4,6 +4,7 @@ import pytest
 
 from trainer.config.check import check_node, check_type, check_values, stage_node
 from trainer.config.schema import Knob
+from trainer.config.targets import ALLOWED
 from trainer.errors import ConfigError
 
 SIGNED = "https://h/a-{0..9}.tar?X-Amz-Expires=9&X-Amz-Signature=s3cr3t"
@@ -23,3 +24,13 @@ def test_a_value_is_printed_without_them() -> None:
         with pytest.raises(ConfigError) as caught:
             call()
         assert "s3cr3t" not in str(caught.value)
+
+
+def test_a_class_of_another_package_is_refused_before_it_is_imported() -> None:
+    node = {"_target_": "recipes.lightning.Lightning", "module": "nowhere.Module"}
+    told = (
+        r"^recipe\.module=nowhere\.Module: nowhere is not a package that configs may name; .*allow_targets=\[nowhere\]"
+    )
+    with pytest.raises(ConfigError, match=told):
+        check_node("recipe", node, ALLOWED)
+    check_node("recipe", node, (*ALLOWED, "nowhere"))

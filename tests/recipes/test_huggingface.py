@@ -2,11 +2,14 @@
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.cli import QUICK, run
@@ -226,3 +229,36 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch):
                 recipe, {}, adamw, recipe.schedule, batch=4, options=Options(max_steps=1), data=DataOptions(workers=0)
             ).fit()
         assert words in str(refused.value) and "\n" not in str(refused.value), str(refused.value)
+
+
+def test_a_folder_of_datasets_has_its_splits(tmp_path, monkeypatch):
+    saved = {"train": [{"n": 0}], "test": [{"n": 1}, {"n": 2}]}
+    stub = SimpleNamespace(load_from_disk=lambda folder: saved)  # the package brings pandas and more
+    (tmp_path / "dataset_dict.json").write_text("{}")
+    recipe = HuggingFace("none", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "datasets", stub)
+    assert recipe.data("train") == saved["train"] and recipe.data("val") == saved["test"]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match="needs the package datasets; pip install datasets"):
+        recipe.data("train")
+
+
+def test_a_sample_is_the_json_of_a_shard_or_the_row_itself(tmp_path):
+    write_bert(tmp_path)
+    recipe = HuggingFace(str(tmp_path / "bert"), "shards-{0..3}.tar")
+    assert recipe.data("train") == "shards-{0..3}.tar" and recipe.data("val") is None
+    row = {"input_ids": [1, 2], "labels": 1, "note": "left out"}
+    for sample in (row, {"json": row, "__key__": "a"}):
+        assert recipe.transform(sample, np.random.default_rng(0)) == {"input_ids": [1, 2], "labels": 1}
+    with pytest.raises(ConfigError, match="a sample has note, and the model takes .*input_ids"):
+        recipe.transform({"note": 1}, np.random.default_rng(0))
+
+
+def test_the_weight_of_a_batch_counts_labels(tmp_path):
+    write_llama(tmp_path)
+    write_bert(tmp_path)
+    causal, classifier = (HuggingFace(str(tmp_path / name), "x.jsonl") for name in ("llama", "bert"))
+    labels = torch.tensor([[5, 6, 7], [-100, -100, 8]])
+    assert causal.weight({"labels": labels}) == 3  # the first of each row predicts nothing
+    assert classifier.weight({"labels": torch.tensor([0, 1, 0])}) == 3
+    assert classifier.weight({"x": torch.zeros(4, 2), "labels": torch.zeros(4, 2)}) == 4

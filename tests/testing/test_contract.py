@@ -51,13 +51,12 @@ class Fails(Callback):
 
 
 def test_exact_and_lossy_callbacks_keep_their_promises():
-    assert max(check_callback(lambda: EMA(decay=0.8), **SHORT).values()) == 0.0
+    assert check_callback(lambda: EMA(decay=0.8), ranks=1, **SHORT) == {1: 0.0}
     found = check_callback(lambda: GradCompress("int8"), bound=0.2, **SHORT)
     assert found[1] == 0.0 and 1e-6 < found[2] < 0.2  # on one rank there is nothing to compress
 
 
 def test_state_that_is_not_saved_and_a_bound_that_does_not_hold():
-    assert check_callback(Shrinks, **SHORT)[2] > 0.01
     with pytest.raises(AssertionError) as broken:
         check_callback(lambda: Shrinks(saves=False), bound=1e-3, **SHORT)
     text = str(broken.value)
@@ -72,9 +71,9 @@ def test_ranks_that_drift_apart():
 
 def test_micro_batches_that_count_for_less():
     with pytest.raises(AssertionError) as broken:
-        check_callback(LastMicroBatch, **SHORT)
-    lines = str(broken.value).splitlines()
-    assert all("accumulate=2: weights differ by" in line for line in lines) and len(lines) == 2
+        check_callback(LastMicroBatch, ranks=1, **SHORT)
+    assert "LastMicroBatch on 1 rank(s), accumulate=2: weights differ by" in str(broken.value)
+    assert len(str(broken.value).splitlines()) == 1
 
 
 def test_an_error_on_one_rank_is_told_with_its_rank():

@@ -150,7 +150,7 @@ def check_callback(
     """
     runs = Runs(make, recipe, optimizer, batch, steps, options or {})
     name, exact, broken, distances = type(make()).__name__, make().exact, [], {}
-    for world in dict.fromkeys((1, ranks)):
+    for world in dict.fromkeys((ranks, 1)):
         for accumulate, report in run_ranks(world, runs.on_rank, timeout_s)[0].items():
             where = f"{name} on {world} rank(s), accumulate={accumulate}"
             broken += [f"{where}: {line}" for line in broken_promises(report, exact or idle(make(), world), bound)]
