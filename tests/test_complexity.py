@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FUNCTIONS = [
     (f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node)
-    for folder in ("trainer", "recipes", "scripts")
+    for folder in ("trainer", "recipes", "echelon", "scripts")
     for path in sorted((ROOT / folder).rglob("*.py"))
     for node in ast.walk(ast.parse(path.read_text()))
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)

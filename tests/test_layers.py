@@ -10,9 +10,9 @@ from trainer.callback import HOOKS
 ROOT = Path(__file__).parents[1]
 PATHS = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for folder in ("trainer", "recipes")
+    for folder in ("trainer", "recipes", "echelon")
     for path in (ROOT / folder).rglob("*.py")
-    if path != ROOT / "trainer" / "__init__.py"  # has the version, and imports nothing
+    if path != ROOT / "trainer" / "__init__.py"  # has the version, and the name `Trainer`
 }
 
 

@@ -17,7 +17,8 @@ from trainer.data.remote.download import PACKAGES
 
 ROOT = Path(__file__).parents[1]
 START = re.findall("^start='(.*)'$", (ROOT / "scripts" / "train").read_text(), re.MULTILINE)[0]
-FOLDERS = ("trainer", "recipes", "conf", "tests", "scripts", "docs", ".ci")
+SOURCES = ("trainer", "recipes", "echelon")
+FOLDERS = (*SOURCES, "conf", "tests", "scripts", "docs", ".ci")
 NOT_TEXT = {".safetensors", ".pyc", ".png", ".gif", ".svg", ".gz", ".tar"}
 CPU_ONLY = sys.platform == "linux" and not list(Path("/dev").glob("nvidia*")) and not shutil.which("nvidia-smi")
 
@@ -58,7 +59,7 @@ def run(command: list[str | Path], folder: Path, **variables: str) -> subprocess
 
 
 def test_the_wheel_holds_the_sources_and_nothing_else(wheel: Path) -> None:
-    expected = {path.relative_to(ROOT).as_posix() for name in ("trainer", "recipes") for path in files(ROOT / name)}
+    expected = {path.relative_to(ROOT).as_posix() for name in SOURCES for path in files(ROOT / name)}
     expected |= {f"trainer/{path.relative_to(ROOT).as_posix()}" for path in files(ROOT / "conf")}
     assert {Path(name).suffix for name in expected} >= {".py", ".md", ".yaml"}
     names = set(zipfile.ZipFile(wheel).namelist())
@@ -106,7 +107,7 @@ def test_files_name_no_machine_and_no_registry() -> None:
 
 def test_what_messages_say_to_install_is_in_an_index_and_as_tested() -> None:
     """Echelon itself is in none."""
-    sources = [path for name in ("trainer", "recipes") for path in files(ROOT / name) if path.suffix == ".py"]
+    sources = [path for name in SOURCES for path in files(ROOT / name) if path.suffix == ".py"]
     said = [line for path in sources for line in path.open() if "pip install" in line]
     named = {word for line in said for word in re.findall(r"'([^']+)'", line.partition("pip install")[2])}
     extras = (ROOT / "pyproject.toml").read_text()

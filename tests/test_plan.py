@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from toy_recipe import Toy
 
-from trainer.callbacks.ema import EMA
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError, DataError
 from trainer.optim.schedule import Constant
@@ -38,11 +37,6 @@ def test_a_rank_that_sees_other_data_is_refused():
     spec = make_plan(Toy()).spec
     with pytest.raises(DataError, match=r"^recipe\.data: has changed since the run was planned; restore"):
         make_plan(Toy(samples=48), place=Place(1, 3, 1, 3), spec=spec)
-
-
-def test_callbacks_have_names():
-    with pytest.raises(ConfigError, match=r"^callbacks: must have names, .* give a dict instead of a list$"):
-        make_plan(Toy(), [EMA()])
 
 
 def test_another_recipes_checkpoint_is_named():

@@ -16,6 +16,7 @@ from trainer.checkpoint.retention import parse_best
 from trainer.config.duration import Duration
 from trainer.config.options import DataOptions, Options
 from trainer.config.schema import fits
+from trainer.data.limit import first_batches, first_validation
 from trainer.data.source import Samples, open_source
 from trainer.errors import ConfigError, DataError
 from trainer.log import log
@@ -138,7 +139,7 @@ class Plan:
             each(None)
         if source is None:
             raise ConfigError("recipe.data('train'): is None; return the data to train on")
-        self.source = source
+        self.source = source = self._limit(source)
         self.order = source.order(self.data.lanes, self.data.block) if isinstance(source, Samples) else None
         if self.validation is None and self.options.validate_every is not None:
             raise ConfigError(
@@ -151,6 +152,16 @@ class Plan:
                 f"{key}={name}: recipe.data('val') is None; return validation data, or leave this setting out"
             )
         self.epoch_samples = self.order.samples if self.order else None
+
+    def _limit(self, source: Any) -> Any:
+        """Limit the training data, which is returned, and the validation data, by `limit_batches` or `overfit`."""
+        few, limits = self.options.overfit, self.options.limit_batches
+        if few is not None:
+            source = first_batches(source, few, self.batch, "trainer.overfit")
+            self.validation = self.validation and source
+            return source
+        self.validation = first_validation(self.validation, limits.validation, self.batch)
+        return first_batches(source, limits.train, self.batch, "trainer.limit_batches.train")
 
     @property
     def watched(self) -> dict[str, str]:
@@ -277,8 +288,6 @@ def split_over(callbacks: Mapping[str, Callback], world: int) -> int:
 
 def refuse_incomplete(recipe: Any, callbacks: Mapping[str, Any]) -> None:
     """Refuse a recipe that lacks a method or whose methods take other parameters, and callbacks of other classes."""
-    if not isinstance(callbacks, Mapping):
-        raise ConfigError("callbacks: must have names, as in {'ema': EMA()}; give a dict instead of a list")
     missing = [name for name in ("model", "data", "loss") if not callable(getattr(recipe, name, None))]
     if missing:
         has = f"recipe: {type(recipe).__name__} has no method {missing[0]!r}"

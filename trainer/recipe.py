@@ -8,7 +8,7 @@ from numpy.random import Generator
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-Data = str | Path | list[str] | list[Path] | dict[str, float] | Dataset[Any] | Iterable[Any]
+Data = str | Path | list[str] | list[Path] | dict[str, float] | Dataset[Any] | Iterable[Any] | dict[str, Any]
 
 
 class Recipe(Protocol):
@@ -19,7 +19,7 @@ class Recipe(Protocol):
         ...
 
     def data(self, split: str) -> Data:
-        """Return the data of `split` ("train" or "val"), the same on every rank. There are four kinds:
+        """Return the data of `split` ("train" or "val"), the same on every rank. There are five kinds:
 
         - Tar shards in WebDataset format, plain or compressed: a path, a glob pattern, a URL (http, https, s3, gs), or
           a list of these. `pipe:PROGRAM ARGUMENTS` needs data.allow_pipe=true. A sample is a dict of members.
@@ -30,6 +30,11 @@ class Recipe(Protocol):
         - An iterable of this rank's batches, walked again when it ends. A generator for "train" must never end; a
           generator for "val" is refused. A batch for "train" is a micro-batch: its first tensor has as many samples,
           unless the recipe has a `weight`. A resume replays the iterable from its start.
+        - A stream of samples: Hugging Face's streaming data set, or an iterable whose attribute `yields_samples` is
+          true. It is the same on every rank. Echelon splits it over the ranks, calls `transform`, and makes batches.
+          Data workers do not read it. A resume reads the stream from its start.
+
+        For "val", a dict of name -> data set validates on each. Its metrics are `val/NAME/METRIC`.
 
         An iterable may draw from torch, which is seeded from (seed, rank, batch number) before each batch. Drawing from
         `random` and NumPy is safe if nothing else in the process does so. `torch.distributed.get_rank()` is this rank,
@@ -41,8 +46,10 @@ class Recipe(Protocol):
         """
         ...
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+    def loss(self, model: nn.Module, batch: Any) -> Tensor | dict[str, Any]:
         """Return the mean loss over the `weight(batch)` items of `batch`, a tensor of one number with its gradient.
+
+        Or return a dict with this tensor as `loss`, and other losses by name, which are logged as `train/NAME`.
 
         Call `model(...)` itself, once: on several ranks the model is wrapped, and its other methods are hidden. A
         micro-batch of weight 0 contributes nothing, whatever its loss. On several ranks a rehearsal calls `loss` two
@@ -65,7 +72,15 @@ class Optional(Protocol):
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
         """Return name -> (sum, count) over `batch`, for validation. Default: the loss, named `loss`.
 
-        A count of 0 leaves the metric out. Two micro-batches are tried before step 1.
+        A count of 0 leaves the metric out. A value may be an object of torchmetrics that this method has updated: a
+        validation resets it first, and computes it over all ranks. Two micro-batches are tried before step 1.
+        """
+        ...
+
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        """Return predictions for `batch`: a tensor (samples, ...), a list of plain values, or a dict of these by name.
+
+        For `Trainer.predict` and `echelon predict`.
         """
         ...
 

@@ -43,6 +43,7 @@ class FinishedTrainer(Protocol):
     module: Any
     step: int
     stop_reason: str
+    summary: dict[str, Any]
     validation: dict[str, float]
     world: int
 
@@ -57,14 +58,15 @@ class FinishedTrainer(Protocol):
 
 
 def report(trainer: FinishedTrainer) -> None:
-    """Write the summary, log the result, and export the model; on rank 0 only."""
+    """Write the summary, which becomes `trainer.summary`, log the result, and export the model; on rank 0 only."""
     if trainer.rank:
         return
     task = call_summary(trainer.recipe)
     file = trainer.run_dir / "summary.json"
     numbers = (trainer.last_metrics or earlier(file, trainer.step)) | trainer.validation | task
+    trainer.summary = {**numbers, **circumstances(trainer)}
     try:
-        write_json(file, {**numbers, **circumstances(trainer)})
+        write_json(file, trainer.summary)
     except OSError as error:
         if trainer.stop_reason != "signal":  # a stopped run goes on from its checkpoint
             raise

@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -27,11 +27,17 @@ from trainer.config.options import DataOptions, Options
 from trainer.data.bad_samples import BadSamples, allowed
 from trainer.data.batch import Micro, Split, Step, count_samples
 from trainer.data.loader import Loader
-from trainer.data.source import Samples
+from trainer.data.source import size_of
 from trainer.errors import ConfigError
 from trainer.forward_backward import Accumulate, ForwardBackward
+from trainer.interactive import live
+from trainer.interactive.again import Again, prepare
+from trainer.interactive.dry_run import DryFolder
+from trainer.interactive.names import by_name
+from trainer.interactive.predictions import Predictions
 from trainer.log import log, log_to_terminal, stop_log
 from trainer.monitors import replica_check
+from trainer.monitors.named_losses import NamedLosses, combined
 from trainer.monitors.train_loss import TrainLoss
 from trainer.optim.factories import adamw
 from trainer.optim.groups import Groups, ParameterRules, make_optimizer
@@ -57,7 +63,7 @@ class Trainer:
 
     Args:
         recipe: The model, the data and the loss (see `trainer.recipe.Recipe`).
-        callbacks: Name -> callback; the order here has no effect.
+        callbacks: Name -> callback, or a list, which names each after its class; the order here has no effect.
         optimizer: From groups of parameters, as torch's optimizers take them.
         schedule: Factor on the optimizer's learning rates.
         batch: Samples per optimizer step, over all ranks; `micro_batch` of them at a time per rank, `accumulate` times.
@@ -78,7 +84,7 @@ class Trainer:
     def __init__(
         self,
         recipe: Any,
-        callbacks: Mapping[str, Callback] | None = None,
+        callbacks: Mapping[str, Callback] | Iterable[Callback] | None = None,
         optimizer: Callable[[Groups], Optimizer] = adamw,
         schedule: Schedule | None = None,
         *,
@@ -91,19 +97,25 @@ class Trainer:
         name: str = "run",
         spec: RunSpec | None = None,
     ) -> None:
-        self.recipe, self.batch, self.name = recipe, batch, name
-        self.options = options = options or Options()
+        self.recipe, self.batch, self.name, callbacks = recipe, batch, name, by_name(callbacks)
+        self.dry = DryFolder(options or Options(), callbacks)
+        self.options = options = self.dry.options
         place = place or detect(os.environ, options.devices, options.nodes)
+        self.make_again = Again(partial(
+            self.__init__, recipe, callbacks, optimizer, schedule, batch=batch, micro_batch=micro_batch,
+            accumulate=accumulate, data=data, place=place, name=name,
+        ), callbacks)  # fmt: skip
         self.ranks = Ranks(place, options.accelerator, options.backend, options.timeout_s)
         log_to_terminal(self.ranks.rank)
         self.rank, self.world, self.device = self.ranks.rank, self.ranks.world, self.ranks.device
         with ExitStack() as refused:
+            refused.callback(self.dry.close)
             refused.callback(self.ranks.close)  # so that peers that wait for this rank get an error
             self.precision = Precision(
                 options.precision, self.device, options.deterministic, self.ranks.each, options.master_weights
             )
             self.plan = Plan(
-                recipe, callbacks or {}, schedule or Constant(),
+                recipe, self.dry.callbacks, schedule or Constant(),
                 batch=batch, micro_batch=micro_batch, accumulate=accumulate, data=data or DataOptions(),
                 options=replace(options, precision=self.precision.label), place=place, each=self.ranks.each, spec=spec,
             )  # fmt: skip
@@ -137,7 +149,8 @@ class Trainer:
         self.loaded: tuple[int, int] | None = None  # the step, and the last one validated, of the checkpoint resumed
         self.bests: list[dict[str, Any]] = []  # validations that were the best; the newest last
         self.stop_reason, self.logged = "", True  # logged: this step's numbers are measured
-        self.fitted, self.train_loss = False, TrainLoss(self.ranks)
+        self.fitted, self.closed, self.train_loss = False, False, TrainLoss(self.ranks)
+        self.summary: dict[str, Any] = {}  # of the finished run, on rank 0
         if self.plan.epoch_samples and self.batch > self.plan.epoch_samples:
             log.warning(
                 "batch=%d: recipe.data('train') has %d samples, so a step takes each sample %.4g times",
@@ -167,7 +180,9 @@ class Trainer:
             module.train()
         self.module = self._wrap("wrap_model", self.precision.convert(module))
         self.eval_model = self.global_model = self.module  # is validated, is saved
-        self.loss = CheckedLoss(self.precision.cast(self.recipe.loss), weight_of(self.recipe) or count_samples)
+        named = NamedLosses(self.recipe.loss, lambda: None if self.rehearsing else self.step)
+        self.gathered.append((lambda: named.sums(self.data.weights), combined))
+        self.loss = CheckedLoss(self.precision.cast(named), weight_of(self.recipe) or count_samples)
         refuse_untrained(self.module)
         self.parameters = trained(self.module)
         if self.world > 1 and self.hooks["wrap_reduce"]:  # otherwise DDP's own reducer runs, which is in C++
@@ -205,18 +220,25 @@ class Trainer:
             device=self.device, ranks_on_node=self.ranks.place.local_world,
             collate=getattr(self.recipe, "collate", default_collate), weight=weight_of(self.recipe),
         )  # fmt: skip
-        validation = plan.validation
         self.evaluator = Evaluator(
-            self.recipe, self.loader.validate, self.ranks, self.precision,
-            samples=sum(validation.counts) if isinstance(validation, Samples) else 0,
+            self.recipe, self.loader.validations(), self.ranks, self.precision,
+            samples=size_of(plan.validation),
             max_bad=plan.data.max_bad, replicas=strategy.replicas, lockstep=strategy.lockstep,
             data_rank=strategy.data_rank, stopping=lambda: self.fitted and self.signals.name, beat=self.heartbeat.beat,
         )  # fmt: skip
 
-    def fit(self) -> None:
-        """Train to the end, or until stopped. Weights, optimizer and callbacks are left as the last step made them."""
-        if self.fitted:
-            raise ConfigError("fit: this Trainer has run already; make another Trainer, with trainer.resume to go on")
+    def fit(self, max_steps: int | None = None, max_epochs: float | None = None) -> dict[str, Any]:
+        """Train to the end, or until stopped. Weights, optimizer and callbacks are left as the last step made them.
+
+        A further `fit` goes on from the run's last checkpoint, up to other limits if these are given.
+
+        Returns:
+            The content of summary.json, on every rank.
+
+        Raises:
+            ConfigError: A further `fit` can't go on.
+        """
+        prepare(self, max_steps, max_epochs)
         self.fitted = True
         with StopSignals() as self.signals, ExitStack() as every:  # last first, also if one of them raises
             note = partial(self.ranks.note_failure, RuntimeError, self.run_dir / "logs")
@@ -239,7 +261,18 @@ class Trainer:
         if self.stop_reason != "signal":
             self.train_loss.refuse_never_finite(self.step)  # the checkpoint is written
         with StopSignals():  # a launcher may send one to all as the first of them ends
+            self.summary = self.ranks.first(self.summary)
             self.close()
+        self.closed = True
+        return self.summary
+
+    def evaluate(self, split: str = "val") -> dict[str, float]:
+        """Return the metrics over all samples of `recipe.data(split)`, named `SPLIT/METRIC`. A collective."""
+        return live.evaluate(self, split)
+
+    def predict(self, split: str = "val") -> Predictions:
+        """Return what `recipe.predict` gives for all samples of `recipe.data(split)`, in order. A collective."""
+        return live.predict(self, split)
 
     def _report_error(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error:
@@ -252,6 +285,7 @@ class Trainer:
         self.strategy.unwrap()
         self.ranks.leave()
         stop_log()
+        self.dry.close()
 
     def _start(self) -> None:
         stop = math.inf if self.plan.max_steps is None else self.plan.max_steps * self.batch

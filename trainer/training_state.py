@@ -108,6 +108,8 @@ def save(trainer: SavedTrainer, last: bool = False) -> None:
         ConfigError: The last checkpoint can't be written. After a signal, only if there is no older checkpoint.
     """
     trainer.emit("on_flush")
+    if trainer.options.dry_run:
+        return
     trainer.saved_at = time.monotonic()
     trainer.seconds = trainer.saved_at - trainer.started
     validated, stopped = trainer.validated_step == trainer.step, trainer.stop_reason == "signal"

@@ -16,6 +16,7 @@ from trainer.data.bad_samples import allowed
 from trainer.data.batch import Micro
 from trainer.errors import ConfigError, DataError, nearest
 from trainer.log import log
+from trainer.monitors.metric_objects import MetricObjects
 from trainer.parallel.strategy import OutputElsewhere
 from trainer.precision import Precision
 from trainer.recipe_checks import check_metrics
@@ -27,7 +28,8 @@ class Evaluator:
     """The recipe's metrics, or else its loss, over all validation data.
 
     Args:
-        batches: Yields this rank's part of the data once. The ranks' parts may be unequal, or empty.
+        batches: For each data set, the prefix of its metrics, and a function that yields this rank's part of the data
+            once. The ranks' parts may be unequal, or empty.
         samples: The number of samples in all parts; 0 if unknown.
         max_bad: The share of the samples that may be unreadable.
         replicas: The ranks whose buffers become those of the first; None: this rank's stay.
@@ -40,7 +42,7 @@ class Evaluator:
     def __init__(
         self,
         recipe: Any,
-        batches: Callable[[], Iterator[Micro]],
+        batches: Mapping[str, Callable[[], Iterator[Micro]]],
         ranks: Ranks,
         precision: Precision,
         *,
@@ -56,6 +58,8 @@ class Evaluator:
         self.samples, self.max_bad, self.data_rank = samples, max_bad, data_rank
         self.replicas, self.lockstep = replicas, lockstep
         self.stopping, self.beat = stopping, beat
+        alone = "there are several data sets" if len(batches) > 1 else ""
+        self.objects = MetricObjects("ranks repeat batches, to keep in step" if lockstep else alone)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float] | None:
@@ -69,6 +73,7 @@ class Evaluator:
         bad: list[str] = []
         failure = None
         share_buffers(model, self.replicas)
+        self.objects.reset()
         try:
             own = self._sums(model, bad)
         except Exception as error:
@@ -87,10 +92,12 @@ class Evaluator:
             self._report_bad(count, next(first[0] for first in firsts if first))
         names = {name: None for rank in ranks for name in rank}  # in order; a rank without a batch has none
         both = {name: [sum(rank[name][i] for rank in ranks if name in rank) for i in (0, 1)] for name in names}
-        values = {f"val/{name}": total / count for name, (total, count) in both.items() if count}
+        values = {name: total / count for name, (total, count) in both.items() if count}
+        values |= self.objects.compute(self.ranks.gather)
         if not values and both and hasattr(self.recipe, "metrics"):
+            own_names = ", ".join(name.removeprefix("val/") for name in both)
             raise ConfigError(
-                f"recipe.metrics(): the count of {', '.join(both)} is 0 in every batch of recipe.data('val'); "
+                f"recipe.metrics(): the count of {own_names} is 0 in every batch of recipe.data('val'); "
                 "return (sum, count) with the number of items in the sum"
             )
         if not values:
@@ -107,12 +114,13 @@ class Evaluator:
         Raises:
             ConfigError: The recipe gives no metrics, or lacks one of `watched` (config key -> metric).
         """
-        known = {"val/loss"}
+        known = {f"{prefix}/loss" for prefix in self.batches}
         if hasattr(self.recipe, "metrics"):
             device = self.precision.device
             cuda = [device] if device.type == "cuda" else []
-            with torch.random.fork_rng(cuda), closing(self._each_batch(model, [])) as batches:
-                own = [f"val/{name}" for metrics in islice(batches, 2) for name in metrics or ()]
+            with torch.random.fork_rng(cuda), closing(self._each_batch(model, [], 2)) as batches:
+                own = [name for metrics in batches for name in metrics or ()]
+            own += self.objects.objects
             known = {name for names in self.ranks.gather(own) for name in names}
         for key, name in watched.items():
             if name not in known:
@@ -137,37 +145,43 @@ class Evaluator:
                         both[1] += count
         return {name: [float(total), count] for name, (total, count) in totals.items()}
 
-    def _each_batch(self, model: nn.Module, bad: list[str]) -> Generator[Metrics | None]:
-        """Yield the metrics of each batch, and None at a signal. Add the reasons of bad samples to `bad`."""
+    def _each_batch(self, model: nn.Module, bad: list[str], most: int | None = None) -> Generator[Metrics | None]:
+        """Yield the metrics of each batch, and None at a signal. Add the reasons of bad samples to `bad`.
+
+        Args:
+            most: Batches of each data set; None: all.
+        """
         training = [module for module in model.modules() if module.training]  # a recipe may freeze some modules
         model.eval()
         measure = self.precision.cast(self._measure)
         try:
-            for micro, counts in self._together() if self.lockstep else self._alone():
+            walk = self._together if self.lockstep else self._alone
+            several = ((name, islice(walk(batches()), most)) for name, batches in self.batches.items())
+            for prefix, micro, counts in ((name, *each) for name, own in several for each in own):
                 if micro is None:
                     yield None
                     return
                 bad += [each.why for each in micro.bad if counts]
                 if micro.batch is not None:
                     try:
-                        metrics = measure(model, micro.batch, micro.weight)
+                        metrics = measure(model, micro.batch, micro.weight, prefix)
                     except OutputElsewhere:
                         metrics = {}
-                    yield metrics if counts else {}
+                    yield {f"{prefix}/{name}": value for name, value in metrics.items()} if counts else {}
         finally:
             for module in training:
                 module.training = True
 
-    def _alone(self) -> Iterator[tuple[Micro | None, bool]]:
+    def _alone(self, own: Iterator[Micro]) -> Iterator[tuple[Micro | None, bool]]:
         """Yield this rank's batches, all of which count, and None at a signal."""
-        for micro in self.batches():
+        for micro in own:
             yield micro, True
             if self.stopping():
                 yield None, False
 
-    def _together(self) -> Iterator[tuple[Micro | None, bool]]:
+    def _together(self, own: Iterator[Micro]) -> Iterator[tuple[Micro | None, bool]]:
         """Yield as many batches on every rank: a rank without further ones repeats its last, which does not count."""
-        own, last = self.batches(), None
+        last = None
         while True:
             micro = next(own, None)
             usable = micro is not None and micro.batch is not None  # else all of its samples are bad
@@ -195,7 +209,9 @@ class Evaluator:
         if self.ranks.rank == 0:
             log.warning("validation: %d of %d samples were left out; the first: %s", count, self.samples, first)
 
-    def _measure(self, model: nn.Module, batch: Any, weight: int) -> Metrics:
+    def _measure(self, model: nn.Module, batch: Any, weight: int, prefix: str) -> Metrics:
         if hasattr(self.recipe, "metrics"):
-            return check_metrics(self.recipe.metrics(model, batch))
-        return {"loss": (self.recipe.loss(model, batch) * weight, weight)}
+            return check_metrics(self.objects.take(prefix, self.recipe.metrics(model, batch)))
+        loss = self.recipe.loss(model, batch)
+        named = loss if isinstance(loss, Mapping) else {"loss": loss}
+        return {name: (torch.as_tensor(value) * weight, weight) for name, value in named.items()}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("trainer/**/*.md")]
-SOURCES = [path for folder in ("trainer", "recipes", "scripts") for path in ROOT.glob(f"{folder}/**/*.py")]
+SOURCES = [path for folder in ("trainer", "recipes", "echelon", "scripts") for path in ROOT.glob(f"{folder}/**/*.py")]
 MADE = ROOT / "docs" / "composition.md"  # by tests/composition.py from messages, which are read in their source
 MOST_WORDS = 25
 OPENERS = ("What", "Where", "Of", "That")

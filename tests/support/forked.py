@@ -198,7 +198,7 @@ class Spare:
         sys.path[:] = env["ECHELON_PATH"].split("\n")[1:]
         sys.argv = [forkserver.__file__, *arguments]
         forkserver.die_with_parent(int(env["ECHELON_PARENT"]))
-        forkserver.Server(socket.socket(fileno=descriptors[0]), arguments[1:]).serve()
+        forkserver.Server(socket.socket(fileno=descriptors[0]), arguments[2:], arguments[1]).serve()
         sys.exit()
 
     def Popen(self, command: list[str], env: dict[str, str], pass_fds: Sequence[int], **options: Any) -> Any:

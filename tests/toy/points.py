@@ -52,7 +52,7 @@ def watch_steps(trainer: Any, reach: Reach) -> None:
     trainer.scaler.unscale_ = unscale
     trainer.stream = each("after_fetch", trainer.stream)
     trainer.loss.compute = loss
-    trainer.evaluator.batches = lambda: each("eval", validate())
+    trainer.evaluator.batches = {"val": lambda: each("eval", validate["val"]())}
     trainer.optimizer.register_step_pre_hook(lambda *_: reach("before_step"))
 
 

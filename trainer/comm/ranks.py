@@ -24,6 +24,7 @@ from trainer.process.environment import Place
 
 RING = 32  # up to so many ranks, gloo's ring collectives are used: 62 hops of 50 us hide behind a forward pass
 COLLECTIVES = 2000  # so many of the last collectives are kept, for `Ranks.note_failure`
+MET: dict[str, tuple[dist.Store, int]] = {}  # where ranks have met: the store, and how often
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # torch's flight recorders: gloo and, with CUDA, NCCL
 
 
@@ -46,7 +47,7 @@ class Ranks:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         dist.init_process_group(
             self.backend,
-            store=dist.FileStore(place.store, self.world) if place.store else None,
+            store=meeting_place(place),
             rank=self.rank,
             world_size=self.world,
             timeout=self.timeout,
@@ -167,7 +168,28 @@ class Ranks:
     def close(self) -> None:
         """Destroy the groups at once, so that peers that wait for this rank get an error."""
         if self.world > 1 and dist.is_initialized():
+            keep_store(self.place)
             dist.destroy_process_group()
+
+
+def meeting_place(place: Place) -> dist.Store | None:
+    """Return the store in which the ranks meet; None: torch makes one from MASTER_ADDR and MASTER_PORT.
+
+    Ranks that meet again, as for a second Trainer, find the addresses of their ended groups in the old store. They meet
+    under another prefix of it, for a new server at the same port might not be up yet.
+    """
+    key = place.store or ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if key in MET:
+        store, times = MET[key]
+        return dist.PrefixStore(f"again{times}", store)
+    return dist.FileStore(place.store, place.world) if place.store else None
+
+
+def keep_store(place: Place) -> None:
+    """Keep the store of ranks that part, until the process ends."""
+    key = place.store or ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    store, times = MET.get(key, (dist.distributed_c10d._get_default_store(), 0))
+    MET[key] = store, times + 1
 
 
 def share_buffers(module: nn.Module, group: dist.ProcessGroup | None, but: Container[str] = ()) -> None:

@@ -56,6 +56,18 @@ class DDPOptions:
 
 
 @dataclass(frozen=True)
+class LimitOptions:
+    """The first batches of the data, of `batch` samples each; null: all."""
+
+    train: int | None = None  # an epoch has so many batches
+    validation: int | None = None  # of each data set; of an iterable: its own batches on each rank
+
+    def __post_init__(self) -> None:
+        for key in ("train", "validation"):
+            require(f"trainer.limit_batches.{key}", getattr(self, key), at_least=1)
+
+
+@dataclass(frozen=True)
 class DataOptions:
     workers: int = 2  # processes per rank; 0 reads in the training process
     prefetch: int = 2  # micro-batches ahead per worker, at least; all workers together load 1.5 steps ahead
@@ -92,6 +104,9 @@ class Options:
     max_epochs: float | None = None
     clip_norm: float | None = None  # global norm; null does not clip
     validate_every: int | str | None = None  # a duration; null: at the end only
+    limit_batches: LimitOptions = field(default_factory=LimitOptions)
+    overfit: int | None = None  # trains and validates on the first so many batches of the training data
+    dry_run: bool = False  # two steps and a validation of two batches, of which no file stays
     log_every_steps: int = 50
     seed: int = 0
     resume: str | None = None  # ckpt/last.pt, a checkpoint, a run, or auto
@@ -109,10 +124,12 @@ class Options:
         if self.devices != "auto":
             require("trainer.devices", self.devices, at_least=1)
         node_range(self.nodes)
-        for key in ("log_every_steps", "check_replicas_every"):
+        for key in ("log_every_steps", "check_replicas_every", "overfit"):
             require(f"trainer.{key}", getattr(self, key), at_least=1)
         for key in ("max_steps", "max_epochs", "seed", "restarts"):
             require(f"trainer.{key}", getattr(self, key), at_least=0)
+        if self.overfit is not None and self.limit_batches != LimitOptions():
+            raise ConfigError(f"trainer.overfit={self.overfit}: has batches of its own; leave limit_batches out")
         for key in self.accept:
             if key not in ACCEPTABLE:
                 raise ConfigError(

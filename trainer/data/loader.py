@@ -15,10 +15,12 @@ from trainer.data.bad_samples import Bad, replace_bad
 from trainer.data.batch import Micro, Split, Step, count_samples, steps_from
 from trainer.data.device_prefetch import Upload, upload
 from trainer.data.iterable import preserve_rng_state, refuse_other_size, refuse_same_batches, replay
+from trainer.data.limit import FirstOf
 from trainer.data.remote.prefetch import Needs, fetching, training_needs, validation_needs
 from trainer.data.sampling.mixture import Mixture
 from trainer.data.sampling.order import Order, Ref, near_equal, walk
-from trainer.data.source import SampleFault, Samples
+from trainer.data.source import SampleFault, Samples, Several, each_set
+from trainer.data.stream import Stream
 from trainer.data.workers import lost_batches, start_workers
 from trainer.errors import EXIT_CODES, ConfigError, UnavailableError
 from trainer.log import log
@@ -36,7 +38,7 @@ class Loader:
         order: The order of the samples; None for an iterable.
         split: The split of a step if `train` gets no other; validation has its largest micro-batch. Workers
             load ahead by its micro-batches, or by those of the first step's split if these are more.
-        validation: Data of the same two kinds, or None.
+        validation: Data of the same two kinds, or several, or None.
         timeout_s: Limit of the wait for a data worker.
         ranks_on_node: Ranks that share the folder of downloaded shards.
         collate: Makes a batch from samples.
@@ -50,7 +52,7 @@ class Loader:
         split: Split,
         options: DataOptions,
         *,
-        validation: Samples | Iterable[Any] | None = None,
+        validation: Samples | Iterable[Any] | Several | None = None,
         rank: int = 0,
         seed: int = 0,
         timeout_s: float = 600.0,
@@ -94,16 +96,23 @@ class Loader:
             yield step
             del step
 
-    def validate(self) -> Iterator[Micro]:
-        """Yield every sample once, over all ranks, in the stored order.
+    def validations(self) -> dict[str, Callable[[], Iterator[Micro]]]:
+        """Return `validate` of each validation data set, by the prefix of its metrics."""
+        found = each_set(self.validation, "val") if self.validation is not None else {}
+        return {prefix: partial(self.validate, source) for prefix, source in found.items()}
+
+    def validate(self, source: Samples | FirstOf | Iterable[Any] | None = None) -> Iterator[Micro]:
+        """Yield every sample of `source`, or else of `validation`, once over all ranks, in the stored order.
 
         The last micro-batch may be smaller, and a rank may have none.
         """
-        source = self.validation
+        source = self.validation if source is None else source
         assert source is not None
         if isinstance(source, Samples):
             parts = partial(self._stored, source)
             micros = self._load(source, parts(), partial(validation_needs, parts), 1, self.options.prefetch)
+        elif isinstance(source, FirstOf):
+            micros = itertools.islice(self._replay(source.source, endless=False), source.batches)
         else:
             micros = self._replay(source, endless=False)
         return upload(self._run(preserve_rng_state(micros)), self.stream)
@@ -112,7 +121,8 @@ class Loader:
         """End the iterators of `train` and `validate` and their workers, and close this process's shards."""
         for micros in list(self._running):
             micros.close()
-        for source in (self.source, self.validation):
+        several = self.validation if isinstance(self.validation, Several) else {"": self.validation}
+        for source in (self.source, *several.values()):
             if isinstance(source, Samples):
                 source.reader.close()
 
@@ -168,7 +178,9 @@ class Loader:
         refs = walk(source.counts, self.rank, self.split.world)
         return iter(lambda: list(itertools.islice(refs, self.split.micro)), [])
 
-    def _replay(self, source: Iterable[Any], endless: bool) -> Generator[Micro]:
+    def _replay(self, source: Stream | Iterable[Any], endless: bool) -> Generator[Micro]:
+        if isinstance(source, Stream):
+            source = source.batches(self.split.micro, self.rank, self.split.world, self.collate, endless)
         return replay(source, self.weight or count_samples, mix(self.seed, ITERABLE, self.rank), endless)
 
     def _load(

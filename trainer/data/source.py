@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import math
+import re
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,10 +24,12 @@ from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
 from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.transforms import Dropped, Maps
+from trainer.data.stream import Stream, is_stream
 from trainer.errors import EXIT_CODES, ConfigError, DataError, printable
 from trainer.log import log
 from trainer.rng import RECIPE_DATA, SAMPLE, keyed, mix, seed_all
 
+NAME = re.compile(r"[\w.-]+")  # of one of several data sets
 VIRTUAL_SHARDS = 65536  # a map-style dataset is cut into at most so many, so that shuffling moves single samples
 
 
@@ -146,8 +149,10 @@ class MapReader:
 
 def open_source(
     recipe: Any, split: str, seed: int, options: DataOptions | None = None, timeout_s: float = math.inf
-) -> Samples | Iterable[Any] | None:
+) -> "Samples | Iterable[Any] | Several | None":
     """Open the recipe's data of `split`; None if there is none (validation only).
+
+    A mapping of names to data sets is opened as `Several`, but not for training.
 
     Raises:
         DataError, ConfigError: Shards fail as in `find_shards` and `Index.open`.
@@ -156,11 +161,20 @@ def open_source(
     # Both splits get the same seed, so that a `random_split` in `data` cuts at the same places both times.
     seed_all(mix(seed, RECIPE_DATA))
     data, options = recipe.data(split), options or DataOptions()
+    if data is None:
+        return None
+    if split != "train" and isinstance(data, Mapping) and not any(isinstance(w, int | float) for w in data.values()):
+        return several(data, split, lambda part: open_data(recipe, part, split, seed, options, timeout_s))
+    return open_data(recipe, data, split, seed, options, timeout_s)
+
+
+def open_data(
+    recipe: Any, data: Any, split: str, seed: int, options: DataOptions, timeout_s: float
+) -> Samples | Stream | Iterable[Any]:
+    """Open one data set that the recipe has returned."""
     transform = getattr(recipe, "transform", None)
     if options.map:
         transform = Maps(options.map, transform)
-    if data is None:
-        return None
     if _names_shards(data):
         index = Index.open(find_shards(data, options), Progress())
         reader = ShardReader(index, options.decoders, timeout_s)
@@ -171,17 +185,57 @@ def open_source(
         raise ConfigError("data.decoders: recipe.data('train') has no shards to decode; leave data.decoders out")
     if is_map_style(data):
         return map_style(data, split, transform, seed)
+    if is_stream(data):
+        return Stream(data, transform, seed)
     if options.map:
         raise ConfigError(
             f"data.map: recipe.data({split!r}) gives batches, and data.map takes samples; leave data.map out, or "
             "return a Dataset"
         )
-    if split == "val" and isinstance(data, Iterator):
+    if split != "train" and isinstance(data, Iterator):
         raise DataError(
-            f"recipe.data('val'): a {type(data).__name__} is used up by the first validation; "
+            f"recipe.data({split!r}): a {type(data).__name__} is used up by the first validation; "
             "return a list of batches, or an object whose __iter__ starts anew"
         )
     return data
+
+
+class Several(dict[str, Samples | Iterable[Any]]):
+    """Several data sets for validation, by name."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the names and of the fingerprint of each data set."""
+        own = [(name, getattr(part, "fingerprint", "iterable")) for name, part in self.items()]
+        return hashlib.sha256(repr(own).encode()).hexdigest()
+
+
+def several(data: Mapping[Any, Any], split: str, open_part: Callable[[Any], Any]) -> Several:
+    """Open each data set of a mapping of names.
+
+    Raises:
+        DataError: The mapping is empty, or a name or a data set can't be used.
+    """
+    for name, part in data.items() or [("", None)]:
+        if not isinstance(name, str) or not NAME.fullmatch(name) or part is None:
+            raise DataError(
+                f"recipe.data({split!r}): {name!r} is {'None' if part is None else 'not a name'}; give data sets by "
+                "names of letters, digits, '_', '-' and '.', as {'clean': dataset, 'noisy': other}"
+            )
+    return Several({name: open_part(part) for name, part in data.items()})
+
+
+def each_set(source: "Samples | Iterable[Any] | Several", split: str) -> dict[str, Any]:
+    """Return the data sets by the prefix of their metrics: `val`, or `val/NAME` if there are several."""
+    if not isinstance(source, Several):
+        return {split: source}
+    return {f"{split}/{name}": part for name, part in source.items()}
+
+
+def size_of(source: "Samples | Iterable[Any] | Several | None") -> int:
+    """Return the number of samples; 0 if a data set does not tell it."""
+    sizes = [sum(part.counts) if isinstance(part, Samples) else 0 for part in each_set(source or (), "").values()]
+    return sum(sizes) if all(sizes) else 0
 
 
 def is_map_style(data: Any) -> bool:

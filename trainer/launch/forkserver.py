@@ -19,7 +19,8 @@ from trainer.process.signals import STOP, StartupSignals
 from trainer.process.stdio import tolerate_closed_pipes
 
 # The rank's own code, and modules of DDP and torch's optimizers. In each rank, loading them would take a second.
-LOADED = ("trainer.launch.worker", "torch._dynamo")
+WORKER = "trainer.launch.worker"
+LOADED = (WORKER, "torch._dynamo")
 
 # Modules that look for GPUs while they load must not open one: a forked process could not open it again.
 NO_GPU = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -97,18 +98,19 @@ START = (
 
 
 class ForkServer:
-    """The process `python -m trainer.launch.forkserver FD ARGV`, which ends with this one. Its ranks outlive it.
+    """The process `python -m trainer.launch.forkserver FD MODULE ARGV`, which ends with this one. Its ranks outlive it.
 
     Args:
         argv: The arguments of the run, which `ps` shows.
         env: Variables of all ranks, because libraries may read them as they load.
+        module: Its `run_rank(FD, ARGV)` runs in each rank.
     """
 
-    def __init__(self, argv: list[str], env: dict[str, str]) -> None:
+    def __init__(self, argv: list[str], env: dict[str, str], module: str = WORKER) -> None:
         if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # inherited; exit codes would be lost
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-c", START, str(theirs.fileno()), *argv]
+        command = [sys.executable, "-c", START, str(theirs.fileno()), module, *argv]
         path = "\n".join([str(Path(__file__).parents[2]), *sys.path])
         env = os.environ | NO_GPU | env | {"ECHELON_PARENT": str(os.getpid()), "ECHELON_PATH": path}
         self.process = subprocess.Popen(command, env=env, start_new_session=True, pass_fds=[theirs.fileno()])
@@ -153,11 +155,11 @@ def is_child(pid: int) -> bool:
 class Server:
     """The server in its own process: forks a rank for each request."""
 
-    def __init__(self, channel: socket.socket, argv: list[str]) -> None:
-        self.channel, self.argv = channel, argv
+    def __init__(self, channel: socket.socket, argv: list[str], module: str = WORKER) -> None:
+        self.channel, self.argv, self.module = channel, argv, module
         self.handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP}  # ranks act on them
         gc.disable()
-        for name in LOADED:
+        for name in {*LOADED, module}:
             importlib.import_module(name)
         gc.freeze()
 
@@ -201,8 +203,7 @@ class Server:
         """Run the rank, and end its process."""
         import numpy as np
 
-        from trainer.launch.worker import run_rank
-
+        run_rank = importlib.import_module(self.module).run_rank
         os.setsid()
         self.channel.close()
         for number, handler in self.handlers.items():
@@ -227,4 +228,4 @@ def ignore_stacks(*_: object) -> None:
 
 if __name__ == "__main__":
     die_with_parent(int(os.environ["ECHELON_PARENT"]))
-    Server(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:]).serve()
+    Server(socket.socket(fileno=int(sys.argv[1])), sys.argv[3:], sys.argv[2]).serve()

@@ -14,6 +14,7 @@ from trainer.comm.device import count_gpus, pick_backend
 from trainer.config.build import build_options
 from trainer.config.options import Options
 from trainer.errors import STOPPED, ConfigError
+from trainer.interactive.dry_run import dried
 from trainer.launch.supervisor import Supervisor
 from trainer.launch.worker import train_under_launcher
 from trainer.log import log_to_terminal
@@ -40,8 +41,14 @@ def start(config: dict[str, Any], name: str, argv: list[str], place: Place) -> i
     if devices == 1:
         with temporary_folder() as folder, sockets_in(folder):
             return train(config, name, argv, place)
+    if options.dry_run and place.starts:
+        raise ConfigError("trainer.dry_run=true: one task starts the ranks of a node; give srun a task for each rank")
     if place.starts:  # rank 0 plans for all nodes; no rank is restarted alone
         return supervise(config, None, argv, place, 0, math.inf)
+    if options.dry_run:
+        with temporary_folder() as folder:
+            dry = {**config, "trainer": asdict(dried(options, folder))}
+            return start_ranks(dry, name, argv, devices)
     return start_ranks(config, name, argv, devices)
 
 

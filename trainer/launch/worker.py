@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -38,14 +38,19 @@ def run_rank(descriptor: int, argv: list[str]) -> int:
         with sockets_in(Path(os.environ["ECHELON_ERROR_FILE"]).parent):  # a folder that the supervisor removes
             return (train if alone else train_or_wait)(config, run_dir.name, argv, spec=spec, on_error=report)
     except BaseException as error:
-        report(error)
-        text = message(error)
-        if int(os.environ["RANK"]):
-            print(text, file=sys.stderr)  # into this rank's log
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(exit_code(error))  # an orderly end may wait for peers that wait for this rank
+        end_failed(error)
+
+
+def end_failed(error: BaseException) -> NoReturn:
+    """Report the error, and end this process: an orderly end may wait for peers that wait for this rank."""
+    report(error)
+    text = message(error)
+    if int(os.environ["RANK"]):
+        print(text, file=sys.stderr)  # into this rank's log
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(exit_code(error))
 
 
 def read_run(descriptor: int) -> tuple[dict[str, Any], RunSpec | None]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from torch import nn
 
 from trainer import monitors
 from trainer.callback import Role
@@ -49,6 +50,28 @@ def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
         DataError: The data can't be opened.
     """
     key, path = f"CHECKPOINT={checkpoint}", Path(os.path.realpath(checkpoint))
+    manifest, made = open_run(path, changes, key)
+    recipe, seed = made["recipe"], made["options"].seed
+    if not hasattr(recipe, "export"):
+        raise ConfigError(f"{key}: {type(recipe).__name__} has no method `export`; define it")
+    source = open_source(recipe, "train", seed, made["data"])
+    refuse_other_data(source, manifest["identity"]["data"], key)
+    model = whole_model(path, manifest, made, key)
+    make_writable("FOLDER", folder)
+    recipe.export(model.eval(), folder)
+    apply_umask(folder)
+    print(f"{path} -> {folder}")
+
+
+def open_run(path: Path, changes: list[str], key: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the checkpoint's manifest, and what its run's config builds, with `changes` as KEY=VALUE.
+
+    Args:
+        key: The argument that named the checkpoint, for errors.
+
+    Raises:
+        ConfigError: As in `export`.
+    """
     try:
         manifest = verify(path)
     except Damaged as error:
@@ -63,24 +86,19 @@ def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
     settings["callbacks"] = without_monitors(settings["callbacks"])
     check(settings, OWN)
     refuse_paths(settings, {change.partition("=")[0] for change in changes})
-    made = build_components(settings, OWN)
-    recipe, seed = made["recipe"], settings["trainer"]["seed"]
-    if not hasattr(recipe, "export"):
-        raise ConfigError(f"{key}: {type(recipe).__name__} has no method `export`; define it")
-    source = open_source(recipe, "train", seed, made["data"])
-    refuse_other_data(source, manifest["identity"]["data"], key)
-    torch.manual_seed(seed)
-    model = on_host(recipe.model())
+    return manifest, build_components(settings, OWN)
+
+
+def whole_model(path: Path, manifest: dict[str, Any], made: dict[str, Any], key: str) -> nn.Module:
+    """Return the recipe's model on the CPU, with the checkpoint's weights, or with the average that the run kept."""
+    torch.manual_seed(made["options"].seed)
+    model = on_host(made["recipe"].model())
     sections = open_parts(path, manifest["files"], manifest["world"])
     state = load_state(path, manifest["files"], "callbacks".__eq__)
     callbacks = sections.get("callbacks", state["callbacks"])
     averages = (callbacks.get(name) for name, c in made["callbacks"].items() if c.role is Role.AVERAGE)
-    weights = read_all(next(averages, None) or sections["model"])
-    put_weights(model, weights, key)
-    make_writable("FOLDER", folder)
-    recipe.export(model.eval(), folder)
-    apply_umask(folder)
-    print(f"{path} -> {folder}")
+    put_weights(model, read_all(next(averages, None) or sections["model"]), key)
+    return model
 
 
 def read_config(file: Path, changes: list[str], key: str) -> dict[str, Any]:

@@ -1,0 +1,23 @@
+"""Echelon from Python: `from echelon import Trainer`."""
+
+from trainer import __version__
+from trainer.callback import Callback
+from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
+from trainer.errors import ConfigError, DataError, NumericsError, UnavailableError
+from trainer.launch.function import launch
+from trainer.trainer import Trainer
+
+__all__ = [
+    "Callback",
+    "CheckpointOptions",
+    "ConfigError",
+    "DDPOptions",
+    "DataError",
+    "DataOptions",
+    "NumericsError",
+    "Options",
+    "Trainer",
+    "UnavailableError",
+    "__version__",
+    "launch",
+]

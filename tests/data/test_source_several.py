@@ -1,0 +1,61 @@
+"""Several data sets for validation: their names, their samples, and what is no such mapping."""
+
+from typing import Any
+
+import pytest
+import torch
+from toy_recipe import Points
+
+from trainer.data.shards.writer import write_shards
+from trainer.data.source import Samples, Several, each_set, open_source, size_of
+from trainer.errors import DataError
+
+
+class Recipe:
+    def __init__(self, data: Any) -> None:
+        self.given = data
+
+    def data(self, split: str) -> Any:
+        return self.given
+
+
+def points(size: int) -> Points:
+    return Points(size, torch.float32)
+
+
+def test_a_mapping_of_names_is_several_data_sets(tmp_path):
+    shards = write_shards([{"__key__": "a", "cls": 1}], tmp_path, "val", per_shard=4)
+    source = open_source(Recipe({"clean": points(3), "tar": str(shards[0]), "list": [torch.ones(2)]}), "val", 0)
+    assert isinstance(source, Several) and list(each_set(source, "val")) == ["val/clean", "val/tar", "val/list"]
+    assert isinstance(source["clean"], Samples) and isinstance(source["tar"], Samples)
+    assert (size_of(source), size_of(source["clean"]), size_of(None)) == (0, 3, 0)  # a list does not tell
+
+
+def test_the_fingerprint_follows_each_part():
+    one, other, named = (
+        open_source(Recipe(data), "val", 0)
+        for data in (
+            {"a": points(3), "b": points(4)},
+            {"a": points(3), "b": points(5)},
+            {"a": points(3), "c": points(4)},
+        )
+    )
+    assert isinstance(one, Several) and isinstance(other, Several) and isinstance(named, Several)
+    assert len({one.fingerprint, other.fingerprint, named.fingerprint}) == 3
+    assert size_of(one) == 7
+
+
+def test_a_mapping_of_weights_is_a_mixture(tmp_path):
+    shards = write_shards([{"__key__": "a", "cls": 1}], tmp_path, "val", per_shard=4)
+    assert isinstance(open_source(Recipe({str(shards[0]): 2}), "val", 0), Samples)
+
+
+@pytest.mark.parametrize("data", [{}, {"a": None}, {1: points(3)}, {"a/b": points(3)}, {"a b": points(3)}])
+def test_other_mappings_are_refused(data):
+    with pytest.raises(DataError, match=r"^recipe\.data\('val'\): .* give data sets by names of letters"):
+        open_source(Recipe(data), "val", 0)
+
+
+def test_training_has_one_data_set():
+    with pytest.raises(DataError, match=r"^recipe\.data\('train'\): a: .* a mixture maps shards to weights"):
+        open_source(Recipe({"a": points(3)}), "train", 0)

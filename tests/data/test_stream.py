@@ -1,0 +1,142 @@
+"""Streams of samples: split over ranks, batched, transformed, walked again, and resumed."""
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from trainer.callback import Callback
+from trainer.config.options import CheckpointOptions, DataOptions, LimitOptions, Options
+from trainer.data.stream import Stream, is_stream
+from trainer.errors import ConfigError, DataError
+from trainer.process.environment import Place
+from trainer.trainer import Trainer
+
+datasets = pytest.importorskip("datasets")
+
+
+class Numbers(IterableDataset):
+    yields_samples = True
+
+    def __init__(self, size: int) -> None:
+        self.size, self.epochs = size, list[int]()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        yield from ({"i": i} for i in range(self.size))
+
+
+def hugging_face(size: int, shards: int) -> Any:
+    return datasets.Dataset.from_dict({"i": list(range(size))}).to_iterable_dataset(num_shards=shards)
+
+
+class Streams:
+    def __init__(self, kind: str, size: int) -> None:
+        self.kind, self.size = kind, size
+
+    def model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def data(self, split: str) -> Any:
+        size = self.size if split == "train" else 7
+        if self.kind == "map":
+            return datasets.Dataset.from_dict({"i": list(range(size))})
+        return Numbers(size) if self.kind == "torch" else hugging_face(size, int(self.kind))
+
+    def transform(self, sample: dict[str, int], rng: Any) -> Tensor:
+        return torch.tensor([float(sample["i"]), rng.random()])
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return (model(batch[:, :1]) * 1e-6).square().mean()
+
+    def metrics(self, model: nn.Module, batch: Tensor) -> dict[str, tuple[Tensor, int]]:
+        return {"i": (batch[:, 0].sum(), len(batch))}
+
+
+class Seen(Callback):
+    """The samples of each step, over all ranks, as `wrap_batches` sees them."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[float]] = []
+
+    def wrap_batches(self, trainer, steps):
+        for step in steps:
+            own = [value for batch in step._batches for value in batch.flatten().tolist()]
+            self.steps.append(sorted(value for part in trainer.ranks.gather(own) for value in part))
+            yield step
+
+
+def train(place: Place, kind: str, steps: int, resume: str | None = None, **options: Any) -> tuple[Any, Any]:
+    seen = Seen()
+    trainer = Trainer(
+        Streams(kind, 10), [seen], batch=4, accumulate=1, data=DataOptions(workers=0), place=place,
+        options=Options(max_steps=steps, run_dir="runs/r", resume=resume, checkpoint=CheckpointOptions(), **options),
+    )  # fmt: skip
+    trainer.fit()
+    return seen.steps, trainer.validation
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def numbers(steps: list[list[float]]) -> list[float]:
+    return sorted(value for step in steps for value in step if value == int(value) and value >= 1)
+
+
+@pytest.mark.parametrize("kind", ["torch", "1", "2"])
+def test_ranks_share_the_samples_of_a_stream(kind):
+    """10 samples are two batches of 4 on two ranks; the rest of a pass is dropped in training, and validated."""
+    for steps, validation in run_ranks(2, train, kind, 2):
+        assert len(set(numbers(steps))) == len(numbers(steps)) and set(numbers(steps)) <= set(range(1, 10))
+        assert len(numbers(steps)) >= 7  # 0 aside, which random numbers could equal
+        assert validation == {"val/i": 3.0}
+
+
+def test_a_map_style_data_set_of_hugging_face_is_a_dataset():
+    _, validation = train(Place(), "map", 2)
+    assert validation == {"val/i": 3.0}
+
+
+def test_each_pass_draws_other_random_numbers_and_a_resume_the_same():
+    straight, _ = train(Place(), "torch", 4)
+    assert numbers(straight[:2]) == numbers(straight[2:]) and straight[:2] != straight[2:]
+    for folder in ("runs", "ckpt"):
+        shutil.rmtree(folder)
+    first, _ = train(Place(), "torch", 2)
+    rest, _ = train(Place(), "torch", 4, resume="auto")
+    assert [first, rest[-2:]] == [straight[:2], straight[2:]]
+
+
+def test_the_data_set_is_told_the_epoch():
+    numbers = Numbers(5)
+    batches = Stream(numbers, None, 0).batches(2, 0, 1, list, True)
+    assert [len(list(batches)) for _ in range(3)] == [2, 2, 2] and numbers.epochs == [0, 1, 2]
+    validation = Stream(numbers, None, 0).batches(2, 0, 1, list, False)
+    assert [len(list(validation)) for _ in range(2)] == [3, 3] and numbers.epochs[3:] == [0, 0]
+
+
+def test_samples_that_fit_into_no_batch_are_told():
+    batches = Stream([torch.ones(2), torch.ones(3)], None, 0).batches(2, 0, 1, torch.stack, True)
+    with pytest.raises(DataError, match=r"^recipe\.data: samples of a stream do not fit into a batch \(.*\); give"):
+        list(batches)
+
+
+def test_what_is_a_stream():
+    assert (
+        is_stream(hugging_face(3, 1)) and is_stream(hugging_face(3, 1).with_format("torch")) and is_stream(Numbers(1))
+    )
+    assert not is_stream(datasets.Dataset.from_dict({"i": [1]})) and not is_stream([1])
+
+
+def test_a_stream_has_no_first_samples_for_training():
+    with pytest.raises(ConfigError, match="has no first samples"):
+        train(Place(), "torch", 2, limit_batches=LimitOptions(train=1))

@@ -1,0 +1,71 @@
+"""Reading data with a model: samples that can't be read are left out within a limit, and every sample has its key."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_ranks
+from torch import Tensor, nn
+
+from trainer.comm.ranks import Ranks
+from trainer.config.options import DataOptions
+from trainer.data.shards.writer import write_shards
+from trainer.errors import DataError
+from trainer.interactive.inference import Inference
+from trainer.precision import Precision
+from trainer.process.environment import Place
+
+
+class Shards:
+    def __init__(self, folder: Path, bad: int) -> None:
+        self.folder, self.bad = folder, bad
+
+    def data(self, split: str) -> Any:
+        return str(self.folder / "*.tar")
+
+    def transform(self, sample: dict[str, Any], rng: Any) -> Tensor:
+        if sample["cls"] < self.bad:
+            raise DataError("is damaged")
+        return torch.tensor([float(sample["cls"])])
+
+    def predict(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return batch[:, 0] * 2
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return batch.mean()
+
+
+def read(place: Place, folder: Path, bad: int, max_bad: float) -> Any:
+    ranks = Ranks(place, "cpu", "gloo", 20.0)
+    reads = Inference(
+        Shards(folder, bad), ranks, Precision("fp32", torch.device("cpu")), DataOptions(workers=0, max_bad=max_bad),
+        micro=3, seed=0, data_rank=ranks.rank, data_world=ranks.world,
+    )  # fmt: skip
+    try:
+        found = reads.predict(nn.Linear(1, 1), "val")
+        metrics = reads.evaluate(nn.Linear(1, 1), "val")
+    except DataError as error:
+        return str(error)
+    finally:
+        ranks.leave()
+    return found.index, found.keys, found["prediction"].tolist(), metrics
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    write_shards(({"__key__": f"k{i:02d}", "cls": i} for i in range(20)), tmp_path, "val", per_shard=7)
+    return tmp_path
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_bad_samples_are_left_out(folder, world):
+    kept = range(4, 20)
+    expected = (list(kept), [f"k{i:02d}" for i in kept], [2.0 * i for i in kept])
+    for *found, metrics in run_ranks(world, read, folder, 4, 0.5):
+        assert tuple(found) == expected and metrics == {"val/loss": pytest.approx(sum(kept) / len(kept))}
+
+
+def test_too_many_bad_samples_are_an_error(folder):
+    (said,) = run_ranks(1, read, folder, 12, 0.0)
+    assert said.startswith("data.max_bad: 12 samples could not be read; the first: is damaged")

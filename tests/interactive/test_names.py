@@ -1,0 +1,43 @@
+"""Callbacks as a list: Echelon's own have the config's names, so that a command and a program resume each other."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from trainer.callback import Callback
+from trainer.callbacks.ema import EMA
+from trainer.config.targets import OWN, locate
+from trainer.errors import ConfigError
+from trainer.interactive.names import by_name, name_of_class
+from trainer.monitors.throughput import Throughput
+
+CONF = Path(__file__).parents[2] / "conf" / "callbacks"
+
+
+class HTTPServer2Watch(Callback):
+    pass
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONF.glob("*.yaml")))
+def test_own_callbacks_have_the_names_of_the_config(name):
+    target = OmegaConf.load(CONF / f"{name}.yaml")[name]._target_
+    assert name_of_class(locate("callbacks", target, OWN)) == name
+
+
+def test_a_list_is_named_by_class():
+    ema, own = EMA(), HTTPServer2Watch()
+    assert by_name([ema, own]) == {"ema": ema, "http_server2_watch": own}
+    assert by_name(iter([ema])) == {"ema": ema}
+    assert by_name(None) == {} and by_name({"a": ema}) == {"a": ema}
+
+
+def test_two_of_a_class_are_refused():
+    with pytest.raises(ConfigError, match=r"^callbacks: two are of class EMA, .* named ema; .* \{'a': EMA\(\.\.\.\), "):
+        by_name([EMA(), Throughput(), EMA()])
+
+
+@pytest.mark.parametrize("given", [EMA(), "ema", 3])
+def test_what_is_no_list_is_refused(given):
+    with pytest.raises(ConfigError, match=r"^callbacks: is a value of type \w+; give a list, as \[EMA\(\)\], or"):
+        by_name(given)

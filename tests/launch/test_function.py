@@ -1,0 +1,107 @@
+"""`launch`: results, output, failures and interrupts of functions on several ranks. In a notebook: tests/docs."""
+
+import json
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from support.cli import Result, popen, run
+from support.faults import alive
+
+from trainer.checkpoint.locate import checkpoints
+from trainer.errors import ConfigError
+from trainer.launch.function import launch, pack
+
+
+def launched(folder: Path, name: str, devices: int, *args: int) -> Result:
+    return run([name, str(devices), *map(str, args)], folder, "launched")
+
+
+def test_a_trainer_on_two_ranks_returns_what_rank_0_has(tmp_path):
+    """It finds its place, fits twice, and evaluates after its ranks have parted twice."""
+    done = launched(tmp_path, "trains", 2, 3)
+    *printed, result = done.out.splitlines()
+    assert done.code == 0 and "caf\N{LATIN SMALL LETTER E WITH ACUTE} of rank 0" in printed, done
+    assert "of rank 1" not in done.out and any("2 rank(s)" in line or "finished at step" in line for line in printed)
+    found = json.loads(result)
+    assert (found["ranks"], found["steps"], list(found["metrics"])) == (2, [3, 5], ["val/loss"])
+    summary = json.loads((tmp_path / "runs" / "r" / "summary.json").read_text())
+    assert found["metrics"]["val/loss"] == pytest.approx(summary["val/loss"], rel=1e-6)
+
+
+def test_tensors_come_back(tmp_path):
+    assert launched(tmp_path, "returns_tensors", 1).out == '{"t": "tensor([0., 1., 2.])", "argument": "1"}\n'
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("refuses", ["DataError: corpus.txt: is missing; restore it"]),
+        ("fails", ["RuntimeError: launch: rank 1 failed first:", "ZeroDivisionError: trouble"]),
+        ("dies", ["RuntimeError: launch: rank 1 was killed by SIGKILL", "last words"]),
+        (
+            "returns_a_lock",
+            ["ConfigError: launch: the function returned a lock, which can't be sent back (cannot pickle"],
+        ),
+    ],
+)
+def test_a_failed_rank_ends_the_others_and_tells_why(tmp_path, name, said):
+    began = time.monotonic()
+    done = launched(tmp_path, name, 2)
+    assert done.code == 0 and all(text in done.out for text in said), done
+    assert done.out.count("Traceback") == (name == "fails") and "its log" not in done.out
+    assert time.monotonic() - began < 60  # not the 600 s of the other rank
+
+
+def interrupted(folder: Path, name: str, file: str, times: int = 1) -> str:
+    """Interrupt once the file is there, and return what is printed."""
+    with popen([name, "2"], folder, "launched") as process:
+        timer = threading.Timer(60, process.kill)
+        timer.start()
+        while process.poll() is None and not (folder / file).exists():
+            time.sleep(0.02)
+        for _ in range(times):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.5 * (times > 1))
+        out, err = process.communicate(timeout=60)
+        timer.cancel()
+    assert process.returncode == 0, (out, err)
+    return out
+
+
+def test_an_interrupt_lets_a_trainer_write_its_checkpoint(tmp_path):
+    out = interrupted(tmp_path, "endless", "stepping")
+    assert out.endswith("interrupted\n") and len(checkpoints(tmp_path / "ckpt" / "r")) == 1, out
+    assert json.loads((tmp_path / "runs" / "r" / "summary.json").read_text())["stopped"] == "signal"
+
+
+def test_an_interrupt_ends_ranks_that_do_not_train(tmp_path):
+    assert interrupted(tmp_path, "pids", "pid-1").endswith("interrupted\n")
+    assert not [file for file in tmp_path.glob("pid-*") if alive(int(file.read_text()))]
+
+
+def test_a_rank_launches_nothing(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"^launch: torchrun has started this process as a rank; call the function"):
+        launch(print)
+
+
+def test_what_can_not_be_sent_is_refused(monkeypatch):
+    lock = threading.Lock()
+    with pytest.raises(
+        ConfigError, match=r"^launch: the function or an argument can't be sent .* \(.*lock.*\); make such"
+    ):
+        launch(lambda: lock)
+    with pytest.raises(ConfigError, match=r"^launch: devices=0: must be at least 1$"):
+        launch(print, devices=0)
+
+
+def test_cloudpickle_is_needed_for_functions_of_a_script_alone(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    assert b"dumps" in pack(json.dumps, (1,))
+    with pytest.raises(ConfigError, match=r"is sent by cloudpickle, which is not installed; pip install 'cloudpickle"):
+        pack(lambda: 0, ())

@@ -1,0 +1,81 @@
+"""Streams of samples, such as Hugging Face's streaming data sets: batched here, and split over the ranks."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from numpy.random import Generator
+
+from trainer.errors import DataError
+from trainer.rng import SAMPLE, keyed, mix
+
+STREAMING = ("datasets.iterable_dataset", "IterableDataset")
+
+
+class Stream:
+    """An iterable of samples, the same on every rank, that is walked again when it ends.
+
+    The training process itself reads it, without data workers. A resume reads and drops what the run had read.
+
+    Args:
+        samples: Hugging Face's `IterableDataset`, or an iterable whose attribute `yields_samples` is true. `set_epoch`
+            is called before each pass over training data, if there is such a method.
+        transform: Of the recipe.
+    """
+
+    def __init__(self, samples: Any, transform: Callable[[Any, Generator], Any] | None, seed: int) -> None:
+        self.samples, self.transform, self.seed = samples, transform, seed
+
+    def batches(
+        self, micro: int, rank: int, world: int, collate: Callable[[list[Any]], Any], training: bool
+    ) -> "Batches":
+        """Return this rank's batches: of whole `micro` samples in training, else with the rest as the last one."""
+        return Batches(self, micro, rank, world, collate, training)
+
+    def part(self, epoch: int, rank: int, world: int) -> Iterator[Any]:
+        """Yield every `world`-th sample, from sample `rank` on. Hugging Face's data may skip whole files instead."""
+        own, first, every = self.samples, rank, world
+        if world > 1 and is_hugging_face(own):
+            from datasets.distributed import split_dataset_by_node  # pyright: ignore[reportMissingImports]
+
+            own, first, every = split_dataset_by_node(own, rank, world), 0, 1
+        if hasattr(own, "set_epoch"):
+            own.set_epoch(epoch)
+        for row, sample in enumerate(itertools.islice(iter(own), first, None, every)):
+            key = mix(self.seed, SAMPLE, epoch, row * world + rank)
+            yield sample if self.transform is None else self.transform(sample, keyed(key))
+
+
+class Batches:
+    """One rank's batches of a stream. Each iteration is a pass over the data, in training of the next epoch."""
+
+    def __init__(
+        self, stream: Stream, micro: int, rank: int, world: int, collate: Callable[[list[Any]], Any], training: bool
+    ) -> None:
+        self.stream, self.micro, self.rank, self.world = stream, micro, rank, world
+        self.collate, self.training, self.epoch = collate, training, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        own = self.stream.part(self.epoch, self.rank, self.world)
+        self.epoch += self.training
+        while samples := list(itertools.islice(own, self.micro)):
+            if self.training and len(samples) < self.micro:
+                return
+            yield self._batch(samples)
+
+    def _batch(self, samples: list[Any]) -> Any:
+        try:
+            return self.collate(samples)
+        except (TypeError, RuntimeError, ValueError, KeyError) as error:
+            form = "give samples of one shape and of tensors, arrays or numbers, or give the recipe a `collate`"
+            raise DataError(f"recipe.data: samples of a stream do not fit into a batch ({error}); {form}") from None
+
+
+def is_stream(data: Iterable[Any]) -> bool:
+    """Return whether `data` yields samples, not batches."""
+    return is_hugging_face(data) or bool(getattr(data, "yields_samples", False))
+
+
+def is_hugging_face(data: Any) -> bool:
+    """Return whether `data` is Hugging Face's streaming data set. The package itself is not imported."""
+    return any((kind.__module__, kind.__name__) == STREAMING for kind in type(data).__mro__)

@@ -1,0 +1,146 @@
+"""Metrics and predictions of a model over data that a recipe names, on the ranks of this process."""
+
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import DistError, ProcessGroup
+from torch.utils.data import default_collate
+
+from trainer.comm.ranks import Ranks
+from trainer.config.options import DataOptions
+from trainer.data.bad_samples import Bad, allowed
+from trainer.data.batch import Micro, Split
+from trainer.data.loader import Loader
+from trainer.data.source import Samples, each_set, open_source, size_of
+from trainer.errors import ConfigError, DataError
+from trainer.interactive.predictions import Predictions, rows_of
+from trainer.log import log
+from trainer.precision import Precision
+from trainer.recipe_checks import weight_of
+from trainer.validation import Evaluator
+
+
+class Inference:
+    """Reads data of a recipe, split over the ranks: each sample is read by one rank.
+
+    Args:
+        micro: Samples of one forward pass on one rank.
+        replicas: The ranks whose buffers become those of the first; None: this rank's stay.
+        lockstep: Every forward pass needs all ranks.
+        data_rank, data_world: Of this rank among those that read different samples.
+        beat: Called after each batch.
+    """
+
+    def __init__(
+        self,
+        recipe: Any,
+        ranks: Ranks,
+        precision: Precision,
+        data: DataOptions,
+        *,
+        micro: int,
+        seed: int,
+        replicas: ProcessGroup | None = None,
+        lockstep: bool = False,
+        data_rank: int = 0,
+        data_world: int = 1,
+        beat: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.recipe, self.ranks, self.precision, self.data = recipe, ranks, precision, data
+        self.micro, self.seed, self.replicas, self.lockstep = micro, seed, replicas, lockstep
+        self.data_rank, self.data_world, self.beat = data_rank, data_world, beat
+
+    def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
+        """Return the metrics over all samples of `recipe.data(split)`, named `SPLIT/METRIC`. A collective.
+
+        Raises:
+            ConfigError, DataError: As in `Evaluator.evaluate`.
+        """
+        source, loader = self._open(split, weight_of(self.recipe))
+        with closing(loader):
+            evaluator = Evaluator(
+                self.recipe,
+                {prefix: partial(loader.validate, part) for prefix, part in each_set(source, split).items()},
+                self.ranks, self.precision, samples=size_of(source), max_bad=self.data.max_bad,
+                replicas=self.replicas, lockstep=self.lockstep, data_rank=self.data_rank,
+                stopping=lambda: False, beat=self.beat,
+            )  # fmt: skip
+            metrics = evaluator.evaluate(model)
+        assert metrics is not None  # nothing stops it
+        return metrics
+
+    def predict(self, model: nn.Module, split: str) -> Predictions:
+        """Return what `recipe.predict` gives for all samples of `recipe.data(split)`, in their order. A collective.
+
+        Raises:
+            ConfigError: The recipe has no `predict`, or it returns another number of rows than the batch has samples.
+            DataError: The data has no order over the ranks, or a sample can't be read.
+            DistError: Another rank has failed.
+        """
+        if not callable(getattr(self.recipe, "predict", None)):
+            kind = type(self.recipe).__name__
+            raise ConfigError(f"recipe: {kind} has no method 'predict'; define predict(model, batch)")
+        source, loader = self._open(split, lambda batch: 1)  # data without targets has nothing to count
+        own, failure = Predictions(), None
+        with closing(loader):
+            try:
+                own = self._own(model, source, loader)
+            except Exception as error:
+                failure = error  # the other ranks wait for this one's report
+            failed = self.ranks.each(failure is not None)
+        if failure:
+            raise failure
+        if any(failed):
+            raise DistError(f"rank {failed.index(True)} failed in predict")
+        return own.gathered(self.ranks)
+
+    def _own(self, model: nn.Module, source: Any, loader: Loader) -> Predictions:
+        if not isinstance(source, Samples):
+            kind = "several data sets" if isinstance(source, dict) else "batches"
+            raise ConfigError(f"predict: recipe.data gives {kind}, which have no order; return one Dataset or shards")
+        own, bad = Predictions(), list[Bad]()
+        training = [module for module in model.modules() if module.training]
+        model.eval()
+        predict = self.precision.cast(self.recipe.predict)
+        try:
+            with torch.no_grad():
+                for micro in loader.validate():
+                    bad += micro.bad
+                    if micro.batch is not None:
+                        self._add(own, source, micro, predict(model, micro.batch))
+                    self.beat()
+        finally:
+            for module in training:
+                module.training = True
+        if len(bad) > allowed(self.data.max_bad, size_of(source)):
+            raise DataError(f"data.max_bad: {len(bad)} samples could not be read; the first: {bad[0].why}")
+        if bad:
+            log.warning("predict: %d samples could not be read, and are left out; the first: %s", len(bad), bad[0].why)
+        return own
+
+    def _add(self, own: Predictions, source: Samples, micro: Micro, output: Any) -> None:
+        left_out = {each.ref for each in micro.bad}
+        refs = [ref for ref in micro.refs if ref not in left_out]
+        numbers = [source.bases[ref.shard] + ref.offset for ref in refs]
+        own.add(numbers, [str(source.reader.name(ref)[1]) for ref in refs], rows_of(output, len(refs)))
+
+    def _open(self, split: str, weight: Callable[[Any], int] | None) -> tuple[Any, Loader]:
+        """Open the data, on rank 0 first, which may prepare files."""
+        if self.ranks.rank:
+            self.ranks.each(None)
+        source = open_source(self.recipe, split, self.seed, self.data, self.ranks.timeout.total_seconds())
+        if not self.ranks.rank:
+            self.ranks.each(None)
+        if source is None:
+            raise ConfigError(f"recipe.data({split!r}): is None; return data, or name another split")
+        loader = Loader(
+            source, None, Split(self.micro * self.data_world, self.data_world), self.data, validation=source,
+            rank=self.data_rank, seed=self.seed, timeout_s=self.ranks.timeout.total_seconds(),
+            device=self.ranks.device, ranks_on_node=self.ranks.place.local_world,
+            collate=getattr(self.recipe, "collate", default_collate), weight=weight,
+        )  # fmt: skip
+        return source, loader

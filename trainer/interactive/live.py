@@ -1,0 +1,77 @@
+"""`Trainer.evaluate` and `Trainer.predict`: before a run its first weights, after a run its last ones."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch.distributed as dist
+
+from trainer.checkpoint.parts import open_parts
+from trainer.checkpoint.pretrained import load_weights
+from trainer.comm.ranks import Ranks
+from trainer.errors import ConfigError
+from trainer.interactive.inference import Inference
+from trainer.interactive.predictions import Predictions
+from trainer.training_state import SavedTrainer
+
+
+class LiveTrainer(SavedTrainer, Protocol):
+    """The attributes of a trainer that infers."""
+
+    fitted: bool
+    closed: bool
+
+
+def evaluate(trainer: LiveTrainer, split: str) -> dict[str, float]:
+    """Return the metrics of the trainer's model over `recipe.data(split)`. A collective."""
+    with inference(trainer, "evaluate") as reads:
+        return reads.evaluate(trainer.eval_model, split)
+
+
+def predict(trainer: LiveTrainer, split: str) -> Predictions:
+    """Return the predictions of the trainer's model for `recipe.data(split)`. A collective."""
+    if not trainer.strategy.whole:
+        raise ConfigError("predict: each rank has a part of the model; use echelon predict CHECKPOINT")
+    with inference(trainer, "predict") as reads:
+        return reads.predict(trainer.eval_model, split)
+
+
+@contextmanager
+def inference(trainer: LiveTrainer, what: str) -> Iterator[Inference]:
+    """Make what reads data with the trainer's model. Ranks whose run has ended meet again meanwhile.
+
+    Raises:
+        ConfigError: The ranks' run goes on, has failed, or has ended and each rank has a part of the model.
+    """
+    several, strategy = trainer.world > 1, trainer.strategy
+    if several and trainer.fitted and not (trainer.closed and strategy.whole):
+        why = "each rank has a part of the model" if trainer.closed else "the run goes on, or has failed"
+        raise ConfigError(f"{what}: {why}; use echelon {what} CHECKPOINT")
+    if not trainer.fitted:
+        load_first_weights(trainer)
+    options, again = trainer.options, several and trainer.closed
+    ranks = trainer.ranks
+    if again:
+        ranks = Ranks(trainer.ranks.place, options.accelerator, options.backend, options.timeout_s)
+    try:
+        yield Inference(
+            trainer.recipe, ranks, trainer.precision, trainer.plan.data, micro=trainer.plan.micro, seed=options.seed,
+            replicas=dist.group.WORLD if again else strategy.replicas, lockstep=strategy.lockstep and not again,
+            data_rank=strategy.data_rank, data_world=strategy.data_world,
+            beat=(lambda: None) if trainer.closed else trainer.heartbeat.beat,
+        )  # fmt: skip
+        if again:
+            ranks.leave()
+    finally:
+        if again:
+            ranks.close()
+
+
+def load_first_weights(trainer: LiveTrainer) -> None:
+    """Load the weights with which `fit` would begin."""
+    resumed, manifest = trainer.plan.resumed, trainer.plan.manifest
+    if resumed:
+        sections = open_parts(resumed, manifest["files"], manifest["world"])
+        trainer.strategy.load(trainer.optimizer, {"model": sections["model"]})
+    elif trainer.options.init_from:
+        load_weights(trainer.module, trainer.options.init_from)

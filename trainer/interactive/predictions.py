@@ -1,0 +1,166 @@
+"""Predictions for samples: collected over batches and ranks, in the data's order, and written to a file."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save
+from torch import Tensor
+
+from trainer.comm.ranks import Ranks
+from trainer.errors import ConfigError
+from trainer.files import write_whole
+
+FORMATS = (".jsonl", ".safetensors")
+UNNAMED = "prediction"  # the name, in a file, of what a recipe returns without names
+
+Column = Tensor | list[Any]  # a row for each sample
+
+
+class Predictions:
+    """Rows for samples, in the data's order.
+
+    Attributes:
+        index: The number of each sample in the data. Samples that can't be read are not there.
+        keys: The key of each sample of a shard; the number of a dataset's sample, as text.
+        columns: By name: a tensor (samples, ...), or a list of plain values. A column without a name is `prediction`.
+    """
+
+    def __init__(self) -> None:
+        self.index: list[int] = []
+        self.keys: list[str] = []
+        self.columns: dict[str, Column] = {}
+        self._parts: dict[str, list[Column]] = {}
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, name: str) -> Column:
+        return self.columns[name]
+
+    def add(self, index: list[int], keys: list[str], rows: dict[str, Column]) -> None:
+        """Add the rows of a batch.
+
+        Raises:
+            ConfigError: The batch before had other names.
+        """
+        if self._parts and self._parts.keys() != rows.keys():
+            names = f"{', '.join(rows)} for one batch and {', '.join(self._parts)} for another"
+            raise ConfigError(f"recipe.predict(): returned {names}; return the same names for each batch")
+        self.index += index
+        self.keys += keys
+        for name, column in rows.items():
+            self._parts.setdefault(name, []).append(column)
+
+    def gathered(self, ranks: Ranks) -> "Predictions":
+        """Return the rows of all ranks, on every rank. A collective."""
+        own = {name: joined(parts) for name, parts in self._parts.items()}
+        found = ranks.gather([self.index, self.keys, {name: form(column) for name, column in own.items()}])
+        whole = Predictions()
+        for index, keys, _ in found:
+            whole.index += index
+            whole.keys += keys
+        names = list(dict.fromkeys(name for *_, forms in found for name in forms))
+        for name in names:
+            forms = [forms.get(name) for *_, forms in found]  # None: the rank has no sample
+            kinds = {json.dumps([each[0], each[1][1:]]) for each in forms if each}
+            if len(kinds) > 1 or "list" in next(iter(kinds)):
+                lists = ranks.gather(plain(own[name]) if name in own else [])
+                whole.columns[name] = [row for rows in lists for row in rows]
+            else:
+                rows = [broadcast(ranks, source, own.get(name), *each) for source, each in enumerate(forms) if each]
+                whole.columns[name] = torch.cat(rows)
+        return whole
+
+    def write(self, file: Path) -> None:
+        """Write a line of JSON for each sample, or tensors of safetensors, by the suffix of the file.
+
+        Raises:
+            ConfigError: The suffix is another one, a column is no tensor, or the file can't be written.
+        """
+        refuse_format(file)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, self._lines() if file.suffix == ".jsonl" else self._tensors(file))
+        except OSError as error:
+            raise ConfigError(f"{file}: can't be written: {error.strerror}; give another file") from None
+
+    def _lines(self) -> bytes:
+        columns = {name: plain(column) for name, column in self.columns.items()}
+        lines = []
+        for row, (number, key) in enumerate(zip(self.index, self.keys, strict=True)):
+            named = {"index": number} | ({} if key == str(number) else {"key": key})
+            lines.append(json.dumps(named | {name: column[row] for name, column in columns.items()}))
+        return "".join(f"{line}\n" for line in lines).encode()
+
+    def _tensors(self, file: Path) -> bytes:
+        for name, column in self.columns.items():
+            if not isinstance(column, Tensor):
+                raise ConfigError(f"{file}: {name!r} is no tensor with a row for each sample; give a .jsonl file")
+        tensors = {name: column.contiguous() for name, column in self.columns.items() if isinstance(column, Tensor)}
+        return save({"index": torch.tensor(self.index), **tensors})
+
+
+def refuse_format(file: Path) -> None:
+    """Raise ConfigError if predictions have no format of this suffix."""
+    if file.suffix not in FORMATS:
+        raise ConfigError(f"{file}: predictions are written as {' or '.join(FORMATS)}; give a file of such a name")
+
+
+def rows_of(output: Any, samples: int) -> dict[str, Column]:
+    """Return what `recipe.predict` returned for a batch as columns on the CPU.
+
+    Raises:
+        ConfigError: The output has another number of rows than the batch has samples, or other values.
+    """
+    named = output if isinstance(output, Mapping) else {UNNAMED: output}
+    rows: dict[str, Column] = {}
+    for name, column in named.items():
+        if not isinstance(name, str) or name in ("index", "key"):
+            raise ConfigError(f"recipe.predict(): returned the name {name!r}; give another text")
+        if isinstance(column, Tensor) and column.dim():
+            rows[name] = column.detach().cpu()
+        elif isinstance(column, Sequence) and not isinstance(column, str | bytes):
+            rows[name] = [each.detach().cpu().tolist() if isinstance(each, Tensor) else each for each in column]
+        else:
+            kind = f"a tensor of shape {tuple(column.shape)}" if isinstance(column, Tensor) else type(column).__name__
+            raise ConfigError(
+                f"recipe.predict(): returned {kind} as {name!r}; return a tensor (samples, ...), a list with "
+                "a value for each sample, or a dict of these by name"
+            )
+        if len(rows[name]) != samples:
+            raise ConfigError(
+                f"recipe.predict(): returned {len(rows[name])} rows as {name!r} for {samples} samples; return one each"
+            )
+    return rows
+
+
+def joined(parts: list[Column]) -> Column:
+    """Return one tensor if all parts are tensors of one dtype and shape but for the first dimension; else a list."""
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    if len(tensors) == len(parts) and len({(part.dtype, part.shape[1:]) for part in tensors}) == 1:
+        return torch.cat(tensors)
+    return [row for part in parts for row in plain(part)]
+
+
+def plain(column: Column) -> list[Any]:
+    return column.tolist() if isinstance(column, Tensor) else column
+
+
+def form(column: Column) -> tuple[str, list[int]]:
+    """Return the dtype and the shape of a tensor; `list` and a length for a list."""
+    if isinstance(column, Tensor):
+        return str(column.dtype).removeprefix("torch."), list(column.shape)
+    return "list", [len(column)]
+
+
+def broadcast(ranks: Ranks, source: int, own: Column | None, dtype: str, shape: list[int]) -> Tensor:
+    """Return the tensor of the rank `source`, on every rank. A collective."""
+    mine = ranks.rank == source and isinstance(own, Tensor)
+    value = own.contiguous() if mine else torch.empty(shape, dtype=getattr(torch, dtype))
+    if ranks.world > 1 and value.numel():
+        dist.broadcast(value.flatten().view(torch.uint8), source, group=ranks.host)
+    return value

@@ -1,0 +1,62 @@
+"""Measures the further losses of a recipe whose `loss` returns several by name."""
+
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+from trainer.recipe_checks import refusal
+
+EXPECTED = "the tensor 'loss', and for each other name a tensor of one number, or a number"
+
+
+class NamedLosses:
+    """`recipe.loss` that may return a dict with `loss` and others: `loss` is trained, the others are logged.
+
+    Args:
+        step: Returns the step that runs; None outside of steps, whose losses are not measured.
+    """
+
+    def __init__(self, loss: Callable[..., Any], step: Callable[[], int | None]) -> None:
+        self.loss, self.step = loss, step
+        self.noted: int | None = None  # the step of `parts`
+        self.parts: list[dict[str, Any]] = []  # of each micro-batch
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        found = self.loss(model, batch)
+        if not isinstance(found, Mapping):
+            return found
+        if "loss" not in found:
+            raise refusal("loss", found, EXPECTED)
+        others = {name: value for name, value in found.items() if name != "loss"}
+        for name, value in others.items():
+            if not (isinstance(value, Tensor) and value.numel() == 1) and not isinstance(value, Real):
+                raise refusal("loss", value, EXPECTED, f" for {name!r}")
+        if (step := self.step()) is not None:
+            self.parts = self.parts if step == self.noted else []
+            self.noted = step
+            self.parts.append(
+                {k: value.detach() if isinstance(value, Tensor) else value for k, value in others.items()}
+            )
+        return found["loss"]
+
+    def sums(self, weights: Sequence[int]) -> dict[str, tuple[float, int]]:
+        """Return name -> (sum, count) over the items of this rank's micro-batches. Waits for the device.
+
+        Args:
+            weights: The items of each micro-batch. Passes that were repeated come before these.
+        """
+        found: dict[str, tuple[float, int]] = {}
+        for part, weight in zip(self.parts[-len(weights) :], weights, strict=False):
+            for name, value in part.items() if weight else ():
+                total, count = found.get(name, (0.0, 0))
+                found[name] = total + float(value) * weight, count + weight
+        return found
+
+
+def combined(ranks: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
+    """Return the mean of each further loss over the items of all ranks, as `train/NAME`."""
+    names = dict.fromkeys(name for rank in ranks for name in rank)
+    both = {name: [sum(rank[name][i] for rank in ranks if name in rank) for i in (0, 1)] for name in names}
+    return {f"train/{name}": total / count for name, (total, count) in both.items()}

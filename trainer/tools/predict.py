@@ -1,0 +1,33 @@
+"""python -m trainer.tools.predict CHECKPOINT --output FILE [KEY=VALUE...]: predictions of a checkpoint, in order."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from trainer.interactive.predictions import refuse_format
+from trainer.process.exit import run_guarded
+from trainer.run_dir import make_writable
+from trainer.tools import stored
+
+
+def main() -> int:
+    parser = stored.parser("predict", __doc__ or "")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="a name .jsonl or .safetensors")
+    arguments = parser.parse_intermixed_args()  # KEY=VALUE may follow an option
+    return run_guarded(lambda: predict(arguments))
+
+
+def predict(arguments: argparse.Namespace) -> int:
+    """Write what `recipe.predict` gives for each sample, in the order of the data."""
+    refuse_format(arguments.output)
+    make_writable("--output", arguments.output.parent)
+    predictions = stored.on_ranks(arguments, stored.predict)
+    if predictions is None:  # another rank writes
+        return 0
+    predictions.write(arguments.output)
+    print(f"{len(predictions)} predictions -> {arguments.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

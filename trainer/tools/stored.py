@@ -1,0 +1,127 @@
+"""The model of a checkpoint, on ranks that read data with it: what `evaluate` and `predict` have in common."""
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from trainer.checkpoint import locate
+from trainer.checkpoint.lock import CHECKPOINTED
+from trainer.checkpoint.manifest import Damaged
+from trainer.comm.device import count_gpus
+from trainer.comm.ranks import Ranks
+from trainer.errors import ConfigError, require
+from trainer.interactive.inference import Inference
+from trainer.interactive.predictions import Predictions
+from trainer.launch.function import launch
+from trainer.log import log_to_terminal
+from trainer.precision import Precision
+from trainer.process.environment import detect
+from trainer.process.temporary import sockets_in, temporary_folder
+from trainer.tools.export import open_run, whole_model
+
+
+@dataclass(frozen=True)
+class Request:
+    """The work of the ranks: read the data of `split` with the model of `checkpoint`."""
+
+    checkpoint: str
+    changes: list[str]  # KEY=VALUE, of the run's config
+    split: str
+    micro_batch: int | None  # None: as in the run
+
+    @property
+    def key(self) -> str:
+        return f"CHECKPOINT={self.checkpoint}"
+
+
+def parser(name: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser of the arguments that both tools take."""
+    made = argparse.ArgumentParser(prog=f"python -m trainer.tools.{name}", description=description)
+    made.add_argument("checkpoint", help="runs/NAME, ckpt/last.pt, a run's folder of checkpoints, or a folder step-*")
+    made.add_argument("--split", default="val", help="which data: the argument of recipe.data (default: val)")
+    made.add_argument("--devices", default="auto", help="ranks; auto: one for each GPU, or one (default)")
+    made.add_argument("--micro-batch", type=int, help="samples of a forward pass on a rank (default: the run's)")
+    made.add_argument(
+        "changes", nargs="*", default=[], metavar="KEY=VALUE", help="replaces a value of the run's config"
+    )
+    return made
+
+
+def on_ranks(arguments: argparse.Namespace, function: Callable[[Request], Any]) -> Any:
+    """Call `function` on the ranks that a launcher has started, or else on `--devices` ranks; return rank 0's result.
+
+    On the other ranks of a launcher, return None.
+    """
+    require("--micro-batch", arguments.micro_batch, at_least=1)
+    if not (arguments.devices == "auto" or arguments.devices.isdecimal()):
+        raise ConfigError(f"--devices={arguments.devices}: is neither a number nor auto")
+    devices = count_gpus("auto") or 1 if arguments.devices == "auto" else int(arguments.devices)
+    request = Request(arguments.checkpoint, arguments.changes, arguments.split, arguments.micro_batch)
+    place = detect(os.environ)
+    if not place.launcher and devices != 1:
+        return launch(function, request, devices=devices)
+    with temporary_folder() as folder, sockets_in(folder):
+        result = function(request)
+    return None if place.rank else result
+
+
+def evaluate(request: Request) -> dict[str, float]:
+    """Return the metrics of the data. A collective."""
+    with opened(request) as (reads, model):
+        return reads.evaluate(model, request.split)
+
+
+def predict(request: Request) -> Predictions:
+    """Return the predictions for the data. A collective."""
+    with opened(request) as (reads, model):
+        return reads.predict(model, request.split)
+
+
+@contextmanager
+def opened(request: Request) -> Iterator[tuple[Inference, nn.Module]]:
+    """Let this rank meet the others, with the whole model on its device.
+
+    Raises:
+        ConfigError, DataError: As in `trainer.tools.export.open_run`.
+    """
+    path = find(request.checkpoint, request.key)
+    manifest, made = open_run(path, request.changes, request.key)
+    options = made["options"]
+    ranks = Ranks(detect(os.environ), options.accelerator, options.backend, options.timeout_s)
+    log_to_terminal(ranks.rank)
+    try:
+        precision = Precision(
+            options.precision, ranks.device, options.deterministic, ranks.each, options.master_weights
+        )
+        model = precision.convert(whole_model(path, manifest, made, request.key).to(ranks.device))
+        yield Inference(
+            made["recipe"], ranks, precision, made["data"],
+            micro=request.micro_batch or manifest.get("settings", {}).get("micro_batch") or 1,
+            seed=options.seed, data_rank=ranks.rank, data_world=ranks.world,
+        ), model  # fmt: skip
+        ranks.leave()
+    finally:
+        ranks.close()
+
+
+def find(given: str, key: str) -> Path:
+    """Return the checkpoint that is named, or the newest one of the run that is.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    path = Path(given)
+    try:
+        saved = Path((path / CHECKPOINTED).read_text()) if (path / CHECKPOINTED).is_file() else path
+        newest = locate.newest(saved) if locate.checkpoints(saved) else None
+    except Damaged as error:
+        raise ConfigError(f"{key}: {error}; give another checkpoint") from None
+    if newest is None and saved is not path:
+        raise ConfigError(f"{key}: the run's checkpoints were in {saved}, where there are none; give a checkpoint")
+    return Path(os.path.realpath(newest or path))
