@@ -47,12 +47,12 @@ class Loader:
 
     def __init__(
         self,
-        source: Samples | Iterable[Any],
+        source: Samples | Stream | Iterable[Any],
         order: Order | Mixture | None,
         split: Split,
         options: DataOptions,
         *,
-        validation: Samples | Iterable[Any] | Several | None = None,
+        validation: Samples | Stream | Iterable[Any] | Several | None = None,
         rank: int = 0,
         seed: int = 0,
         timeout_s: float = 600.0,

@@ -149,7 +149,7 @@ class MapReader:
 
 def open_source(
     recipe: Any, split: str, seed: int, options: DataOptions | None = None, timeout_s: float = math.inf
-) -> "Samples | Iterable[Any] | Several | None":
+) -> "Samples | Stream | Iterable[Any] | Several | None":
     """Open the recipe's data of `split`; None if there is none (validation only).
 
     A mapping of names to data sets is opened as `Several`, but not for training.
@@ -225,14 +225,14 @@ def several(data: Mapping[Any, Any], split: str, open_part: Callable[[Any], Any]
     return Several({name: open_part(part) for name, part in data.items()})
 
 
-def each_set(source: "Samples | Iterable[Any] | Several", split: str) -> dict[str, Any]:
+def each_set(source: "Samples | Stream | Iterable[Any] | Several", split: str) -> dict[str, Any]:
     """Return the data sets by the prefix of their metrics: `val`, or `val/NAME` if there are several."""
     if not isinstance(source, Several):
         return {split: source}
     return {f"{split}/{name}": part for name, part in source.items()}
 
 
-def size_of(source: "Samples | Iterable[Any] | Several | None") -> int:
+def size_of(source: "Samples | Stream | Iterable[Any] | Several | None") -> int:
     """Return the number of samples; 0 if a data set does not tell it."""
     sizes = [sum(part.counts) if isinstance(part, Samples) else 0 for part in each_set(source or (), "").values()]
     return sum(sizes) if all(sizes) else 0

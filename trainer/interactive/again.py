@@ -70,10 +70,11 @@ def limits_of(trainer: MadeAgain, max_steps: int | None, max_epochs: float | Non
     given = {"max_steps": options.max_steps, "max_epochs": options.max_epochs}
     if max_steps is not None or max_epochs is not None:
         given = {"max_steps": max_steps, "max_epochs": max_epochs}
-        epochs = [] if max_epochs is None else [Duration(max_epochs, "epochs")]
-        epoch_samples = trainer.plan.epoch_samples
-        steps = [each.steps("fit(max_epochs)", trainer.batch, epoch_samples) for each in epochs]
-        limit = min([*steps, *([] if max_steps is None else [max_steps])])
+        steps = [] if max_steps is None else [max_steps]
+        if max_epochs is not None:
+            epochs = Duration(max_epochs, "epochs")
+            steps.append(epochs.steps("fit(max_epochs)", trainer.batch, trainer.plan.epoch_samples))
+        limit = min(steps)
     if limit is not None and trainer.step >= limit:
         raise ConfigError(
             f"fit: the run is at step {trainer.step} of {limit}, so no step is left; "

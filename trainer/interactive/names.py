@@ -18,7 +18,7 @@ def by_name(callbacks: Mapping[str, Callback] | Iterable[Callback] | None) -> Ma
         ConfigError: Two callbacks of a list have one name.
     """
     if callbacks is None or isinstance(callbacks, Mapping):
-        return callbacks or {}
+        return callbacks or {}  # pyright: ignore[reportReturnType] no mapping has callbacks as its keys
     if not isinstance(callbacks, Iterable) or isinstance(callbacks, str):
         given = type(callbacks).__name__
         raise ConfigError(

@@ -159,8 +159,10 @@ def form(column: Column) -> tuple[str, list[int]]:
 
 def broadcast(ranks: Ranks, source: int, own: Column | None, dtype: str, shape: list[int]) -> Tensor:
     """Return the tensor of the rank `source`, on every rank. A collective."""
-    mine = ranks.rank == source and isinstance(own, Tensor)
-    value = own.contiguous() if mine else torch.empty(shape, dtype=getattr(torch, dtype))
+    if ranks.rank == source and isinstance(own, Tensor):
+        value = own.contiguous()
+    else:
+        value = torch.empty(shape, dtype=getattr(torch, dtype))
     if ranks.world > 1 and value.numel():
         dist.broadcast(value.flatten().view(torch.uint8), source, group=ranks.host)
     return value
