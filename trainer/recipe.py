@@ -66,7 +66,7 @@ class Optional(Protocol):
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
         """Return name -> (sum, count) over `batch`, for validation. Default: the loss, named `loss`.
 
-        A count of 0 leaves the metric out. Two micro-batches are tried before step 1, also with the default.
+        A count of 0 leaves the metric out. Two micro-batches are tried before step 1.
         """
         ...
 

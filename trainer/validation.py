@@ -104,23 +104,21 @@ class Evaluator:
 
     @torch.no_grad()
     def try_out(self, watched: Mapping[str, str], model: nn.Module) -> None:
-        """Try the metrics on two micro-batches. A collective.
+        """Try two micro-batches, with the recipe's metrics if it has any. A collective.
 
         Raises:
             ConfigError: The recipe gives no metrics, or lacks one of `watched` (config key -> metric).
             DataError: There is no batch on any rank.
         """
-        device, own, bad, tried = self.precision.device, list[str](), list[str](), 0
+        device, bad = self.precision.device, list[str]()
         cuda = [device] if device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(cuda), closing(self._each_batch(model, bad)) as batches:
-                for metrics in islice(batches, TRIED):
-                    own += [f"val/{name}" for name in metrics or ()]
-                    tried += 1
+            with torch.random.fork_rng(cuda), closing(self._names(model, bad)) as batches:
+                own = list(islice(batches, TRIED))
         except Exception as error:
-            error.place = "in the trial of the metrics, before step 1"  # pyright: ignore[reportAttributeAccessIssue]
+            error.place = "in the trial of validation, before step 1"  # pyright: ignore[reportAttributeAccessIssue]
             raise
-        names, counts, firsts = zip(*self.ranks.gather([own, tried, bad[:1]]), strict=True)
+        names, counts, firsts = zip(*self.ranks.gather([list(chain(*own)), len(own), bad[:1]]), strict=True)
         if not any(counts):
             raise DataError(next((first[0] for first in firsts if first), NO_BATCH))
         known = set(chain(*names)) if hasattr(self.recipe, "metrics") else {"val/loss"}
@@ -129,6 +127,17 @@ class Evaluator:
         for key, name in watched.items():
             if name not in known:
                 raise ConfigError(f"{key}={name}: validation gives no such metric; {nearest(name, known)}")
+
+    def _names(self, model: nn.Module, bad: list[str]) -> Generator[list[str]]:
+        """Yield the names of each batch's metrics. A recipe without metrics gets no forward pass, and no names."""
+        if hasattr(self.recipe, "metrics"):
+            with closing(self._each_batch(model, bad)) as batches:
+                yield from ([f"val/{name}" for name in metrics or ()] for metrics in batches)
+            return
+        for micro in self.batches():
+            bad += [each.why for each in micro.bad]
+            if micro.batch is not None:
+                yield []
 
     def _sums(self, model: nn.Module, bad: list[str]) -> dict[str, Any] | None:
         """Sum each metric and its count over this rank's part; return None at a signal to stop."""

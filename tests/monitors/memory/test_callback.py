@@ -132,7 +132,8 @@ def test_an_error_ends_with_the_bytes_and_the_advice(at, state, monkeypatch):
     text = message(caught.value)
     assert text.startswith("Traceback")
     assert text.splitlines()[-1] == (
-        f"echelon: batch=12, micro_batch=6: out of memory; peak 5.00 GiB (weights 0.00, gradients 0.00, {state}, activations and the rest 5.00);"
+        "echelon: batch=12, micro_batch=6: out of memory; "
+        f"peak 5.00 GiB (weights 0.00, gradients 0.00, {state}, activations and the rest 5.00);"
         " try micro_batch=3, with the same batch (up to 2.50 GiB less), "
         "'+callbacks=[activation_checkpoint]' (up to 2.50 GiB less), "
         "'+callbacks=[auto_batch]' (finds micro_batch itself)"
