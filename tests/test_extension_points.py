@@ -170,12 +170,12 @@ def plain(tmp_path, monkeypatch):
 
 def test_a_model_from_the_meta_device_whose_ranks_pass_in_lockstep(plain):
     """13 validation samples are 2, 1 and 1 micro-batches of the ranks: each makes 2 forward passes. Two of training a
-    step, two validations and the trial, two of the rehearsal."""
+    step, two validations, two of the rehearsal."""
     sharded = run_ranks(WORLD, train, "sharded")
     for (weights, metrics, counts), (expected, numbers, _) in zip(sharded, plain, strict=True):
         assert all((a == b).all() for a, b in zip(weights, expected, strict=True))
         assert metrics == numbers
-        assert counts == [2 + 2 * STEPS + 3 * 2]
+        assert counts == [2 + 2 * STEPS + 2 * 2]
 
 
 def test_a_timer_sees_each_step_and_changes_no_bit(plain):

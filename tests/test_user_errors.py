@@ -62,7 +62,7 @@ class Mine(Toy):
 
     def data(self, split):
         points = super().data(split)
-        if self.where == "data set":
+        if self.where == "data set" or (self.where == "val" and split == "val"):
             return Points(points, fail)
         if self.where == "loader":
             points = Points(points, fail)
@@ -73,8 +73,6 @@ class Mine(Toy):
 
     def loss(self, model, batch):
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        if self.where == "val" and not model.training:
-            fail()
         if self.where == "exit":
             sys.exit(0)
         self.calls += model.training
@@ -145,10 +143,12 @@ def test_an_error_in_the_loss_names_the_step_and_the_samples(folder):
     assert (summary(folder)["steps"], summary(folder)["error"]) == (1, "KeyError: 'mine'")
 
 
-def test_an_error_in_validation_comes_before_step_1(folder):
-    failed = fail(folder, "val")
-    assert "KeyError: 'mine'\n  in the trial of the metrics, before step 1\n" in failed.err
+@pytest.mark.parametrize("where", ["metrics", "val"])
+def test_an_error_in_validation_comes_before_step_1(where, folder):
+    failed = fail(folder, where)
+    assert "KeyError: 'mine'" in failed.err and failed.err.endswith("\n  in the trial of validation, before step 1\n\n")
     assert summary(folder)["steps"] == 0 and files(failed.err) == {"mine.py"}
+    assert ("SampleFault: sample 7: " in summary(folder)["error"]) == (where == "val")
 
 
 def test_an_exit_in_a_recipe_is_no_success(folder):

@@ -76,8 +76,7 @@ class Optional(Protocol):
         """Return name -> (sum, count) over `batch`, for validation. Default: the loss, named `loss`.
 
         A count of 0 leaves the metric out. A value may be an object of torchmetrics that this method has updated: a
-        validation resets it first, and computes it over all ranks. Two micro-batches are tried before step 1, also with
-        the default.
+        validation resets it first, and computes it over all ranks. Two micro-batches are tried before step 1.
         """
         ...
 

@@ -113,24 +113,22 @@ class Evaluator:
 
     @torch.no_grad()
     def try_out(self, watched: Mapping[str, str], model: nn.Module) -> None:
-        """Try the recipe's `metrics` and `media` on two micro-batches. A collective.
+        """Try the recipe's `metrics` and `media`, or its data, on two micro-batches. A collective.
 
         Raises:
             ConfigError: The recipe gives no metrics, or lacks one of `watched` (config key -> metric).
             DataError: There is no batch on any rank.
         """
-        device, own, bad, tried = self.precision.device, list[str](), list[str](), 0
+        device, bad = self.precision.device, list[str]()
         cuda = [device] if device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(cuda), closing(self._each_batch(model, bad, TRIED)) as batches:
-                for metrics in batches:
-                    own += metrics or ()
-                    tried += 1
+            with torch.random.fork_rng(cuda), closing(self._names(model, bad)) as batches:
+                own = list(batches)
         except Exception as error:
-            error.place = "in the trial of the metrics, before step 1"  # pyright: ignore[reportAttributeAccessIssue]
+            error.place = "in the trial of validation, before step 1"  # pyright: ignore[reportAttributeAccessIssue]
             raise
-        own += self.objects.objects
-        names, counts, firsts = zip(*self.ranks.gather([own, tried, bad[:1]]), strict=True)
+        listed = [*chain(*own), *self.objects.objects]
+        names, counts, firsts = zip(*self.ranks.gather([listed, len(own), bad[:1]]), strict=True)
         if not any(counts):
             raise DataError(next((first[0] for first in firsts if first), NO_BATCH))
         known = set(chain(*names))
@@ -141,6 +139,17 @@ class Evaluator:
         for key, name in watched.items():
             if name not in known:
                 raise ConfigError(f"{key}={name}: validation gives no such metric; {nearest(name, known)}")
+
+    def _names(self, model: nn.Module, bad: list[str]) -> Generator[list[str]]:
+        """Yield the names of each tried batch's metrics. A recipe without metrics gets no forward pass, and no names."""
+        if hasattr(self.recipe, "metrics") or hasattr(self.recipe, "media"):
+            with closing(self._each_batch(model, bad, TRIED)) as batches:
+                yield from (list(metrics or ()) for metrics in batches)
+            return
+        for micro in chain(*(islice(batches(), TRIED) for batches in self.batches.values())):
+            bad += [each.why for each in micro.bad]
+            if micro.batch is not None:
+                yield []
 
     def _sums(self, model: nn.Module, bad: list[str]) -> dict[str, Any] | None:
         """Sum each metric and its count over this rank's part; return None at a signal to stop."""

@@ -160,7 +160,8 @@ def test_batches_of_another_size_are_refused_at_the_first():
         next(loader.train(0))
     assert str(caught.value) == (
         "recipe.data('train'): a batch has 5 samples, and this run's micro-batch is 6 (batch=24, 2 rank(s), "
-        "accumulate=2); yield batches of 6, or give micro_batch=5, accumulate=2 and batch=20"
+        "accumulate=2); yield batches of 6, or give micro_batch=5, accumulate=2 and batch=20. For a list of samples, "
+        "return a Dataset"
     )
 
 
