@@ -141,7 +141,7 @@ class Evaluator:
                 raise ConfigError(f"{key}={name}: validation gives no such metric; {nearest(name, known)}")
 
     def _names(self, model: nn.Module, bad: list[str]) -> Generator[list[str]]:
-        """Yield the names of each tried batch's metrics. A recipe without metrics gets no forward pass, and no names."""
+        """Yield the metrics' names of each tried batch. A recipe without metrics gets no forward pass, and no names."""
         if hasattr(self.recipe, "metrics") or hasattr(self.recipe, "media"):
             with closing(self._each_batch(model, bad, TRIED)) as batches:
                 yield from (list(metrics or ()) for metrics in batches)
