@@ -102,7 +102,7 @@ def part_of(source: Iterable[Any], rank: int, world: int, key: int) -> Iterable[
     if batches is not None and (type(batches) is not BatchSampler or batches.sampler is not source.sampler):
         return source
     own: Any = copy.copy(source)
-    part = Part(source.sampler, rank, world, key)
+    part = Part(source.sampler, rank, world, key)  # pyright: ignore[reportArgumentType] one of DRAWN
     batched = None if batches is None else BatchSampler(part, batches.batch_size, batches.drop_last)
     vars(own).update(sampler=part, batch_sampler=batched)  # a DataLoader lets no one set them
     return own

@@ -49,7 +49,8 @@ class WandB(Callback):
     ) -> None:
         if find_spec("wandb") is None:
             raise ConfigError("callbacks.wandb: needs the package wandb; pip install 'wandb>=0.20,<0.32'")
-        self.project, self.entity, self.name, self.mode = project, entity, name, mode
+        self.project, self.entity, self.name = project, entity, name
+        self.mode: Literal["online", "offline"] = mode
         self.sender: Sender | None = None
         self.run: Any = None  # wandb's
 

@@ -29,9 +29,9 @@ class Meter:
         began, before = time.monotonic(), self._busy()
         time.sleep(BASELINE_S)
         after, seconds = self._busy(), time.monotonic() - began
-        known = before is not None and after is not None
-        self.base = (after - before) / seconds if known else 0.0  # processors
-        self.load = max(ranks.gather(self.base / self._processors() if known else 1.0))
+        unknown = before is None or after is None
+        self.base = 0.0 if unknown else (after - before) / seconds  # processors
+        self.load = max(ranks.gather(1.0 if unknown else self.base / self._processors()))
         self.quiet = self.load <= QUIET
 
     def begin(self) -> tuple[float, float] | None:
