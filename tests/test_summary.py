@@ -54,7 +54,7 @@ def test_numbers_are_in_a_line_for_each_group():
 
 def test_a_resume_that_makes_no_step_keeps_the_numbers_of_the_run(tmp_path):
     file = tmp_path / "summary.json"
-    assert earlier(file, 4) == {}
+    assert earlier(tmp_path, 4) == {}
     file.write_text(json.dumps({"steps": 4, "train/loss": 1.5, "perf/mfu": None, "val/loss": 2.0, "ranks": 3}))
-    assert earlier(file, 4) == {"train/loss": 1.5}
-    assert earlier(file, 5) == {}
+    assert earlier(tmp_path, 4) == {"train/loss": 1.5}
+    assert earlier(tmp_path, 5) == {}
