@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cli import toy
 
 from trainer import files
 from trainer.errors import ConfigError
@@ -90,3 +91,22 @@ def test_a_full_disk_hides_no_error(tmp_path, monkeypatch):
     assert files.write_json is not full
     note_crash(tmp_path, KeyError("a"), 0, 1, DONE, False)
     assert "KeyError" in (tmp_path / "logs" / "rank0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("trouble", "rank", "line"),
+    [
+        ("SIGKILL", 1, "echelon: rank 1 was killed by SIGKILL; its log: runs/r/logs/rank1.log"),
+        ("raise", 1, "rank 1: RuntimeError: trouble at step 3"),
+        ("raise", 0, "rank 0: RuntimeError: trouble at step 3"),
+    ],
+)
+def test_the_summary_has_the_first_cause_whatever_rank_failed(trouble, rank, line, tmp_path):
+    words = ["+callbacks=[probe]", f"callbacks.probe.trouble={trouble}", f"callbacks.probe.rank={rank}"]
+    crashed = toy([*words, "trainer.devices=2", "trainer.restarts=0", "trainer.run_dir=runs/r"], tmp_path)
+    assert crashed.code == (137 if trouble == "SIGKILL" else 1), crashed.err
+    found = read_summary(tmp_path / "runs/r/summary.json")
+    assert (found["stopped"], found["error"]) == ("error", line)
+    assert found["steps"] == (2 if trouble == "SIGKILL" else 3)  # a rank beats at the end of a step
+    log = (tmp_path / f"runs/r/logs/rank{rank}.log").read_text()
+    assert trouble != "raise" or "trouble at step 3" in log

@@ -73,7 +73,7 @@ def refuse_other_size(source: Iterable[Any], batch: Any, split: Split) -> None:
 class Part(Sampler[Any]):
     """Every `world`-th index that one of `DRAWN` draws, from index `rank` on. All ranks draw the same indices."""
 
-    def __init__(self, sampler: Sampler[Any], rank: int, world: int, key: int) -> None:
+    def __init__(self, sampler: Any, rank: int, world: int, key: int) -> None:
         self.sampler, self.rank, self.world, self.key = sampler, rank, world, key
         self.epoch = 0
 
@@ -87,7 +87,7 @@ class Part(Sampler[Any]):
         return itertools.islice(itertools.chain(first, drawn), self.rank, None, self.world)
 
     def __len__(self) -> int:
-        return len(range(self.rank, len(self.sampler), self.world))  # pyright: ignore[reportArgumentType] it is sized
+        return len(range(self.rank, len(self.sampler), self.world))
 
 
 def part_of(source: Iterable[Any], rank: int, world: int, key: int) -> Iterable[Any]:
