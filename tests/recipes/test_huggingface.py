@@ -250,7 +250,7 @@ def test_a_sample_is_the_json_of_a_shard_or_the_row_itself(tmp_path):
     row = {"input_ids": [1, 2], "labels": 1, "note": "left out"}
     for sample in (row, {"json": row, "__key__": "a"}):
         assert recipe.transform(sample, np.random.default_rng(0)) == {"input_ids": [1, 2], "labels": 1}
-    with pytest.raises(ConfigError, match="a sample has note, and the model takes .*input_ids"):
+    with pytest.raises(ConfigError, match=r"a sample has note, and the model takes .*input_ids"):
         recipe.transform({"note": 1}, np.random.default_rng(0))
 
 
