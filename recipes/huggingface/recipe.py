@@ -199,10 +199,10 @@ class HuggingFace:
         output, weight = self._run(model, batch), self.weight(batch)
         found = {"loss": (loss_of(output, batch) * weight, weight)}
         labels, logits = batch.get("labels"), output.get("logits") if isinstance(output, Mapping) else None
-        whole = labels is not None and not labels.is_floating_point()
-        if whole and logits is not None and logits.shape[:-1] == labels.shape and logits.shape[-1] > 1:
-            logits = logits[..., :-1, :] if self.shifts and labels.dim() > 1 else logits
-            found["accuracy"] = ((logits.argmax(-1) == self._targets(labels)).sum(), weight)
+        if labels is None or logits is None or labels.is_floating_point() or logits.shape[:-1] != labels.shape:
+            return found
+        logits = logits[..., :-1, :] if self.shifts and labels.dim() > 1 else logits
+        found["accuracy"] = ((logits.argmax(-1) == self._targets(labels)).sum(), weight)
         return found
 
     def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:

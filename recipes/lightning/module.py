@@ -50,7 +50,7 @@ class Attached:
         """Keep the view: Lightning sets None in a copy."""
 
 
-def attach(module: Any, view: AttachedTrainer) -> nn.Module:
+def attach(module: Any, view: AttachedTrainer) -> Any:
     """Return the module, whose class becomes one that knows `view`.
 
     Raises:

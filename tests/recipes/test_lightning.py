@@ -246,7 +246,7 @@ BESIDE = ("ema", "activation_checkpoint", "shard", "shard.2", "shard.3", "optimi
 def beside(place: Place, rows: tuple[str, ...]) -> list[list[torch.Tensor]]:
     results = []
     for i, row in enumerate(("", *rows)):
-        recipe = Lightning(module_of("AutoEncoder"), datamodule_of("AutoEncoder")[0])
+        recipe = Lightning(module_of("Deep"), datamodule_of("Deep")[0])
         own = {name_of(row): ALL[row]()} if row else {}
         trainer = Trainer(
             recipe, {"lightning": LightningHooks(), **own}, recipe.optimizer, recipe.schedule, batch=8,

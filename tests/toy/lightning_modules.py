@@ -114,6 +114,21 @@ class Frozen(AutoEncoder):
         return torch.optim.Adam(self.decoder.parameters(), lr=1e-2)
 
 
+class Deep(AutoEncoder):
+    """With repeated blocks, which callbacks shard or recompute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].flatten(1)
+        hidden = x
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
+        return F.mse_loss(self.decoder(self.encoder(hidden)), x)
+
+
 class Numbers(L.LightningDataModule):
     """Synthetic: points and the quadrant of their first two numbers."""
 
