@@ -1,5 +1,6 @@
 """`resume RUN` is the run's own command once more, with what is typed on top."""
 
+import csv
 import json
 import re
 import shlex
@@ -145,3 +146,16 @@ def test_a_stopped_run_names_the_command(here):
     ]  # fmt: skip
     again = run([*shlex.split(command)[3:], "callbacks.probe.step=7"], here)
     assert again.code == 75 and "ckpt/r/step-00000006 at step 6" in again.out, again.err
+
+
+def test_two_ranks(tmp_path):
+    """They go on as two. Rank 0 alone writes: each step has one row."""
+    done = toy(["trainer.devices=2", "trainer.max_steps=4", "trainer.run_dir=runs/r", "+callbacks=[csv]"], tmp_path)
+    assert done.code == 0, done.err
+    done = resume(tmp_path, "trainer.max_steps=6")
+    assert done.code == 0 and "2 rank(s) on cpu" in done.out, done.err
+    with (tmp_path / "runs/r/metrics.csv").open(newline="") as file:
+        rows = [(row["step"], bool(row["val/loss"])) for row in csv.DictReader(file)]
+    assert rows == [
+        (str(n), validated) for n in range(1, 7) for validated in ((False, True) if n in (4, 5, 6) else (False,))
+    ]

@@ -97,7 +97,7 @@ class WandB(Callback):
                 settings=wandb.Settings(console="off", silent=True, init_timeout=LOGGER_S),
             )  # fmt: skip
 
-        mode: Literal["online", "offline"] = self.mode
+        mode = self.mode
         if mode == "online" and not has_key(wandb.setup().settings):
             log.warning("wandb: no API key is known (WANDB_API_KEY, or wandb login); the run is kept offline")
             mode = "offline"
