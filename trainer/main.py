@@ -1,15 +1,20 @@
 """Runs the command: composes configs with Hydra, checks them, then trains or starts the ranks; or runs a tool."""
 
 import ast
+import contextlib
+import itertools
 import os
 import runpy
+import shlex
 import sys
+import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
 import trainer
-from trainer.config.compose import CONF, TYPED, choices, compose, config_dirs, kept_by_recipe
+from trainer.config.compose import CONF, TYPED, Job, choices, compose, config_dirs, kept_by_recipe, told_apart
 from trainer.errors import STOPPED, ConfigError, nearest, printable
 from trainer.log import log, log_to_terminal
 from trainer.process import handover
@@ -23,7 +28,8 @@ USAGE = """Echelon trains PyTorch models; every distributed-training optimisatio
   python -m trainer.main                                                  trains a small BERT on real text
   python -m trainer.main recipe=bert_large trainer.devices=8              one process starts eight ranks
   python -m trainer.main recipe=bert_large '+callbacks=[grad_compress,overlap]' callbacks.grad_compress.codec=fp16
-  python -m trainer.main trainer.resume=ckpt/last.pt                      goes on where a run stopped
+  python -m trainer.main resume runs/NAME                                 goes on where a run stopped
+  python -m trainer.main trainer.resume=ckpt/last.pt                      the same, for a config that is typed again
   python -m trainer.main -m optimizer.lr=1e-3,3e-4                        one run per value
   python -m trainer.main --config-dir my/conf recipe=mine                 your own recipe
   python -m trainer.main --cfg job --resolve                              shows every knob, and runs nothing
@@ -36,6 +42,14 @@ TOOLS = Path(__file__).parent / "tools"
 
 def main() -> None:
     """Run the command, and end the process with its exit code."""
+    prepare()
+    if sys.argv[1:2] and sys.argv[1] in tools():
+        run_tool(*sys.argv[1:])
+    run_and_exit(lambda: command(sys.argv[1:]))
+
+
+def prepare() -> None:
+    """Set this process up for a command. A second call changes nothing."""
     open_standard_descriptors()
     if not (trainer.__doc__ or "").startswith("Echelon"):
         sys.exit(f"echelon: {trainer.__file__} is another package's; give Echelon an environment of its own")
@@ -46,10 +60,12 @@ def main() -> None:
     tolerate_closed_pipes()
     raise_file_limit()
     os.environ.setdefault("WDS_SECURE", "1")  # for a recipe that imports webdataset
-    if sys.argv[1:2] and sys.argv[1] in tools():
-        run_tool(*sys.argv[1:])
+
+
+def run_and_exit(call: Callable[[], int]) -> NoReturn:
+    """Call what trains, and end the process with its exit code."""
     StartupSignals().__enter__()  # to the end of the process
-    exit_process(run_guarded(lambda: command(sys.argv[1:])))
+    exit_process(run_guarded(call))
 
 
 def command(arguments: list[str]) -> int:
@@ -77,12 +93,36 @@ def command(arguments: list[str]) -> int:
         check(job.config)
     if len(jobs) > 1:
         os.environ[handover.SEVERAL] = "1"
+        name_folders(jobs)
     for job in jobs:
         codes.append(run_guarded(lambda: run(*job)))  # noqa: B023 called at once
         handover.go_on()
         if codes[-1] in (STOPPED, 130):
             break
+    if len(jobs) > 1:
+        compare([job.config["trainer"]["run_dir"] for job in jobs])
     return max(codes)
+
+
+def name_folders(jobs: list[Job]) -> None:
+    """Name the folders of a multirun's new runs by their overrides."""
+    began, taken = time.strftime("%Y%m%d-%H%M%S"), set[str]()
+    for job in jobs:
+        options = job.config["trainer"]
+        if options["run_dir"] is None and options["resume"] is None:
+            stem = f"runs/{told_apart(job, jobs)}-{began}"
+            folders = itertools.chain([stem], (f"{stem}-{n}" for n in itertools.count(2)))
+            options["run_dir"] = next(folder for folder in folders if folder not in taken)
+            taken.add(options["run_dir"])
+
+
+def compare(folders: list[str | None]) -> None:
+    """Print the table of `trainer.tools.compare` about the runs that have numbers."""
+    measured = [folder for folder in dict.fromkeys(folders) if folder and Path(folder, "metrics.jsonl").exists()]
+    if len(measured) > 1:
+        with contextlib.suppress(SystemExit):
+            run_tool("compare", *measured)
+        print(f"curves: {shlex.join(['python', '-m', 'trainer.tools.report', *measured])}")
 
 
 def tools() -> dict[str, Path]:

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from support.cli import QUICK, ROOT, run
 
+from trainer.config.compose import Job, told_apart
+
 TOLD = "the recipe's YAML sets this, and optimizer=sgd has"
 
 
@@ -31,3 +33,18 @@ def test_a_value_that_the_recipe_sets_for_another_optimizer_is_told(
     assert len(warnings) == len(told), warnings
     for line, start in zip(warnings, told, strict=True):
         assert line.startswith(f"warning: {start}") and "; give optimizer." in line
+
+
+@pytest.mark.parametrize(
+    ("argvs", "names"),
+    [
+        ([["optimizer.lr=1", "batch=8"], ["optimizer.lr=2", "batch=8"]], ["toy-lr-1", "toy-lr-2"]),
+        ([["+callbacks=[ema,x]"], ["+callbacks=[]"]], ["toy-callbacks-ema-x", "toy-callbacks"]),
+        ([["batch=1"], ["batch=1"]], ["toy", "toy"]),
+        ([["~callbacks.progress"], ["recipe=toy"]], ["toy-progress", "toy"]),
+        ([["a=../../etc/x y"], ["a=" + "y" * 999]], ["toy-a-..-..-etc-x-y", "toy-a-" + "y" * 114]),
+    ],
+)
+def test_names_of_runs_in_a_multirun(argvs: list[list[str]], names: list[str]) -> None:
+    jobs = [Job({}, "toy", argv) for argv in argvs]
+    assert [told_apart(job, jobs) for job in jobs] == names

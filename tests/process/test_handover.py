@@ -73,6 +73,6 @@ def test_the_command_keeps_what_the_result_does_not_set(tmp_path: Path) -> None:
     handover.prepare(tmp_path, words)
     made, handover.command[:] = list(handover.command), []
     end = ["+tuned=mine", f"trainer.run_dir={tmp_path}", "trainer.resume=auto"]
-    assert made[3:] == ["--config-dir", str(tmp_path.resolve()), "recipe=toy", "batch=24", *end]
+    assert made[3:] == ["recipe=toy", "batch=24", "--config-dir", str(tmp_path.resolve()), *end]
     handover.prepare(tmp_path, words)
     assert not handover.command  # a request counts once

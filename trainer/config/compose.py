@@ -16,6 +16,8 @@ from trainer.errors import ConfigError, nearest
 
 HERE = Path(__file__).parent.parent
 CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # in a wheel, in a checkout
+PRIMARY = CONF / "config.yaml"
+NAME = 120  # characters of a run's name, at most
 
 TYPED = {
     "recipe": "recipe=NAME",
@@ -51,8 +53,12 @@ def choices(group: str, folders: list[Path]) -> dict[str, Path]:
     return {path.stem: path for folder in folders for path in sorted((folder / group).glob("*.yaml"))}
 
 
-def compose(arguments: list[str], folders: list[Path]) -> list[Job]:
-    """Compose the config of each job with Hydra: groups, overrides, multirun. No job if Hydra only shows something."""
+def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) -> list[Job]:
+    """Compose the config of each job with Hydra: groups, overrides, multirun. No job if Hydra only shows something.
+
+    Args:
+        primary: The file that has every key, and the groups to compose.
+    """
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import DictConfig, OmegaConf
@@ -69,13 +75,13 @@ def compose(arguments: list[str], folders: list[Path]) -> list[Job]:
         recipe = dict(chosen.runtime.choices).get("recipe", "")
         jobs.append(Job(OmegaConf.to_container(config, resolve=True), recipe, [*flags, *argv]))
 
-    words = merge_callbacks([normalize(word, folders) for word in arguments])
+    words = merge_callbacks([normalize(word, folders) for word in arguments], primary)
     sys.argv[1:] = sorted(words, key=is_override)  # argparse takes positional arguments in one piece only
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises the errors that it would print
     stderr = io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr):
-            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(collect)()
+            hydra.main(version_base="1.3", config_path=str(primary.parent), config_name=primary.stem)(collect)()
     except SystemExit as stop:
         if stop.code:
             raise ConfigError(f"{stderr.getvalue().strip().rpartition('error: ')[2]}; see --help") from None
@@ -86,6 +92,15 @@ def compose(arguments: list[str], folders: list[Path]) -> list[Job]:
     for file in filter(Path.exists, swept):
         remove_if_secret(file)
     return jobs
+
+
+def told_apart(job: Job, jobs: list[Job]) -> str:
+    """Return the recipe's name and the overrides that not all jobs have, as in bert_tiny-lr-0.001."""
+    common = set(job.argv).intersection(*(other.argv for other in jobs))
+    own = [word.lstrip("+~").partition("=") for word in job.argv if word not in common]
+    pairs = [(key.rpartition(".")[2], value) for key, _, value in own if key != "recipe"]
+    words = (re.sub("[^A-Za-z0-9._-]+", "-", word).strip("-") for word in (job.recipe, *itertools.chain(*pairs)))
+    return "-".join(filter(None, words))[:NAME]
 
 
 def kept_by_recipe(config: Mapping[str, Any], argv: list[str]) -> list[str]:
@@ -166,12 +181,12 @@ def normalize(word: str, folders: list[Path]) -> str:
     return f"++{name}={value}"
 
 
-def merge_callbacks(words: list[str]) -> list[str]:
+def merge_callbacks(words: list[str], primary: Path = PRIMARY) -> list[str]:
     """Merge all lists of callbacks into one, without the default ones: of several lists Hydra would take the last."""
     given = [re.findall(r"\[([^][]*)\]", word) for word in words if word.startswith("callbacks=")]
     if not given or [] in given:  # no list, or one that Hydra will refuse
         return words
-    default = re.findall(r"^  - callbacks/(\w+)", (CONF / "config.yaml").read_text(), re.MULTILINE)
+    default = re.findall(r"^  - callbacks/(\w+)", primary.read_text(), re.MULTILINE)
     lists = []
     for several in itertools.product(*given):  # each may be a sweep
         names = [name.strip() for name in ",".join(several).split(",")]

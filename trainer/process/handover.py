@@ -77,7 +77,7 @@ def prepare(run_dir: Path, argv: Sequence[str]) -> None:
     replaced = {"trainer.resume", "trainer.run_dir", "tuned", *wanted["keys"]}
     words = [word for word in argv if word.partition("=")[0].lstrip("+") not in replaced]
     if not folder_of(words):
-        words = ["--config-dir", wanted["folder"], *words]
+        words += ["--config-dir", wanted["folder"]]  # at the end: the first word may be `resume`
     words += [f"+tuned={wanted['name']}", f"trainer.run_dir={run_dir}", "trainer.resume=auto"]
     command[:] = [sys.executable, "-m", "trainer.main", *words]
 

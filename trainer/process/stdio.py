@@ -64,10 +64,12 @@ class Output(io.TextIOWrapper):
 def tolerate_closed_pipes() -> None:
     """Replace `sys.stdout` and `sys.stderr` by `Output`, which also shows names that are not UTF-8.
 
-    If a shell has closed one of them (`>&-`), its text is dropped.
+    If a shell has closed one of them (`>&-`), its text is dropped. A second call changes nothing.
     """
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)
+        if isinstance(old, Output):  # the end of a replaced one would close the descriptor
+            continue
         new = (
             open(os.devnull, "w")  # noqa: SIM115 it stays open
             if old is None

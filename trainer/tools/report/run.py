@@ -16,6 +16,7 @@ from trainer.tools.report.metrics import Metric, read_metrics
 from trainer.tools.report.step_times import RankTimes, read_step_times
 
 FILES = ("metrics.jsonl", "config.yaml", "summary.json", "events.jsonl", "logs", ".lock")  # one of them makes a run
+PLACES = ("trainer.run_dir", "trainer.resume")
 MOST_KEYS = 5000  # of a config
 MOST_EVENTS = 1000  # of a kind, the newest
 MOST_ADVICE = 100
@@ -188,8 +189,11 @@ def names_of(folders: list[Path]) -> list[str]:
 
 
 def differences(runs: list[Run]) -> dict[str, list[Any]]:
-    """Return the keys in which the configs differ, with the value of each run; None for a run without the key."""
-    keys = dict.fromkeys(key for run in runs for key in run.config)
+    """Return the keys in which the configs differ, with the value of each run; None for a run without the key.
+
+    Keys that name a run, or the checkpoint that it went on from, are left out.
+    """
+    keys = dict.fromkeys(key for run in runs for key in run.config if key not in PLACES)
     values = {key: [run.config.get(key) for run in runs] for key in keys}
     return {key: found for key, found in values.items() if any(repr(one) != repr(found[0]) for one in found)}
 

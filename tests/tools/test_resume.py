@@ -1,0 +1,161 @@
+"""`resume RUN` is the run's own command once more, with what is typed on top."""
+
+import csv
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from support.cli import Result, run, toy, weights
+
+from trainer.errors import ConfigError
+from trainer.tools.resume import composed
+
+WORDS = ["trainer.max_steps=8", "trainer.run_dir=runs/r", "optimizer.lr=0.003", "recipe.width=8", "+callbacks=[ema]"]
+STOP = ["+callbacks=[probe]", "callbacks.probe.trouble=SIGTERM", "callbacks.probe.step=4"]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory) -> Path:
+    """The folder in which a run with some settings of its own was stopped after 4 steps."""
+    cwd = tmp_path_factory.mktemp("begun")
+    done = toy([*WORDS, *STOP], cwd)
+    assert done.code == 75, done.err
+    return cwd
+
+
+@pytest.fixture
+def here(begun, tmp_path, monkeypatch) -> Path:
+    """A copy of it, as the current folder."""
+    for file in begun.rglob("*"):
+        if file.is_file() and not file.is_symlink():
+            (tmp_path / file.relative_to(begun)).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / file.relative_to(begun)).write_bytes(file.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # as `compose` sets it
+    monkeypatch.setattr(sys, "argv", sys.argv[:1])
+    return tmp_path
+
+
+def resume(cwd: Path, *words: str) -> Result:
+    return run(["runs/r", *words], cwd, "trainer.tools.resume")
+
+
+def config(cwd: Path, *words: str) -> Any:
+    (job,) = composed(Path("runs/r"), list(words))
+    return job.config
+
+
+def test_it_goes_on_with_the_stored_config(here, tmp_path_factory):
+    """The weights are those of the run that nothing stopped, bit for bit; overrides are stored for the next resume."""
+    done = resume(here, "~callbacks.probe")
+    assert done.code == 0 and "resumed from ckpt/r/step-00000004 at step 4, sample 48" in done.out, done.err
+    whole = tmp_path_factory.mktemp("whole")
+    assert toy(WORDS, whole).code == 0
+    assert weights("r", here, 8) == weights("r", whole, 8)
+    assert [path.name for path in (here / "runs").iterdir()] == ["r"]
+    assert run(["resume", "runs/r", "trainer.max_steps=9"], here).code == 0  # as a word of the command
+    assert json.loads((here / "runs/r/summary.json").read_text())["steps"] == 9
+    stored = OmegaConf.load(here / "runs/r/config.yaml")
+    assert (stored.trainer.max_steps, stored.recipe.width, stored.optimizer.lr) == (9, 8, 0.003)
+    assert "probe" not in stored.callbacks
+
+
+def test_what_a_resume_refuses_is_told_as_ever(here):
+    done = resume(here, "trainer.seed=7")
+    assert (done.code, done.err) == (
+        78,
+        "echelon: trainer.resume: seed was 0 in the checkpoint and is 7; set this back, or accept it by "
+        "'trainer.accept=[seed]'\n",
+    )
+
+
+def test_overrides_are_those_of_the_command(here):
+    stored = config(here)
+    assert stored["trainer"] | {"run_dir": "runs/r", "resume": "auto"} == stored["trainer"]
+    assert stored["recipe"]["width"] == 8 and stored["callbacks"]["ema"]["decay"] == 0.999
+    changed = config(here, "optimizer=sgd", "optimizer.lr=0.5", "+callbacks=[early_stop]", "~callbacks.ema")
+    assert changed["optimizer"] == {
+        "_target_": "trainer.optim.factories.sgd", "_partial_": True, "lr": 0.5, "momentum": 0.9, "nesterov": False,
+        "weight_decay": 0.0, "groups": None,
+    }  # fmt: skip
+    assert "early_stop" in changed["callbacks"] and "ema" not in changed["callbacks"]
+    again = config(here, "callbacks.ema.decay=0.5", "+callbacks=[ema,progress]")
+    assert again["callbacks"]["ema"]["decay"] == 0.5 and "tensorboard" not in again["callbacks"]
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["recipe=bert_tiny"], "recipe=bert_tiny: a resume keeps its recipe; leave this out"),
+        (["-m", "optimizer.lr=1,2"], "-m: a resume goes on with one run; leave -m out"),
+        (["optimizer=sdg"], "optimizer=sdg: there is no such optimizer; did you mean sgd"),
+    ],
+)
+def test_overrides_that_are_refused(here, words, told):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        composed(Path("runs/r"), words)
+
+
+def test_keys_are_checked(here):
+    done = resume(here, "trainer.max_stesp=8")
+    assert done.code == 78 and done.err.count("\n") == 1
+    assert done.err.startswith("echelon: trainer.max_stesp=8: no such key; did you mean max_steps")
+
+
+@pytest.mark.parametrize(
+    "content, told",
+    [
+        (None, "RUN=runs/r: has no config.yaml; give the folder of a run"),
+        ("a: [", "RUN=runs/r: config.yaml can't be read (while parsing"),
+        ("- 1", "RUN=runs/r: config.yaml can't be read ("),
+    ],
+)
+def test_a_folder_that_is_no_run(tmp_path, monkeypatch, content, told):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="RUN=runs/r: is no folder; give the folder of a run, as in runs/NAME"):
+        composed(Path("runs/r"), [])
+    Path("runs/r").mkdir(parents=True)
+    if content:
+        Path("runs/r/config.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        composed(Path("runs/r"), [])
+
+
+def test_a_secret_that_was_not_stored_is_asked_for(here):
+    file = here / "runs/r/config.yaml"
+    file.write_text(file.read_text().replace("width: 8", "width: 8\n  hub_token: '***'"))
+    done = resume(here)
+    assert (done.code, done.err) == (
+        78,
+        "echelon: recipe.hub_token=***: is a secret that was not printed; give its value\n",
+    )
+
+
+def test_a_stopped_run_names_the_command(here):
+    """The command that goes on with a resumed run is that of the resume."""
+    done = resume(here, "callbacks.probe.step=6")
+    assert done.code == 75, (done.out, done.err)
+    (command,) = re.findall("^go on with  (.*)$", done.out, re.MULTILINE)
+    assert shlex.split(command)[1:] == [
+        "-m", "trainer.main", "resume", "runs/r", "callbacks.probe.step=6", "trainer.resume=ckpt/r"
+    ]  # fmt: skip
+    again = run([*shlex.split(command)[3:], "callbacks.probe.step=7"], here)
+    assert again.code == 75 and "ckpt/r/step-00000006 at step 6" in again.out, again.err
+
+
+def test_two_ranks(tmp_path):
+    """They go on as two. Rank 0 alone writes: each step has one row."""
+    done = toy(["trainer.devices=2", "trainer.max_steps=4", "trainer.run_dir=runs/r", "+callbacks=[csv]"], tmp_path)
+    assert done.code == 0, done.err
+    done = resume(tmp_path, "trainer.max_steps=6")
+    assert done.code == 0 and "2 rank(s) on cpu" in done.out, done.err
+    with (tmp_path / "runs/r/metrics.csv").open(newline="") as file:
+        rows = [(row["step"], bool(row["val/loss"])) for row in csv.DictReader(file)]
+    assert rows == [
+        (str(n), validated) for n in range(1, 7) for validated in ((False, True) if n in (4, 5, 6) else (False,))
+    ]

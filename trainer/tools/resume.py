@@ -1,0 +1,91 @@
+"""python -m trainer.tools.resume RUN [KEY=VALUE...]: goes on with a run from its stored config, overrides on top."""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from trainer.config.check import check
+from trainer.config.compose import CONF, PRIMARY, Job, compose, config_dirs
+from trainer.errors import ConfigError, printable
+from trainer.main import prepare, run, run_and_exit
+
+WHOLE = ("optimizer", "schedule", "nccl")  # groups of which NAME replaces all keys
+
+
+def resume(folder: Path, overrides: list[str]) -> int:
+    """Train on from the run's newest checkpoint, and return the exit code.
+
+    Args:
+        folder: Of the run. Its config.yaml is trusted like a YAML of `--config-dir`.
+        overrides: As the command takes them.
+
+    Raises:
+        ConfigError: The folder holds no run, or a setting can't work.
+    """
+    for job in composed(folder, overrides):
+        check(job.config)
+        return run(job.config, folder.name, ["resume", str(folder), *job.argv])
+    return 0  # Hydra has shown something, for --cfg or --info
+
+
+def composed(folder: Path, overrides: list[str]) -> list[Job]:
+    """Compose the run's config with Hydra: the stored values, and the overrides on top.
+
+    Raises:
+        ConfigError: The folder holds no config, or the overrides are no single run of its recipe.
+    """
+    from omegaconf import OmegaConf
+
+    if {"-m", "--multirun"} & set(overrides):
+        raise ConfigError("-m: a resume goes on with one run; leave -m out, and give one value to each key")
+    stored, words = read(folder), []
+    for word in overrides:
+        key, _, name = word.lstrip("+").partition("=")
+        if key == "recipe":
+            raise ConfigError(f"{word}: a resume keeps its recipe; leave this out, or start a new run with {word}")
+        if key in WHOLE:
+            stored.pop(key, None)
+            word = f"+{key}={name}"
+        words.append(word)
+    hydra: Any = OmegaConf.select(OmegaConf.load(PRIMARY), "hydra")
+    defaults: list[Any] = [{"callbacks": []}, "_self_"]
+    defaults += [{f"override hydra/{name}": "none"} for name in ("job_logging", "hydra_logging")]
+    searched = {"searchpath": [f"file://{CONF}"]}
+    with tempfile.TemporaryDirectory(prefix="echelon-resume-") as place:
+        primary = Path(place, "config.yaml")
+        OmegaConf.save(OmegaConf.merge({"defaults": defaults}, stored, {"hydra": hydra}, {"hydra": searched}), primary)
+        return compose(words, [CONF, *config_dirs(overrides)], primary)
+
+
+def read(folder: Path) -> Any:
+    """Return the stored config, set to go on with the run's newest checkpoint in the run's folder."""
+    from omegaconf import OmegaConf
+
+    key, file = f"RUN={printable(str(folder))}", folder / "config.yaml"
+    if not folder.is_dir():
+        raise ConfigError(f"{key}: is no folder; give the folder of a run, as in runs/NAME")
+    if not file.exists():
+        raise ConfigError(f"{key}: has no config.yaml; give the folder of a run, as in runs/NAME")
+    try:
+        stored = OmegaConf.load(file)
+        return OmegaConf.merge(stored, {"trainer": {"run_dir": str(folder), "resume": "auto"}})
+    except Exception as error:  # YAML's or OmegaConf's
+        reason = printable(str(error).partition("\n")[0])
+        raise ConfigError(f"{key}: config.yaml can't be read ({reason}); restore the file that the run wrote") from None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m trainer.tools.resume", description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run, as in runs/NAME")
+    parser.add_argument(
+        "overrides", nargs=argparse.REMAINDER, metavar="KEY=VALUE", help="replaces a setting, as for the command"
+    )
+    given = parser.parse_args()
+    prepare()
+    run_and_exit(lambda: resume(given.run, given.overrides))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
