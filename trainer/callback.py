@@ -231,6 +231,13 @@ class Callback:
     def on_validation_end(self, trainer: TrainerProtocol, metrics: dict[str, float]) -> None:
         """Take the metrics of a validation, the same on all ranks."""
 
+    def on_media(self, trainer: TrainerProtocol, media: Mapping[str, Any]) -> None:
+        """Take texts, images and values for histograms (`trainer.monitors.media.prepared`), on rank 0 alone.
+
+        The recipe's `media` gives them at each validation. A callback may give its own:
+        `trainer.emit("on_media", {"generated": text})`.
+        """
+
     def on_event(self, trainer: TrainerProtocol, event: str, facts: dict[str, Any]) -> None:
         """Take what happened beside the steps: `checkpoint` (rank 0 alone), `skip`. `facts` are JSON values."""
 

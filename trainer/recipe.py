@@ -69,6 +69,14 @@ class Optional(Protocol):
         """
         ...
 
+    def media(self, model: nn.Module, batch: Any) -> dict[str, str | Tensor]:
+        """Return name -> a text, an image (C, H, W) or values (N,) for a histogram, for the loggers.
+
+        Called on each rank's first batch of a validation; rank 0's are logged. An image has 1, 3 or 4 channels, in
+        uint8 or in floats from 0 to 1.
+        """
+        ...
+
     def transform(self, sample: Any, rng: Generator) -> Any:
         """Return a sample as the model wants it. A data worker calls this after `data.map`.
 

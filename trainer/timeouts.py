@@ -46,6 +46,10 @@ GPUS_S = 20.0  # until the driver and torch have answered about all GPUs; some d
 DISK_S = 2.0  # until a disk has taken a small file and given it back
 SKEW_S = 0.5  # by which clocks of two machines may differ without a warning
 
+# Loggers whose server may be away.
+LOGGER_S = 10.0  # at the end of a run, until the numbers that wait have arrived
+LOGGER_PAUSE_S = 2.0  # before the next try
+
 # Lines on the terminal.
 LOG_EVERY_S = 10.0  # between two lines about a long validation
 REFRESH_S = 0.1  # between two drawings of the bar

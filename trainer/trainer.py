@@ -402,6 +402,7 @@ class Trainer:
         self.validation, self.validated_step = metrics, self.step
         self.seconds = time.monotonic() - self.started
         self.emit("on_validation_end", self.validation)
+        self.emit("on_media", self.evaluator.media)
         return training_state.note_best(self)
 
     def _try_recipe(self) -> None:

@@ -16,6 +16,7 @@ from trainer.data.bad_samples import allowed
 from trainer.data.batch import Micro
 from trainer.errors import ConfigError, DataError, nearest
 from trainer.log import log
+from trainer.monitors.media import check_media
 from trainer.parallel.strategy import OutputElsewhere
 from trainer.precision import Precision
 from trainer.recipe_checks import check_metrics
@@ -56,6 +57,7 @@ class Evaluator:
         self.samples, self.max_bad, self.data_rank = samples, max_bad, data_rank
         self.replicas, self.lockstep = replicas, lockstep
         self.stopping, self.beat = stopping, beat
+        self.media: dict[str, Any] = {}  # of this rank's first batch of the last validation
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float] | None:
@@ -102,13 +104,13 @@ class Evaluator:
 
     @torch.no_grad()
     def try_out(self, watched: Mapping[str, str], model: nn.Module) -> None:
-        """Try the recipe's `metrics` on two micro-batches. A collective.
+        """Try the recipe's `metrics` and `media` on two micro-batches. A collective.
 
         Raises:
             ConfigError: The recipe gives no metrics, or lacks one of `watched` (config key -> metric).
         """
         known = {"val/loss"}
-        if hasattr(self.recipe, "metrics"):
+        if hasattr(self.recipe, "metrics") or hasattr(self.recipe, "media"):
             device = self.precision.device
             cuda = [device] if device.type == "cuda" else []
             with torch.random.fork_rng(cuda), closing(self._each_batch(model, [])) as batches:
@@ -142,6 +144,7 @@ class Evaluator:
         training = [module for module in model.modules() if module.training]  # a recipe may freeze some modules
         model.eval()
         measure = self.precision.cast(self._measure)
+        asks, self.media = hasattr(self.recipe, "media"), {}
         try:
             for micro, counts in self._together() if self.lockstep else self._alone():
                 if micro is None:
@@ -153,10 +156,25 @@ class Evaluator:
                         metrics = measure(model, micro.batch, micro.weight)
                     except OutputElsewhere:
                         metrics = {}
+                    if asks:
+                        self.media, asks = self._ask_media(model, micro.batch), False
                     yield metrics if counts else {}
         finally:
             for module in training:
                 module.training = True
+
+    def _ask_media(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        """Return the recipe's media. Random numbers that it draws change no later batch."""
+        try:
+            with torch.random.fork_rng([self.precision.device] if self.precision.device.type == "cuda" else []):
+                media = check_media(self.precision.cast(self.recipe.media)(model, batch), "recipe.media()")
+        except OutputElsewhere:
+            if self.ranks.rank == 0:
+                log.warning("recipe.media(): rank 0 has a stage without output, so this validation has no media")
+            return {}
+        if self.ranks.rank:
+            return {}
+        return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in media.items()}
 
     def _alone(self) -> Iterator[tuple[Micro | None, bool]]:
         """Yield this rank's batches, all of which count, and None at a signal."""

@@ -1,9 +1,13 @@
-"""What TensorBoard itself reads back: the scalars, and the config as text; after a resume each step once."""
+"""What TensorBoard itself reads back: scalars, media, settings, the config; after a resume each step once."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
+from tensorboard.util.tensor_util import make_ndarray
 from toy_recipe import Toy
 
 from trainer.callback import Callback
@@ -35,10 +39,15 @@ class Record(Callback):
             raise KeyboardInterrupt
 
 
-def run(last: int, resume: str | None) -> Record:
+class Shows(Toy):
+    def media(self, model: Any, batch: Any) -> dict[str, Any]:
+        return {"image": torch.full((3, 2, 4), 255, dtype=torch.uint8), "text": "a *word*", "x": torch.arange(128.0)}
+
+
+def run(last: int, resume: str | None, recipe: Any = None) -> Record:
     record = Record(last)
     trainer = Trainer(
-        Toy(),
+        recipe or Toy(),
         {"tensorboard": TensorBoard(), "record": record},
         batch=12,
         options=Options(
@@ -72,6 +81,34 @@ def test_the_scalars_and_the_config(tmp_path, monkeypatch):
     assert list(written["train/loss"]) == [1, 2, 3, 4, 5, 6] and list(written["val/loss"]) == [3, 6]
     (text,) = events.Tensors("config/text_summary")
     assert text.tensor_proto.string_val[0].decode() == "```yaml\nbatch: 12\n```"
+
+
+def test_settings_as_hparams(tmp_path, monkeypatch):
+    """As the plugin itself reads them. A resume of the same folder is the same trial."""
+    monkeypatch.chdir(tmp_path)
+    run(0, None)
+    run(0, "auto")
+    groups = set()
+    for file in Path("runs/r/tensorboard").iterdir():
+        events = EventAccumulator(str(file)).Reload()
+        content = events.SummaryMetadata(SESSION_START_INFO_TAG).plugin_data.content
+        info = parse_session_start_info_plugin_data(content)
+        assert {name: value.number_value for name, value in info.hparams.items()} == {"batch": 12}
+        groups.add(info.group_name)
+    assert len(groups) == 1
+
+
+def test_media(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(0, None, Shows())
+    events = read()
+    assert [event.step for event in events.Images("image")] == [3, 6]
+    image = events.Images("image")[0]
+    assert (image.width, image.height) == (4, 2) and image.encoded_image_string.startswith(b"\x89PNG")
+    assert make_ndarray(events.Tensors("text/text_summary")[0].tensor_proto).item() == b"a *word*"
+    histogram = events.Histograms("x")[0].histogram_value
+    assert histogram.num == 128 and sum(histogram.bucket) == 128 and histogram.max == 127
+    assert list(histogram.bucket_limit[:2]) == [0.0, 127 / 64] and list(histogram.bucket[:2]) == [0.0, 2.0]
 
 
 def test_a_resume_hides_what_it_does_again(tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ from trainer.callbacks.pipeline.callback import PipelineParallel
 from trainer.callbacks.shard.callback import Shard
 from trainer.monitors.advice.callback import Advice
 from trainer.monitors.comm_monitor import CommMonitor
+from trainer.monitors.csv import CSV
 from trainer.monitors.events import Events
 from trainer.monitors.gpu_monitor.callback import GpuMonitor
 from trainer.monitors.memory.callback import Memory
@@ -40,6 +41,7 @@ STAGES = 3 if RANKS == 3 else 2
 OBSERVERS: Table = {
     "advice": Advice,
     "comm_monitor": CommMonitor,
+    "csv": CSV,
     "early_stop": lambda: EarlyStop(patience=5),
     "events": Events,
     "gpu_monitor": lambda: GpuMonitor(every_s=0.01),

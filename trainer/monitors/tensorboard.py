@@ -1,12 +1,15 @@
-"""Writes the numbers and the config to `tensorboard/` in the run's folder."""
+"""Writes numbers, media, the config and its settings to `tensorboard/` in the run's folder."""
 
 import os
 import socket
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from trainer.callback import Callback, TrainerProtocol
 from trainer.files import Appended
+from trainer.monitors.media import Histogram, Image, prepared
+from trainer.monitors.settings import settings_of
 
 
 class TensorBoard(Callback):
@@ -22,6 +25,13 @@ class TensorBoard(Callback):
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
         self._write(trainer, metrics)
 
+    def on_media(self, trainer, media: Mapping[str, Any]) -> None:
+        if trainer.rank:
+            return
+        self._ready(trainer)
+        for name, item in prepared(media):
+            self._add(trainer.step, summary=self._summary(name, item))
+
     def on_fit_end(self, trainer) -> None:
         if self.file is not None:
             self.file.close()
@@ -29,18 +39,35 @@ class TensorBoard(Callback):
     def _write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
         if trainer.rank:
             return
-        if self.file is None:
-            self._open(trainer)
+        self._ready(trainer)
         scalars = [self.Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         self._add(trainer.step, summary=self.Summary(value=scalars))
 
     def _add(self, step: int, **content: Any) -> None:
         self.records.write(self.Event(wall_time=time.time(), step=step, **content).SerializeToString())
 
+    def _summary(self, name: str, item: str | Image | Histogram) -> Any:
+        from torch.utils.tensorboard.summary import histogram_raw, text
+
+        if isinstance(item, str):
+            return text(name, item)
+        if isinstance(item, Image):
+            image = self.Summary.Image(
+                height=item.height, width=item.width, colorspace=item.channels, encoded_image_string=item.png
+            )
+            return self.Summary(value=[self.Summary.Value(tag=name, image=image)])
+        limits, counts = item.edges, [0, *item.counts]  # of a bin, its right edge; an empty bin ends at the first
+        return histogram_raw(name, limits[0], limits[-1], sum(counts), item.total, item.squares, limits, counts)
+
+    def _ready(self, trainer: TrainerProtocol) -> None:
+        if self.file is None:
+            self._open(trainer)
+
     def _open(self, trainer: TrainerProtocol) -> None:
         # Not before the first step: these imports take most of a second. Pyright does not see protobuf's classes.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard.summary import text
 
@@ -51,6 +78,8 @@ class TensorBoard(Callback):
         self._add(0, file_version="brain.Event:2")
         # A resume hides the events of later steps that an earlier process wrote.
         self._add(trainer.step, session_log=SessionLog(status=SessionLog.START))
+        settings = settings_of(trainer)
+        self._add(trainer.step, summary=hparams_pb(settings, trial_id=str(trainer.run_dir.resolve())))
         config = trainer.run_dir / "config.yaml"
         if config.exists():
             self._add(trainer.step, summary=text("config", "```yaml\n" + config.read_text() + "```"))

@@ -1,0 +1,167 @@
+"""Sends numbers, media and settings to an MLflow server. A resume goes on in the same run of MLflow."""
+
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from trainer.callback import Callback, TrainerProtocol
+from trainer.config.redact import redact_urls
+from trainer.errors import ConfigError
+from trainer.files import write_json
+from trainer.log import log
+from trainer.monitors.media import Histogram, Image, prepared
+from trainer.monitors.sender import Sender
+from trainer.monitors.settings import Value, settings_of
+
+MOST_PARAMS, MOST_TEXT = 100, 6000  # of a request; of a value, by MLflow's limits
+PASSES = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "RESOURCE_EXHAUSTED")
+# `Sender` tries again itself, and a terminal has our lines alone.
+ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+
+
+class MLflow(Callback):
+    """The client of an MLflow server, on rank 0. Requests are made on a thread of their own.
+
+    Args:
+        uri: The address of the server; null: the environment's MLFLOW_TRACKING_URI.
+        experiment: In which the run is. It is made if it is missing.
+        name: Of the run; null: the name of the run's folder.
+
+    Raises:
+        ConfigError: The package mlflow is missing, or no address is given.
+    """
+
+    def __init__(self, uri: str | None = None, experiment: str = "echelon", name: str | None = None) -> None:
+        if find_spec("mlflow") is None:
+            raise ConfigError("callbacks.mlflow: needs the package mlflow; pip install 'mlflow-skinny>=3.5,<4'")
+        if not (uri or os.environ.get("MLFLOW_TRACKING_URI")):
+            raise ConfigError(
+                "callbacks.mlflow.uri=null: and MLFLOW_TRACKING_URI is not set; give the server's address, as in "
+                "callbacks.mlflow.uri=http://HOST:5000"
+            )
+        self.uri, self.experiment, self.name = uri, experiment, name
+        self.sender: Sender | None = None
+        self.run_id = ""  # empty until the server has the run
+
+    def on_fit_start(self, trainer) -> None:
+        if trainer.rank == 0:
+            for name, value in ENVIRONMENT.items():
+                if name not in os.environ:
+                    os.environ[name] = value
+                    trainer.undo.callback(os.environ.pop, name, None)
+
+    def on_step_end(self, trainer) -> None:
+        if trainer.metrics:
+            self._write(trainer, trainer.metrics)
+
+    def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
+        self._write(trainer, metrics)
+
+    def on_media(self, trainer, media: Mapping[str, Any]) -> None:
+        if trainer.rank == 0:
+            for name, item in prepared(media):
+                self._ready(trainer).put(partial(self._log_item, name, item, trainer.step))
+
+    def on_fit_end(self, trainer) -> None:
+        if self.sender is not None:
+            status = "FAILED" if sys.exc_info()[1] else "KILLED" if trainer.stop_reason == "signal" else "FINISHED"
+            self.sender.put(partial(self._end, status))
+            self.sender.close()
+
+    def _write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
+        if trainer.rank == 0:
+            self._ready(trainer).put(partial(self._log, dict(numbers), trainer.step, time.time()))
+
+    def _ready(self, trainer: TrainerProtocol) -> Sender:
+        """Return the sender, which has the start of the run as its first call."""
+        if self.sender is None:
+            self.sender = Sender("mlflow", is_away)
+            name = self.name or trainer.run_dir.name
+            self.sender.put(partial(self._start, trainer.run_dir / "mlflow.json", name, settings_of(trainer)))
+        return self.sender
+
+    def _start(self, file: Path, name: str, settings: dict[str, Value]) -> None:
+        """Go on with the run that `file` names, or make one."""
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+
+        self.client = MlflowClient(self.uri)
+        known: dict[str, str] = {}
+        run_id = json.loads(file.read_text())["run_id"] if file.exists() else ""
+        if run_id:
+            try:
+                known = self.client.get_run(run_id).data.params
+                self.client.update_run(run_id, "RUNNING")
+            except MlflowException as error:
+                if is_away(error):
+                    raise
+                log.warning("mlflow: %s: the server has no such run (%s); a new one begins", file, error.error_code)
+                run_id = ""
+        if not run_id:
+            run_id = self.client.create_run(self._experiment_id(), run_name=name).info.run_id
+            write_json(file, {"run_id": run_id})
+        self._log_settings(run_id, settings, known)
+        self.run_id = run_id
+        log.info("mlflow      run %s of %s", run_id, redact_urls(self.client.tracking_uri))
+
+    def _experiment_id(self) -> str:
+        found = self.client.get_experiment_by_name(self.experiment)
+        return found.experiment_id if found else self.client.create_experiment(self.experiment)
+
+    def _log_settings(self, run_id: str, settings: dict[str, Value], known: dict[str, str]) -> None:
+        """Log settings as parameters. MLflow changes none, so a new value after a resume is a tag."""
+        from mlflow.entities import Param, RunTag
+
+        values = {valid(key): str(value)[:MOST_TEXT] for key, value in settings.items()}
+        new = [Param(key, value) for key, value in values.items() if key not in known]
+        for i in range(0, len(new), MOST_PARAMS):
+            self.client.log_batch(run_id, params=new[i : i + MOST_PARAMS], synchronous=True)
+        changed = {key: value for key, value in values.items() if known.get(key, value) != value}
+        tags = [RunTag(f"resumed.{key}", value[: MOST_TEXT - 1000]) for key, value in changed.items()]
+        self.client.log_batch(run_id, tags=tags[:MOST_PARAMS], synchronous=True)
+
+    def _log(self, numbers: dict[str, float], step: int, at: float) -> None:
+        from mlflow.entities import Metric
+
+        if self.run_id:
+            metrics = [Metric(valid(name), value, int(at * 1000), step) for name, value in numbers.items()]
+            self.client.log_batch(self.run_id, metrics=metrics, synchronous=True)
+
+    def _log_item(self, name: str, item: str | Image | Histogram, step: int) -> None:
+        """Log text, PNG or counts as a file of the run: NAME/step-00000010.png."""
+        if not self.run_id:
+            return
+        ending = "txt" if isinstance(item, str) else "png" if isinstance(item, Image) else "json"
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, f"step-{step:08d}.{ending}")
+            if isinstance(item, Image):
+                file.write_bytes(item.png)
+            else:
+                file.write_text(item if isinstance(item, str) else json.dumps(item._asdict()))
+            self.client.log_artifact(self.run_id, str(file), valid(name))
+
+    def _end(self, status: str) -> None:
+        if self.run_id:
+            self.client.set_terminated(self.run_id, status)
+
+
+def valid(name: str) -> str:
+    """Return a name that MLflow takes."""
+    return re.sub(r"[^\w\-. :/]", "_", name)
+
+
+def is_away(error: Exception) -> bool:
+    """Return whether the server may answer later."""
+    return isinstance(error, OSError) or getattr(error, "error_code", "") in PASSES
