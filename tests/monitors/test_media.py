@@ -93,6 +93,12 @@ def test_a_recipes_media_come_with_each_validation(tmp_path, monkeypatch):
 def test_media_change_no_number(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runs = [make(recipe, run_dir=f"runs/{name}", validate_every=1) for name, recipe in (("a", Toy()), ("b", Shows()))]
+    batch = {"x": torch.rand(3, 8)}
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        assert runs[1].evaluator._ask_media(runs[1].module.eval(), batch).keys() == {"out", "x", "text"}
+    runs[1].module.train()
+    assert torch.equal(torch.get_rng_state(), before)
     for trainer in runs:
         trainer.fit()
     assert runs[0].validation == runs[1].validation and runs[0].last_metrics == runs[1].last_metrics

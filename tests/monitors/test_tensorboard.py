@@ -44,7 +44,7 @@ class Shows(Toy):
         return {"image": torch.full((3, 2, 4), 255, dtype=torch.uint8), "text": "a *word*", "x": torch.arange(128.0)}
 
 
-def run(last: int, resume: str | None, recipe: Any = None) -> Record:
+def run(last: int, resume: str | None, recipe: Any = None, config: str = "batch: 12\n") -> Record:
     record = Record(last)
     trainer = Trainer(
         recipe or Toy(),
@@ -57,7 +57,7 @@ def run(last: int, resume: str | None, recipe: Any = None) -> Record:
         data=DataOptions(workers=0),
         place=Place(),
     )  # fmt: skip
-    (trainer.run_dir / "config.yaml").write_text("batch: 12\n")
+    (trainer.run_dir / "config.yaml").write_text(config)
     trainer.fit()
     return record
 
@@ -84,18 +84,21 @@ def test_the_scalars_and_the_config(tmp_path, monkeypatch):
 
 
 def test_settings_as_hparams(tmp_path, monkeypatch):
-    """As the plugin itself reads them. A resume of the same folder is the same trial."""
+    """As the plugin itself reads them. A resume is the same trial, also with another setting."""
     monkeypatch.chdir(tmp_path)
-    run(0, None)
-    run(0, "auto")
-    groups = set()
-    for file in Path("runs/r/tensorboard").iterdir():
+    with pytest.raises(KeyboardInterrupt):
+        run(4, None)
+    run(0, "auto", config="{batch: 12, recipe: {width: 1.5, name: x}}")
+    found = []
+    for file in sorted(Path("runs/r/tensorboard").iterdir()):
         events = EventAccumulator(str(file)).Reload()
         content = events.SummaryMetadata(SESSION_START_INFO_TAG).plugin_data.content
-        info = parse_session_start_info_plugin_data(content)
-        assert {name: value.number_value for name, value in info.hparams.items()} == {"batch": 12}
-        groups.add(info.group_name)
-    assert len(groups) == 1
+        found.append(parse_session_start_info_plugin_data(content))
+    assert {name: value.number_value for name, value in found[0].hparams.items()} == {"batch": 12}
+    assert {name: value.number_value or value.string_value for name, value in found[1].hparams.items()} == {
+        "batch": 12, "recipe.width": 1.5, "recipe.name": "x"
+    }  # fmt: skip
+    assert found[0].group_name == found[1].group_name
 
 
 def test_media(tmp_path, monkeypatch):
