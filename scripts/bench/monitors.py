@@ -101,12 +101,12 @@ def rank_of(rank: int, world: int, folder: str, rounds: int) -> dict[str, list[t
     with silence():
         for n in range(rounds):
             for name in found:
-                us = {}
+                us, made = dict[int, float](), PAIRS[name][:2]
                 for which in (1, 0) if n % 2 else (0, 1):
                     own = Path(folder, f"{n}-{name}-{which}")
                     store = f"{folder}/store-{n}-{name.replace(' ', '')}-{which}"
                     place = Place(rank, world, rank, world, store, "benchmark") if world > 1 else Place()
-                    us[which] = run(place, task, PAIRS[name][:2][which](), own)
+                    us[which] = run(place, task, made[which](), own)
                 found[name].append((us[0], us[1]))
     return found
 

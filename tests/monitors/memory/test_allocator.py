@@ -1,6 +1,7 @@
 """Settings that torch itself parses, and warnings from counters that the test turns."""
 
 import mmap
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from trainer.errors import ConfigError
 from trainer.monitors.memory import allocator
-from trainer.monitors.memory.allocator import GIB, Watch, merge_settings, peak_resident, set_up
+from trainer.monitors.memory.allocator import GIB, Watch, merge_settings, peak_resident, set_up, watch_resident
 from trainer.parallel.memory_search import drop_gradients
 
 DEVICE = torch.device("cuda", 0)
@@ -101,6 +102,8 @@ def test_peak_resident_memory_grows_with_pages_that_are_written_and_stays():
     assert during >= 256 << 20
     few = 4 << 20  # the kernel adds pages up in lots
     assert peak_resident() >= during - few
+    with ExitStack() as undo:
+        assert watch_resident(undo)() >= during - few
     assert during < before + (300 << 20)
 
 

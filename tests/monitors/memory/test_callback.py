@@ -74,7 +74,7 @@ def own_folder(tmp_path, monkeypatch):
 
 
 def fake_peak(monkeypatch, peak: int = PEAK) -> None:
-    monkeypatch.setattr(allocator, "peak_resident", lambda: peak)
+    monkeypatch.setattr(allocator, "watch_resident", lambda undo: lambda: peak)
 
 
 @pytest.mark.parametrize(

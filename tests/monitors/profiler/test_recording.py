@@ -70,8 +70,9 @@ def test_outside_of_the_recorded_steps_nothing_is_replaced():
 
 def test_a_clock_that_runs_anyway_goes_on(monkeypatch):
     """The timer's parts add up to the time of the run, of which some steps are recorded."""
-    look, clocks = Look(), []
-    monkeypatch.setattr(look, "on_step_end", lambda trainer: clocks.append((running.clock, running.clock.listener)))
+    look, clocks = Look(), list[tuple[Any, Any]]()
+    now: Any = running
+    monkeypatch.setattr(look, "on_step_end", lambda trainer: clocks.append((now.clock, now.clock.listener)))
     callbacks = {"profiler": Profiler(first=2, active=2), "timer": StepTimer(), "look": look}
     trainer = make(callbacks=callbacks, max_steps=5, log_every_steps=1)
     trainer.fit()

@@ -1,7 +1,8 @@
 """Reads and sets torch's CUDA caching allocator, and finds out when it costs time."""
 
-from collections.abc import Mapping
-from pathlib import Path
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 
 import torch
 
@@ -9,6 +10,7 @@ from trainer.errors import ConfigError
 from trainer.parallel.memory_search import EMPTIED
 
 GIB = 1 << 30
+STATUS = 1 << 14  # bytes, more than /proc/self/status has
 UNUSED = 0.2  # share of the device, reserved at the peak and never allocated, above which fragmentation is reported
 
 
@@ -63,8 +65,15 @@ def set_up(wanted: Mapping[str, str], device: torch.device) -> str:
 
 def peak_resident() -> int:
     """Return the largest resident memory of this process so far, in bytes (VmHWM of Linux)."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split(None, 1)[0]) << 10
+    with ExitStack() as undo:
+        return watch_resident(undo)()
+
+
+def watch_resident(undo: ExitStack) -> Callable[[], int]:
+    """Return a function that reads `peak_resident`, at a fifth of the cost: the file is open until `undo`."""
+    status = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
+    undo.callback(os.close, status)
+    return lambda: int(os.pread(status, STATUS, 0).partition(b"VmHWM:")[2].split(None, 1)[0]) << 10
 
 
 class Watch:

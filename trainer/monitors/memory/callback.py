@@ -91,7 +91,7 @@ class Memory(Callback):
             self.watch = allocator.Watch(trainer.device)
             name, peak = "perf/peak_memory_gib", partial(torch.cuda.max_memory_allocated, trainer.device)
         else:
-            name, peak = "perf/peak_rss_gib", allocator.peak_resident
+            name, peak = "perf/peak_rss_gib", allocator.watch_resident(trainer.undo)
         trainer.gathered.append((lambda: peak() / allocator.GIB, partial(combine, name)))
 
     @only_logged

@@ -29,9 +29,11 @@ class Meter:
         began, before = time.monotonic(), self._busy()
         time.sleep(BASELINE_S)
         after, seconds = self._busy(), time.monotonic() - began
-        unknown = before is None or after is None
-        self.base = 0.0 if unknown else (after - before) / seconds  # processors
-        self.load = max(ranks.gather(1.0 if unknown else self.base / self._processors()))
+        self.base, load = 0.0, 1.0
+        if before is not None and after is not None:
+            self.base = (after - before) / seconds  # processors
+            load = self.base / self._processors()
+        self.load = max(ranks.gather(load))
         self.quiet = self.load <= QUIET
 
     def begin(self) -> tuple[float, float] | None:
