@@ -101,13 +101,13 @@ class Loader:
         found = each_set(self.validation, "val") if self.validation is not None else {}
         return {prefix: partial(self.validate, source) for prefix, source in found.items()}
 
-    def validate(self, source: Samples | FirstOf | Iterable[Any] | None = None) -> Iterator[Micro]:
+    def validate(self, source: Samples | Stream | FirstOf | Iterable[Any] | None = None) -> Iterator[Micro]:
         """Yield every sample of `source`, or else of `validation`, once over all ranks, in the stored order.
 
         The last micro-batch may be smaller, and a rank may have none.
         """
         source = self.validation if source is None else source
-        assert source is not None
+        assert source is not None and not isinstance(source, Several)
         batches = 0  # not known
         if isinstance(source, Samples):
             first, last = near_equal(sum(source.counts), self.rank, self.split.world)
@@ -163,7 +163,7 @@ class Loader:
             yield True
 
     def _iterated(
-        self, source: Iterable[Any], steps: Callable[[int], Iterator[tuple[int, Split]]], start: int
+        self, source: Stream | Iterable[Any], steps: Callable[[int], Iterator[tuple[int, Split]]], start: int
     ) -> Iterator[Micro]:
         if self.split.world > 1:
             log.info("recipe.data('train') is an iterable: each of %d ranks has batches of its own", self.split.world)

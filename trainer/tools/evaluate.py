@@ -8,7 +8,7 @@ from trainer.errors import printable
 from trainer.files import write_json
 from trainer.process.exit import run_guarded
 from trainer.run_dir import make_writable
-from trainer.tools import stored
+from trainer.tools.inference import stored
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from trainer.interactive.predictions import refuse_format
 from trainer.process.exit import run_guarded
 from trainer.run_dir import make_writable
-from trainer.tools import stored
+from trainer.tools.inference import stored
 
 
 def main() -> int:

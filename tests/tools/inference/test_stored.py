@@ -9,7 +9,7 @@ from support.runs import make
 
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.errors import ConfigError
-from trainer.tools.stored import find
+from trainer.tools.inference.stored import find
 
 
 @pytest.fixture
