@@ -70,6 +70,9 @@ COUNTS = "return a dict of name -> (sum, count), a tensor of one number and an i
         ("weight", 2.5, "weight(): returned 2.5; return the number of items, an int of 0 or more"),
         ("weight", -1, "weight(): returned -1; return the number of items, an int of 0 or more"),
         ("collate", None, "collate(): returned None; return the batch"),
+        ("data", Toy, "data('train'): returned the class Toy; return an object of it"),
+        ("data", 64, "data('train'): returned a value of type int; return shards, a Dataset, or an iterable"),
+        ("tokens_per_sample", 0, "tokens_per_sample: is a value of type method; make it a number, or a method with"),
     ],
 )  # fmt: skip
 def test_one_line_before_the_first_step(method, returned, message):

@@ -85,10 +85,6 @@ a loss of each sample
     def loss(self, model, batch):
         return (model(batch[0]) - batch[1]).square()
     | recipe.loss(): returned a tensor of shape (8, 1); return a tensor of one number, the mean over the batch
-a loss as a float
-    def loss(self, model, batch):
-        return super().loss(model, batch).item()
-    | recipe.loss(): returned a value of type float; return a tensor of one number
 a loss in a dict
     def loss(self, model, batch):
         return {"mse": super().loss(model, batch), "accuracy": 0.5}
@@ -102,12 +98,6 @@ the losses of all steps
     def loss(self, model, batch):
         self.total = getattr(self, "total", 0.0) + super().loss(model, batch)
         return self.total
-    | recipe.loss(): its graph is freed already; keep tensors of earlier batches by detach(), and leave backward() to
-a backward pass of one's own
-    def loss(self, model, batch):
-        loss = super().loss(model, batch)
-        loss.requires_grad and loss.backward()
-        return loss
     | recipe.loss(): its graph is freed already; keep tensors of earlier batches by detach(), and leave backward() to
 no loss of a later batch
     def loss(self, model, batch):
@@ -129,18 +119,10 @@ no metrics
     def metrics(self, model, batch):
         return {}
     | recipe.metrics(): returned an empty dict for each batch; return a dict of name -> (sum, count)
-a list for a summary
-    def summary(self):
-        return [1.0]
-    | recipe.summary(): returned a value of type list; return a dict of name -> number
 no return in transform
     def transform(self, sample, rng):
         sample[0].add_(1.0)
     | : is None; return the sample from recipe.transform()
-a transform without rng
-    def transform(self, sample):
-        return sample
-    | recipe.transform(sample): is called with (sample, rng); give it these parameters
 no return in collate
     def collate(self, samples):
         torch.utils.data.default_collate(samples)
@@ -154,18 +136,6 @@ a share for a weight
     def weight(self, batch):
         return len(batch[0]) / 16
     | recipe.weight(): returned 0.5; return the number of items, an int of 0 or more
-no return in weight
-    def weight(self, batch):
-        len(batch[0])
-    | recipe.weight(): returned a value of type NoneType; return the number of items
-a class for the data
-    def data(self, split):
-        return Numbers
-    | recipe.data('train'): returned the class Numbers; return an object of it
-a number for the data
-    def data(self, split):
-        return 64
-    | recipe.data('train'): returned a value of type int; return shards, a Dataset, or an iterable of batches
 no length
     def data(self, split):
         return Endless()
