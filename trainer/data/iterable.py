@@ -48,7 +48,7 @@ def replay(source: Iterable[Any], weight: Callable[[Any], int], key: int, endles
             raise DataError("recipe.data('train'): the iterable gave no batch; a generator must not end")
 
 
-def refuse_other_size(source: Iterable[Any], batch: Any, split: Split) -> None:
+def refuse_other_size(source: object, batch: Any, split: Split) -> None:
     """Refuse a batch that has another number of samples than a micro-batch of `split`: rates are computed from that.
 
     A batch without a tensor to count samples by passes.

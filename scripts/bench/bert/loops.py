@@ -188,7 +188,7 @@ def lightning(job: Job) -> None:
             self.log("train/loss", loss)
             return loss
 
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             job.tick()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
