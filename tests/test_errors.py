@@ -192,7 +192,7 @@ trainer.checkpoint.dir=file/ckpt trainer.devices=2
 '+callbacks=[ema,average]'
     average and ema both decide how weights are averaged (role AVERAGE): leave one out
 trainer.resume=ckpt/last.pt
-    trainer.resume=ckpt/last.pt: does not exist; give DIR/last.pt, a folder step-*, a run's folder, or auto
+    trainer.resume=ckpt/last.pt: does not exist; give DIR/last.pt, DIR/best.pt, a folder step-*, a run's folder, or auto
 trainer.resume=BASE/ckpt/damaged
     model.safetensors: its sha256 is not the manifest's; trainer.resume=null starts anew
 trainer.resume=BASE/ckpt/last.pt trainer.seed=7 batch=24
