@@ -202,7 +202,13 @@ def test_a_checkpoint_of_lightning_begins_a_run_and_an_export_loads_in_lightning
 
 def test_the_command_trains_a_module_by_its_name(tmp_path):
     words = ["recipe=lightning", "recipe.module=lightning_modules.Classifier", "recipe.module_args={classes: 5}"]
-    words += ["recipe.datamodule=lightning_modules.Numbers", "batch=8", "trainer.max_epochs=1", *QUICK]
+    words += [
+        "recipe.datamodule=lightning_modules.Numbers",
+        "batch=8",
+        "trainer.max_epochs=1",
+        "trainer.devices=2",
+        *QUICK,
+    ]
     words += ["trainer.run_dir=runs/l", "trainer.log_every_steps=2"]
     done = run([*words, "trainer.allow_targets=[lightning_modules]"], tmp_path)
     assert done.code == 0, done.err

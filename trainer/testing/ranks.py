@@ -69,6 +69,7 @@ def _run(pipe: Connection, function: Callable[[Place, Path], Any], place: Place,
         stream.flush()
     os.dup2(log, 1)
     os.dup2(log, 2)
+    sys.stdout = sys.stderr = os.fdopen(log, "w")  # pytest has put others there
     try:
         pipe.send((False, function(place, folder)))
     except BaseException as error:
