@@ -49,7 +49,8 @@ def shrink(folder: Path) -> None:
         config["recipe"] |= {key: value for key, value in TINY.items() if key in config["recipe"]}
         config |= {"batch": 16, "micro_batch": None}
         config["trainer"] |= STEPS
-        config.setdefault("schedule", {})["warmup"] = "2 steps"
+        if "override /schedule: recipe" not in file.read_text():  # its own has no warm-up to shorten
+            config.setdefault("schedule", {})["warmup"] = "2 steps"
         file.write_text(f"# @package _global_\n# Tiny\n{yaml.safe_dump(config, sort_keys=False)}")
 
 
