@@ -4,7 +4,7 @@ import csv
 import io
 from typing import Any
 
-from trainer.callback import Callback, TrainerProtocol
+from trainer.callback import Callback, TrainerProtocol, only_logged
 from trainer.files import Appended, write_whole
 from trainer.log import log
 
@@ -30,9 +30,9 @@ class CSV(Callback):
         if len(kept) < len(rows):
             self._replace(self.columns, kept)
 
+    @only_logged
     def on_step_end(self, trainer) -> None:
-        if trainer.metrics:
-            self._write(trainer, trainer.metrics)
+        self._write(trainer, trainer.metrics)
 
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
         self._write(trainer, metrics)

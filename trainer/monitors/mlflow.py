@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from trainer.callback import Callback, TrainerProtocol
+from trainer.callback import Callback, TrainerProtocol, only_logged
 from trainer.config.redact import redact_urls
 from trainer.errors import ConfigError
 from trainer.files import write_json
@@ -62,9 +62,9 @@ class MLflow(Callback):
                     os.environ[name] = value
                     trainer.undo.callback(os.environ.pop, name, None)
 
+    @only_logged
     def on_step_end(self, trainer) -> None:
-        if trainer.metrics:
-            self._write(trainer, trainer.metrics)
+        self._write(trainer, trainer.metrics)
 
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
         self._write(trainer, metrics)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from trainer.callback import Callback, TrainerProtocol
+from trainer.callback import Callback, TrainerProtocol, only_logged
 from trainer.errors import ConfigError, printable
 from trainer.files import write_json
 from trainer.log import log
@@ -54,9 +54,9 @@ class WandB(Callback):
         self.sender: Sender | None = None
         self.run: Any = None  # wandb's
 
+    @only_logged
     def on_step_end(self, trainer) -> None:
-        if trainer.metrics:
-            self._write(trainer, trainer.metrics)
+        self._write(trainer, trainer.metrics)
 
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
         self._write(trainer, metrics)
