@@ -68,7 +68,8 @@ def written(called_each_step: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
         def asks(call: Any) -> Any:
             return lambda trainer: call(trainer) if trainer.metrics else None
 
-        trainer.hooks[UNLOGGED] = [asks(call) for call in trainer.hooks["on_step_end"]]
+        every = trainer.hooks["on_step_end"]
+        trainer.hooks[UNLOGGED] = [asks(call) if hasattr(call, "only_logged") else call for call in every]
     capsys.readouterr()
     trainer.fit()
     printed = [line.split()[:4] for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]

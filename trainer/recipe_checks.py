@@ -18,11 +18,12 @@ MISSING = object()  # in the place of a loss: `recipe.loss` has raised
 METRICS = "a dict of name -> (sum, count), a tensor of one number and an int"
 ONE_NUMBER = "a tensor of one number, the mean over the batch"
 # Part of the text of an error in a backward pass, or of DDP -> the mistake in the recipe, and the way out.
+IN_PLACE = "modified by an inplace operation"
 MISTAKES = {
     "backward through the graph a second time": "its graph is freed already; keep tensors of earlier batches by "
     "detach(), and leave backward() to the trainer",
-    "modified by an inplace operation": "a tensor that the backward pass needs was changed in place; write x = x + y "
-    "instead of x += y, and on several ranks call model(...) once",
+    IN_PLACE: "a tensor that the backward pass needs was changed in place; write x = x + y instead of x += y, and on "
+    "several ranks call model(...) once",
     "mark a variable ready only once": "two backward passes reach the same parameters; call model(...) once, and leave "
     "backward() to the trainer",
 }
@@ -34,10 +35,11 @@ class CheckedLoss:
 
     Args:
         weight: Counts the items of a batch. A loss of no items needs no gradient.
+        defers: A callback steps weights during a pass, so a change in place may not be the recipe's.
     """
 
-    def __init__(self, loss: Callable[..., Any], weight: Callable[[Any], int]) -> None:
-        self.loss, self.weight = loss, weight
+    def __init__(self, loss: Callable[..., Any], weight: Callable[[Any], int], defers: bool = False) -> None:
+        self.loss, self.weight, self.defers = loss, weight, defers
         self.compute: Callable[[nn.Module, Any], Tensor] = self._check
 
     def _check(self, model: nn.Module, batch: Any) -> Tensor:
@@ -76,6 +78,8 @@ class CheckedLoss:
             return not_one_number(loss)
         if "does not require grad" in text and not loss.requires_grad:
             return without_gradient(loss)
+        if self.defers and IN_PLACE in text:
+            return None
         mistake = next((mistake for part, mistake in MISTAKES.items() if part in text), None)
         return ConfigError(f"recipe.loss(): {mistake}") if mistake else None
 

@@ -18,6 +18,7 @@ AWAY_S = 10.0  # the shortest pause before a restart after unavailable data
 LONGEST_PAUSE_S = 30.0  # the longest pause before any other restart
 MONITOR_S = 1.0  # until the thread of gpu_monitor has ended; a GPU that is lost may never answer
 TICK_S = 1.0  # the longest pause between two looks of a rank at its own beats
+BASELINE_S = 0.3  # in which the machine is watched before a bench measures anything
 COLLECTIVE_S = 600.0  # limit of a collective of a tool
 
 # Checkpoints and files.

@@ -193,7 +193,8 @@ class Trainer:
         self.eval_model = self.global_model = self.module  # is validated, is saved
         named = NamedLosses(self.recipe.loss, lambda: None if self.rehearsing else self.step)
         self.gathered.append((lambda: named.sums(self.data.weights), combined))
-        self.loss = CheckedLoss(self.precision.cast(named), weight_of(self.recipe) or count_samples)
+        weight = weight_of(self.recipe) or count_samples
+        self.loss = CheckedLoss(self.precision.cast(named), weight, self.defers)
         refuse_untrained(self.module)
         self.parameters = trained(self.module)
         if self.world > 1 and self.hooks["wrap_reduce"]:  # otherwise DDP's own reducer runs, which is in C++

@@ -146,7 +146,12 @@ class Evaluator:
             with closing(self._each_batch(model, bad, TRIED)) as batches:
                 yield from (list(metrics or ()) for metrics in batches)
             return
-        for micro in chain(*(islice(batches(), TRIED) for batches in self.batches.values())):
+        for batches in self.batches.values():
+            yield from islice(self._read(batches(), bad), TRIED)
+
+    def _read(self, micros: Iterator[Micro], bad: list[str]) -> Generator[list[str]]:
+        """Yield no names for each batch that can be used."""
+        for micro in micros:
             bad += [each.why for each in micro.bad]
             if micro.batch is not None:
                 yield []
@@ -181,14 +186,11 @@ class Evaluator:
         measure = self.precision.cast(self._measure)
         asks, self.media = hasattr(self.recipe, "media"), {}
         try:
-            walk = self._together if self.lockstep else self._alone
-            several = ((name, islice(walk(batches()), most)) for name, batches in self.batches.items())
-            for prefix, micro, counts in ((name, *each) for name, own in several for each in own):
-                if micro is None:
-                    yield None
-                    return
-                bad += [each.why for each in micro.bad if counts]
-                if micro.batch is not None:
+            for prefix, batches in self.batches.items():
+                for micro, counts in islice(self._passes(batches(), bad), most):
+                    if micro is None:
+                        yield None
+                        return
                     try:
                         metrics = measure(model, micro.batch, micro.weight, prefix)
                     except OutputElsewhere:
@@ -212,6 +214,14 @@ class Evaluator:
         if self.ranks.rank:
             return {}
         return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in media.items()}
+
+    def _passes(self, own: Iterator[Micro], bad: list[str]) -> Iterator[tuple[Micro | None, bool]]:
+        """Yield what `_alone` or `_together` yields, without batches whose samples are all bad."""
+        for micro, counts in self._together(own) if self.lockstep else self._alone(own):
+            if micro is not None:
+                bad += [each.why for each in micro.bad if counts]
+            if micro is None or micro.batch is not None:
+                yield micro, counts
 
     def _alone(self, own: Iterator[Micro]) -> Iterator[tuple[Micro | None, bool]]:
         """Yield this rank's batches, all of which count, and None at a signal."""

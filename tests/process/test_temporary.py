@@ -54,7 +54,8 @@ def test_a_run_that_lives_keeps_its_folder(tmp_path):
     (tmp_path / "tmp").mkdir()
     with popen([*WORDS, *LONG], tmp_path, TMPDIR=str(tmp_path / "tmp")) as process:
         deadline = time.monotonic() + 60
-        while not list((tmp_path / "tmp").glob("echelon-*/listener-*")):
+        metrics = tmp_path / "runs" / "r" / "metrics.jsonl"  # before step 1 a signal ends the run at once
+        while not (metrics.exists() and metrics.read_text() and list((tmp_path / "tmp").glob("echelon-*/listener-*"))):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         before = left(tmp_path)

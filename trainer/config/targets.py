@@ -45,7 +45,7 @@ def locate(key: str, target: str, allow: tuple[str, ...]) -> Callable[..., Any]:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, ValueError, TypeError, AttributeError) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        if not package_of(last.filename):  # raised by the user's own module
+        if not package_of(last.filename) and module.partition(".")[0] not in OURS:  # raised by the user's own module
             if not isinstance(error, ImportError):
                 raise
             line = f"{last.filename}:{last.lineno}: {error}"

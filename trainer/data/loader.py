@@ -184,7 +184,7 @@ class Loader:
         if isinstance(source, Stream):
             own = source.batches(self.split.micro, self.rank, self.split.world, self.collate, endless)
         else:
-            own = part_of(source, self.rank, self.split.world, mix(self.seed, ITERABLE))
+            own = part_of(source, self.rank, self.split.world, mix(self.seed, ITERABLE, self.split.world))
         return replay(own, self.weight or count_samples, mix(self.seed, ITERABLE, self.rank), endless)
 
     def _load(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from trainer.comm.ranks import Ranks
 from trainer.process.cgroup import PROC
+from trainer.timeouts import BASELINE_S
 from trainer.tools.measure.host import boot
 
-BASELINE_S = 0.3  # in which the machine is watched before anything is measured
 QUIET = 0.05  # of the processors: a machine that does more by itself hides what communication costs
 
 

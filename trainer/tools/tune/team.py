@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -154,13 +154,12 @@ class Team:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # Python drops what a handler raises inside a fork
-        pid = os.fork()
-        if not pid:
-            read.close()
-            self._be(rank, order, write, parent)
-        self.pids[rank] = pid
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with held(ENDING):
+            pid = os.fork()
+            if not pid:
+                read.close()
+                self._be(rank, order, write, parent)
+            self.pids[rank] = pid
         write.close()
         return read
 
@@ -171,7 +170,6 @@ class Team:
             die_with_parent(parent)
             for number in ENDING:
                 signal.signal(number, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
             signal.set_wakeup_fd(-1)
             place, first = self.place, self.place.rank - self.place.local_rank
             store = "" if self.store else str(self.folder / f"store-{self.number}")
@@ -222,6 +220,23 @@ class Team:
         for pid in pids.values():
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
+
+
+@contextlib.contextmanager
+def held(numbers: Sequence[signal.Signals]) -> Iterator[None]:
+    """Hold signals back until the end of a fork, inside of which Python drops what a handler raises.
+
+    Blocking them would not do: another thread takes a signal that this one blocks.
+    """
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda which, _: came.append(which)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def open_store(place: Place) -> Any:
