@@ -4,12 +4,13 @@ import csv
 import io
 from typing import Any
 
-from trainer.callback import Callback, TrainerProtocol, only_logged
+from trainer.callback import TrainerProtocol
 from trainer.files import Appended, write_whole
 from trainer.log import log
+from trainer.monitors.logger import Logger
 
 
-class CSV(Callback):
+class CSV(Logger):
     """The writer of metrics.csv, on rank 0. A new metric adds a column, and the file is then written anew.
 
     A resume drops the rows of later steps. A number that is not finite is `nan`, `inf` or `-inf`.
@@ -30,20 +31,12 @@ class CSV(Callback):
         if len(kept) < len(rows):
             self._replace(self.columns, kept)
 
-    @only_logged
-    def on_step_end(self, trainer) -> None:
-        self._write(trainer, trainer.metrics)
-
-    def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
-        self._write(trainer, metrics)
-
     def on_fit_end(self, trainer) -> None:
         if self.file is not None:
             self.file.close()
 
-    def _write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
-        if self.file is None:
-            return
+    def write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
+        assert self.file
         row = {"step": trainer.step, "samples": trainer.samples, "seconds": round(trainer.seconds, 3), **numbers}
         columns = [*self.columns, *(name for name in row if name not in self.columns)]
         if len(columns) > len(self.columns):

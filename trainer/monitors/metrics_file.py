@@ -3,11 +3,12 @@
 import json
 from typing import Any
 
-from trainer.callback import Callback, TrainerProtocol, only_logged
+from trainer.callback import TrainerProtocol
 from trainer.files import Appended, finite
+from trainer.monitors.logger import Logger
 
 
-class MetricsFile(Callback):
+class MetricsFile(Logger):
     """The writer of metrics.jsonl. A checkpoint has the length of the file, and a resume cuts off later lines."""
 
     def __init__(self) -> None:
@@ -22,16 +23,8 @@ class MetricsFile(Callback):
         if not self.file.path.exists():
             self.file.flush()  # the file exists from the beginning
 
-    @only_logged
-    def on_step_end(self, trainer) -> None:
-        self._write(trainer, trainer.metrics)
-
-    def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
-        self._write(trainer, metrics)
-
-    def _write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
-        if self.file is None:
-            return
+    def write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
+        assert self.file
         line = {"step": trainer.step, "samples": trainer.samples, "seconds": round(trainer.seconds, 3), **numbers}
         self.file.write(f"{json.dumps(finite(line))}\n".encode())
 

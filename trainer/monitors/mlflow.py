@@ -12,11 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from trainer.callback import Callback, TrainerProtocol, only_logged
+from trainer.callback import TrainerProtocol
 from trainer.config.redact import redact_urls
 from trainer.errors import ConfigError
 from trainer.files import write_json
 from trainer.log import log
+from trainer.monitors.logger import Logger
 from trainer.monitors.media import Histogram, Image, prepared
 from trainer.monitors.sender import Sender
 from trainer.monitors.settings import Value, settings_of
@@ -31,7 +32,7 @@ ENVIRONMENT = {
 }
 
 
-class MLflow(Callback):
+class MLflow(Logger):
     """The client of an MLflow server, on rank 0. Requests are made on a thread of their own.
 
     Args:
@@ -62,13 +63,6 @@ class MLflow(Callback):
                     os.environ[name] = value
                     trainer.undo.callback(os.environ.pop, name, None)
 
-    @only_logged
-    def on_step_end(self, trainer) -> None:
-        self._write(trainer, trainer.metrics)
-
-    def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
-        self._write(trainer, metrics)
-
     def on_media(self, trainer, media: Mapping[str, Any]) -> None:
         if trainer.rank == 0:
             for name, item in prepared(media):
@@ -80,9 +74,8 @@ class MLflow(Callback):
             self.sender.put(partial(self._end, status))
             self.sender.close()
 
-    def _write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
-        if trainer.rank == 0:
-            self._ready(trainer).put(partial(self._log, dict(numbers), trainer.step, time.time()))
+    def write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
+        self._ready(trainer).put(partial(self._log, dict(numbers), trainer.step, time.time()))
 
     def _ready(self, trainer: TrainerProtocol) -> Sender:
         """Return the sender, which has the start of the run as its first call."""

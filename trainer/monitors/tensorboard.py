@@ -6,24 +6,18 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.callback import Callback, TrainerProtocol, only_logged
+from trainer.callback import TrainerProtocol
 from trainer.files import Appended
+from trainer.monitors.logger import Logger
 from trainer.monitors.media import Histogram, Image, prepared
 from trainer.monitors.settings import settings_of
 
 
-class TensorBoard(Callback):
+class TensorBoard(Logger):
     """A writer of TensorBoard's events without a thread. The thread of torch's SummaryWriter would slow the steps."""
 
     def __init__(self) -> None:
         self.file: Appended | None = None
-
-    @only_logged
-    def on_step_end(self, trainer) -> None:
-        self._write(trainer, trainer.metrics)
-
-    def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
-        self._write(trainer, metrics)
 
     def on_media(self, trainer, media: Mapping[str, Any]) -> None:
         if trainer.rank:
@@ -36,9 +30,7 @@ class TensorBoard(Callback):
         if self.file is not None:
             self.file.close()
 
-    def _write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
-        if trainer.rank:
-            return
+    def write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
         self._ready(trainer)
         scalars = [self.Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         self._add(trainer.step, summary=self.Summary(value=scalars))

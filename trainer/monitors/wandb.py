@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from trainer.callback import Callback, TrainerProtocol, only_logged
+from trainer.callback import TrainerProtocol
 from trainer.errors import ConfigError, printable
 from trainer.files import write_json
 from trainer.log import log
+from trainer.monitors.logger import Logger
 from trainer.monitors.media import Histogram, Image, prepared
 from trainer.monitors.sender import Sender
 from trainer.monitors.settings import Value, settings_of
 from trainer.timeouts import LOGGER_S
 
 
-class WandB(Callback):
+class WandB(Logger):
     """The client of wandb, on rank 0. Its calls are made on a thread of their own; wandb uploads in its own process.
 
     If the server does not answer at the start, the run is kept offline, in `wandb/` in the run's folder.
@@ -54,13 +55,6 @@ class WandB(Callback):
         self.sender: Sender | None = None
         self.run: Any = None  # wandb's
 
-    @only_logged
-    def on_step_end(self, trainer) -> None:
-        self._write(trainer, trainer.metrics)
-
-    def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
-        self._write(trainer, metrics)
-
     def on_media(self, trainer, media: Mapping[str, Any]) -> None:
         if trainer.rank == 0:
             for name, item in prepared(media):
@@ -71,9 +65,8 @@ class WandB(Callback):
             self.sender.put(partial(self._end, bool(sys.exc_info()[1]), trainer.stop_reason == "signal"))
             self.sender.close()
 
-    def _write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
-        if trainer.rank == 0:
-            self._ready(trainer).put(partial(self._log, dict(numbers), trainer.step))
+    def write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
+        self._ready(trainer).put(partial(self._log, dict(numbers), trainer.step))
 
     def _ready(self, trainer: TrainerProtocol) -> Sender:
         """Return the sender, which has the start of the run as its first call."""

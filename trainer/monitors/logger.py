@@ -1,0 +1,20 @@
+"""The base of loggers: a run's numbers go to one place more."""
+
+from trainer.callback import Callback, TrainerProtocol, only_logged
+
+
+class Logger(Callback):
+    """Takes the numbers of logged steps and of validations, on rank 0. A subclass defines `write`."""
+
+    @only_logged
+    def on_step_end(self, trainer) -> None:
+        if trainer.rank == 0:
+            self.write(trainer, trainer.metrics)
+
+    def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
+        if trainer.rank == 0:
+            self.write(trainer, metrics)
+
+    def write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
+        """Write the numbers of step `trainer.step`, by name."""
+        raise NotImplementedError
