@@ -237,6 +237,7 @@ class Callback:
     def on_step_end(self, trainer: TrainerProtocol) -> None:
         """Follow a step: `trainer.step` counts it, and `trainer.metrics` has numbers if it is logged.
 
+        Loggers take numbers that a callback adds at logged steps alone.
         Mark the hook `@only_logged` if it does nothing at other steps.
         """
 

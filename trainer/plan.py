@@ -158,7 +158,7 @@ class Plan:
         few, limits = self.options.overfit, self.options.limit_batches
         if few is not None:
             source = first_batches(source, few, self.batch, "trainer.overfit")
-            self.validation = self.validation and source
+            self.validation = None if self.validation is None else source
             return source
         self.validation = first_validation(self.validation, limits.validation, self.batch)
         return first_batches(source, limits.train, self.batch, "trainer.limit_batches.train")

@@ -412,7 +412,7 @@ class Trainer:
         self._total_weight()  # passes of a callback's own have not waited for it
         self.metrics = self._measure() if self.logged else {}
         self.emit("on_step_end" if self.logged else UNLOGGED)
-        self.last_metrics = self.metrics or self.last_metrics
+        self.last_metrics = self.metrics if self.logged else self.last_metrics
         if self.bad:
             assert self.plan.epoch_samples
             epoch = (self.samples - 1) // self.plan.epoch_samples

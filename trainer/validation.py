@@ -128,6 +128,7 @@ class Evaluator:
             error.place = "in the trial of validation, before step 1"  # pyright: ignore[reportAttributeAccessIssue]
             raise
         listed = [*chain(*own), *self.objects.objects]
+        self.objects.reset()
         names, counts, firsts = zip(*self.ranks.gather([listed, len(own), bad[:1]]), strict=True)
         if not any(counts):
             raise DataError(next((first[0] for first in firsts if first), NO_BATCH))

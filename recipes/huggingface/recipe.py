@@ -134,6 +134,8 @@ class HuggingFace:
         return not Path(self.source).is_dir() or any((Path(self.source) / name).is_file() for name in WEIGHTS)
 
     def data(self, split: str) -> Any:
+        if split not in self.sources:
+            raise ConfigError(f"recipe=hf: has no data for split={split}; give {' or '.join(self.sources)}")
         source, key = self.sources[split], "recipe.data" if split == "train" else "recipe.val_data"
         if source is None:
             own = self.sources["train"]

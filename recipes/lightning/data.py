@@ -76,6 +76,8 @@ def get_loader(source: Any, split: str) -> Any:
     Raises:
         ConfigError: There are several loaders.
     """
+    if split not in METHODS:
+        raise ConfigError(f"recipe=lightning: has no data for split={split}; give {' or '.join(METHODS)}")
     method = METHODS[split]
     base = next((kind for kind in type(source).__mro__ if kind.__name__ == "DataHooks"), type(None))
     if getattr(type(source), method, None) in (None, getattr(base, method, None)) and method not in vars(source):

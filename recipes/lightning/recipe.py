@@ -35,6 +35,7 @@ class Lightning:
         batches: Whether the training loader's own batches are taken, in its order. Otherwise its samples are.
     """
 
+    only_in_fit = "recipe=lightning: its metrics are those of hooks, which evaluate does not call; read val/ of the run"
     targets = ("module", "datamodule")  # arguments that name code: config/check.py checks their packages
 
     def __init__(

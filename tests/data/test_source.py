@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset, random_split
+from torch.utils.data import DataLoader, IterableDataset, random_split
 from toy_recipe import Points, Toy
 
 import trainer.data.shards.index as index_module
 from trainer.config.options import DataOptions, Options
 from trainer.data.sampling.order import Ref
 from trainer.data.shards.writer import write_shards
-from trainer.data.source import Samples, open_source
+from trainer.data.source import Samples, open_source, size_of
 from trainer.errors import DataError
 from trainer.optim.schedule import Constant
 from trainer.plan import Plan
@@ -125,6 +125,15 @@ def test_what_else_can_be_iterated_stays_as_it_is():
     for data in (batches, Stream(), iter(batches)):
         assert open_source(Recipe(data), "train", 0) is data
     assert open_source(Recipe(None), "val", 0) is None
+
+
+def test_data_whose_truth_or_length_raises_has_no_size():
+    class Endless(IterableDataset):
+        def __iter__(self):
+            return iter([torch.zeros(2)])
+
+    assert size_of(DataLoader(Endless())) == size_of(torch.zeros(2, 3)) == size_of(None) == 0
+    assert size_of(open_source(Toy(), "val", 0)) == 13
 
 
 def test_an_empty_dataset_is_refused():

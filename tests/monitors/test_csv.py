@@ -88,3 +88,13 @@ def test_a_full_disk_delays_a_new_column(tmp_path, monkeypatch, messages):
     assert [text for text in messages if "csv" in text and "wait" in text] == [
         "runs/r/metrics.csv: can't be written anew: No space left on device; new columns wait"
     ]
+
+
+def test_a_line_that_a_kill_cut_is_dropped_by_the_resume(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run(last=4)
+    with FILE.open("a") as file:
+        file.write("4,4")
+    run(resume="auto")
+    assert [row["step"] for row in rows()] == ["1", "2", "3", "3", "4", "5", "6", "6"]

@@ -46,6 +46,8 @@ def train(place: Place, kind: str, sharded: bool = False) -> Any:
         options=Options(max_steps=2, validate_every=1, run_dir="runs/r"), data=DataOptions(workers=0),
     )  # fmt: skip
     trainer.fit()
+    if place.world == 1:
+        assert trainer.evaluate() == pytest.approx(trainer.validation)  # no batch of the run is left in the objects
     return trainer.validation
 
 

@@ -165,7 +165,7 @@ class Loader:
     def _iterated(
         self, source: Stream | Iterable[Any], steps: Callable[[int], Iterator[tuple[int, Split]]], start: int
     ) -> Iterator[Micro]:
-        if self.split.world > 1:
+        if self.split.world > 1 and not isinstance(source, Stream):
             log.info("recipe.data('train') is an iterable: each of %d ranks has batches of its own", self.split.world)
         micros = self._run(self._replay(source, endless=True))
         first = next(micros)

@@ -262,7 +262,9 @@ def each_set(source: "Samples | Stream | Iterable[Any] | Several", split: str) -
 
 def size_of(source: "Samples | Stream | Iterable[Any] | Several | None") -> int:
     """Return the number of samples; 0 if a data set does not tell it."""
-    sizes = [sum(part.counts) if isinstance(part, Samples) else 0 for part in each_set(source or (), "").values()]
+    if source is None:
+        return 0
+    sizes = [sum(part.counts) if isinstance(part, Samples) else 0 for part in each_set(source, "").values()]
     return sum(sizes) if all(sizes) else 0
 
 

@@ -60,6 +60,8 @@ class Inference:
         Raises:
             ConfigError, DataError: As in `Evaluator.evaluate`.
         """
+        if why := getattr(self.recipe, "only_in_fit", ""):
+            raise ConfigError(why)
         source, loader = self._open(split, weight_of(self.recipe))
         with closing(loader):
             evaluator = Evaluator(

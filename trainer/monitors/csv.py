@@ -28,7 +28,7 @@ class CSV(Logger):
         lines = self._lines()
         self.columns, rows = lines[0] if lines else [], lines[1:]
         kept = [row for row in rows if row[0].isdigit() and int(row[0]) <= trainer.step]
-        if len(kept) < len(rows):
+        if lines:  # without later rows, and without a line that a killed process has not finished
             self._replace(self.columns, kept)
 
     def on_fit_end(self, trainer) -> None:

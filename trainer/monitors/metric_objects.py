@@ -69,6 +69,7 @@ class MetricObjects:
                         f"recipe.metrics(): {key} computes {kind}; give an object that computes one number"
                     )
                 values[key] = float(one)
+        self.reset()  # `evaluate` and a further validation may have objects of the same recipe
         return values
 
 

@@ -10,6 +10,7 @@ from trainer.config.check import check
 from trainer.config.compose import CONF, PRIMARY, Job, compose, config_dirs
 from trainer.errors import ConfigError, printable
 from trainer.main import prepare, run, run_and_exit
+from trainer.process import handover
 
 WHOLE = ("optimizer", "schedule", "nccl")  # groups of which NAME replaces all keys
 
@@ -26,7 +27,9 @@ def resume(folder: Path, overrides: list[str]) -> int:
     """
     for job in composed(folder, overrides):
         check(job.config)
-        return run(job.config, folder.name, ["resume", str(folder), *job.argv])
+        code = run(job.config, folder.name, ["resume", str(folder), *job.argv])
+        handover.go_on()
+        return code
     return 0  # Hydra has shown something, for --cfg or --info
 
 

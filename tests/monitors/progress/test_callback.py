@@ -148,3 +148,24 @@ def test_a_bar_on_a_terminal(fails, tmp_path, monkeypatch):
     assert record.lines[1] in shown  # the validation's line
     assert Terminal.console is None
     assert screen.getvalue().rstrip().count("\x1b[?25l") == screen.getvalue().count("\x1b[?25h") == 1  # the cursor
+
+
+class OnRank0(Callback):
+    """A number of one rank alone, at a step that is not logged."""
+
+    role = Role.MEASURE
+
+    def on_step_end(self, trainer) -> None:
+        if trainer.rank == 0:
+            trainer.metrics["own/one"] = 1.0
+
+
+def with_a_number_of_its_own(place: Place) -> int:
+    trainer = make(callbacks={"own": OnRank0(), "progress": Progress()}, place=place, max_steps=3, log_every_steps=50)
+    trainer.fit()
+    return trainer.step
+
+
+def test_the_first_steps_loss_waits_for_no_rank_that_does_not_come(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_ranks(2, with_a_number_of_its_own) == [3, 3]

@@ -31,7 +31,9 @@ class Progress(Callback):
         Terminal.console = self.bar.console
 
     def on_step_end(self, trainer) -> None:
-        shows = trainer.metrics or (self._first_loss(trainer) if trainer.step == self.first + 1 else {})
+        shows = trainer.metrics
+        if "train/loss" not in shows and trainer.step == self.first + 1:  # so on all ranks
+            shows = self._first_loss(trainer)
         self.metrics = shows or self.metrics
         if self.bar is not None:
             now = time.monotonic()
