@@ -100,8 +100,6 @@ def not_one_number(loss: Any) -> ConfigError:
 
 def hint(value: Any) -> str:
     """Return how to get a loss from what `recipe.loss` returned; empty if that can't be told."""
-    if isinstance(value, Mapping) and "loss" in value:
-        return ", such as its 'loss'"
     if isinstance(value, tuple) and value and isinstance(value[0], Tensor) and value[0].numel() == 1:
         return ", such as its first item"
     return "; a function without `return` gives None" if value is None else ""

@@ -244,12 +244,23 @@ def test_epochs_and_seeds_shuffle_a_data_loader_differently():
     assert {*two[0][24:], *two[1][24:]} == set(range(48))
 
 
+class NoLength(Dataset[Any]):
+    """A weighted sampler needs no length of the data."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __getitem__(self, i: int) -> Any:
+        return self.rows[i]
+
+
 def test_ranks_share_the_samples_of_other_samplers_of_torchs():
     def some() -> DataLoader[Any]:
         return DataLoader(Marked(), batch_size=6, sampler=SubsetRandomSampler(range(24)))
 
     def weighed() -> DataLoader[Any]:
-        return DataLoader(Marked(), batch_size=6, sampler=WeightedRandomSampler([1.0] * 20, 48))
+        rows = Marked()
+        return DataLoader(NoLength(rows), batch_size=6, sampler=WeightedRandomSampler([1.0] * 20, 48))
 
     def batches() -> DataLoader[Any]:
         return DataLoader([make_batch(torch.full((6, 8), float(i))) for i in range(8)], batch_size=None)

@@ -247,6 +247,8 @@ def test_a_sample_is_the_json_of_a_shard_or_the_row_itself(tmp_path):
     write_bert(tmp_path)
     recipe = HuggingFace(str(tmp_path / "bert"), "shards-{0..3}.tar")
     assert recipe.data("train") == "shards-{0..3}.tar" and recipe.data("val") is None
+    with pytest.raises(ConfigError, match=r"^recipe=hf: has no data for split=test; give train or val$"):
+        recipe.data("test")
     row = {"input_ids": [1, 2], "labels": 1, "note": "left out"}
     for sample in (row, {"json": row, "__key__": "a"}):
         assert recipe.transform(sample, np.random.default_rng(0)) == {"input_ids": [1, 2], "labels": 1}

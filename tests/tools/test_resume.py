@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from support.cli import Result, run, toy, weights
 
 from trainer.errors import ConfigError
+from trainer.tools import resume as tool
 from trainer.tools.resume import composed
 
 WORDS = ["trainer.max_steps=8", "trainer.run_dir=runs/r", "optimizer.lr=0.003", "recipe.width=8", "+callbacks=[ema]"]
@@ -159,3 +160,11 @@ def test_two_ranks(tmp_path):
     assert rows == [
         (str(n), validated) for n in range(1, 7) for validated in ((False, True) if n in (4, 5, 6) else (False,))
     ]
+
+
+def test_a_job_that_hands_over_becomes_the_next_command(here, monkeypatch):
+    done: list[str] = []
+    monkeypatch.setattr(tool, "run", lambda *_: done.append("run") or 75)
+    monkeypatch.setattr(tool.handover, "go_on", lambda: done.append("go_on"))
+    monkeypatch.setattr(sys, "argv", ["echelon"])
+    assert tool.resume(here / "runs" / "r", []) == 75 and done == ["run", "go_on"]

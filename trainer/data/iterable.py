@@ -101,7 +101,7 @@ def part_of(source: Iterable[Any], rank: int, world: int, key: int) -> Iterable[
     batches = source.batch_sampler
     if batches is not None and (type(batches) is not BatchSampler or batches.sampler is not source.sampler):
         return source
-    log.info("recipe.data: %d ranks share the %d samples of a DataLoader", world, len(source.dataset))  # pyright: ignore[reportArgumentType] it has a sampler
+    log.info("recipe.data: %d ranks share the %d samples of a DataLoader", world, len(source.sampler))  # pyright: ignore[reportArgumentType] it has a sampler
     own: Any = copy.copy(source)
     part = Part(source.sampler, rank, world, key)  # pyright: ignore[reportArgumentType] one of DRAWN
     batched = None if batches is None else BatchSampler(part, batches.batch_size, batches.drop_last)

@@ -5,21 +5,17 @@ import os
 import re
 import sys
 import tempfile
-import time
-from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from trainer.callback import TrainerProtocol
 from trainer.config.redact import redact_urls
 from trainer.errors import ConfigError
 from trainer.files import write_json
 from trainer.log import log
-from trainer.monitors.logger import Logger
-from trainer.monitors.media import Histogram, Image, prepared
-from trainer.monitors.sender import Sender
+from trainer.monitors.media import Histogram, Image
+from trainer.monitors.sender import Sender, SendingLogger
 from trainer.monitors.settings import Value, settings_of
 
 MOST_PARAMS, MOST_TEXT = 100, 6000  # of a request; of a value, by MLflow's limits
@@ -32,7 +28,7 @@ ENVIRONMENT = {
 }
 
 
-class MLflow(Logger):
+class MLflow(SendingLogger):
     """The client of an MLflow server, on rank 0. Requests are made on a thread of their own.
 
     Args:
@@ -53,7 +49,6 @@ class MLflow(Logger):
                 "callbacks.mlflow.uri=http://HOST:5000"
             )
         self.uri, self.experiment, self.name = uri, experiment, name
-        self.sender: Sender | None = None
         self.run_id = ""  # empty until the server has the run
 
     def on_fit_start(self, trainer) -> None:
@@ -63,27 +58,16 @@ class MLflow(Logger):
                     os.environ[name] = value
                     trainer.undo.callback(os.environ.pop, name, None)
 
-    def on_media(self, trainer, media: Mapping[str, Any]) -> None:
-        if trainer.rank == 0:
-            for name, item in prepared(media):
-                self._ready(trainer).put(partial(self._log_item, name, item, trainer.step))
-
     def on_fit_end(self, trainer) -> None:
         if self.sender is not None:
             status = "FAILED" if sys.exc_info()[1] else "KILLED" if trainer.stop_reason == "signal" else "FINISHED"
             self.sender.put(partial(self._end, status))
             self.sender.close()
 
-    def write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
-        self._ready(trainer).put(partial(self._log, dict(numbers), trainer.step, time.time()))
-
-    def _ready(self, trainer: TrainerProtocol) -> Sender:
-        """Return the sender, which has the start of the run as its first call."""
-        if self.sender is None:
-            self.sender = Sender("mlflow", is_away)
-            name = self.name or trainer.run_dir.name
-            self.sender.put(partial(self._start, trainer.run_dir / "mlflow.json", name, settings_of(trainer)))
-        return self.sender
+    def begin(self, trainer: TrainerProtocol) -> Sender:
+        sender, name = Sender("mlflow", is_away), self.name or trainer.run_dir.name
+        sender.put(partial(self._start, trainer.run_dir / "mlflow.json", name, settings_of(trainer)))
+        return sender
 
     def _start(self, file: Path, name: str, settings: dict[str, Value]) -> None:
         """Go on with the run that `file` names, or make one."""
@@ -125,14 +109,14 @@ class MLflow(Logger):
         tags = [RunTag(f"resumed.{key}", value[: MOST_TEXT - 1000]) for key, value in changed.items()]
         self.client.log_batch(run_id, tags=tags[:MOST_PARAMS], synchronous=True)
 
-    def _log(self, numbers: dict[str, float], step: int, at: float) -> None:
+    def log_numbers(self, numbers: dict[str, float], step: int, seconds: float) -> None:
         from mlflow.entities import Metric
 
         if self.run_id:
-            metrics = [Metric(valid(name), value, int(at * 1000), step) for name, value in numbers.items()]
+            metrics = [Metric(valid(name), value, int(seconds * 1000), step) for name, value in numbers.items()]
             self.client.log_batch(self.run_id, metrics=metrics, synchronous=True)
 
-    def _log_item(self, name: str, item: str | Image | Histogram, step: int) -> None:
+    def log_item(self, name: str, item: str | Image | Histogram, step: int) -> None:
         """Log text, PNG or counts as a file of the run: NAME/step-00000010.png."""
         if not self.run_id:
             return

@@ -2,12 +2,18 @@
 
 import threading
 import time
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 from trainer import timeouts
+from trainer.callback import TrainerProtocol
 from trainer.errors import printable
 from trainer.log import log
+from trainer.monitors.logger import Logger
+from trainer.monitors.media import Histogram, Image, prepared
 
 MOST = 10_000  # calls that are kept while the server is away
 
@@ -92,3 +98,34 @@ class Sender:
         if trouble not in self.troubles:
             self.troubles.add(trouble)
             log.warning("%s: %s", self.name, text)
+
+
+class SendingLogger(Logger):
+    """A logger whose calls are made by a `Sender`. The first call begins the run of the logger's own."""
+
+    sender: Sender | None = None
+
+    @abstractmethod
+    def begin(self, trainer: TrainerProtocol) -> Sender:
+        """Return a sender that has the start of the run as its first call."""
+
+    @abstractmethod
+    def log_numbers(self, numbers: dict[str, float], step: int, seconds: float) -> None:
+        """Send numbers of a step, taken at `seconds` since 1970."""
+
+    @abstractmethod
+    def log_item(self, name: str, item: str | Image | Histogram, step: int) -> None:
+        """Send a text, an image or a histogram."""
+
+    def write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
+        self._put(trainer, partial(self.log_numbers, dict(numbers), trainer.step, time.time()))
+
+    def on_media(self, trainer, media: Mapping[str, Any]) -> None:
+        if trainer.rank == 0:
+            for name, item in prepared(media):
+                self._put(trainer, partial(self.log_item, name, item, trainer.step))
+
+    def _put(self, trainer: TrainerProtocol, call: Callable[[], object]) -> None:
+        if self.sender is None:
+            self.sender = self.begin(trainer)
+        self.sender.put(call)

@@ -7,7 +7,6 @@ import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -19,14 +18,13 @@ from trainer.callback import TrainerProtocol
 from trainer.errors import ConfigError, printable
 from trainer.files import write_json
 from trainer.log import log
-from trainer.monitors.logger import Logger
-from trainer.monitors.media import Histogram, Image, prepared
-from trainer.monitors.sender import Sender
+from trainer.monitors.media import Histogram, Image
+from trainer.monitors.sender import Sender, SendingLogger
 from trainer.monitors.settings import Value, settings_of
 from trainer.timeouts import LOGGER_S
 
 
-class WandB(Logger):
+class WandB(SendingLogger):
     """The client of wandb, on rank 0. Its calls are made on a thread of their own; wandb uploads in its own process.
 
     If the server does not answer at the start, the run is kept offline, in `wandb/` in the run's folder.
@@ -52,28 +50,17 @@ class WandB(Logger):
             raise ConfigError("callbacks.wandb: needs the package wandb; pip install 'wandb>=0.20,<0.32'")
         self.project, self.entity, self.name = project, entity, name
         self.mode: Literal["online", "offline"] = mode
-        self.sender: Sender | None = None
         self.run: Any = None  # wandb's
-
-    def on_media(self, trainer, media: Mapping[str, Any]) -> None:
-        if trainer.rank == 0:
-            for name, item in prepared(media):
-                self._ready(trainer).put(partial(self._log_item, name, item, trainer.step))
 
     def on_fit_end(self, trainer) -> None:
         if self.sender is not None:
             self.sender.put(partial(self._end, bool(sys.exc_info()[1]), trainer.stop_reason == "signal"))
             self.sender.close()
 
-    def write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
-        self._ready(trainer).put(partial(self._log, dict(numbers), trainer.step))
-
-    def _ready(self, trainer: TrainerProtocol) -> Sender:
-        """Return the sender, which has the start of the run as its first call."""
-        if self.sender is None:
-            self.sender = Sender("wandb", lambda error: False)
-            self.sender.put(partial(self._start, trainer.run_dir, settings_of(trainer)))
-        return self.sender
+    def begin(self, trainer: TrainerProtocol) -> Sender:
+        sender = Sender("wandb", lambda error: False)
+        sender.put(partial(self._start, trainer.run_dir, settings_of(trainer)))
+        return sender
 
     def _start(self, folder: Path, settings: dict[str, Value]) -> None:
         """Go on with the run that the folder's wandb.json names, or begin one."""
@@ -106,11 +93,14 @@ class WandB(Logger):
         offline = f"offline; wandb sync {Path(self.run.dir).parent} sends it"
         log.info("wandb       %s", offline if mode == "offline" else self.run.url)
 
-    def _log(self, numbers: Mapping[str, Any], step: int) -> None:
-        if self.run is not None and step >= self.run.step:  # else a resume repeats a step that the server has
-            self.run.log(dict(numbers), step=step)
+    def log_numbers(self, numbers: dict[str, float], step: int, seconds: float) -> None:
+        self._log(numbers, step)  # with wandb's own clock
 
-    def _log_item(self, name: str, item: str | Image | Histogram, step: int) -> None:
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        if self.run is not None and step >= self.run.step:  # else a resume repeats a step that the server has
+            self.run.log(values, step=step)
+
+    def log_item(self, name: str, item: str | Image | Histogram, step: int) -> None:
         """Log text as HTML, pixels as an image, counts as a histogram."""
         import wandb
 

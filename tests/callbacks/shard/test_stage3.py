@@ -230,3 +230,29 @@ def test_offload_on_a_cpu_is_told(monkeypatch, caplog):
     for offload in (True, False):
         stage3.fully_shard(trainer, Toy().model(), group, None, None, reshard=True, offload=offload)
     assert caplog.text.count("offload=true frees nothing on the CPU, whose memory is the host's") == 1
+
+
+class MoreGroups(Callback):
+    """Groups that the next Trainer of these ranks does not make, so that its own have other names."""
+
+    def wrap_model(self, trainer, module):
+        for _ in range(5):
+            torch.distributed.new_group()
+        return module
+
+
+def twice(place: Place) -> list[Any]:
+    """torch keeps the mesh of the first Trainer, whose groups have ended, and gives it to tensors of the second."""
+    steps = []
+    for name, more in (("a", {"more": MoreGroups()}), ("b", {})):
+        trainer = Trainer(
+            Toy(), {"shard": Shard(3), **more}, adam, batch=12, place=replace(place, store=f"{place.store}-{name}"),
+            options=Options(max_steps=2, run_dir=f"runs/{name}"), data=DataOptions(workers=0),
+        )  # fmt: skip
+        trainer.fit()
+        steps.append(trainer.step)
+    return steps
+
+
+def test_a_second_trainer_saves_without_the_groups_of_the_first():
+    assert run_ranks(3, twice) == [[2, 2]] * 3
