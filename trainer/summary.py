@@ -1,6 +1,5 @@
 """Ends a run: writes summary.json, exports the model, and logs all paths and the command that resumes."""
 
-import json
 import os
 import platform
 import shlex
@@ -19,6 +18,7 @@ from trainer.files import apply_umask, write_json
 from trainer.log import doing, log
 from trainer.parallel.meta import on_host
 from trainer.parallel.strategy import Strategy
+from trainer.process.crash import read_summary
 from trainer.process.environment import detect
 from trainer.recipe_checks import call_summary
 from trainer.run_dir import versions
@@ -164,15 +164,9 @@ def this_python() -> str:
     return "python" if same else sys.executable
 
 
-def written(run_dir: Path) -> dict[str, Any]:
-    """Return the summary in the folder of a run; empty without one."""
-    file = run_dir / "summary.json"
-    return json.loads(file.read_text()) if file.exists() else {}
-
-
 def earlier(run_dir: Path, step: int) -> dict[str, float]:
     """Return the numbers in the summary of a finished run, whose resume makes no step and measures nothing."""
-    summary = written(run_dir)
+    summary = read_summary(run_dir / "summary.json")
     if summary.get("steps") != step:
         return {}
     return {

@@ -49,14 +49,14 @@ from trainer.parallel.strategy import SingleDevice, Strategy, to_device, trained
 from trainer.parallel.warmup import buffers_kept
 from trainer.plan import Plan, RunSpec
 from trainer.precision import Precision
-from trainer.process.crash import note_crash
+from trainer.process.crash import note_crash, read_summary
 from trainer.process.environment import Place, detect
 from trainer.process.heartbeat import Heartbeat
 from trainer.process.signals import StopSignals
 from trainer.recipe_checks import CheckedLoss, build_model, check_rates, refuse_untrained, try_summary, weight_of
 from trainer.rng import GOLDEN, MASK, STEP, generators_of, mix
 from trainer.run_dir import make_run_dir, nothing_left, start_log
-from trainer.summary import report, tell_place, written
+from trainer.summary import report, tell_place
 from trainer.timeouts import STILL
 from trainer.validation import Evaluator
 
@@ -276,7 +276,7 @@ class Trainer:
             if self.stop_reason != "signal":
                 self.train_loss.refuse_never_finite(self.step)  # the checkpoint is written
         with StopSignals():  # a launcher may send one to all as the first of them ends
-            self.summary = self.ranks.first(self.summary or written(self.run_dir))
+            self.summary = self.ranks.first(self.summary or read_summary(self.run_dir / "summary.json"))
             self.close()
         self.closed = True
         return self.summary
