@@ -1,41 +1,18 @@
 """Which rank owns which parameter, and how weights come back: every parameter once, balanced, in bounded rounds."""
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from support.ranks import run_ranks
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.callbacks.shard import owners as module
-from trainer.callbacks.shard.owners import Owners, assign, rounds
+from trainer.callbacks.shard.owners import Owners, rounds
+from trainer.parallel.assign import assign
 from trainer.comm.ranks import Ranks
 from trainer.process.environment import Place
-
-
-def test_the_largest_comes_first_and_goes_to_the_least_loaded():
-    assert assign([1, 5, 2, 4, 3], 2) == [0, 0, 0, 1, 1]  # 5 + 2 + 1 and 4 + 3
-    assert assign([4, 4, 4], 3) == [0, 1, 2]
-    assert assign([7], 3) == [0]
-
-
-@given(st.lists(st.integers(1, 99), min_size=1, max_size=9), st.integers(1, 4))
-def test_no_rank_has_more_than_the_bound_of_this_rule(sizes, ranks):
-    """Graham 1969: at most 4/3 - 1/(3 m) of the best there is; here the best is found by trying all."""
-    loads = [0] * ranks
-    for size, rank in zip(sizes, assign(sizes, ranks), strict=True):
-        loads[rank] += size
-    assert sum(loads) == sum(sizes)
-    if len(sizes) <= 6:
-        best = min(
-            max(sum(s for s, r in zip(sizes, split, strict=True) if r == rank) for rank in range(ranks))
-            for split in itertools.product(range(ranks), repeat=len(sizes))
-        )
-        assert max(loads) <= (4 / 3 - 1 / (3 * ranks)) * best + 1e-9
 
 
 def test_rounds_have_each_parameter_once_and_bounded_bytes():
@@ -77,14 +54,15 @@ def gather(place: Place, most: int) -> tuple[list[Any], int, int]:
     parameters = list(model.parameters())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "ROUND_BYTES", most)
-        owners, real = Owners(parameters, ranks.new_group()), module.all_gather
+        owners = Owners(parameters, ranks.new_group())
+        real = owners.reduce.gather
 
-        def counted(*args: Any) -> None:
+        def counted(own: Tensor) -> Tensor:
             nonlocal calls
             calls += 1
-            real(*args)
+            return real(own)
 
-        patch.setattr(module, "all_gather", counted)
+        patch.setattr(owners.reduce, "gather", counted)
         optimizer = Add(parameters, {})
         owners.attach(optimizer)
         for _ in range(2):

@@ -46,6 +46,20 @@ def test_the_algorithms_differ_in_rounds_alone_if_messages_are_large() -> None:
     assert ring == pytest.approx(tree, rel=0.06)
 
 
+def test_the_library_s_own_collectives_have_shares_of_the_rate() -> None:
+    own = machine(4, 1, Link(0.0, 10e6, 2e-9, all_gather=0.8, reduce_scatter=0.5))
+    for name, share in (("all_gather", 0.8), ("reduce_scatter", 0.5), ("all_reduce", 1.0)):
+        message = Message(name, 8e6)
+        whole, found = (time(message, Group(4, 1), own, library=library) for library in (False, True))
+        assert found.seconds == pytest.approx(whole.seconds / share) and found.cpu_s == whole.cpu_s
+
+
+def test_a_wire_alone_takes_what_the_cores_of_the_rank_allow() -> None:
+    wire = time(Message("all_gather", 8e6), Group(4, 1), machine(4, 1, Link(0.0, 10e6, 1e-7)))
+    assert wire.alone_s(2.0) == wire.seconds == pytest.approx(0.6)
+    assert wire.alone_s(0.5) == pytest.approx(2 * 6e6 * 1e-7 / 0.5)
+
+
 def test_one_rank_and_no_bytes_take_no_time() -> None:
     assert time(Message("all_reduce", 8e6), Group(1, 1), OWN) == add([])
     assert time(Message("all_reduce", 0), Group(2, 4), OWN) == add([])

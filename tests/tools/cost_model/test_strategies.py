@@ -67,5 +67,14 @@ def test_messages_of_a_pipeline() -> None:
 
 
 def test_owners_gather_their_weights() -> None:
-    wire, sent = gathered_weights(setup(machine(4), choose({"shard": {}})))
-    assert sent == 0.75 * 10 * MIB and wire.seconds == pytest.approx(sent / 1e6)
+    """The fullest of 4 owners has 3 of 10 equal parameters, and each rank sends as much."""
+    found = setup(machine(4, codecs={**CODECS, "none": CodecCost(1e-9, 1e-9)}), choose({"shard": {}}))
+    cost = gathered_weights(found)
+    assert cost.sent_bytes == 0.75 * 12 * MIB
+    assert cost.seconds == pytest.approx(cost.sent_bytes / 1e6 + 2 * 10 * MIB * 1e-9)
+    assert found.stepped == 0.3 and passes(found).optimizer_s == pytest.approx(0.3 * 0.01)
+
+
+def test_a_gather_that_nothing_hides_may_be_limited_by_the_processor() -> None:
+    found = setup(machine(4, across=Link(0.0, 1e6, 2e-6), cores=0.5), choose({"shard": {}}))
+    assert gathered_weights(found).seconds == pytest.approx(0.75 * 12 * MIB * 2 * 2e-6 / 0.5)

@@ -1,5 +1,6 @@
 """Rows have the bytes and bandwidths of nccl-tests; levels are those of two nodes with two ranks, run for real."""
 
+import math
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -8,6 +9,7 @@ from support.ranks import run_ranks
 
 from trainer.comm.ranks import Ranks
 from trainer.process.environment import Place
+from trainer.tools.cost_model.machine import Link
 from trainer.tools.measure import collectives
 
 NAMES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
@@ -64,3 +66,11 @@ def test_one_rank_has_no_links() -> None:
 def test_bytes_are_cut_to_the_ranks() -> None:
     assert collectives.sizes(1000)[0] == 256 and collectives.sizes(1 << 20)[-1] == 1 << 20
     assert len(collectives.sizes(1)) == 2, "a line takes two"
+
+
+def test_a_link_has_the_rates_of_other_collectives_as_shares() -> None:
+    link, gather, scatter = Link(1e-5, 100.0, 0.0), Link(1e-5, 80.0, 0.0), Link(1e-5, 50.0, 0.0)
+    assert collectives.with_shares(link, gather, scatter) == Link(1e-5, 100.0, 0.0, 0.8, 0.5)
+    endless = Link(1e-5, math.inf, 0.0)
+    assert collectives.with_shares(endless, gather, scatter) == endless
+    assert collectives.with_shares(link, endless, link) == link

@@ -10,18 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.comm.bucket import flatten
-from trainer.comm.reduce import all_gather
+from trainer.comm.reduce import AllReduce
+from trainer.parallel.assign import assign
 
 ROUND_BYTES = 64 << 20  # of the weights that are gathered at a time
-
-
-def assign(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Return the rank of each size: the largest first, each to the rank that has the least so far."""
-    loads, found = [0] * ranks, [0] * len(sizes)
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        found[i] = min(range(ranks), key=loads.__getitem__)
-        loads[found[i]] += sizes[i]
-    return found
 
 
 def rounds(owned: Sequence[Sequence[Tensor]], most: int) -> Iterator[list[Sequence[Tensor]]]:
@@ -54,7 +46,7 @@ class Owners:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        self.group, self.rank = group, group.rank()
+        self.reduce, self.group, self.rank = AllReduce(group), group, group.rank()
         self.by_rank: list[list[nn.Parameter]] = [[] for _ in range(group.size())]
         for p, rank in zip(parameters, assign([p.numel() for p in parameters], group.size()), strict=True):
             self.by_rank[rank].append(p)
@@ -83,11 +75,10 @@ class Owners:
         for groups in self.rounds:
             size = max(sum(p.numel() for p in params) for params in groups)
             like = next(p for params in groups for p in params)
-            own, rows = like.new_zeros(size), like.new_empty(len(groups), size)
+            own = like.new_zeros(size)
             if mine := groups[self.rank]:
                 own[: sum(p.numel() for p in mine)] = flatten(mine)
-            all_gather(rows.view(-1), own, self.group)
-            for rank, (params, row) in enumerate(zip(groups, rows, strict=True)):
+            for rank, (params, row) in enumerate(zip(groups, self.reduce.gather(own), strict=True)):
                 if params and rank != self.rank:
                     parts = row[: sum(p.numel() for p in params)].split([p.numel() for p in params])
                     torch._foreach_copy_([*params], [part.view_as(p) for p, part in zip(params, parts, strict=True)])

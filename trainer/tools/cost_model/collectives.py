@@ -37,6 +37,10 @@ class Wire(NamedTuple):
     seconds: float = 0.0
     cpu_s: float = 0.0
 
+    def alone_s(self, cores: float) -> float:
+        """Return the seconds if a rank only waits: its `cores` may be what limits it."""
+        return max(self.seconds, self.cpu_s / cores)
+
 
 def of_ranks(ranks: int, machine: Machine) -> Group:
     """Return the group of neighbouring ranks; the last node counts as full."""
@@ -44,11 +48,13 @@ def of_ranks(ranks: int, machine: Machine) -> Group:
     return Group(-(-ranks // per_node), per_node)
 
 
-def time(message: Message, group: Group, machine: Machine, algorithm: str = "ring") -> Wire:
+def time(message: Message, group: Group, machine: Machine, algorithm: str = "ring", library: bool = False) -> Wire:
     """Return the time of a collective. A part of the tensor passes the hops of a ring one after another.
 
     Args:
         algorithm: "ring" or "tree", of an all_reduce.
+        library: The all_gather or reduce_scatter is the library's own, with the share of the rate that was measured.
+            Codecs and owners exchange their messages from rank to rank, at the whole rate.
     """
     if group.ranks < 2 or not message.size:
         return Wire()
@@ -60,7 +66,9 @@ def time(message: Message, group: Group, machine: Machine, algorithm: str = "rin
     if algorithm == "tree":
         inside_s = (group.per_node - 1) * machine.inside.latency_s
         latency_s = 2 * (math.log2(group.nodes) * machine.across.latency_s + inside_s)
-    return Wire(latency_s + sent / bandwidth(message.collective, group, machine), 2 * sent * slow.cpu_s_per_byte)
+    shares = {"all_gather": slow.all_gather, "reduce_scatter": slow.reduce_scatter}
+    rate = bandwidth(message.collective, group, machine) * (shares.get(message.collective, 1.0) if library else 1.0)
+    return Wire(latency_s + sent / rate, 2 * sent * slow.cpu_s_per_byte)
 
 
 def bandwidth(collective: str, group: Group, machine: Machine) -> float:
@@ -81,7 +89,7 @@ def bandwidth(collective: str, group: Group, machine: Machine) -> float:
 def two_levels(size: float, group: Group, machine: Machine, across: list[Message], algorithm: str = "ring") -> Wire:
     """Return the time of `hierarchical`: reduce-scatter on a node, `across` between nodes, all-gather on the node."""
     inside, between = Group(1, group.per_node), Group(group.nodes, 1)
-    steps = [time(Message(name, size), inside, machine) for name in ("reduce_scatter", "all_gather")]
+    steps = [time(Message(name, size), inside, machine, library=True) for name in ("reduce_scatter", "all_gather")]
     steps += [time(message, between, machine, algorithm) for message in across]
     return add(steps)
 

@@ -13,23 +13,21 @@ from trainer.tools.cost_model.strategies import Cost
 
 def groups(setup: Setup) -> tuple[Group, Group]:
     """Return the ranks that share the rows, and those that have the same rows."""
-    hybrid = setup.knob("shard", "hybrid")
-    if not hybrid:
+    if not setup.knob("shard", "hybrid"):
         return setup.group, Group(1, 1)
-    rows = Group(1, setup.group.per_node if hybrid is True else hybrid)
-    return rows, Group(setup.data_ranks // rows.ranks, 1)
+    return Group(1, setup.row_ranks), Group(setup.data_ranks // setup.row_ranks, 1)
 
 
 def gather(setup: Setup, units: Sequence[Bucket]) -> Job:
     rows, _ = groups(setup)
-    return as_job([time(Message("all_gather", 4 * unit.elements), rows, setup.machine) for unit in units])
+    return as_job([time(Message("all_gather", 4 * unit.elements), rows, setup.machine, library=True) for unit in units])
 
 
 def scatter(setup: Setup, units: Sequence[Bucket]) -> Job:
     """Return the reduction of the gradients of units: scattered over their rows, and averaged over equal rows."""
     (rows, same), wires = groups(setup), []
     for size in (4 * unit.elements for unit in units):
-        wires.append(time(Message("reduce_scatter", size), rows, setup.machine))
+        wires.append(time(Message("reduce_scatter", size), rows, setup.machine, library=True))
         wires.append(time(Message("all_reduce", size / rows.ranks), same, setup.machine))
     return as_job(wires)
 
@@ -71,4 +69,4 @@ def fsdp(setup: Setup, run: Passes) -> Cost:
     size = setup.gradient_bytes
     sent = (2 * setup.passes if reshard else 1) * Message("all_gather", size).sent(rows.ranks)
     sent += Message("reduce_scatter", size).sent(rows.ranks) + Message("all_reduce", size / rows.ranks).sent(same.ranks)
-    return Cost(seconds + run.optimizer_s / rows.ranks, sent)
+    return Cost(seconds + run.optimizer_s, sent)

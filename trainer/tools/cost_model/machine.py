@@ -14,11 +14,14 @@ class Link:
         latency_s: Seconds of an empty message.
         bytes_per_s: Rate of a long message; infinite if there is no such link.
         cpu_s_per_byte: CPU seconds of all threads of a rank, for each byte that it sends and each that it receives.
+        all_gather, reduce_scatter: Rates of the library's collectives, as shares of `bytes_per_s`, the all-reduce's.
     """
 
     latency_s: float
     bytes_per_s: float
     cpu_s_per_byte: float
+    all_gather: float = 1.0
+    reduce_scatter: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -23,18 +23,16 @@ def model_bytes(setup: Setup) -> float:
     if setup.knob("pipeline", "schedule") == "pipedream_2bw":
         return 4 * parameters + state
     if stage == 3:
-        hybrid = setup.knob("shard", "hybrid")
-        parts = ranks if not hybrid else setup.group.per_node if hybrid is True else hybrid
         units = 4 * max(bucket.elements for bucket in lay_out(setup)) * 2
         whole = parameters if setup.passes > 1 else 0.0  # accumulation keeps whole gradients
-        return (2 * parameters + state) / parts + units + whole
+        return (2 * parameters + state) / setup.row_ranks + units + whole
     if stage == 2:
-        gradients = parameters / ranks if setup.passes == 1 else parameters
+        gradients = parameters * (setup.stepped if setup.passes == 1 else 1)
     elif "optimizer_in_backward" in setup.callbacks and setup.passes == 1:
         gradients = min(parameters, IN_FLIGHT * 4 * max(bucket.elements for bucket in lay_out(setup)))
     elif ranks > 1 and setup.copies and not {"overlap", "local_sgd", "onebit_adam"} & setup.callbacks.keys():
         gradients *= 2  # DDP's buckets beside the gradients
-    return parameters + gradients + (state / ranks if stage else state)
+    return parameters + gradients + state * setup.stepped
 
 
 def kept_by_callbacks(setup: Setup) -> float:

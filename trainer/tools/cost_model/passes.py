@@ -13,7 +13,7 @@ RECOMPUTED = {"full": 1.0, "selective": 0.1, "offload": 0.0}  # of a forward pas
 
 
 class Passes(NamedTuple):
-    """Seconds of a rank's passes in a step without communication."""
+    """Seconds of the fullest rank's passes and optimizer in a step without communication."""
 
     before_s: float  # all but the last micro-batch
     forward_s: float  # of the last micro-batch
@@ -43,7 +43,7 @@ def passes(setup: Setup) -> Passes:
         before * (forward_s + backward_s) + (setup.passes - 1) * workload.pass_s * speed,
         last * forward_s + workload.pass_s * speed / 3,
         last * backward_s + workload.pass_s * speed * 2 / 3,
-        workload.optimizer_s / setup.stages,
+        workload.optimizer_s / setup.stages * setup.stepped,
     )
 
 

@@ -35,14 +35,13 @@ def without_data(setup: Setup) -> Prediction:
     run = passes(setup)
     wired = step(setup, run, codec=False)
     coded = step(setup, run, codec=True) if encodes(setup) else wired
-    optimizer_s = run.optimizer_s / (setup.data_ranks if "shard" in setup.callbacks else 1)
     bubble_s = idle(setup) * run.compute_s if setup.stages > 1 else 0.0
     slow_s = slowest(setup, run)
     parts = {
         "compute": run.compute_s,
-        "communication": wired.seconds - run.compute_s - optimizer_s + bubble_s + slow_s,
+        "communication": wired.seconds - run.compute_s - run.optimizer_s + bubble_s + slow_s,
         "codec": coded.seconds - wired.seconds,
-        "optimizer": optimizer_s,
+        "optimizer": run.optimizer_s,
         "other": setup.workload.other_s,
     }
     return Prediction(sum(parts.values()), parts, wired.sent_bytes, predict_memory(setup), setup.unknown)
@@ -83,11 +82,8 @@ def step(setup: Setup, run: Passes, codec: bool) -> Cost:
         return fsdp(setup, run)
     sent = sum(reduce(setup, bucket).sent_bytes for bucket in lay_out(setup))
     seconds = in_step(setup, run, codec=codec)
-    if stage:
-        weights, gathered = gathered_weights(setup)
-        seconds += weights.seconds - run.optimizer_s * (1 - 1 / setup.data_ranks)
-        sent += gathered
-    return Cost(seconds + extra.seconds, sent + extra.sent_bytes)
+    weights = gathered_weights(setup) if stage else Cost(0.0, 0.0)
+    return Cost(seconds + weights.seconds + extra.seconds, sent + weights.sent_bytes + extra.sent_bytes)
 
 
 def slowest(setup: Setup, run: Passes) -> float:

@@ -10,6 +10,7 @@ from trainer.config.compose import CONF
 from trainer.config.options import DataOptions, Options
 from trainer.config.schema import option_parameters
 from trainer.errors import ConfigError, nearest
+from trainer.parallel.assign import assign
 from trainer.tools.cost_model.collectives import Group, of_ranks
 from trainer.tools.cost_model.machine import Machine
 from trainer.tools.cost_model.workload import Choice, Workload
@@ -91,6 +92,25 @@ class Setup:
     def copies(self) -> bool:
         """Return whether gradients are copied into buckets and back."""
         return not self.settings.get("trainer.ddp.gradient_as_bucket_view")
+
+    @property
+    def row_ranks(self) -> int:
+        """Return the ranks that share each parameter's rows: 1 without stage 3 of `shard`."""
+        if self.knob("shard", "stage") != 3:
+            return 1
+        hybrid = self.knob("shard", "hybrid")
+        return self.data_ranks if not hybrid else self.group.per_node if hybrid is True else hybrid
+
+    @functools.cached_property
+    def stepped(self) -> float:
+        """Return the share of the parameters that the fullest rank steps, and whose optimizer state it has."""
+        if self.knob("shard", "stage", 3) == 3:
+            return 1 / self.row_ranks
+        sizes = [self.workload.parameters[i] for i in self.own]
+        loads = [0] * self.data_ranks
+        for size, rank in zip(sizes, assign(sizes, self.data_ranks), strict=True):
+            loads[rank] += size
+        return max(loads) / sum(sizes)
 
     @functools.cached_property
     def own(self) -> tuple[int, ...]:

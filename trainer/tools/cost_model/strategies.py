@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from trainer.tools.cost_model import messages
 from trainer.tools.cost_model.buckets import Bucket, shapes_of
-from trainer.tools.cost_model.collectives import Wire, add, time
+from trainer.tools.cost_model.collectives import add, time
 from trainer.tools.cost_model.messages import Message
 from trainer.tools.cost_model.passes import Passes
 from trainer.tools.cost_model.reduction import NO_COST, copying, reduce
@@ -13,6 +13,7 @@ from trainer.tools.cost_model.simulate import Job, Task, simulate
 
 OUTER_COPIES = 3  # that local_sgd makes of the weights for a synchronisation, beside the codec
 ONEBIT_COPIES = 10  # that onebit_adam's unfused step makes of the parameters
+OWNER_COPIES = 2  # that owners make of all weights: into messages and out of them
 CHUNKS = 2  # stages that interleaved, zero_bubble and zbv cut for each rank
 
 
@@ -56,15 +57,20 @@ def onebit_adam(setup: Setup, run: Passes, codec: bool) -> Cost:
     sent = messages.onebit_adam(shapes_of(setup))
     wire = add(time(message, setup.group, setup.machine) for message in sent)
     encode = (1 + 1 / ranks) * own.encode_s_per_byte + (3 + 1 / ranks) * own.decode_s_per_byte
-    seconds = run.compute_s + run.optimizer_s + wire.seconds
+    seconds = run.compute_s + run.optimizer_s + wire.alone_s(setup.machine.cores_per_rank)
     seconds += (setup.gradient_bytes * encode + copies_s(setup, ONEBIT_COPIES)) * codec
     return Cost(seconds, messages.sent(sent, ranks))
 
 
-def gathered_weights(setup: Setup) -> tuple[Wire, float]:
-    """Return the time and the bytes in which the owners' weights reach all ranks, after a step of shard 1 or 2."""
-    message = Message("all_gather", setup.gradient_bytes)
-    return time(message, setup.group, setup.machine), message.sent(setup.group.ranks)
+def gathered_weights(setup: Setup) -> Cost:
+    """Return the seconds and bytes in which the owners' weights reach all ranks, after a step of shard 1 or 2.
+
+    Each rank sends as much as the fullest owner has.
+    """
+    message = Message("all_gather", setup.group.ranks * setup.stepped * setup.gradient_bytes)
+    wire = time(message, setup.group, setup.machine)
+    seconds = wire.alone_s(setup.machine.cores_per_rank) + copies_s(setup, OWNER_COPIES)
+    return Cost(seconds, message.sent(setup.group.ranks))
 
 
 def idle(setup: Setup) -> float:

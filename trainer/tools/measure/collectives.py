@@ -1,8 +1,9 @@
 """Measures collectives over message sizes as nccl-tests does, on the process groups that training has."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean, median
 from typing import Any
@@ -153,3 +154,10 @@ def fit(rows: Sequence[Row], device: torch.device) -> Link:
     """
     cpu = {row.bytes: row.cpu_seconds for row in rows} if device.type == "cpu" else None
     return fit_link({row.bytes: row.seconds for row in rows}, rows[0].ranks, rows[0].collective, cpu)
+
+
+def with_shares(link: Link, all_gather: Link, reduce_scatter: Link) -> Link:
+    """Return the link with the rates of the library's other collectives, as shares of its own."""
+    shares = (other.bytes_per_s / link.bytes_per_s for other in (all_gather, reduce_scatter))
+    gather, scatter = (share if math.isfinite(share) and share else 1.0 for share in shares)
+    return replace(link, all_gather=gather, reduce_scatter=scatter)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from trainer.tools.cost_model.machine import CodecCost, Link, Machine, to_json
-from trainer.tools.measure.collectives import FITTED, Row
+from trainer.tools.measure.collectives import FITTED, Row, with_shares
 
 HEAD = f"{'collective':<15}{'bytes':>12}{'us':>14}{'algbw MB/s':>12}{'busbw MB/s':>12}{'CPU us':>12}"
 NO_LINK = Link(0.0, math.inf, 0.0)
@@ -59,18 +59,30 @@ class Report:
             end, (scale, unit) = next((end, shown) for end, shown in UNITS.items() if name.endswith(end))
             self.say(f"{part:<15}{name.removesuffix(end).rstrip('_'):<20}{value / scale:>18.2f} {unit}")
 
+    def link(self, level: str, missing: Link) -> Link:
+        """Return the link of a level; `missing` if it was not measured."""
+        found = self.fits.get((level, FITTED))
+        if found is None:
+            return missing
+        return with_shares(found, *(self.fits.get((level, name), found) for name in ("all_gather", "reduce_scatter")))
+
     def machine(self, ranks: int, cores: float, memory: float | None) -> Machine:
         """Return the cost model's machine. A level that was not measured has the link of all ranks, or none."""
-        every = self.fits.get(("all", FITTED), NO_LINK)
-        inside, across = (self.fits.get((level, FITTED), every) for level in ("inside", "across"))
+        every = self.link("all", NO_LINK)
+        inside, across = (self.link(level, every) for level in ("inside", "across"))
         disk = self.numbers.get("disk", {}).get("write_bytes_per_s", math.inf)
         return Machine(ranks, self.per_node, cores, inside, across, self.codecs, memory, disk)
 
     def as_json(self, about: Mapping[str, Any], machine: Machine | None) -> dict[str, Any]:
         """Return all numbers. Rates are in bytes or FLOP a second; null stands for an infinite rate."""
-        fits = [{"level": level, "collective": name, **asdict(link)} for (level, name), link in self.fits.items()]
-        for fit in fits:
-            fit["bytes_per_s"] = None if math.isinf(fit["bytes_per_s"]) else fit["bytes_per_s"]
+        fits = [
+            {
+                "level": level, "collective": name, "latency_s": link.latency_s,
+                "bytes_per_s": None if math.isinf(link.bytes_per_s) else link.bytes_per_s,
+                "cpu_s_per_byte": link.cpu_s_per_byte,
+            }
+            for (level, name), link in self.fits.items()
+        ]  # fmt: skip
         return {
             **about,
             "machine": to_json(machine) if machine else None,

@@ -116,7 +116,7 @@ def descend(loss: Callable[[Mapping[str, float]], float], start: dict[str, float
 
 
 def slower(link: Link, factor: float) -> Link:
-    return Link(link.latency_s * factor, link.bytes_per_s / factor, link.cpu_s_per_byte)
+    return replace(link, latency_s=link.latency_s * factor, bytes_per_s=link.bytes_per_s / factor)
 
 
 def dearer(cost: CodecCost, factor: float) -> CodecCost:
@@ -125,9 +125,10 @@ def dearer(cost: CodecCost, factor: float) -> CodecCost:
 
 def in_words(factors: Mapping[str, float]) -> str:
     """Return what the trials have corrected, where it matters."""
-    names = {"across": "the link across is", "inside": "the link inside is", "compute": "computing takes"}
-    names |= {"codec": "codecs take", "optimizer": "the optimizer takes"}
-    return "; ".join(
-        f"{names[name]} {math.exp(value):.2f} times as {'slow' if 'link' in names[name] else 'long'} as measured before"
+    names = {"across": "the link across", "inside": "the link inside", "compute": "the passes"}
+    names |= {"codec": "codecs", "optimizer": "the optimizer"}
+    found = [
+        f"{names[name]}: {math.exp(value):.2f} times the time that was measured before the trials"
         for name, value in factors.items() if name in names and abs(value) > 0.15
-    )  # fmt: skip
+    ]  # fmt: skip
+    return "; ".join(found)

@@ -14,9 +14,11 @@ from trainer.process.environment import Place, cores
 from trainer.tools.cost_model.machine import CodecCost, Link, Machine
 from trainer.tools.measure import codecs as codec_costs
 from trainer.tools.measure import collectives
+from trainer.tools.measure.collectives import with_shares
 
 MOST = 2 << 20  # bytes of the largest message
-SECONDS = 0.3  # of a size, about; a size whose call takes longer is the last
+# Seconds of a size, about; a size whose call takes longer is the last.
+COLLECTIVES = {collectives.FITTED: 0.3, "all_gather": 0.1, "reduce_scatter": 0.1}
 CODECS = ("bf16", "fp16", "int8", "topk", "powersgd")
 BUSY, BUSY_SECONDS = 1 << 20, 0.5  # bytes that a thread hashes at a time, and for how long, to count cores
 NO_LINK = Link(0.0, 1e12, 0.0)
@@ -32,8 +34,11 @@ def measure_links(place: Place, accelerator: str, backend: str, timeout_s: float
     levels, _, _ = collectives.make_levels(ranks)
     links: dict[str, Any] = {}
     for level in levels:
-        rows = list(collectives.measure(ranks, level, collectives.FITTED, MOST, SECONDS))
-        links[level.name] = astuple(collectives.fit(rows, ranks.device))
+        fits = [
+            collectives.fit(list(collectives.measure(ranks, level, name, MOST, seconds)), ranks.device)
+            for name, seconds in COLLECTIVES.items()
+        ]
+        links[level.name] = astuple(with_shares(*fits))
     ranks.gather(None)
     share = count_cores()
     costs = codec_costs.measure(ranks.device, CODECS if codecs else ())
