@@ -5,12 +5,14 @@
 
 In each round, each monitor has a pair of runs, one after the other, in the same processes; the next round turns the
 pairs around. CPU time is that of all threads of a rank, the mean over ranks. The pair `nothing` is two runs without a
-monitor: as far as it is from 0, others may be off. The bench runs on GPUs if each rank has one. On two CPU cores it
-takes about 6 minutes.
+monitor: as far as it is from 0, others may be off. A run's number is the median over its blocks of 50 steps, so that
+a neighbour's burst on the machine does not count. The bench runs on GPUs if each rank has one. On two CPU cores it
+takes about 20 minutes.
 """
 
 import functools
 import gc
+import itertools
 import multiprocessing
 import os
 import statistics
@@ -37,7 +39,8 @@ from trainer.monitors.profiler.callback import Profiler
 from trainer.monitors.step_timer import StepTimer
 from trainer.process.environment import Place
 
-WARM, STEPS = 100, {1: 8000, 3: 400}  # steps that are not timed, and by the number of ranks those that are
+WARM, STEPS = 100, {1: 8000, 2: 2000}  # steps that are not timed, and by the number of ranks those that are
+BLOCK = 50  # steps, of which one is logged
 FAST_S = 0.1  # between two samples of gpu_monitor, ten times as often as by default: a run takes about a second
 BOUND_US = 50.0  # 0.5 % of a step of 10 ms
 
@@ -68,7 +71,7 @@ PAIRS: dict[str, tuple[Callbacks, Callbacks, str]] = {
 
 
 class Batches:
-    """Endless batches. The CPU time of the timed steps is taken as they are asked for."""
+    """Endless batches. The CPU time is taken as the first batch of each block is asked for."""
 
     def __init__(self, task: Task, steps: int) -> None:
         self.pool, self.steps = [task.batch() for _ in range(64)], steps
@@ -76,20 +79,19 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for n in range(WARM + self.steps + 8):
-            if n in (WARM, WARM + self.steps):
+            if n >= WARM and (n - WARM) % BLOCK == 0:
                 self.taken.append(time.process_time())
             yield self.pool[n % len(self.pool)]
 
 
 def run(place: Place, task: Task, callbacks: dict[str, Callback], folder: Path) -> float:
-    """Train, and return this rank's CPU microseconds of a step."""
+    """Train, and return this rank's CPU microseconds of a step, the median over blocks."""
     steps = STEPS[place.world]
     torch.manual_seed(0)
     batches = Batches(task, steps)
     gc.collect()
     echelon(task, batches, WARM + steps + 2, folder, callbacks, place)
-    begin, end = batches.taken
-    return (end - begin) / steps * 1e6
+    return statistics.median(end - begin for begin, end in itertools.pairwise(batches.taken)) / BLOCK * 1e6
 
 
 def rank_of(rank: int, world: int, folder: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
@@ -169,8 +171,8 @@ def page(tables: list[list[Row]], found: list[Goal], about: Row) -> str:
         "# What monitors take of a step",
         "`python -m scripts.bench.monitors` trains an MLP 64-64-10, batch 32 a rank, SGD, one thread.\n"
         "Runs are in pairs, one after the other: with a monitor and without it. The numbers are CPU microseconds\n"
-        "of a step, of all threads of a rank, the mean over ranks. Extra is the median over rounds of the difference\n"
-        "in a pair, least and most are its extremes.",
+        "of a step, of all threads of a rank: the median over blocks of 50 steps, and the mean over ranks.\n"
+        "Extra is the median over rounds of the difference in a pair, least and most are its extremes.",
         f"Machine: {', '.join(f'{key} {value}' for key, value in about.items())}.",
         *(markdown(table) for table in tables),
         "The goal of each is 50 us: 0.5 % of a step of 10 ms. "

@@ -21,6 +21,7 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -90,9 +91,15 @@ class Cell(NamedTuple):
     rate: str
     hosts: int
     size: str
+    ranks_per_host: int = 1
 
     def __str__(self) -> str:
-        return f"{self.rate}, {self.hosts} hosts, {self.size}"
+        ranks = f" of {self.ranks_per_host} ranks" if self.ranks_per_host > 1 else ""
+        return f"{self.rate}, {self.hosts} hosts{ranks}, {self.size}"
+
+    @property
+    def ranks(self) -> int:
+        return self.hosts * self.ranks_per_host
 
 
 def make_config(cell: Cell, folder: Path) -> dict[str, Any]:
@@ -101,14 +108,14 @@ def make_config(cell: Cell, folder: Path) -> dict[str, Any]:
     (folder / "recipe" / "tokens.yaml").write_text(
         "# @package _global_\n"
         f"recipe: {{_target_: scripts.bench.tune.Tokens, size: {cell.size}}}\n"
-        f"batch: {SAMPLES * cell.hosts}\nmicro_batch: {MICRO}\n"
+        f"batch: {SAMPLES * cell.ranks}\nmicro_batch: {MICRO}\n"
         f"trainer: {{max_steps: 1000, allow_targets: [scripts], accelerator: cpu}}\n"
     )
     return compose([f"--config-dir={folder}", "recipe=tokens"], [CONF, folder])[0].config
 
 
-def run_rank(cell: Cell, grid: int | None, rounds: int, file: Path) -> None:
-    """Be a rank of a cell; the first one searches, tries the grid and writes a row to `file`."""
+def run_rank(measure: Callable[[Team, Path], Any], file: Path) -> None:
+    """Be a rank of a cell; the first one calls `measure` and writes its result to `file`."""
     place = detect(os.environ)
     sys.argv = ["tune"]  # Hydra reads it
     importlib.import_module("torch._dynamo")
@@ -118,11 +125,34 @@ def run_rank(cell: Cell, grid: int | None, rounds: int, file: Path) -> None:
         team = Team(place, folder, run_order)
         try:
             if team.leads:
-                file.write_text(json.dumps(measure(cell, team, folder, grid, rounds)))
+                file.write_text(json.dumps(measure(team, folder)))
             else:
                 team.obey()
         finally:
             team.close()
+
+
+def run_cell(cell: Cell, module: str, *words: Any) -> Any:
+    """Run `module --rank` on each rank of a cell. Return what the first rank wrote; None if a rank failed.
+
+    Args:
+        words: What `module` reads after the cell and the file, as JSON.
+    """
+    with tempfile.TemporaryDirectory() as folder, Cluster(cell.hosts, RATES[cell.rate]) as cluster:
+        file = Path(folder) / "result.json"
+        order = json.dumps([cell, str(file), *words])
+        argv = [sys.executable, "-m", module, "--rank", order]
+        cluster.run(argv, cell.ranks_per_host, env={"TORCH_CPP_LOG_LEVEL": "ERROR"})
+        return json.loads(file.read_text()) if file.exists() else None
+
+
+def choose_cells(pattern: str, cells: Iterable[Cell]) -> list[Cell]:
+    """Return the cells whose names the pattern fits."""
+    listed = list(cells)
+    found = [cell for cell in listed if re.search(pattern, str(cell))]
+    if not found:
+        raise ConfigError(f"--cells {pattern}: fits none of the cells, such as '{listed[0]}'")
+    return found
 
 
 def measure(cell: Cell, team: Team, folder: Path, grid: int | None, rounds: int) -> Row:
@@ -194,26 +224,15 @@ def main() -> int:
     args = made.parse_args()
     if args.rank:
         word, file, rounds, grid = json.loads(args.rank)
-        run_rank(Cell(*word), grid, rounds, Path(file))
+        run_rank(lambda team, folder: measure(Cell(*word), team, folder, grid, rounds), Path(file))
         return 0
     pattern, grid = ("^1gbit, 2 hosts, 10M", args.grid or 8) if args.quick else (args.cells, args.grid)
-    cells = [
-        cell
-        for cell in itertools.starmap(Cell, itertools.product(RATES, (2, 4), SIZES))
-        if re.search(pattern, str(cell))
-    ]
-    if not cells:
-        raise ConfigError(f"--cells {pattern}: fits none of the cells, such as '1gbit, 2 hosts, 10M'")
+    cells = choose_cells(pattern, itertools.starmap(Cell, itertools.product(RATES, (2, 4), SIZES)))
     about, rows = print_machine(("torch",)), []
     try:
         for cell in cells:
-            with tempfile.TemporaryDirectory() as folder, Cluster(cell.hosts, RATES[cell.rate]) as cluster:
-                file = Path(folder) / "row.json"
-                words = [sys.executable, "-m", "scripts.bench.tune", "--rank"]
-                order = json.dumps([cell, str(file), args.rounds or 5, grid])
-                cluster.run([*words, order], env={"TORCH_CPP_LOG_LEVEL": "ERROR"})
-                if file.exists():
-                    rows.append(json.loads(file.read_text()))
+            if (row := run_cell(cell, "scripts.bench.tune", args.rounds or 5, grid)) is not None:
+                rows.append(row)
     finally:  # also of a bench that was stopped
         report([rows] if rows else [], goals(rows) if rows else [], about, args.json)
     return 0 if len(rows) == len(cells) else 1

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from trainer.callbacks.shard import owners as module
 from trainer.callbacks.shard.owners import Owners, rounds
-from trainer.parallel.assign import assign
 from trainer.comm.ranks import Ranks
+from trainer.parallel.assign import assign
 from trainer.process.environment import Place
 
 

@@ -10,18 +10,19 @@ from scripts.bench.overhead.loops import MLP
 from trainer.process.environment import Place
 
 
-def test_a_run_is_timed_without_its_first_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([1.0, 1.5])
-    monkeypatch.setattr(monitors, "STEPS", {1: 50})
+def test_a_run_s_number_is_the_median_of_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([1.0, 1.5, 9.0, 9.6])  # the second block met a neighbour
+    monkeypatch.setattr(monitors, "STEPS", {1: 150})
     monkeypatch.setattr(monitors.time, "process_time", lambda: next(times))
     name, (_, observed, _) = "step_timer", monitors.PAIRS["step_timer"]
-    assert monitors.run(Place(), MLP, observed(), tmp_path / name) == pytest.approx(0.5 / 50 * 1e6)
+    assert monitors.run(Place(), MLP, observed(), tmp_path / name) == pytest.approx(0.6 / 50 * 1e6)
     assert (tmp_path / name / "run" / "step_times.jsonl").exists()
 
 
 def test_all_pairs_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process: one that is spawned would take the real numbers of steps."""
-    monkeypatch.setattr(monitors, "STEPS", {1: 3})
+    monkeypatch.setattr(monitors, "STEPS", {1: 4})
+    monkeypatch.setattr(monitors, "BLOCK", 2)
     monkeypatch.setattr(monitors, "WARM", 2)
     monkeypatch.setattr(monitors, "ProcessPoolExecutor", Here)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

@@ -55,9 +55,7 @@ class Tuning:
 
     def run(self) -> tuple[Choice, Verdict | None, Tuned, list[str]]:
         """Search; return the best choice, its verdict if it is not today's config, the machine, and the evidence."""
-        self.today = self._once("today", lambda: self.run_trial(NOTHING))
-        self.say(f"today      {self.today['step_s']:.4g} s a step, memory {gib(self.today['memory_bytes'])}")
-        model, random, tuned, listed = self._measure()
+        model, random, tuned, listed = self.measure()
         self.search = search = self._search(model, listed)
         best, why = search.run()
         self.say(f"search     {why}; {len(search.tried) - 1} trials, {self._misses(search.tried)}")
@@ -105,12 +103,14 @@ class Tuning:
             "phases": answers[0]["phases"],
         }
 
-    def _measure(self) -> tuple[Model, bool, Tuned, list[Choice]]:
-        """Measure the machine and the workload.
+    def measure(self) -> tuple[Model, bool, Tuned, list[Choice]]:
+        """Measure today's config, the machine and the workload.
 
         Returns:
             The model, whether losses draw random numbers, the machine, and the choices.
         """
+        self.today = self._once("today", lambda: self.run_trial(NOTHING))
+        self.say(f"today      {self.today['step_s']:.4g} s a step, memory {gib(self.today['memory_bytes'])}")
         limit_s, warm, steps = self.options.limit_s, self.options.warm, max(5, self.options.steps // 4)
 
         def links() -> list[dict[str, Any]]:
