@@ -384,6 +384,7 @@ def test_a_conflict_with_a_setting_names_a_feature():
     """One that was renamed would be guarded against no more."""
     on = Options(clip_norm=1.0, precision="fp16", ddp=DDPOptions(None, True, True, True))
     others = ({"precision": "fp8"}, {"precision": "bf16_params"}, {"master_weights": False})
+    others += ({"clip_norm": None, "clip_value": 1.0},)
     each = (on, *(replace(on, **other) for other in others))
     features = set[str]().union(*(Plan.features(SimpleNamespace(options=options)) for options in each))
     capabilities = {capability for make in ALL.values() for capability in make().provides}

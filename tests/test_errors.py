@@ -141,6 +141,11 @@ trainer.log_every_steps=0
     trainer.log_every_steps=0: must be at least 1
 trainer.clip_norm=0
     trainer.clip_norm=0: must be more than 0
+trainer.clip_value=-1
+    trainer.clip_value=-1: must be more than 0
+trainer.clip_norm=1 trainer.clip_value=0.5
+    trainer.clip_value=0.5: gradients are clipped by trainer.clip_norm=1
+    set one of the two to null
 trainer.checkpoint.keep=1
     trainer.checkpoint.keep=1: must be at least 2
 data.workers=-1

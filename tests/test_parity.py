@@ -16,6 +16,7 @@ from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 STEPS, BATCH = 20, 12
+MOST = 0.1  # of the norm, or of an element
 
 
 class Batches(Toy):
@@ -47,7 +48,7 @@ def adam(params):
     return torch.optim.AdamW(params, lr=1e-2, fused=True)
 
 
-def bare_loop(place: Place, accumulate: int, clip: float | None, bf16: bool, width: int) -> list[torch.Tensor]:
+def bare_loop(place: Place, accumulate: int, clip: str | None, bf16: bool, width: int) -> list[torch.Tensor]:
     if place.world > 1:
         dist.init_process_group(
             "gloo", store=dist.FileStore(place.store, place.world), rank=place.rank, world_size=place.world
@@ -72,8 +73,10 @@ def bare_loop(place: Place, accumulate: int, clip: float | None, bf16: bool, wid
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 loss = recipe.loss(model, next(batches))
             (loss / accumulate).backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
+        if clip == "clip_norm":
+            nn.utils.clip_grad_norm_(module.parameters(), MOST)
+        elif clip == "clip_value":
+            nn.utils.clip_grad_value_(module.parameters(), MOST)
         optimizer.step()
         optimizer.zero_grad()
     if place.world > 1:
@@ -82,8 +85,9 @@ def bare_loop(place: Place, accumulate: int, clip: float | None, bf16: bool, wid
     return [p.detach().numpy() for p in module.parameters()]
 
 
-def ours(place: Place, accumulate: int, clip: float | None, bf16: bool, width: int) -> list[torch.Tensor]:
-    options = Options(max_steps=STEPS, clip_norm=clip, precision="bf16" if bf16 else "fp32")
+def ours(place: Place, accumulate: int, clip: str | None, bf16: bool, width: int) -> list[torch.Tensor]:
+    clips = {clip: MOST} if clip else {}
+    options = Options(max_steps=STEPS, precision="bf16" if bf16 else "fp32", **clips)
     recipe = Batches(place.rank, place.world, accumulate, width)
     trainer = Trainer(recipe, optimizer=adam, batch=BATCH, accumulate=accumulate, options=options, place=place)
     trainer.fit()
@@ -91,7 +95,7 @@ def ours(place: Place, accumulate: int, clip: float | None, bf16: bool, width: i
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("clip", [None, 0.1], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("clip", [None, "clip_norm", "clip_value"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("world", [1, 3])
 def test_trainer_equals_a_bare_loop_bitwise(world, accumulate, clip, bf16, tmp_path, monkeypatch):

@@ -29,11 +29,12 @@ ROWS = {
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "clip": {"clip_norm": 0.5},
+    "clip_value": {"clip_value": 0.05},
     "fp16": {"precision": "fp16"},
     **{
         name: {"ddp": DDPOptions(0.005, **{name: True})}
         for name in SETTINGS
-        if name not in ("clip", "fp16", "fp8", "bf16_params", "bf16_weights")
+        if name not in ("clip", "clip_value", "fp16", "fp8", "bf16_params", "bf16_weights")
     },
 }
 CASES = [(setting, row) for setting in OPTIONS for row in ROWS]

@@ -252,6 +252,7 @@ def features(options: Options) -> set[str]:
     ddp = options.ddp
     on = {
         "clip": options.clip_norm is not None,
+        "clip_value": options.clip_value is not None,
         "fp16": "fp16" in options.precision,  # of some rank
         "fp8": options.precision == "fp8",
         "bf16_params": options.precision == "bf16_params" and options.master_weights,

@@ -45,7 +45,7 @@ from trainer.optim.factories import adamw
 from trainer.optim.groups import Groups, ParameterRules, make_optimizer
 from trainer.optim.schedule import Constant, Schedule
 from trainer.parallel.ddp import DDP
-from trainer.parallel.strategy import SingleDevice, Strategy, to_device, trained
+from trainer.parallel.strategy import SingleDevice, Strategy, clip_values, to_device, trained
 from trainer.parallel.warmup import buffers_kept
 from trainer.plan import Plan, RunSpec
 from trainer.precision import Precision
@@ -378,13 +378,19 @@ class Trainer:
         switch(Phase.OPTIMIZER)
         self.scaler.unscale_(self.optimizer)  # a no-op unless fp16
         self.emit("on_before_optimizer_step")
-        if self.clips or self.logged:
-            self.grad_norm = self.strategy.clip(self.options.clip_norm)
+        self._clip()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         for p in self.parameters:
             p.grad = None  # what zero_grad does, at a tenth of its cost
         self.step, self.samples = self.step + 1, self.samples + self.batch
+
+    def _clip(self) -> None:
+        """Clip the gradients by their norm or by value. The norm before is `grad_norm`, of a step that is logged."""
+        if self.clips or self.logged:
+            self.grad_norm = self.strategy.clip(self.options.clip_norm)
+        if self.options.clip_value is not None:
+            clip_values(self.parameters, self.options.clip_value)
 
     def _agree(self, data: Step) -> None:
         """Start to sum over ranks what this step is about."""

@@ -31,7 +31,7 @@ from trainer.process.signals import StopSignals
 from trainer.run_dir import versions
 
 # Keys of `trainer` that change weights.
-OPTIONS = ("precision", "deterministic", "max_steps", "max_epochs", "clip_norm")
+OPTIONS = ("precision", "deterministic", "max_steps", "max_epochs", "clip_norm", "clip_value")
 
 COUNTERS = {"step": int, "samples": int, "seconds": float, "validation": dict, "validated_step": int}
 

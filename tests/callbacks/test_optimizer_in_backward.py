@@ -316,7 +316,7 @@ def test_a_layout_other_than_ddps_is_refused(tmp_path, monkeypatch):
         Trainer(Toy(), {"a": Sharded(), "optimizer_in_backward": OptimizerInBackward()}, batch=12)
 
 
-@pytest.mark.parametrize("feature", ["clip", "fp16", "find_unused_parameters", "static_graph"])
+@pytest.mark.parametrize("feature", ["clip", "clip_value", "fp16", "find_unused_parameters", "static_graph"])
 def test_what_needs_all_gradients_at_once_is_refused_by_name(feature):
     told = f"^optimizer_in_backward and {feature} can't run together: .*; (set|use) .* leave optimizer_in_backward out$"
     with pytest.raises(ConfigError, match=told):

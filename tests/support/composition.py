@@ -22,6 +22,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
 PICTURE = PAGE.parent / "images" / "composition.svg"
 SETTINGS = {
     "clip": "trainer.clip_norm",
+    "clip_value": "trainer.clip_value",
     "fp16": "trainer.precision=fp16",
     "fp8": "trainer.precision=fp8",
     "bf16_params": "trainer.precision=bf16_params",

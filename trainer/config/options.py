@@ -103,6 +103,7 @@ class Options:
     max_steps: int | None = None
     max_epochs: float | None = None
     clip_norm: float | None = None  # global norm; null does not clip
+    clip_value: float | None = None  # magnitude of each element; null does not clip
     validate_every: int | str | None = None  # a duration; null: at the end only
     limit_batches: LimitOptions = field(default_factory=LimitOptions)
     overfit: int | None = None  # trains and validates on the first so many batches of the training data
@@ -135,8 +136,13 @@ class Options:
                 raise ConfigError(
                     f"trainer.accept=[{key}]: is not a setting that a resume compares; {nearest(key, ACCEPTABLE)}"
                 )
-        for key in ("clip_norm", "timeout_s"):
+        for key in ("clip_norm", "clip_value", "timeout_s"):
             require(f"trainer.{key}", getattr(self, key), above=0)
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise ConfigError(
+                f"trainer.clip_value={self.clip_value}: gradients are clipped by trainer.clip_norm={self.clip_norm} "
+                "already; set one of the two to null"
+            )
         if self.validate_every is not None and not Duration.parse(self.validate_every, "trainer.validate_every").amount:
             reason = "must be more than 0; give null to validate only at the end"
             raise ConfigError(f"trainer.validate_every={self.validate_every}: {reason}")

@@ -15,6 +15,7 @@ from trainer.checkpoint.parts import read_all
 from trainer.checkpoint.serialize import load_optimizer_state
 from trainer.errors import DataError
 from trainer.parallel.meta import refuse_meta
+from trainer.parallel.rows import local
 
 
 class OutputElsewhere(BaseException):
@@ -194,3 +195,10 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Te
     if max_norm is not None:
         return clip_grad_norm_(parameters, max_norm)
     return get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+def clip_values(parameters: Sequence[Tensor], most: float) -> None:
+    """Clip each element of the gradients to [-most, most], in place. A rank that has rows of a gradient clips these."""
+    own = [local(p.grad) for p in parameters if p.grad is not None]
+    torch._foreach_clamp_min_(own, -most)
+    torch._foreach_clamp_max_(own, most)

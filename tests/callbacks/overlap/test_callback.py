@@ -320,9 +320,9 @@ def test_a_weight_used_before_its_step_is_an_error(tmp_path, monkeypatch):
     assert len(noted) == 3 and all("gloo:all_reduce" in path.read_text() for path in noted)
 
 
-@pytest.mark.parametrize("feature", ["clip", "fp16", "static_graph"])
+@pytest.mark.parametrize("feature", ["clip", "clip_value", "fp16", "static_graph"])
 def test_what_needs_all_gradients_at_once_is_refused_by_name(feature):
-    settings = {"clip": {"clip_norm": 1.0}, "fp16": {"precision": "fp16"}}
+    settings = {"clip": {"clip_norm": 1.0}, "clip_value": {"clip_value": 1.0}, "fp16": {"precision": "fp16"}}
     options = Options(**settings.get(feature) or {"ddp": DDPOptions(**{feature: True})})
     with pytest.raises(
         ConfigError, match=f"^overlap and {feature} can't run together: .*; (set|use) .* leave overlap out$"

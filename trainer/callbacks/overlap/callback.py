@@ -34,6 +34,7 @@ class Overlap(Callback):
     conflicts = {
         Role.COMPILE: "a compiled block calls no hooks that come later, and overlap waits for weights in such hooks; "
         "leave one out",
+        "clip_value": "gradients are used bucket by bucket; set trainer.clip_value=null or leave overlap out",
         "clip": "the global norm is known only after all buckets; set trainer.clip_norm=null or leave overlap out",
         "fp16": "loss scaling must see all gradients first; use trainer.precision=bf16 or leave overlap out",
         "static_graph": "only DDP knows which parameters are used twice; "
