@@ -1,27 +1,18 @@
 """python -m trainer.tools.tune: finds a faster config of a run, proves it on short runs, writes it for +tuned=NAME."""
 
 import dataclasses
-import gc
-import importlib
-import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import trainer
-from trainer.config.build import build_options
-from trainer.config.check import check
-from trainer.config.compose import CONF, compose, config_dirs
-from trainer.config.options import Options
+from trainer.config.compose import CONF, config_dirs
 from trainer.errors import ConfigError, printable
-from trainer.process.environment import Place, avoid_foreign_cache, detect, raise_file_limit
 from trainer.process.exit import run_guarded
-from trainer.process.temporary import temporary_folder
 from trainer.tools.tune.options import TuneOptions, read_options
+from trainer.tools.tune.start import one_job, prepare, run_team
 
-COMPILED = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # folders of code that trials compile
 UNCHANGED = 77  # exit code: today's config stays
 USAGE = """python -m trainer.tools.tune [ARGUMENTS OF THE RUN] [tune.KEY=VALUE ...]
 
@@ -54,62 +45,19 @@ def command(arguments: list[str]) -> int:
         print(USAGE)
         return 0
     options, words = read_options(arguments)
-    folders = config_dirs(words)
-    jobs = compose(words, [CONF, *folders])
-    if len(jobs) != 1:
-        if not jobs:  # Hydra has shown something
-            return 0
-        raise ConfigError(f"-m: gives {len(jobs)} runs, and tune takes one; leave -m out")
-    check(jobs[0].config)
+    job = one_job(words, "tune")
+    if job is None:
+        return 0
     if options.apply:
         from trainer.tools.tune.apply import find_run
 
-        find_run(jobs[0].config)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, stop)
+        find_run(job.config)
     prepare()
-    return tune(jobs[0].config, jobs[0].recipe, jobs[0].argv, options, folders[0] if folders else Path("conf"))
-
-
-def stop(number: int, _: object) -> None:
-    """End by a signal: what holds processes and files gives them back."""
-    raise SystemExit(128 + number)
-
-
-def prepare() -> None:
-    """Set this process up as `trainer.main` does before torch loads."""
-    raise_file_limit()
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else forks could not open the GPUs
-    os.environ.setdefault("WDS_SECURE", "1")
-    avoid_foreign_cache(os.environ)
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-
-
-def tune(config: dict[str, Any], recipe: str, argv: Sequence[str], options: TuneOptions, folder: Path) -> int:
-    """Search for a faster config of a checked one."""
-    from trainer.log import log_to_terminal
     from trainer.tools.tune.orders import run_order
     from trainer.tools.tune.overlay import file_name
-    from trainer.tools.tune.team import Team
 
-    place = find_place(config)
-    log_to_terminal(1)
-    with temporary_folder() as temporary:
-        for name in COMPILED:
-            os.environ[name] = str(temporary / "compiled")
-        importlib.import_module("torch._dynamo")  # for DDP and optimizers: each fork would take a second for it
-        gc.freeze()
-        team = Team(place, temporary, run_order)
-        try:
-            if not team.leads:
-                team.obey()
-                return 0
-            return lead(team, config, options, folder, options.name or file_name(recipe), argv)
-        finally:
-            team.close()
+    folder, name = next(iter(config_dirs(words)), Path("conf")), options.name or file_name(job.recipe)
+    return run_team(job.config, run_order, lambda team: lead(team, job.config, options, folder, name, job.argv))
 
 
 def lead(team: Any, config: dict[str, Any], options: TuneOptions, folder: Path, name: str, argv: Sequence[str]) -> int:
@@ -154,18 +102,6 @@ def hint(folder: Path, argv: Sequence[str]) -> str:
     """Return what a run needs beside `+tuned=NAME` to find the file."""
     found = "--config-dir" in argv or folder.resolve() == CONF.resolve()
     return "" if found else f" with --config-dir {folder}"
-
-
-def find_place(config: dict[str, Any]) -> Place:
-    """Return this process's place: a launcher's rank, or the first of all ranks of this machine."""
-    from trainer.launch.launcher import count_devices
-
-    options = build_options(Options, config["trainer"])
-    place = detect(os.environ, options.devices, options.nodes)
-    if place.launcher:
-        return place
-    devices, _ = count_devices(options)
-    return Place(0, devices, 0, devices, starts=True)
 
 
 def say(text: str) -> None:

@@ -1,0 +1,123 @@
+"""The range test: the rates, the curve's suggestions by hand, and the command on a recipe whose best rate is known."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.cli import environment, run
+
+from trainer.errors import ConfigError
+from trainer.tools import lr_find
+
+# c x^2 / 2 in each of 8 directions, with c from 0.2 to 2, without noise: gradient descent diverges above the rate 1.
+RECIPE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+class Bowl:
+    def model(self):
+        model = nn.Linear(8, 1, bias=False)
+        nn.init.ones_(model.weight)
+        return model
+
+    def data(self, split):
+        return TensorDataset(torch.ones(64, 1)) if split == "train" else None
+
+    def loss(self, model, batch):
+        curvature = torch.linspace(0.2, 2.0, 8)[:, None]
+        return (curvature * model(torch.eye(8)) ** 2).sum() / 2 + 1e-4
+"""
+YAML = """# @package _global_
+# A bowl
+recipe: {_target_: bowl.Bowl}
+defaults: [{override /optimizer: sgd}, _self_]
+batch: 8
+optimizer: {lr: 0.5, momentum: 0.0, weight_decay: 0.0}
+trainer: {max_steps: 5, allow_targets: [bowl], accelerator: cpu, clip_norm: null}
+data: {workers: 0}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "bowl.py").write_text(RECIPE)
+    (tmp_path / "conf" / "recipe").mkdir(parents=True)
+    (tmp_path / "conf" / "recipe" / "bowl.yaml").write_text(YAML)
+    return tmp_path
+
+
+def find(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trainer.tools.lr_find", *words, "--config-dir", "conf", "recipe=bowl"]
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
+
+
+def test_rates_grow_by_the_same_factor() -> None:
+    rates = [lr_find.rate(step, 5, 1e-4, 1.0) for step in range(5)]
+    assert rates == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1, 1.0])
+
+
+def test_an_average_of_equal_losses_is_that_loss_from_the_start() -> None:
+    assert lr_find.smooth([3.0] * 4) == pytest.approx([3.0] * 4)
+    assert lr_find.smooth([1.0, 2.0]) == pytest.approx([1.0, (0.1 * 2 + 0.09) / 0.19])
+
+
+def test_suggestions_are_where_the_curve_says() -> None:
+    rates = [10.0 ** (n / 10 - 6) for n in range(60)]
+    losses = [1 / (1 + math.exp((n - 30) / 2)) + 10 * max(0, n - 50) for n in range(60)]
+    found = lr_find.suggest(rates, losses)
+    smoothed = lr_find.smooth(losses)
+    drops = [smoothed[n - 1] - smoothed[n + 1] for n in range(1, 50)]
+    assert found["steepest"] == rates[1 + drops.index(max(drops))] and rates[28] <= found["steepest"] <= rates[40]
+    assert found["tenth"] == rates[50] / 10
+
+
+def test_a_loss_that_never_falls_gets_no_suggestion() -> None:
+    with pytest.raises(ConfigError, match="the loss does not fall between the rates 0"):
+        lr_find.suggest([0.1, 0.5, 1.0], [1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("losses", "ends"),
+    [([1.0] * 20, False), ([1.0, math.nan], True), ([1.0] * 5 + [1e9], False), ([1.0] * 12 + [100.0], True)],
+)
+def test_the_test_ends_where_the_loss_explodes(losses: list[float], ends: bool) -> None:
+    assert lr_find.diverged(losses) is ends
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_bowl(folder: Path, devices: int) -> None:
+    """The suggested rate converges. The loss is least above 1, until the steps have grown again what fell before."""
+    before = {path.name for path in folder.iterdir()}
+    done = find(folder, "--json", "out/rates.json", "--min", "1e-4", f"trainer.devices={devices}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((folder / "out" / "rates.json").read_text())
+    assert len(found["rates"]) == len(found["losses"]) < 100 and found["losses"][0] == pytest.approx(4.4001)
+    assert 0.1 < found["tenth"] < 1 and 0.001 < found["steepest"] < 1
+    assert "the loss had grown too large" in done.stdout and f"optimizer.lr={found['tenth']:.2g}" in done.stdout
+    assert {path.name for path in folder.iterdir()} - before <= {"out", "__pycache__"}
+
+
+def test_a_picture(folder: Path) -> None:
+    pytest.importorskip("matplotlib")
+    lr_find.draw([0.1, 0.2], [2.0, 1.0], [2.0, 1.5], {"steepest": 0.1, "tenth": 0.02}, folder / "a.png")
+    assert (folder / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--min", "0"], "--min=0.0: must be more than 0"),
+        (["--min", "2", "--max", "1"], "--max=1: must be above --min=2, and finite"),
+        (["--steps", "3"], "--steps=3: must be at least 10"),
+        (["recipe=nothing"], "recipe=nothing"),
+        (["-m", "optimizer.lr=1,2"], "-m: gives 2 runs, and lr_find takes one; leave -m out"),
+    ],
+)
+def test_a_mistake_is_one_line(folder: Path, words: list[str], told: str) -> None:
+    done = run(["lr_find", *words], folder)
+    assert done.code == 78 and done.err.count("\n") == 1 and told in done.err

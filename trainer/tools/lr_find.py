@@ -1,0 +1,213 @@
+"""python -m trainer.tools.lr_find [OPTIONS] [ARGUMENTS OF THE RUN]: looks for a learning rate by a range test.
+
+    echelon lr_find recipe=bert_tiny
+    echelon lr_find --max 1 --png rates.png recipe=bert_large trainer.devices=8
+
+The run trains a few steps from its first weights, with a rate that grows by the same factor each step (Smith 2017,
+arXiv:1506.01186). The test ends where the loss rises to 4 times its least. It suggests the rate of the steepest
+descent, and a tenth of the rate at the least loss. Checkpoints and folders of runs stay untouched.
+"""
+
+import argparse
+import importlib.util
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import ConfigError, require
+from trainer.files import write_json
+from trainer.process.environment import Place
+from trainer.process.exit import run_guarded
+from trainer.tools.tune.start import one_job, prepare, run_team
+
+SMOOTHING = 0.9  # weight of the smoothed loss before, in that of a step
+DIVERGED = 4.0  # times the least smoothed loss, where the test ends
+LEAST_STEPS = 10
+ROWS = 10  # of the table on the terminal
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        "python -m trainer.tools.lr_find", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--min", type=float, default=1e-7, metavar="RATE", help="the first rate; without it 1e-7")
+    parser.add_argument("--max", type=float, default=10.0, metavar="RATE", help="the last rate; without it 10")
+    parser.add_argument("--steps", type=int, default=100, help="steps from the first to the last; without it 100")
+    parser.add_argument("--limit-s", type=float, default=3600.0, metavar="S", help="seconds at most; without it 3600")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="writes rates, losses and suggestions")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="writes the curve; needs matplotlib")
+    options, words = parser.parse_known_args()
+    return run_guarded(lambda: find(options, words))
+
+
+def find(options: argparse.Namespace, words: list[str]) -> int:
+    """Run the test, show it, and return the exit code."""
+    refuse(options)
+    job = one_job(words, "lr_find")
+    if job is None:
+        return 0
+    prepare()
+    from trainer.tools.tune.configs import of_trial
+
+    def lead(team: Any) -> int:
+        from trainer.tools.tune.team import TrialFailed
+
+        config = of_trial(job.config, team.folder, 1, options.limit_s, options.steps)
+        config["trainer"] |= {"max_steps": options.steps, "max_epochs": None, "resume": None}
+        order = {"config": config, "folder": str(team.folder), "min": options.min, "max": options.max}
+        try:
+            show(team.run(order, options.limit_s)[0]["losses"], options)
+        except TrialFailed as error:
+            raise ConfigError(f"the run does not train: {error}") from None
+        return 0
+
+    return run_team(job.config, sweep, lead)
+
+
+def refuse(options: argparse.Namespace) -> None:
+    """Refuse options that can't work.
+
+    Raises:
+        ConfigError: An option is out of range, or matplotlib is missing.
+    """
+    require("--min", options.min, above=0)
+    require("--steps", options.steps, at_least=LEAST_STEPS)
+    require("--limit-s", options.limit_s, above=0)
+    if not options.min < options.max < math.inf:
+        raise ConfigError(f"--max={options.max:g}: must be above --min={options.min:g}, and finite")
+    for name in ("json", "png"):
+        path: Path | None = getattr(options, name)
+        try:
+            if path:
+                path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--{name}={path}: {error.strerror}; give another place") from None
+    if options.png and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--png: needs matplotlib; pip install 'matplotlib>=3.9,<4', or leave it out")
+
+
+def sweep(order: dict[str, Any], place: Place) -> dict[str, Any]:
+    """Train with growing rates on this rank. Return the mean loss of each step over all ranks, as JSON values."""
+    import torch
+
+    from trainer.callback import Callback, Role
+    from trainer.optim.schedule import Rate, Schedule
+    from trainer.session import build_components
+    from trainer.tools.tune.trial import Over, weigh
+    from trainer.trainer import Trainer
+
+    class Growing(Schedule):
+        """The largest rate of a group grows from `min` to `max`. The others keep their ratios to it."""
+
+        def resolve(self, total: int | None, batch: int, epoch_samples: int | None) -> Rate:
+            return GrowingRate()
+
+    class GrowingRate(Rate):
+        def put(self, step: int, groups: Sequence[dict[str, Any]], peaks: Sequence[float]) -> None:
+            largest = max(peaks) or 1.0
+            for group, peak in zip(groups, peaks, strict=True):
+                group["lr"] = rate(step, components["options"].max_steps, order["min"], order["max"]) * peak / largest
+
+    class Watch(Callback):
+        """Notes the losses, and ends the run. The sums over ranks are the same on all, so all end together."""
+
+        role = Role.MEASURE
+
+        def on_step_end(self, trainer) -> None:
+            total, items = weigh(trainer.losses, trainer.data.weights)
+            sums = torch.tensor(trainer.ranks.gather([float(total), items]), dtype=torch.float64).sum(0)
+            losses.append(float(sums[0] / sums[1]) if sums[1] else math.nan)
+            if len(losses) == components["options"].max_steps or diverged(losses):
+                trainer.emit("on_flush")  # what is deferred needs its peers
+                raise Over
+
+    losses: list[float] = []
+    components = build_components(order["config"])
+    components["schedule"] = Growing()
+    components["callbacks"]["lr_find"] = Watch()
+    trainer = Trainer(**components, place=place, name="lr_find")
+    try:
+        trainer.fit()
+    except Over:
+        trainer.close()
+    return {"losses": [loss if math.isfinite(loss) else None for loss in losses]}
+
+
+def rate(step: int, steps: int, least: float, most: float) -> float:
+    """Return the rate of a step: `least` at 0, `most` at the last."""
+    return least * (most / least) ** (step / (steps - 1))
+
+
+def smooth(losses: Sequence[float]) -> list[float]:
+    """Return exponential moving averages, corrected for their start (Kingma and Ba 2014, arXiv:1412.6980)."""
+    found, mean = list[float](), 0.0
+    for number, loss in enumerate(losses, 1):
+        mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
+        found.append(mean / (1 - SMOOTHING**number))
+    return found
+
+
+def diverged(losses: Sequence[float]) -> bool:
+    """Return whether the last loss is no number, or its average `DIVERGED` times as far above 0 as the least one."""
+    if not math.isfinite(losses[-1]):
+        return True
+    smoothed = smooth(losses)
+    return len(losses) >= LEAST_STEPS and smoothed[-1] > max(DIVERGED * min(smoothed), smoothed[0])
+
+
+def suggest(rates: Sequence[float], losses: Sequence[float]) -> dict[str, float]:
+    """Return the rate of the steepest descent of the smoothed loss, and a tenth of the rate of its least value.
+
+    Raises:
+        ConfigError: The loss never falls.
+    """
+    smoothed = smooth(losses)
+    least = min(range(len(smoothed)), key=smoothed.__getitem__)
+    if least < 2:
+        raise ConfigError(
+            f"the loss does not fall between the rates {rates[0]:g} and {rates[-1]:g}; "
+            "give other --min and --max, more --steps, or look for a mistake in the recipe"
+        )
+    steepest = min(range(1, least), key=lambda i: smoothed[i + 1] - smoothed[i - 1])
+    return {"steepest": rates[steepest], "tenth": rates[least] / 10}
+
+
+def show(losses: list[float | None], options: argparse.Namespace) -> None:
+    """Print the curve and the suggestions, and write the files."""
+    finite = [loss for loss in losses if loss is not None]
+    rates = [rate(step, options.steps, options.min, options.max) for step in range(len(finite))]
+    found, smoothed = suggest(rates, finite), smooth(finite)
+    print(f"{'rate':>10}  {'smoothed loss':>14}")
+    every = max(1, len(rates) // ROWS)
+    for number in range(every - 1, len(rates), every):
+        print(f"{rates[number]:>10.3g}  {smoothed[number]:>14.6g}")
+    if len(losses) < options.steps or len(finite) < len(losses):
+        print(f"ended at {rates[-1]:.3g}, step {len(losses)} of {options.steps}: the loss had grown too large")
+    print(f"steepest descent             optimizer.lr={found['steepest']:.2g}")
+    print(f"a tenth of the least loss's  optimizer.lr={found['tenth']:.2g}")
+    if options.json:
+        write_json(options.json, {"rates": rates, "losses": finite, "smoothed": smoothed, **found})
+    if options.png:
+        draw(rates, finite, smoothed, found, options.png)
+
+
+def draw(rates: list[float], losses: list[float], smoothed: list[float], found: dict[str, float], path: Path) -> None:
+    """Write a PNG of the losses over the rates."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(rates, losses, ".", markersize=3, label="loss")
+    axes.plot(rates, smoothed, label="smoothed")
+    for (name, value), style in zip(found.items(), ("--", ":"), strict=True):
+        axes.axvline(value, linestyle=style, color="grey", label=f"{name}: {value:.2g}")
+    axes.set(xlabel="learning rate", ylabel="loss", xscale="log")
+    axes.set_ylim(top=min(max(losses), 2 * losses[0]))
+    axes.legend()
+    figure.savefig(path, format="png", dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
