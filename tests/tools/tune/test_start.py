@@ -23,7 +23,7 @@ def test_one_run_is_taken_and_its_ranks_are_found() -> None:
 
 
 def test_several_runs_are_refused() -> None:
-    with pytest.raises(ConfigError, match="^-m: gives 2 runs, and tool takes one"):
+    with pytest.raises(ConfigError, match=r"^-m: gives 2 runs, and tool takes one"):
         one_job([*TOY, "-m", "batch=12,24"], "tool")
 
 
