@@ -92,6 +92,7 @@ def test_one_line_before_the_first_step(method, returned, message):
     ("method", "written", "called"),
     [
         ("transform", lambda self, sample: sample, "transform(sample): is called with (sample, rng)"),
+        ("val_transform", lambda self, s: s, "val_transform(s): is called with (sample, rng)"),
         ("loss", lambda self, batch: batch, "loss(batch): is called with (model, batch)"),
         ("data", lambda self: None, "data(): is called with (split)"),
         ("collate", lambda self, samples, more: samples, "collate(samples, more): is called with (samples)"),

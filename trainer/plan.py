@@ -17,7 +17,7 @@ from trainer.config.duration import Duration
 from trainer.config.options import DataOptions, Options
 from trainer.config.schema import fits
 from trainer.data.limit import first_batches, first_validation
-from trainer.data.source import Samples, open_source
+from trainer.data.source import Samples, open_source, transform_of
 from trainer.errors import ConfigError, DataError
 from trainer.log import log
 from trainer.optim.schedule import Schedule
@@ -139,7 +139,7 @@ class Plan:
             each(None)
         if source is None:
             raise ConfigError("recipe.data('train'): is None; return the data to train on")
-        self.source = source = self._limit(source)
+        self.source = source = self._limit(source, recipe)
         self.order = source.order(self.data.lanes, self.data.block) if isinstance(source, Samples) else None
         if self.validation is None and self.options.validate_every is not None:
             raise ConfigError(
@@ -153,12 +153,14 @@ class Plan:
             )
         self.epoch_samples = self.order.samples if self.order else None
 
-    def _limit(self, source: Any) -> Any:
+    def _limit(self, source: Any, recipe: Any) -> Any:
         """Limit the training data, which is returned, and the validation data, by `limit_batches` or `overfit`."""
         few, limits = self.options.overfit, self.options.limit_batches
         if few is not None:
             source = first_batches(source, few, self.batch, "trainer.overfit")
-            self.validation = None if self.validation is None else source
+            own = transform_of(recipe, self.data, validates=True)
+            same = Samples(source.reader, source.counts, source.fingerprint, own, source.seed)
+            self.validation = None if self.validation is None else same
             return source
         self.validation = first_validation(self.validation, limits.validation, self.batch)
         return first_batches(source, limits.train, self.batch, "trainer.limit_batches.train")

@@ -102,6 +102,13 @@ class Optional(Protocol):
         """
         ...
 
+    def val_transform(self, sample: Any, rng: Generator) -> Any:
+        """Return a sample of data that is not trained on: for validation, `evaluate` and `predict`. Default: transform.
+
+        So that `transform` may augment. `rng` is keyed as there.
+        """
+        ...
+
     def collate(self, samples: list[Any]) -> Any:
         """Return a batch of these samples. Default: torch's `default_collate`."""
         ...

@@ -183,3 +183,52 @@ def test_an_iterator_is_no_validation_data(batches):
     assert open_source(Recipe(batches), "train", 0) is batches
     with pytest.raises(DataError, match=r"recipe\.data\('val'\): a \w+ is used up by the first validation"):
         open_source(Recipe(batches), "val", 0)
+
+
+class Augments(Recipe):
+    def transform(self, sample, rng):
+        return sample, float(rng.random())
+
+    def val_transform(self, sample, rng):
+        return sample, "as it is"
+
+
+def test_samples_that_are_not_trained_on_have_a_transform_of_their_own(shards):
+    """In each kind of data; `data.map` applies to both."""
+    ref, mapped = Ref(0, 0, 0), DataOptions(map=[lambda sample: {"mapped": sample}])
+    for data in (str(shards[0]), {str(shards[0]): 1.0}, Points(5, torch.float32)):
+        for options in (None, mapped):
+            train, val, same = (
+                open_source(Augments(data), split, 0, options, **asked)[ref]
+                for split, asked in (("train", {}), ("val", {}), ("train", {"validates": True}))
+            )
+            assert isinstance(train[1], float) and val[1] == same[1] == "as it is"
+            assert options is None or train[0].keys() == val[0].keys() == {"mapped"}
+    named = open_source(Augments({"a": Points(5, torch.float32)}), "val", 0)
+    assert named["a"][ref][1] == "as it is"
+
+
+def test_without_one_both_splits_have_the_same_transform(shards):
+    class Plain(Recipe):
+        def transform(self, sample, rng):
+            return float(rng.random())
+
+    train, val = (open_source(Plain(str(shards[0])), split, 0)[Ref(0, 0, 0)] for split in ("train", "val"))
+    assert train == val
+
+
+def test_an_overfit_validates_on_samples_as_validation_has_them():
+    class Both(Toy):
+        def transform(self, sample, rng):
+            return sample | {"augmented": 1.0}
+
+        def val_transform(self, sample, rng):
+            return sample
+
+    plan = Plan(
+        Both(), {}, Constant(), batch=6, micro_batch=None, accumulate=None,
+        options=Options(overfit=1, max_steps=1), data=DataOptions(), place=Place(), each=lambda value: [value],
+    )  # fmt: skip
+    train, val = (source[Ref(0, 0, 0)] for source in (plan.source, plan.validation))
+    assert train.keys() - val.keys() == {"augmented"} and torch.equal(train["x"], val["x"])
+    assert plan.source.counts == plan.validation.counts == [1] * 6

@@ -69,3 +69,19 @@ def test_bad_samples_are_left_out(folder, world):
 def test_too_many_bad_samples_are_an_error(folder):
     (said,) = run_ranks(1, read, folder, 12, 0.0)
     assert said.startswith("data.max_bad: 12 samples could not be read; the first: is damaged")
+
+
+def test_no_sample_is_augmented_not_even_one_for_training(folder):
+    class Augments(Shards):
+        def transform(self, sample: dict[str, Any], rng: Any) -> Tensor:
+            return torch.full((1,), float("nan"))
+
+        def val_transform(self, sample: dict[str, Any], rng: Any) -> Tensor:
+            return super().transform(sample, rng)
+
+    ranks = Ranks(Place(), "cpu", "gloo", 20.0)
+    reads = Inference(
+        Augments(folder, 0), ranks, Precision("fp32", torch.device("cpu")), DataOptions(workers=0), micro=3, seed=0
+    )
+    assert reads.predict(nn.Linear(1, 1), "train")["prediction"].tolist() == [2.0 * i for i in range(20)]
+    assert reads.evaluate(nn.Linear(1, 1), "train") == {"train/loss": 9.5}

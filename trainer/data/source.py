@@ -29,6 +29,7 @@ from trainer.errors import EXIT_CODES, ConfigError, DataError, printable
 from trainer.log import log
 from trainer.rng import RECIPE_DATA, SAMPLE, keyed, mix, seed_all
 
+Transform = Callable[[Any, Generator], Any]
 NAME = re.compile(r"[\w.-]+")  # of one of several data sets
 VIRTUAL_SHARDS = 65536  # a map-style dataset is cut into at most so many, so that shuffling moves single samples
 
@@ -52,7 +53,7 @@ class Samples:
         reader: "ShardReader | MapReader",
         counts: list[int],
         fingerprint: str,
-        transform: Callable[[Any, Generator], Any] | None,
+        transform: Transform | None,
         seed: int,
         mixed: Sequence[tuple[int, float]] = (),
     ) -> None:
@@ -117,7 +118,7 @@ class Samples:
             return SampleFault(self._blame(ref, error, "does not fit into a batch: "))
         if sample is None:
             own = self.transform.transform if isinstance(self.transform, Maps) else self.transform
-            maker = "recipe.transform()" if own else "the data set"
+            maker = f"recipe.{getattr(own, '__name__', 'transform')}()" if own else "the data set"
             return DataError(f"{self.where(ref)}: is None; return the sample from {maker}")
         form = "give samples of one shape and of tensors, arrays or numbers, or give `collate`"
         return DataError(f"{self.where(ref)}: does not fit into a batch ({error}); {form}")
@@ -157,11 +158,19 @@ class MapReader:
 
 
 def open_source(
-    recipe: Any, split: str, seed: int, options: DataOptions | None = None, timeout_s: float = math.inf
+    recipe: Any,
+    split: str,
+    seed: int,
+    options: DataOptions | None = None,
+    timeout_s: float = math.inf,
+    validates: bool | None = None,
 ) -> "Samples | Stream | Iterable[Any] | Several | None":
     """Open the recipe's data of `split`; None if there is none (validation only).
 
     A mapping of names to data sets is opened as `Several`, but not for training.
+
+    Args:
+        validates: The samples are not trained on, so `val_transform` makes them; None: unless `split` is "train".
 
     Raises:
         DataError, ConfigError: Shards fail as in `find_shards` and `Index.open`.
@@ -170,20 +179,25 @@ def open_source(
     # Both splits get the same seed, so that a `random_split` in `data` cuts at the same places both times.
     seed_all(mix(seed, RECIPE_DATA))
     data, options = recipe.data(split), options or DataOptions()
+    transform = transform_of(recipe, options, split != "train" if validates is None else validates)
     if data is None:
         return None
     if split != "train" and isinstance(data, Mapping) and not any(isinstance(w, int | float) for w in data.values()):
-        return several(data, split, lambda part: open_data(recipe, part, split, seed, options, timeout_s))
-    return open_data(recipe, data, split, seed, options, timeout_s)
+        return several(data, split, lambda part: open_data(transform, part, split, seed, options, timeout_s))
+    return open_data(transform, data, split, seed, options, timeout_s)
+
+
+def transform_of(recipe: Any, options: DataOptions, validates: bool) -> Transform | None:
+    """Return `data.map` and the recipe's `transform`, or its `val_transform` for samples that are not trained on."""
+    own = getattr(recipe, "transform", None)
+    own = getattr(recipe, "val_transform", own) if validates else own
+    return Maps(options.map, own) if options.map else own
 
 
 def open_data(
-    recipe: Any, data: Any, split: str, seed: int, options: DataOptions, timeout_s: float
+    transform: Transform | None, data: Any, split: str, seed: int, options: DataOptions, timeout_s: float
 ) -> Samples | Stream | Iterable[Any]:
     """Open one data set that the recipe has returned."""
-    transform = getattr(recipe, "transform", None)
-    if options.map:
-        transform = Maps(options.map, transform)
     refuse_no_data(data, split)
     if _names_shards(data):
         index = Index.open(find_shards(data, options), Progress())

@@ -134,14 +134,15 @@ class Inference:
         """Open the data, on rank 0 first, which may prepare files."""
         if self.ranks.rank:
             self.ranks.each(None)
-        source = open_source(self.recipe, split, self.seed, self.data, self.ranks.timeout.total_seconds())
+        timeout_s = self.ranks.timeout.total_seconds()
+        source = open_source(self.recipe, split, self.seed, self.data, timeout_s, validates=True)
         if not self.ranks.rank:
             self.ranks.each(None)
         if source is None:
             raise ConfigError(f"recipe.data({split!r}): is None; return data, or name another split")
         loader = Loader(
             source, None, Split(self.micro * self.data_world, self.data_world), self.data, validation=source,
-            rank=self.data_rank, seed=self.seed, timeout_s=self.ranks.timeout.total_seconds(),
+            rank=self.data_rank, seed=self.seed, timeout_s=timeout_s,
             device=self.ranks.device, ranks_on_node=self.ranks.place.local_world,
             collate=getattr(self.recipe, "collate", default_collate), weight=weight,
         )  # fmt: skip
