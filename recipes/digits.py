@@ -1,0 +1,70 @@
+"""Handwritten digits, 1797 real images of 8 x 8 pixels, as shards of PNG: what scikit-learn ships with itself.
+
+They are the test set of UCI's "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak 1998), in 17 grey
+values. Every fifth is for validation. The same people wrote both parts.
+"""
+
+import io
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.data.shards.writer import write_shards
+from trainer.errors import ConfigError
+
+EVERY = 5  # of so many digits, the last is for validation
+LARGEST = 16  # grey value
+PER_SHARD = 500
+
+
+def shards(split: str) -> list[Path]:
+    """Return the shards of `split`, and write them into the user's cache folder if they are missing.
+
+    Raises:
+        ConfigError: scikit-learn is missing, or the folder can't be written.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "echelon", "digits").expanduser()
+    try:
+        if not folder.is_dir():
+            _build(folder)
+        return sorted(folder.glob(f"{split}-*.tar"))
+    except OSError as error:
+        raise ConfigError(
+            f"recipe.train=null: can't write the digits ({error}); make room in {folder.parent} or make it writable, or "
+            "give shards or a folder of images"
+        ) from None
+
+
+def _build(folder: Path) -> None:
+    """Write the folder under another name, and rename it. Of several processes that do so, the first one's stays."""
+    partial = folder.with_name(f"digits.{os.getpid()}.partial")
+    try:
+        for split in ("train", "val"):
+            write_shards(samples(split), partial, split, PER_SHARD)
+        if not folder.is_dir():
+            partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def samples(split: str) -> Iterator[dict[str, Any]]:
+    """Yield the digits of `split`, each as a grey PNG and its class."""
+    from PIL import Image
+
+    try:
+        from sklearn.datasets import load_digits  # pyright: ignore[reportMissingImports] not in every environment
+    except ImportError:
+        raise ConfigError(
+            "recipe.train=null: the digits come with scikit-learn; pip install 'echelon-trainer[vision]', or give "
+            "shards or a folder of images"
+        ) from None
+    found: Any = load_digits()
+    for i, (pixels, label) in enumerate(zip(found.images, found.target, strict=True)):
+        if (i % EVERY == EVERY - 1) == (split == "val"):
+            png = io.BytesIO()
+            Image.fromarray(np.round(pixels * (255 / LARGEST)).astype(np.uint8)).save(png, "PNG")
+            yield {"__key__": f"{i:04d}", "png": png.getvalue(), "cls": int(label)}
