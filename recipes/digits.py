@@ -34,7 +34,7 @@ def shards(split: str) -> list[Path]:
         return sorted(folder.glob(f"{split}-*.tar"))
     except OSError as error:
         raise ConfigError(
-            f"recipe.train=null: can't write the digits ({error}); make room in {folder.parent} or make it writable, or "
+            f"recipe.train=null: can't write the digits ({error}); make {folder.parent} writable, or "
             "give shards or a folder of images"
         ) from None
 

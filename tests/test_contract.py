@@ -382,7 +382,7 @@ def test_the_order_in_the_config_means_nothing(row):
 
 def test_a_conflict_with_a_setting_names_a_feature():
     """One that was renamed would be guarded against no more."""
-    on = Options(clip_norm=1.0, precision="fp16", ddp=DDPOptions(None, True, True, True))
+    on = Options(clip_norm=1.0, precision="fp16", sync_batch_norm=True, ddp=DDPOptions(None, True, True, True))
     others = ({"precision": "fp8"}, {"precision": "bf16_params"}, {"master_weights": False})
     others += ({"clip_norm": None, "clip_value": 1.0},)
     each = (on, *(replace(on, **other) for other in others))

@@ -34,7 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **{
         name: {"ddp": DDPOptions(0.005, **{name: True})}
         for name in SETTINGS
-        if name not in ("clip", "clip_value", "fp16", "fp8", "bf16_params", "bf16_weights")
+        if name not in ("clip", "clip_value", "fp16", "fp8", "bf16_params", "bf16_weights", "sync_batch_norm")
     },
 }
 CASES = [(setting, row) for setting in OPTIONS for row in ROWS]

@@ -259,6 +259,7 @@ def features(options: Options) -> set[str]:
         "fp8": options.precision == "fp8",
         "bf16_params": options.precision == "bf16_params" and options.master_weights,
         "bf16_weights": not options.master_weights,
+        "sync_batch_norm": options.sync_batch_norm,
         "find_unused_parameters": ddp.find_unused_parameters,
         "static_graph": ddp.static_graph,
         "gradient_as_bucket_view": ddp.gradient_as_bucket_view,

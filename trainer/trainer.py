@@ -44,6 +44,7 @@ from trainer.monitors.train_loss import TrainLoss
 from trainer.optim.factories import adamw
 from trainer.optim.groups import Groups, ParameterRules, make_optimizer
 from trainer.optim.schedule import Constant, Schedule
+from trainer.parallel.batch_norm import across_ranks
 from trainer.parallel.ddp import DDP
 from trainer.parallel.strategy import SingleDevice, Strategy, clip_values, to_device, trained
 from trainer.parallel.warmup import buffers_kept
@@ -187,6 +188,8 @@ class Trainer:
         for hook in self.hooks["build_model"]:
             build = partial(hook, self, build)
         module = to_device(build(), self.device)
+        if self.options.sync_batch_norm:
+            module = across_ranks(module, self.world, self.device)
         if not module.training:  # as `from_pretrained` leaves it; parts that the recipe has set to eval stay so
             module.train()
         self.module = self._wrap("wrap_model", self.precision.convert(module))

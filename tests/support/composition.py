@@ -27,6 +27,7 @@ SETTINGS = {
     "fp8": "trainer.precision=fp8",
     "bf16_params": "trainer.precision=bf16_params",
     "bf16_weights": "trainer.master_weights=false",
+    "sync_batch_norm": "trainer.sync_batch_norm",
     "find_unused_parameters": "trainer.ddp.find_unused_parameters",
     "static_graph": "trainer.ddp.static_graph",
     "gradient_as_bucket_view": "trainer.ddp.gradient_as_bucket_view",
@@ -53,7 +54,8 @@ batches. It compares the result with plain training or with the stated bound, an
 `./scripts/test` trains every callback and every codec alone, and the pairs that change the same thing.
 `./scripts/test -m pairs` trains every other pair (with bf16 for `grad_compress`), and every codec with `overlap` and
 `local_sgd`. `auto_batch` and `hetero_batch` have even shares there; their own tests have others.
-`tests/test_settings.py` trains most callbacks with each setting of DDP, with clipping and with fp16.
+`tests/test_settings.py` trains most callbacks with each setting of DDP, with clipping and with fp16. No test trains
+callbacks with `sync_batch_norm`, which needs GPUs.
 
 {", ".join(f"`{name}`" for name in OBSERVERS)} compose with all of these, and with each other.
 """

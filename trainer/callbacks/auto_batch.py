@@ -44,6 +44,8 @@ class AutoBatch(Callback):
         "set trainer.ddp.find_unused_parameters=false or leave auto_batch out",
         "static_graph": "a pass that runs out of memory is not the graph that DDP has recorded; "
         "set trainer.ddp.static_graph=false or leave auto_batch out",
+        "sync_batch_norm": "a rank whose pass runs out of memory would leave the others waiting in theirs; "
+        "set trainer.sync_batch_norm=false or leave auto_batch out",
     }
 
     def __init__(self, max_micro: int | None = None) -> None:

@@ -104,6 +104,7 @@ class Options:
     max_epochs: float | None = None
     clip_norm: float | None = None  # global norm; null does not clip
     clip_value: float | None = None  # magnitude of each element; null does not clip
+    sync_batch_norm: bool = False  # BatchNorm in training has the mean and variance of all ranks' samples; on GPUs
     validate_every: int | str | None = None  # a duration; null: at the end only
     limit_batches: LimitOptions = field(default_factory=LimitOptions)
     overfit: int | None = None  # trains and validates on the first so many batches of the training data

@@ -18,6 +18,7 @@ from trainer.checkpoint.serialize import optimizer_state
 from trainer.comm.bucket import Bucket
 from trainer.comm.phases import begin_backward
 from trainer.comm.reduce import Background, Reduce
+from trainer.parallel.batch_norm import refuse_no_items
 from trainer.parallel.meta import refuse_meta
 from trainer.parallel.strategy import clip_gradients, load_replica, own_names, trained, zero_loss
 from trainer.parallel.warmup import constants, integer_buffers
@@ -102,6 +103,7 @@ class DDP:
         return clip_gradients(self.parameters, max_norm)
 
     def zero_loss(self, run: Callable[[], Tensor]) -> Tensor:
+        refuse_no_items(self.module)
         run()
         return zero_loss(self.parameters, self.arguments["find_unused_parameters"])
 

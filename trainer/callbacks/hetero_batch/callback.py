@@ -53,6 +53,8 @@ class HeteroBatch(Callback):
     conflicts = {
         Role.SYNC: "each rank would step by its own gradient, which grows with its share; leave one out",
         "own_order": "a forward pass then waits for other ranks, so a rank's own speed can't be told; leave one out",
+        "sync_batch_norm": "its forward passes wait for other ranks, which make other numbers of passes; "
+        "set trainer.sync_batch_norm=false or leave hetero_batch out",
     }
     now: Callable[[], float] = staticmethod(time.monotonic)
 

@@ -55,6 +55,8 @@ class LocalSGD(Callback):
         Role.AVERAGE: "it would average one rank's own weights; leave ema out, since local_sgd validates an average",
         "bf16_weights": "an average of weights would be rounded to nearest, which drops small updates; use "
         "trainer.master_weights=true",
+        "sync_batch_norm": "each forward pass would wait for all ranks, which local_sgd spares; "
+        "set trainer.sync_batch_norm=false or leave local_sgd out",
         "fp16": "each rank would have a loss scale of its own; use trainer.precision=bf16",
     }
 

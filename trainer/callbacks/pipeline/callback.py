@@ -64,6 +64,8 @@ class PipelineParallel(Callback):
         "fp8": "a stage's loss is compared with the whole model's, which is measured before layers are in FP8; use "
         "trainer.precision=bf16",
         "fp16": "each stage would scale its loss by its own overflows; use trainer.precision=bf16",
+        "sync_batch_norm": "its forward passes wait for all ranks, and a stage's wait for the stage before; "
+        "set trainer.sync_batch_norm=false or leave pipeline out",
         "find_unused_parameters": "there is no DDP that looks for them; set trainer.ddp.find_unused_parameters=false",
         "static_graph": "there is no DDP that keeps the graph; set trainer.ddp.static_graph=false",
     }

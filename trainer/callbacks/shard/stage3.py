@@ -64,6 +64,8 @@ def conflicts(offload: bool) -> dict[Any, str]:
         "callbacks.grad_compress.level=inter, or stage=2",
         "find_unused_parameters": "FSDP2 has no search for unused parameters; set "
         "trainer.ddp.find_unused_parameters=false, or use stage=1",
+        "sync_batch_norm": "FSDP2 was not tried with a BatchNorm that communicates; set "
+        "trainer.sync_batch_norm=false, or use stage=2",
         "bf16_params": "FSDP2 gathers the float32 weights that modules read; use trainer.precision=bf16, or stage=2",
         "bf16_weights": "a step rounds whole parameters, and a rank has rows; set trainer.master_weights=true, or "
         "use stage=2",

@@ -1,0 +1,108 @@
+"""SyncBatchNorm: what becomes of the layers and their names, and what is refused. tests/gpu has its numbers."""
+
+import re
+
+import pytest
+import torch
+from support.ranks import run_ranks
+from torch import nn
+from toy_recipe import Toy
+
+from recipes.resnet import ResNet
+from trainer.config.options import DataOptions, Options
+from trainer.errors import ConfigError, DataError
+from trainer.parallel.batch_norm import across_ranks, refuse_no_items
+from trainer.process.environment import Place
+from trainer.trainer import Trainer
+
+GPU = torch.device("cuda")
+
+
+def norms(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+
+
+def small() -> ResNet:
+    return ResNet(classes=3, layers=(1, 1), width=2, small_stem=True)
+
+
+def test_each_layer_is_converted_and_keeps_its_parameters_and_names():
+    model = small()
+    before, parameters, count = model.state_dict(), list(model.parameters()), len(norms(model))
+    made = across_ranks(model, 2, GPU)
+    assert [type(module) for module in norms(made)] == [nn.SyncBatchNorm] * count and count == 9
+    after = made.state_dict()
+    assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
+    assert all(one is other for one, other in zip(made.parameters(), parameters, strict=True))
+
+
+def test_validation_has_the_numbers_of_batch_norm():
+    model, x = small(), torch.randn(4, 3, 8, 8)
+    model(x)  # running statistics other than 0 and 1
+    expected = model.eval()(x)
+    assert torch.equal(across_ranks(model, 2, GPU).eval()(x), expected)
+
+
+def test_one_rank_keeps_its_layers():
+    model = small()
+    assert across_ranks(model, 1, torch.device("cpu")) is model and nn.SyncBatchNorm not in map(type, norms(model))
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "device", "message"),
+    [
+        (small(), 2, "cpu", "torch has no SyncBatchNorm for the CPU; train on GPUs, or set it to false"),
+        (nn.Linear(1, 1), 1, "cpu", "the model has no BatchNorm; leave it out"),
+        (nn.Linear(1, 1), 2, "cuda", "the model has no BatchNorm; leave it out"),
+    ],
+)
+def test_what_is_refused(model, world, device, message):
+    with pytest.raises(ConfigError, match=rf"^trainer\.sync_batch_norm=true: {re.escape(message)}$"):
+        across_ranks(model, world, torch.device(device))
+
+
+def test_torch_still_has_none_for_the_cpu():
+    """Else the refusal can go."""
+    errors = run_ranks(2, forward, timeout_s=60)
+    assert all("to be on GPU" in error for error in errors), errors
+
+
+def forward(place: Place) -> str:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{place.store}-sync", rank=place.rank, world_size=place.world
+    )
+    try:
+        nn.SyncBatchNorm(2)(torch.randn(4, 2))
+    except ValueError as error:
+        return str(error)
+    finally:
+        torch.distributed.destroy_process_group()
+    return "it has one"
+
+
+class WithNorm(Toy):
+    def model(self) -> nn.Module:
+        made = super().model()
+        made.add_module("norm", nn.BatchNorm1d(2))
+        return made
+
+
+def train(place: Place) -> str:
+    try:
+        options = Options(max_steps=1, run_dir="runs/r", sync_batch_norm=True, accelerator="cpu")
+        Trainer(WithNorm(), batch=12, options=options, data=DataOptions(workers=0), place=place)
+    except ConfigError as error:
+        return str(error)
+    return "trains"
+
+
+def test_ranks_on_cpus_are_refused_before_a_step(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert all("torch has no SyncBatchNorm for the CPU" in said for said in run_ranks(2, train, timeout_s=60))
+    assert train(Place()) == "trains"
+
+
+def test_a_micro_batch_without_items_is_refused():
+    refuse_no_items(model := small())
+    with pytest.raises(DataError, match="a micro-batch has weight 0, and other ranks would wait for its BatchNorm"):
+        refuse_no_items(across_ranks(model, 2, GPU))
