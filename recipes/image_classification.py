@@ -19,11 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from recipes import digits
-from recipes.images import DEVIATION, MEAN, ImageFolder, augment, crop_middle, image_of, names_of, normalise
+from recipes.images import DEVIATION, MEAN, ImageFolder, augment, crop_middle, image_of, normalise
 from recipes.resnet import ResNet
+from trainer.data.shards.classes import CLASSES, read_classes
 from trainer.errors import ConfigError, require
-
-NAMES = "classes.json"  # beside shards: the names of the classes, as `echelon shards pack --classes` writes them
 
 
 class ImageClassification:
@@ -119,8 +118,8 @@ class ImageClassification:
         if self._train_images:
             return self._train_images.classes
         source = self.sources["train"] or ""
-        file = Path(source if isinstance(source, str) else source[0]).parent / NAMES
-        return names_of(file) if source and file.is_file() else [str(i) for i in range(self.classes)]
+        file = Path(source if isinstance(source, str) else source[0]).parent / CLASSES
+        return read_classes(file) if source and file.is_file() else [str(i) for i in range(self.classes)]
 
     def transform(self, sample: Mapping[str, Any], rng: Generator) -> dict[str, Any]:
         """Return `image`, a random crop (H, W, 3) of bytes, and `label`."""

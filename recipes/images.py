@@ -9,7 +9,6 @@ channels-last format already.
 """
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping
 from functools import cache
@@ -84,21 +83,6 @@ class ImageFolder(Dataset[dict[str, Any]]):
                 raise UnavailableError(f"{path}: {error}; fix the cause, then resume") from error
             raise DataError(f"{path}: can't be decoded ({error}); write it again or remove it") from error
         return {"image": image, "cls": int(self.labels[i])}
-
-
-def names_of(file: Path) -> list[str]:
-    """Return the names of the classes in a classes.json, which `echelon shards pack --classes` writes.
-
-    Raises:
-        ConfigError: The file is no JSON list of names.
-    """
-    try:
-        names = json.loads(file.read_text())
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError("is no list of names")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: can't be read ({error}); give a JSON list of names, or remove it") from None
-    return names
 
 
 def image_of(sample: Mapping[str, Any]) -> "Image":

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support.gpu import ON_GPU, on_device
+from support.gpu import needs_two, on_device
 from support.ranks import run_ranks
 from torch import nn
 from toy_recipe import Toy
@@ -12,7 +12,7 @@ from trainer.config.options import DataOptions, Options
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-pytestmark = [*on_device, pytest.mark.skipif(not ON_GPU or torch.cuda.device_count() < 2, reason="fewer than two GPUs")]
+pytestmark = [*on_device, needs_two]
 
 
 class Normed(Toy):

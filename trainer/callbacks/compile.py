@@ -81,15 +81,16 @@ class Compile(Callback):
         self.mode, self.fallback_random, self.max_recompiles = mode, fallback_random, max_recompiles
         self.exact = fallback_random or backend in EAGER
         self.provides = frozenset() if backend == "inductor" else frozenset({"eager_kernels"})
-        self.conflicts: dict[Any, str] = {
+        refused: dict[Any, str] = {
             "sync_batch_norm": "no graph was tried with its collectives; set trainer.sync_batch_norm=false or leave "
             "compile out"
         }
         if backend not in TRACED:
-            self.conflicts |= {
+            refused |= {
                 Role.RECOMPUTE: f"backend={backend} draws other random numbers when it recomputes; use backend="
                 f"{' or '.join(TRACED)}"
             }
+        self.conflicts = refused
         self.counters: list[GraphCounter] = []
 
     def wrap_model(self, trainer, model: nn.Module) -> nn.Module:

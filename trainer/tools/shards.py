@@ -14,6 +14,7 @@ import numpy as np
 
 from trainer.config.options import DataOptions
 from trainer.data.remote.shard import Remote
+from trainer.data.shards.classes import read_files, with_classes
 from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index, scan_shard
 from trainer.data.shards.index_file import Shard, indexed
@@ -82,9 +83,12 @@ def line(name: str, shards: list[Shard]) -> str:
     return f"{name}: {samples} samples, {size / 1e6:.3f} MB, {size / max(1, samples) / 1e3:.3f} kB a sample"
 
 
-def pack(source: Path, folder: Path, prefix: str, per_shard: int) -> None:
+def pack(source: Path, folder: Path, prefix: str, per_shard: int, classes: bool) -> None:
     """Write shards from the files of a folder, the lines of a .jsonl, or the rows of a .parquet; always in the same
     order.
+
+    Args:
+        classes: The source is a folder with a folder per class, as in `with_classes`.
 
     Raises:
         DataError: The source is empty or can't be read, or the folder can't be written.
@@ -93,7 +97,10 @@ def pack(source: Path, folder: Path, prefix: str, per_shard: int) -> None:
     if Path(prefix).name != prefix:
         raise ConfigError(f"--prefix={prefix}: is not the name of a file; give folders by FOLDER")
     try:
-        paths = write_shards(samples(source), folder, prefix, per_shard, packed)
+        if classes and not source.is_dir():
+            raise DataError(f"{source}: --classes takes a folder with a folder per class")
+        found = with_classes(grouped(source), folder) if classes else samples(source)
+        paths = write_shards(found, folder, prefix, per_shard, packed)
     except OSError as error:
         reason = f"{error.filename or folder}: {error.strerror or error}"
         raise DataError(f"{reason}; make room or make it writable, or give another folder") from None
@@ -120,19 +127,24 @@ def samples(source: Path) -> Iterator[dict[str, Any]]:
 
 def of_folder(source: Path) -> Iterator[dict[str, Any]]:
     """Yield the samples of a folder, by name. Files of one key form a sample: `a/7.jpg`, `a/7.json`."""
+    for key, files in grouped(source).items():
+        yield read_files(key, files)
+
+
+def grouped(source: Path) -> dict[str, dict[str, Path]]:
+    """Return the files of a folder by key and extension, in the order of their names."""
     names = sorted(str(path.relative_to(source)) for path in source.rglob("*") if path.is_file())
     parts = [(split_name(name), name) for name in names]
-    grouped: dict[str, dict[str, Path]] = {}
+    found: dict[str, dict[str, Path]] = {}
     for (key, extension), name in parts:
         if key is None:
             say(f"left out, since it has no extension: {source / name}", sys.stderr)
             continue
         refuse_member(str(source / name), extension)
-        if extension in grouped.setdefault(key, {}):
+        if extension in found.setdefault(key, {}):
             raise DataError(f"{source / name}: two files {extension!r} of {key!r}; rename one")
-        grouped[key][extension] = source / name
-    for key, files in grouped.items():
-        yield {"__key__": key, **{extension: path.read_bytes() for extension, path in files.items()}}
+        found[key][extension] = source / name
+    return found
 
 
 def of_lines(source: Path) -> Iterator[dict[str, Any]]:
@@ -168,6 +180,7 @@ def main() -> int:
     made.add_argument("folder", type=Path, help="the folder for PREFIX-000000.tar and so on")
     made.add_argument("--prefix", default="train")
     made.add_argument("--per-shard", type=int, default=10_000, help="samples")
+    made.add_argument("--classes", action="store_true", help="a folder per class: gives samples cls, and classes.json")
     made.set_defaults(call=pack)
     arguments = vars(parser.parse_args())
     call = arguments.pop("call")
