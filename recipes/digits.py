@@ -45,8 +45,10 @@ def _build(folder: Path) -> None:
     try:
         for split in ("train", "val"):
             write_shards(samples(split), partial, split, PER_SHARD)
+        partial.rename(folder)
+    except OSError:
         if not folder.is_dir():
-            partial.rename(folder)
+            raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -1,0 +1,229 @@
+"""Images for classification: crops and their bounds, every mode becomes RGB, folders of classes, what is refused."""
+
+import io
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from recipes import digits
+from recipes.images import (
+    DEVIATION,
+    MEAN,
+    ImageFolder,
+    augment,
+    crop_box,
+    crop_middle,
+    image_of,
+    normalise,
+)
+from trainer.data.sampling.order import walk
+from trainer.data.shards.decoders import decode
+from trainer.data.shards.discover import find_shards
+from trainer.data.shards.index import Index
+from trainer.data.shards.reader import ShardReader
+from trainer.errors import ConfigError, DataError, UnavailableError
+
+
+def ramp(width: int, height: int) -> Image.Image:
+    """Red grows to the right, green to the bottom."""
+    y, x = np.mgrid[:height, :width]
+    pixels = np.stack([x * 255 // max(1, width - 1), y * 255 // max(1, height - 1), np.zeros_like(x)], -1)
+    return Image.fromarray(pixels.astype(np.uint8))
+
+
+@pytest.mark.parametrize(("width", "height"), [(8, 8), (500, 375), (40, 400), (1, 1), (1000, 3)])
+def test_a_random_crop_lies_in_the_image_and_has_the_area_and_the_ratio(width, height):
+    shares = []
+    for seed in range(300):
+        left, top, right, bottom = crop_box(width, height, 0.08, np.random.default_rng(seed))
+        assert 0 <= left < right <= width and 0 <= top < bottom <= height
+        w, h = right - left, bottom - top
+        shares.append(w * h / (width * height))
+        # Rounding moves each side by half a pixel.
+        assert (w - 0.5) / (h + 0.5) <= 4 / 3 * 1.001 and (w + 0.5) / (h - 0.5 or 1) >= 3 / 4 * 0.999
+    if width == 500:
+        assert min(shares) >= 0.079 and max(shares) > 0.9 and np.mean(shares) == pytest.approx(0.5, abs=0.06)
+        corners = {crop_box(width, height, 0.08, np.random.default_rng(seed))[:2] for seed in range(50)}
+        assert len(corners) == 50
+
+
+def test_of_an_image_that_no_ratio_fits_the_middle_is_taken():
+    assert crop_box(40, 400, 1.0, np.random.default_rng(0)) == (0, 173, 40, 226)
+    assert crop_box(12, 12, 1.0, np.random.default_rng(0)) == (0, 0, 12, 12)
+
+
+def test_an_augmentation_is_a_function_of_its_generator():
+    image = ramp(60, 40)
+    first, same, other = (augment(image, 16, 0.08, True, np.random.default_rng(seed)) for seed in (1, 1, 2))
+    assert (first == same).all() and (first != other).any()
+    assert first.shape == (16, 16, 3) and first.dtype == np.uint8
+    plain = {augment(image, 16, 0.08, False, np.random.default_rng(seed))[8].tobytes() for seed in range(20)}
+    assert len(plain) == 20
+
+
+def test_half_of_the_crops_are_mirrored():
+    def mirrored(flip: bool) -> float:
+        crops = [augment(ramp(30, 30), 8, 0.5, flip, np.random.default_rng(seed)).astype(int) for seed in range(400)]
+        return float(np.mean([crop[4, 0, 0] > crop[4, -1, 0] for crop in crops]))
+
+    assert mirrored(flip=False) == 0.0
+    assert mirrored(flip=True) == pytest.approx(0.5, abs=0.08)
+
+
+def test_a_crop_shows_its_part_of_the_image():
+    rng = np.random.default_rng(5)
+    left, top, right, bottom = crop_box(256, 256, 0.08, np.random.default_rng(5))
+    crop = augment(ramp(256, 256), 32, 0.08, False, rng)
+    assert crop[:, 0, 0].mean() == pytest.approx(left, abs=6) and crop[:, -1, 0].mean() == pytest.approx(right, abs=6)
+    assert crop[0, :, 1].mean() == pytest.approx(top, abs=6) and crop[-1, :, 1].mean() == pytest.approx(bottom, abs=6)
+
+
+def test_the_middle_of_an_image():
+    """A quarter of a 256 x 512 image, resized to a shorter side of 128, and 64 of it."""
+    crop = crop_middle(ramp(256, 512), 64, 128).astype(int)
+    assert crop.shape == (64, 64, 3)
+    assert (crop[0, 0, 0], crop[0, -1, 0]) == (pytest.approx(64, abs=4), pytest.approx(191, abs=4))
+    assert (crop[0, 0, 1], crop[-1, 0, 1]) == (pytest.approx(255 * 3 / 8, abs=4), pytest.approx(255 * 5 / 8, abs=4))
+    image = ramp(8, 8)
+    assert (crop_middle(image, 8, 8) == np.array(image)).all()  # nothing to resize: the image as it is
+
+
+def encoded(image: Image.Image, form: str) -> bytes:
+    content = io.BytesIO()
+    image.save(content, form)
+    return content.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("mode", "form"), [("L", "PNG"), ("P", "PNG"), ("RGBA", "PNG"), ("LA", "PNG"), ("1", "PNG"), ("CMYK", "JPEG")]
+)
+def test_an_image_of_any_mode_becomes_rgb(mode, form, tmp_path):
+    """From a folder, and in a shard, whose decoder is the same."""
+    content = encoded(Image.new("RGB", (20, 10), (255, 255, 255)).convert(mode), form)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / f"x.{form.lower()}").write_bytes(content)
+    folder = ImageFolder(tmp_path)
+    for image in (folder[0]["image"], decode(form.lower(), content)):
+        assert image.mode == "RGB" and (np.array(image) > 250).all()
+        assert augment(image, 4, 0.5, True, np.random.default_rng(0)).shape == (4, 4, 3)
+        assert crop_middle(image, 4, 6).shape == (4, 4, 3)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_pixels_are_normalised_per_channel(channels_last):
+    bytes_ = torch.arange(2 * 4 * 5 * 3, dtype=torch.uint8).view(2, 4, 5, 3)
+    found = normalise(bytes_, channels_last)
+    assert found.shape == (2, 3, 4, 5) and found.dtype == torch.float32
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    assert found.is_contiguous(memory_format=layout)
+    for channel in range(3):
+        expected = (bytes_[..., channel].numpy() / 255 - MEAN[channel]) / DEVIATION[channel]
+        assert found[:, channel].numpy() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.fixture
+def photos(tmp_path) -> Path:
+    root = tmp_path / "photos"
+    for name in ("dog/1.png", "dog/deep/0.JPG", "cat/2.jpeg", "cat/notes.txt"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith("txt"):
+            (root / name).write_text("no image")
+        else:
+            ramp(6, 6).save(root / name, "PNG" if name.endswith("png") else "JPEG")
+    return root
+
+
+def test_a_folder_with_a_folder_per_class(photos):
+    found = ImageFolder(photos)
+    assert found.classes == ["cat", "dog"] and len(found) == 3
+    assert found.files == ["cat/2.jpeg", "dog/1.png", "dog/deep/0.JPG"] and found.labels.tolist() == [0, 1, 1]
+    assert found[2]["cls"] == 1 and found[2]["image"].size == (6, 6)
+    other = ImageFolder(photos, ["dog", "bird", "cat"])
+    assert other.labels.tolist() == [2, 0, 0]
+    assert len({found.fingerprint, other.fingerprint}) == 2
+    shutil.copy(photos / "cat" / "2.jpeg", photos / "cat" / "3.jpeg")
+    assert ImageFolder(photos).fingerprint != found.fingerprint
+
+
+def test_folders_that_are_refused(photos, tmp_path):
+    key = re.escape(f"recipe.val={photos}: ")
+    with pytest.raises(ConfigError, match=rf"^{key}the folder dog is no class; the classes are cat, \.\.\.$"):
+        ImageFolder(photos, ["cat"], "recipe.val")
+    shutil.copy(photos / "cat" / "2.jpeg", photos / "x.jpeg")
+    with pytest.raises(ConfigError, match=rf"^{key}x\.jpeg is in no folder of a class; give a folder with"):
+        ImageFolder(photos, key="recipe.val")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="there is no folder with images in it; give a folder with a folder per"):
+        ImageFolder(tmp_path / "empty")
+
+
+def test_a_file_that_is_no_image_counts_as_damaged_and_one_that_is_gone_does_not(photos):
+    found = ImageFolder(photos)
+    (photos / "cat" / "2.jpeg").write_bytes(b"no image")
+    (photos / "dog" / "1.png").unlink()
+    with pytest.raises(DataError, match=r"2\.jpeg: can't be decoded \(.*\); write it again or remove it$"):
+        found[0]
+    with pytest.raises(UnavailableError, match=r"1\.png: .*No such file.*; fix the cause, then resume$"):
+        found[1]
+
+
+def test_the_image_of_a_sample_of_a_shard():
+    image = ramp(2, 2)
+    assert image_of({"__key__": "0", "cls": 1, "png": image}) is image_of({"image": image}) is image
+    with pytest.raises(ConfigError, match="a sample has cls, txt, and no image; give shards whose samples have a jpg"):
+        image_of({"__key__": "0", "cls": 1, "txt": "a"})
+
+
+def read_shards(paths: list[Path]) -> list[dict[str, Any]]:
+    index = Index.open(find_shards([str(path) for path in paths]))
+    reader = ShardReader(index)
+    return [reader.read(ref) for ref in walk(index.counts, 0, 1)]
+
+
+def test_the_digits_are_scikit_learns(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    train, val = (read_shards(digits.shards(split)) for split in ("train", "val"))
+    assert (len(train), len(val)) == (1438, 359)
+    found: Any = load_digits()
+    for sample in (*train[:50], *val[:50]):
+        i = int(sample["__key__"])
+        assert sample["cls"] == found.target[i] and (i % 5 == 4) == any(sample is other for other in val)
+        assert np.round(np.array(sample["png"])[..., 0] * (16 / 255)).tolist() == found.images[i].tolist()
+    assert len({sample["__key__"] for sample in (*train, *val)}) == 1797
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "echelon" / "digits").glob("*.tar")}
+    digits.shards("train")
+    assert {path: path.stat().st_mtime_ns for path in written} == written  # written once
+    assert [path.name for path in (tmp_path / "echelon").iterdir()] == ["digits"]
+
+
+def test_digits_that_another_process_has_written_meanwhile_stay(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    write = digits.write_shards
+
+    def and_another(*arguments: Any) -> list[Path]:
+        (tmp_path / "echelon" / "digits").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "echelon" / "digits" / "train-7.tar").touch()
+        return write(*arguments)
+
+    monkeypatch.setattr(digits, "write_shards", and_another)
+    assert [path.name for path in digits.shards("train")] == ["train-7.tar"]
+    assert [path.name for path in (tmp_path / "echelon").iterdir()] == ["digits"]
+
+
+def test_digits_without_scikit_learn_or_a_writable_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"^recipe\.train=null: can't write the digits .*; make .* writable, or give"):
+        digits.shards("train")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
+    with pytest.raises(ConfigError, match=r"come with scikit-learn; pip install 'echelon-trainer\[vision\]', or give"):
+        digits.shards("train")
+    assert not list((tmp_path / "echelon").iterdir())
