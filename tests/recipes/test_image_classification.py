@@ -13,7 +13,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from PIL import Image
 from safetensors.torch import load_file
-from support.cli import QUICK, Result, run
+from support.cli import QUICK, run
 from torch import nn
 
 from recipes import digits
@@ -66,7 +66,7 @@ def test_the_loss_is_smoothed_and_the_metric_is_not():
 def test_with_more_than_five_classes_the_first_five_guesses_count():
     recipe = ImageClassification("shards", classes=6, **SMALL)
     model = Logits(torch.tensor([[6.0, 5, 4, 3, 2, 1]] * 3))
-    found = {name: float(total) for name, (total, _) in recipe.metrics(model, batch_of([0, 4, 5])).items()}
+    found = {name: total.item() for name, (total, _) in recipe.metrics(model, batch_of([0, 4, 5])).items()}
     loss = 9 + 3 * math.log(sum(map(math.exp, range(-5, 1))))
     assert found == {"loss": pytest.approx(loss), "accuracy": 1.0, "top5": 2.0}
 
@@ -183,13 +183,11 @@ def test_the_presets(name):
     assert config.schedule._target_ == "trainer.optim.schedule.Cosine"
 
 
-def digits_run(name: str, words: list[str], cwd: Path, timeout_s: float = 60) -> tuple[Result, dict[str, Any]]:
-    done = run(
-        [f"recipe={name}", *words, "trainer.run_dir=runs/r", *QUICK], cwd, timeout_s=timeout_s,
-        XDG_CACHE_HOME=str(cwd.parent / "cache"), loaded=(),
-    )  # fmt: skip
-    file = cwd / "runs" / "r" / "summary.json"
-    return done, json.loads(file.read_text()) if file.is_file() else {}
+def train(name: str, words: list[str], cwd: Path, timeout_s: float, **env: str) -> dict[str, Any]:
+    """The run's summary."""
+    done = run([f"recipe={name}", *words, "trainer.run_dir=runs/r", *QUICK], cwd, timeout_s=timeout_s, **env)
+    assert done.code == 0, done.err
+    return json.loads((cwd / "runs" / "r" / "summary.json").read_text())
 
 
 def test_two_steps_of_resnet50_on_shards_and_an_export_that_loads(tmp_path):
@@ -198,8 +196,7 @@ def test_two_steps_of_resnet50_on_shards_and_an_export_that_loads(tmp_path):
     (tmp_path / "shards" / "classes.json").write_text(json.dumps([f"digit {i}" for i in range(10)]))
     words = ["recipe.train=shards/train-*.tar", "recipe.val=shards/val-*.tar", "recipe.classes=10", *OVERRIDES]
     words += ["batch=8", "trainer.max_steps=2", "trainer.devices=2", "data.workers=1", "schedule.warmup=0"]
-    done, summary = digits_run("resnet50", words, tmp_path)
-    assert done.code == 0, done.err
+    summary = train("resnet50", words, tmp_path, 120)
     assert (summary["steps"], summary["samples"], summary["ranks"]) == (2, 16, 2)
     assert 0 <= summary["val/accuracy"] <= summary["val/top5"] <= 1
     exported = load_file(tmp_path / "runs" / "r" / "export" / "model.safetensors")
@@ -220,7 +217,6 @@ def test_two_steps_of_resnet50_on_shards_and_an_export_that_loads(tmp_path):
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("words", [[], ["optimizer=lars", "optimizer.lr=3"]], ids=["sgd", "lars"])
 def test_resnet_tiny_reads_the_digits(words, tmp_path):
-    done, summary = digits_run("resnet_tiny", words, tmp_path, timeout_s=380)
-    assert done.code == 0, done.err
+    summary = train("resnet_tiny", words, tmp_path, 380, XDG_CACHE_HOME=str(tmp_path / "cache"))
     print(summary["val/accuracy"], summary["val/loss"])
     assert summary["val/accuracy"] > 0.98 and summary["steps"] == 899

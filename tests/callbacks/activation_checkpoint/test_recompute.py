@@ -93,6 +93,35 @@ def test_without_a_gradient_nothing_is_wrapped(monkeypatch):
         assert torch.isfinite(wrapped(Stack(), policy="full")(batch()))
 
 
+class Normed(nn.Module):
+    def __init__(self, momentum: float | None, frozen: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        norms = [nn.BatchNorm1d(8, momentum=momentum), nn.BatchNorm1d(8, track_running_stats=False)]
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), norm, nn.Tanh()) for norm in norms)
+        if frozen:
+            norms[0].eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize(("momentum", "frozen"), [(0.1, False), (None, False), (0.1, True)])
+def test_running_statistics_count_a_batch_once(policy, momentum, frozen):
+    nets = Normed(momentum, frozen), wrapped(Normed(momentum, frozen), policy=policy)
+    x = torch.randn(6, 8)
+    for net in nets:
+        for _ in range(2):
+            net(x).backward()
+    states = [list(net.state_dict().values()) for net in nets]
+    assert equal(*states) and equal(*([p.grad for p in net.parameters()] for net in nets))
+    counted = nets[1].blocks[0][1]
+    assert counted.momentum == momentum and counted.num_batches_tracked == (0 if frozen else 2)
+
+
 @torch.library.custom_op("echelon_test::attend", mutates_args=())
 def attend(x: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
     mask = torch.rand(x.shape) >= dropout_p if dropout_p else torch.ones(x.shape, dtype=torch.bool)

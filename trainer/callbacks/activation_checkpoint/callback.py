@@ -89,7 +89,7 @@ class ActivationCheckpoint(Callback):
                 block.forward = Offload(block.forward, block, copies)
         else:
             for block in blocks:
-                block.forward = self.wrapped[block] = Recompute(block.forward, self.policy == "selective")
+                block.forward = self.wrapped[block] = Recompute(block, self.policy == "selective")
         return model
 
     def _limit_compiled(self, trainer: TrainerProtocol, model: nn.Module) -> nn.Module:

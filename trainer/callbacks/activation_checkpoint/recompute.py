@@ -1,10 +1,13 @@
 """Runs a block so that it keeps its inputs, or its inputs and the results of costly operations, and runs again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 # Of CPU and CUDA. An operation that this version of torch lacks is never met.
@@ -25,25 +28,55 @@ KEPT = PRODUCTS | ATTENTION
 class Recompute:
     """A block's `forward` that runs again in the backward pass (Chen et al. 2016, arXiv:1604.06174).
 
+    The second run leaves the running statistics of BatchNorm alone. In a compiled block, only the graph of the forward
+    pass changes them.
+
     Dynamo traces `__call__`, so a compiled block has the recomputation in its graph. Dynamo would skip a
     `functools.partial` of torch's `checkpoint`, and compile nothing.
 
     Args:
-        forward: The block's own `forward`.
+        block: Its `forward` is run.
         selective: Keep the results of matrix products and of attention, and recompute the rest.
 
     Attributes:
         on: Recompute. False runs `forward` as it is.
     """
 
-    def __init__(self, forward: Callable[..., Any], selective: bool = False) -> None:
-        self.forward, self.on = forward, True
-        self.knobs = {"context_fn": CONTEXTS} if selective else {}
+    def __init__(self, block: nn.Module, selective: bool = False) -> None:
+        self.forward, self.on = block.forward, True
+        self.knobs: dict[str, Any] = {"context_fn": CONTEXTS} if selective else {}
+        self.norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.on or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        return checkpoint(self.forward, *args, use_reentrant=False, **self.knobs, **kwargs)
+        knobs = self.knobs
+        if self.norms and not torch.compiler.is_compiling():
+            knobs = {"context_fn": partial(contexts_for, self.norms, self.knobs.get("context_fn"))}
+        return checkpoint(self.forward, *args, use_reentrant=False, **knobs, **kwargs)
+
+
+def contexts_for(norms: Sequence[_BatchNorm], own: Callable[[], Any] | None) -> tuple[Any, Any]:
+    """Return the contexts of the first run and of the second, in which running statistics stay."""
+    first, second = own() if own else (nullcontext(), nullcontext())
+    return first, statistics_kept(norms, second)
+
+
+@contextmanager
+def statistics_kept(norms: Sequence[_BatchNorm], inner: Any) -> Iterator[None]:
+    """Let these layers save the same tensors for the backward pass, and change no buffer.
+
+    A momentum of 0 gives the batch no weight. The count of batches is a copy's, for a run may end before a layer.
+    """
+    with ExitStack() as stack:
+        for norm in norms:
+            if not norm.training or norm.num_batches_tracked is None:
+                continue
+            for name, value in (("momentum", 0.0), ("num_batches_tracked", norm.num_batches_tracked.clone())):
+                stack.callback(setattr, norm, name, getattr(norm, name))
+                setattr(norm, name, value)
+        stack.enter_context(inner)
+        yield
 
 
 def keep_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
