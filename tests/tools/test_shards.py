@@ -107,6 +107,31 @@ def test_members_that_nobody_could_read_are_refused(tmp_path, extension):
     assert not list((tmp_path / "own").iterdir())
 
 
+def test_a_folder_per_class_gives_each_sample_its_class(tmp_path):
+    """In an order that mixes the classes. Images stay the bytes they are. A second split has the first one's numbers."""
+    for split, images in (("train", 20), ("val", 3)):
+        for name in ("cat", "ant", "bee") if split == "train" else ("cat",):
+            (tmp_path / "photos" / split / name).mkdir(parents=True)
+            for i in range(images):
+                (tmp_path / "photos" / split / name / f"{i}.jpg").write_bytes(f"{name} {i}".encode())
+    for words in (["photos/train", "out", "--per-shard", 20], ["photos/val", "out", "--prefix", "val"]):
+        done = shards("pack", *words, "--classes", cwd=tmp_path)
+        assert done.code == 0, done.err
+    names = json.loads((tmp_path / "out" / "classes.json").read_text())
+    assert names == ["ant", "bee", "cat"]
+    found = read(tmp_path / "out")
+    assert [len(members) for members in found.values()] == [40, 40, 40, 6]
+    for members in found.values():
+        for name, content in members.items():
+            if name.endswith(".jpg"):
+                label = int(members[name.replace(".jpg", ".cls")])
+                assert content.decode() == f"{names[label]} {Path(name).stem}" and name.startswith(f"{names[label]}/")
+    train = [{content for name, content in found[shard].items() if name.endswith("cls")} for shard in list(found)[:3]]
+    assert train == [{b"0", b"1", b"2"}] * 3
+    again = shards("pack", "photos/train", "again", "--per-shard", 20, "--classes", cwd=tmp_path)
+    assert again.code == 0 and read(tmp_path / "again").items() <= found.items()
+
+
 def test_lines_are_samples(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n{"x": [2, "\u00e9"]}\n')
     assert shards("pack", "a.jsonl", "out", "--prefix", "p", cwd=tmp_path).code == 0
