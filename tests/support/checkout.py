@@ -46,7 +46,8 @@ def shrink(folder: Path) -> None:
     """Give the recipes of a copy tiny models and few steps."""
     for file in (folder / "conf" / "recipe").glob("*.yaml"):
         config = yaml.safe_load(file.read_text())
-        config["recipe"] |= {key: value for key, value in TINY.items() if key in config["recipe"]}
+        tiny = {key: value for key, value in TINY.items() if isinstance(config["recipe"].get(key), int | float)}
+        config["recipe"] |= tiny
         config |= {"batch": 16, "micro_batch": None}
         config["trainer"] |= STEPS
         if "override /schedule: recipe" not in file.read_text():  # its own has no warm-up to shorten
