@@ -40,7 +40,7 @@ def shards(split: str) -> list[Path]:
 
 
 def _build(folder: Path) -> None:
-    """Write the folder under another name, and rename it. Of several processes that do so, the first one's stays."""
+    """Write the folder under another name, and rename it. If several processes do so, the first one's stays."""
     partial = folder.with_name(f"digits.{os.getpid()}.partial")
     try:
         for split in ("train", "val"):

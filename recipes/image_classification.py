@@ -1,7 +1,7 @@
 """Classification of images by a ResNet, from shards or from a folder per class.
 
-The values of resnet50 are those of Goyal et al. 2017, arXiv:1706.02677, with half a cosine in place of their steps
-(Loshchilov and Hutter 2016, arXiv:1608.03983), and with label smoothing (Szegedy et al. 2015, arXiv:1512.00567).
+The values of resnet50 are those of Goyal et al. 2017, arXiv:1706.02677. Half a cosine takes the place of their steps
+(Loshchilov and Hutter 2016, arXiv:1608.03983). Label smoothing is from Szegedy et al. 2015, arXiv:1512.00567.
 """
 
 import importlib.util
