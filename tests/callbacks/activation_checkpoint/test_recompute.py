@@ -112,9 +112,9 @@ class Normed(nn.Module):
 @pytest.mark.parametrize(("momentum", "frozen"), [(0.1, False), (None, False), (0.1, True)])
 def test_running_statistics_count_a_batch_once(policy, momentum, frozen):
     nets = Normed(momentum, frozen), wrapped(Normed(momentum, frozen), policy=policy)
-    x = torch.randn(6, 8)
+    batches = torch.randn(2, 6, 8)
     for net in nets:
-        for _ in range(2):
+        for x in batches:
             net(x).backward()
     states = [list(net.state_dict().values()) for net in nets]
     assert equal(*states) and equal(*([p.grad for p in net.parameters()] for net in nets))
