@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from recipes.bert import Bert, MaskedLM, attend, block_mask, find_documents
-from recipes.corpus import CLS, PAD, SEP, Corpus
+from recipes.corpus import Corpus
+from recipes.wordpiece import CLS, PAD, SEP
 from trainer.data.shards.writer import write_shards
 
 SIZES: dict[str, Any] = {"vocab": 300, "sequence": 40, "hidden": 32, "layers": 2, "heads": 4, "dropout": 0.0}
