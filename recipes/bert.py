@@ -270,7 +270,7 @@ class Bert:
         """
         h, t = self.hidden, self.settings.sequence
         encoder = 6 * t * self.layers * 12 * h * h
-        attention = 12 * self.layers * h * (self.corpus.pairs_within_documents() if self.document_mask else t * t)
+        attention = 12 * self.layers * h * (self.corpus.pairs_within_documents(SEP) if self.document_mask else t * t)
         head = 6 * self.masked * (h * h + h * self.settings.vocab)
         return float(encoder + attention + head)
 

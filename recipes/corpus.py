@@ -73,17 +73,18 @@ class Corpus:
     def shards(self, split: str) -> list[Path]:
         return sorted(self.folder.glob(f"{split}-*.tar"))
 
-    def pairs_within_documents(self) -> float:
+    def pairs_within_documents(self, end: int) -> float:
         """Return the pairs of tokens of one document in a sequence: the mean over the first shard for training.
 
-        Each sequence ends as a document does.
+        Args:
+            end: The last token of a document, and of a sequence.
         """
         pairs = []
         with tarfile.open(self.shards("train")[0]) as shard:
             for member in shard:
                 file = shard.extractfile(member)
                 assert file
-                ends = np.flatnonzero(np.load(io.BytesIO(file.read())) == TOKENIZERS[self.meta["tokenizer"]].end)
+                ends = np.flatnonzero(np.load(io.BytesIO(file.read())) == end)  # the last token is one
                 pairs.append(np.square(np.diff(ends, prepend=-1)).sum())
         return float(np.mean(pairs))
 

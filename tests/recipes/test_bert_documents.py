@@ -146,7 +146,7 @@ def test_flops_count_pairs_of_one_document(tmp_path: Path):
     write_shards(iter(sequences), tmp_path, "train", 100)
     recipe = Bert(**SIZES, document_mask=True)
     recipe.__dict__["corpus"] = corpus = Corpus(tmp_path, {})
-    assert corpus.pairs_within_documents() == sum(n * n for lengths in LENGTHS for n in lengths) / len(LENGTHS)
+    assert corpus.pairs_within_documents(SEP) == sum(n * n for lengths in LENGTHS for n in lengths) / len(LENGTHS)
     plain = make().bert
     plain.set_attn_implementation("eager")  # whose products the counter knows on the CPU
     with FlopCounterMode(display=False) as counter:
