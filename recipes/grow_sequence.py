@@ -1,5 +1,6 @@
 """Trains on parts of the sequences first, which grow to whole sequences."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -83,4 +84,4 @@ class GrowSequence(Callback):
 
 
 def rises(values: Sequence[int]) -> bool:
-    return all(one < other for one, other in zip(values, values[1:], strict=False))
+    return all(one < other for one, other in itertools.pairwise(values))

@@ -1,5 +1,6 @@
 """Byte pairs: every text comes back, the most frequent pair is learned first, and long runs cost no time."""
 
+import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def by_hand(words: Counter[str], merges: int, ids: dict[str, int]) -> list[str]:
     for _ in range(merges):
         pairs: Counter[tuple[str, str]] = Counter()
         for word, parts in split.items():
-            for pair in zip(parts, parts[1:], strict=False):
+            for pair in itertools.pairwise(parts):
                 pairs[pair] += words[word]
         best = min(pairs, key=lambda pair: (-pairs[pair], ids[pair[0]], ids[pair[1]]))
         learned.append("".join(best))

@@ -32,7 +32,10 @@ from trainer.errors import ConfigError
 SMALL = Settings(vocab=300, sequence=16, val_fraction=0.2)
 BYTES = replace(SMALL, tokenizer="byte_pairs")
 each_tokenizer = pytest.mark.parametrize("settings", [SMALL, BYTES], ids=lambda settings: settings.tokenizer)
-TEXTS = {f"part{i % 3}/{i}.txt": f"Document {i}: [MASK] <|endoftext|> d\u00e9j\u00e0 Vu, {'na ' * i}\n" * 3 for i in range(20)}
+TEXTS = {
+    f"part{i % 3}/{i}.txt": f"Document {i}: [MASK] <|endoftext|> d\u00e9j\u00e0 Vu, {'na ' * i}\n" * 3
+    for i in range(20)
+}
 
 
 def write(folder: Path, texts: dict[str, str]) -> Path:
@@ -323,9 +326,7 @@ def test_an_interrupted_build_leaves_nothing_to_be_taken_for_whole(folder: Path,
 
 @pytest.mark.parametrize(("before", "after"), [([CLS], [SEP]), ([], [])])
 @given(st.lists(st.lists(st.integers(5, 99), max_size=40), max_size=6), st.integers(3, 12))
-def test_pack_loses_nothing_and_pads_nothing(
-    before: list[int], after: list[int], arrays: list[list[int]], length: int
-):
+def test_pack_loses_nothing_and_pads_nothing(before: list[int], after: list[int], arrays: list[list[int]], length: int):
     rows = list(pack([np.array(a, np.int64) for a in arrays], length, before, after))
     flat, width = [i for a in arrays for i in a], length - len(before) - len(after)
     assert all((len(row), row.dtype) == (length, np.dtype(np.int64)) for row in rows)
