@@ -28,14 +28,14 @@ class GrowSequence(Callback):
 
     Args:
         lengths: Tokens, rising; each divides the recipe's `sequence`.
-        until: A duration for each length, from the start of the run. After the last one, sequences are whole.
+        until: A duration for each length, such as `1000 steps`, from the start of the run. After the last one, sequences are whole.
     """
 
     role = Role.MODEL
     exact = False
     conflicts = {Role.SPLIT: "stages send activations of one shape; leave one out"}
 
-    def __init__(self, lengths: list[int], until: list[str]) -> None:
+    def __init__(self, lengths: list[int], until: list[int | str]) -> None:
         if not lengths or len(lengths) != len(until):
             raise ConfigError(f"{KEY}: {len(lengths)} lengths and {len(until)} durations; give each length an until")
         self.lengths, self.until = lengths, until

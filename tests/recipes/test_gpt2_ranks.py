@@ -23,7 +23,15 @@ from trainer.optim.groups import WithGroups
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-SIZES: dict[str, Any] = {"vocab": 300, "sequence": 40, "hidden": 32, "layers": 3, "heads": 4, "dropout": 0.0}
+SIZES: dict[str, Any] = {
+    "vocab": 300,
+    "sequence": 40,
+    "hidden": 32,
+    "layers": 3,
+    "heads": 4,
+    "dropout": 0.0,
+    "val_fraction": 0.3,
+}
 STEPS = 4
 TEXT = "The quick brown Fox number {} jumps over {} lazy dogs. "
 
