@@ -26,10 +26,11 @@ import torch
 import torch.nn.functional as F
 from numpy.random import Generator
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from recipes.corpus import CLS, MASK, SEP, SPECIALS, Corpus, Settings, prepare
+from recipes.chunked_loss import cross_entropy
+from recipes.corpus import Corpus, Settings, prepare
 from recipes.huggingface.recipe import no_progress_bar
+from recipes.wordpiece import CLS, MASK, SEP, SPECIALS
 from trainer.errors import ConfigError, require
 from trainer.log import log
 
@@ -53,21 +54,21 @@ class MaskedLM(nn.Module):
         super().__init__()
         self.bert, self.document_mask, self.loss_chunks = bert, document_mask, loss_chunks
 
-    def forward(self, input_ids: Tensor, positions: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Return the logits, or with `labels` (B, K) the mean cross-entropy."""
-        hidden = self._encode(input_ids)
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, labels: Tensor | None = None, length: int | None = None
+    ) -> Tensor:
+        """Return the logits, or with `labels` (B, K) the mean cross-entropy.
+
+        Args:
+            length: Tokens that attend to each other, and count positions; a divisor of T. None: T.
+        """
+        rows = input_ids if length is None else input_ids.reshape(-1, length)
+        hidden = self._encode(rows).view(*input_ids.shape, -1)
         # A boolean mask would cost a host sync: only the device knows how many tokens it selects.
         hidden = hidden.gather(1, positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))  # (B, K, H)
         if labels is None:
             return self.bert.cls(hidden)  # (B, K, V)
-        rows, labels = hidden.flatten(0, 1), labels.flatten()
-        parts = zip(rows.chunk(self.loss_chunks), labels.chunk(self.loss_chunks), strict=True)
-        sums = [checkpoint(self._cross_entropy, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
-        return torch.stack(sums).sum() / len(labels)
-
-    def _cross_entropy(self, rows: Tensor, labels: Tensor) -> Tensor:
-        """Return the sum over rows (N, H)."""
-        return F.cross_entropy(self.bert.cls(rows), labels, reduction="sum")
+        return cross_entropy(self.bert.cls, hidden.flatten(0, 1), labels.flatten(), self.loss_chunks)
 
     def _encode(self, input_ids: Tensor) -> Tensor:
         """Return the last hidden states (B, T, H)."""
@@ -143,6 +144,7 @@ class Bert:
     """
 
     paths = ("text", "cache")
+    length: int | None = None  # of a training sequence's parts, within which tokens attend; recipes/grow_sequence.py
 
     def __init__(  # noqa: PLR0913 each argument is a knob of the config
         self,
@@ -229,10 +231,7 @@ class Bert:
         return {"input_ids": input_ids, "positions": positions, "labels": labels}
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        if self.loss_chunks > 1:
-            return model(batch["input_ids"], batch["positions"], batch["labels"])
-        logits = model(batch["input_ids"], batch["positions"])
-        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        return model(batch["input_ids"], batch["positions"], batch["labels"], self.length)
 
     def weight(self, batch: Mapping[str, Tensor]) -> int:
         return batch["labels"].numel()
@@ -271,7 +270,7 @@ class Bert:
         """
         h, t = self.hidden, self.settings.sequence
         encoder = 6 * t * self.layers * 12 * h * h
-        attention = 12 * self.layers * h * (self.corpus.pairs_within_documents() if self.document_mask else t * t)
+        attention = 12 * self.layers * h * (self.corpus.pairs_within_documents(SEP) if self.document_mask else t * t)
         head = 6 * self.masked * (h * h + h * self.settings.vocab)
         return float(encoder + attention + head)
 

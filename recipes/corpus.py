@@ -1,14 +1,13 @@
-"""Documents to token shards: a WordPiece vocabulary, packed sequences; built once into a cache folder.
+"""Documents to token shards: a learned vocabulary, packed sequences; built once into a cache folder.
 
-`CACHE/HASH/` has `train-*.tar` and `val-*.tar` (WebDataset; `npy` is a sequence of token ids), `vocab.txt` and
+`CACHE/HASH/` has `train-*.tar` and `val-*.tar` (WebDataset; `npy` is a sequence of token ids), the vocabulary and
 `meta.json`. The hash is of the files' paths, sizes and times, and of the settings. The same text gives the same bytes.
 
 - A hash of a document's name decides its split: a document stays in its split when others come and go.
-- The vocabulary is BERT's WordPiece, from the training split. Case and accents stay, since they tell names in code
-  apart.
-- A sequence is RoBERTa's FULL-SENTENCES (Liu et al. 2019, arXiv:1907.11692): `[CLS]`, the next T - 2 tokens of the
-  documents, each ended by `[SEP]`, and `[SEP]`. The start of the split fills the last sequence up: no token is padding,
-  and no text is lost.
+- The vocabulary is from the training split: recipes/wordpiece.py or recipes/byte_pairs.py.
+- A sequence has the next tokens of the documents, each ended by a token of its own, between the tokens that BERT puts
+  around a sequence: RoBERTa's FULL-SENTENCES (Liu et al. 2019, arXiv:1907.11692). The start of the split fills the last
+  sequence up: no token is padding, and no text is lost.
 """
 
 import fcntl
@@ -18,33 +17,44 @@ import io
 import json
 import logging
 import os
-import re
 import shutil
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
+from recipes.byte_pairs import BytePairs
 from recipes.text import Document, Source, batches, show
+from recipes.wordpiece import WordPiece
 from trainer.data.remote.eviction import open_regular
 from trainer.errors import ConfigError
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
 log = logging.getLogger("echelon")
 
-FORMAT = 1  # of the cache; part of the hash
-SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-PAD, UNK, CLS, SEP, MASK = range(len(SPECIALS))
+FORMAT = 2  # of the cache; part of the hash
 SEQUENCES_PER_SHARD = 4096
 CODE_POINTS = 0x110000
-LONGEST_WORD = 100  # characters: longer words are [UNK] to WordPiece, and learning takes their length squared
-LONG = re.compile(rf"\w{{{LONGEST_WORD + 1},}}")
+TOKENIZERS = {"wordpiece": WordPiece, "byte_pairs": BytePairs}
+
+
+class Tokenizer(Protocol):
+    """The part of a tokenizer that packs text. `encode` knows no special token."""
+
+    file: ClassVar[str]  # in the cache, with the vocabulary
+    before: ClassVar[list[int]]  # the tokens around a sequence
+    after: ClassVar[list[int]]
+    end: ClassVar[int]  # the token after each document
+    unknown: ClassVar[list[int]]  # the token of words that no others spell
+
+    def encode(self, texts: list[str]) -> list[list[int]]: ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,7 @@ class Settings:
     vocab: int
     sequence: int  # tokens, the special ones included
     val_fraction: float
+    tokenizer: Literal["wordpiece", "byte_pairs"] = "wordpiece"
 
 
 @dataclass(frozen=True)
@@ -62,20 +73,24 @@ class Corpus:
     def shards(self, split: str) -> list[Path]:
         return sorted(self.folder.glob(f"{split}-*.tar"))
 
-    def pairs_within_documents(self) -> float:
-        """Return the pairs of tokens of one document in a sequence: the mean over the first shard for training."""
+    def pairs_within_documents(self, end: int) -> float:
+        """Return the pairs of tokens of one document in a sequence: the mean over the first shard for training.
+
+        Args:
+            end: The last token of a document, and of a sequence.
+        """
         pairs = []
         with tarfile.open(self.shards("train")[0]) as shard:
             for member in shard:
                 file = shard.extractfile(member)
                 assert file
-                ends = np.flatnonzero(np.load(io.BytesIO(file.read())) == SEP)  # the last token is one
+                ends = np.flatnonzero(np.load(io.BytesIO(file.read())) == end)  # the last token is one
                 pairs.append(np.square(np.diff(ends, prepend=-1)).sum())
         return float(np.mean(pairs))
 
     def vocabulary(self) -> dict[str, int]:
-        tokens = (self.folder / "vocab.txt").read_text("utf-8").split("\n")[:-1]
-        return {token: i for i, token in enumerate(tokens)}
+        """Return the id of each token."""
+        return TOKENIZERS[self.meta["tokenizer"]].vocabulary(self.folder)
 
 
 def prepare(text: str | list[str] | None, cache: str | None, settings: Settings) -> Corpus:
@@ -118,18 +133,19 @@ def _build(source: Source, folder: Path, settings: Settings) -> None:
     text = "text: preparing recipe.text=%s: %d files; %d hidden files are left out"
     log.info(text, source.label, len(source.files), source.hidden)
     survey = _Survey(source, settings)
-    tokens = _learn_vocabulary(survey.documents("train", "vocabulary"), survey.alphabet, settings.vocab)
-    (partial / "vocab.txt").write_text("".join(f"{token}\n" for token in tokens), "utf-8")
-    counts = {split: _write(split, survey, tokens, partial, settings) for split in ("train", "val")}
-    maskable = np.delete(counts["train"], [CLS, SEP])
-    share = maskable[maskable > 0] / maskable.sum()
+    learn = TOKENIZERS[settings.tokenizer].learn
+    tokenizer: Tokenizer = learn(survey.documents("train", "vocabulary"), survey.characters, settings.vocab)
+    tokenizer.save(partial)
+    counts = {split: _write(split, survey, tokenizer, partial, settings) for split in ("train", "val")}
+    predicted = np.delete(counts["train"], [*tokenizer.before, *tokenizer.after])
+    share = predicted[predicted > 0] / predicted.sum()
     meta = {
         "text": source.label,
         "files": len(source.files),
         "hidden": source.hidden,
-        "vocabulary": len(tokens),
+        "vocabulary": len(tokenizer),
         "tokens": {split: int(count.sum()) for split, count in counts.items()},
-        "unknown": {split: int(count[UNK]) for split, count in counts.items()},
+        "unknown": {split: int(count[tokenizer.unknown].sum()) for split, count in counts.items()},
         "unigram_entropy_nats": float(-(share * np.log(share)).sum()),
         **asdict(settings),
     }
@@ -151,17 +167,15 @@ def _build(source: Source, folder: Path, settings: Settings) -> None:
 def _is_whole(folder: Path) -> bool:
     """Return whether the files have the sizes in `meta.json`, and the vocabulary has its sha256.
 
-    The index of a shard checks its content. A cache without sizes is believed: earlier versions noted none.
+    The index of a shard checks its content.
     """
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        if "content" not in meta:
-            return len(Corpus(folder, meta).vocabulary()) == meta["vocabulary"]
         sizes = {name: (folder / name).stat().st_size for name in meta["content"]}
-        vocabulary = _size_and_sha256(folder / "vocab.txt")
+        file = TOKENIZERS[meta["tokenizer"]].file
         return (
             all(sizes[n] == size for n, (size, _) in meta["content"].items())
-            and vocabulary == meta["content"]["vocab.txt"]
+            and _size_and_sha256(folder / file) == meta["content"][file]
         )
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return False
@@ -184,11 +198,7 @@ def _sync(path: Path) -> None:
 
 
 class _Survey:
-    """The split and the alphabet of a text. Reading all of it once refuses unreadable files before any work.
-
-    The alphabet has the most frequent characters, up to an eighth of the vocabulary. Another character makes its word
-    `[UNK]`.
-    """
+    """The split and the characters of a text. Reading all of it once refuses unreadable files before any work."""
 
     def __init__(self, source: Source, settings: Settings) -> None:
         self.source = source
@@ -203,12 +213,11 @@ class _Survey:
         self.threshold = max(settings.val_fraction, min(points))  # small corpora have a validation document, too
         if max(points) <= self.threshold:
             raise source.error("one document can't be split for validation; give more documents, or longer text")
-        self.characters = int(counts.sum())
-        frequent = map(chr, np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)].tolist())
-        self.alphabet = [c for c in frequent if c.isprintable() and not c.isspace()][: settings.vocab // 8]
+        self.size = int(counts.sum())
+        self.characters = [chr(i) for i in np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)].tolist()]
 
     def documents(self, split: str, task: str) -> Iterator[Document]:
-        for document in show(self.source.documents(), f"text: {task}", self.characters):
+        for document in show(self.source.documents(), f"text: {task}", self.size):
             if (_point(document.name) <= self.threshold) == (split == "val"):
                 yield document
 
@@ -218,75 +227,37 @@ def _point(name: str) -> float:
     return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:6], "big") / (1 << 48)
 
 
-def _tokenizer(tokens: list[str]) -> "Tokenizer":
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
-
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=SPECIALS[UNK]))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False, strip_accents=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    return tokenizer
-
-
-def _learn_vocabulary(documents: Iterable[Document], alphabet: list[str], size: int) -> list[str]:
-    """Learn at most `size` tokens, and return them in the order of their ids.
-
-    The trainer breaks ties between merges by the numbers of the `##` characters. A hash table that is seeded anew in
-    each process orders these numbers. Special tokens are numbered first, in the given order, so the whole alphabet is
-    special.
-    """
-    from tokenizers.trainers import WordPieceTrainer
-
-    tokenizer = _tokenizer(SPECIALS)
-    trainer = WordPieceTrainer(
-        vocab_size=size,
-        min_frequency=2,
-        special_tokens=[*SPECIALS, *alphabet, *(f"##{character}" for character in alphabet)],
-        initial_alphabet=alphabet,
-        limit_alphabet=len(alphabet),
-        show_progress=False,
-    )
-    words, normal = tokenizer.pre_tokenizer, tokenizer.normalizer
-
-    def shorten(run: re.Match[str]) -> str:
-        found = words.pre_tokenize_str(normal.normalize_str(run[0]))
-        return " ".join(word for word, _ in found if len(word) <= LONGEST_WORD)
-
-    tokenizer.train_from_iterator((LONG.sub(shorten, document.text) for document in documents), trainer)
-    ids = tokenizer.get_vocab()
-    return sorted(ids, key=ids.__getitem__)
-
-
-def _write(split: str, survey: _Survey, tokens: list[str], folder: Path, settings: Settings) -> np.ndarray:
+def _write(split: str, survey: _Survey, tokenizer: Tokenizer, folder: Path, settings: Settings) -> np.ndarray:
     """Write the shards of `split`, and return how often each token occurs."""
     from trainer.data.shards.writer import write_shards
 
-    counts = np.zeros(len(tokens), np.int64)
-    tokenizer = _tokenizer(tokens)  # knows no special tokens: "[MASK]" in the text is three words
+    counts = np.zeros(len(tokenizer), np.int64)
 
     def stream() -> Iterator[np.ndarray]:
         for batch in batches(survey.documents(split, f"{split} shards")):
-            encodings = tokenizer.encode_batch_fast([document.text for document in batch], add_special_tokens=False)
-            ids = np.array([i for e in encodings if e.ids for i in (*e.ids, SEP)], np.int64)
-            counts[:] += np.bincount(ids, minlength=len(tokens))
+            encoded = tokenizer.encode([document.text for document in batch])
+            ids = np.array([i for own in encoded if own for i in (*own, tokenizer.end)], np.int64)
+            counts[:] += np.bincount(ids, minlength=len(tokenizer))
             yield ids
 
-    sequences = enumerate(pack(stream(), settings.sequence))
+    sequences = enumerate(pack(stream(), settings.sequence, tokenizer.before, tokenizer.after))
     kind = np.uint16 if settings.vocab <= 1 << 16 else np.int32
     samples = ({"__key__": f"{i:08d}", "npy": sequence.astype(kind)} for i, sequence in sequences)
     write_shards(samples, folder, split, SEQUENCES_PER_SHARD)
     return counts
 
 
-def pack(stream: Iterable[np.ndarray], length: int) -> Iterator[np.ndarray]:
-    """Yield sequences of `length` tokens: `[CLS]`, the next tokens of the arrays, `[SEP]`."""
-    body = length - 2
+def pack(
+    stream: Iterable[np.ndarray], length: int, before: Sequence[int] = (), after: Sequence[int] = ()
+) -> Iterator[np.ndarray]:
+    """Yield sequences of `length` tokens: those of `before`, the next tokens of the arrays, those of `after`."""
+    body = length - len(before) - len(after)
     first = rest = np.empty(0, np.int64)
     for ids in stream:
         rest = np.concatenate([rest, ids])
         first = rest[:body].copy() if len(first) < body else first
         whole = len(rest) // body * body
-        yield from (np.concatenate([[CLS], row, [SEP]]) for row in rest[:whole].reshape(-1, body))
+        yield from (np.concatenate([before, row, after]).astype(np.int64) for row in rest[:whole].reshape(-1, body))
         rest = rest[whole:]
     if len(rest):
-        yield np.concatenate([[CLS], np.resize(np.concatenate([rest, first]), body), [SEP]])
+        yield np.concatenate([before, np.resize(np.concatenate([rest, first]), body), after]).astype(np.int64)

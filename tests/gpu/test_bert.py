@@ -8,7 +8,7 @@ from support.gpu import ACCELERATOR, DEVICE, ON_GPU, on_device, only_gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes.bert import Bert
-from recipes.corpus import SEP
+from recipes.wordpiece import SEP
 
 pytestmark = on_device
 

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode
 
 from recipes.bert import Bert, MaskedLM
-from recipes.corpus import CLS, MASK, SEP, SPECIALS
+from recipes.wordpiece import CLS, MASK, SEP, SPECIALS
 from trainer.errors import ConfigError
 from trainer.log import log
 

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from recipes.bert import Bert, MaskedLM, attend, block_mask, find_documents
-from recipes.corpus import CLS, PAD, SEP, Corpus
+from recipes.corpus import Corpus
+from recipes.wordpiece import CLS, PAD, SEP
 from trainer.data.shards.writer import write_shards
 
 SIZES: dict[str, Any] = {"vocab": 300, "sequence": 40, "hidden": 32, "layers": 2, "heads": 4, "dropout": 0.0}
@@ -145,7 +146,7 @@ def test_flops_count_pairs_of_one_document(tmp_path: Path):
     write_shards(iter(sequences), tmp_path, "train", 100)
     recipe = Bert(**SIZES, document_mask=True)
     recipe.__dict__["corpus"] = corpus = Corpus(tmp_path, {})
-    assert corpus.pairs_within_documents() == sum(n * n for lengths in LENGTHS for n in lengths) / len(LENGTHS)
+    assert corpus.pairs_within_documents(SEP) == sum(n * n for lengths in LENGTHS for n in lengths) / len(LENGTHS)
     plain = make().bert
     plain.set_attn_implementation("eager")  # whose products the counter knows on the CPU
     with FlopCounterMode(display=False) as counter:

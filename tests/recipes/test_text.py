@@ -13,6 +13,7 @@ import time
 import types
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,12 +23,19 @@ from hypothesis import strategies as st
 from tokenizers.implementations import BertWordPieceTokenizer
 
 from recipes import corpus
-from recipes.corpus import CLS, SEP, SPECIALS, Settings, pack, prepare
-from recipes.text import PIECE, Document, Source
+from recipes.byte_pairs import END
+from recipes.corpus import Settings, pack, prepare
+from recipes.text import PIECE, Source
+from recipes.wordpiece import CLS, SEP, SPECIALS
 from trainer.errors import ConfigError
 
 SMALL = Settings(vocab=300, sequence=16, val_fraction=0.2)
-TEXTS = {f"part{i % 3}/{i}.txt": f"Document {i}: [MASK] d\u00e9j\u00e0 Vu, {'na ' * i}\n" * 3 for i in range(20)}
+BYTES = replace(SMALL, tokenizer="byte_pairs")
+each_tokenizer = pytest.mark.parametrize("settings", [SMALL, BYTES], ids=lambda settings: settings.tokenizer)
+TEXTS = {
+    f"part{i % 3}/{i}.txt": f"Document {i}: [MASK] <|endoftext|> d\u00e9j\u00e0 Vu, {'na ' * i}\n" * 3
+    for i in range(20)
+}
 
 
 def write(folder: Path, texts: dict[str, str]) -> Path:
@@ -198,17 +206,45 @@ def test_shards_hold_every_token_of_each_split(folder: Path, tmp_path: Path):
     assert again == {split: set(names) for split, names in found.items()}
 
 
-def test_another_process_builds_the_same_bytes_and_a_hit_imports_nothing(folder: Path, tmp_path: Path):
-    made = prepare(str(folder), str(tmp_path / "cache"), SMALL)
+def test_byte_pairs_give_the_text_back(folder: Path, tmp_path: Path):
+    """By the vocabulary alone: a token's text is its bytes, in GPT-2's letters."""
+    made = prepare(str(folder), str(tmp_path / "cache"), BYTES)
+    letters = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in letters]
+    byte_of = {chr(byte): byte for byte in letters} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    tokens = {i: bytes(byte_of[letter] for letter in token) for token, i in made.vocabulary().items() if i != END}
+    assert len(tokens) + 1 == len(made.vocabulary()) == made.meta["vocabulary"] == 300
+    texts: list[str] = []
+    counts: Counter[int] = Counter()
+    for split in ("train", "val"):
+        rows = sequences(made.shards(split))
+        assert {(row.dtype.name, len(row)) for row in rows} == {("uint16", 16)}
+        stream = np.concatenate(rows).tolist()
+        whole = made.meta["tokens"][split]
+        assert 0 <= len(stream) - whole < 16 and stream[whole:] == stream[: len(stream) - whole]
+        assert stream[whole - 1] == END
+        documents = "".join(map(chr, stream[:whole])).split(chr(END))[:-1]
+        texts += [b"".join(tokens[ord(i)] for i in document).decode() for document in documents]
+        counts.update(stream[:whole] if split == "train" else [])
+    assert sorted(texts) == sorted(TEXTS.values()) and "<|endoftext|>" in texts[0]
+    shares = [n / counts.total() for n in counts.values()]
+    assert made.meta["unigram_entropy_nats"] == pytest.approx(-sum(p * math.log(p) for p in shares))
+
+
+@each_tokenizer
+def test_another_process_builds_the_same_bytes_and_a_hit_imports_nothing(
+    settings: Settings, folder: Path, tmp_path: Path
+):
+    made = prepare(str(folder), str(tmp_path / "cache"), settings)
     script = """
 import sys
 from recipes.corpus import Settings, prepare
-folder, first, second = sys.argv[1:]
-hit = prepare(folder, first, Settings(300, 16, 0.2))
+folder, first, second, tokenizer = sys.argv[1:]
+hit = prepare(folder, first, Settings(300, 16, 0.2, tokenizer))
 assert not {"tokenizers", "transformers", "torch", "rich"} & set(sys.modules)
-print(hit.folder, prepare(folder, second, Settings(300, 16, 0.2)).folder)
+print(hit.folder, prepare(folder, second, Settings(300, 16, 0.2, tokenizer)).folder)
 """
-    arguments = [str(folder), str(tmp_path / "cache"), str(tmp_path / "other")]
+    arguments = [str(folder), str(tmp_path / "cache"), str(tmp_path / "other"), settings.tokenizer]
     done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
     hit, other = map(Path, done.stdout.split())
     assert hit == made.folder and other.name == made.folder.name
@@ -236,11 +272,12 @@ def test_built_once_by_many_at_the_same_time(folder: Path, tmp_path: Path, monke
     assert len(made) == 3 and len(set(made)) == 1 and builds == [1]
 
 
-@pytest.mark.parametrize("name", ["vocab.txt", "train-000000.tar", "val-000000.tar", "meta.json"])
+@pytest.mark.parametrize("name", ["vocab.txt", "tokenizer.json", "train-000000.tar", "val-000000.tar", "meta.json"])
 @pytest.mark.parametrize("damage", ["empty", "gone", "flipped"])
 def test_a_damaged_cache_is_built_again(name: str, damage: str, folder: Path, tmp_path: Path):
     """A power cut, for one, left files of no bytes under the final name."""
-    made = prepare(str(folder), str(tmp_path / "cache"), SMALL)
+    settings = BYTES if name == "tokenizer.json" else SMALL
+    made = prepare(str(folder), str(tmp_path / "cache"), settings)
     good, path = contents(made.folder), made.folder / name
     if damage == "flipped" and name.endswith(".tar"):
         pytest.skip("the index of the shard tells")
@@ -249,34 +286,17 @@ def test_a_damaged_cache_is_built_again(name: str, damage: str, folder: Path, tm
     else:
         content = path.read_bytes()
         path.write_bytes(b"" if damage == "empty" else bytes([content[0] ^ 1]) + content[1:])
-    prepare(str(folder), str(tmp_path / "cache"), SMALL)
+    prepare(str(folder), str(tmp_path / "cache"), settings)
     assert contents(made.folder) == good
 
 
-def test_a_cache_of_before_sizes_were_noted_is_taken(folder: Path, tmp_path: Path):
-    made = prepare(str(folder), str(tmp_path / "cache"), SMALL)
-    meta = json.loads((made.folder / "meta.json").read_text())
-    del meta["content"]
-    (made.folder / "meta.json").write_text(json.dumps(meta))
-    assert "content" not in prepare(str(folder), str(tmp_path / "cache"), SMALL).meta
-
-
-def test_a_long_line_without_spaces_takes_no_time(tmp_path: Path):
+@each_tokenizer
+def test_a_long_line_without_spaces_takes_no_time(settings: Settings, tmp_path: Path):
     """To learn from words takes their length squared: 13 s of 200,000 characters."""
     text = write(tmp_path / "text", {f"{i}.txt": "ACGT" * 40_000 + " one two" for i in range(2)})
     began = time.process_time()
-    prepare(str(text), str(tmp_path / "cache"), SMALL)
+    prepare(str(text), str(tmp_path / "cache"), settings)
     assert time.process_time() - began < 5
-
-
-def test_words_are_learned_from_as_before_unless_they_are_long():
-    """Chinese has no spaces, and its words are characters."""
-    texts = ["\u4e2d\u6587" * 200 + " one_two" * 3, "one two three"]
-    alphabet = sorted(set("".join(texts)) - set(" "))
-    learned = corpus._learn_vocabulary([Document(str(i), text) for i, text in enumerate(texts)], alphabet, 60)
-    longer = [text + " " + "x" * 101 for text in texts]
-    assert learned == corpus._learn_vocabulary([Document(str(i), t) for i, t in enumerate(longer)], alphabet, 60)
-    assert {"\u4e2d", "\u6587", "one"} <= set(learned)
 
 
 def test_all_is_on_the_disk_before_it_has_its_name(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -294,7 +314,7 @@ def test_an_interrupted_build_leaves_nothing_to_be_taken_for_whole(folder: Path,
     cache = str(tmp_path / "cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus.shutil, "rmtree", lambda *a, **k: None)
-        patch.setattr(corpus, "_learn_vocabulary", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patch.setattr(corpus, "_write", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             prepare(str(folder), cache, SMALL)
     (partial,) = Path(cache).glob("*.partial")
@@ -304,12 +324,13 @@ def test_an_interrupted_build_leaves_nothing_to_be_taken_for_whole(folder: Path,
     assert not partial.exists()
 
 
+@pytest.mark.parametrize(("before", "after"), [([CLS], [SEP]), ([], [])])
 @given(st.lists(st.lists(st.integers(5, 99), max_size=40), max_size=6), st.integers(3, 12))
-def test_pack_loses_nothing_and_pads_nothing(arrays: list[list[int]], length: int):
-    rows = list(pack([np.array(a, np.int64) for a in arrays], length))
-    flat = [i for a in arrays for i in a]
-    body = [i for row in rows for i in row[1:-1].tolist()]
-    assert len(rows) == -(-len(flat) // (length - 2)) and all(
-        len(r) == length and r[0] == CLS and r[-1] == SEP for r in rows
-    )
-    assert body == [flat[i % len(flat)] for i in range(len(body))]
+def test_pack_loses_nothing_and_pads_nothing(before: list[int], after: list[int], arrays: list[list[int]], length: int):
+    rows = list(pack([np.array(a, np.int64) for a in arrays], length, before, after))
+    flat, width = [i for a in arrays for i in a], length - len(before) - len(after)
+    assert all((len(row), row.dtype) == (length, np.dtype(np.int64)) for row in rows)
+    bodies = [row.tolist()[len(before) : length - len(after)] for row in rows]
+    assert [[*before, *body, *after] for body in bodies] == [row.tolist() for row in rows]
+    body = [i for own in bodies for i in own]
+    assert len(rows) == -(-len(flat) // width) and body == [flat[i % len(flat)] for i in range(len(body))]

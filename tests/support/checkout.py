@@ -13,7 +13,7 @@ from support.cli import LAUNCHERS, ROOT
 
 COMMANDS = {"echelon": "trainer.main", "torchrun": "torch.distributed.run"}
 # Of every recipe of conf/, so that a command of a page takes seconds.
-TINY = {"hidden": 16, "layers": 2, "heads": 2, "sequence": 16, "vocab": 256, "val_fraction": 0.002}
+TINY = {"hidden": 16, "layers": 2, "heads": 2, "sequence": 16, "vocab": 300, "val_fraction": 0.002}
 STEPS = {"max_steps": 8, "validate_every": "4 steps"}
 
 
@@ -46,8 +46,9 @@ def shrink(folder: Path) -> None:
     """Give the recipes of a copy tiny models and few steps."""
     for file in (folder / "conf" / "recipe").glob("*.yaml"):
         config = yaml.safe_load(file.read_text())
-        tiny = {key: value for key, value in TINY.items() if isinstance(config["recipe"].get(key), int | float)}
-        config["recipe"] |= tiny
+        if "recipe" in config:  # else it is another recipe's
+            own = config["recipe"]
+            own |= {key: value for key, value in TINY.items() if isinstance(own.get(key), int | float)}
         config |= {"batch": 16, "micro_batch": None}
         config["trainer"] |= STEPS
         if "override /schedule: recipe" not in file.read_text():  # its own has no warm-up to shorten

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from recipes.bert import Bert
-from recipes.corpus import CLS, SEP, SPECIALS
+from recipes.wordpiece import CLS, SEP, SPECIALS
 from scripts.bench.bert.cells import Cell
 
 SAMPLES = 8192  # more than any cell takes: other trainers start their data workers anew at the end of an epoch

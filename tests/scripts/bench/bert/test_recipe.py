@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recipes.bert import find_documents
-from recipes.corpus import CLS, SEP
+from recipes.wordpiece import CLS, SEP
 from scripts.bench.bert.cells import TINY, Cell, matrix
 from scripts.bench.bert.recipe import DOCUMENTS, SAMPLES, RandomText
 
