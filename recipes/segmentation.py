@@ -1,0 +1,194 @@
+"""Segmentation of images and volumes by a U-Net (Ronneberger et al. 2015, arXiv:1505.04597), on MONAI.
+
+Training sees random patches, validation and prediction whole scans by a sliding window. Blocks have residual units
+(Zhang et al. 2017, arXiv:1711.10684). The loss is that of Dice (Milletari et al. 2016, arXiv:1606.04797) and the
+cross-entropy.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.random import Generator
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from recipes.scans import ExampleScans, Sample, ScanFolder, check_installed, of_members
+from trainer.errors import ConfigError, require
+
+FLIPPED = 0.5  # chance of a flip, along each axis
+SCALE, SHIFT = 0.1, 0.1  # of the intensity, at most, in deviations
+
+
+class Segmentation:
+    """The recipe of a U-Net on scans with labels.
+
+    Args:
+        train: A folder of scans as `recipes.scans.ScanFolder` describes it, or tar shards; None: nibabel's example.
+        val: The same for validation; None: no validation, but for the example.
+        dimensions: 2 or 3.
+        classes: With the background, which is class 0.
+        patch: Elements of a training patch and of the sliding window, along each axis.
+        channels: Of each level of the network, from the finest. Each level halves the patch.
+        units: Residual units of a level.
+        foreground: Share of the patches whose centre is not background.
+        overlap: Share of a window that its neighbour covers too.
+    """
+
+    paths = ("train", "val")
+
+    def __init__(
+        self,
+        train: str | list[str] | None = None,
+        val: str | list[str] | None = None,
+        dimensions: int = 2,
+        inputs: int = 1,
+        classes: int = 2,
+        patch: list[int] | None = None,
+        channels: list[int] | None = None,
+        units: int = 2,
+        foreground: float = 0.5,
+        overlap: float = 0.25,
+    ) -> None:
+        check_installed()
+        patch, channels = patch or [64] * dimensions, channels or [16, 32, 64, 128]
+        if dimensions not in (2, 3):
+            raise ConfigError(f"recipe.dimensions={dimensions}: must be 2 or 3")
+        if len(patch) != dimensions or any(size % 2 ** (len(channels) - 1) for size in patch):
+            levels = 2 ** (len(channels) - 1)
+            raise ConfigError(
+                f"recipe.patch={patch}: give {dimensions} multiples of {levels}, for {len(channels)} levels"
+            )
+        for key, value, least in (("classes", classes, 2), ("inputs", inputs, 1), ("units", units, 0)):
+            require(f"recipe.{key}", value, at_least=least)
+        for key, value in (("foreground", foreground), ("overlap", overlap)):
+            if not 0 <= value <= 1 - (key == "overlap") * 0.01:
+                raise ConfigError(f"recipe.{key}={value}: must be from 0 to {'1' if key == 'foreground' else '0.99'}")
+        if train is None and (val, inputs, classes) != (None, 1, 2):
+            raise ConfigError(
+                "recipe.train=null: the example has inputs=1, classes=2 and a validation split; give recipe.train"
+            )
+        self.sources, self.dimensions, self.inputs, self.classes = (
+            {"train": train, "val": val},
+            dimensions,
+            inputs,
+            classes,
+        )
+        self.patch, self.channels, self.units = list(patch), list(channels), units
+        self.foreground, self.overlap = foreground, overlap
+
+    def model(self) -> nn.Module:
+        from monai.networks.nets.unet import UNet
+
+        strides = [2] * (len(self.channels) - 1)
+        return UNet(self.dimensions, self.inputs, self.classes, self.channels, strides, num_res_units=self.units)
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """Return the levels' units, from the first of the encoder to the last of the decoder."""
+        kinds = ("ResidualUnit", "Convolution")
+        found = [module for module in model.modules() if type(module).__name__ in kinds]
+        inner = {id(child) for module in found for child in module.modules() if child is not module}
+        return [module for module in found if id(module) not in inner]
+
+    def data(self, split: str) -> Any:
+        if self.sources["train"] is None:
+            return ExampleScans(split, self.dimensions)
+        source = self.sources[split]
+        if isinstance(source, str) and Path(source).is_dir():
+            return ScanFolder(Path(source), self.dimensions, self.classes, f"recipe.{split}")
+        return source
+
+    def val_transform(self, sample: Mapping[str, Any], rng: Generator) -> Sample:
+        """Return the whole scan."""
+        own = dict(sample) if "image" in sample else of_members(sample, self.dimensions, self.classes)
+        if len(own["image"]) != self.inputs:
+            raise ConfigError(
+                f"recipe.inputs={self.inputs}: a scan has {len(own['image'])} channel(s); set recipe.inputs"
+            )
+        return {name: own[name] for name in ("image", "label")}
+
+    def transform(self, sample: Mapping[str, Any], rng: Generator) -> Sample:
+        """Return a random patch, flipped at random, with another intensity."""
+        own = self.val_transform(sample, rng)
+        image, label = cut(own["image"], own["label"], self.patch, rng.random() < self.foreground, rng)
+        flipped = [axis for axis in range(self.dimensions) if rng.random() < FLIPPED]
+        image, label = np.flip(image, [axis + 1 for axis in flipped]), np.flip(label, flipped)
+        scale, shift = rng.uniform(1 - SCALE, 1 + SCALE), rng.uniform(-SHIFT, SHIFT)
+        return {"image": (image * scale + shift).astype(np.float32), "label": label.copy()}
+
+    def collate(self, samples: list[Sample]) -> dict[str, Any]:
+        """Return a batch, with lists of tensors where the scans differ in size."""
+        if len({sample["label"].shape for sample in samples}) == 1:
+            return default_collate(samples)
+        return {name: [torch.from_numpy(sample[name]) for sample in samples] for name in ("image", "label")}
+
+    def weight(self, batch: Mapping[str, Any]) -> int:
+        return len(batch["image"])
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return self._criterion(model(batch["image"]), batch["label"][:, None])
+
+    @property
+    def _criterion(self) -> nn.Module:
+        from monai.losses.dice import DiceCELoss
+
+        return DiceCELoss(include_background=False, to_onehot_y=True, softmax=True)
+
+    def metrics(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, tuple[Tensor, int]]:
+        """Return the loss, and Dice of each class but the background, over the scans that have the class."""
+        from monai.metrics.meandice import compute_dice
+        from monai.networks.utils import one_hot
+
+        losses: list[Tensor] = []
+        dice: list[Tensor] = []
+        for image, label in zip(batch["image"], batch["label"], strict=True):
+            logits = self._logits(model, image)
+            losses.append(self._criterion(logits, label[None, None]))
+            found = [one_hot(each, self.classes) for each in (logits.argmax(1, keepdim=True), label[None, None])]
+            dice.append(compute_dice(*found, include_background=False)[0])
+        found = {f"dice_{number}": column for number, column in enumerate(torch.stack(dice).unbind(1), 1)}
+        means = {name: (column.nansum(), int(column.isfinite().sum())) for name, column in found.items()}
+        return {"loss": (torch.stack(losses).sum(), len(losses)), **means}
+
+    def _logits(self, model: nn.Module, image: Tensor) -> Tensor:
+        """Return logits (1, classes, H, W[, D]) of an image (C, H, W[, D]) of any size, by a sliding window."""
+        from monai.inferers.utils import sliding_window_inference
+
+        found = sliding_window_inference(image[None], self.patch, 1, model, self.overlap, mode="gaussian")
+        assert isinstance(found, Tensor)
+        return found
+
+    def predict(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        """Return the class of each element.
+
+        Raises:
+            ConfigError: The scans of the batch differ in size.
+        """
+        if isinstance(batch["image"], list):
+            raise ConfigError(
+                "recipe: the scans differ in size, so their predictions are no tensor; predict each size alone"
+            )
+        return torch.cat([self._logits(model, image).argmax(1) for image in batch["image"]]).to(torch.uint8)
+
+
+def cut(
+    image: np.ndarray, label: np.ndarray, patch: Sequence[int], on_foreground: bool, rng: Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a random patch of an image (C, *S) and of its label (*S). A scan that is too small is padded.
+
+    Args:
+        on_foreground: The patch is centred on an element that is not background, as far as the scan's borders let it.
+    """
+    missing = [max(0, size - have) for size, have in zip(patch, label.shape, strict=True)]
+    if any(missing):
+        pads = [(each // 2, each - each // 2) for each in missing]
+        image, label = np.pad(image, [(0, 0), *pads], mode="reflect"), np.pad(label, pads, mode="reflect")
+    most = np.array(label.shape) - np.array(patch)
+    start = rng.integers(0, most + 1)
+    if on_foreground and (found := np.argwhere(label)).size:
+        centre = found[rng.integers(len(found))]
+        start = np.clip(centre - np.array(patch) // 2, 0, most)
+    where = tuple(slice(first, first + size) for first, size in zip(start.tolist(), patch, strict=True))
+    return image[(slice(None), *where)], label[where]
