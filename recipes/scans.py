@@ -181,10 +181,23 @@ class ExampleScans(Dataset[Sample]):
         return self.samples[i]
 
 
+class Repeated(Dataset[Sample]):
+    """A data set several times: an epoch takes so many patches of each scan."""
+
+    def __init__(self, scans: ScanFolder | ExampleScans, times: int) -> None:
+        self.scans, self.times, self.fingerprint = scans, times, f"{times} x {scans.fingerprint}"
+
+    def __len__(self) -> int:
+        return self.times * len(self.scans)
+
+    def __getitem__(self, i: int) -> Sample:
+        return self.scans[i % len(self.scans)]
+
+
 def head_or_air(volume: np.ndarray) -> np.ndarray:
     """Return 1 where the smoothed volume is above its threshold, else 0."""
     import torch
-    from monai.networks.layers.filtering import GaussianFilter
+    from monai.networks.layers.simplelayers import GaussianFilter
 
     smoothed = GaussianFilter(volume.ndim, SMOOTHED)(torch.from_numpy(volume)[None, None])[0, 0].numpy()
     return np.where(smoothed > threshold(smoothed), HEAD, AIR)

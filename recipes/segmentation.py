@@ -15,7 +15,7 @@ from numpy.random import Generator
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from recipes.scans import ExampleScans, Sample, ScanFolder, check_installed, of_members
+from recipes.scans import ExampleScans, Repeated, Sample, ScanFolder, check_installed, of_members
 from trainer.errors import ConfigError, require
 
 FLIPPED = 0.5  # chance of a flip, along each axis
@@ -30,6 +30,7 @@ class Segmentation:
         val: The same for validation; None: no validation, but for the example.
         dimensions: 2 or 3.
         classes: With the background, which is class 0.
+        patches: Of each scan in an epoch; 1 with shards.
         patch: Elements of a training patch and of the sliding window, along each axis.
         channels: Of each level of the network, from the finest. Each level halves the patch.
         units: Residual units of a level.
@@ -46,6 +47,7 @@ class Segmentation:
         dimensions: int = 2,
         inputs: int = 1,
         classes: int = 2,
+        patches: int = 1,
         patch: list[int] | None = None,
         channels: list[int] | None = None,
         units: int = 2,
@@ -61,7 +63,12 @@ class Segmentation:
             raise ConfigError(
                 f"recipe.patch={patch}: give {dimensions} multiples of {levels}, for {len(channels)} levels"
             )
-        for key, value, least in (("classes", classes, 2), ("inputs", inputs, 1), ("units", units, 0)):
+        for key, value, least in (
+            ("classes", classes, 2),
+            ("inputs", inputs, 1),
+            ("patches", patches, 1),
+            ("units", units, 0),
+        ):
             require(f"recipe.{key}", value, at_least=least)
         for key, value in (("foreground", foreground), ("overlap", overlap)):
             if not 0 <= value <= 1 - (key == "overlap") * 0.01:
@@ -77,7 +84,7 @@ class Segmentation:
             classes,
         )
         self.patch, self.channels, self.units = list(patch), list(channels), units
-        self.foreground, self.overlap = foreground, overlap
+        self.patches, self.foreground, self.overlap = patches, foreground, overlap
 
     def model(self) -> nn.Module:
         from monai.networks.nets.unet import UNet
@@ -94,11 +101,14 @@ class Segmentation:
 
     def data(self, split: str) -> Any:
         if self.sources["train"] is None:
-            return ExampleScans(split, self.dimensions)
+            return self._repeated(ExampleScans(split, self.dimensions), split)
         source = self.sources[split]
         if isinstance(source, str) and Path(source).is_dir():
-            return ScanFolder(Path(source), self.dimensions, self.classes, f"recipe.{split}")
+            return self._repeated(ScanFolder(Path(source), self.dimensions, self.classes, f"recipe.{split}"), split)
         return source
+
+    def _repeated(self, scans: ScanFolder | ExampleScans, split: str) -> Any:
+        return Repeated(scans, self.patches) if split == "train" and self.patches > 1 else scans
 
     def val_transform(self, sample: Mapping[str, Any], rng: Generator) -> Sample:
         """Return the whole scan."""

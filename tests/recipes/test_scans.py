@@ -1,0 +1,144 @@
+"""Scans: NIfTI and NPZ files, members of shards, the threshold, and one line for what can't be read."""
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("nibabel")
+pytest.importorskip("monai")
+
+import nibabel
+
+from recipes.scans import ExampleScans, Repeated, ScanFolder, decode, head_or_air, make_sample, of_members, threshold
+from trainer.errors import ConfigError, DataError
+
+RNG = np.random.default_rng(0)
+
+
+def nifti(values: np.ndarray) -> bytes:
+    return gzip.compress(nibabel.Nifti1Image(values, np.eye(4)).to_bytes())
+
+
+def scan(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    image = RNG.normal(100, 20, shape).astype(np.float32)
+    return image, (image > 110).astype(np.uint8)
+
+
+def write(root: Path, name: str, image: np.ndarray, label: np.ndarray) -> None:
+    for folder, values in (("images", image), ("labels", label)):
+        (root / folder).mkdir(exist_ok=True)
+        (root / folder / f"{name}.nii.gz").write_bytes(nifti(values))
+
+
+def test_a_nifti_file_comes_back() -> None:
+    image, _ = scan((5, 6, 7))
+    assert (decode(nifti(image), "x") == image).all() and (decode(gzip.decompress(nifti(image)), "x") == image).all()
+
+
+@pytest.mark.parametrize("data", [b"", b"no scan", gzip.compress(b"no scan")])
+def test_bytes_that_are_no_scan_are_named(data: bytes) -> None:
+    with pytest.raises(DataError, match=r"^a\.nii: can't be decoded .*; write it again or remove it$"):
+        decode(data, "a.nii")
+
+
+def test_intensities_are_normalised_in_each_channel() -> None:
+    image, label = scan((8, 9))
+    made = make_sample(np.stack([image, 5 * image], -1), label, 2, 2, "x")
+    assert made["image"].shape == (2, 8, 9) and made["label"].dtype == np.int64
+    assert made["image"].mean((1, 2)) == pytest.approx([0, 0], abs=1e-5)
+    assert made["image"].std((1, 2)) == pytest.approx([1, 1], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("image", "label", "told"),
+    [
+        ((8, 9), (9, 8), "x: image (8, 9) and label (9, 8)"),
+        ((8, 9, 4), (8, 9, 4), "are not both of recipe.dimensions=2"),
+    ],
+)
+def test_other_shapes_are_refused(image: tuple[int, ...], label: tuple[int, ...], told: str) -> None:
+    with pytest.raises(DataError) as error:
+        make_sample(np.zeros(image), np.zeros(label), 2, 2, "x")
+    assert told in str(error.value)
+
+
+def test_a_class_that_there_is_not_is_refused() -> None:
+    with pytest.raises(DataError, match="the label has classes 0 to 3, of 2"):
+        make_sample(np.zeros((2, 2)), np.array([[0, 3], [0, 0]]), 2, 2, "x")
+
+
+def test_slices_of_volumes(tmp_path: Path) -> None:
+    image, label = scan((6, 7, 5))
+    write(tmp_path, "a", image, label)
+    write(tmp_path, "b", *scan((4, 4, 2)))
+    slices, volumes = (ScanFolder(tmp_path, dimensions, 2, "recipe.train") for dimensions in (2, 3))
+    assert (len(slices), len(volumes)) == (7, 2)
+    assert (slices[3]["label"] == label[..., 3]).all() and (volumes[0]["label"] == label).all()
+    assert slices[6]["image"].shape == (1, 4, 4) and slices.fingerprint != volumes.fingerprint
+
+
+def test_npz_files(tmp_path: Path) -> None:
+    image, label = scan((6, 7))
+    np.savez(tmp_path / "a.npz", image=image, label=label)
+    assert (ScanFolder(tmp_path, 2, 2, "recipe.train")[0]["label"] == label).all()
+
+
+def test_an_image_without_a_label(tmp_path: Path) -> None:
+    write(tmp_path, "a", *scan((4, 4)))
+    (tmp_path / "labels" / "a.nii.gz").unlink()
+    with pytest.raises(ConfigError, match=r"recipe\.val=.*: labels/a\.nii\.gz is missing"):
+        ScanFolder(tmp_path, 2, 2, "recipe.val")
+    with pytest.raises(ConfigError, match=r"has no images/NAME\.nii\.gz and no NAME\.npz"):
+        ScanFolder(tmp_path / "labels", 2, 2, "recipe.val")
+
+
+def test_a_damaged_npz_is_named(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", other=np.zeros(3))
+    with pytest.raises(DataError, match=r"a\.npz: has no arrays image and label"):
+        ScanFolder(tmp_path, 2, 2, "recipe.train")
+
+
+def test_members_of_shards() -> None:
+    image, label = scan((6, 7))
+    packed = of_members({"__key__": "a", "image.nii.gz": nifti(image), "label.nii.gz": nifti(label)}, 2, 2)
+    arrays = of_members({"__key__": "a", "npz": {"image": image, "label": label}}, 2, 2)
+    assert (packed["image"] == arrays["image"]).all() and (packed["label"] == label).all()
+    with pytest.raises(ConfigError, match="a sample has txt; give image"):
+        of_members({"__key__": "a", "txt": "a"}, 2, 2)
+
+
+def test_the_threshold_is_between_two_classes() -> None:
+    values = np.concatenate([RNG.normal(0, 1, 3000), RNG.normal(10, 1, 1000)])
+    assert 3 < threshold(values) < 7
+    best = max(np.linspace(-2, 12, 141), key=lambda t: between(values, float(t)))
+    assert between(values, threshold(values)) == pytest.approx(between(values, float(best)), rel=1e-3)
+
+
+def between(values: np.ndarray, at: float) -> float:
+    """The variance between the classes, as Otsu defines it."""
+    above = values[values > at]
+    share = len(above) / len(values)
+    return share * (1 - share) * (above.mean() - values[values <= at].mean()) ** 2
+
+
+@pytest.mark.parametrize(("dimensions", "counts"), [(2, (36, 12)), (3, (2, 2))])
+def test_the_example_is_split_and_has_both_classes(dimensions: int, counts: tuple[int, int]) -> None:
+    train, val = (ExampleScans(split, dimensions) for split in ("train", "val"))
+    assert (len(train), len(val)) == counts and train.fingerprint != val.fingerprint
+    assert all(0.05 < each["label"].mean() < 0.95 for each in (train[0], val[0]))
+    assert not np.array_equal(train[0]["image"], val[0]["image"])
+
+
+def test_a_bright_ball_is_the_head() -> None:
+    at = np.indices((24, 24, 24)) - 12
+    ball = (np.square(at).sum(0) < 64).astype(np.float32)
+    found = head_or_air(1000 * ball + RNG.random(ball.shape).astype(np.float32))
+    assert 2 * (found * ball).sum() / (found.sum() + ball.sum()) > 0.9
+
+
+def test_an_epoch_has_several_patches_of_each_scan() -> None:
+    own = ExampleScans("train", 3)
+    made = Repeated(own, 5)
+    assert len(made) == 10 and made[7]["label"] is own[1]["label"] and made.fingerprint != own.fingerprint
