@@ -126,11 +126,11 @@ def page(record: Record) -> str:
     lines = [
         "# What tuning guides claim, and what was measured",
         "Guides on the web promise speed-ups for training on a few GPUs. `python -m scripts.bench.guides` measures\n"
-        "each claim that two CPU cores and gloo allow. A measured value is the median over rounds of the ratio within\n"
-        "a round, with the least and the most of them. A speed-up is in samples a second.",
-        f"Two hosts, a rank of one thread on each, are joined by a link of {record.rate}. They train BERT of 10 million\n"
-        "parameters on random tokens, 10 samples of 32 tokens a rank. The rows of unequal ranks have no limit of the\n"
-        "link. There one rank sleeps as long as it computes. The rows of memory are one process without a link:\n"
+        "each claim that two CPU cores and gloo allow. A measured value is the median over rounds of the ratio\n"
+        "within a round, with the least and the most of them. A speed-up is in samples a second.",
+        f"Two hosts, a rank of one thread on each, are joined by a link of {record.rate}. They train BERT of 10\n"
+        "million parameters on random tokens, 10 samples of 32 tokens a rank. The rows of unequal ranks have no limit\n"
+        "of the link. There one rank sleeps as long as it computes. The rows of memory are one process, no link:\n"
         f"{', '.join(f'{name} {value}' for name, value in SIZES.items())}.",
         *limit(record),
         "Each config goes on this command, without observers:",
@@ -138,8 +138,8 @@ def page(record: Record) -> str:
         "python -m trainer.main --config-dir scripts/bench/guides/conf recipe=tokens\n```",
         *(f"Machine: {', '.join(f'{key} {value}' for key, value in each.items())}." for each in record.machines),
         markdown(table(record)),
-        "`DDP` is Echelon without callbacks, in torch's buckets. `one bucket` reduces all gradients after the backward\n"
-        "pass. `one rank` is a loop of torch without peers. `each reduced` is a loop of torch's DDP without `no_sync`.",
+        "`DDP` is Echelon without callbacks, in torch's buckets. `one bucket` reduces all gradients after the\n"
+        "backward pass. `one rank` is a loop of torch without peers. `each reduced` is a loop of torch's DDP without `no_sync`.",
     ]
     return "\n\n".join(line.rstrip() for line in lines) + "\n"
 

@@ -22,7 +22,7 @@ class Progress:
 
 accelerator = Accelerator(cpu=not task.CUDA)
 model = task.model()
-loader = DataLoader(task.data(), task.BATCH, shuffle=True)
+loader = DataLoader(task.Random(), task.BATCH, shuffle=True)
 net, optimizer, loader = accelerator.prepare(model, task.optimizer(model.parameters()), loader)
 accelerator.register_for_checkpointing(progress := Progress())
 if FOLDER.exists():

@@ -24,7 +24,7 @@ net = model
 if task.WORLD > 1:
     dist.init_process_group("nccl" if task.CUDA else "gloo")
     net = DistributedDataParallel(model)
-data = task.data()
+data = task.Random()
 sampler = DistributedSampler(data, task.WORLD, task.RANK)
 loader = DataLoader(data, task.BATCH, sampler=sampler)
 while step < task.STEPS:

@@ -15,7 +15,7 @@ step, epoch = 0, 0
 if Path("ckpt/latest").exists():
     _, state = engine.load_checkpoint("ckpt")
     step, epoch = state["step"], state["epoch"]
-data = task.data()
+data = task.Random()
 sampler = DistributedSampler(data, task.WORLD, task.RANK)
 loader = DataLoader(data, task.BATCH, sampler=sampler)
 while step < task.STEPS:

@@ -18,7 +18,7 @@ class Recipe:
         return task.model()
 
     def data(self, split: str) -> Any:
-        return task.data() if split == "train" else None
+        return task.Random() if split == "train" else None
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return model(**batch)["loss"]

@@ -32,7 +32,7 @@ arguments = transformers.TrainingArguments(
 trainer = transformers.Trainer(
     model,
     arguments,
-    train_dataset=task.data(),
+    train_dataset=task.Random(),
     optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)),
     callbacks=[Tick()],
 )

@@ -39,4 +39,4 @@ trainer = L.Trainer(
     enable_model_summary=False,
 )
 last = Path("ckpt/last.ckpt")
-trainer.fit(Module(), DataLoader(task.data(), task.BATCH, shuffle=True), ckpt_path=last if last.exists() else None)
+trainer.fit(Module(), DataLoader(task.Random(), task.BATCH, shuffle=True), ckpt_path=last if last.exists() else None)
