@@ -139,7 +139,8 @@ def page(record: Record) -> str:
         *(f"Machine: {', '.join(f'{key} {value}' for key, value in each.items())}." for each in record.machines),
         markdown(table(record)),
         "`DDP` is Echelon without callbacks, in torch's buckets. `one bucket` reduces all gradients after the\n"
-        "backward pass. `one rank` is a loop of torch without peers. `each reduced` is a loop of torch's DDP without `no_sync`.",
+        "backward pass. `one rank` is a loop of torch without peers. `each reduced` is a loop of torch's DDP without\n"
+        "`no_sync`. `unequal` has even shares. `activations` recomputes nothing.",
     ]
     return "\n\n".join(line.rstrip() for line in lines) + "\n"
 
