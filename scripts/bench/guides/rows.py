@@ -1,14 +1,15 @@
 """The rows of the table: what guides claim, what is compared for it, and why the numbers differ."""
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from scripts.bench.guides.ways import WAYS
 
 Turn = Mapping[str, float]
 Round = Mapping[str, Turn]  # way -> what its turn gave
-Show = Callable[[list[Round]], str]
+Rounds = Sequence[Round]
+Show = Callable[[Rounds], str]
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class Row:
     def config(self) -> tuple[str, ...]:
         return WAYS[self.ways[0]].words if self.ways else self.words
 
-    def complete(self, rounds: list[Round]) -> list[Round]:
+    def complete(self, rounds: Rounds) -> Rounds:
         return [each for each in rounds if {*self.ways} <= each.keys()]
 
-    def measured(self, rounds: list[Round]) -> str:
+    def measured(self, rounds: Rounds) -> str:
         """Return the measured value, or why there is none."""
         if self.show is None:
             return f"not measured: {self.lacks}"
@@ -50,7 +51,7 @@ def spread(values: list[float], unit: str = "") -> str:
     return f"{statistics.median(values):.2f}{unit} ({min(values):.2f} to {max(values):.2f})"
 
 
-def times(own: str, other: str, key: str, rounds: list[Round]) -> list[float]:
+def times(own: str, other: str, key: str, rounds: Rounds) -> list[float]:
     """Return in each round how many times the other way's value is that of `own`."""
     return [each[other][key] / each[own][key] for each in rounds]
 
@@ -60,7 +61,7 @@ def faster(own: str, other: str, scale: float = 1.0) -> Show:
 
 
 def fewer_bytes(own: str, other: str) -> Show:
-    def show(rounds: list[Round]) -> str:
+    def show(rounds: Rounds) -> str:
         sent = statistics.median(times(own, other, "sent", rounds))
         return f"{faster(own, other)(rounds)}, with 1/{sent:.1f} of the bytes"
 
@@ -73,7 +74,7 @@ def waiting(own: str, alone: str = "one rank") -> Show:
 
 
 def less_memory(own: str, other: str) -> Show:
-    def show(rounds: list[Round]) -> str:
+    def show(rounds: Rounds) -> str:
         kept, whole = (100 * (1 - 1 / times(own, other, key, rounds)[0]) for key in ("kept", "whole"))
         slower = spread(times(other, own, "seconds", rounds))
         return f"{kept:.0f} % of activations, {whole:.0f} % with weights and AdamW; a pass takes {slower} times as long"

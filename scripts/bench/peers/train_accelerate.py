@@ -40,7 +40,7 @@ while progress.step < task.STEPS:
             accelerator.print(progress.step, loss.item())
         if progress.step == task.SAVE_AT:
             accelerator.save_state(str(FOLDER))
-        task.tick()
+        task.tick()  # bench
         if progress.step == task.STEPS:
             break
 accelerator.end_training()

@@ -41,7 +41,7 @@ while step < task.STEPS:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "epoch": epoch}
             torch.save(state, "partial")
             os.replace("partial", CHECKPOINT)
-        task.tick()
+        task.tick()  # bench
         if step == task.STEPS:
             break
     epoch += 1

@@ -29,7 +29,7 @@ while step < task.STEPS:
             print(step, loss.item())
         if step == task.SAVE_AT:
             engine.save_checkpoint("ckpt", client_state={"step": step, "epoch": epoch})
-        task.tick()
+        task.tick()  # bench
         if step == task.STEPS:
             break
     epoch += 1

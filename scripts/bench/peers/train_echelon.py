@@ -10,7 +10,7 @@ from scripts.bench.peers import task
 
 class Tick(Callback):  # bench
     def on_step_end(self, trainer: Any) -> None:  # bench
-        task.tick()
+        task.tick()  # bench
 
 
 class Recipe:

@@ -11,7 +11,7 @@ from scripts.bench.peers import task
 
 class Tick(transformers.TrainerCallback):  # bench
     def on_step_end(self, *_: Any, **__: Any) -> None:  # bench
-        task.tick()
+        task.tick()  # bench
 
 
 model = task.model()

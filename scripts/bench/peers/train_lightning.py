@@ -22,8 +22,8 @@ class Module(L.LightningModule):
         self.log("train/loss", loss)
         return loss
 
-    def on_train_batch_end(self, *_: Any) -> None:  # bench
-        task.tick()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:  # bench
+        task.tick()  # bench
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return task.optimizer(self.net.parameters())
