@@ -1,4 +1,4 @@
-"""What each peer trains: a model, data and an optimizer, and the clock that the bench reads.
+"""The task of all peers: a model, data and an optimizer, and the clock that the bench reads.
 
 The bench writes the order into the environment variable PEERS_TASK. A step ends with `tick`. No module of Echelon is
 imported here, since its time would count for all peers.

@@ -82,6 +82,19 @@ def test_unequal_ranks_have_a_link_without_limit(faked: None) -> None:
     assert Fake.asked == [("unequal", "unlimited", False), ("hetero_batch", "unlimited", False)]
 
 
+def test_memory_needs_no_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model: recomputing all blocks keeps fewer bytes."""
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # as `compose` sets it
+    monkeypatch.setattr(bench, "SIZES", {**bench.SIZES, "layers": 2, "hidden": 64, "sequence": 32, "batch": 2})
+    monkeypatch.setattr(bench, "Cluster", None)
+    record = Record(None, "2gbit")
+    measure(chosen("activation checkpointing, full"), 1, record)
+    (found,) = record.rounds
+    assert found["full"]["kept"] < found["activations"]["kept"] < found["activations"]["whole"]
+    told = ROWS["activation checkpointing, full"].measured(record.rounds)
+    assert re.fullmatch(r"\d+ % of activations, \d+ % with weights and AdamW; a pass takes .* times as long", told)
+
+
 def test_the_page_has_every_row_and_the_limit(faked: None) -> None:
     record = Record(None, "2gbit")
     record.machines.append({"cpu": "a CPU", "cores": 2})
