@@ -1,0 +1,222 @@
+"""Compares Echelon with other trainers: speed, memory, time to the first step, resume, stall by a checkpoint, code.
+
+    python -m scripts.bench.peers --out docs/measurements/peers.md          # about 25 minutes, idle
+    python -m scripts.bench.peers --peers 'bare|Echelon' --cells 'transformer, 1' --rounds 5
+
+Each peer trains the same model with the same optimizer, by a script that its users could write, in processes of its
+own. In each round every peer has a run, and the next round turns the order round. A speed is the median over rounds of
+the ratio to the bare loop in the same round. A run saves one checkpoint. A second run goes on from it. The bare loop is
+always measured. Ranks have one thread each, or a GPU each where there are enough.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from scripts.bench.peers.table import absent, lines_of_code, numbers, row
+from scripts.bench.peers.task import TASK, TICKS
+from scripts.bench.report import Row, installed, markdown, new_file, parser, print_machine, print_table
+from scripts.command import command
+from trainer.errors import ConfigError
+
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[3]
+LIMIT_S, END_S, ROUNDS = 300, 5, 5
+
+
+class Peer(NamedTuple):
+    """A script beside this module, and the packages that it needs."""
+
+    script: str
+    packages: tuple[str, ...] = ()
+    launched: bool = False  # needs the variables of a launcher on one rank, too
+    never: str = ""  # why it has no script
+
+
+PEERS = {
+    "bare loop": Peer("bare"),
+    "Echelon": Peer("echelon"),
+    "Lightning": Peer("lightning", ("lightning",)),
+    "Accelerate": Peer("accelerate", ("accelerate",)),
+    "Hugging Face Trainer": Peer("hugging_face", ("transformers", "accelerate")),
+    "DeepSpeed": Peer("deepspeed", ("deepspeed",), launched=True),
+    "Composer": Peer("", never="mosaicml 0.32.1 wants torch below 2.7.1, and imports torchvision"),
+}
+PACKAGES = ("torch", *dict.fromkeys(package for peer in PEERS.values() for package in peer.packages))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model on a number of ranks. A run has `warm` steps, and saves after the `save_at`-th of `steps`."""
+
+    model: str
+    ranks: int
+    warm: int
+    save_at: int
+    steps: int
+    resumes: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.ranks} rank{'s' * (self.ranks > 1)}"
+
+
+CELLS = [
+    Cell("MLP", 1, 50, 450, 650),
+    Cell("transformer", 1, 3, 19, 27, resumes=True),
+    Cell("transformer", 2, 3, 19, 27),
+]
+
+
+class Failed(Exception):
+    """The end of a run without its numbers."""
+
+
+def run(cell: Cell, peer: Peer) -> dict[str, float]:
+    """Run a peer in a folder of its own, and once more if the cell has a resume. Return its numbers.
+
+    Raises:
+        Failed: A process ended with an error, or not in time.
+    """
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        began, found = start(cell, peer, Path(folder), cell.steps, cell.steps)
+        result = numbers(began, found["ticks"], found["peak"], cell.warm, cell.save_at)
+        if cell.resumes:
+            began, found = start(cell, peer, Path(folder), cell.steps + 2, 2)
+            result["resume_s"] = found["ticks"][0] - began
+    return result
+
+
+def start(cell: Cell, peer: Peer, folder: Path, steps: int, ticks: int) -> tuple[float, dict]:
+    """Run a peer's script to its end. Return the time of its start, and what it wrote after `ticks` steps."""
+    order = {"model": cell.model, "steps": steps, "save_at": cell.save_at, "ticks": ticks}
+    module = ["-m", f"scripts.bench.peers.train_{peer.script}"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cell.ranks}"]
+    words = [sys.executable, *(launcher if cell.ranks > 1 else []), *module]
+    (folder / TICKS).unlink(missing_ok=True)
+    with open(folder / "log", "wb") as log:
+        began = time.monotonic()
+        process = subprocess.Popen(
+            words, cwd=folder, env=environment(peer, cell, order), stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            code = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise Failed(f"no end in {LIMIT_S} s") from None
+        finally:  # also at a signal; launchers leave ranks behind
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if code or not (folder / TICKS).exists():
+        last = (folder / "log").read_text(errors="replace").strip().splitlines()[-1:]
+        raise Failed(f"ended with code {code}: {' '.join(last)[:200]}")
+    return began, json.loads((folder / TICKS).read_text())
+
+
+def environment(peer: Peer, cell: Cell, order: dict) -> dict[str, str]:
+    """Return the variables of a run. A rank has one thread, and one rank sees one GPU."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    more = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", TASK: json.dumps(order)}
+    if cell.ranks == 1:
+        more["CUDA_VISIBLE_DEVICES"] = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
+        if peer.launched:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+            more |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **address}
+    return {**os.environ, **more}
+
+
+def measure(cell: Cell, names: list[str], rounds: int) -> list[Row]:
+    """Run the peers by turns. A peer that fails has no further runs, and its row says so."""
+    part = f"{cell}; {cell.save_at - cell.warm - 1} steps are timed after {cell.warm}; at most {rounds} rounds"
+    failed = {name: reason for name in names if (reason := missing(PEERS[name]))}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in names if name not in failed}
+    for n in range(rounds):
+        for name in list(found)[:: -1 if n % 2 else 1]:
+            if name in failed:
+                continue
+            try:
+                found[name].append(run(cell, PEERS[name]))
+            except Failed as error:
+                failed[name] = f"failed: {error}"
+            said = failed.get(name) or ", ".join(f"{key} {value:.4g}" for key, value in found[name][-1].items())
+            print(f"{cell}, round {n + 1}/{rounds}: {name}: {said}", file=sys.stderr)
+    return [show(part, name, found, failed) for name in names]
+
+
+def show(part: str, name: str, found: dict[str, list[dict[str, float]]], failed: dict[str, str]) -> Row:
+    own, bare = found.get(name, []), found.get("bare loop", [])
+    lines = lines_of_code(HERE / f"train_{PEERS[name].script}.py") if PEERS[name].script else "-"
+    if name in failed or "bare loop" in failed:
+        return absent(part, name, failed.get(name, "no bare loop"), lines)
+    assert isinstance(lines, int)
+    return row(part, name, own, bare, lines)
+
+
+def missing(peer: Peer) -> str:
+    """Return why a peer can't run here, or nothing."""
+    lacks = [package for package in peer.packages if not installed(package)]
+    reason = peer.never or (f"needs {' and '.join(lacks)}" if lacks else "")
+    return f"not installed: {reason}" if reason else ""
+
+
+def page(tables: list[list[Row]], about: Row, called: str) -> str:
+    """Return the page of docs/measurements."""
+    lines = [
+        "# Echelon beside other trainers",
+        f"`{called}`. Each peer trains the same model with the same\nfused AdamW in fp32, "
+        "by a script of `scripts/bench/peers`, in processes of its own. Ratios are within rounds.",
+        "- *speed, of the bare loop*: steps a second, as a ratio; more is better.\n"
+        "- *first step*: from the start of the process to the end of step 1, with all imports.\n"
+        "- *resume*: the same, of a process that goes on from the checkpoint.\n"
+        "- *stall*: by how much the steps from the saved one on are longer than usual ones.\n"
+        "- *peak*: resident memory of rank 0, or on a GPU that of its tensors.\n"
+        "- *lines*: code of the script, without the model, the data and the lines that only the bench needs.",
+        f"Machine: {', '.join(f'{key} {value}' for key, value in about.items())}.",
+        *(markdown(table) for table in tables),
+        "The bare loop saves with `torch.save`, in the loop, and syncs no file. It resumes at the start of the epoch.\n"
+        "Echelon's checkpoints are written beside the steps, synced, and hold the place in the data.",
+    ]
+    return "\n\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def options() -> argparse.Namespace:
+    made = parser("peers", __doc__, "1 round, MLP on one rank: a minute", f"of each peer; without it {ROUNDS}")
+    made.add_argument("--peers", default="", metavar="REGEX", help=f"search in names: {', '.join(PEERS)}")
+    made.add_argument("--cells", default="", metavar="REGEX", help=f"search in: {'; '.join(map(str, CELLS))}")
+    made.add_argument("--out", type=new_file, metavar="FILE", help="write the page of Markdown to FILE")
+    return made.parse_args()
+
+
+def main() -> int:
+    args = options()
+    names = [name for name in PEERS if name == "bare loop" or re.search(args.peers, name)]
+    cells = [cell for cell in CELLS if re.search(args.cells or ("^MLP" if args.quick else ""), str(cell))]
+    if not cells:
+        raise ConfigError(f"--cells {args.cells}: fits none of {'; '.join(map(str, CELLS))}")
+    about, rounds, tables = print_machine(PACKAGES), args.rounds or (1 if args.quick else ROUNDS), list[list[Row]]()
+    try:
+        for cell in cells:
+            tables.append(measure(cell, names, rounds))
+            print_table(tables[-1])
+    finally:  # also of a bench that was stopped
+        if args.json:
+            rows = [each for table in tables for each in table]
+            args.json.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+        if args.out and tables:
+            args.out.write_text(page(tables, about, f"python -m scripts.bench.peers --rounds {rounds}"))
+    return int(any("failed" in str(each["ms a step"]) for table in tables for each in table))
+
+
+if __name__ == "__main__":
+    command(main)

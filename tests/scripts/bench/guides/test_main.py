@@ -1,0 +1,130 @@
+"""Rounds that are kept and gone on with, a way that fails, the page, and a real row."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cli import environment
+from support.network import namespaces, needs_cluster
+
+from scripts.bench.comm.turns import Failed
+from scripts.bench.guides import __main__ as bench
+from scripts.bench.guides.__main__ import Record, chosen, measure, page, table
+from scripts.bench.guides.rows import ROWS
+from trainer.errors import ConfigError
+
+
+class Fake:
+    """Stands for the ranks: a step of overlap takes half as long as any other, and fp16 fails."""
+
+    asked: list[tuple[str, str, bool]] = []
+
+    def __init__(self, *_: Any) -> None:
+        self.asked.clear()
+
+    def turn(self, model: str, name: str, rate: str, steps: int, patience_s: float, learns: bool) -> dict[str, float]:
+        self.asked.append((name, rate, learns))
+        if name == "fp16":
+            raise Failed("rank 1: ended with code -11")
+        return {"seconds": 0.5 if name == "overlap" else 1.0, "sent": 1.0}
+
+
+class Nowhere:
+    def __init__(self, hosts: int) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def faked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "Ranks", Fake)
+    monkeypatch.setattr(bench, "Cluster", Nowhere)
+
+
+def test_a_second_call_measures_what_is_missing(faked: None, tmp_path: Path) -> None:
+    file = tmp_path / "rounds.json"
+    overlap = [ROWS["overlap"]]
+    measure(overlap, 2, Record(file, "2gbit"))
+    turns = [("DDP", "2gbit", False), ("overlap", "2gbit", True)]
+    assert Fake.asked == [*turns, *turns[::-1]]  # the next round turns the order round
+    measure([*overlap, ROWS["overlap, beside none"]], 2, Record(file, "2gbit"))
+    assert {name for name, _, _ in Fake.asked} == {"one bucket", "overlap"}
+    record = Record(file, "2gbit")
+    assert [ROWS[name].measured(record.rounds) for name in ("overlap", "overlap, beside none", "compression")] == [
+        "2.00 (2.00 to 2.00)", "2.00 (2.00 to 2.00)", "not measured yet",
+    ]  # fmt: skip
+    Fake.asked.clear()
+    assert not record.lacking(overlap, 2) and record.lacking(overlap, 3) == ["DDP", "overlap"]
+    with pytest.raises(ConfigError, match=r"^--json .*: has rounds at 2gbit, not at 1gbit; name another file"):
+        Record(file, "1gbit")
+
+
+def test_a_way_that_fails_costs_no_other(faked: None, capsys: pytest.CaptureFixture[str]) -> None:
+    record = Record(None, "2gbit")
+    measure(chosen("^(compression|overlap)$"), 2, record)
+    assert [name for name, _, _ in Fake.asked] == ["DDP", "fp16", "overlap", "overlap", "DDP"]
+    assert ROWS["overlap"].measured(record.rounds) == "2.00 (2.00 to 2.00)"
+    assert ROWS["compression"].measured(record.rounds) == "not measured yet"
+    assert "round 1/2: fp16 failed: rank 1: ended with code -11" in capsys.readouterr().err
+
+
+def test_unequal_ranks_have_a_link_without_limit(faked: None) -> None:
+    measure([ROWS["dynamic batches"]], 1, Record(None, "2gbit"))
+    assert Fake.asked == [("unequal", "unlimited", False), ("hetero_batch", "unlimited", False)]
+
+
+def test_memory_needs_no_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model: recomputing all blocks keeps fewer bytes."""
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # as `compose` sets it
+    monkeypatch.setattr(bench, "SIZES", {**bench.SIZES, "layers": 2, "hidden": 64, "sequence": 32, "batch": 2})
+    monkeypatch.setattr(bench, "Cluster", None)
+    record = Record(None, "2gbit")
+    measure(chosen("activation checkpointing, full"), 1, record)
+    (found,) = record.rounds
+    assert found["full"]["kept"] < found["activations"]["kept"] < found["activations"]["whole"]
+    told = ROWS["activation checkpointing, full"].measured(record.rounds)
+    assert re.fullmatch(r"\d+ % of activations, \d+ % with weights and AdamW; a pass takes .* times as long", told)
+
+
+def test_the_page_has_every_row_and_the_limit(faked: None) -> None:
+    record = Record(None, "2gbit")
+    record.machines.append({"cpu": "a CPU", "cores": 2})
+    measure(chosen("communication, before"), 1, record)
+    cells = {row["row"]: row for row in table(record)}
+    assert cells.keys() == ROWS.keys() and len({tuple(row) for row in cells.values()}) == 1
+    assert cells["overlap"]["config"] == "`+callbacks=[overlap]`" and cells["overlap"]["beside"] == "DDP"
+    written = page(record)
+    assert "is 1.00 times as fast as DDP's" in written and "Machine: cpu a CPU, cores 2." in written
+    assert all(re.search(rf"^\| {re.escape(name)} +\|", written, re.MULTILINE) for name in ROWS)
+    assert all(len(line) <= 120 or line.startswith("|") for line in written.splitlines())
+
+
+def test_a_pattern_that_fits_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^--rows nonsense: fits none of DataParallel, "):
+        chosen("nonsense")
+
+
+@needs_cluster
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_real_row(tmp_path: Path) -> None:
+    before, file, out = namespaces(), tmp_path / "rounds.json", tmp_path / "guides.md"
+    command = [sys.executable, "-m", "scripts.bench.guides", "--rows", "^compression$", "--rounds", "1"]
+    command += ["--json", str(file), "--out", str(out)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    (round,) = json.loads(file.read_text())["rounds"]
+    assert round.keys() == {"DDP", "fp16"}
+    assert round["DDP"]["sent"] / round["fp16"]["sent"] == pytest.approx(2, rel=0.02)
+    assert re.search(r"^\| compression .*\| \d+\.\d\d \(", out.read_text(), re.MULTILINE)
+    assert not [path for path in tmp_path.iterdir() if path not in (file, out)], "left files where it was started"
+    assert namespaces() == before
