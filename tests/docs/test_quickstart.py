@@ -41,6 +41,7 @@ def type_in(text: str, folder: Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 120)
 def test_the_quick_start_runs_word_for_word(tmp_path: Path) -> None:
     checkout.copy(tmp_path)
     checkout.install(tmp_path)
@@ -48,6 +49,7 @@ def test_the_quick_start_runs_word_for_word(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 120)
 def test_the_quick_start_runs_with_the_installed_wheel(tmp_path: Path) -> None:
     """All that follows the installation, in a folder that has the text alone."""
     wheel = checkout.build_wheel(tmp_path / "wheel")
