@@ -6,12 +6,12 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from support import checkout
 
 from trainer.data.remote.download import PACKAGES
 
@@ -28,28 +28,24 @@ def files(folder: Path) -> list[Path]:
 
 
 def texts() -> list[Path]:
-    found = [path for path in ROOT.iterdir() if path.is_file()]
+    found = [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]  # a file in a worktree
     found += [path for folder in FOLDERS for path in files(ROOT / folder)]
     return [path for path in found if path.suffix not in NOT_TEXT]
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    subprocess.run(command, check=True, capture_output=True)
-    return next(folder.glob("echelon_trainer-*.whl"))
+    return checkout.build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin folder of an environment with the wheel, and with this one's packages: all but editable installs."""
+    """The bin folder of an environment with the wheel, and with this one's packages."""
     folder = tmp_path_factory.mktemp("clean")
     venv.create(folder, symlinks=True)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--ignore-installed"]
     subprocess.run([*pip, "--prefix", str(folder), str(wheel)], check=True)
-    site = next(folder.glob("lib/python*/site-packages"))
-    (site / "packages.pth").write_text(sysconfig.get_path("purelib"))
+    checkout.borrow(folder)
     return folder / "bin"
 
 
@@ -128,7 +124,7 @@ esac
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def copied(tmp_path: Path) -> Path:
     """A copy of what the two commands read, in a folder with a space in its name."""
     folder = tmp_path / "check out"
     shutil.copytree(ROOT / "scripts", folder / "scripts")
@@ -146,12 +142,12 @@ def environment(folder: Path, torch: str = "exit 1", build: int = 0) -> Path:
     return log
 
 
-def test_an_active_environment_is_left_alone(checkout: Path, tmp_path: Path) -> None:
+def test_an_active_environment_is_left_alone(copied: Path, tmp_path: Path) -> None:
     """It may be another project's, or have another checkout's editable install."""
     others = [environment(tmp_path / name) for name in ("venv", "conda")]
-    own = environment(checkout / ".venv")
+    own = environment(copied / ".venv")
     result = run(
-        [checkout / "scripts" / "train"],
+        [copied / "scripts" / "train"],
         tmp_path,
         VIRTUAL_ENV=str(tmp_path / "venv"),
         CONDA_PREFIX=str(tmp_path / "conda"),
@@ -161,15 +157,15 @@ def test_an_active_environment_is_left_alone(checkout: Path, tmp_path: Path) -> 
     assert own.read_text().endswith(f"-c {START}\n")
 
 
-def test_a_named_environment_must_be_there(checkout: Path, tmp_path: Path) -> None:
-    result = run([checkout / "scripts" / "train"], tmp_path, ECHELON_ENV=str(tmp_path / "none"))
+def test_a_named_environment_must_be_there(copied: Path, tmp_path: Path) -> None:
+    result = run([copied / "scripts" / "train"], tmp_path, ECHELON_ENV=str(tmp_path / "none"))
     assert (result.returncode, result.stderr.count("\n")) == (1, 1)
     assert f"ECHELON_ENV={tmp_path}/none: is no environment" in result.stderr
 
 
-def test_the_second_call_installs_nothing(checkout: Path, tmp_path: Path) -> None:
+def test_the_second_call_installs_nothing(copied: Path, tmp_path: Path) -> None:
     log, named = environment(tmp_path / "env", torch="echo 2.12.1"), str(tmp_path / "env")
-    test, train = checkout / "scripts" / "test", checkout / "scripts" / "train"
+    test, train = copied / "scripts" / "test", copied / "scripts" / "train"
     result = run([test, "-k", "one test"], tmp_path, ECHELON_ENV=named)
     assert result.returncode == 0 and result.stderr.count("\n") == 1 and "installing" in result.stderr
     first = log.read_text().splitlines()
@@ -178,17 +174,17 @@ def test_the_second_call_installs_nothing(checkout: Path, tmp_path: Path) -> Non
         log.write_text("")
         assert run([command], tmp_path, ECHELON_ENV=named).stderr == ""
         assert log.read_text() == expected + "\n"
-    with (checkout / "constraints.txt").open("a") as file:
+    with (copied / "constraints.txt").open("a") as file:
         file.write("# a new pin\n")
     assert "installing" in run([train], tmp_path, ECHELON_ENV=named).stderr
 
 
 @pytest.mark.skipif(not CPU_ONLY, reason="has an NVIDIA GPU: any build of torch is welcome")
 @pytest.mark.parametrize("build", [0, 1])
-def test_without_a_gpu_only_the_cpu_build_will_do(checkout: Path, build: int) -> None:
-    log = environment(checkout / ".venv", build=build)
-    version = re.findall(r"^torch==(.*)", (checkout / "constraints.txt").read_text(), re.MULTILINE)[0]
-    result = run([checkout / "scripts" / "train", "x=1"], checkout)
+def test_without_a_gpu_only_the_cpu_build_will_do(copied: Path, build: int) -> None:
+    log = environment(copied / ".venv", build=build)
+    version = re.findall(r"^torch==(.*)", (copied / "constraints.txt").read_text(), re.MULTILINE)[0]
+    result = run([copied / "scripts" / "train", "x=1"], copied)
     lines = log.read_text().splitlines()
     assert f"-m pip install -qq --no-deps torch=={version}+cpu" in lines
     if build == 0:

@@ -1,4 +1,4 @@
-"""A fresh copy of the checkout, with an environment as the first call of scripts/train makes it."""
+"""A fresh copy of the checkout, with an environment as the first call of scripts/train makes it; or its wheel alone."""
 
 import os
 import shutil
@@ -30,16 +30,26 @@ def copy(folder: Path) -> None:
 def install(folder: Path) -> None:
     """Make `.venv` with the packages of this environment, and the stamp by which scripts/train knows it."""
     venv.create(folder / ".venv", symlinks=True)
-    site = next((folder / ".venv").glob("lib/python*/site-packages"))
-    (site / "packages.pth").write_text(
-        "\n".join([str(folder), *(path for path in sys.path if "site-packages" in path)])
-    )
+    borrow(folder / ".venv", str(folder))
     for name, module in COMMANDS.items():
         file = folder / ".venv" / "bin" / name
         file.write_text(f"#!{folder}/.venv/bin/python\nimport sys\nfrom {module} import main\nsys.exit(main())\n")
         file.chmod(0o755)
     stamp = 'echo "$(cat "$PWD/pyproject.toml" "$PWD/constraints.txt" | cksum) $PWD recipes,test" >.venv/echelon.stamp'
     subprocess.run(["bash", "-c", stamp], cwd=folder, check=True)
+
+
+def borrow(environment: Path, *first: str) -> None:
+    """Give an environment the packages of this one, all but editable installs."""
+    site = next(environment.glob("lib/python*/site-packages"))
+    (site / "packages.pth").write_text("\n".join([*first, *(path for path in sys.path if "site-packages" in path)]))
+
+
+def build_wheel(folder: Path) -> Path:
+    """Build the wheel of the checkout."""
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
+    return next(folder.glob("echelon_trainer-*.whl"))
 
 
 def shrink(folder: Path) -> None:

@@ -58,6 +58,7 @@ def describe(kind: Any) -> str:
     return "null" if kind in (None, type(None)) else getattr(kind, "__name__", str(kind))
 
 
+@functools.cache
 def option_parameters(options: type) -> dict[str, Knob]:
     hints = typing.get_type_hints(options)
     return {field.name: Knob(hints[field.name], field.default) for field in dataclasses.fields(options)}
@@ -71,7 +72,7 @@ def knobs(key: str, target: str, allow: tuple[str, ...]) -> dict[str, Knob]:
     """
     module, _, name = target.rpartition(".")
     if source := source_of(module):
-        tree = ast.parse(source.read_bytes(), source)
+        tree = parse(source.read_bytes(), source)
         body = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
         found = _read(body[name], body) if name in body else None
         if found is not None:
@@ -84,11 +85,17 @@ def knobs(key: str, target: str, allow: tuple[str, ...]) -> dict[str, Knob]:
     return {ANY_NAME if p.kind is p.VAR_KEYWORD else p.name: Knob(Any, p.default) for p in parameters}
 
 
+@functools.lru_cache(256)
+def parse(content: bytes, source: Path) -> ast.Module:
+    """Parse the source of a module, which a search of configs reads hundreds of times."""
+    return ast.parse(content, source)
+
+
 def constant(target: str, name: str) -> Any:
     """Return a class's attribute, a literal, from its source, without an import; None if it has none."""
     module, _, last = target.rpartition(".")
     source = source_of(module)
-    tree = ast.parse(source.read_bytes(), source) if source else ast.Module([], [])
+    tree = parse(source.read_bytes(), source) if source else ast.Module([], [])
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and any(alias.name == last for alias in node.names):
             return constant(f"{node.module}.{last}", name)
