@@ -147,7 +147,8 @@ class AttachedTrainer:
 
     @property
     def gradient_clip_val(self) -> float | None:
-        return self.run.options.clip_norm
+        options = self.run.options
+        return options.clip_value if options.clip_norm is None else options.clip_norm
 
     @property
     def current_epoch(self) -> int:

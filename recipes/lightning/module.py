@@ -11,7 +11,7 @@ from trainer.errors import ConfigError
 BASE = "LightningModule"  # of lightning.pytorch, or of pytorch_lightning: a package of its own
 REFUSED = {  # a method of Lightning's that the module has made its own -> what to use instead
     "backward": "Echelon runs loss.backward()",
-    "configure_gradient_clipping": "give trainer.clip_norm",
+    "configure_gradient_clipping": "give trainer.clip_norm or trainer.clip_value",
     "configure_sharded_model": "'+callbacks=[shard]' shards the model",
     "lr_scheduler_step": "return a torch LRScheduler from configure_optimizers",
     "on_before_zero_grad": "use on_train_batch_end",
