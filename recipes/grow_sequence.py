@@ -28,7 +28,8 @@ class GrowSequence(Callback):
 
     Args:
         lengths: Tokens, rising; each divides the recipe's `sequence`.
-        until: A duration for each length, such as `1000 steps`, from the start of the run. After the last one, sequences are whole.
+        until: A duration for each length, such as `1000 steps`, from the start of the run. After the last
+            one, sequences are whole.
     """
 
     role = Role.MODEL

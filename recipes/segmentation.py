@@ -123,8 +123,8 @@ class Segmentation:
         """Return a random patch, flipped at random, with another intensity."""
         own = self.val_transform(sample, rng)
         image, label = cut(own["image"], own["label"], self.patch, rng.random() < self.foreground, rng)
-        flipped = [axis for axis in range(self.dimensions) if rng.random() < FLIPPED]
-        image, label = np.flip(image, [axis + 1 for axis in flipped]), np.flip(label, flipped)
+        flipped = tuple(axis for axis in range(self.dimensions) if rng.random() < FLIPPED)
+        image, label = np.flip(image, tuple(axis + 1 for axis in flipped)), np.flip(label, flipped)
         scale, shift = rng.uniform(1 - SCALE, 1 + SCALE), rng.uniform(-SHIFT, SHIFT)
         return {"image": (image * scale + shift).astype(np.float32), "label": label.copy()}
 

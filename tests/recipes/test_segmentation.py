@@ -116,14 +116,15 @@ def test_a_mistake_is_one_line(wrong: dict[str, Any], told: str) -> None:
     assert str(error.value).startswith(told)
 
 
-def train(folder: Path, *words: str) -> dict[str, float]:
+def train(folder: Path, *words: str) -> dict[str, Any]:
     done = run(
         [*words, "trainer.run_dir=run", "trainer.checkpoint.dir=ckpt", "~callbacks.tensorboard"], folder, timeout_s=280
     )
     assert done.code == 0, done.err
-    return json.loads((folder / "run" / "summary.json").read_text())["validation"]
+    return json.loads((folder / "run" / "summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_few_steps_on_two_ranks(tmp_path: Path) -> None:
     found = train(
         tmp_path, "recipe=unet_3d", "trainer.devices=2", "trainer.max_steps=3", "batch=4", "data.workers=0",
@@ -133,6 +134,6 @@ def test_a_few_steps_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "bound"), [("unet_2d", 0.85), ("unet_3d", 0.8)])
+@pytest.mark.parametrize(("name", "bound"), [("unet_2d", 0.95), ("unet_3d", 0.95)])
 def test_dice_on_the_example(tmp_path: Path, name: str, bound: float) -> None:
     assert train(tmp_path, f"recipe={name}")["val/dice_1"] > bound
