@@ -20,12 +20,16 @@ from trainer.config.schema import ANY_NAME, NO_DEFAULT, fits, knobs
 
 FILES = sorted(path for path in (ROOT / "conf").glob("*/*.yaml"))
 NODES = [path for path in FILES if path.parent.name not in ("recipe", "nccl")]
-TARGETS = [path for path in FILES if path.parent.name != "nccl"]
 
 
 def load(path: Path) -> dict[str, Any]:
     config: Any = OmegaConf.to_container(OmegaConf.load(path))
     return config
+
+
+DERIVED = [path for path in FILES if any(isinstance(base, str) and (path.parent / f"{base}.yaml").exists() for base in load(path).get("defaults", []))]
+RECIPES = [path for path in FILES if path.parent.name == "recipe" and path not in DERIVED]
+TARGETS = [path for path in FILES if path.parent.name != "nccl" and path not in DERIVED]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -53,7 +57,12 @@ def test_each_knob_is_shown_with_its_default(path):
     assert list(node) == list(defaults)
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name == "recipe"], ids=lambda path: path.stem)
+def test_a_recipe_that_derives_from_another_leaves_its_knobs_to_it():
+    assert [path.stem for path in DERIVED if "recipe" in load(path)] == []
+    assert {path.stem for path in DERIVED} >= {"bert_base_growing", "gpt2_compile"}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_each_recipe_shows_every_knob(path):
     node = load(path)["recipe"]
     module, _, name = node.pop("_target_").rpartition(".")

@@ -75,9 +75,9 @@ def test_nothing_but_what_an_allowed_package_defines(tmp_path, monkeypatch, targ
 
 
 def test_what_the_conf_folder_names_is_allowed() -> None:
-    nodes = [OmegaConf.load(path) for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name != "nccl"]
-    targets = re.findall(r"_target_: (\S+)", "\n".join(OmegaConf.to_yaml(node) for node in nodes))
-    assert len(targets) >= len(nodes)  # a recipe may bring its callbacks
+    files = [path.read_text() for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name != "nccl"]
+    targets = re.findall(r"^\s*_target_: (\S+)", "\n".join(files), re.MULTILINE)
+    assert len(targets) > 50
     for target in [*targets, "torch.optim.SGD", "torch.nn.Linear"]:
         assert callable(locate("key", target, ALLOWED))
 
