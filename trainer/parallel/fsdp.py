@@ -76,7 +76,9 @@ class FSDP:
         self.constant_buffers: frozenset[str] = frozenset()
         self.hooks: list[Any] = []
         self.models: list[nn.Module] = []  # that are laid out: the trained one, and its copies
-        self.mesh = DeviceMesh.from_group(inside, device.type, mesh_dim_names=("shard",))
+        # DTensor's caches keep meshes for tensors of equal ones. The name keeps those of another Trainer apart, whose
+        # groups have ended.
+        self.mesh = DeviceMesh.from_group(inside, device.type, mesh_dim_names=(f"shard{inside.group_name}",))
         self.policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
         names = {child: name for name, child in module.named_modules()}
         self.blocks = [names[block] for block in blocks if block is not module]

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from trainer.checkpoint.parts import Stored, read_all
@@ -31,8 +30,7 @@ def own_span(tensor: Any) -> tuple[int, int]:
     mesh, (placement,) = tensor.device_mesh, tensor.placements
     if not placement.is_shard(0):
         raise TypeError(f"a tensor of shape {tuple(tensor.shape)} is not sharded by rows, but {placement}")
-    # Not `mesh.get_local_rank()`: torch keeps equal meshes, and a second Trainer may get one whose groups have ended.
-    return span(tensor.shape[0], mesh.mesh.tolist().index(dist.get_rank()), mesh.size())
+    return span(tensor.shape[0], mesh.get_local_rank(), mesh.size())
 
 
 def parts_of(state: dict[str, Any], rank: int) -> dict[str, Any]:
