@@ -166,7 +166,8 @@ def limit(record: Record) -> list[str]:
 
 def options() -> argparse.Namespace:
     made = parser("guides", __doc__, "2 rounds", f"of each way; without it {ROUNDS}")
-    made.add_argument("--rows", default="", metavar="REGEX", help=f"search in names: {', '.join(ROWS)}")
+    names = ", ".join(ROWS).replace("%", "%%")
+    made.add_argument("--rows", default="", metavar="REGEX", help=f"search in names: {names}")
     made.add_argument("--rate", default=RATE, help=f"of each link, each way; without it {RATE}")
     made.add_argument("--out", type=new_file, metavar="FILE", help="write the page of Markdown to FILE")
     return made.parse_args()

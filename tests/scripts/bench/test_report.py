@@ -1,10 +1,12 @@
 """The options, goals and files of a bench."""
 
+import importlib
 import json
 from pathlib import Path
 
 import pytest
 
+import scripts.bench
 from scripts.bench.report import at_least, at_most, median_ratio, parser, report
 
 
@@ -33,6 +35,22 @@ def test_help_is_the_docstring_and_the_command(capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr().out
     assert printed.startswith("usage: python -m scripts.bench.codecs [-h] [--quick]")
     assert "\nMeasures this.\n\n    On that.\n" in printed
+
+
+BENCHES = [
+    ".".join(path.relative_to(path.parents[i]).with_suffix("").parts)
+    for i, pattern in ((1, "*.py"), (2, "*/__main__.py"))
+    for path in sorted(Path(scripts.bench.__file__).parent.glob(pattern))
+    if "\ndef main(" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_each_bench_has_help(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", [name, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        importlib.import_module(f"scripts.{name}").main()
+    assert capsys.readouterr().out.startswith(f"usage: python -m scripts.{name.removesuffix('.__main__')} ")
 
 
 @pytest.mark.parametrize(
