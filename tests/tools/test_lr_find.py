@@ -2,15 +2,22 @@
 
 import json
 import math
+import random
+import re
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cli import environment, run
 
 from trainer.errors import ConfigError
+from trainer.process.environment import Place
 from trainer.tools import lr_find
+from trainer.tools.tune.configs import of_trial
+from trainer.tools.tune.start import one_job
 
 # c x^2 / 2 in each of 8 directions, with c from 0.2 to 2, without noise: gradient descent diverges above the rate 1.
 RECIPE = """
@@ -66,14 +73,23 @@ def test_an_average_of_equal_losses_is_that_loss_from_the_start() -> None:
     assert lr_find.smooth([1.0, 2.0]) == pytest.approx([1.0, (0.1 * 2 + 0.09) / 0.19])
 
 
-def test_suggestions_are_where_the_curve_says() -> None:
-    rates = [10.0 ** (n / 10 - 6) for n in range(60)]
-    losses = [1 / (1 + math.exp((n - 30) / 2)) + 10 * max(0, n - 50) for n in range(60)]
-    found = lr_find.suggest(rates, losses)
-    smoothed = lr_find.smooth(losses)
-    drops = [smoothed[n - 1] - smoothed[n + 1] for n in range(1, 50)]
-    assert found["steepest"] == rates[1 + drops.index(max(drops))] and rates[28] <= found["steepest"] <= rates[40]
-    assert found["tenth"] == rates[50] / 10
+def falling(rate: float) -> float:
+    """The loss of 7.45 falls by 0.45 around a rate of 0.005, and grows above 0.2."""
+    x = math.log10(rate)
+    return 7.45 - 0.45 / (1 + math.exp(-3 * (x + 2.3))) + 10 * max(0.0, x + 0.7)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.1])
+def test_suggestions_are_where_the_curve_says(noise: float) -> None:
+    rates = [lr_find.rate(step, 100, 1e-7, 3.0) for step in range(100)]
+    for seed in range(100):
+        draw = random.Random(seed)
+        found = lr_find.suggest(rates, [falling(rate) + draw.gauss(0, noise) for rate in rates])
+        assert 1e-3 <= found["steepest"] <= 2e-2 and 3e-3 <= found["tenth"] <= 5e-2
+
+
+def test_a_slope_is_that_of_the_line() -> None:
+    assert lr_find.slope([1.0, 3.0, 5.0]) == 2 and lr_find.slope([0.0, 1.0, 0.0, 1.0]) == pytest.approx(0.2)
 
 
 def test_a_loss_that_never_falls_gets_no_suggestion() -> None:
@@ -89,11 +105,29 @@ def test_the_test_ends_where_the_loss_explodes(losses: list[float], ends: bool) 
     assert lr_find.diverged(losses) is ends
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_bowl(folder: Path, devices: int) -> None:
+def test_the_rate_is_that_of_the_config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the schedule or a group halves the rate, twice the `optimizer.lr` trains alike."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+
+    def losses(most: float, *words: str) -> list[float]:
+        job = one_job(["--config-dir", "conf", "recipe=bowl", *words], "lr_find")
+        assert job
+        config = of_trial(job.config, folder, 1, 60, 12)
+        config["trainer"] |= {"max_steps": 12, "run_dir": "run"}
+        return lr_find.sweep({"config": config, "min": most / 100, "max": most}, Place())["losses"]
+
+    plain = losses(1.0)
+    assert len(plain) == 12 and plain[-1] < plain[0]
+    assert losses(2.0, "schedule.lr_scaling=linear", "schedule.reference_batch=16") == pytest.approx(plain)
+    assert losses(2.0, "+optimizer.groups=[{match: ['*'], lr_scale: 0.5}]") == pytest.approx(plain)
+
+
+def test_a_bowl(folder: Path) -> None:
     """The suggested rate converges. The loss is least above 1, until the steps have grown again what fell before."""
     before = {path.name for path in folder.iterdir()}
-    done = find(folder, "--json", "out/rates.json", "--min", "1e-4", f"trainer.devices={devices}")
+    done = find(folder, "--json", "out/rates.json", "--min", "1e-4", "trainer.devices=2")
     assert done.returncode == 0, done.stderr
     found = json.loads((folder / "out" / "rates.json").read_text())
     assert len(found["rates"]) == len(found["losses"]) < 100 and found["losses"][0] == pytest.approx(4.4001)
@@ -109,11 +143,22 @@ def test_a_picture(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"min": 0.0}, "--min=0.0: must be more than 0"),
+        ({"min": 2.0, "max": 1.0}, "--max=1: must be above --min=2, and finite"),
+        ({"steps": 3}, "--steps=3: must be at least 10"),
+    ],
+)
+def test_a_wrong_option_is_told(wrong: dict[str, Any], told: str) -> None:
+    options = {"min": 1e-7, "max": 10.0, "steps": 100, "limit_s": 60.0, "json": None, "png": None, **wrong}
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        lr_find.refuse(Namespace(**options))
+
+
+@pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--min", "0"], "--min=0.0: must be more than 0"),
-        (["--min", "2", "--max", "1"], "--max=1: must be above --min=2, and finite"),
-        (["--steps", "3"], "--steps=3: must be at least 10"),
         (["recipe=nothing"], "recipe=nothing"),
         (["-m", "optimizer.lr=1,2"], "-m: gives 2 runs, and lr_find takes one; leave -m out"),
     ],

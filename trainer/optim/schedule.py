@@ -42,9 +42,12 @@ class Schedule:
                 f"trainer.max_steps=null: schedule={name} must know the end of the run; "
                 "give trainer.max_steps or trainer.max_epochs, or schedule=constant"
             )
+        return ShapedRate(self, warmup, max(1, (total or 0) - warmup), self.factor_of_batch(batch))
+
+    def factor_of_batch(self, batch: int) -> float:
+        """Return the factor of `lr_scaling` for `batch` samples a step."""
         ratio = batch / self.reference_batch
-        scale = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.lr_scaling]
-        return ShapedRate(self, warmup, max(1, (total or 0) - warmup), scale)
+        return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.lr_scaling]
 
 
 class Rate:

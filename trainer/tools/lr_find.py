@@ -3,14 +3,16 @@
     echelon lr_find recipe=bert_tiny
     echelon lr_find --max 1 --png rates.png recipe=bert_large trainer.devices=8
 
-The run trains a few steps from its first weights, with a rate that grows by the same factor each step (Smith 2017,
-arXiv:1506.01186). The test ends where the loss rises to 4 times its least. It suggests the rate of the steepest
-descent, and a tenth of the rate at the least loss. Checkpoints and folders of runs stay untouched.
+The run trains a few steps from its first weights, with an optimizer.lr that grows by the same factor each step (Smith
+2017, arXiv:1506.01186). schedule.lr_scaling and the groups' own factors hold. The test ends where the loss rises to 4
+times its least. It suggests the rate of the steepest descent, and a tenth of the rate at the least loss. Checkpoints
+and folders of runs stay untouched.
 """
 
 import argparse
 import importlib.util
 import math
+import operator
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +27,7 @@ from trainer.tools.tune.start import one_job, prepare, run_team
 SMOOTHING = 0.9  # weight of the smoothed loss before, in that of a step
 DIVERGED = 4.0  # times the least smoothed loss, where the test ends
 LEAST_STEPS = 10
+WINDOW = 1 / 4  # of the steps, over which the descent is measured
 ROWS = 10  # of the table on the terminal
 
 
@@ -55,6 +58,8 @@ def find(options: argparse.Namespace, words: list[str]) -> int:
         from trainer.tools.tune.team import TrialFailed
 
         config = of_trial(job.config, team.folder, 1, options.limit_s, options.steps)
+        if "lr" not in config["optimizer"]:
+            raise ConfigError("optimizer: has no lr, which lr_find looks for; take another optimizer than the recipe's")
         config["trainer"] |= {"max_steps": options.steps, "max_epochs": None, "resume": None}
         order = {"config": config, "folder": str(team.folder), "min": options.min, "max": options.max}
         try:
@@ -99,16 +104,17 @@ def sweep(order: dict[str, Any], place: Place) -> dict[str, Any]:
     from trainer.trainer import Trainer
 
     class Growing(Schedule):
-        """The largest rate of a group grows from `min` to `max`. The others keep their ratios to it."""
+        """`optimizer.lr` grows from `min` to `max`. Groups keep their ratios, and the batch its factor."""
 
         def resolve(self, total: int | None, batch: int, epoch_samples: int | None) -> Rate:
-            return GrowingRate()
+            return GrowingRate(schedule.factor_of_batch(batch) if isinstance(schedule, Schedule) else 1.0)
 
     class GrowingRate(Rate):
-        def put(self, step: int, groups: Sequence[dict[str, Any]], peaks: Sequence[float]) -> None:
-            largest = max(peaks) or 1.0
-            for group, peak in zip(groups, peaks, strict=True):
-                group["lr"] = rate(step, components["options"].max_steps, order["min"], order["max"]) * peak / largest
+        def __init__(self, factor: float) -> None:
+            self.factor = factor / order["config"]["optimizer"]["lr"]
+
+        def __call__(self, step: int) -> float:
+            return self.factor * rate(step, components["options"].max_steps, order["min"], order["max"])
 
     class Watch(Callback):
         """Notes the losses, and ends the run. The sums over ranks are the same on all, so all end together."""
@@ -125,7 +131,7 @@ def sweep(order: dict[str, Any], place: Place) -> dict[str, Any]:
 
     losses: list[float] = []
     components = build_components(order["config"])
-    components["schedule"] = Growing()
+    schedule, components["schedule"] = components["schedule"], Growing()
     components["callbacks"]["lr_find"] = Watch()
     trainer = Trainer(**components, place=place, name="lr_find")
     try:
@@ -157,21 +163,31 @@ def diverged(losses: Sequence[float]) -> bool:
     return len(losses) >= LEAST_STEPS and smoothed[-1] > max(DIVERGED * min(smoothed), smoothed[0])
 
 
+def slope(values: Sequence[float]) -> float:
+    """Return the slope of the line through equally distant values, by least squares."""
+    middle = (len(values) - 1) / 2
+    weights = [number - middle for number in range(len(values))]
+    return sum(map(operator.mul, weights, values)) / sum(weight * weight for weight in weights)
+
+
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> dict[str, float]:
-    """Return the rate of the steepest descent of the smoothed loss, and a tenth of the rate of its least value.
+    """Return the rate of the steepest descent of the loss, and a tenth of the rate of its least smoothed value.
+
+    The descent is that of a line over `WINDOW` of the steps: single losses have noise.
 
     Raises:
         ConfigError: The loss never falls.
     """
+    half = max(1, int(len(losses) * WINDOW / 2))
     smoothed = smooth(losses)
-    least = min(range(len(smoothed)), key=smoothed.__getitem__)
-    if least < 2:
+    least = min(range(half, len(losses)), key=smoothed.__getitem__)
+    descents = {i: slope(losses[i - half : i + half + 1]) for i in range(half, min(least, len(losses) - half))}
+    if not descents or min(descents.values()) >= 0:
         raise ConfigError(
             f"the loss does not fall between the rates {rates[0]:g} and {rates[-1]:g}; "
             "give other --min and --max, more --steps, or look for a mistake in the recipe"
         )
-    steepest = min(range(1, least), key=lambda i: smoothed[i + 1] - smoothed[i - 1])
-    return {"steepest": rates[steepest], "tenth": rates[least] / 10}
+    return {"steepest": rates[min(descents, key=descents.__getitem__)], "tenth": rates[least] / 10}
 
 
 def show(losses: list[float | None], options: argparse.Namespace) -> None:
