@@ -3,7 +3,7 @@
 From GPT-2 (Radford et al. 2019): the four sizes, byte pairs, sequences of 1024 tokens in batches of 512. The paper has
 no learning rates. Those of conf/recipe/gpt2*.yaml are from GPT-3 (Brown et al. 2020, arXiv:2005.14165), table 2.1 and
 appendix B: Adam with betas (0.9, 0.95), epsilon 1e-8, weight decay 0.1 and clipping at 1. The rate warms up over 375
-million tokens, then falls by a cosine to a tenth.
+million tokens, then falls by a cosine to a tenth. GPT-3's cosine ends earlier, and its XL has batches twice as large.
 
 A sequence holds several documents, each ended by `<|endoftext|>`. Tokens attend across them.
 

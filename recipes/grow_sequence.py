@@ -51,6 +51,10 @@ class GrowSequence(Callback):
         self.ends = [Duration.parse(end, key).steps(key, trainer.batch, plan.epoch_samples) for end in self.until]
         if not rises(self.ends):
             raise ConfigError(f"{key}={self.until}: is {self.ends} steps; give durations that rise")
+        if plan.max_steps is not None and self.ends[-1] >= plan.max_steps:
+            text = "grow_sequence: the run ends at step %d with %d of %d tokens, so later positions are never trained; "
+            text += "end %s before"
+            log.warning(text, plan.max_steps, self.length(plan.max_steps - 1), whole, key)
         return model
 
     def wrap_batches(self, trainer: TrainerProtocol, steps: Iterator[Step]) -> Iterator[Step]:

@@ -32,7 +32,10 @@ GRACE_S = 3.0  # for processes that are just ending
 SHARED = ("resource_tracker", "forkserver", "torch_shm_manager")
 ROOT = Path(__file__).parents[1]
 WORKERS = 3  # many tests wait
-EXPENSIVE = ("tests/test_contract.py", "tests/test_errors.py", "tests/test_settings.py", "tests/launch/test_slurm.py")
+EXPENSIVE = (
+    "tests/test_contract.py", "tests/test_errors.py", "tests/test_settings.py", "tests/test_package.py",
+    "tests/launch/test_slurm.py",
+)  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)

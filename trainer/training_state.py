@@ -31,7 +31,10 @@ from trainer.process.signals import StopSignals
 from trainer.run_dir import versions
 
 # Keys of `trainer` that change weights.
-OPTIONS = ("precision", "deterministic", "max_steps", "max_epochs", "clip_norm", "clip_value")
+OPTIONS = (
+    "precision", "master_weights", "deterministic", "max_steps", "max_epochs", "clip_norm", "clip_value",
+    "sync_batch_norm",
+)  # fmt: skip
 
 COUNTERS = {"step": int, "samples": int, "seconds": float, "validation": dict, "validated_step": int}
 

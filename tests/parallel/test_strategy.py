@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trainer.errors import DataError
-from trainer.parallel.strategy import SingleDevice, clip_gradients, to_device, trained, zero_loss
+from trainer.parallel.strategy import SingleDevice, clip_gradients, clip_values, to_device, trained, zero_loss
 
 
 def model() -> nn.Sequential:
@@ -30,6 +30,14 @@ def test_gradients_are_clipped_by_their_norm_over_all_parameters(most, factor):
 
 def test_without_a_gradient_the_norm_is_zero():
     assert clip_gradients(trained(model()), None) == 0.0
+
+
+def test_each_element_is_clipped_and_no_gradient_is_none():
+    parameters = trained(model())
+    clip_values(parameters, 0.5)
+    parameters[0].grad = torch.tensor([[3.0], [-0.25]])
+    clip_values(parameters, 0.5)
+    assert parameters[0].grad.tolist() == [[0.5], [-0.25]]
 
 
 def test_a_model_on_the_meta_device_stays_there():

@@ -17,12 +17,13 @@ from recipes.wordpiece import CLS, SEP
 from trainer.callback import arrange
 from trainer.callbacks.pipeline import PipelineParallel
 from trainer.errors import ConfigError
+from trainer.log import log
 
 SIZES: dict[str, Any] = {"vocab": 300, "sequence": 40, "hidden": 32, "layers": 2, "heads": 4, "dropout": 0.0}
 
 
-def grown(recipe: Any, lengths: list[int], until: list[str]) -> tuple[GrowSequence, Any]:
-    plan = SimpleNamespace(epoch_samples=100)
+def grown(recipe: Any, lengths: list[int], until: list[str], max_steps: int | None = None) -> tuple[GrowSequence, Any]:
+    plan = SimpleNamespace(epoch_samples=100, max_steps=max_steps)
     trainer: Any = SimpleNamespace(recipe=recipe, plan=plan, batch=10, step=0, metrics={})
     callback = GrowSequence(lengths, until)
     callback.wrap_model(trainer, torch.nn.Identity())
@@ -39,6 +40,15 @@ def test_the_length_follows_from_the_step_alone():
         callback.on_step_end(trainer)
         seen.append((recipe.length, trainer.metrics["train/sequence"]))
     assert seen == [(8, 8), (8, 8), (20, 20), (20, 20), (None, 40), (None, 40), (8, 8), (20, 20)]
+
+
+def test_a_run_that_ends_before_sequences_are_whole_is_told(monkeypatch: pytest.MonkeyPatch):
+    told: list[str] = []
+    monkeypatch.setattr(log, "warning", lambda text, *values: told.append(text % values))
+    grown(Bert(**SIZES), [8, 20], ["2 steps", "4 steps"], 5)
+    assert not told
+    grown(Bert(**SIZES), [8, 20], ["2 steps", "4 steps"], 4)
+    assert told[0].startswith("grow_sequence: the run ends at step 4 with 20 of 40 tokens")
 
 
 @pytest.mark.parametrize("mask", [False, True])

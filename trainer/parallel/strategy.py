@@ -200,5 +200,6 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Te
 def clip_values(parameters: Sequence[Tensor], most: float) -> None:
     """Clip each element of the gradients to [-most, most], in place. A rank that has rows of a gradient clips these."""
     own = [local(p.grad) for p in parameters if p.grad is not None]
-    torch._foreach_clamp_min_(own, -most)
-    torch._foreach_clamp_max_(own, most)
+    if own:  # else nan_guard has dropped the step, or no parameter is this rank's
+        torch._foreach_clamp_min_(own, -most)
+        torch._foreach_clamp_max_(own, most)

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from echelon import Callback, CheckpointOptions, DataOptions, Options, Trainer
 from scripts.bench.peers import task
+from trainer.monitors.metrics_file import MetricsFile
 
 
 class Tick(Callback):  # bench
@@ -26,7 +27,7 @@ class Recipe:
 
 Trainer(
     Recipe(),
-    {"tick": Tick()},
+    {"tick": Tick(), "metrics_file": MetricsFile()},
     task.optimizer,
     batch=task.BATCH * task.WORLD,
     data=DataOptions(workers=0),

@@ -64,14 +64,14 @@ class Watch(Callback):
 def train(
     place: Place, guard: dict[str, Any], factor: float = float("nan"), rank: int = 1, max_steps: int = 8,
     more: dict[str, Callback] | None = None, resume: str | None = None, bad: tuple[int, int] = (BAD, BAD),
-    name: str = "r", save: int = 4,
+    name: str = "r", save: int = 4, clip_value: float | None = None,
 ) -> tuple[dict[int, dict[str, Tensor]], list[list[Any]], list[Any]]:  # fmt: skip
     watch, nan_guard = Watch(), NanGuard(**guard)
     trainer = Trainer(
         Bad(factor, rank, *bad), {"watch": watch, "nan_guard": nan_guard, **(more or {})}, batch=12, place=place,
         data=DataOptions(workers=0, lanes=5, block=4),
         options=Options(
-            max_steps=max_steps, run_dir=f"runs/{name}", resume=resume, log_every_steps=1,
+            max_steps=max_steps, run_dir=f"runs/{name}", resume=resume, log_every_steps=1, clip_value=clip_value,
             checkpoint=CheckpointOptions(every_steps=save),
         ),
     )  # fmt: skip
@@ -94,6 +94,15 @@ def test_a_step_is_left_out_on_all_ranks():
         assert equal(seen[BAD], seen[BAD - 1]) and not equal(seen[BAD + 1], seen[BAD])
         assert all(equal(seen[step], ranks[0][0][step]) for step in seen)
         assert all(torch.isfinite(value).all() for value in seen[8].values())
+
+
+def clipped(place: Place) -> Any:
+    return train(place, {"action": "skip"}, clip_value=0.01)
+
+
+def test_a_step_without_gradients_has_none_to_clip_by_value():
+    for seen, left_out, _ in run_ranks(3, clipped):
+        assert left_out == [[BAD, BAD, NOT_FINITE]] and equal(seen[BAD], seen[BAD - 1])
 
 
 def test_until_it_acts_the_bits_are_those_without_it():
