@@ -119,6 +119,8 @@ class AttachedTrainer:
         if self.run.plan.order is not None:
             return self.run.plan.order.samples / self.run.batch
         batches = self.count_batches(self.run.world)
+        if (most := self.run.options.limit_batches.train) is not None:
+            batches = min(batches, most * self.accumulate_grad_batches)
         return batches if batches == math.inf else math.ceil(batches / self.accumulate_grad_batches)
 
     def epochs_at(self, step: int) -> int:
