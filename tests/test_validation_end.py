@@ -33,7 +33,9 @@ class Ends(Toy):
     def data(self, split: str) -> Any:
         if split == "train":
             return Points(96, self.dtype)
-        return {name: Points(size, self.dtype) for name, size in SIZES.items()} if self.several else Points(13, self.dtype)
+        return (
+            {name: Points(size, self.dtype) for name, size in SIZES.items()} if self.several else Points(13, self.dtype)
+        )
 
     def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
         model(batch["x"])

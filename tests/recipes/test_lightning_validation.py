@@ -120,7 +120,12 @@ def test_an_epoch_ends_at_the_limit_of_the_loaders_batches():
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_evaluate_gives_the_bits_of_the_last_validation(world, tmp_path):
-    words = ["recipe=lightning", "recipe.module=lightning_modules.AtTheEnd", "trainer.max_steps=4", f"batch={4 * world}"]
+    words = [
+        "recipe=lightning",
+        "recipe.module=lightning_modules.AtTheEnd",
+        "trainer.max_steps=4",
+        f"batch={4 * world}",
+    ]
     words += ["recipe.datamodule=lightning_modules.Numbers", f"trainer.devices={world}", "trainer.run_dir=runs/l"]
     allow = "trainer.allow_targets=[lightning_modules]"
     done = run([*words, *QUICK, allow], tmp_path, timeout_s=120)

@@ -172,7 +172,10 @@ class AtTheEnd(Classifier):
         super().__init__(classes)
         self.recall = torchmetrics.Recall("multiclass", num_classes=classes, average="macro")
         self.pair = torchmetrics.MetricCollection(
-            [torchmetrics.Precision("multiclass", num_classes=classes), torchmetrics.F1Score("multiclass", num_classes=4)],
+            [
+                torchmetrics.Precision("multiclass", num_classes=classes),
+                torchmetrics.F1Score("multiclass", num_classes=4),
+            ],
             prefix="val_",
         )
         self.kept: list[Tensor] = []
