@@ -75,7 +75,7 @@ class Optional(Protocol):
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
         """Return name -> (sum, count) over `batch`, for validation. Default: the loss, named `loss`.
 
-        A count of 0 leaves the metric out. A value may be an object of torchmetrics that this method has updated: the
+        A count of 0 leaves the metric out. A value may be an object of torchmetrics that this method has updated. The
         end of a validation computes it over all ranks, and resets it. Two micro-batches are tried before step 1.
         """
         ...

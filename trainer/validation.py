@@ -35,7 +35,7 @@ NO_BATCH = (
 
 
 class Found(NamedTuple):
-    """What a walk through the validation data has given, over all ranks."""
+    """Metrics and bad samples of a walk through the validation data, over all ranks."""
 
     values: dict[str, float]
     names: list[str]  # of metrics, also of those that counted nothing
@@ -136,7 +136,7 @@ class Evaluator:
     def _walk(self, model: nn.Module, most: int | None = None) -> "Found | None":
         """Take the batches of each data set, then what ends it; return None at a signal. A collective.
 
-        What a recipe does at the end may communicate, so it begins when no rank has failed before.
+        The recipe's `validation_end` may communicate, so it is called when no rank has failed before.
 
         Args:
             most: Batches of each data set; None: all.
@@ -190,8 +190,8 @@ class Evaluator:
         """Take this rank's batches of a data set; return None at a signal to stop.
 
         Returns:
-            The sum and count of each metric, the number of batches, this rank among those with different data, its bad
-            samples, and why the first of them is bad.
+            The sum and count of each metric, the number of batches, and this rank among those with different data. Then
+            the number of its bad samples, and why the first of them is bad.
         """
         totals: dict[str, list[Any]] = {}
         bad: list[str] = []

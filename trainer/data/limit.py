@@ -29,7 +29,7 @@ class FirstOf:
 def first_batches(source: Any, batches: int | None, batch: int, micros: int, key: str) -> Any:
     """Return training data without what follows its first `batches`.
 
-    Of samples, these are the first ones of the stored order. An iterable is walked to this batch, then anew.
+    Samples are the first ones of the stored order. An iterable is walked to this batch, then anew.
 
     Args:
         batches: None keeps the data whole.
