@@ -120,7 +120,7 @@ def test_a_metric_of_the_end_is_watched_and_another_is_refused_before_step_1(key
     for name, known in (("val/samples", True), ("val/sample", False)):
         best = f"max {name}" if key == "keep_best" else None
         stops = [EarlyStop(name)] if key == "early_stop" else []
-        options = {"checkpoint": CheckpointOptions(keep_best=best), "run_dir": f"runs/{known}"}
+        options = {"checkpoint": CheckpointOptions(keep_best=best), "run_dir": f"runs/{known}", "validate_every": 1}
         if known:
             made(Place(), Ends(), stops, **options).fit()
         else:
