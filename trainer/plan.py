@@ -16,7 +16,7 @@ from trainer.checkpoint.retention import parse_best
 from trainer.config.duration import Duration
 from trainer.config.options import DataOptions, Options
 from trainer.config.schema import fits
-from trainer.data.limit import first_batches, first_validation
+from trainer.data.limit import FirstOf, first_batches, first_validation
 from trainer.data.source import Samples, open_source, transform_of
 from trainer.errors import ConfigError, DataError
 from trainer.log import log
@@ -157,13 +157,18 @@ class Plan:
         """Limit the training data, which is returned, and the validation data, by `limit_batches` or `overfit`."""
         few, limits = self.options.overfit, self.options.limit_batches
         if few is not None:
-            source = first_batches(source, few, self.batch, "trainer.overfit")
+            if not isinstance(source, Samples):
+                raise ConfigError(
+                    f"trainer.overfit={few}: recipe.data('train') is an iterable of batches, which may be others each "
+                    "time it is walked; give trainer.limit_batches.train instead, or return a Dataset"
+                )
+            source = first_batches(source, few, self.batch, self.accumulate, "trainer.overfit")
             own = transform_of(recipe, self.data, validates=True)
             same = Samples(source.reader, source.counts, source.fingerprint, own, source.seed)
             self.validation = None if self.validation is None else same
             return source
         self.validation = first_validation(self.validation, limits.validation, self.batch)
-        return first_batches(source, limits.train, self.batch, "trainer.limit_batches.train")
+        return first_batches(source, limits.train, self.batch, self.accumulate, "trainer.limit_batches.train")
 
     @property
     def watched(self) -> dict[str, str]:
@@ -238,7 +243,7 @@ class Plan:
 
         A callback that distributes the model is left out, since any layout over ranks resumes any other.
         """
-        data = self.source.fingerprint if isinstance(self.source, Samples) else "iterable"
+        data = self.source.fingerprint if isinstance(self.source, Samples | FirstOf) else "iterable"
         stateful = [
             name
             for name, callback in self.callbacks.items()

@@ -75,8 +75,17 @@ class Optional(Protocol):
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
         """Return name -> (sum, count) over `batch`, for validation. Default: the loss, named `loss`.
 
-        A count of 0 leaves the metric out. A value may be an object of torchmetrics that this method has updated: a
-        validation resets it first, and computes it over all ranks. Two micro-batches are tried before step 1.
+        A count of 0 leaves the metric out. A value may be an object of torchmetrics that this method has updated. The
+        end of a validation computes it over all ranks, and resets it. Two micro-batches are tried before step 1.
+        """
+        ...
+
+    def validation_end(self, model: nn.Module) -> dict[str, tuple[Tensor, int]]:
+        """Return further metrics, as `metrics` does, after all batches of a validation data set.
+
+        Called once on each rank, also on one that had no batch, so it may communicate. `metrics` has kept what this
+        method needs, in attributes of the recipe or of modules; forget it here. With `shard` of stage 3 and `pipeline`
+        a rank may repeat its last batch. Then its numbers, tensors, lists, sets and dicts are put back.
         """
         ...
 

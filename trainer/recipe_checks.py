@@ -158,23 +158,23 @@ def refuse_untrained(model: nn.Module) -> None:
         raise ConfigError(f"recipe.model(): {has}; return one with parameters that require a gradient")
 
 
-def check_metrics(found: Any) -> dict[str, tuple[Tensor, int]]:
-    """Return what `recipe.metrics` returned, with counts as plain ints.
+def check_metrics(found: Any, method: str = "metrics") -> dict[str, tuple[Tensor, int]]:
+    """Return what `recipe.metrics` or another method returned, with counts as plain ints.
 
     Raises:
         ConfigError: `found` is not a dict of name -> (sum, count).
     """
     if not isinstance(found, Mapping):
-        raise refusal("metrics", found, METRICS)
+        raise refusal(method, found, METRICS)
     checked = {}
     for name, pair in found.items():
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise refusal("metrics", pair, METRICS, f" for {name!r}")
+            raise refusal(method, pair, METRICS, f" for {name!r}")
         total, count = pair
         if not isinstance(total, Tensor) or total.numel() != 1:
-            raise refusal("metrics", total, METRICS, f" as the sum of {name!r}")
+            raise refusal(method, total, METRICS, f" as the sum of {name!r}")
         if not isinstance(count, Integral):
-            raise refusal("metrics", count, METRICS, f" as the count of {name!r}")
+            raise refusal(method, count, METRICS, f" as the count of {name!r}")
         checked[name] = total, int(count)
     return checked
 

@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
+from functools import partial
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +18,30 @@ from trainer.data.batch import Micro
 from trainer.errors import ConfigError, DataError, nearest
 from trainer.log import log
 from trainer.monitors.media import check_media
-from trainer.monitors.metric_objects import MetricObjects
+from trainer.monitors.metric_objects import MetricObjects, kept, modules_in, parts_of
+from trainer.monitors.named_losses import mean_of
 from trainer.parallel.strategy import OutputElsewhere
+from trainer.parallel.trial import evaluating
 from trainer.precision import Precision
 from trainer.recipe_checks import METRICS, check_loss, check_metrics, refusal
 
 Metrics = dict[str, tuple[Tensor, int]]  # name -> sum and count
 TRIED = 2  # micro-batches of each rank, before step 1
+TRIES = ("metrics", "media", "validation_end")  # methods of a recipe, on these
 NO_BATCH = (
     "recipe.data('val'): gave no batch, or only batches of weight 0; return data that every validation can iterate "
     "over again: shards, a dataset or a list, not a generator"
 )
+
+
+class Found(NamedTuple):
+    """Metrics and bad samples of a walk through the validation data, over all ranks."""
+
+    values: dict[str, float]
+    names: list[str]  # of metrics, also of those that counted nothing
+    batches: int
+    bad: int  # samples
+    first_bad: str  # why
 
 
 class Evaluator:
@@ -64,9 +78,9 @@ class Evaluator:
         self.samples, self.max_bad, self.data_rank = samples, max_bad, data_rank
         self.replicas, self.lockstep = replicas, lockstep
         self.stopping, self.beat = stopping, beat
-        alone = "there are several data sets" if len(batches) > 1 else ""
-        self.objects = MetricObjects("ranks repeat batches, to keep in step" if lockstep else alone)
+        self.objects = MetricObjects(ranks.rank, ranks.world, ranks.group_of)
         self.media: dict[str, Any] = {}  # of this rank's first batch of the last validation
+        self.asks = False  # for media, at the next batch
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float] | None:
@@ -76,63 +90,41 @@ class Evaluator:
             ConfigError, DataError: No rank counted an item, or too many samples are bad. Raised on all ranks.
             DistError: Another rank has failed.
         """
-        own: dict[str, Any] | None = {}
-        bad: list[str] = []
-        failure = None
         share_buffers(model, self.replicas)
-        self.objects.reset()
-        try:
-            own = self._sums(model, bad)
-        except Exception as error:
-            failure = error  # the other ranks wait for this one's report
-        try:
-            reports = self.ranks.gather([own, [self.data_rank, len(bad)], bad[:1], failure is not None])
-        finally:
-            if failure:
-                raise failure
-        ranks, counts, firsts, failed = zip(*reports, strict=True)
-        if any(failed):
-            raise DistError(f"rank {failed.index(True)} failed in validation")
-        if None in ranks:
+        found = self._walk(model)
+        if found is None:
             return None
-        if count := sum(dict(counts).values()):
-            self._report_bad(count, next(first[0] for first in firsts if first))
-        names = {name: None for rank in ranks for name in rank}  # in order; a rank without a batch has none
-        both = {name: [sum(rank[name][i] for rank in ranks if name in rank) for i in (0, 1)] for name in names}
-        values = {name: total / count for name, (total, count) in both.items() if count}
-        values |= self.objects.compute(self.ranks.gather)
-        if not values and both and hasattr(self.recipe, "metrics"):
-            own_names = ", ".join(name.removeprefix("val/") for name in both)
+        if found.bad:
+            self._report_bad(found.bad, found.first_bad)
+        if not found.values and found.names and hasattr(self.recipe, "metrics"):
+            own_names = ", ".join(name.removeprefix("val/") for name in found.names)
             raise ConfigError(
                 f"recipe.metrics(): the count of {own_names} is 0 in every batch of recipe.data('val'); "
                 "return (sum, count) with the number of items in the sum"
             )
-        if not values:
+        if not found.values:
             raise DataError(NO_BATCH)
-        return values
+        return found.values
 
     @torch.no_grad()
     def try_out(self, watched: Mapping[str, str], model: nn.Module) -> None:
-        """Try the recipe's `metrics` and `media`, or its data, on two micro-batches. A collective.
+        """Try the recipe's `metrics`, `media` and `validation_end`, or its data, on two micro-batches. A collective.
 
         Raises:
             ConfigError: The recipe gives no metrics, or lacks one of `watched` (config key -> metric).
             DataError: There is no batch on any rank.
+            DistError: Another rank has failed.
         """
-        device, bad = self.precision.device, list[str]()
-        cuda = [device] if device.type == "cuda" else []
+        device = self.precision.device
         try:
-            with torch.random.fork_rng(cuda), closing(self._names(model, bad)) as batches:
-                own = list(batches)
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                found = self._walk(model, TRIED)
         except Exception as error:
             error.place = "in the trial of validation, before step 1"  # pyright: ignore[reportAttributeAccessIssue]
             raise
-        listed = [*chain(*own), *self.objects.objects]
-        self.objects.reset()
-        names, counts, firsts = zip(*self.ranks.gather([listed, len(own), bad[:1]]), strict=True)
-        if not any(counts):
-            raise DataError(next((first[0] for first in firsts if first), NO_BATCH))
-        known = set(chain(*names))
+        if found is None or not found.batches:
+            raise DataError((found and found.first_bad) or NO_BATCH)
+        known = {*found.names, *found.values}
         if not hasattr(self.recipe, "metrics"):
             known |= {f"{prefix}/loss" for prefix in self.batches}
         if not known:
@@ -141,67 +133,115 @@ class Evaluator:
             if name not in known:
                 raise ConfigError(f"{key}={name}: validation gives no such metric; {nearest(name, known)}")
 
-    def _names(self, model: nn.Module, bad: list[str]) -> Generator[list[str]]:
-        """Yield the metrics' names of each tried batch. A recipe without metrics gets no forward pass, and no names."""
-        if hasattr(self.recipe, "metrics") or hasattr(self.recipe, "media"):
-            with closing(self._each_batch(model, bad, TRIED)) as batches:
-                yield from (list(metrics or ()) for metrics in batches)
-            return
-        for batches in self.batches.values():
-            yield from islice(self._read(batches(), bad), TRIED)
+    def _walk(self, model: nn.Module, most: int | None = None) -> "Found | None":
+        """Take the batches of each data set, then what ends it; return None at a signal. A collective.
 
-    def _read(self, micros: Iterator[Micro], bad: list[str]) -> Generator[list[str]]:
-        """Yield no names for each batch that can be used."""
-        for micro in micros:
-            bad += [each.why for each in micro.bad]
-            if micro.batch is not None:
-                yield []
-
-    def _sums(self, model: nn.Module, bad: list[str]) -> dict[str, Any] | None:
-        """Sum each metric and its count over this rank's part; return None at a signal to stop."""
-        totals: dict[str, list[Any]] = {}
-        logged_at = time.monotonic()
-        with closing(self._each_batch(model, bad)) as batches:
-            for done, metrics in enumerate(batches, start=1):
-                if metrics is None:
-                    return None
-                self.beat()
-                if time.monotonic() - logged_at > timeouts.LOG_EVERY_S:
-                    logged_at = time.monotonic()
-                    log.info("validation: %d batches so far", done)
-                for name, (total, count) in metrics.items():
-                    both = totals.setdefault(name, [0.0, 0])
-                    if count:  # else the sum may be 0 / 0
-                        both[0] += total.double()
-                        both[1] += count
-        return {name: [float(total), count] for name, (total, count) in totals.items()}
-
-    def _each_batch(self, model: nn.Module, bad: list[str], most: int | None = None) -> Generator[Metrics | None]:
-        """Yield the metrics of each batch, and None at a signal. Add the reasons of bad samples to `bad`.
+        The recipe's `validation_end` may communicate, so it is called when no rank has failed before.
 
         Args:
             most: Batches of each data set; None: all.
         """
-        training = [module for module in model.modules() if module.training]  # a recipe may freeze some modules
-        model.eval()
-        measure = self.precision.cast(self._measure)
-        asks, self.media = hasattr(self.recipe, "media"), {}
+        names: dict[str, None] = {}
+        values: dict[str, float] = {}
+        batches, bad, first_bad = 0, dict[tuple[str, int], int](), ""
+        self.asks, self.media = hasattr(self.recipe, "media"), {}
+        with evaluating(model):
+            for prefix, micros in self.batches.items():
+                self.objects.begin(prefix)
+                parts = self._on_ranks(partial(self._take, model, micros, most))
+                if None in parts:
+                    return None
+                ranks, done, data_ranks, counts, firsts = zip(*parts, strict=True)
+                bad |= {(prefix, rank): count for rank, count in zip(data_ranks, counts, strict=True)}
+                batches, first_bad = batches + sum(done), first_bad or next(filter(None, firsts), "")
+                if not any(done):
+                    continue
+                ends, updated = zip(*self._on_ranks(partial(self._end, model)), strict=True)
+                names |= {f"{prefix}/{name}": None for name in chain(*ranks, *ends)}
+                means = mean_of(ranks) | mean_of(ends)
+                values |= {f"{prefix}/{name}": value for name, value in means.items()}
+                if any(updated):  # the first rank that has a value gives it to all
+                    computed = self._on_ranks(partial(self.objects.compute, updated))
+                    values |= {name: value for own in reversed(computed) for name, value in own.items()}
+        return Found(values, list(names), batches, sum(bad.values()), first_bad)
+
+    def _on_ranks(self, work: Callable[[], Any]) -> list[Any]:
+        """Do this rank's work; return what the work of each rank gave, a JSON value. A collective.
+
+        Raises:
+            DistError: The work of another rank has failed.
+        """
+        own = failure = None
         try:
-            for prefix, batches in self.batches.items():
-                for micro, counts in islice(self._passes(batches(), bad), most):
-                    if micro is None:
-                        yield None
-                        return
-                    try:
-                        metrics = measure(model, micro.batch, micro.weight, prefix)
-                    except OutputElsewhere:
-                        metrics = {}
-                    if asks:
-                        self.media, asks = self._ask_media(model, micro.batch), False
-                    yield {f"{prefix}/{name}": value for name, value in metrics.items()} if counts else {}
+            own = work()
+        except Exception as error:
+            failure = error  # the other ranks wait for this one's report
+        try:
+            reports = self.ranks.gather([own, failure is not None])
         finally:
-            for module in training:
-                module.training = True
+            if failure:
+                raise failure
+        for rank, (_, failed) in enumerate(reports):
+            if failed:
+                raise DistError(f"rank {rank} failed in validation")
+        return [value for value, _ in reports]
+
+    def _take(self, model: nn.Module, batches: Callable[[], Iterator[Micro]], most: int | None) -> list[Any] | None:
+        """Take this rank's batches of a data set; return None at a signal to stop.
+
+        Returns:
+            The sum and count of each metric, the number of batches, and this rank among those with different data. Then
+            the number of its bad samples, and why the first of them is bad.
+        """
+        totals: dict[str, list[Any]] = {}
+        bad: list[str] = []
+        done, logged_at = 0, time.monotonic()
+        measure = self._pass
+        if most and not any(hasattr(self.recipe, name) for name in TRIES):
+            measure = lambda *_: {}  # noqa: E731 no forward pass, for the names are known
+        with closing(self._passes(batches(), bad)) as passes:
+            for micro, counts in islice(passes, most):
+                if micro is None:
+                    return None
+                done += 1
+                for name, (total, count) in measure(model, micro, counts).items():
+                    both = totals.setdefault(name, [0.0, 0])
+                    if count:  # else the sum may be 0 / 0
+                        both[0] += total.double()
+                        both[1] += count
+                self.beat()
+                if time.monotonic() - logged_at > timeouts.LOG_EVERY_S:
+                    logged_at = time.monotonic()
+                    log.info("validation: %d batches so far", done)
+        sums = {name: [float(total), count] for name, (total, count) in totals.items()}
+        return [sums, done, self.data_rank, len(bad), bad[0] if bad else ""]
+
+    def _pass(self, model: nn.Module, micro: Micro, counts: bool) -> Metrics:
+        """Return the metrics of a batch; none of one that this rank repeats, which leaves nothing behind."""
+        with nullcontext() if counts else kept(self._stateful(model)):
+            try:
+                metrics = self.precision.cast(self._measure)(model, micro.batch, micro.weight)
+            except OutputElsewhere:
+                metrics = {}
+        if self.asks:
+            self.media, self.asks = self._ask_media(model, micro.batch), False
+        return metrics if counts else {}
+
+    def _stateful(self, model: nn.Module) -> list[Any]:
+        """Return the objects in which `metrics` may keep numbers until the end."""
+        known = [part for metric in self.objects.objects.values() for part in parts_of(metric)]
+        if not hasattr(self.recipe, "validation_end"):
+            return known
+        own = getattr(self.recipe, "__dict__", {})
+        return [*known, self.recipe, *modules_in(own), *model.modules()]
+
+    def _end(self, model: nn.Module) -> list[Any]:
+        """Return the sums and counts that the recipe gives at the end of a data set, and which objects there are."""
+        found: Any = {}
+        if hasattr(self.recipe, "validation_end"):
+            with suppress(OutputElsewhere):
+                found = check_metrics(self.objects.take(self.recipe.validation_end(model)), "validation_end")
+        return [{name: [float(total), count] for name, (total, count) in found.items()}, self.objects.updated()]
 
     def _ask_media(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         """Return the recipe's media. Random numbers that it draws change no later batch."""
@@ -216,7 +256,7 @@ class Evaluator:
             return {}
         return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in media.items()}
 
-    def _passes(self, own: Iterator[Micro], bad: list[str]) -> Iterator[tuple[Micro | None, bool]]:
+    def _passes(self, own: Iterator[Micro], bad: list[str]) -> Generator[tuple[Micro | None, bool]]:
         """Yield what `_alone` or `_together` yields, without batches whose samples are all bad."""
         for micro, counts in self._together(own) if self.lockstep else self._alone(own):
             if micro is not None:
@@ -261,9 +301,9 @@ class Evaluator:
         if self.ranks.rank == 0:
             log.warning("validation: %d of %d samples were left out; the first: %s", count, self.samples, first)
 
-    def _measure(self, model: nn.Module, batch: Any, weight: int, prefix: str) -> Metrics:
+    def _measure(self, model: nn.Module, batch: Any, weight: int) -> Metrics:
         if hasattr(self.recipe, "metrics"):
-            return check_metrics(self.objects.take(prefix, self.recipe.metrics(model, batch)))
+            return check_metrics(self.objects.take(self.recipe.metrics(model, batch)))
         loss = self.recipe.loss(model, batch)
         named = loss if isinstance(loss, Mapping) else {"loss": loss}
         check_loss(named.get("loss", loss))

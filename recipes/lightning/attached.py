@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from trainer.callback import TrainerProtocol
@@ -59,13 +60,6 @@ def short_name(name: str) -> str:
     return next((name[len(prefix) :] for prefix in PREFIXES if name.startswith(prefix)), name)
 
 
-def mean_of(ranks: list[dict[str, list[float]]]) -> dict[str, float]:
-    """Return the weighted means of all ranks' numbers."""
-    names = {name: None for rank in ranks for name in rank}
-    both = {name: [sum(rank[name][i] for rank in ranks if name in rank) for i in (0, 1)] for name in names}
-    return {name: total / weight for name, (total, weight) in both.items() if weight}
-
-
 class AttachedTrainer:
     """The object that a module finds as `self.trainer`. It reads Echelon's trainer once that is attached."""
 
@@ -95,12 +89,12 @@ class AttachedTrainer:
         """Echelon's trainer.
 
         Raises:
-            ConfigError: It lacks the callback that attaches it.
+            ConfigError: It lacks the callback that attaches it, or `echelon evaluate` reads a checkpoint without one.
         """
         if self.echelon is None:
             raise ConfigError(
-                "callbacks: recipe Lightning needs the callback recipes.lightning.LightningHooks; "
-                "give callbacks={'lightning': LightningHooks()}"
+                "callbacks: self.trainer of a LightningModule needs a run with recipes.lightning.LightningHooks; "
+                "give callbacks={'lightning': LightningHooks()}, and leave self.trainer out of what evaluate calls"
             )
         return self.echelon
 
@@ -125,6 +119,8 @@ class AttachedTrainer:
         if self.run.plan.order is not None:
             return self.run.plan.order.samples / self.run.batch
         batches = self.count_batches(self.run.world)
+        if (most := self.run.options.limit_batches.train) is not None:
+            batches = min(batches, most * self.accumulate_grad_batches)
         return batches if batches == math.inf else math.ceil(batches / self.accumulate_grad_batches)
 
     def epochs_at(self, step: int) -> int:
@@ -152,15 +148,15 @@ class AttachedTrainer:
 
     @property
     def current_epoch(self) -> int:
-        return self.epochs_at(self.run.step)
+        return self.epochs_at(self.global_step) if self.global_step else 0
 
     @property
     def global_step(self) -> int:
-        return self.run.step
+        return self.echelon.step if self.echelon else 0  # Lightning's `validate` gives 0, too
 
     @property
     def global_rank(self) -> int:
-        return self.run.rank
+        return dist.get_rank() if dist.is_initialized() else 0
 
     @property
     def local_rank(self) -> int:
@@ -168,13 +164,13 @@ class AttachedTrainer:
 
     @property
     def world_size(self) -> int:
-        return self.run.world
+        return dist.get_world_size() if dist.is_initialized() else 1
 
     num_devices = world_size
 
     @property
     def is_global_zero(self) -> bool:
-        return self.run.rank == 0
+        return self.global_rank == 0
 
     @property
     def default_root_dir(self) -> str:

@@ -5,12 +5,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from recipes.lightning.attached import mean_of
 from recipes.lightning.module import find, overrides
 from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.data.batch import Step
 from trainer.errors import ConfigError
 from trainer.forward_backward import ForwardBackward
+from trainer.monitors.named_losses import mean_of
 from trainer.optim.groups import WithGroups
 
 GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
@@ -61,8 +61,6 @@ class LightningHooks(Callback):
 
     def on_fit_start(self, trainer: TrainerProtocol) -> None:
         recipe, module = trainer.recipe, find(trainer.module)
-        if any(trainer.ranks.gather(recipe.validation.begun)):  # batches were tried
-            recipe.validation.end(find(trainer.eval_model), trainer.ranks)
         recipe.passes, self.epoch = 0, recipe.view.current_epoch
         recipe.view.logged.clear()
         trainer.gathered.append((recipe.view.logged.numbers, self._name))
@@ -88,9 +86,7 @@ class LightningHooks(Callback):
                 module.on_train_epoch_start()
 
     def on_validation_end(self, trainer: TrainerProtocol, metrics: dict[str, float]) -> None:
-        recipe = trainer.recipe
-        metrics.update(recipe.validation.end(find(trainer.eval_model), trainer.ranks))
-        recipe.configured.validated(trainer.step, metrics)
+        trainer.recipe.configured.validated(trainer.step, metrics)
 
     def on_fit_end(self, trainer: TrainerProtocol) -> None:
         module: Any = find(trainer.module)

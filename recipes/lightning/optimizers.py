@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -110,18 +110,23 @@ class Configured:
                 yield partial(each.scheduler.step, self.plateaus[done][str(each.monitor)])
 
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the metrics that schedulers wait for.
+        """Keep the metrics that schedulers wait for. Errors are those of `refuse_unknown`."""
+        self.refuse_unknown(metrics)
+        for monitor, name in self.monitors.items():
+            self.plateaus.setdefault(step, {})[monitor] = metrics[name]
 
-        Raises:
-            ConfigError: There is no such metric.
-        """
-        for each in (s for s in self.schedulers if s.on_plateau):
-            name = f"val/{short_name(str(each.monitor))}"
+    def refuse_unknown(self, metrics: Collection[str]) -> None:
+        """Raise ConfigError if a scheduler waits for a metric that is none of these."""
+        for monitor, name in self.monitors.items():
             if name not in metrics:
                 raise ConfigError(
-                    f"{KEY}: monitor={each.monitor!r}: validation gives no such metric; {nearest(name, metrics)}"
+                    f"{KEY}: monitor={monitor!r}: validation gives no such metric; {nearest(name, metrics)}"
                 )
-            self.plateaus.setdefault(step, {})[str(each.monitor)] = metrics[name]
+
+    @property
+    def monitors(self) -> dict[str, str]:
+        """Return the metric that each scheduler of role ReduceLROnPlateau waits for, as the module names it."""
+        return {str(s.monitor): f"val/{short_name(str(s.monitor))}" for s in self.schedulers if s.on_plateau}
 
 
 def parse(found: Any) -> tuple[Optimizer, list[Any]]:

@@ -35,7 +35,6 @@ class Lightning:
         batches: Whether the training loader's own batches are taken, in its order. Otherwise its samples are.
     """
 
-    only_in_fit = "recipe=lightning: its metrics are those of hooks, which evaluate does not call; read val/ of the run"
     targets = ("module", "datamodule")  # arguments that name code: config/check.py checks their packages
 
     def __init__(
@@ -161,7 +160,7 @@ class Lightning:
             module.on_train_batch_end(*self.ended)
         self.ended = None
 
-    def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         """Run `validation_step`; return what it logs, or else the numbers that it returns."""
         module, validation = find(model), self.validation
         validation.begin(module)
@@ -172,7 +171,14 @@ class Lightning:
         output = model(*arguments, lightning_step="validation_step")
         if overrides(module, "on_validation_batch_end"):
             module.on_validation_batch_end(output, batch, validation.index)
-        return validation.take(module, output)
+        return validation.take(output)
+
+    def validation_end(self, model: nn.Module) -> dict[str, Any]:
+        """Run the hooks at the end of a validation; return what they log."""
+        found = self.validation.end(find(model))
+        if self.configured and self.validation.index:
+            self.configured.refuse_unknown({f"val/{name}" for name in self.validation.names})
+        return found
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write a checkpoint that `load_from_checkpoint` of the module's class takes."""

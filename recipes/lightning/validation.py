@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.lightning.attached import AttachedTrainer, Logged, mean_of, short_name
-from trainer.comm.ranks import Ranks
+from recipes.lightning.attached import AttachedTrainer, Logged
 from trainer.errors import ConfigError
 
 
@@ -16,12 +15,12 @@ class Validation:
 
     Attributes:
         index: Of the next batch.
-        metrics: The place in the module of each metric of torchmetrics that was logged, by name.
+        names: What is logged.
     """
 
     def __init__(self, view: AttachedTrainer) -> None:
         self.view, self.index, self.begun = view, 0, False
-        self.metrics: dict[str, str] = {}
+        self.names: set[str] = set()
         self.training = view.logged
 
     def begin(self, module: Any) -> None:
@@ -29,48 +28,41 @@ class Validation:
         self.view.logged = Logged()
         if self.begun:
             return
-        self.begun, self.index, self.metrics = True, 0, {}
+        self.begun, self.index, self.names = True, 0, set()
         self.view.training, self.view.validating = False, True
         module.on_validation_start()
         module.on_validation_epoch_start()
 
-    def take(self, module: Any, output: Any) -> dict[str, tuple[Tensor, int]]:
-        """Return name -> sum and weight of what a batch has logged, or else of the numbers in `output`.
-
-        Raises:
-            ConfigError: There is neither.
-        """
+    def take(self, output: Any) -> dict[str, Any]:
+        """Return what a batch has logged, or else the numbers in `output`, which is no error if there are none."""
         logged, self.index = self.view.logged, self.index + 1
         if not logged.sums:
             found = output if isinstance(output, Mapping) else {"loss": output}
             for name, value in found.items():
                 if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
                     logged.add(name, value, self.view.batch_size)
-        places = {id(metric): place for place, metric in module.named_modules()}
-        self.metrics |= {name: places[id(metric)] for name, metric in logged.metrics.items() if id(metric) in places}
-        self.view.logged = self.training
-        if not logged.sums:
-            raise ConfigError("validation_step: logs nothing and returns no number; log a metric by self.log")
-        return {name: (torch.as_tensor(total), weight) for name, (total, weight) in logged.sums.items()}
+        return self._metrics()
 
-    @torch.no_grad()
-    def end(self, module: Any, ranks: Ranks) -> dict[str, float]:
-        """Call the hooks after the last batch; return metrics of all ranks. A collective."""
+    def end(self, module: Any) -> dict[str, Any]:
+        """Call the hooks after the last batch; return what they have logged. A number is the mean over ranks.
+
+        Raises:
+            ConfigError: Batches have come, and nothing was logged.
+        """
         self.begin(module)  # a rank may have had no batch
+        self.view.batch_size = 1
         module.on_validation_epoch_end()
-        own, places = self.view.logged.numbers(), self.metrics
-        reports = ranks.gather([own, places])
-        found = mean_of([numbers for numbers, _ in reports])
-        for name, place in {name: place for _, each in reports for name, place in each.items()}.items():
-            metric: Any = module.get_submodule(place)
-            value = metric.compute()
-            if isinstance(value, Mapping):  # of a MetricCollection
-                found.update((short_name(str(key)), float(each)) for key, each in value.items())
-                found.pop(name, None)
-            else:
-                found[name] = float(value)
-            metric.reset()
+        found = self._metrics()
         module.on_validation_end()
-        self.view.logged, self.begun = self.training, False
+        self.begun = False
         self.view.training, self.view.validating = True, False
-        return {f"val/{name}": value for name, value in found.items()}
+        if self.index and not self.names:
+            raise ConfigError("validation_step: logs nothing and returns no number; log a metric by self.log")
+        return found
+
+    def _metrics(self) -> dict[str, Any]:
+        """Return name -> sum and weight, or a metric of torchmetrics."""
+        logged, self.view.logged = self.view.logged, self.training
+        sums = {name: (torch.as_tensor(total), weight) for name, (total, weight) in logged.sums.items()}
+        self.names |= sums.keys()
+        return sums | logged.metrics

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from trainer.callback import Callback
-from trainer.config.options import CheckpointOptions, DataOptions, LimitOptions, Options
+from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.data.stream import Stream, is_stream
-from trainer.errors import ConfigError, DataError
+from trainer.errors import DataError
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -135,8 +135,3 @@ def test_what_is_a_stream():
         is_stream(hugging_face(3, 1)) and is_stream(hugging_face(3, 1).with_format("torch")) and is_stream(Numbers(1))
     )
     assert not is_stream(datasets.Dataset.from_dict({"i": [1]})) and not is_stream([1])
-
-
-def test_a_stream_has_no_first_samples_for_training():
-    with pytest.raises(ConfigError, match="has no first samples"):
-        train(Place(), "torch", 2, limit_batches=LimitOptions(train=1))

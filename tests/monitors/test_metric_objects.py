@@ -1,5 +1,7 @@
 """torchmetrics' objects in a recipe: computed over all ranks, anew in each validation, beside (sum, count)."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,53 +10,90 @@ from support.ranks import run_ranks
 from torch import Tensor, nn
 from toy_recipe import Points, Toy
 
+from trainer.callbacks.early_stop import EarlyStop
+from trainer.callbacks.pipeline.callback import PipelineParallel
 from trainer.callbacks.shard.callback import Shard
-from trainer.config.options import DataOptions, Options
-from trainer.errors import ConfigError, DataError
+from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.errors import ConfigError
+from trainer.monitors.metric_objects import kept
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 torchmetrics = pytest.importorskip("torchmetrics")
-
-
-class Measured(Toy):
-    """The median is no mean: it needs all values at one place."""
-
-    def __init__(self, kind: str = "median", **knobs: Any) -> None:
-        super().__init__(dtype="float64", **knobs)
-        self.kind, self.metric = kind, None
-
-    def data(self, split: str) -> Any:
-        points = Points(96 if split == "train" else 1 if self.kind == "few" else 13, self.dtype)
-        return {"a": points, "b": points} if (split, self.kind) == ("val", "several") else points
-
-    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
-        if self.metric is None:
-            self.metric = torchmetrics.CatMetric() if self.kind == "all" else Median()
-        self.metric.update(batch["x"][:, 0])
-        return {"x": self.metric, "first": (batch["x"][:, 0].sum(), len(batch["x"]))}
+SIZES = {"val": 13, "val/a": 13, "val/b": 5}
 
 
 class Median(torchmetrics.CatMetric):
+    """No mean: it needs all values at one place."""
+
     def compute(self) -> Tensor:
         return super().compute().median()
 
 
-def train(place: Place, kind: str, sharded: bool = False) -> Any:
+class Measured(Toy):
+    """Has an object of each kind: its state is a list, is changed in place, or is shared within a collection."""
+
+    def __init__(self, kind: str = "usual", **knobs: Any) -> None:
+        super().__init__(dtype="float64", **knobs)
+        self.kind = kind
+        self.median = torchmetrics.CatMetric() if kind == "all" else Median()
+        self.mean = torchmetrics.MeanMetric()
+        self.classes = torchmetrics.MetricCollection(
+            [torchmetrics.classification.BinaryPrecision(), torchmetrics.classification.BinaryRecall()]
+        )
+
+    def data(self, split: str) -> Any:
+        if split == "train":
+            return Points(96, self.dtype)
+        if self.kind == "several":
+            return {name[4:]: Points(SIZES[name], self.dtype) for name in ("val/a", "val/b")}
+        return Points(2 if self.kind == "few" else 13, self.dtype)
+
+    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
+        model(batch["x"])  # which needs all ranks, with shard and pipeline
+        x = batch["x"]
+        self.median.update(x[:, 0])
+        self.mean.update(x[:, 0])
+        self.classes.update(x[:, 1], (x[:, 2] > 0.5).long())
+        found = {"median": self.median, "mean": self.mean, "cls": self.classes}
+        return found | {"first": (x[:, 0].sum(), len(x))}
+
+
+class AtTheEnd(Measured):
+    """The object is given at the end alone."""
+
+    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
+        found = super().metrics(model, batch)
+        return {"first": found["first"]}
+
+    def validation_end(self, model: nn.Module) -> dict[str, Any]:
+        return {"median": self.median, "mean": self.mean, "cls": self.classes}
+
+
+def by_torchmetrics(prefix: str, size: int) -> dict[str, float]:
+    """The values of torchmetrics alone, from all samples in one batch."""
+    recipe = Measured()
+    recipe.metrics(nn.Identity(), {"x": torch.stack([Points(size, torch.float64)[i]["x"] for i in range(size)])})
+    values = {f"cls/{name}": value for name, value in recipe.classes.compute().items()}
+    values |= {"median": recipe.median.compute(), "mean": recipe.mean.compute(), "first": recipe.mean.compute()}
+    return {f"{prefix}/{name}": float(value) for name, value in values.items()}
+
+
+def train(place: Place, recipe: Measured, callbacks: Any = None, **options: Any) -> Any:
     trainer = Trainer(
-        Measured(kind), [Shard(stage=3)] if sharded else [], batch=12, micro_batch=2, place=place,
-        options=Options(max_steps=2, validate_every=1, run_dir="runs/r"), data=DataOptions(workers=0),
+        recipe, callbacks or [], batch=12, micro_batch=2, place=place, data=DataOptions(workers=0),
+        options=Options(**{"max_steps": 2, "validate_every": 1, "run_dir": "runs/r", "timeout_s": 60.0, **options}),
     )  # fmt: skip
     trainer.fit()
+    return trainer
+
+
+def validated(place: Place, kind: type[Measured], named: str, layout: str) -> dict[str, float]:
+    layouts = {"": [], "shard": [Shard(stage=3)], "pipeline": [PipelineParallel(stages=2, schedule="gpipe", cut=[1])]}
+    trainer = train(place, kind(named), layouts[layout])
     if place.world == 1:
-        assert trainer.evaluate() == pytest.approx(trainer.validation)  # no batch of the run is left in the objects
+        assert trainer.evaluate() == trainer.validation  # no batch of the run is left in the objects
     return trainer.validation
-
-
-def refused(place: Place, kind: str, sharded: bool) -> str:
-    with pytest.raises((ConfigError, DataError)) as error:
-        train(place, kind, sharded)
-    return str(error.value)
 
 
 @pytest.fixture(autouse=True)
@@ -62,26 +101,101 @@ def folder(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_a_value_is_that_of_all_samples_once(world):
-    values = torch.stack([Points(13, torch.float64)[i]["x"][0] for i in range(13)])
-    for found in run_ranks(world, train, "median"):
-        assert found == pytest.approx({"val/x": float(values.median()), "val/first": float(values.mean())}, rel=1e-6)
+CASES = [
+    (1, "usual", ""),
+    (3, "usual", ""),
+    (3, "few", ""),  # a rank has no batch
+    (1, "several", ""),
+    (2, "several", ""),
+    (3, "usual", "shard"),  # two ranks repeat their last batch
+    (2, "several", "shard"),
+    (2, "usual", "pipeline"),  # the last stage alone has the objects
+    (4, "usual", "pipeline"),  # the last stage of two replicas, one of which repeats its last batch
+]
 
 
-@pytest.mark.parametrize(
-    "world, kind, sharded, said",
-    [
-        (1, "several", False, "returned a Median for 'x', and there are several data sets; return (sum, count)"),
-        (
-            2,
-            "median",
-            True,
-            "returned a Median for 'x', and ranks repeat batches, to keep in step; return (sum, count)",
-        ),
-        (1, "all", False, "val/x computes a tensor of shape (13,); give an object that computes one number"),
-        (2, "few", False, "has no batch, and torchmetrics' objects need one on each rank; return more validation data"),
-    ],
-)
-def test_what_can_not_be_exact_is_refused(world, kind, sharded, said):
-    assert all(said in text for text in run_ranks(world, refused, kind, sharded))
+@pytest.mark.parametrize("world, named, layout", CASES)
+@pytest.mark.parametrize("kind", [Measured, AtTheEnd])
+def test_a_value_is_torchmetrics_own_of_all_samples_once(world, named, layout, kind):
+    prefixes = ["val/a", "val/b"] if named == "several" else ["val"]
+    expected: dict[str, float] = {}
+    for prefix in prefixes:
+        expected |= by_torchmetrics(prefix, 2 if named == "few" else SIZES[prefix])
+    for found in run_ranks(world, validated, kind, named, layout):
+        assert found == pytest.approx(expected, rel=1e-6)
+        exact = [name for name in expected if "cls" in name or "median" in name]
+        assert {name: found[name] for name in exact} == {name: expected[name] for name in exact}
+
+
+def test_a_value_that_is_no_number_is_refused_before_step_1():
+    said = "val/median computes a tensor of shape (13,); give an object that computes one number"
+    with pytest.raises(ConfigError, match=re.escape(said.replace("13", "4"))):  # of the tried batches
+        train(Place(), Measured("all"))
+    assert not Path("ckpt").exists()
+
+
+@pytest.mark.parametrize("key", ["keep_best", "early_stop"])
+def test_a_number_of_a_collection_is_watched_and_the_collection_is_refused(key):
+    for name, known in (("val/cls/BinaryRecall", True), ("val/cls", False), ("val/cls/Recal", False)):
+        best = CheckpointOptions(keep_best=f"max {name}" if key == "keep_best" else None)
+        stops = [EarlyStop(name, mode="max")] if key == "early_stop" else []
+        if known:
+            trainer = train(Place(), Measured(), stops, checkpoint=best)
+            assert key == "early_stop" or trainer.best["value"] == trainer.validation[name]
+        else:
+            with pytest.raises(ConfigError, match=f"={name}: validation gives no such metric; did you .*BinaryRecall"):
+                train(Place(), Measured(), stops, checkpoint=best, run_dir="runs/refused")
+
+
+class FailsToCompute(torchmetrics.SumMetric):
+    """Its second value fails on rank 1, after the ranks have added up their states."""
+
+    times = 0
+
+    def compute(self) -> Tensor:
+        self.times += 1
+        if self.times > 1 and torch.distributed.get_rank() == 1:
+            raise OSError("no more memory on this GPU")
+        return super().compute()
+
+
+class FailsOnOne(Toy):
+    """Two objects: what follows the one that fails communicates, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.objects = {"a": FailsToCompute(), "b": Median()}
+
+    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
+        for metric in self.objects.values():
+            metric.update(batch["x"][:, 0])
+        return self.objects
+
+
+def failed(place: Place) -> str:
+    with pytest.raises(Exception) as caught:
+        train(place, FailsOnOne(), validate_every=None)  # pyright: ignore[reportArgumentType]
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_value_that_fails_on_one_rank_hangs_no_other():
+    others = "DistError: rank 1 failed in validation"
+    assert run_ranks(3, failed) == [others, "OSError: no more memory on this GPU", others]
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.number, self.tensor, self.list, self.nested = 1, torch.zeros(2), [1], {"a": [1]}
+        self._private = {"b": [1]}
+
+
+def test_attributes_are_put_back():
+    one = Holder()
+    with kept([one, object()]):
+        one.number, one._private["c"] = 2, [2]
+        one.tensor += 1
+        one.list.append(2)
+        one.nested["a"].append(2)
+        one.nested["b"] = [3]
+    assert (one.number, one.tensor.tolist(), one.list, one.nested) == (1, [0.0, 0.0], [1], {"a": [1]})
+    assert one._private == {"b": [1], "c": [2]}  # a module's parameters are in such a dict

@@ -163,3 +163,62 @@ class Two(AutoEncoder):
 class OwnBackward(AutoEncoder):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         loss.backward()
+
+
+class AtTheEnd(Classifier):
+    """Logs at the end of a validation: a metric alone, a mean of what it has kept, and a collection's numbers."""
+
+    def __init__(self, classes: int = 4) -> None:
+        super().__init__(classes)
+        self.recall = torchmetrics.Recall("multiclass", num_classes=classes, average="macro")
+        self.pair = torchmetrics.MetricCollection(
+            [
+                torchmetrics.Precision("multiclass", num_classes=classes),
+                torchmetrics.F1Score("multiclass", num_classes=4),
+            ],
+            prefix="val_",
+        )
+        self.kept: list[Tensor] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self(x)
+        self.recall.update(logits, y)
+        self.pair.update(logits, y)
+        self.kept.append(logits[:, 0])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_recall", self.recall)
+        self.log_dict(self.pair)
+        kept = torch.cat(self.kept) if self.kept else torch.zeros(0)
+        self.log("val_samples", float(len(kept)))
+        self.kept.clear()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max")
+        return {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "val_recall"}
+
+
+class Blocks(AtTheEnd):
+    """With repeated blocks, which callbacks shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.backbone(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)
+
+
+class WrongMonitor(AtTheEnd):
+    def configure_optimizers(self) -> Any:
+        return super().configure_optimizers() | {"monitor": "val_recal"}
+
+
+class Silent(AutoEncoder):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log nothing."""

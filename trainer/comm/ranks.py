@@ -71,6 +71,10 @@ class Ranks:
         assert isinstance(group, dist.ProcessGroup)
         return group
 
+    def group_of(self, some: list[int]) -> Any:
+        """Make a group of some ranks; the others get torch's placeholder. A collective of all ranks."""
+        return dist.new_group(some, backend=self.backend, timeout=self.timeout)
+
     def set_timeout(self, seconds: float) -> None:
         """Change the limit of later collectives in the groups that exist. `each` and `first` stay without one."""
         for group in () if self.world == 1 else list(dist.distributed_c10d._world.pg_map):

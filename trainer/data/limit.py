@@ -2,34 +2,54 @@
 
 import hashlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.data.source import Samples, Several
+from trainer.data.source import Samples, Several, is_used_up
 from trainer.errors import ConfigError
 
 
-def first_batches(source: Any, batches: int | None, batch: int, key: str) -> Any:
-    """Return the data without what follows its first `batches`, whose samples are the first of the stored order.
+@dataclass(frozen=True)
+class FirstOf:
+    """The first `batches` of an iterable, each time it is walked. A rank counts its own."""
+
+    source: Iterable[Any]
+    batches: int
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self.source), self.batches)
+
+    @property
+    def fingerprint(self) -> str:
+        """Tell a limit from another one: what an iterable has is not known."""
+        return f"iterable first {self.batches}"
+
+
+def first_batches(source: Any, batches: int | None, batch: int, micros: int, key: str) -> Any:
+    """Return training data without what follows its first `batches`.
+
+    Samples are the first ones of the stored order. An iterable is walked to this batch, then anew.
 
     Args:
         batches: None keeps the data whole.
         batch: The samples of a batch.
+        micros: Those of a rank's iterable that make a batch.
         key: The setting, for errors.
 
     Raises:
-        ConfigError: Training data has no samples by number, or is a mixture.
+        ConfigError: An iterable can't be walked anew.
     """
     if batches is None or source is None:
         return source
-    if isinstance(source, Samples) and not source.mixed:
+    if isinstance(source, Samples):
         return first_samples(source, batches * batch)
-    kind = "a mixture" if isinstance(source, Samples) else "an iterable of batches"
-    raise ConfigError(
-        f"{key}={batches}: recipe.data('train') is {kind}, which has no first samples; give trainer.max_steps instead, "
-        "or return a Dataset"
-    )
+    if is_used_up(getattr(source, "samples", source)):  # of a stream
+        raise ConfigError(
+            f"{key}={batches}: recipe.data('train') is a {type(source).__name__}, which can be walked only once; "
+            "give trainer.max_steps instead, or return an object whose __iter__ starts anew"
+        )
+    return FirstOf(source, batches * micros)
 
 
 def first_validation(source: Any, batches: int | None, batch: int) -> Any:
@@ -42,16 +62,14 @@ def first_validation(source: Any, batches: int | None, batch: int) -> Any:
 
 
 def first_samples(source: Samples, most: int) -> Samples:
-    """Return the first `most` samples, or all if there are fewer."""
-    before = [0, *itertools.accumulate(source.counts)]
-    counts = [min(count, most - start) for count, start in zip(source.counts, before, strict=False) if start < most]
+    """Return the first `most` samples, or all if there are fewer. Each data set of a mixture gives its share."""
+    total, done = sum(weight for _, weight in source.mixed), 0.0
+    rest, counts = iter(source.counts), list[int]()
+    for shards, weight in source.mixed or [(len(source.counts), 1.0)]:
+        share = max(1, round(most * (done + weight) / (total or 1.0)) - round(most * done / (total or 1.0)))
+        done += weight
+        own = list(itertools.islice(rest, shards))
+        before = itertools.accumulate(own, initial=0)
+        counts += [min(count, max(0, share - start)) for count, start in zip(own, before, strict=False)]
     fingerprint = hashlib.sha256(f"{source.fingerprint} first {most}".encode()).hexdigest()
-    return Samples(source.reader, counts, fingerprint, source.transform, source.seed)
-
-
-@dataclass(frozen=True)
-class FirstOf:
-    """The first `batches` of an iterable, which `Loader.validate` walks."""
-
-    source: Iterable[Any]
-    batches: int
+    return Samples(source.reader, counts, fingerprint, source.transform, source.seed, source.mixed)

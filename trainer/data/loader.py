@@ -101,7 +101,7 @@ class Loader:
         found = each_set(self.validation, "val") if self.validation is not None else {}
         return {prefix: partial(self.validate, source) for prefix, source in found.items()}
 
-    def validate(self, source: Samples | Stream | FirstOf | Iterable[Any] | None = None) -> Iterator[Micro]:
+    def validate(self, source: Samples | Stream | Iterable[Any] | None = None) -> Iterator[Micro]:
         """Yield every sample of `source`, or else of `validation`, once over all ranks, in the stored order.
 
         The last micro-batch may be smaller, and a rank may have none.
@@ -114,8 +114,6 @@ class Loader:
             batches = -(-(last - first) // self.split.micro)
             parts = partial(self._stored, source)
             micros = self._load(source, parts(), partial(validation_needs, parts), 1, self.options.prefetch)
-        elif isinstance(source, FirstOf):
-            micros = itertools.islice(self._replay(source.source, endless=False), source.batches)
         else:
             micros = self._replay(source, endless=False)
         return shown(upload(self._run(preserve_rng_state(micros)), self.stream), batches)
@@ -165,7 +163,7 @@ class Loader:
     def _iterated(
         self, source: Stream | Iterable[Any], steps: Callable[[int], Iterator[tuple[int, Split]]], start: int
     ) -> Iterator[Micro]:
-        if self.split.world > 1 and not isinstance(source, Stream):
+        if self.split.world > 1 and not isinstance(getattr(source, "source", source), Stream):
             log.info("recipe.data('train') is an iterable: each of %d ranks has batches of its own", self.split.world)
         micros = self._run(self._replay(source, endless=True))
         first = next(micros)
@@ -181,11 +179,16 @@ class Loader:
         return iter(lambda: list(itertools.islice(refs, self.split.micro)), [])
 
     def _replay(self, source: Stream | Iterable[Any], endless: bool) -> Generator[Micro]:
-        if isinstance(source, Stream):
-            own = source.batches(self.split.micro, self.rank, self.split.world, self.collate, endless)
-        else:
-            own = part_of(source, self.rank, self.split.world, mix(self.seed, ITERABLE, self.split.world))
+        own = self._own(source, endless)
         return replay(own, self.weight or count_samples, mix(self.seed, ITERABLE, self.rank), endless)
+
+    def _own(self, source: Stream | Iterable[Any], endless: bool) -> Iterable[Any]:
+        """Return this rank's batches of an iterable."""
+        if isinstance(source, FirstOf):
+            return FirstOf(self._own(source.source, endless), source.batches)
+        if isinstance(source, Stream):
+            return source.batches(self.split.micro, self.rank, self.split.world, self.collate, endless)
+        return part_of(source, self.rank, self.split.world, mix(self.seed, ITERABLE, self.split.world))
 
     def _load(
         self, source: Samples, micro_refs: Iterator[list[Ref]], needs: Needs, lanes: int, ahead: int,

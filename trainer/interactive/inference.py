@@ -19,6 +19,7 @@ from trainer.data.source import Samples, each_set, open_source, size_of
 from trainer.errors import ConfigError, DataError
 from trainer.interactive.predictions import Predictions, rows_of
 from trainer.log import log
+from trainer.parallel.trial import evaluating
 from trainer.precision import Precision
 from trainer.recipe_checks import weight_of
 from trainer.validation import Evaluator
@@ -60,8 +61,6 @@ class Inference:
         Raises:
             ConfigError, DataError: As in `Evaluator.evaluate`.
         """
-        if why := getattr(self.recipe, "only_in_fit", ""):
-            raise ConfigError(why)
         source, loader = self._open(split, weight_of(self.recipe))
         with closing(loader):
             evaluator = Evaluator(
@@ -105,19 +104,13 @@ class Inference:
             kind = "several data sets" if isinstance(source, dict) else "batches"
             raise ConfigError(f"predict: recipe.data gives {kind}, which have no order; return one Dataset or shards")
         own, bad = Predictions(), list[Bad]()
-        training = [module for module in model.modules() if module.training]
-        model.eval()
         predict = self.precision.cast(self.recipe.predict)
-        try:
-            with torch.no_grad():
-                for micro in loader.validate():
-                    bad += micro.bad
-                    if micro.batch is not None:
-                        self._add(own, source, micro, predict(model, micro.batch))
-                    self.beat()
-        finally:
-            for module in training:
-                module.training = True
+        with torch.no_grad(), evaluating(model):
+            for micro in loader.validate():
+                bad += micro.bad
+                if micro.batch is not None:
+                    self._add(own, source, micro, predict(model, micro.batch))
+                self.beat()
         if len(bad) > allowed(self.data.max_bad, size_of(source)):
             raise DataError(f"data.max_bad: {len(bad)} samples could not be read; the first: {bad[0].why}")
         if bad:

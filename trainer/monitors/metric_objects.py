@@ -1,77 +1,159 @@
-"""Takes torchmetrics' objects from a recipe's metrics: the recipe updates them, a validation computes them."""
+"""Takes torchmetrics' objects from a recipe: the recipe updates them, the end of a validation computes them."""
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError
 
 METHODS = ("update", "compute", "reset")  # of `torchmetrics.Metric`, which is not imported
 
 
 class MetricObjects:
-    """The objects of one validation data set, by name. `compute` of torchmetrics adds up the states of all ranks.
+    """The objects of one validation data set, by name. `compute` of torchmetrics adds up the states of ranks.
 
     Args:
-        refusal: The reason why this run can't have such objects; empty if it can.
+        rank: This one.
+        world: The number of ranks.
+        new_group: Makes a group of these ranks. A collective of all ranks.
     """
 
-    def __init__(self, refusal: str) -> None:
-        self.refusal = refusal
+    def __init__(self, rank: int, world: int, new_group: Callable[[list[int]], dist.ProcessGroup]) -> None:
+        self.rank, self.new_group = rank, new_group
+        self.groups: dict[tuple[int, ...], Any] = {tuple(range(world)): None}  # None: torch's group of all ranks
+        self.prefix = ""
         self.objects: dict[str, Any] = {}
 
-    def reset(self) -> None:
-        """Forget the batches of the validation before."""
+    def begin(self, prefix: str) -> None:
+        """Forget what a validation has left that did not end, and begin a data set, whose names have this prefix."""
         for metric in self.objects.values():
             metric.reset()
+        self.prefix, self.objects = prefix, {}
 
-    def take(self, prefix: str, found: Any) -> Any:
-        """Return what `recipe.metrics` returned for a batch, without the objects.
-
-        Raises:
-            ConfigError: This run can't have objects.
-        """
+    def take(self, found: Any) -> Any:
+        """Return what the recipe returned, without the objects."""
         own = {name: value for name, value in found.items() if is_object(value)} if isinstance(found, Mapping) else {}
-        if own and self.refusal:
-            name, value = next(iter(own.items()))
-            kind = type(value).__name__
-            raise ConfigError(
-                f"recipe.metrics(): returned a {kind} for {name!r}, and {self.refusal}; return (sum, count)"
-            )
-        self.objects |= {f"{prefix}/{name}": value for name, value in own.items()}
+        self.objects |= {f"{self.prefix}/{name}": value for name, value in own.items()}
         return {name: value for name, value in found.items() if name not in own} if own else found
 
-    def compute(self, gather: Callable[[Any], list[Any]]) -> dict[str, float]:
-        """Return the value of each object over the batches of all ranks. A collective.
+    def updated(self) -> dict[str, bool]:
+        """Return each object's name, and whether this rank has updated it."""
+        called = {
+            name: [part.update_called for part in parts_of(value) if hasattr(part, "update_called")]
+            for name, value in self.objects.items()
+        }
+        return {name: any(parts) or not parts for name, parts in called.items()}
+
+    def compute(self, updated: Sequence[Mapping[str, bool]]) -> dict[str, float]:
+        """Return the value of each object that this rank has, over the batches of all ranks. A collective.
+
+        Ranks that have not updated an object do not take part, unless no rank has. An object that fails does not keep
+        this rank from the collectives of the next one.
+
+        Args:
+            updated: What `updated` returned on each rank.
 
         Raises:
-            DataError: A rank has had no batch, so it does not know the objects.
             ConfigError: A value is not one number.
         """
-        names = gather(sorted(self.objects))
-        if any(own != names[0] for own in names):
-            rank = min(range(len(names)), key=lambda rank: len(names[rank]))
-            raise DataError(
-                f"recipe.data('val'): rank {rank} has no batch, and torchmetrics' objects need one on each rank; "
-                "return more validation data, or (sum, count)"
-            )
         values: dict[str, float] = {}
-        for name in names[0]:
-            value = self.objects[name].compute()
-            named = (
-                {f"{name}/{key}": one for key, one in value.items()} if isinstance(value, Mapping) else {name: value}
-            )
-            for key, one in named.items():
-                if not isinstance(one, Tensor) or one.numel() != 1:
-                    kind = f"a tensor of shape {tuple(one.shape)}" if isinstance(one, Tensor) else type(one).__name__
-                    raise ConfigError(
-                        f"recipe.metrics(): {key} computes {kind}; give an object that computes one number"
-                    )
-                values[key] = float(one)
-        self.reset()  # `evaluate` and a further validation may have objects of the same recipe
+        failure = None
+        for name in sorted(set(chain(*updated))):
+            have = [rank for rank, own in enumerate(updated) if name in own]
+            group = self._group([rank for rank in have if updated[rank][name]] or have)
+            if group is not NOT_HERE:
+                try:
+                    with synced_over(self.objects[name], group):
+                        values |= numbers(name, self.objects[name].compute())
+                except Exception as error:
+                    failure = failure or error
+        for metric in self.objects.values():  # a further validation may have objects of the same recipe
+            metric.reset()
+        if failure:
+            raise failure
         return values
+
+    def _group(self, ranks: list[int]) -> Any:
+        """Return the group of these ranks, or `NOT_HERE` if this rank is none of them."""
+        key = tuple(ranks)
+        if key not in self.groups:
+            self.groups[key] = self.new_group(ranks)
+        return self.groups[key] if self.rank in ranks else NOT_HERE
+
+
+NOT_HERE = object()
 
 
 def is_object(value: Any) -> bool:
     return all(callable(getattr(value, name, None)) for name in METHODS)
+
+
+def parts_of(value: Any) -> list[Any]:
+    """Return the modules in an object: a collection has several metrics, a wrapper has another one."""
+    return modules_in(value) or [value]
+
+
+def modules_in(value: Any) -> list[nn.Module]:
+    """Return the modules in a module, or in the values of a dict."""
+    if isinstance(value, dict):
+        return [module for each in value.values() for module in modules_in(each)]
+    return list(value.modules()) if isinstance(value, nn.Module) else []
+
+
+def numbers(name: str, value: Any) -> dict[str, float]:
+    """Return what an object has computed, by name: one number, or those of a collection.
+
+    Raises:
+        ConfigError: A value is not one number.
+    """
+    named = {f"{name}/{key}": one for key, one in value.items()} if isinstance(value, Mapping) else {name: value}
+    for key, one in named.items():
+        if not isinstance(one, Tensor) or one.numel() != 1:
+            kind = f"a tensor of shape {tuple(one.shape)}" if isinstance(one, Tensor) else type(one).__name__
+            raise ConfigError(f"recipe.metrics(): {key} computes {kind}; give an object that computes one number")
+    return {key: float(one) for key, one in named.items()}
+
+
+@contextmanager
+def synced_over(metric: Any, group: Any) -> Iterator[None]:
+    """Let torchmetrics add up the states of the ranks in `group`; None: of those that it is set to."""
+    parts = [part for part in parts_of(metric) if group is not None and hasattr(part, "process_group")]
+    before = [part.process_group for part in parts]
+    for part in parts:
+        part.process_group = group
+    try:
+        yield
+    finally:
+        for part, own in zip(parts, before, strict=True):
+            part.process_group = own
+
+
+@contextmanager
+def kept(parts: Iterable[Any]) -> Iterator[None]:
+    """Put the attributes of objects back at the end: numbers, tensors, and the members of lists, sets and dicts."""
+    attributes = [vars(part) for part in parts if hasattr(part, "__dict__")]
+    before = [
+        {name: copied(value) for name, value in own.items() if not (name.startswith("_") and isinstance(value, dict))}
+        for own in attributes
+    ]
+    try:
+        yield
+    finally:
+        for own, values in zip(attributes, before, strict=True):
+            own.update(values)
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of what changes in place: a tensor, a list or a set without its members, a dict with its values."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        own = copy.copy(value)
+        own.update({key: copied(each) for key, each in value.items()})
+        return own
+    return copy.copy(value) if isinstance(value, list | set) else value

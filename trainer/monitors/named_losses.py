@@ -57,6 +57,11 @@ class NamedLosses:
 
 def combined(ranks: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
     """Return the mean of each further loss over the items of all ranks, as `train/NAME`."""
+    return {f"train/{name}": value for name, value in mean_of(ranks).items()}
+
+
+def mean_of(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Return the mean of each name's sums and counts over all ranks. A count of 0 leaves the name out."""
     names = dict.fromkeys(name for rank in ranks for name in rank)
     both = {name: [sum(rank[name][i] for rank in ranks if name in rank) for i in (0, 1)] for name in names}
-    return {f"train/{name}": total / count for name, (total, count) in both.items()}
+    return {name: total / count for name, (total, count) in both.items() if count}

@@ -77,6 +77,14 @@ class Slow(Toy):
         return net
 
 
+class Named(Slow):
+    """Its losses have names."""
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Any:
+        loss = super().loss(model, batch)
+        return {"loss": loss, "twice": 2 * loss.detach()}
+
+
 class ArgmaxNet(OutsideNet):
     """The blocks pass on a number from before them, in a way that hides NaN."""
 
@@ -307,11 +315,12 @@ def Rollback() -> NanGuard:
     return NanGuard("rollback", every=1)
 
 
-def test_the_cut_is_by_time_and_a_resume_keeps_it(here):
+@pytest.mark.parametrize("recipe", [Slow, Named])
+def test_the_cut_is_by_time_and_a_resume_keeps_it(recipe, here):
     """The slow block is alone in its stage."""
-    ranks = run_ranks(3, train, {"stages": 3}, {"recipe": Slow})
+    ranks = run_ranks(3, train, {"stages": 3}, {"recipe": recipe})
     assert [rank["starts"] for rank in ranks] == [[0, 4, 5]] * 3
-    resumed = run_ranks(3, train, {"stages": 3}, {"steps": 4, "resume": ranks[0]["saved"]})
+    resumed = run_ranks(3, train, {"stages": 3}, {"recipe": recipe, "steps": 4, "resume": ranks[0]["saved"]})
     assert [rank["starts"] for rank in resumed] == [[0, 4, 5]] * 3
 
 

@@ -20,6 +20,7 @@ from trainer.data.loader import Loader
 from trainer.errors import ConfigError, require, require_one_of
 from trainer.forward_backward import Accumulate, ForwardBackward
 from trainer.log import log
+from trainer.monitors.named_losses import NamedLosses
 from trainer.parallel.cut import Fits, balance, cut_by_time, in_flight, memory_limit
 from trainer.parallel.pipedream import PipeDream, open_links
 from trainer.parallel.pipeline import SCHEDULES, Mesh, Pipeline
@@ -189,7 +190,7 @@ class PipelineParallel(Callback):
             )  # fmt: skip
             with closing(loader):
                 batch = next(loader.train(plan.manifest.get("samples", 0), stop=0)).peek()
-            loss = trainer.precision.cast(recipe.loss)
+            loss = trainer.precision.cast(NamedLosses(recipe.loss, lambda: None))
             with trainer.precision.converted(model):
                 found = try_whole(model, blocks, lambda: loss(model, batch), trainer.device)
         every = trainer.ranks.gather(found)
