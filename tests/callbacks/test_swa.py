@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from support.cli import run
 from support.ranks import run_ranks
 from support.sharded import whole
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import default_collate
-from toy_recipe import Toy
+from toy_recipe import Points, Toy
 
 from trainer.callback import Callback, arrange
 from trainer.callbacks.ema import EMA
@@ -341,6 +342,28 @@ def test_a_signal_in_the_last_pass_stops_all_ranks_before_the_export():
     for rank in run_ranks(2, partial(normalised, recipe=Stops), {"start": 4, "every": 2}):
         assert (rank["stopped"], rank["counts"], rank["validated"]) == ("signal", [3, 0], [])
         assert len(rank["refs"]) == 8
+
+
+class StopsOne(Stops):
+    """The signal comes to one rank, and validation has one sample, so some rank has none."""
+
+    def __init__(self, rank: int, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.rank = rank
+
+    def data(self, split: str) -> Any:
+        return Points(96 if split == "train" else 1, self.dtype)
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return (super().loss if dist.get_rank() == self.rank else Toy.loss.__get__(self))(model, batch)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_a_rank_without_validation_data_drops_the_validation(rank):
+    stops = partial(normalised, recipe=StopsOne, arguments={"rank": rank}, validate_every=4)
+    for found in run_ranks(2, stops, {"start": 4, "every": 2}):
+        assert (found["stopped"], found["counts"], found["validated"]) == ("signal", [1, 0], [])
+        assert len(found["refs"]) == 4
 
 
 class Spike(Toy):
