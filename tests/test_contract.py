@@ -51,6 +51,8 @@ PIPELINES = ("pipeline", "pipeline.2bw")
 LATER = {"local_sgd", "pipeline.2bw"}  # the second step changes weights as plain training does, the first one does not
 REFUSED = {
     ("ema", "local_sgd"),
+    ("ema", "swa"),
+    ("local_sgd", "swa"),
     ("local_sgd", "overlap"),
     *((row, "gradient_reader") for row in ("local_sgd", "onebit_adam", "optimizer_in_backward", "overlap")),
     *((row, "onebit_adam") for row in ("hierarchical", "local_sgd", "nan_guard")),
@@ -108,6 +110,7 @@ RISKY: list[tuple[str, ...]] = [
     *((row, "optimizer_in_backward") for row in ("bucket", "hierarchical")),
     ("ema", "pipeline.2bw"),
     ("ema", "shard.3"),
+    *((row, "swa") for row in ("nan_guard", "overlap", "pipeline.2bw", "shard.3")),
     ("nan_guard", "shard.2"),
     ("nan_guard", "shard.3"),
     ("shard.2", "bf16"),

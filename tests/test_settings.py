@@ -25,7 +25,7 @@ ROWS = {
     "bucket": 1e-5, "hierarchical": 1e-5, "blocksparse": 1e-5, "overlap": 1e-5, "fp16": 0.02, "int8": 0.2,
     "topk": 0.9, "powersgd": 0.9, "local_sgd": 0.5, "bf16": 0.05, "dgc": 0.9, "sign": 0.95, "ema": 1e-5,
     "activation_checkpoint": 1e-5, "optimizer_in_backward": 1e-5, "shard": 1e-5, "shard.2": 1e-5, "shard.3": 1e-5,
-    "compile": 1e-5,
+    "compile": 1e-5, "swa": 1e-5,
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "clip": {"clip_norm": 0.5},

@@ -17,11 +17,13 @@ from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import Reduce
 from trainer.config.options import Options
 from trainer.data.batch import Split, Step
+from trainer.data.loader import Loader
 from trainer.errors import ConfigError
 from trainer.forward_backward import ForwardBackward
 from trainer.parallel.strategy import Strategy
 from trainer.precision import Precision
 from trainer.process.heartbeat import Heartbeat
+from trainer.process.signals import StopSignals
 
 Event = TypeVar("Event", bound=Callable[..., None])
 # Returns a JSON value of this rank; makes metrics of all ranks' values.
@@ -59,6 +61,7 @@ class TrainerProtocol(Protocol):
     precision: Precision
     run_dir: Path
     batch: int  # samples per optimizer step, over all ranks
+    loader: Loader  # of the data
     ddp: dict[str, Any]  # arguments of DistributedDataParallel; may be changed in `wrap_model`
     heartbeat: Heartbeat  # this rank's signs of life: a callback announces long work
     rehearsing: bool  # the rehearsal runs, whose passes are discarded
@@ -80,7 +83,8 @@ class TrainerProtocol(Protocol):
     step: int
     samples: int
     seconds: float
-    stop_reason: str  # empty while the run goes on
+    stop_reason: str  # empty while the run goes on; a hook that hears a signal, on all ranks, may set "signal"
+    signals: StopSignals  # its `name` is that of a signal to stop that this rank has received
     lag: int  # steps by which the weights are behind `step`; may be set
     metrics: dict[str, float]  # of this step, if it is logged, else empty; may be added to
     train_loss: Any  # `measure` gives this step's loss over all ranks, and is a collective
@@ -125,7 +129,7 @@ class Role(IntEnum):
     COMPRESS = 7  # what is sent: bf16, top-k
     SYNC = 8  # when ranks synchronise: every step, every H steps
     OPTIMIZER = 9  # the optimizer's step: overlap, sharded state
-    AVERAGE = 10  # an average of the weights: EMA
+    AVERAGE = 10  # an average of the weights: EMA, SWA
     BATCH = 11  # the split of a step over ranks and micro-batches
     GUARD = 12  # skips steps, or undoes them
     MEASURE = 13  # adds numbers to `trainer.metrics`

@@ -27,6 +27,7 @@ MIXTURE_PLACES = 7  # (block, place): order of the data sets in a block of a mix
 POWERSGD_START = 7  # (rows, columns): first factor of a matrix
 PIPELINE = 8  # (rank, step, micro-batch, part): a pipeline's forward pass: before the blocks, each block, after them
 ROUNDING = 9  # (step, parameter): stochastic rounding of weights that are stored in bf16
+UPDATE_BN = 10  # (rank): the passes that compute running statistics of averaged weights
 
 
 def mix(*keys: int) -> int:

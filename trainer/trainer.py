@@ -458,7 +458,7 @@ class Trainer:
         """Validate once, unless a signal ends it. Return whether `checkpoint.keep_best` wants a checkpoint of it."""
         self.emit("on_flush")
         self.validated_at = time.monotonic()
-        if self.plan.validation is None:
+        if self.plan.validation is None or self.stop_reason == "signal":  # which the deferred work has heard
             return False
         if (metrics := self.evaluator.evaluate(self.eval_model)) is None:
             self.stop_reason = "signal"  # also where the run would have ended here

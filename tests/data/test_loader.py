@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.loaders import ACCUMULATE, BATCH, SEED, KeepBatches, small_loader, steps
+from support.loaders import ACCUMULATE, BATCH, SEED, KeepBatches, small_loader, steps, whole
 from torch import Tensor
 from torch.utils.data import Dataset
 from toy_recipe import Points, Toy
@@ -93,6 +93,25 @@ def test_an_augmentation_is_the_samples_and_the_epochs_alone(by_hand):
     assert len(one) == 6 * 12 and one == three[0] | three[1] | three[2]
     draws = [values[1:] for values in one.values()]
     assert len(set(itertools.chain(*draws))) == 4 * len(draws)  # no generator repeats itself, in no sample or epoch
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_first_batches_are_those_of_the_first_steps_and_move_nothing(by_hand, workers):
+    """Between two steps; 25 samples are three steps of 12, each of two micro-batches."""
+    loader = small_loader(Augmented(), 0, 1, workers=workers)
+    stream = loader.train(0)
+    straight = [whole(next(stream)) for _ in range(2)]
+    random.seed(1)
+    drawn = random.getstate()
+    found = list(loader.first_batches(25))
+    assert random.getstate() == drawn
+    straight += [whole(next(stream)) for _ in range(2)]
+    loader.close()
+    expected = [batch for step in by_hand[:3] for batch in step.batches]
+    assert len(found) == 6 and all(torch.equal(a.batch, b) for a, b in zip(found, expected, strict=True))
+    assert [micro.refs for micro in found] == [step.refs[i : i + 6] for step in by_hand[:3] for i in (0, 6)]
+    assert [step.refs for step in straight] == [step.refs for step in by_hand[:4]]
+    assert all(torch.equal(a, b) for one, other in zip(straight, by_hand) for a, b in zip(one.batches, other.batches))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5])

@@ -10,11 +10,11 @@ from trainer.callback import Callback
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
 from trainer.optim.factories import sgd
-from trainer.optim.schedule import Constant, Cosine, Cyclic, Linear, OneCycle, Schedule
+from trainer.optim.schedule import SWA, Constant, Cosine, Cyclic, Linear, OneCycle, Schedule
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-EACH = (Constant, Linear, Cosine, OneCycle, Cyclic)
+EACH = (Constant, Linear, Cosine, OneCycle, Cyclic, SWA)
 WARMUP, TOTAL = 10, 110
 
 
@@ -30,6 +30,7 @@ def rate(schedule: Schedule, batch: int = 256):
         (Linear(WARMUP, floor=0.2), {10: 1.0, 60: 0.6, 109: 0.208, 500: 0.2}),
         (Cosine(WARMUP), {0: 0.1, 10: 1.0, 35: 0.5 + math.sqrt(0.125), 60: 0.5, 85: 0.5 - math.sqrt(0.125), 110: 0.0}),
         (Cosine(WARMUP, floor=0.2), {10: 1.0, 60: 0.6, 110: 0.2}),
+        (SWA(WARMUP, start=0.8, annealing=0.4, floor=0.2), {0: 0.1, 10: 1.0, 50: 1.0, 70: 0.6, 90: 0.2, 110: 0.2}),
     ],
     ids=str,
 )
@@ -93,12 +94,25 @@ def test_warm_up_in_minutes_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [(Linear, "linear"), (Cosine, "cosine"), (OneCycle, "one_cycle"), (Cyclic, "cyclic")]
+    ("kind", "name"),
+    [(Linear, "linear"), (Cosine, "cosine"), (OneCycle, "one_cycle"), (Cyclic, "cyclic"), (SWA, "swa")],
 )
 def test_an_open_end_is_refused_by_all_but_constant(kind, name):
     with pytest.raises(ConfigError, match=rf"trainer\.max_steps=null: schedule={name} must know the end.*max_epochs"):
         kind().resolve(None, 32, 800)
     Constant().resolve(None, 32, 800)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"start": 1.5}, "schedule.start=1.5: must be above 0 and at most 1"),
+        ({"start": 0.3, "annealing": 0.4}, "schedule.annealing=0.4: must be above 0 and at most start=0.3"),
+    ],
+)
+def test_shares_of_the_run_that_cannot_be(knobs, message):
+    with pytest.raises(ConfigError, match=message):
+        SWA(**knobs)
 
 
 class Rates(Callback):

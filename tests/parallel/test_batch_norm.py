@@ -6,12 +6,19 @@ import pytest
 import torch
 from support.ranks import run_ranks
 from torch import nn
+from torch.optim.swa_utils import update_bn
 from toy_recipe import Toy
 
 from recipes.resnet import ResNet
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError, DataError
-from trainer.parallel.batch_norm import across_ranks, refuse_no_items
+from trainer.parallel.batch_norm import (
+    across_ranks,
+    average_statistics,
+    cumulative,
+    layers_with_statistics,
+    refuse_no_items,
+)
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -106,3 +113,52 @@ def test_a_micro_batch_without_items_is_refused():
     refuse_no_items(model := small())
     with pytest.raises(DataError, match="a micro-batch has weight 0, and other ranks would wait for its BatchNorm"):
         refuse_no_items(across_ranks(model, 2, GPU))
+
+
+def images(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(4, 3, 8, 8, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+def seeded() -> nn.Module:
+    torch.manual_seed(0)
+    return small().double()
+
+
+def passes_over(place: Place, counts: list[int]) -> dict[str, torch.Tensor]:
+    """The statistics, of which rank i has seen `counts[i]` batches."""
+    torch.distributed.init_process_group("gloo", f"file://{place.store}", rank=place.rank, world_size=place.world)
+    try:
+        model, first = seeded(), sum(counts[: place.rank])
+        layers = layers_with_statistics(model)
+        with torch.no_grad(), cumulative(layers):
+            for batch in images(sum(counts))[first : first + counts[place.rank]]:
+                model(batch)
+        average_statistics(layers, torch.distributed.group.WORLD)
+        return dict(model.named_buffers())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_new_statistics_are_those_of_update_bn():
+    model, other = seeded(), seeded()
+    batches, layers = images(3), layers_with_statistics(model)
+    assert len(layers) == 9
+    other.load_state_dict(model.state_dict())
+    update_bn(batches, other)
+    with torch.no_grad(), cumulative(layers):
+        for batch in batches:
+            model(batch)
+    average_statistics(layers, None)
+    for (name, buffer), expected in zip(model.named_buffers(), other.buffers(), strict=True):
+        assert torch.equal(buffer, expected), name
+    assert {layer.momentum for layer in layers} == {0.1}
+
+
+@pytest.mark.parametrize("counts", [[2, 2, 2], [1, 3, 0]])
+def test_statistics_of_ranks_count_each_batch_the_same(counts):
+    expected = seeded()
+    update_bn(images(sum(counts)), expected)
+    for found in run_ranks(3, passes_over, counts):
+        for name, buffer in expected.named_buffers():
+            torch.testing.assert_close(found[name], buffer, rtol=1e-12, atol=1e-12)

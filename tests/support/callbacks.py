@@ -20,6 +20,7 @@ from trainer.callbacks.optimizer_in_backward import OptimizerInBackward
 from trainer.callbacks.overlap.callback import Overlap
 from trainer.callbacks.pipeline.callback import PipelineParallel
 from trainer.callbacks.shard.callback import Shard
+from trainer.callbacks.swa import SWA
 from trainer.monitors.advice.callback import Advice
 from trainer.monitors.comm_monitor import CommMonitor
 from trainer.monitors.csv import CSV
@@ -76,6 +77,7 @@ CHANGES: Table = {
     "shard": Shard,
     "shard.2": lambda: Shard(stage=2),
     "shard.3": lambda: Shard(stage=3),
+    "swa": lambda: SWA(start=2, every=2),
 }
 CODECS: Table = {
     "bf16": GradCompress,

@@ -223,6 +223,20 @@ def test_a_run_whose_ranks_have_parts_of_the_state(cwd):
     assert files(cwd / "out" / "deep") == files(cwd / "runs" / "two" / "export")
 
 
+def test_an_average_that_has_not_begun_is_left_to_the_weights(cwd):
+    words = ["--config-dir", "conf", "recipe=mine", "~callbacks.tensorboard", "trainer.run_dir=runs/swa"]
+    done = run([*words, "+callbacks=[swa]", "callbacks.swa.start=3", "callbacks.swa.every=1"], cwd)
+    assert done.code == 0, done.err
+    for step, own in ((2, "model.safetensors"), (4, "callbacks.safetensors")):
+        done = export(cwd, f"ckpt/swa/step-0000000{step}")
+        assert done.code == 0, done.err
+        saved = load_file(cwd / f"ckpt/swa/step-0000000{step}" / own)
+        exported = load_file(cwd / "out" / "deep" / "exported.safetensors")
+        prefix = "swa/average/" if step == 4 else ""
+        assert all(torch.equal(tensor, saved[f"{prefix}{name}"]) for name, tensor in exported.items())
+    assert files(cwd / "out" / "deep") == files(cwd / "runs" / "swa" / "export")
+
+
 @pytest.mark.slow
 def test_the_average_of_a_run_whose_ranks_have_rows(cwd):
     """No rank has the whole of it; a run on one rank starts from the weights, not from the average."""

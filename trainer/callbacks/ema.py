@@ -2,13 +2,9 @@
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.errors import ConfigError
-from trainer.parallel.rows import local
-from trainer.parallel.stages import Absent
+from trainer.parallel.averaged_model import AveragedModel
 
 
 class EMA(Callback):
@@ -34,12 +30,11 @@ class EMA(Callback):
         self.restored: dict[str, Any] | None = None
 
     def on_fit_start(self, trainer) -> None:
-        self.model = trainer.eval_model = trainer.strategy.copy().requires_grad_(False)
+        self.averaged = AveragedModel(trainer.strategy, trainer.module)
+        self.model = trainer.eval_model = self.averaged.module
         if self.restored is not None:
             self.model.load_state_dict(self.restored)
         self.step = trainer.step - trainer.lag  # the last step whose weights are in the average
-        self.average = rows(self.model)
-        self.buffers = list(self.model.buffers()), list(trainer.module.buffers())
 
     def on_step_end(self, trainer) -> None:
         self._follow(trainer)
@@ -47,22 +42,14 @@ class EMA(Callback):
     def on_flush(self, trainer) -> None:
         self._follow(trainer)
 
-    @torch.no_grad()
     def _follow(self, trainer: TrainerProtocol) -> None:
         if trainer.step - trainer.lag == self.step:
             return
         self.step = trainer.step - trainer.lag
-        torch._foreach_lerp_(self.average, rows(trainer.module), 1 - self.decay)  # parameters may have moved
-        if self.buffers[0]:
-            torch._foreach_copy_(*self.buffers)
+        self.averaged.update(1 - self.decay)
 
     def state_dict(self) -> dict[str, Any]:
         return self.model.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.restored = state
-
-
-def rows(model: nn.Module) -> list[Tensor]:
-    """List the parts of the parameters that this rank has."""
-    return [local(p.detach()) for p in model.parameters() if not isinstance(p, Absent)]

@@ -118,6 +118,20 @@ class Loader:
             micros = self._replay(source, endless=False)
         return shown(upload(self._run(preserve_rng_state(micros)), self.stream), batches)
 
+    def first_batches(self, samples: int) -> Generator[Micro]:
+        """Yield this rank's micro-batches of the first steps of training, up to so many samples.
+
+        The position of `train` stays. A bad sample is left out, instead of replaced. The data are samples by reference.
+        """
+        order, source = self.order, self.source
+        assert order is not None and isinstance(source, Samples)
+        steps = [(start, self.split) for start in range(0, samples, self.split.samples)]
+        needs = partial(training_needs, order, steps, self.rank)
+        ends = self._step_ends(iter(steps))
+        micros = self._load(source, self._refs(order, iter(steps)), needs, 1, self.options.prefetch, ends)
+        batches = len(steps) * self.split.micros(self.rank)
+        return shown(upload(self._run(preserve_rng_state(micros)), self.stream), batches, "updating BatchNorm")
+
     def close(self) -> None:
         """End the iterators of `train` and `validate` and their workers, and close this process's shards."""
         for micros in list(self._running):
@@ -265,11 +279,11 @@ class Fetch:
             return next(kind for kind in EXIT_CODES if isinstance(error, kind))(str(error))
 
 
-def shown(micros: Iterator[Micro], batches: int) -> Iterator[Micro]:
-    """Show on the terminal which of the `batches` is validated; 0: their number is not known."""
-    with doing("validating"):
+def shown(micros: Iterator[Micro], batches: int, what: str = "validating") -> Generator[Micro]:
+    """Show on the terminal which of the `batches` is there; 0: their number is not known."""
+    with doing(what):
         for number, micro in enumerate(micros, start=1):
-            Terminal.doing = f"validating {number}/{batches}" if batches else f"validating {number}"
+            Terminal.doing = f"{what} {number}/{batches}" if batches else f"{what} {number}"
             yield micro
             del micro
 

@@ -37,7 +37,7 @@ class Schedule:
         """Return the rate of a run of `total` steps (None: open end) with `batch` samples a step."""
         warmup = Duration.parse(self.warmup, "schedule.warmup").steps("schedule.warmup", batch, epoch_samples)
         if total is None and not isinstance(self, Constant):
-            name = re.sub(r"\B([A-Z])", r"_\1", type(self).__name__).lower()  # as the config has it
+            name = re.sub(r"(?<=[a-z])([A-Z])", r"_\1", type(self).__name__).lower()  # as the config has it
             raise ConfigError(
                 f"trainer.max_steps=null: schedule={name} must know the end of the run; "
                 "give trainer.max_steps or trainer.max_epochs, or schedule=constant"
@@ -150,3 +150,31 @@ class Cyclic(Schedule):
     def shape(self, progress: float) -> float:
         x = progress * self.cycles % 1.0
         return self.floor + (1 - self.floor) * (1 - abs(2 * x - 1))
+
+
+@dataclass(frozen=True)
+class SWA(Schedule):
+    """1, then a line down to `floor`, and from the share `start` of the run on `floor`, for averages of weights.
+
+    Paper: Izmailov et al. 2018, arXiv:1803.05407. The values are near to those of its authors' program.
+
+    Args:
+        start: The share of the run where the line ends.
+        annealing: The share of the run that the line takes.
+        floor: A fraction of the peak.
+    """
+
+    start: float = 0.7
+    annealing: float = 0.35
+    floor: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.start <= 1:
+            raise ConfigError(f"schedule.start={self.start}: must be above 0 and at most 1")
+        if not 0 < self.annealing <= self.start:
+            raise ConfigError(f"schedule.annealing={self.annealing}: must be above 0 and at most start={self.start}")
+
+    def shape(self, progress: float) -> float:
+        left = (self.start - progress) / self.annealing
+        return self.floor + (1 - self.floor) * min(1.0, max(0.0, left))

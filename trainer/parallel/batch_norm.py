@@ -1,7 +1,11 @@
-"""BatchNorm over the samples of all ranks, by torch's SyncBatchNorm."""
+"""BatchNorm over the samples of all ranks, by torch's SyncBatchNorm; running statistics of other weights."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.errors import ConfigError, DataError
@@ -40,3 +44,53 @@ def refuse_no_items(model: nn.Module) -> None:
             f"{KEY}: a micro-batch has weight 0, and other ranks would wait for its BatchNorm; set "
             "trainer.sync_batch_norm=false, or give every micro-batch a weight"
         )
+
+
+def layers_with_statistics(model: nn.Module) -> list[_BatchNorm]:
+    """List the layers of BatchNorm whose running statistics follow the training data. Frozen layers are left out."""
+    layers = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    return [layer for layer in layers if layer.training and layer.running_mean is not None]
+
+
+def statistics(layer: _BatchNorm) -> list[Tensor]:
+    """List the mean, the variance and the count of batches, in this order."""
+    assert layer.running_mean is not None and layer.running_var is not None
+    assert layer.num_batches_tracked is not None
+    return [layer.running_mean, layer.running_var, layer.num_batches_tracked]
+
+
+@contextmanager
+def cumulative(layers: Sequence[_BatchNorm]) -> Iterator[None]:
+    """Let the passes inside give new running statistics, in which each batch counts the same.
+
+    This is the rule of torch.optim.swa_utils.update_bn.
+    """
+    momenta = [layer.momentum for layer in layers]
+    for layer in layers:
+        layer.reset_running_stats()
+        layer.momentum = None
+    try:
+        yield
+    finally:
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum
+
+
+@torch.no_grad()
+def average_statistics(layers: Sequence[_BatchNorm], group: dist.ProcessGroup | None) -> None:
+    """Average the statistics of `cumulative` over the ranks of `group`, so that each batch of a rank counts the same.
+
+    The result is that of one rank which sees the batches of all, to rounding. A collective; None: there is no other.
+    """
+    if group is None:
+        return
+    tensors = [statistics(layer) for layer in layers]
+    sums = [(torch.stack([mean, var]).double() * count).flatten() for mean, var, count in tensors]
+    flat = torch.cat([*sums, torch.stack([count for *_, count in tensors]).double()])
+    dist.all_reduce(flat, group=group)
+    *sums, counts = flat.split([*(len(each) for each in sums), len(tensors)])
+    for (mean, var, count), both, total in zip(tensors, sums, counts, strict=True):
+        if total > 0:  # else no pass has run the layer
+            mean.copy_(both[: len(mean)] / total)
+            var.copy_(both[len(mean) :] / total)
+        count.copy_(total)

@@ -187,12 +187,22 @@ class Pipeline:
 
     def own_part(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """Return the entries of this rank's stages, if a callback has a state like the model's, such as an average."""
-        like = {name for name, value in state.items() if isinstance(value, dict) and value.keys() == self.home.keys()}
-        if not like:
-            return None
-        shared = {} if self.data_rank or self.mesh.stage else {n: state[n] for n in state.keys() - like}
-        own = set[str]() if self.data_rank else {key for key, stage in self.home.items() if stage in self.own}
-        return {**shared, **{name: {key: v for key, v in state[name].items() if key in own} for name in sorted(like)}}
+        return self._own_entries(state) if self._has_average(state) else None
+
+    def _has_average(self, state: Any) -> bool:
+        inner = isinstance(state, dict) and any(map(self._has_average, state.values()))
+        return inner or (isinstance(state, dict) and state.keys() == self.home.keys())
+
+    def _own_entries(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of nested dicts. The first rank has all that no stage has."""
+        first = not (self.data_rank or self.mesh.stage)
+        if state.keys() == self.home.keys():
+            return {} if self.data_rank else {k: v for k, v in state.items() if self.home[k] in self.own}
+        return {
+            key: self._own_entries(value) if self._has_average(value) else value
+            for key, value in state.items()
+            if first or self._has_average(value)
+        }
 
     def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
         """Load this rank's parameters and their state, and all buffers."""

@@ -96,9 +96,15 @@ def whole_model(path: Path, manifest: dict[str, Any], made: dict[str, Any], key:
     sections = open_parts(path, manifest["files"], manifest["world"])
     state = load_state(path, manifest["files"], "callbacks".__eq__)
     callbacks = sections.get("callbacks", state["callbacks"])
-    averages = (callbacks.get(name) for name, c in made["callbacks"].items() if c.role is Role.AVERAGE)
+    averages = (average_of(callbacks.get(name)) for name, c in made["callbacks"].items() if c.role is Role.AVERAGE)
     put_weights(model, read_all(next(averages, None) or sections["model"]), key)
     return model
+
+
+def average_of(state: Any) -> Any:
+    """Return the weights in the state of a callback of role AVERAGE: its `average`, or else the state itself."""
+    inner = state.get("average") if isinstance(state, dict) else None
+    return inner if isinstance(inner, dict) else state
 
 
 def read_config(file: Path, changes: list[str], key: str) -> dict[str, Any]:

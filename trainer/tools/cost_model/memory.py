@@ -48,7 +48,7 @@ def kept_by_callbacks(setup: Setup) -> float:
         kept += (3 if own["outer"] == "nesterov" else 2) * parameters + bool(own["delay"]) * parameters
     if ranks > 1 and "onebit_adam" in callbacks:
         kept += (3 + 1 / ranks) * parameters
-    return kept + ("ema" in callbacks) * parameters
+    return kept + len({"ema", "swa"} & callbacks.keys()) * parameters
 
 
 def activations(setup: Setup) -> float:

@@ -24,6 +24,7 @@ FREE = frozenset({"early_stop"})
 WHY = {
     "ema": "its pass over the weights is not modelled",
     "nan_guard": "its checks and copies are not modelled",
+    "swa": "its passes over the weights and over training data are not modelled",
     "hetero_batch": "ranks are taken as equal",
 }
 READ = frozenset({

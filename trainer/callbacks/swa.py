@@ -1,0 +1,173 @@
+"""Stochastic weight averaging: the equal average of weights along the last part of a run, for validation and export."""
+
+import math
+from collections.abc import Iterable
+from contextlib import closing, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.config.duration import Duration
+from trainer.data.batch import Micro
+from trainer.errors import ConfigError
+from trainer.log import log
+from trainer.parallel.averaged_model import AveragedModel
+from trainer.parallel.batch_norm import average_statistics, cumulative, layers_with_statistics, statistics
+from trainer.parallel.strategy import OutputElsewhere
+from trainer.rng import GOLDEN, MASK, UPDATE_BN, generators_of, mix
+
+KEY = "callbacks.swa"
+SHARE = 0.75  # of the run, before the average begins (Izmailov et al. 2018, section 4)
+
+
+class SWA(Callback):
+    """Averages the weights of some steps equally (Izmailov et al. 2018, arXiv:1803.05407).
+
+    The steps are `start`, `start + every`, `start + 2 * every` and so on. Before `start`, validation has the weights
+    themselves. Memory: one copy of the model on its device.
+
+    A pass over training data gives the average its running statistics of BatchNorm. It comes before a validation or a
+    checkpoint, if the average has changed. Its batches are those of the run's first steps. The training stays as it is.
+
+    Args:
+        start: A duration, from the start of the run; null: three quarters of the run.
+        every: A duration, between two steps whose weights count.
+        update_bn: Training data for the statistics of BatchNorm, a duration; 0: the run's own are copied.
+    """
+
+    role = Role.AVERAGE
+    conflicts = {
+        "bf16_weights": "the average is in the weights' bf16, whose last place is above most of its changes; use "
+        "trainer.master_weights=true"
+    }
+
+    def __init__(
+        self, start: int | str | None = None, every: int | str = "1 epochs", update_bn: int | str = "1 epochs"
+    ) -> None:
+        self.knobs = {"start": start, "every": every, "update_bn": update_bn}
+        for name, given in self.knobs.items():
+            if given is not None:
+                Duration.parse(given, f"{KEY}.{name}")
+        if Duration.parse(every, f"{KEY}.every").amount == 0:
+            raise ConfigError(f"{KEY}.every={every}: must be more than 0")
+        self.restored: dict[str, Any] = {}
+        # On the CPU, and changed in place: a rollback puts them back.
+        self.averaged = torch.zeros((), dtype=torch.int64)  # weights in the average
+        self.updated = torch.zeros((), dtype=torch.int64)  # the same, when BatchNorm's statistics were computed
+
+    def on_fit_start(self, trainer) -> None:
+        self.start, self.every = self._steps(trainer, "start"), max(1, self._steps(trainer, "every"))
+        self._refuse_end(trainer)
+        self.model = AveragedModel(trainer.strategy, trainer.module)
+        self.layers = layers_with_statistics(self.model.module)
+        self.samples = self._samples(trainer) if self.layers else 0
+        self.step = trainer.step - trainer.lag  # the last step that was looked at
+        if self.restored and self.step < self.start:
+            log.warning("swa: the average of the checkpoint began before step %d, and is dropped", self.start)
+        elif self.restored:
+            self.model.module.load_state_dict(self.restored["average"])
+            self.averaged.copy_(self.restored["averaged"])
+            self.updated.copy_(self.restored["updated"])
+            trainer.eval_model = self.model.module
+        self.restored = {}
+
+    def on_step_end(self, trainer) -> None:
+        self._follow(trainer)
+
+    def on_flush(self, trainer) -> None:
+        self._follow(trainer)
+        if self.samples and self.updated != self.averaged and trainer.stop_reason != "signal":
+            self._update_bn(trainer)
+
+    def _follow(self, trainer: TrainerProtocol) -> None:
+        step = trainer.step - trainer.lag
+        if step == self.step:
+            return
+        self.step = step
+        if step >= self.start and (step - self.start) % self.every == 0:
+            self.model.update(1 / (int(self.averaged) + 1))
+            self.averaged += 1
+            trainer.eval_model = self.model.module
+
+    @torch.no_grad()
+    def _update_bn(self, trainer: TrainerProtocol) -> None:
+        """Compute the statistics, unless a signal to stop ends the pass: they then stay. A collective."""
+        tensors = [tensor for layer in self.layers for tensor in statistics(layer)]
+        before = [tensor.clone() for tensor in tensors]
+        cuda = [trainer.device] if trainer.device.type == "cuda" else []
+        batches = trainer.loader.first_batches(self.samples)
+        with torch.random.fork_rng(cuda), cumulative(self.layers), closing(batches):
+            whole = self._run_passes(trainer, batches)
+        if whole:
+            average_statistics(self.layers, peers(trainer))
+            self.updated.copy_(self.averaged)
+        else:
+            torch._foreach_copy_(tensors, before)
+            trainer.stop_reason = "signal"
+
+    def _run_passes(self, trainer: TrainerProtocol, batches: Iterable[Micro]) -> bool:
+        """Run the model forward on each batch; return whether no signal to stop came. All ranks run as many passes."""
+        loss, generators = trainer.precision.cast(trainer.recipe.loss), generators_of(trainer.device)
+        key = mix(trainer.options.seed, UPDATE_BN, trainer.strategy.data_rank)
+        for number, micro in enumerate(batches):
+            stopping, bad = trainer.ranks.agree((int(bool(trainer.signals.name)), int(micro.batch is None)))()
+            if stopping:
+                return False
+            if bad:  # all samples of a rank's batch
+                continue
+            for generator in generators:
+                generator.manual_seed((key + number * GOLDEN) & (MASK >> 1))
+            with suppress(OutputElsewhere):
+                loss(self.model.module, micro.batch)
+            trainer.heartbeat.beat()
+        return True
+
+    def _steps(self, trainer: TrainerProtocol, name: str) -> int:
+        given, plan = self.knobs[name], trainer.plan
+        if given is not None:
+            return Duration.parse(given, f"{KEY}.{name}").steps(f"{KEY}.{name}", trainer.batch, plan.epoch_samples)
+        if plan.max_steps is None:
+            raise ConfigError(f"{KEY}.{name}=null: must know the end of the run; give trainer.max_steps or a duration")
+        return math.ceil(SHARE * plan.max_steps)
+
+    def _refuse_end(self, trainer: TrainerProtocol) -> None:
+        first, most = max(self.start, 1) if self.start else self.every, trainer.plan.max_steps
+        if most is None:
+            return
+        if first > most:
+            name = "start" if self.start else "every"
+            raise ConfigError(
+                f"{KEY}.{name}={self.knobs[name]}: the first weights to average are those of step {first}, and the "
+                f"run ends at step {most}; give an earlier one, or leave swa out"
+            )
+        count = (most - first) // self.every + 1
+        log.info("swa: averages the weights of %d steps: %d, then every %d", count, first, self.every)
+
+    def _samples(self, trainer: TrainerProtocol) -> int:
+        """Return the number of samples in the pass for BatchNorm."""
+        steps = self._steps(trainer, "update_bn")
+        if steps and trainer.plan.order is None:
+            raise ConfigError(
+                f"{KEY}.update_bn={self.knobs['update_bn']}: the model has BatchNorm, and recipe.data('train') is an "
+                "iterable, which can't be read beside the run; return a Dataset or shards, or set update_bn=0"
+            )
+        return steps * trainer.batch
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.averaged:
+            return {}
+        state = self.model.module.state_dict()
+        return {"average": state, "averaged": self.averaged, "updated": self.updated}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.restored = state
+
+
+def peers(trainer: TrainerProtocol) -> dist.ProcessGroup | None:
+    """Return the group of ranks with the same layers and other data; None: there is no other rank."""
+    if trainer.world == 1:
+        return None
+    strategy = trainer.strategy
+    return dist.group.WORLD if strategy.data_world == trainer.world else strategy.replicas

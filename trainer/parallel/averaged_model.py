@@ -1,0 +1,35 @@
+"""A second model in the layout of the trained one, with an average of its weights."""
+
+import torch
+from torch import Tensor, nn
+
+from trainer.parallel.rows import local
+from trainer.parallel.stages import Absent
+from trainer.parallel.strategy import Strategy
+
+
+class AveragedModel:
+    """A copy of the trained model, whose weights follow those of the trained one. Making it is a collective.
+
+    Memory: one copy of the model on its device.
+
+    Attributes:
+        module: The copy. Its parameters have no gradients.
+    """
+
+    def __init__(self, strategy: Strategy, trained: nn.Module) -> None:
+        self.trained, self.module = trained, strategy.copy().requires_grad_(False)
+        self.average = rows(self.module)
+        self.buffers = list(self.module.buffers()), list(trained.buffers())
+
+    @torch.no_grad()
+    def update(self, share: float) -> None:
+        """Set average = (1 - share) * average + share * weights, and copy the buffers."""
+        torch._foreach_lerp_(self.average, rows(self.trained), share)  # parameters may have moved
+        if self.buffers[0]:
+            torch._foreach_copy_(*self.buffers)
+
+
+def rows(model: nn.Module) -> list[Tensor]:
+    """List the parts of the parameters that this rank has."""
+    return [local(p.detach()) for p in model.parameters() if not isinstance(p, Absent)]
