@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer import timeouts
-from trainer.callback import TrainerProtocol, overrides
+from trainer.callback import Role, TrainerProtocol, overrides
 from trainer.checkpoint import fence, retention
 from trainer.checkpoint.compare import differences, plain
 from trainer.checkpoint.interval import Interval
@@ -294,9 +294,12 @@ def load(trainer: SavedTrainer, path: Path) -> None:
 
 
 def load_ended(trainer: SavedTrainer, why: str) -> None:
-    """Put the state of a run back that has nothing left to do: its weights may be asked for."""
+    """Put the state of a run back that has nothing left to do: its weights, or their average, may be asked for."""
     assert trainer.plan.resumed
     load(trainer, trainer.plan.resumed)
+    if trainer.strategy.whole:
+        for average in (callback for callback in trainer.callbacks.values() if callback.role is Role.AVERAGE):
+            average.on_fit_start(trainer)
     trainer.stop(why)
 
 

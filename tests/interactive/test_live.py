@@ -1,5 +1,6 @@
 """`Trainer.evaluate` and `Trainer.predict`: before and after a run, on one rank and several, against plain PyTorch."""
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from toy_recipe import Points, Toy
 
 from trainer.callbacks.ema import EMA
 from trainer.callbacks.shard.callback import Shard
+from trainer.callbacks.swa import SWA
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
@@ -149,3 +151,21 @@ def failing(place: Place) -> str:
 
 def test_ranks_beside_a_failed_one_say_so():
     assert run_ranks(2, failing) == ["rank 1 failed in predict", "trouble"]
+
+
+def ended_twice(place: Place) -> list[float]:
+    found = []
+    for name, average in (("ema", EMA(0.5)), ("swa", SWA(start=1, every=1))):
+        for number in range(2):
+            again = replace(place, store=f"{place.store}-{name}-{number}")
+            trainer = make(again, {name: deepcopy(average)}, run_dir=f"runs/{name}", resume="auto")
+            trainer.fit()
+            found.append(trainer.evaluate()["val/loss"])
+        found.append(by_hand(trainer.module, 13)[0])
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_run_that_has_ended_has_the_average_again(world: int):
+    for ema, ended, plain, swa, ended_swa, plain_swa in run_ranks(world, ended_twice):
+        assert ema == ended != plain and swa == ended_swa != plain_swa
