@@ -90,7 +90,7 @@ def refuse_unmatched(model: nn.Module, given: Mapping[str, Any]) -> None:
 
 
 def patterns(field: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield what a setting names, as a message shows it, and as a pattern of whole names. A text is a pattern itself."""
+    """Yield what a setting names, as a message shows it, and as a pattern of whole names. A text is one itself."""
     key = f"{KEY}.{field}"
     if isinstance(value, str):
         yield f"{key}={value}", ".*" if value == "all-linear" else value

@@ -50,7 +50,7 @@ class HuggingFace:
 
     paths = ("model", "data", "val_data")
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 each argument is a knob of the config
         self,
         model: str,
         data: str | list[str],
