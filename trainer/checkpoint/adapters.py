@@ -27,9 +27,14 @@ def with_base(module: nn.Module, adapters: Mapping[str, Tensor], folder: Path, k
     if config is None:
         raise ConfigError(f"{key}: has adapters, and the model has none; give recipe.lora as in its {CONFIG}")
     refuse_other_scales(folder / CONFIG, config, key)
-    trained = {name for name, p in module.named_parameters() if p.requires_grad or ".default" in name}
-    names = {name.replace(".modules_to_save.default", "").replace(".default", ""): name for name in trained}
-    rest = {name: value for name, value in module.state_dict().items() if name not in trained}
+    from peft import get_peft_model_state_dict  # the model was made by it
+
+    own = module.state_dict()
+    name_of = {id(value): name for name, value in own.items()}
+    saved: Any = get_peft_model_state_dict(module, own, save_embedding_layers=False)
+    names = {name: name_of[id(value)] for name, value in saved.items()}
+    trained = set(names.values())
+    rest = {name: value for name, value in own.items() if name not in trained}
     return rest | {names.get(name, name): value for name, value in adapters.items()}
 
 
