@@ -104,5 +104,20 @@ def is_matrix(module: nn.Module) -> bool:
 
 
 def merged(model: Any) -> Any:
-    """Return a copy of the model in which the adapters are added to the weights. Cost: the memory of the model."""
-    return deepcopy(model).merge_and_unload()
+    """Return a copy of the model in which the adapters are added to the weights. Cost: the memory of the model.
+
+    If a weight with an adapter is tied to another one, as a head to an embedding, both are untied: they differ then.
+    """
+    made = deepcopy(model)
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, p in made.named_parameters(remove_duplicate=False):
+        names.setdefault(p, []).append(name)
+    for p, shared in names.items():
+        if len(shared) > 1 and any(".base_layer." in name for name in shared):
+            made.config.tie_word_embeddings = False
+            for name in shared[1:]:
+                module, _, last = name.rpartition(".")
+                setattr(made.get_submodule(module), last, nn.Parameter(p.detach().clone(), requires_grad=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the weights that were tied
+        return made.merge_and_unload()

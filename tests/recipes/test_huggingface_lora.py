@@ -103,6 +103,7 @@ def test_a_resume_has_the_same_bits_and_adapters_alone_are_stepped(tmp_path, mon
 
 
 def composed(place: Place) -> dict[str, float]:
+    """Return the loss of step 4, or of step 1 where a run goes on from the adapters of the plain one."""
     runs: dict[str, tuple[dict[str, Callback], dict[str, Any]]] = {
         "plain": ({}, {}),
         "overlap": ({"overlap": Overlap()}, {}),
@@ -111,6 +112,9 @@ def composed(place: Place) -> dict[str, float]:
         "stage_1": ({"shard": Shard(stage=1)}, {}),
         "stage_3": ({"shard": Shard(stage=3), "ema": EMA(0.9)}, {}),
         "bf16": ({}, {"precision": "bf16"}),
+        "first": ({}, {"max_steps": 1}),
+        "again": ({}, {"init_from": "runs/plain/export", "max_steps": 1}),
+        "again_stage_3": ({"shard": Shard(stage=3)}, {"init_from": "runs/plain/export", "max_steps": 1}),
     }
     return {
         name: trained(place, name, callbacks, log_every_steps=1, **options).summary["train/loss"]
@@ -123,7 +127,8 @@ def test_callbacks_train_the_same_adapters(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     losses = run_ranks(3, composed)[0]
     plain, others, bf16 = losses.pop("plain"), losses, losses.pop("bf16")
-    stage_3 = others.pop("stage_3")
+    stage_3, first, again, sharded = (others.pop(name) for name in ("stage_3", "first", "again", "again_stage_3"))
+    assert again == pytest.approx(sharded, rel=1e-6) and abs(again - first) > 1e-4
     assert all(loss == plain for loss in others.values()), (plain, others)
     assert stage_3 == pytest.approx(plain, rel=1e-6) and bf16 == pytest.approx(plain, rel=1e-2) and bf16 != plain
 
@@ -215,3 +220,24 @@ def test_a_head_without_weights_is_trained_and_exported(tmp_path):
         again: Any = PeftModel.from_pretrained(base, str(tmp_path / "out"))
         model.config.pad_token_id = 0
         assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.parametrize("target", ["wte", "lm_head"])
+def test_a_tied_weight_with_an_adapter_is_merged(target, tmp_path):
+    """One of two tied weights has an adapter, so that they differ after the merge."""
+    from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+    sizes: dict[str, Any] = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+    config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    lora = {"target_modules": ["c_attn", target], "fan_in_fan_out": True}
+    recipe = HuggingFace(str(tmp_path / "gpt2"), "x.jsonl", lora=lora, merge_lora=True)
+    model = recipe.model()
+    for p in model.parameters():
+        if p.requires_grad:
+            nn.init.normal_(p, std=0.1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    recipe.export(model.eval(), tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), logits(model), rtol=0, atol=1e-5)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
