@@ -13,6 +13,7 @@ from numpy.random import Generator
 from torch import Tensor, nn
 
 from recipes.huggingface.data import open_data
+from recipes.huggingface.lora import adapted, check_lora, merged
 from recipes.huggingface.schedule import TransformersSchedule
 from trainer.data.batch import count_samples
 from trainer.errors import ConfigError, nearest, printable
@@ -43,11 +44,13 @@ class HuggingFace:
         lr_scheduler_type: As in `TrainingArguments`, for `schedule=recipe`.
         lr_scheduler_kwargs: As in `TrainingArguments`.
         warmup_steps: As in `TrainingArguments`: steps, or below 1 a share of the run.
+        lora: Settings of peft's LoraConfig, so that adapters train instead of the weights; None: the weights train.
+        merge_lora: Export the model with the adapters added to its weights, instead of the adapters alone.
     """
 
     paths = ("model", "data", "val_data")
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 each argument is a knob of the config
         self,
         model: str,
         data: str | list[str],
@@ -61,9 +64,16 @@ class HuggingFace:
         lr_scheduler_type: str = "linear",
         lr_scheduler_kwargs: dict | None = None,
         warmup_steps: float = 0,
+        lora: dict | None = None,
+        merge_lora: bool = False,
     ) -> None:
         if not importlib.util.find_spec("transformers"):
             raise ConfigError("recipe: needs transformers; pip install 'transformers>=5,<6'")
+        if lora is not None:
+            check_lora(lora)
+        elif merge_lora:
+            raise ConfigError("recipe.merge_lora=true: the run has no adapters; give recipe.lora, or leave it out")
+        self.lora, self.merge_lora = lora, merge_lora
         self.source, self.sources = model, {"train": data, "val": val_data}
         self.architecture, self.pretrained = architecture, pretrained
         self.text, self.max_length = text, max_length
@@ -120,12 +130,17 @@ class HuggingFace:
     def model(self) -> nn.Module:
         with in_one_line(f"recipe.model={self.source}"), no_progress_bar():
             if self.loads_weights:
-                made = self.kind.from_pretrained(self.source, config=self.config, dtype=torch.float32)
-            else:
-                log.info("recipe.model=%s: the weights are random", self.source)
-                build = getattr(self.kind, "from_config", None) or self.kind._from_config
-                made = build(self.config, dtype=torch.float32)
-        return made
+                how = {"config": self.config, "dtype": torch.float32, "output_loading_info": True}
+                made, found = self.kind.from_pretrained(self.source, **how)
+                return made if self.lora is None else adapted(made, self.lora, found["missing_keys"])
+            if self.lora is not None:
+                raise ConfigError(
+                    f"recipe.lora: recipe.model={self.source} gives random weights, and an exported adapter has none "
+                    "of them; give a folder with weights, or leave recipe.lora out"
+                )
+            log.info("recipe.model=%s: the weights are random", self.source)
+            build = getattr(self.kind, "from_config", None) or self.kind._from_config
+            return build(self.config, dtype=torch.float32)
 
     @property
     def loads_weights(self) -> bool:
@@ -217,10 +232,11 @@ class HuggingFace:
         return [{"params": others, "weight_decay": 0.0}] if others else []
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """Write what `from_pretrained` loads: the model, and a tokenizer if one is used."""
-        save: Any = model
+        """Write what `from_pretrained` loads: the model or its adapters, and a tokenizer if one is used."""
+        save: Any = merged(model) if self.merge_lora else model
+        more = {} if self.lora is None or self.merge_lora else {"save_embedding_layers": False}  # they are the base's
         with no_progress_bar():
-            save.save_pretrained(folder)
+            save.save_pretrained(folder, **more)
         if self.text is not None or "tokenizer" in vars(self):
             self.tokenizer.save_pretrained(folder)
 

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from trainer.checkpoint import adapters
 from trainer.checkpoint.manifest import FILE, MANIFEST, Damaged, verify
 from trainer.checkpoint.parts import open_parts, read_all
 from trainer.checkpoint.serialize import strict_json
@@ -37,7 +38,7 @@ def weights_files(source: str) -> list[Path]:
     key, path = f"trainer.init_from={source}", Path(source)
     if path.is_file():
         return [path]
-    for name in (INDEX, "model.safetensors", BIN_INDEX, "pytorch_model.bin"):
+    for name in (INDEX, "model.safetensors", BIN_INDEX, "pytorch_model.bin", adapters.WEIGHTS):
         if (path / name).is_file():
             return _shards(path, name, key) if name in (INDEX, BIN_INDEX) else [path / name]
     if (path / MANIFEST).is_file():
@@ -69,7 +70,8 @@ def load_weights(module: nn.Module, source: str) -> None:
     key, files, own = f"trainer.init_from={source}", weights_files(source), list(module.state_dict())
     weights: dict[str, Tensor] = {}
     try:
-        if Path(source).is_dir() and not (Path(source) / "config.json").is_file():  # only a Hugging Face folder has one
+        configs = [Path(source) / name for name in ("config.json", adapters.CONFIG)]  # only Hugging Face's folders
+        if Path(source).is_dir() and not any(config.is_file() for config in configs):
             manifest = verify(files[0].parent)
             if files[0].name == MANIFEST:
                 files, sections = [], open_parts(files[0].parent, manifest["files"], manifest.get("world", 0))
@@ -78,6 +80,8 @@ def load_weights(module: nn.Module, source: str) -> None:
             weights |= _read(file, own)
     except Damaged as error:
         raise ConfigError(f"{key}: {error}; give a whole checkpoint, or a file of weights alone") from None
+    if files and files[0].name == adapters.WEIGHTS:
+        weights = adapters.with_base(module, weights, files[0].parent, key)
     put_weights(module, weights, key)
     log.info("weights from %s", ", ".join(map(str, files or [source])))
 
