@@ -11,18 +11,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.random import Generator
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from recipes import digits
 from recipes.images import DEVIATION, MEAN, ImageFolder, augment, crop_middle, image_of, normalise
 from recipes.resnet import ResNet
 from trainer.data.shards.classes import CLASSES, read_classes
 from trainer.errors import ConfigError, require
+
+NO_NAMES = f"no {CLASSES} has the names of the classes"
+PACK = "pack both by echelon shards pack --classes, into one folder"
 
 
 class ImageClassification:
@@ -33,7 +36,8 @@ class ImageClassification:
     Args:
         train: A folder with a folder per class, or tar shards whose samples have an image and `cls`. None: the digits
             of recipes/digits.py.
-        val: The same for validation; None: no validation, but for the digits.
+        val: The same for validation; None: the digits', if `train` is None, too. Else there is no validation, and
+            `trainer.validate_every` must be null.
         classes: The number of classes.
         layers: Blocks of each stage, as in recipes/resnet.py; so are `width` and `small_stem`.
         image: Pixels of a side, as the model sees it.
@@ -70,12 +74,9 @@ class ImageClassification:
         _check(bool(layers) and min(layers) >= 1, f"recipe.layers={layers}: give one block or more for each stage")
         _check(0 < crop <= 1, f"recipe.crop={crop}: must be above 0, and at most 1")
         require("recipe.label_smoothing", label_smoothing, at_least=0, below=1)
-        _check(
-            train is not None or (classes == 10 and val is None),
-            "recipe.train=null: the digits have classes=10 and a validation split; set recipe.classes=10 and "
-            "recipe.val=null, or give recipe.train",
-        )
         self.sources, self.classes = {"train": train, "val": val}, classes
+        if train is val is None:
+            self._check_digits()
         self.network = {"classes": classes, "layers": layers, "width": width, "small_stem": small_stem}
         self.image, self.val_resize, self.crop, self.flip = image, val_resize, crop, flip
         self.label_smoothing, self.channels_last = label_smoothing, channels_last
@@ -89,15 +90,23 @@ class ImageClassification:
         return model.blocks()
 
     def data(self, split: str) -> Any:
-        if self.sources["train"] is None:
-            return digits.shards(split)
         _check(split in self.sources, f"recipe.data: there is no split={split}; give train or val")
         source = self.sources[split]
-        if not isinstance(source, str) or not Path(source).is_dir():
-            return source
+        if source is None and self.sources["train"] is None:
+            self._check_digits()
+            return digits.shards(split)
         if split == "train":
-            return self._train_images
-        return ImageFolder(Path(source), self.labels if self._train_images else None, "recipe.val")
+            return self._train_images or self._checked_names(source)
+        if not isinstance(source, str) or not Path(source).is_dir():
+            return self._checked_names(source)
+        numbers = self.sources["train"] is None  # the classes of the digits
+        known = self.labels if numbers else self._known_names
+        images = ImageFolder(Path(source), known, "recipe.val", labelled=False)
+        _check(known is not None or not images.labelled, f"recipe.val={source}: {NO_NAMES} of recipe.train; {PACK}")
+        return images
+
+    def _check_digits(self) -> None:
+        _check(self.classes == 10, "recipe.train=null: the digits have classes=10; set it, or give recipe.train")
 
     @cached_property
     def _train_images(self) -> ImageFolder | None:
@@ -105,38 +114,62 @@ class ImageClassification:
         if not isinstance(source, str) or not Path(source).is_dir():
             return None
         found = ImageFolder(Path(source))
-        folders = len(found.classes)
-        _check(
-            folders == self.classes,
-            f"recipe.classes={self.classes}: recipe.train={source} has {folders} folders; set recipe.classes={folders}",
-        )
+        self._check_number(len(found.classes), f"recipe.train={source} has {len(found.classes)} folders")
         return found
 
+    def _check_number(self, names: int, has: str) -> None:
+        _check(names == self.classes, f"recipe.classes={self.classes}: {has}; set recipe.classes={names}")
+
+    def _checked_names(self, source: Any) -> Any:
+        """Return shards, once the names beside them are as many as the classes and those of training.
+
+        Raises:
+            ConfigError: They are others. Or training has a folder, whose names nothing beside these shards confirms.
+        """
+        own, known = names_beside(source), self._known_names
+        if own is not None:
+            self._check_number(len(own), f"{CLASSES} beside {source} has {len(own)} names")
+        if source is self.sources["train"] or source is None or own == known:
+            return source
+        if self._train_images:
+            _check(own is not None, f"recipe.val={source}: {NO_NAMES}; {PACK}")
+        _check(None in (own, known), f"recipe.val={source}: {CLASSES} has other names than recipe.train; {PACK}")
+        return source
+
     @cached_property
-    def labels(self) -> list[str]:
-        """The names of the classes: the folders of `train`, or classes.json beside the shards, or numbers."""
+    def _known_names(self) -> list[str] | None:
         if self._train_images:
             return self._train_images.classes
-        source = self.sources["train"] or ""
-        file = Path(source if isinstance(source, str) else source[0]).parent / CLASSES
-        return read_classes(file) if source and file.is_file() else [str(i) for i in range(self.classes)]
+        return names_beside(self.sources["train"])
+
+    @property
+    def labels(self) -> list[str]:
+        """The names of the classes: the folders of `train`, or classes.json beside the shards, or numbers."""
+        return self._known_names or [str(i) for i in range(self.classes)]
 
     def transform(self, sample: Mapping[str, Any], rng: Generator) -> dict[str, Any]:
         """Return `image`, a random crop (H, W, 3) of bytes, and `label`."""
-        return self._labelled(sample, augment(image_of(sample), self.image, self.crop, self.flip, rng))
+        made = augment(image_of(sample), self.image, self.crop, self.flip, rng)
+        return {"image": made, "label": self._label(sample)}
 
     def val_transform(self, sample: Mapping[str, Any], rng: Generator) -> dict[str, Any]:
-        """Return the middle of the image in place of a random crop."""
-        return self._labelled(sample, crop_middle(image_of(sample), self.image, self.val_resize))
+        """Return the middle of the image in place of a random crop. Without a class, it is for `predict` alone."""
+        made = crop_middle(image_of(sample), self.image, self.val_resize)
+        return {"image": made} | ({"label": self._label(sample)} if "cls" in sample else {})
 
-    def _labelled(self, sample: Mapping[str, Any], image: np.ndarray) -> dict[str, Any]:
+    def _label(self, sample: Mapping[str, Any]) -> int:
         label = sample.get("cls")
         if not isinstance(label, int) or not 0 <= label < self.classes:
             has = "no cls" if label is None else f"cls={label}"
             raise ConfigError(
                 f"recipe.classes={self.classes}: a sample has {has}; give each sample a cls of 0 to {self.classes - 1}"
             )
-        return {"image": image, "label": label}
+        return label
+
+    def collate(self, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """Return a batch. If one image has no label, none has."""
+        names = [name for name in ("image", "label") if all(name in sample for sample in samples)]
+        return default_collate([{name: sample[name] for name in names} for sample in samples])
 
     def _logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return logits (B, classes) of images (B, H, W, 3)."""
@@ -146,7 +179,13 @@ class ImageClassification:
         return F.cross_entropy(self._logits(model, batch), batch["label"], label_smoothing=self.label_smoothing)
 
     def metrics(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
-        """Return the loss without smoothing, the accuracy, and with more than 5 classes that of the first 5 guesses."""
+        """Return the loss without smoothing, the accuracy, and with more than 5 classes that of the first 5 guesses.
+
+        Raises:
+            ConfigError: An image has no class.
+        """
+        has_all = "label" in batch
+        _check(has_all, "recipe.val: an image has no class; give a folder per class; echelon predict needs none")
         logits, labels = self._logits(model, batch), batch["label"]
         found = {
             "loss": (F.cross_entropy(logits, labels, reduction="sum"), len(labels)),
@@ -181,6 +220,21 @@ class ImageClassification:
         with FlopCounterMode(display=False) as counter:
             model(image).sum().backward()
         return float(counter.get_total_flops())
+
+
+def names_beside(source: str | list[str] | None) -> list[str] | None:
+    """Return the names of the classes beside shards; None if no file has them.
+
+    Raises:
+        ConfigError: Files in several folders have different names.
+    """
+    sources = [source] if isinstance(source, str) else source or []
+    files = dict.fromkeys(Path(each).parent / CLASSES for each in sources)
+    found = {str(file): read_classes(file) for file in files if file.is_file()}
+    first = next(iter(found.values()), None)
+    for file, names in found.items():
+        _check(names == first, f"{file}: has other names than {next(iter(found))}; {PACK}")
+    return first
 
 
 def _check(fine: bool, message: str) -> None:

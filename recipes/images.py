@@ -40,18 +40,22 @@ class ImageFolder(Dataset[dict[str, Any]]):
         root: The folder.
         classes: The names of the classes; None: the folders' names, sorted.
         key: The setting that named the folder, for errors.
+        labelled: False: a folder whose images are all outside of folders is taken, too. Its samples have no `cls`.
 
     Raises:
         ConfigError: There is no image, or a folder is of no class, or an image lies outside of all.
     """
 
-    def __init__(self, root: Path, classes: list[str] | None = None, key: str = "recipe.train") -> None:
+    def __init__(
+        self, root: Path, classes: list[str] | None = None, key: str = "recipe.train", labelled: bool = True
+    ) -> None:
         self.root = root
         found = sorted(p for p in root.rglob("*") if p.suffix[1:].lower() in EXTENSIONS and p.is_file())
         self.files = [path.relative_to(root).as_posix() for path in found]
         folders = sorted({name.partition("/")[0] for name in self.files if "/" in name})
         outside = [name for name in self.files if "/" not in name]
-        if not folders or outside:
+        self.labelled = labelled or bool(folders) or not outside
+        if self.labelled and (not folders or outside):
             which = f"{outside[0]} is in no folder of a class" if outside else "there is no folder with images in it"
             raise ConfigError(f"{key}={root}: {which}; give a folder with a folder per class, or tar shards")
         self.classes = folders if classes is None else classes
@@ -59,7 +63,7 @@ class ImageFolder(Dataset[dict[str, Any]]):
             known = ", ".join(self.classes[:3])
             raise ConfigError(f"{key}={root}: the folder {unknown[0]} is no class; the classes are {known}, ...")
         number = {name: i for i, name in enumerate(self.classes)}
-        self.labels = np.array([number[name.partition("/")[0]] for name in self.files])
+        self.labels = np.array([number[name.partition("/")[0]] for name in self.files if self.labelled])
         sizes = [path.stat().st_size for path in found]
         self.fingerprint = hashlib.sha256(repr([self.files, sizes, self.classes]).encode()).hexdigest()
 
@@ -67,7 +71,7 @@ class ImageFolder(Dataset[dict[str, Any]]):
         return len(self.files)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        """Return `image`, a Pillow image in RGB, and `cls`, the number of its class.
+        """Return `image`, a Pillow image in RGB, and `cls`, the number of its class if it has one.
 
         Raises:
             DataError: The file is no image.
@@ -82,7 +86,7 @@ class ImageFolder(Dataset[dict[str, Any]]):
             if isinstance(error, OSError) and error.errno:  # the system's errors; Pillow's own have no number
                 raise UnavailableError(f"{path}: {error}; fix the cause, then resume") from error
             raise DataError(f"{path}: can't be decoded ({error}); write it again or remove it") from error
-        return {"image": image, "cls": int(self.labels[i])}
+        return {"image": image, "cls": int(self.labels[i])} if self.labelled else {"image": image}
 
 
 def image_of(sample: Mapping[str, Any]) -> "Image":

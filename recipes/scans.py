@@ -1,23 +1,25 @@
 """Scans with labels for segmentation: NIfTI or NPZ files in folders, members of shards, and the scans of nibabel.
 
 An image is (H, W) or (H, W, D), or has its channels last; a label has a class for each element. Intensities become mean
-0 and deviation 1 in each scan and channel. The size of an element in millimetres is not read: resample scans before
-that differ in it.
+0 and deviation 1 in each scan and channel. A slice has the mean and the deviation of its scan. A slice in a shard has
+its own, since its scan is not there. The size of an element in millimetres is not read: resample scans before that
+differ in it.
 """
 
 import functools
 import gzip
 import hashlib
 import importlib.util
-import io
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
 
-from trainer.errors import ConfigError, DataError, UnavailableError
+from trainer.errors import EXIT_CODES, ConfigError, DataError, UnavailableError
 
 NIFTI = (".nii.gz", ".nii")
 INSTALL = "pip install 'echelon-trainer[monai]'"
@@ -28,7 +30,10 @@ AIR, HEAD = 0, 1  # classes of nibabel's scan
 BINS = 256  # of the histogram for a threshold
 SMOOTHED = 2.0  # elements: the deviation of the filter before the threshold
 
-Sample = dict[str, np.ndarray]  # image (C, H, W[, D]) in float32, label (H, W[, D]) in int64
+NO_LABEL = "give labels/NAME.nii.gz, or an NPZ with label; echelon predict needs none"
+
+Sample = dict[str, np.ndarray]  # image (C, H, W[, D]) in float32, label (H, W[, D]) in int64 if there is one
+Moments = tuple[np.ndarray, np.ndarray]  # mean and deviation of each channel
 
 
 def check_installed() -> None:
@@ -38,28 +43,50 @@ def check_installed() -> None:
             raise ConfigError(f"recipe: needs {name}; {INSTALL}")
 
 
-def make_sample(image: np.ndarray, label: np.ndarray, dimensions: int, classes: int, place: str) -> Sample:
+def moments(image: np.ndarray, dimensions: int) -> Moments:
+    """Return the mean and the deviation over the first `dimensions` axes; no deviation is 0."""
+    image, axes = np.ascontiguousarray(image), tuple(range(dimensions))  # one order of sums for all files
+    return image.mean(axes), np.maximum(image.std(axes), 1e-6)
+
+
+def make_sample(
+    image: np.ndarray, label: np.ndarray | None, dimensions: int, classes: int, place: str, whole: Moments | None = None
+) -> Sample:
     """Return image and label as the model takes them.
 
+    Args:
+        label: None: there is none, and the sample has none.
+        whole: Of the scan that a slice is from; None: the image is the scan.
+
     Raises:
-        DataError: Their shapes differ, or the label has a class that there is not.
+        ConfigError: They have another number of dimensions, or the label has a class that there is not.
+        DataError: Their shapes differ.
     """
-    image, label = np.asarray(image, np.float32), np.asarray(label)
+    image = np.asarray(image, np.float32)
     if image.ndim == dimensions:
         image = image[..., None]
-    if image.ndim != dimensions + 1 or image.shape[:-1] != label.shape:
-        raise DataError(
-            f"{place}: image {image.shape[:-1]} and label {label.shape} are not both of recipe.dimensions={dimensions}"
-        )
-    classified = np.rint(label).astype(np.int64)
-    if classified.min() < 0 or classified.max() >= classes:
-        raise DataError(f"{place}: the label has classes {classified.min()} to {classified.max()}, of {classes}")
-    axes = tuple(range(dimensions))
-    deviation = np.maximum(image.std(axes), 1e-6)
-    return {
-        "image": np.ascontiguousarray(np.moveaxis((image - image.mean(axes)) / deviation, -1, 0)),
-        "label": classified,
-    }
+    own = image.ndim - 1 if label is None else np.ndim(label)
+    if own != dimensions:
+        raise ConfigError(f"recipe.dimensions={dimensions}: {place} has {own}; set recipe.dimensions={own}")
+    made = {} if label is None else {"label": classified(image, label, classes, place)}
+    mean, deviation = whole or moments(image, dimensions)
+    return made | {"image": np.ascontiguousarray(np.moveaxis((image - mean) / deviation, -1, 0), np.float32)}
+
+
+def classified(image: np.ndarray, label: np.ndarray, classes: int, place: str) -> np.ndarray:
+    """Return the class of each element of an image (*S, C).
+
+    Raises:
+        ConfigError, DataError: As in `make_sample`.
+    """
+    if image.shape[:-1] != label.shape:
+        raise DataError(f"{place}: image {image.shape[:-1]} and label {label.shape} differ; write one again")
+    found = np.rint(label).astype(np.int64)
+    least, most = int(found.min()), int(found.max())
+    if least < 0 or most >= classes:
+        way_out = f"set recipe.classes={most + 1}" if least >= 0 else "write labels whose first class is 0"
+        raise ConfigError(f"recipe.classes={classes}: the label of {place} has classes {least} to {most}; {way_out}")
+    return found
 
 
 def decode(data: bytes, place: str) -> np.ndarray:
@@ -80,6 +107,41 @@ def decode(data: bytes, place: str) -> np.ndarray:
         raise DataError(f"{place}: can't be decoded ({error}); write it again or remove it") from error
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise a DataError for a damaged file, and an UnavailableError for one that can't be read now."""
+    try:
+        path.stat()  # nibabel's own error of a missing file has no number
+        yield
+    except (*EXIT_CODES, MemoryError):
+        raise
+    except Exception as error:  # NumPy and nibabel may raise anything
+        if isinstance(error, OSError) and error.errno:  # the system's errors; theirs have no number
+            raise UnavailableError(f"{path}: {error}; fix the cause, then resume") from error
+        raise DataError(f"{path}: can't be decoded ({error}); write it again or remove it") from error
+
+
+def values_of(path: Path) -> Any:
+    """Return the values of a NIfTI file. Those of an uncompressed one stay in the file until they are indexed."""
+    import nibabel
+
+    if path.name.endswith(".gz"):
+        return decode(path.read_bytes(), str(path))
+    return nibabel.load(path).dataobj  # pyright: ignore[reportAttributeAccessIssue] of any of its kinds
+
+
+def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the arrays of an NPZ file, by name. Their headers alone are read."""
+    found: dict[str, tuple[int, ...]] = {}
+    with zipfile.ZipFile(path) as file:
+        for name in file.namelist():
+            with file.open(name) as member:
+                first = np.lib.format.read_magic(member) == (1, 0)
+                header = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+                found[name.removesuffix(".npy")] = header(member)[0]
+    return found
+
+
 def of_members(sample: Mapping[str, Any], dimensions: int, classes: int) -> Sample:
     """Return the sample of a shard, with members `image.nii.gz` and `label.nii.gz`, or one `npz` of these names."""
     place = str(sample.get("__key__"))
@@ -92,62 +154,109 @@ def of_members(sample: Mapping[str, Any], dimensions: int, classes: int) -> Samp
             for end in NIFTI
             if name + end in sample
         }
-    if not {"image", "label"} <= set(values):
+    if "image" not in values:
         has = ", ".join(name for name in sample if not name.startswith("__"))
         raise ConfigError(f"recipe.train: a sample has {has}; give image.nii.gz and label.nii.gz, or an npz of both")
-    return make_sample(values["image"], values["label"], dimensions, classes, place)
+    return make_sample(values["image"], values.get("label"), dimensions, classes, place)
 
 
 class ScanFolder(Dataset[Sample]):
     """The scans of a folder, in the order of their names. 2-D samples of 3-D scans are their slices.
 
     There are `images/NAME.nii.gz` and `labels/NAME.nii.gz`, as in the Medical Segmentation Decathlon (Antonelli et al.
-    2022, arXiv:2106.05735), or `NAME.npz` with `image` and `label`.
+    2022, arXiv:2106.05735), or `NAME.npz` with `image` and `label`. The start reads headers alone. A damaged scan is
+    one sample, which can't be read.
+
+    Args:
+        inputs: Channels of an image.
+        key: The setting that named the folder, for errors.
+        labelled: False: a folder without `labels`, and an NPZ without `label`, are taken, too.
 
     Raises:
         ConfigError: There is no scan, or one has no label.
     """
 
-    def __init__(self, root: Path, dimensions: int, classes: int, key: str) -> None:
-        self.root, self.dimensions, self.classes = root, dimensions, classes
+    def __init__(
+        self, root: Path, dimensions: int, classes: int, key: str, inputs: int = 1, labelled: bool = True
+    ) -> None:
+        self.root, self.dimensions, self.classes, self.inputs = root, dimensions, classes, inputs
         nifti = [path for path in sorted((root / "images").glob("*")) if path.name.endswith(NIFTI)]
         self.files = nifti or sorted(root.glob("*.npz"))
         if not self.files:
             raise ConfigError(f"{key}={root}: has no images/NAME.nii.gz and no NAME.npz; give a folder that has")
-        if missing := [path.name for path in nifti if not (root / "labels" / path.name).is_file()]:
+        self.labels = [root / "labels" / path.name for path in nifti if labelled or (root / "labels").is_dir()]
+        if missing := [path.name for path in self.labels if not path.is_file()]:
             raise ConfigError(f"{key}={root}: labels/{missing[0]} is missing; give each image a label of its name")
+        self.required = f"{key}={root}" if labelled else ""
         self.read = functools.lru_cache(OPEN_SCANS)(self._read)
-        shapes = [self.read(i)[1].shape for i in range(len(self.files))]
-        self.slices = [
-            (i, z) for i, shape in enumerate(shapes) for z in (range(shape[-1]) if len(shape) > dimensions else [None])
-        ]
-        sizes = [(path.name, path.stat().st_size) for path in self.files]
+        self.moments = functools.cache(self._moments)
+        self.slices = [(i, z) for i in range(len(self.files)) for z in self._slices(i)]
+        sizes = [(path.relative_to(root).as_posix(), path.stat().st_size) for path in (*self.files, *self.labels)]
         self.fingerprint = hashlib.sha256(repr([sizes, dimensions, classes]).encode()).hexdigest()
 
-    def _read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        path = self.files[i]
+    def _slices(self, i: int) -> Sequence[int | None]:
+        """Return the numbers of a scan's slices; None alone stands for a whole scan."""
         try:
+            shape = self._shape(i)
+        except DataError:
+            return [None]  # it is damaged, as its reader will find
+        return range(shape[2]) if len(shape) == 3 and self.dimensions == 2 else [None]
+
+    def _shape(self, i: int) -> tuple[int, ...]:
+        """Return the shape of a scan without its channels, from a header."""
+        import nibabel
+
+        path = self.labels[i] if self.labels else self.files[i]
+        with reading(path):
             if path.suffix == ".npz":
-                with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as values:
-                    return values["image"], values["label"]
-            label = self.root / "labels" / path.name
-            return decode(path.read_bytes(), str(path)), decode(label.read_bytes(), str(label))
-        except OSError as error:
-            if not error.errno:  # NumPy's own errors have no number
-                raise DataError(f"{path}: can't be decoded ({error}); write it again or remove it") from error
-            raise UnavailableError(f"{path}: {error}; fix the cause, then resume") from error
-        except (ValueError, KeyError) as error:
-            raise DataError(f"{path}: has no arrays image and label ({error}); write it again or remove it") from error
+                found = shapes_of(path)
+                if self.required and "image" in found and "label" not in found:
+                    raise ConfigError(f"{self.required}: {path.name} has no array label; {NO_LABEL}")
+                if "label" in found:
+                    return found["label"]
+                image = found["image"]
+            else:
+                image = tuple(nibabel.load(path).shape)  # pyright: ignore[reportAttributeAccessIssue] of any kind
+        return image[:-1] if not self.labels and (self.inputs > 1 or len(image) > 3) else image
+
+    def _read(self, i: int) -> tuple[Any, Any]:
+        """Return the values of an image and of its label, or None."""
+        path = self.files[i]
+        with reading(path):
+            if path.suffix != ".npz":
+                return values_of(path), values_of(self.labels[i]) if self.labels else None
+            with np.load(path, allow_pickle=False) as values:
+                found = {name: values[name] for name in ("image", "label") if name in values}
+        if "image" not in found:
+            raise DataError(f"{path}: has no array image; write it again or remove it")
+        return found["image"], found.get("label")
+
+    def _moments(self, i: int) -> Moments:
+        """Return those of the volume (H, W, D[, C]) whose slices are samples."""
+        return moments(np.asarray(self.read(i)[0], np.float32), 3)
 
     def __len__(self) -> int:
         return len(self.slices)
 
     def __getitem__(self, i: int) -> Sample:
+        """Return image and label.
+
+        Raises:
+            ConfigError: As in `make_sample`.
+            DataError: A file is damaged.
+            UnavailableError: A file can't be read now.
+        """
         number, z = self.slices[i]
+        path, whole = self.files[number], None
         image, label = self.read(number)
-        if z is not None:
-            image, label = image[:, :, z], label[:, :, z]
-        return make_sample(image, label, self.dimensions, self.classes, str(self.files[number]))
+        with reading(path):
+            if z is not None:
+                if label is not None and image.shape[:3] != label.shape:
+                    raise DataError(f"{path}: image {image.shape[:3]} and label {label.shape} differ; write one again")
+                whole = self.moments(number)
+                image, label = image[:, :, z], None if label is None else label[:, :, z]
+            image, label = np.asarray(image), None if label is None else np.asarray(label)
+        return make_sample(image, label, self.dimensions, self.classes, str(path), whole)
 
 
 class ExampleScans(Dataset[Sample]):
@@ -167,11 +276,15 @@ class ExampleScans(Dataset[Sample]):
         labels = np.stack([head_or_air(volume) for volume in volumes])
         if dimensions == 3:
             half = slice(None, 64) if split == "train" else slice(64, None)
-            pairs = list(zip(volumes[:, half], labels[:, half], strict=True))
+            pairs = [(volume, label, None) for volume, label in zip(volumes[:, half], labels[:, half], strict=True)]
         else:
             chosen = [z for z in range(volumes.shape[-1]) if (z % EVERY == EVERY - 1) == (split == "val")]
-            pairs = [(volume[..., z], label[..., z]) for volume, label in zip(volumes, labels) for z in chosen]
-        self.samples = [make_sample(image, label, dimensions, 2, EXAMPLE) for image, label in pairs]
+            pairs = [
+                (volume[..., z], label[..., z], moments(volume, 3))
+                for volume, label in zip(volumes, labels, strict=True)
+                for z in chosen
+            ]
+        self.samples = [make_sample(image, label, dimensions, 2, EXAMPLE, whole) for image, label, whole in pairs]
         self.fingerprint = f"{EXAMPLE} {split} {dimensions}"
 
     def __len__(self) -> int:

@@ -1,21 +1,27 @@
 """Segmentation of images and volumes by a U-Net (Ronneberger et al. 2015, arXiv:1505.04597), on MONAI.
 
-Training sees random patches, validation and prediction whole scans by a sliding window. Blocks have residual units
-(Zhang et al. 2017, arXiv:1711.10684). The loss is that of Dice (Milletari et al. 2016, arXiv:1606.04797) and the
-cross-entropy.
+Training sees random patches, validation and prediction whole scans by a sliding window. If `shard` of stage 3 has cut
+the model into rows, each forward pass needs all ranks. A rank with fewer windows then adds empty ones.
+
+Blocks have residual units (Zhang et al. 2017, arXiv:1711.10684). The loss is that of Dice (Milletari et al. 2016,
+arXiv:1606.04797) and the cross-entropy.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.random import Generator
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from recipes.scans import ExampleScans, Repeated, Sample, ScanFolder, check_installed, of_members
+from recipes.scans import NO_LABEL, ExampleScans, Repeated, Sample, ScanFolder, check_installed, of_members
 from trainer.errors import ConfigError, require
 
 FLIPPED = 0.5  # chance of a flip, along each axis
@@ -27,7 +33,8 @@ class Segmentation:
 
     Args:
         train: A folder of scans as `recipes.scans.ScanFolder` describes it, or tar shards; None: nibabel's example.
-        val: The same for validation; None: no validation, but for the example.
+        val: The same for validation; None: the example's, if `train` is None, too. Else there is no validation, and
+            `trainer.validate_every` must be null.
         dimensions: 2 or 3.
         classes: With the background, which is class 0.
         patches: Of each scan in an epoch; 1 with shards.
@@ -73,24 +80,36 @@ class Segmentation:
         for key, value in (("foreground", foreground), ("overlap", overlap)):
             if not 0 <= value <= 1 - (key == "overlap") * 0.01:
                 raise ConfigError(f"recipe.{key}={value}: must be from 0 to {'1' if key == 'foreground' else '0.99'}")
-        if train is None and (val, inputs, classes) != (None, 1, 2):
-            raise ConfigError(
-                "recipe.train=null: the example has inputs=1, classes=2 and a validation split; give recipe.train"
-            )
         self.sources, self.dimensions, self.inputs, self.classes = (
             {"train": train, "val": val},
             dimensions,
             inputs,
             classes,
         )
+        if train is val is None:
+            self._check_example()
         self.patch, self.channels, self.units = list(patch), list(channels), units
         self.patches, self.foreground, self.overlap = patches, foreground, overlap
 
     def model(self) -> nn.Module:
         from monai.networks.nets.unet import UNet
 
-        strides = [2] * (len(self.channels) - 1)
-        return UNet(self.dimensions, self.inputs, self.classes, self.channels, strides, num_res_units=self.units)
+        return UNet(**self.network)
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """The arguments of MONAI's UNet."""
+        sizes = {"spatial_dims": self.dimensions, "in_channels": self.inputs, "out_channels": self.classes}
+        levels = {"channels": self.channels, "strides": [2] * (len(self.channels) - 1)}
+        return sizes | levels | {"num_res_units": self.units}
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write the weights, and config.json: the arguments of MONAI's UNet and of its sliding window."""
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {name: value.contiguous() for name, value in model.state_dict().items()}
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        about = {"network": self.network, "patch": self.patch, "overlap": self.overlap}
+        (folder / "config.json").write_text(json.dumps(about, indent=2) + "\n")
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return the levels' units, from the first of the encoder to the last of the decoder."""
@@ -100,28 +119,37 @@ class Segmentation:
         return [module for module in found if id(module) not in inner]
 
     def data(self, split: str) -> Any:
-        if self.sources["train"] is None:
-            return self._repeated(ExampleScans(split, self.dimensions), split)
         source = self.sources[split]
+        if source is None and self.sources["train"] is None:
+            self._check_example()
+            return self._repeated(ExampleScans(split, self.dimensions), split)
         if isinstance(source, str) and Path(source).is_dir():
-            return self._repeated(ScanFolder(Path(source), self.dimensions, self.classes, f"recipe.{split}"), split)
+            key, trains = f"recipe.{split}", split == "train"
+            scans = ScanFolder(Path(source), self.dimensions, self.classes, key, self.inputs, labelled=trains)
+            return self._repeated(scans, split)
         return source
+
+    def _check_example(self) -> None:
+        if (self.inputs, self.classes) != (1, 2):
+            raise ConfigError("recipe.train=null: the example has inputs=1 and classes=2; give recipe.train")
 
     def _repeated(self, scans: ScanFolder | ExampleScans, split: str) -> Any:
         return Repeated(scans, self.patches) if split == "train" and self.patches > 1 else scans
 
     def val_transform(self, sample: Mapping[str, Any], rng: Generator) -> Sample:
-        """Return the whole scan."""
+        """Return the whole scan. Without a label, it is for `predict` alone."""
         own = dict(sample) if "image" in sample else of_members(sample, self.dimensions, self.classes)
         if len(own["image"]) != self.inputs:
             raise ConfigError(
                 f"recipe.inputs={self.inputs}: a scan has {len(own['image'])} channel(s); set recipe.inputs"
             )
-        return {name: own[name] for name in ("image", "label")}
+        return {name: own[name] for name in ("image", "label") if name in own}
 
     def transform(self, sample: Mapping[str, Any], rng: Generator) -> Sample:
         """Return a random patch, flipped at random, with another intensity."""
         own = self.val_transform(sample, rng)
+        if "label" not in own:
+            raise ConfigError(f"recipe.train: a scan has no label; {NO_LABEL}")
         image, label = cut(own["image"], own["label"], self.patch, rng.random() < self.foreground, rng)
         flipped = tuple(axis for axis in range(self.dimensions) if rng.random() < FLIPPED)
         image, label = np.flip(image, tuple(axis + 1 for axis in flipped)), np.flip(label, flipped)
@@ -129,10 +157,11 @@ class Segmentation:
         return {"image": (image * scale + shift).astype(np.float32), "label": label.copy()}
 
     def collate(self, samples: list[Sample]) -> dict[str, Any]:
-        """Return a batch, with lists of tensors where the scans differ in size."""
-        if len({sample["label"].shape for sample in samples}) == 1:
-            return default_collate(samples)
-        return {name: [torch.from_numpy(sample[name]) for sample in samples] for name in ("image", "label")}
+        """Return a batch, with lists of tensors where the scans differ in size. If one has no label, none has."""
+        names = [name for name in ("image", "label") if all(name in sample for sample in samples)]
+        if len({sample["image"].shape for sample in samples}) == 1:
+            return default_collate([{name: sample[name] for name in names} for sample in samples])
+        return {name: [torch.from_numpy(sample[name]) for sample in samples] for name in names}
 
     def weight(self, batch: Mapping[str, Any]) -> int:
         return len(batch["image"])
@@ -147,10 +176,17 @@ class Segmentation:
         return DiceCELoss(include_background=False, to_onehot_y=True, softmax=True)
 
     def metrics(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, tuple[Tensor, int]]:
-        """Return the loss, and Dice of each class but the background, over the scans that have the class."""
+        """Return the loss, and Dice of each class but the background, over the scans that have the class.
+
+        Raises:
+            ConfigError: A scan has no label.
+        """
         from monai.metrics.meandice import compute_dice
         from monai.networks.utils import one_hot
 
+        if "label" not in batch:
+            raise ConfigError(f"recipe.val: a scan has no label; {NO_LABEL}")
+        self._add_windows(model, batch["image"])
         losses: list[Tensor] = []
         dice: list[Tensor] = []
         for image, label in zip(batch["image"], batch["label"], strict=True):
@@ -170,17 +206,31 @@ class Segmentation:
         assert isinstance(found, Tensor)
         return found
 
-    def predict(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        """Return the class of each element.
+    def _add_windows(self, model: nn.Module, images: Iterable[Tensor]) -> None:
+        """Run empty windows if the model's rows are on several ranks, so that each makes as many. A collective then."""
+        from torch.distributed.fsdp import FSDPModule
 
-        Raises:
-            ConfigError: The scans of the batch differ in size.
-        """
-        if isinstance(batch["image"], list):
-            raise ConfigError(
-                "recipe: the scans differ in size, so their predictions are no tensor; predict each size alone"
-            )
-        return torch.cat([self._logits(model, image).argmax(1) for image in batch["image"]]).to(torch.uint8)
+        if not any(isinstance(module, FSDPModule) for module in model.modules()):
+            return
+        own, first = 0, None
+        for image in images:
+            own += self._windows(image.shape[1:])
+            first = image if first is None else first
+        assert first is not None
+        dist.all_reduce(most := torch.tensor(own, device=first.device), dist.ReduceOp.MAX)
+        for _ in range(int(most) - own):
+            model(first.new_zeros(1, self.inputs, *self.patch))
+
+    def _windows(self, sizes: Sequence[int]) -> int:
+        """Return the number of windows of `_logits` for an image of these sizes."""
+        steps = [max(1, int(side * (1 - self.overlap))) for side in self.patch]
+        axes = zip(sizes, self.patch, steps, strict=True)
+        return math.prod(1 + max(0, math.ceil((size - side) / step)) for size, side, step in axes)
+
+    def predict(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor | list[Tensor]:
+        """Return the class of each element; a list if the scans differ in size."""
+        found = [self._logits(model, image).argmax(1).to(torch.uint8) for image in batch["image"]]
+        return [each[0] for each in found] if isinstance(batch["image"], list) else torch.cat(found)
 
 
 def cut(

@@ -159,9 +159,21 @@ def test_folders_that_are_refused(photos, tmp_path):
     shutil.copy(photos / "cat" / "2.jpeg", photos / "x.jpeg")
     with pytest.raises(ConfigError, match=rf"^{key}x\.jpeg is in no folder of a class; give a folder with"):
         ImageFolder(photos, key="recipe.val")
+    (photos / "x.jpeg").rename(tmp_path / "x.jpeg")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="there is no folder with images in it; give a folder with a folder per"):
         ImageFolder(tmp_path / "empty")
+
+
+def test_images_in_no_folder_have_no_class(photos):
+    with pytest.raises(ConfigError, match=r"1\.png is in no folder of a class"):
+        ImageFolder(photos / "dog", labelled=False)  # others are in one
+    shutil.rmtree(photos / "dog" / "deep")
+    found = ImageFolder(photos / "dog", ["cat"], labelled=False)
+    assert len(found) == 1 and found[0].keys() == {"image"} and not found.labelled
+    with pytest.raises(ConfigError, match=r"1\.png is in no folder of a class"):
+        ImageFolder(photos / "dog")
+    assert ImageFolder(photos, labelled=False)[0]["cls"] == 0
 
 
 def test_a_file_that_is_no_image_counts_as_damaged_and_one_that_is_gone_does_not(photos):

@@ -12,7 +12,7 @@ pytest.importorskip("monai")
 import nibabel
 
 from recipes.scans import ExampleScans, Repeated, ScanFolder, decode, head_or_air, make_sample, of_members, threshold
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError, DataError, UnavailableError
 
 RNG = np.random.default_rng(0)
 
@@ -51,22 +51,21 @@ def test_intensities_are_normalised_in_each_channel() -> None:
     assert made["image"].std((1, 2)) == pytest.approx([1, 1], abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("image", "label", "told"),
-    [
-        ((8, 9), (9, 8), "x: image (8, 9) and label (9, 8)"),
-        ((8, 9, 4), (8, 9, 4), "are not both of recipe.dimensions=2"),
-    ],
-)
-def test_other_shapes_are_refused(image: tuple[int, ...], label: tuple[int, ...], told: str) -> None:
-    with pytest.raises(DataError) as error:
-        make_sample(np.zeros(image), np.zeros(label), 2, 2, "x")
-    assert told in str(error.value)
+def test_other_shapes_are_damage() -> None:
+    with pytest.raises(DataError, match=r"^x: image \(8, 9\) and label \(9, 8\) differ; write one again$"):
+        make_sample(np.zeros((8, 9)), np.zeros((9, 8)), 2, 2, "x")
+    with pytest.raises(DataError, match="differ"):
+        make_sample(np.zeros((8, 9)), np.zeros((8, 9, 2)), 3, 2, "x")
 
 
-def test_a_class_that_there_is_not_is_refused() -> None:
-    with pytest.raises(DataError, match="the label has classes 0 to 3, of 2"):
+def test_wrong_settings_end_the_run_and_lose_no_sample() -> None:
+    with pytest.raises(ConfigError, match=r"^recipe\.dimensions=2: x has 3; set recipe\.dimensions=3$"):
+        make_sample(np.zeros((8, 9, 4)), np.zeros((8, 9, 4)), 2, 2, "x")
+    classes = r"^recipe\.classes=2: the label of x has classes 0 to 3; set recipe\.classes=4$"
+    with pytest.raises(ConfigError, match=classes):
         make_sample(np.zeros((2, 2)), np.array([[0, 3], [0, 0]]), 2, 2, "x")
+    with pytest.raises(ConfigError, match="has classes -1 to 0; write labels whose first class is 0"):
+        make_sample(np.zeros((2, 2)), np.array([[0, -1], [0, 0]]), 2, 2, "x")
 
 
 def test_slices_of_volumes(tmp_path: Path) -> None:
@@ -77,6 +76,65 @@ def test_slices_of_volumes(tmp_path: Path) -> None:
     assert (len(slices), len(volumes)) == (7, 2)
     assert (slices[3]["label"] == label[..., 3]).all() and (volumes[0]["label"] == label).all()
     assert slices[6]["image"].shape == (1, 4, 4) and slices.fingerprint != volumes.fingerprint
+    # A slice has the mean and the deviation of its volume.
+    assert slices[3]["image"][0] == pytest.approx((image[..., 3] - image.mean()) / image.std(), abs=1e-4)
+    assert volumes[0]["image"][0] == pytest.approx((image - image.mean()) / image.std(), abs=1e-4)
+
+
+def test_files_that_are_not_compressed(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    write(tmp_path / "a", "x", *scan((6, 7, 5)))
+    for path in sorted((tmp_path / "a").rglob("*.gz")):
+        plain = tmp_path / "b" / path.parent.name / "x.nii"
+        plain.parent.mkdir()
+        plain.write_bytes(gzip.decompress(path.read_bytes()))
+    for dimensions, samples in ((2, 5), (3, 1)):
+        packed, plain = (ScanFolder(tmp_path / name, dimensions, 2, "recipe.train") for name in ("a", "b"))
+        assert len(packed) == len(plain) == samples
+        for i in range(samples):
+            assert all(np.array_equal(packed[i][name], plain[i][name]) for name in ("image", "label"))
+    (tmp_path / "b" / "images" / "x.nii").write_bytes(b"")
+    with pytest.raises(DataError, match=r"x\.nii: can't be decoded"):
+        ScanFolder(tmp_path / "b", 2, 2, "recipe.train")[0]
+
+
+def test_the_start_reads_headers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "a", *scan((6, 7, 5)))
+    image, label = scan((6, 7, 3))
+    (tmp_path / "npz").mkdir()
+    np.savez_compressed(tmp_path / "npz" / "a.npz", image=image, label=label)
+    monkeypatch.setattr("recipes.scans.decode", None)
+    monkeypatch.setattr("numpy.load", None)
+    found = [ScanFolder(folder, 2, 2, "recipe.train") for folder in (tmp_path, tmp_path / "npz")]
+    assert [len(each) for each in found] == [5, 3]
+
+
+def test_the_fingerprint_has_the_labels(tmp_path: Path) -> None:
+    image, label = scan((6, 7, 5))
+    write(tmp_path, "a", image, label)
+    before = ScanFolder(tmp_path, 3, 2, "recipe.train").fingerprint
+    write(tmp_path, "a", image, RNG.integers(0, 2, label.shape).astype(np.int32))
+    assert ScanFolder(tmp_path, 3, 2, "recipe.train").fingerprint != before
+
+
+def test_scans_without_labels_are_for_predictions(tmp_path: Path) -> None:
+    image, label = scan((6, 7, 5))
+    write(tmp_path, "a", image, label)
+    labelled = [each["image"] for each in ScanFolder(tmp_path, 2, 2, "recipe.val", labelled=False)]
+    for path in (tmp_path / "labels").iterdir():
+        path.unlink()
+    (tmp_path / "labels").rmdir()
+    (tmp_path / "npz").mkdir()
+    np.savez(tmp_path / "npz" / "a.npz", image=np.stack([image, image], -1))
+    nifti_, npz = (ScanFolder(tmp_path / name, 2, 2, "k", n, labelled=False) for name, n in ((".", 1), ("npz", 2)))
+    assert len(labelled) == len(nifti_) == len(npz) == 5 and nifti_[2].keys() == npz[2].keys() == {"image"}
+    assert (nifti_[2]["image"] == labelled[2]).all() and npz[2]["image"].shape == (2, 6, 7)
+    with pytest.raises(ConfigError, match=r"^recipe\.train=.*: labels/a\.nii\.gz is missing"):
+        ScanFolder(tmp_path, 2, 2, "recipe.train")
+    with pytest.raises(ConfigError, match=r"^recipe\.train=.*: a\.npz has no array label; give labels/NAME"):
+        ScanFolder(tmp_path / "npz", 2, 2, "recipe.train", 2)
+    assert of_members({"__key__": "a", "npz": {"image": image}}, 3, 2).keys() == {"image"}
 
 
 def test_npz_files(tmp_path: Path) -> None:
@@ -94,10 +152,36 @@ def test_an_image_without_a_label(tmp_path: Path) -> None:
         ScanFolder(tmp_path / "labels", 2, 2, "recipe.val")
 
 
-def test_a_damaged_npz_is_named(tmp_path: Path) -> None:
+def damaged(content: bytes, how: str) -> bytes:
+    middle = len(content) // 2
+    flipped = content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :]
+    return {"empty": b"", "truncated": content[:middle], "flipped": flipped, "other": b"no scan"}[how]
+
+
+@pytest.mark.parametrize("how", ["empty", "truncated", "flipped", "other"])
+def test_a_damaged_npz_is_one_bad_sample(how: str, tmp_path: Path) -> None:
+    image, label = scan((40, 30))
+    for name in ("a", "b"):
+        np.savez_compressed(tmp_path / f"{name}.npz", image=image, label=label)
+    (tmp_path / "a.npz").write_bytes(damaged((tmp_path / "a.npz").read_bytes(), how))
+    found = ScanFolder(tmp_path, 2, 2, "recipe.train")
+    assert len(found) == 2 and (found[1]["label"] == label).all()
+    with pytest.raises(DataError, match=r"a\.npz: can't be decoded .*; write it again or remove it$"):
+        found[0]
+
+
+def test_an_npz_of_other_arrays_is_one_bad_sample(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", other=np.zeros(3))
-    with pytest.raises(DataError, match=r"a\.npz: has no arrays image and label"):
-        ScanFolder(tmp_path, 2, 2, "recipe.train")
+    with pytest.raises(DataError, match=r"a\.npz: has no array image; write it again or remove it$"):
+        ScanFolder(tmp_path, 2, 2, "recipe.train")[0]
+
+
+def test_a_scan_that_is_gone_is_not_damaged(tmp_path: Path) -> None:
+    write(tmp_path, "a", *scan((4, 4)))
+    found = ScanFolder(tmp_path, 2, 2, "recipe.train")
+    (tmp_path / "images" / "a.nii.gz").unlink()
+    with pytest.raises(UnavailableError, match=r"a\.nii\.gz: .*No such file.*; fix the cause, then resume$"):
+        found[0]
 
 
 def test_members_of_shards() -> None:

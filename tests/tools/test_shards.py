@@ -217,8 +217,10 @@ def tool(capsys, monkeypatch, tmp_path):
         (
             ["none.jsonl", "out"],
             71,
-            "none.jsonl: No such file or directory; make room or make it writable, or give another folder",
+            "none.jsonl: does not exist; give a folder, a .jsonl or a .parquet",
         ),
+        (["none", "out", "--classes"], 71, "none: does not exist; give a folder, a .jsonl or a .parquet"),
+        (["a.jsonl", "out", "--classes"], 71, "a.jsonl: --classes takes a folder with a folder per class"),
         (
             ["a.jsonl", "out", "--prefix", "sub/x"],
             78,

@@ -97,6 +97,8 @@ def pack(source: Path, folder: Path, prefix: str, per_shard: int, classes: bool)
     if Path(prefix).name != prefix:
         raise ConfigError(f"--prefix={prefix}: is not the name of a file; give folders by FOLDER")
     try:
+        if not source.exists():
+            raise DataError(f"{source}: does not exist; give a folder, a .jsonl or a .parquet")
         if classes and not source.is_dir():
             raise DataError(f"{source}: --classes takes a folder with a folder per class")
         found = with_classes(grouped(source), folder) if classes else samples(source)
@@ -120,9 +122,7 @@ def samples(source: Path) -> Iterator[dict[str, Any]]:
         return of_lines(source)
     if source.suffix == ".parquet":
         return of_rows(source)
-    raise DataError(
-        f"{source}: is not a folder, .jsonl or .parquet" if source.exists() else f"{source}: does not exist"
-    )
+    raise DataError(f"{source}: is not a folder, .jsonl or .parquet")
 
 
 def of_folder(source: Path) -> Iterator[dict[str, Any]]:
