@@ -105,7 +105,9 @@ def calls_of(source: bytes) -> list[Call]:
 
 def called(function: ast.expr) -> str:
     """Return the last name of what is called; empty without one."""
-    return function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
+    if isinstance(function, ast.Name):
+        return function.id
+    return function.attr if isinstance(function, ast.Attribute) else ""
 
 
 def rows(calls: dict[str, list[Call]]) -> Iterator[list[str]]:

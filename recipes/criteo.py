@@ -163,9 +163,7 @@ def parse(text: bytes, name: str, done: int = 0) -> np.ndarray:
     lines = np.diff(np.flatnonzero(data[ends] == NEWLINE), prepend=-1)  # the fields of each line
     if (wrong := np.flatnonzero(lines != FIELDS)).size:
         has = int(lines[wrong[0]])
-        raise DataError(
-            f"{name}: line {done + int(wrong[0]) + 1} has {has} fields, not {FIELDS}; correct or remove it"
-        )
+        raise DataError(f"{name}: line {done + int(wrong[0]) + 1} has {has} fields, not {FIELDS}; correct or remove it")
     starts = np.append(-1, ends[:-1])[: len(ends)] + 1
     lengths = (ends - starts).reshape(-1, FIELDS)
     starts = starts.reshape(-1, FIELDS)

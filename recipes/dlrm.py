@@ -1,6 +1,7 @@
 """DLRM, a deep learning recommendation model (Naumov et al. 2019, arXiv:1906.00091)."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ class DLRM(nn.Module):
 def mlp(widths: Sequence[int]) -> nn.Sequential:
     """Return linear layers from width to width, with a ReLU after each."""
     layers = nn.Sequential()
-    for inputs, outputs in zip(widths, widths[1:]):
+    for inputs, outputs in pairwise(widths):
         linear = nn.Linear(inputs, outputs)
         nn.init.normal_(linear.weight, std=(2 / (inputs + outputs)) ** 0.5)
         nn.init.normal_(linear.bias, std=outputs**-0.5)
