@@ -44,6 +44,7 @@ from trainer.monitors.train_loss import TrainLoss
 from trainer.optim.factories import adamw
 from trainer.optim.groups import Groups, ParameterRules, make_optimizer
 from trainer.optim.schedule import Constant, Schedule
+from trainer.parallel import sparse
 from trainer.parallel.batch_norm import across_ranks
 from trainer.parallel.ddp import DDP
 from trainer.parallel.strategy import SingleDevice, Strategy, clip_values, to_device, trained
@@ -206,6 +207,12 @@ class Trainer:
         self.strategy: Strategy = distribute(self, self.module)
         self.parameters = self.strategy.parameters
         made = make_optimizer(optimizer, self.module, self.rules)
+        dense = [
+            name for name, c in self.callbacks.items() if any(getattr(c, h) in self.hooks[h] for h in sparse.HOOKS)
+        ]
+        sparse.refuse_sparse(
+            self.module, made, dense, self.precision.label, self.world > 1 and self.ranks.backend == "nccl"
+        )
         made = self.precision.wrap_optimizer(made, self.module, self.options.seed, lambda: self.step)
         self.optimizer = self._wrap("wrap_optimizer", made)
         self.clips = self.options.clip_norm is not None
