@@ -130,7 +130,7 @@ def rows(calls: dict[str, list[Call]]) -> Iterator[list[str]]:
 
 
 class _File:
-    """What is known of a file's calls before the next one."""
+    """The calls of a file before the next one."""
 
     def __init__(self, name: str) -> None:
         self.name, self.folder = name, os.path.dirname(name)

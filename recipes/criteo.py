@@ -1,10 +1,10 @@
 """Clicks in Criteo's format: a label, 13 integers and 26 categories, from text, Parquet or shards.
 
-A line of text has a label (0 or 1), 13 integers in decimal and 26 categories of at most 8 hexadecimal digits, with tabs
-between. An integer or a category may be empty, and becomes 0. The lines have an order in time.
+A line of text has 40 fields, with tabs between: a label (0 or 1), 13 integers, and 26 categories. A category is a
+hexadecimal number of 8 digits at most. An integer or a category may be empty, and becomes 0. Lines are in order of time.
 
-Text and Parquet are read once, into a file of 40 int32 a row, which is mapped into memory: the binary format of the
-paper's own code (Naumov et al. 2019, arXiv:1906.00091).
+Text and Parquet are read once, into a file of 40 int32 a row, which is mapped into memory. The code of DLRM's paper has
+the same binary format (Naumov et al. 2019, arXiv:1906.00091).
 """
 
 import gzip

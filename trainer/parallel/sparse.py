@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from trainer.errors import ConfigError
 
-# A callback with one of these takes gradients as dense tensors.
+# A callback with one of these takes gradients as dense tensors; one that measures or shows, with the first alone.
 HOOKS = ("wrap_reduce", "distribute", "wrap_forward_backward", "wrap_optimizer", "on_before_optimizer_step")
 TAKING = ("SGD", "Adagrad", "SparseAdam")  # of torch's and our optimizers
 PRECISIONS = ("fp32", "tf32", "bf16")
@@ -53,10 +53,10 @@ def refuse_sparse(
     else:
         found = unfit(optimizer, [*sparse.values()])
     if found:
-        reason, way_out = found
+        setting, way_out = found
         name = next(iter(sparse))
         raise ConfigError(
-            f"{reason}takes dense gradients, and {name} has sparse ones; {way_out}, or sparse=False there"
+            f"{setting}: takes dense gradients, and {name} has sparse ones; {way_out}, or sparse=False there"
         )
 
 
