@@ -1,7 +1,7 @@
 """Clicks in Criteo's format: a label, 13 integers and 26 categories, from text, Parquet or shards.
 
 A line of text has 40 fields, with tabs between: a label (0 or 1), 13 integers, and 26 categories. A category is a
-hexadecimal number of 8 digits at most. An integer or a category may be empty, and becomes 0. Lines are in order of time.
+hexadecimal number of 8 digits at most. An integer or a category may be empty, and becomes 0. The order is that of time.
 
 Text and Parquet are read once, into a file of 40 int32 a row, which is mapped into memory. The code of DLRM's paper has
 the same binary format (Naumov et al. 2019, arXiv:1906.00091).

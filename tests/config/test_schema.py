@@ -27,7 +27,11 @@ def load(path: Path) -> dict[str, Any]:
     return config
 
 
-DERIVED = [path for path in FILES if any(isinstance(base, str) and (path.parent / f"{base}.yaml").exists() for base in load(path).get("defaults", []))]
+DERIVED = [
+    path
+    for path in FILES
+    if any(isinstance(base, str) and (path.parent / f"{base}.yaml").exists() for base in load(path).get("defaults", []))
+]
 RECIPES = [path for path in FILES if path.parent.name == "recipe" and path not in DERIVED]
 TARGETS = [path for path in FILES if path.parent.name != "nccl" and path not in DERIVED]
 

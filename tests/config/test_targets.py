@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 from support.cli import ROOT
 from support.untrusted import LAZY
 
