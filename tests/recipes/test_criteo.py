@@ -120,6 +120,7 @@ def test_a_mistake_in_a_later_block_has_its_line(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("data", "told"),
     [(b"", "has no row; give a file in Criteo's format"), (gzip.compress(LINE.encode())[:-9], "can't be unpacked")],
+    ids=["empty", "cut"],
 )
 def test_an_empty_or_a_cut_file(tmp_path: Path, data: bytes, told: str) -> None:
     (tmp_path / "day_0").write_bytes(data)
