@@ -10,7 +10,6 @@
   sequence up: no token is padding, and no text is lost.
 """
 
-import fcntl
 import hashlib
 import importlib.metadata
 import io
@@ -20,7 +19,6 @@ import os
 import shutil
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
@@ -28,9 +26,9 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 
 from recipes.byte_pairs import BytePairs
+from recipes.cache import lock, root, sync
 from recipes.text import Document, Source, batches, show
 from recipes.wordpiece import WordPiece
-from trainer.data.remote.eviction import open_regular
 from trainer.errors import ConfigError
 
 log = logging.getLogger("echelon")
@@ -100,30 +98,18 @@ def prepare(text: str | list[str] | None, cache: str | None, settings: Settings)
         ConfigError: The text can't be used, or the cache can't be written.
     """
     source = Source(text)
-    root = Path(cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "echelon")).expanduser()
+    parent = root(cache)
     files = [(os.path.abspath(source.files[name]), s.st_size, s.st_mtime_ns) for name, s in source.stats.items()]
     identity = [FORMAT, importlib.metadata.version("tokenizers"), asdict(settings), list(source.files), files]
-    folder = root / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+    folder = parent / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     try:
         if not _is_whole(folder):
-            with _lock(folder.with_suffix(".lock")):
+            with lock(folder.with_suffix(".lock"), "text"):
                 if not _is_whole(folder):
                     _build(source, folder, settings)
         return Corpus(folder, json.loads((folder / "meta.json").read_text()))
     except OSError as error:
-        raise ConfigError(f"recipe.cache={root}: {error}; give a writable folder with free space") from None
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", opener=open_regular) as file:  # in a shared cache, a pipe of a neighbour's would not open
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("text: another process is preparing %s; waiting for it", path.with_suffix(""))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        raise ConfigError(f"recipe.cache={parent}: {error}; give a writable folder with free space") from None
 
 
 def _build(source: Source, folder: Path, settings: Settings) -> None:
@@ -154,12 +140,12 @@ def _build(source: Source, folder: Path, settings: Settings) -> None:
     text = "text: %d tokens for training and %d for validation in %s"
     log.info(text, meta["tokens"]["train"], meta["tokens"]["val"], folder)
     for path in (*partial.iterdir(), partial):
-        _sync(path)  # else a power cut may leave the folder with empty files
+        sync(path)
     if folder.exists():
         log.warning("text: %s: is damaged, and is replaced", folder)
         shutil.rmtree(folder)
     partial.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
     # Data workers are forks, which the threads of tokenizers don't survive: each worker would warn.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -187,14 +173,6 @@ def _size_and_sha256(path: Path) -> list[Any]:
         while part := file.read(1 << 20):
             digest.update(part)
     return [path.stat().st_size, digest.hexdigest()]
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 class _Survey:

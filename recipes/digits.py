@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from recipes.cache import root
 from trainer.data.shards.writer import write_shards
 from trainer.errors import ConfigError
 
@@ -27,7 +28,7 @@ def shards(split: str) -> list[Path]:
     Raises:
         ConfigError: scikit-learn is missing, or the folder can't be written.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "echelon", "digits").expanduser()
+    folder = root() / "digits"
     try:
         if not folder.is_dir():
             _build(folder)

@@ -21,7 +21,8 @@ callbacks=[xyzzy]
 optimizer=adam
     optimizer=adam: there is no such optimizer; did you mean adamw
 optimizer=null
-    optimizer=null: a run needs one optimizer; there are adafactor, adamw, adamw8bit, lamb, lars, muon, recipe, sgd
+    optimizer=null: a run needs one optimizer; there are adafactor, adagrad, adamw,
+    adamw8bit, lamb, lars, muon, recipe, sgd
 schedule=cosin
     schedule=cosin: there is no such schedule; did you mean cosine?
 --config-dir=nowhere

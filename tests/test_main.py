@@ -138,7 +138,7 @@ def test_names_of_callbacks(tmp_path):
     assert set(map(frozenset, shown.values())) == {frozenset(observers | {"ema"})}
 
 
-@pytest.mark.parametrize("name", ["adafactor", "adamw8bit", "lars", "muon"])
+@pytest.mark.parametrize("name", ["adafactor", "adagrad", "adamw8bit", "lars", "muon"])
 def test_an_optimizer_by_its_name(tmp_path, name):
     done = run([*TOY, f"optimizer={name}", "optimizer.lr=0.5", "--cfg", "job"], tmp_path)
     assert done.code == 0, done.err

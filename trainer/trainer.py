@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from trainer import training_state
-from trainer.callback import HOOKS, UNLOGGED, Callback, Gathered, overrides
+from trainer.callback import HOOKS, UNLOGGED, Callback, Gathered, Role, overrides
 from trainer.checkpoint.pretrained import load_weights
 from trainer.comm.affinity import bind_to_cores
 from trainer.comm.phases import Phase, during, switch
@@ -44,6 +44,7 @@ from trainer.monitors.train_loss import TrainLoss
 from trainer.optim.factories import adamw
 from trainer.optim.groups import Groups, ParameterRules, make_optimizer
 from trainer.optim.schedule import Constant, Schedule
+from trainer.parallel import sparse
 from trainer.parallel.batch_norm import across_ranks
 from trainer.parallel.ddp import DDP
 from trainer.parallel.strategy import SingleDevice, Strategy, clip_values, to_device, trained
@@ -206,6 +207,7 @@ class Trainer:
         self.strategy: Strategy = distribute(self, self.module)
         self.parameters = self.strategy.parameters
         made = make_optimizer(optimizer, self.module, self.rules)
+        self._refuse_sparse(made)
         made = self.precision.wrap_optimizer(made, self.module, self.options.seed, lambda: self.step)
         self.optimizer = self._wrap("wrap_optimizer", made)
         self.clips = self.options.clip_norm is not None
@@ -226,6 +228,14 @@ class Trainer:
         model = build_model(self.recipe)
         self.rules = ParameterRules(optimizer, self.recipe, model)
         return model
+
+    def _refuse_sparse(self, optimizer: Optimizer) -> None:
+        """Refuse sparse gradients of an embedding, if a callback or a setting takes dense ones."""
+        measures = (Role.MEASURE, Role.OBSERVE)
+        hooks = {name: sparse.HOOKS[:1] if c.role in measures else sparse.HOOKS for name, c in self.callbacks.items()}
+        dense = [n for n, own in hooks.items() if any(getattr(self.callbacks[n], h) in self.hooks[h] for h in own)]
+        nccl = self.world > 1 and self.ranks.backend == "nccl"
+        sparse.refuse_sparse(self.module, optimizer, dense, self.precision.label, nccl)
 
     def _open_loader(self) -> None:
         plan, strategy, options = self.plan, self.strategy, self.options

@@ -17,7 +17,7 @@ from trainer.callback import Callback
 from trainer.callbacks.optimizer_in_backward import OptimizerInBackward
 from trainer.callbacks.overlap.callback import Overlap
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
-from trainer.optim.factories import adafactor, adamw8bit, lamb, lars
+from trainer.optim.factories import adafactor, adagrad, adamw8bit, lamb, lars
 from trainer.optim.muon import Muon
 from trainer.optim.schedule import Linear
 from trainer.process.environment import Place
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slow  # the contract's rows are in the default run
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adafactor": partial(adafactor, lr=0.1),
+    "adagrad": partial(adagrad, lr=0.05),
     "adamw8bit": partial(adamw8bit, lr=0.01, min_8bit_size=256),
     "lamb": partial(lamb, lr=0.05),
     "lars": partial(lars, lr=0.01, trust_coefficient=1.0),
@@ -135,6 +136,7 @@ def test_states_are_those_of_the_papers(runs):
     (rank, *_), _ = runs
     assert {name: rank[name, ""][0][2] for name in OPTIMIZERS} == {
         "adafactor": ["col_var", "row_var", "step", "variance"],
+        "adagrad": ["step", "sum"],
         "adamw8bit": ["absmax1", "absmax2", "qmap1", "qmap2", "state1", "state2", "step"],
         "lamb": ["exp_avg", "exp_avg_sq", "step"],
         "lars": ["momentum_buffer"],

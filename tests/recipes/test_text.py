@@ -302,7 +302,7 @@ def test_a_long_line_without_spaces_takes_no_time(settings: Settings, tmp_path: 
 def test_all_is_on_the_disk_before_it_has_its_name(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Else a power cut may leave empty files under that name. The name itself comes last."""
     synced: list[Path] = []
-    monkeypatch.setattr(corpus, "_sync", lambda path: synced.append(path) if path.exists() else None)
+    monkeypatch.setattr(corpus, "sync", lambda path: synced.append(path) if path.exists() else None)
     made = prepare(str(folder), str(tmp_path / "cache"), SMALL)
     *files, partial, cache = synced
     assert sorted(path.name for path in files) == sorted(path.name for path in made.folder.iterdir())

@@ -94,6 +94,19 @@ def adafactor(
     return made
 
 
+def adagrad(
+    params: Groups, lr: float = 1e-2, lr_decay: float = 0.0, eps: float = 1e-10, weight_decay: float = 0.0
+) -> Optimizer:
+    """Make Adagrad (Duchi et al. 2011, JMLR 12), which takes sparse gradients: rows that are not used stay.
+
+    Args:
+        lr_decay: The rate of step t is `lr / (1 + (t - 1) * lr_decay)`.
+    """
+    for key, value in (("lr", lr), ("lr_decay", lr_decay), ("eps", eps), ("weight_decay", weight_decay)):
+        require(f"optimizer.{key}", value, at_least=0)
+    return torch.optim.Adagrad(params, lr=lr, lr_decay=lr_decay, eps=eps, weight_decay=weight_decay)
+
+
 def adamw8bit(
     params: Groups,
     lr: float = 1e-3,

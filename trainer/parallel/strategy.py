@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from trainer.checkpoint.parts import read_all
@@ -16,6 +16,7 @@ from trainer.checkpoint.serialize import load_optimizer_state
 from trainer.errors import DataError
 from trainer.parallel.meta import refuse_meta
 from trainer.parallel.rows import local
+from trainer.parallel.sparse import gradients
 
 
 class OutputElsewhere(BaseException):
@@ -192,14 +193,16 @@ def zero_loss(parameters: Sequence[Tensor], unused: bool) -> Tensor:
 
 def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
     """Clip gradients that this rank has whole; if `max_norm` is None, only measure their norm."""
-    if max_norm is not None:
-        return clip_grad_norm_(parameters, max_norm)
-    return get_total_norm([p.grad for p in parameters if p.grad is not None])
+    found = gradients(parameters)
+    norm = get_total_norm(found)
+    if max_norm is not None and found:
+        torch._foreach_mul_(found, torch.clamp(max_norm / (norm + 1e-6), max=1.0))  # as clip_grad_norm_ does
+    return norm
 
 
 def clip_values(parameters: Sequence[Tensor], most: float) -> None:
     """Clip each element of the gradients to [-most, most], in place. A rank that has rows of a gradient clips these."""
-    own = [local(p.grad) for p in parameters if p.grad is not None]
+    own = [local(gradient) for gradient in gradients(parameters)]
     if own:  # else nan_guard has dropped the step, or no parameter is this rank's
         torch._foreach_clamp_min_(own, -most)
         torch._foreach_clamp_max_(own, most)

@@ -1,0 +1,178 @@
+"""Sparse gradients against dense ones, on one rank and on three; clipping; one line for what can't carry them."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_ranks
+from support.runs import make
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from trainer.callback import Callback
+from trainer.callbacks.ema import EMA
+from trainer.callbacks.grad_compress import GradCompress
+from trainer.callbacks.nan_guard.callback import NanGuard
+from trainer.callbacks.optimizer_in_backward import OptimizerInBackward
+from trainer.callbacks.overlap.callback import Overlap
+from trainer.callbacks.shard.callback import Shard
+from trainer.errors import ConfigError
+from trainer.optim.factories import adagrad, adamw, lamb, sgd
+from trainer.parallel.sparse import gradients, refuse_sparse
+from trainer.parallel.strategy import clip_gradients, clip_values
+from trainer.process.environment import Place
+
+OPTIMIZERS = {"sgd": partial(sgd, momentum=0.0), "adagrad": partial(adagrad, lr=0.1)}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clip_norm": {"clip_norm": 0.05},
+    "clip_value": {"clip_value": 1e-3},
+    "bf16": {"precision": "bf16"},
+}
+ROWS, BATCH, STEPS = 100, 24, 5
+
+
+class Words(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.word = nn.Embedding(ROWS, 8, sparse=sparse)
+        self.bag = nn.EmbeddingBag(ROWS, 8, mode="sum", sparse=sparse)
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.word(x[:, 0]) + self.bag(x)).squeeze(1)
+
+
+class Task:
+    def __init__(self, sparse: bool) -> None:
+        self.sparse = sparse
+
+    def model(self) -> nn.Module:
+        return Words(self.sparse)
+
+    def data(self, split: str) -> TensorDataset:
+        x = torch.randint(0, 60, (240, 3), generator=torch.Generator().manual_seed(0))
+        return TensorDataset(x, (x[:, 0] % 2).float())
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.binary_cross_entropy_with_logits(model(batch[0]).float(), batch[1])
+
+
+def train(place: Place) -> dict[tuple[str, str, bool], dict[str, Any]]:
+    found = {}
+    for optimizer, make_optimizer in OPTIMIZERS.items():
+        for setting, options in SETTINGS.items():
+            for sparse in (False, True):
+                name = f"{place.world}-{optimizer}-{setting}-{sparse}"
+                trainer = make(
+                    Task(sparse), {"ema": EMA(0.9)}, make_optimizer, batch=BATCH, place=place, max_steps=STEPS,
+                    run_dir=f"runs/{name}", log_every_steps=1, check_replicas_every=1, **options,
+                )  # fmt: skip
+                trainer.fit()
+                weights = {key: value.detach().numpy().copy() for key, value in trainer.module.named_parameters()}
+                found[optimizer, setting, sparse] = {
+                    "weights": weights,
+                    "norm": trainer.last_metrics["train/grad_norm"],
+                }
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_the_weights_are_those_of_dense_gradients(world: int, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the order in which values of a row are added is the same."""
+    monkeypatch.chdir(tmp_path)
+    for rank in run_ranks(world, train):
+        for (optimizer, setting, sparse), own in rank.items():
+            dense = rank[optimizer, setting, False]
+            assert own["norm"] == pytest.approx(dense["norm"], rel=1e-3 if setting == "bf16" else 1e-5)
+            for name, value in own["weights"].items():
+                bound = 2e-3 if setting == "bf16" else 2e-6
+                assert abs(value - dense["weights"][name]).max() <= bound, (optimizer, setting, sparse, name)
+
+
+def test_a_resume_has_the_bits_of_the_whole_run(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def run(steps: int, name: str, **options: Any) -> list[torch.Tensor]:
+        optimizer = OPTIMIZERS["adagrad"]
+        trainer = make(Task(True), {}, optimizer, batch=BATCH, max_steps=steps, run_dir=f"runs/{name}", **options)
+        trainer.fit()
+        return [p.detach().clone() for p in trainer.parameters]
+
+    whole = run(4, "whole")
+    run(2, "first")
+    again = run(4, "again", resume="ckpt/first/last.pt" if (tmp_path / "ckpt/first/last.pt").exists() else "ckpt/first")
+    assert all(torch.equal(p, q) for p, q in zip(whole, again, strict=True))
+
+
+def test_values_of_a_row_are_added_before_they_are_clipped() -> None:
+    """Row 1 is used twice: 3 + 3 = 6; row 2 once: 8. The norm is 10."""
+    table = nn.Embedding(4, 1, sparse=True)
+    (table(torch.tensor([1, 1, 2])) * torch.tensor([[3.0], [3.0], [8.0]])).sum().backward()
+    assert clip_gradients([table.weight], None) == 10.0
+    assert clip_gradients([table.weight], 5.0) == 10.0
+    (values,) = gradients([table.weight])
+    assert values.flatten().tolist() == pytest.approx([3, 4])
+    clip_values([table.weight], 3.5)
+    grad = table.weight.grad
+    assert grad is not None and grad.to_dense().flatten().tolist() == pytest.approx([0, 3, 3.5, 0])
+
+
+CALLBACKS: dict[str, type[Callback]] = {
+    "overlap": Overlap, "grad_compress": GradCompress, "shard": Shard, "nan_guard": NanGuard,
+    "optimizer_in_backward": OptimizerInBackward,
+}  # fmt: skip
+
+
+def refused(place: Place, name: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        make(Task(True), {name: CALLBACKS[name]()}, OPTIMIZERS["sgd"], batch=BATCH, place=place, run_dir=f"runs/{name}")
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_a_callback_that_takes_dense_gradients_is_refused(name: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (told,) = set(run_ranks(2, refused, name))
+    end = "takes dense gradients, and word.weight has sparse ones; leave it out, or sparse=False there"
+    assert told == f"callbacks.{name}: {end}"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "told"),
+    [
+        (adamw, "optimizer=adamw: takes dense gradients, and word.weight has sparse ones; use adagrad or sgd"),
+        (lamb, "optimizer=lamb: takes dense gradients"),
+        (sgd, "optimizer.momentum=0.9: takes dense gradients, .*; set optimizer.momentum=0, or sparse=False there"),
+        (partial(adagrad, weight_decay=0.1), "optimizer.weight_decay=0.1: takes dense gradients"),
+    ],
+)
+def test_an_optimizer_that_changes_unused_rows_is_refused(
+    optimizer: Any, told: str, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"^{told}"):
+        make(Task(True), {}, optimizer, batch=BATCH)
+    make(Task(False), {}, optimizer, batch=BATCH).close()
+
+
+def test_precision_and_nccl() -> None:
+    model = Words(True)
+    own = OPTIMIZERS["sgd"](model.parameters())
+    with pytest.raises(ConfigError, match=r"^trainer\.precision=fp16: takes dense .*; use one of fp32, tf32, bf16, or"):
+        refuse_sparse(model, own, [], "fp16", False)
+    with pytest.raises(ConfigError, match=r"^trainer\.backend=nccl: takes dense gradients, .*; use one rank, or"):
+        refuse_sparse(model, own, [], "fp32", True)
+    model.requires_grad_(False)
+    refuse_sparse(model, own, ["overlap"], "fp16", True)
+
+
+class Own(torch.optim.SGD):
+    """A user's own optimizer, which may know what to do."""
+
+
+def test_a_users_own_optimizer_is_trusted() -> None:
+    model = Words(True)
+    refuse_sparse(model, Own(model.parameters(), lr=0.1, momentum=0.9), [], "fp32", False)
