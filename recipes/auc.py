@@ -11,7 +11,12 @@ class AUC:
 
     It has the methods of torchmetrics' objects, so a recipe's `metrics` may return it. Each rank keeps its scores, 5
     bytes a sample. `compute` brings those of all ranks to each.
+
+    Attributes:
+        process_group: The ranks whose samples count; None: all.
     """
+
+    process_group: dist.ProcessGroup | None = None
 
     def __init__(self) -> None:
         self.reset()
@@ -30,9 +35,9 @@ class AUC:
         """Return the AUC; NaN without both labels, or with a score that is NaN. A collective."""
         own = (np.concatenate([np.empty(0, np.float32), *self.scores]), np.concatenate([[], *self.positive]) > 0)
         ranks = [own]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            ranks = [own] * dist.get_world_size()
-            dist.all_gather_object(ranks, own)
+        if dist.is_initialized():
+            ranks = [own] * dist.get_world_size(self.process_group)
+            dist.all_gather_object(ranks, own, self.process_group)
         scores, positive = map(np.concatenate, zip(*ranks, strict=True))
         return torch.tensor(auc(scores, positive), dtype=torch.float64)
 

@@ -17,6 +17,7 @@ from recipes.criteo import CATEGORIES, FIELDS, INTEGERS, NAMES
 from recipes.recommendation import Recommendation
 from trainer.callback import Callback
 from trainer.callbacks.grad_compress import GradCompress
+from trainer.callbacks.shard.callback import Shard
 from trainer.comm.reduce import AllReduce
 from trainer.data.sampling.order import Ref
 from trainer.data.source import Samples, open_source
@@ -127,6 +128,23 @@ def test_the_auc_of_a_run_is_scikit_learns_of_its_predictions(
         assert len(found["predicted"]) == len(labels)
         assert found["found"] == pytest.approx(roc_auc_score(labels, found["predicted"]), abs=1e-9)
         assert 0 < found["trained"] < 1
+
+
+def in_rows(place: Place, folder: Path, shard: bool) -> float:
+    own = recipe(folder, val=str(folder / "day_1"))
+    callbacks = {"shard": Shard(3)} if shard else {}
+    trainer = make(own, callbacks, plain_sgd, batch=BATCH, place=place, max_steps=2, run_dir=f"runs/{shard}")
+    return trainer.fit()["val/auc"]
+
+
+@pytest.mark.parametrize("size", [100, 13])
+def test_batches_that_ranks_repeat_do_not_count(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With rows on the ranks, each makes as many passes; of 13 samples, one rank has none."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "day_0", 100)
+    write(tmp_path / "day_1", size, seed=2)
+    plain, rows = (run_ranks(3, in_rows, tmp_path, shard) for shard in (False, True))
+    assert plain == pytest.approx(rows) and 0 < plain[0] < 1
 
 
 ROWS, BLOCK = 3000, 4
