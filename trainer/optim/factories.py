@@ -101,6 +101,7 @@ def adagrad(
 
     Args:
         lr_decay: The rate of step t is `lr / (1 + (t - 1) * lr_decay)`.
+        weight_decay: Times the weights, is added to the gradient.
     """
     for key, value in (("lr", lr), ("lr_decay", lr_decay), ("eps", eps), ("weight_decay", weight_decay)):
         require(f"optimizer.{key}", value, at_least=0)
