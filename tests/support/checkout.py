@@ -60,7 +60,7 @@ def shrink(folder: Path) -> None:
             own = config["recipe"]
             own |= {key: value for key, value in TINY.items() if isinstance(own.get(key), int | float)}
         config |= {"batch": 16, "micro_batch": None}
-        config["trainer"] |= STEPS
+        config["trainer"] = config.get("trainer", {}) | STEPS
         if "override /schedule: recipe" not in file.read_text():  # its own has no warm-up to shorten
             config.setdefault("schedule", {})["warmup"] = "2 steps"
         file.write_text(f"# @package _global_\n# Tiny\n{yaml.safe_dump(config, sort_keys=False)}")
