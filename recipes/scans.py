@@ -67,7 +67,8 @@ def make_sample(
         image = image[..., None]
     own = image.ndim - 1 if label is None else np.ndim(label)
     if own != dimensions:
-        raise ConfigError(f"recipe.dimensions={dimensions}: {place} has {own}; set recipe.dimensions={own}")
+        way_out = f"set recipe.dimensions={own}" if own in (2, 3) else "give scans of 2 or 3"
+        raise ConfigError(f"recipe.dimensions={dimensions}: {place} has {own}; {way_out}")
     made = {} if label is None else {"label": classified(image, label, classes, place)}
     mean, deviation = whole or moments(image, dimensions)
     return made | {"image": np.ascontiguousarray(np.moveaxis((image - mean) / deviation, -1, 0), np.float32)}

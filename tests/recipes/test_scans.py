@@ -61,6 +61,8 @@ def test_other_shapes_are_damage() -> None:
 def test_wrong_settings_end_the_run_and_lose_no_sample() -> None:
     with pytest.raises(ConfigError, match=r"^recipe\.dimensions=2: x has 3; set recipe\.dimensions=3$"):
         make_sample(np.zeros((8, 9, 4)), np.zeros((8, 9, 4)), 2, 2, "x")
+    with pytest.raises(ConfigError, match=r"^recipe\.dimensions=3: x has 4; give scans of 2 or 3$"):
+        make_sample(np.zeros((2, 2, 2, 2)), np.zeros((2, 2, 2, 2)), 3, 2, "x")
     classes = r"^recipe\.classes=2: the label of x has classes 0 to 3; set recipe\.classes=4$"
     with pytest.raises(ConfigError, match=classes):
         make_sample(np.zeros((2, 2)), np.array([[0, 3], [0, 0]]), 2, 2, "x")
