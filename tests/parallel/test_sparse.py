@@ -92,6 +92,31 @@ def test_the_weights_are_those_of_dense_gradients(world: int, tmp_path, monkeypa
                 assert abs(value - dense["weights"][name]).max() <= bound, (optimizer, setting, sparse, name)
 
 
+class Weighed(Task):
+    """Some micro-batches have weight 0."""
+
+    def weight(self, batch: Any) -> int:
+        return 0 if batch[0][0, 0] % 2 else len(batch[0])
+
+
+def train_weighed(place: Place) -> list[Any]:
+    found = []
+    for sparse in (False, True):
+        trainer = make(
+            Weighed(sparse), {}, OPTIMIZERS["sgd"], batch=BATCH, place=place, max_steps=STEPS,
+            run_dir=f"runs/{place.world}-{sparse}",
+        )  # fmt: skip
+        trainer.fit()
+        found.append([p.detach().numpy().copy() for p in trainer.parameters])
+    return found
+
+
+def test_a_micro_batch_of_weight_0_has_sparse_gradients_too(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for dense, sparse in run_ranks(3, train_weighed):
+        assert all(abs(one - other).max() <= 2e-6 for one, other in zip(dense, sparse, strict=True))
+
+
 def test_a_resume_has_the_bits_of_the_whole_run(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 

@@ -20,6 +20,7 @@ from trainer.comm.phases import begin_backward
 from trainer.comm.reduce import Background, Reduce
 from trainer.parallel.batch_norm import refuse_no_items
 from trainer.parallel.meta import refuse_meta
+from trainer.parallel.sparse import sparse_weights
 from trainer.parallel.strategy import clip_gradients, load_replica, own_names, trained, zero_loss
 from trainer.parallel.warmup import constants, integer_buffers
 
@@ -105,7 +106,8 @@ class DDP:
     def zero_loss(self, run: Callable[[], Tensor]) -> Tensor:
         refuse_no_items(self.module)
         run()
-        return zero_loss(self.parameters, self.arguments["find_unused_parameters"])
+        unused = self.arguments["find_unused_parameters"]
+        return zero_loss(self.parameters, unused, sparse_weights(self.module).values())
 
     def copy(self) -> nn.Module:
         return deepcopy(self.module)

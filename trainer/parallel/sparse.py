@@ -25,6 +25,15 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return found
 
 
+def sparse_weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trained weights of embeddings with sparse gradients, by name."""
+    return {
+        f"{name}.weight": each.weight
+        for name, each in module.named_modules()
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse and each.weight.requires_grad
+    }
+
+
 def refuse_sparse(
     module: nn.Module, optimizer: Optimizer, callbacks: Sequence[str], precision: str, nccl: bool
 ) -> None:
@@ -37,11 +46,7 @@ def refuse_sparse(
     Raises:
         ConfigError: The message names the embedding and the setting.
     """
-    sparse = {
-        f"{name}.weight": each.weight
-        for name, each in module.named_modules()
-        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse and each.weight.requires_grad
-    }
+    sparse = sparse_weights(module)
     if not sparse:
         return
     if callbacks:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
@@ -16,7 +17,7 @@ from trainer.checkpoint.serialize import load_optimizer_state
 from trainer.errors import DataError
 from trainer.parallel.meta import refuse_meta
 from trainer.parallel.rows import local
-from trainer.parallel.sparse import gradients
+from trainer.parallel.sparse import gradients, sparse_weights
 
 
 class OutputElsewhere(BaseException):
@@ -126,7 +127,7 @@ class SingleDevice:
 
     def zero_loss(self, run: Callable[[], Tensor]) -> Tensor:
         run()
-        return zero_loss(self.parameters, unused=False)
+        return zero_loss(self.parameters, unused=False, sparse=sparse_weights(self.model).values())
 
     def copy(self) -> nn.Module:
         return deepcopy(self.model)
@@ -177,10 +178,11 @@ def load_replica(
         load_optimizer_state(optimizer, module, own_states)
 
 
-def zero_loss(parameters: Sequence[Tensor], unused: bool) -> Tensor:
+def zero_loss(parameters: Sequence[Tensor], unused: bool, sparse: Collection[Tensor] = ()) -> Tensor:
     """Return 0.0, with a gradient of zero for each parameter.
 
     Args:
+        sparse: Parameters with sparse gradients, which get one of a single row.
         unused: DDP looks for unused parameters, so no micro-batch can have weight 0.
     """
     if unused:
@@ -188,7 +190,8 @@ def zero_loss(parameters: Sequence[Tensor], unused: bool) -> Tensor:
             "trainer.ddp.find_unused_parameters=true: a micro-batch has weight 0, and DDP would wait for its "
             "parameters; set trainer.ddp.find_unused_parameters=false, or give every micro-batch a weight"
         )
-    return torch.stack([p.sum().float() for p in parameters]).sum() * 0.0
+    rows = {id(p): F.embedding(torch.zeros(1, dtype=torch.long, device=p.device), p, sparse=True) for p in sparse}
+    return torch.stack([rows.get(id(p), p).sum().float() for p in parameters]).sum() * 0.0
 
 
 def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
