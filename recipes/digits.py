@@ -62,7 +62,7 @@ def samples(split: str) -> Iterator[dict[str, Any]]:
         from sklearn.datasets import load_digits  # pyright: ignore[reportMissingImports] not in every environment
     except ImportError:
         raise ConfigError(
-            "recipe.train=null: the digits come with scikit-learn; pip install 'echelon-trainer[vision]', or give "
+            "recipe.train=null: the digits come with scikit-learn; pip install 'scikit-learn>=1.7,<2', or give "
             "shards or a folder of images"
         ) from None
     found: Any = load_digits()

@@ -66,7 +66,7 @@ class ImageClassification:
         channels_last: bool = True,
     ) -> None:
         if not importlib.util.find_spec("PIL"):
-            raise ConfigError("recipe: needs pillow; pip install 'echelon-trainer[vision]'")
+            raise ConfigError("recipe: needs pillow; pip install 'pillow>=11'")
         layers = [3, 4, 6, 3] if layers is None else list(layers)
         for key, value, least in (("classes", classes, 2), ("width", width, 1), ("image", image, 1)):
             require(f"recipe.{key}", value, at_least=least)

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from trainer.errors import EXIT_CODES, ConfigError, DataError, UnavailableError
 
 NIFTI = (".nii.gz", ".nii")
-INSTALL = "pip install 'echelon-trainer[monai]'"
+INSTALL = "pip install 'monai>=1.5,<2' 'nibabel>=5,<6'"
 OPEN_SCANS = 8  # that a data worker keeps decoded
 EXAMPLE = "example4d.nii.gz"  # of nibabel: two volumes of a head, 128 x 96 x 24, by echo-planar imaging
 EVERY = 4  # slices of nibabel's scan, of which the last is for validation
