@@ -71,5 +71,7 @@ def first_samples(source: Samples, most: int) -> Samples:
         own = list(itertools.islice(rest, shards))
         before = itertools.accumulate(own, initial=0)
         counts += [min(count, max(0, share - start)) for count, start in zip(own, before, strict=False)]
+    while counts and not source.mixed and not counts[-1]:
+        counts.pop()
     fingerprint = hashlib.sha256(f"{source.fingerprint} first {most}".encode()).hexdigest()
     return Samples(source.reader, counts, fingerprint, source.transform, source.seed, source.mixed)

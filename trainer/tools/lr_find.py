@@ -3,10 +3,10 @@
     echelon lr_find recipe=bert_tiny
     echelon lr_find --max 1 --png rates.png recipe=bert_large trainer.devices=8
 
-The run trains a few steps from its first weights, with an optimizer.lr that grows by the same factor each step (Smith
-2017, arXiv:1506.01186). schedule.lr_scaling and the groups' own factors hold. The test ends where the loss rises to 4
-times its least. It suggests the rate of the steepest descent, and a tenth of the rate at the least loss. Checkpoints
-and folders of runs stay untouched.
+The run trains a few steps from its first weights. Its optimizer.lr grows by the same factor each step (Smith 2017,
+arXiv:1506.01186). Factors of groups and of schedule.lr_scaling hold. The test ends where the loss rises to 4 times its
+least. It suggests the rate of the steepest descent, and a tenth of the rate at the least loss. Checkpoints and folders
+of runs stay untouched.
 """
 
 import argparse
