@@ -4,6 +4,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 
 class AUC:
@@ -33,13 +34,23 @@ class AUC:
 
     def compute(self) -> Tensor:
         """Return the AUC; NaN without both labels, or with a score that is NaN. A collective."""
-        own = (np.concatenate([np.empty(0, np.float32), *self.scores]), np.concatenate([[], *self.positive]) > 0)
-        ranks = [own]
+        parts = zip(self.scores, self.positive, strict=True)
+        rows = np.concatenate([np.empty((0, 2), np.float32), *(np.stack(part, 1) for part in parts)])
         if dist.is_initialized():
-            ranks = [own] * dist.get_world_size(self.process_group)
-            dist.all_gather_object(ranks, own, self.process_group)
-        scores, positive = map(np.concatenate, zip(*ranks, strict=True))
-        return torch.tensor(auc(scores, positive), dtype=torch.float64)
+            rows = gather(torch.from_numpy(rows), self.process_group).numpy()
+        return torch.tensor(auc(rows[:, 0], rows[:, 1] > 0), dtype=torch.float64)
+
+
+def gather(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the rows of all ranks, each of which has any number of rows (n, 2), on the host. A collective."""
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    world = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(own)], device=device), group)
+    most = max(map(int, sizes))
+    rows = [torch.empty(most, 2, device=device) for _ in range(world)]
+    dist.all_gather(rows, F.pad(own, (0, 0, 0, most - len(own))).to(device), group)
+    return torch.cat([each[: int(size)] for each, size in zip(rows, sizes, strict=True)]).cpu()
 
 
 def auc(scores: np.ndarray, positive: np.ndarray) -> float:

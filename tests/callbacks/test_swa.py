@@ -456,7 +456,7 @@ def test_an_open_end_needs_a_duration():
     ("others", "message"),
     [
         ({"ema": EMA()}, r"^ema and swa both decide how weights are averaged \(role AVERAGE\): leave one out$"),
-        ({"local_sgd": LocalSGD()}, r"^local_sgd and swa can't run together: .*; leave it out, since local_sgd"),
+        ({"local_sgd": LocalSGD()}, r"^local_sgd and swa can't run together: .*; leave the average out: local_sgd"),
     ],
 )
 def test_pairs_that_are_refused(others, message):

@@ -25,7 +25,7 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return found
 
 
-def sparse_weights(module: nn.Module) -> dict[str, nn.Parameter]:
+def sparse_weights(module: nn.Module) -> dict[str, Tensor]:
     """Return the trained weights of embeddings with sparse gradients, by name."""
     return {
         f"{name}.weight": each.weight

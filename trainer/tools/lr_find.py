@@ -15,11 +15,13 @@ import math
 import operator
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import ConfigError, require
 from trainer.files import write_json
+from trainer.optim.schedule import Rate, Schedule
 from trainer.process.environment import Place
 from trainer.process.exit import run_guarded
 from trainer.tools.tune.start import one_job, prepare, run_team
@@ -98,23 +100,14 @@ def sweep(order: dict[str, Any], place: Place) -> dict[str, Any]:
     import torch
 
     from trainer.callback import Callback, Role
-    from trainer.optim.schedule import Rate, Schedule
     from trainer.session import build_components
     from trainer.tools.tune.trial import Over, weigh
     from trainer.trainer import Trainer
 
     class Growing(Schedule):
-        """`optimizer.lr` grows from `min` to `max`. Groups keep their ratios, and the batch its factor."""
-
         def resolve(self, total: int | None, batch: int, epoch_samples: int | None) -> Rate:
-            return GrowingRate(schedule.factor_of_batch(batch) if isinstance(schedule, Schedule) else 1.0)
-
-    class GrowingRate(Rate):
-        def __init__(self, factor: float) -> None:
-            self.factor = factor / order["config"]["optimizer"]["lr"]
-
-        def __call__(self, step: int) -> float:
-            return self.factor * rate(step, components["options"].max_steps, order["min"], order["max"])
+            factor = schedule.factor_of_batch(batch) if isinstance(schedule, Schedule) else 1.0
+            return GrowingRate(factor / order["config"]["optimizer"]["lr"], steps, order["min"], order["max"])
 
     class Watch(Callback):
         """Notes the losses, and ends the run. The sums over ranks are the same on all, so all end together."""
@@ -125,11 +118,11 @@ def sweep(order: dict[str, Any], place: Place) -> dict[str, Any]:
             total, items = weigh(trainer.losses, trainer.data.weights)
             sums = torch.tensor(trainer.ranks.gather([float(total), items]), dtype=torch.float64).sum(0)
             losses.append(float(sums[0] / sums[1]) if sums[1] else math.nan)
-            if len(losses) == components["options"].max_steps or diverged(losses):
+            if len(losses) == steps or diverged(losses):
                 trainer.emit("on_flush")  # what is deferred needs its peers
                 raise Over
 
-    losses: list[float] = []
+    losses, steps = list[float](), order["config"]["trainer"]["max_steps"]
     components = build_components(order["config"])
     schedule, components["schedule"] = components["schedule"], Growing()
     components["callbacks"]["lr_find"] = Watch()
@@ -139,6 +132,19 @@ def sweep(order: dict[str, Any], place: Place) -> dict[str, Any]:
     except Over:
         trainer.close()
     return {"losses": [loss if math.isfinite(loss) else None for loss in losses]}
+
+
+@dataclass(frozen=True)
+class GrowingRate(Rate):
+    """`optimizer.lr` grows from `least` to `most`. Groups keep their ratios, and the batch its factor."""
+
+    factor: float  # from `optimizer.lr` to the factor on the rates
+    steps: int
+    least: float
+    most: float
+
+    def __call__(self, step: int) -> float:
+        return self.factor * rate(step, self.steps, self.least, self.most)
 
 
 def rate(step: int, steps: int, least: float, most: float) -> float:

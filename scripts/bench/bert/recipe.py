@@ -36,9 +36,9 @@ class Sequences(Dataset[dict[str, Tensor]]):
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         return {"input_ids": self.tokens[i], "positions": self.positions[i], "labels": self.labels[i]}
 
-    def pairs_within_documents(self) -> float:
-        """Return the pairs of tokens of one document in a sequence: the mean."""
-        ends = (self.tokens == SEP).nonzero()[:, 1].view(SAMPLES, DOCUMENTS)
+    def pairs_within_documents(self, end: int) -> float:
+        """Return the pairs of tokens of one document, whose last is `end`, in a sequence: the mean."""
+        ends = (self.tokens == end).nonzero()[:, 1].view(SAMPLES, DOCUMENTS)
         lengths = ends.diff(prepend=torch.full((SAMPLES, 1), -1))
         return float(lengths.square().sum(1).double().mean())
 

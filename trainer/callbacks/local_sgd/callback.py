@@ -52,7 +52,7 @@ class LocalSGD(Callback):
     provides = frozenset({"defers"})
     conflicts = {
         "own_order": "no gradient is reduced between synchronisations, and local_sgd.delay hides these; leave one out",
-        Role.AVERAGE: "the average would be of one rank's own weights; leave it out, since local_sgd validates its own",
+        Role.AVERAGE: "the average would be of one rank's own weights; leave the average out: local_sgd has its own",
         "bf16_weights": "an average of weights would be rounded to nearest, which drops small updates; use "
         "trainer.master_weights=true",
         "sync_batch_norm": "each forward pass would wait for all ranks, which local_sgd spares; "

@@ -30,7 +30,7 @@ def test_flops_count_pairs_of_one_document() -> None:
     across, apart = RandomText(CELL), RandomText(replace(CELL, documents=True))
     documents, _ = find_documents(apart.corpus.tokens)
     pairs = (documents.unsqueeze(1) == documents.unsqueeze(2)).sum((1, 2)).double().mean().item()
-    assert apart.corpus.pairs_within_documents() == pytest.approx(pairs)
+    assert apart.corpus.pairs_within_documents(SEP) == pytest.approx(pairs)
     saved = 12 * TINY.layers * TINY.hidden * (64 * 64 - pairs)
     assert across.flops_per_sample - apart.flops_per_sample == pytest.approx(saved)
     assert apart.attention_dropout == 0.0 and torch.equal(across.corpus.tokens, apart.corpus.tokens)
