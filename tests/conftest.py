@@ -34,7 +34,9 @@ ROOT = Path(__file__).parents[1]
 WORKERS = 3  # many tests wait
 EXPENSIVE = (
     "tests/test_contract.py", "tests/test_errors.py", "tests/test_settings.py", "tests/test_package.py",
-    "tests/launch/test_slurm.py",
+    "tests/test_recipe_checks_runs.py", "tests/callbacks/onebit_adam/test_callback.py",
+    "tests/callbacks/shard/test_callback.py", "tests/docs/test_site.py", "tests/launch/test_slurm.py",
+    "tests/monitors/test_comm_monitor.py", "tests/optim/test_groups_sharded.py",
 )  # fmt: skip
 
 

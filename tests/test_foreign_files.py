@@ -13,7 +13,7 @@ ECHELON = "import sys; sys.path.remove(''); import trainer.main; trainer.main.ma
 
 
 @pytest.mark.parametrize("code", [*START, ECHELON], ids=["scripts/train", "echelon"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_trainer_in_the_current_folder_is_not_taken_for_echelon(code, ranks, tmp_path):
     (tmp_path / "trainer.py").write_text("raise SystemExit('the user\\'s')")
     words = [*TOY, *QUICK, "trainer.max_steps=2", "trainer.accelerator=cpu", f"trainer.devices={ranks}"]

@@ -41,6 +41,7 @@ def go_on(result: Result, cwd: Path, *more: str) -> Result:
     return run([], cwd, [*shlex.split(command), *more], timeout_s=110)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_14_15_signals_to_one_rank_and_then_to_the_launcher(golden, tmp_path):
     """Even twice: who ends a whole job sends one to the rank, and the launcher passes on its own."""

@@ -103,6 +103,7 @@ def test_a_restart_that_would_begin_anew_is_refused(env, given, told):
     refuse_nodes(place, env | {FRESH_STORE: "1"}, "1:2", "auto", "runs/r")
 
 
+@pytest.mark.slow
 def test_the_refusal_comes_before_anything(tmp_path):
     result = run(RANKS, tmp_path, TORCHRUN)
     assert result.code == 1 and FRESH_STORE in result.err

@@ -140,7 +140,7 @@ def test_the_rank_that_failed_first_is_told_of(tmp_path):
     assert "about to make trouble" in log and "RuntimeError: trouble at step 3" in log
 
 
-@pytest.mark.parametrize("launch", [torchrun, pytest.param(mpirun, marks=needs_mpirun)])
+@pytest.mark.parametrize("launch", [torchrun, pytest.param(mpirun, marks=[needs_mpirun, pytest.mark.slow])])
 def test_also_under_a_launcher(launch, tmp_path):
     result = trouble("raise", 1, tmp_path, launch=launch)
     assert result.code == 1

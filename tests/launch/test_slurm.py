@@ -63,7 +63,7 @@ A_TASK_A_NODE = ["trainer.devices=2", "trainer.nodes=2"]
     [
         ("-N1 -n3", []),
         pytest.param("-N3 -n3", ["trainer.nodes=3"], marks=pytest.mark.slow),
-        ("-N1 -n1", ["trainer.devices=3"]),
+        pytest.param("-N1 -n1", ["trainer.devices=3"], marks=pytest.mark.slow),
     ],
     ids=["a task a rank", "on three nodes", "a task a node"],
 )

@@ -115,7 +115,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("world, named, layout", CASES)
-@pytest.mark.parametrize("kind", [Measured, AtTheEnd])
+@pytest.mark.parametrize("kind", [Measured, pytest.param(AtTheEnd, marks=pytest.mark.slow)])
 def test_a_value_is_torchmetrics_own_of_all_samples_once(world, named, layout, kind):
     prefixes = ["val/a", "val/b"] if named == "several" else ["val"]
     expected: dict[str, float] = {}

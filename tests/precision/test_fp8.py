@@ -160,6 +160,7 @@ def runs(place: Place, cases: list[Case]) -> dict[str, dict[str, Any]]:
         return {each.run: found for each, found in zip(cases, fit(place, cases), strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_runs_are_close_to_bf16_resume_with_the_same_bits_and_compose(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -58,6 +58,7 @@ def test_negatives_are_other_names_of_the_day() -> None:
     assert made() == made()
 
 
+@pytest.mark.slow
 def test_the_librarys_days(tmp_path) -> None:
     """Real rows: about a quarter is positive, so few sampled names were the call's own."""
     paths = days(str(tmp_path))

@@ -25,6 +25,7 @@ def test_ranks_of_a_machine_measure_their_links_and_codecs() -> None:
     assert all(cost.encode_s_per_byte > 0 for cost in machine.codecs.values())
 
 
+@pytest.mark.slow
 def test_two_levels() -> None:
     answers = run_ranks(4, measure_two_levels)
     assert answers[0].keys() == {"inside", "across", "all"} and all(answer == answers[0] for answer in answers)
