@@ -2,6 +2,8 @@
 
 import zlib
 
+import pytest
+
 from recipes.calls import DAYS, NEGATIVES, Call, calls_of, days, rows
 from recipes.criteo import FIELDS, Clicks, prepare
 
