@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import importlib.util
+import logging
 import os
 import re
 import signal
@@ -133,6 +134,7 @@ def nothing_left_behind() -> Iterator[None]:
     What fixtures of a wider scope hold is not a leak: they are set up before this one.
     """
     processes, variables = children(), environment()
+    logging.getLogger("echelon").propagate = True  # to caplog: a run in this process keeps its lines to itself
     yield
     leaks = []
     distributed = sys.modules.get("torch.distributed")
