@@ -117,7 +117,7 @@ def test_arguments_that_are_refused(arguments, message):
 
 def test_without_pillow(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"^recipe: needs pillow; pip install 'echelon-trainer\[vision\]'$"):
+    with pytest.raises(ConfigError, match=r"^recipe: needs pillow; pip install 'pillow>=11'$"):
         ImageClassification("shards")
 
 

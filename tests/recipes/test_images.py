@@ -236,6 +236,6 @@ def test_digits_without_scikit_learn_or_a_writable_cache(tmp_path, monkeypatch):
         digits.shards("train")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
-    with pytest.raises(ConfigError, match=r"come with scikit-learn; pip install 'echelon-trainer\[vision\]', or give"):
+    with pytest.raises(ConfigError, match=r"come with scikit-learn; pip install 'scikit-learn>=1.7,<2', or give"):
         digits.shards("train")
     assert not list((tmp_path / "echelon").iterdir())
