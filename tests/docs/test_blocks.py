@@ -107,6 +107,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", [page for page in RUN if page != "docs/quickstart.md"])
 def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, home: Path) -> None:
     """In a fresh copy, whose recipes are tiny."""
