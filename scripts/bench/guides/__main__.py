@@ -143,9 +143,8 @@ def page(record: Record) -> str:
         "of the link. There one rank sleeps as long as it computes. The rows of memory are one process, no link:\n"
         f"{', '.join(f'{name} {value}' for name, value in SIZES.items())}.",
         *limit(record),
-        "Each config goes on this command, without observers:",
-        "<!-- not run: a rank of two -->\n```bash\n"
-        "python -m trainer.main --config-dir scripts/bench/guides/conf recipe=tokens\n```",
+        "Each config goes on `python -m trainer.main --config-dir scripts/bench/guides/conf recipe=tokens`, without "
+        "observers.",
         *(f"Machine: {', '.join(f'{key} {value}' for key, value in each.items())}." for each in record.machines),
         markdown(table(record)),
         "`DDP` is Echelon without callbacks, in torch's buckets. `one bucket` reduces all gradients after the\n"
