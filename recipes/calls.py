@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from recipes.cache import lock, root
+from recipes.cache import lock, root, sync
 from recipes.criteo import CATEGORIES, INTEGERS
 from recipes.text import Source
 from trainer.errors import ConfigError
@@ -76,7 +76,10 @@ def _build(source: Source, folder: Path) -> None:
     calls = {name: calls_of(path.read_bytes()) for name, path in source.files.items()}
     for day, lines in enumerate(rows(calls)):
         (partial / f"day_{day}").write_text("".join(lines))
+        sync(partial / f"day_{day}")
+    sync(partial)
     partial.rename(folder)
+    sync(folder.parent)
 
 
 def calls_of(source: bytes) -> list[Call]:

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -120,13 +121,16 @@ def prepare(path: Path, cache: str | None) -> Path:
 def _write(path: Path, made: Path) -> None:
     log.info("clicks: preparing %s", path)
     partial, count = made.with_suffix(".partial"), 0
-    with partial.open("wb") as file:
-        for rows in _of_parquet(path) if path.suffix == ".parquet" else _of_text(path):
-            rows.tofile(file)
-            count += len(rows)
-    if not count:
-        partial.unlink()
-        raise DataError(f"{path}: has no row; give a file in Criteo's format")
+    try:
+        with partial.open("wb") as file:
+            for rows in _of_parquet(path) if path.suffix == ".parquet" else _of_text(path):
+                rows.tofile(file)
+                count += len(rows)
+        if not count:
+            raise DataError(f"{path}: has no row; give a file in Criteo's format")
+    except BaseException:
+        partial.unlink(missing_ok=True)  # once the file is mended, it has another name
+        raise
     log.info("clicks: %d rows of %s in %s", count, path.name, made)
     sync(partial)
     partial.rename(made)
@@ -145,8 +149,10 @@ def _of_text(path: Path) -> Iterator[np.ndarray]:
                 yield (rows := parse(text + newline, str(path), done))
                 done += len(rows)
             yield parse(rest and rest + b"\n", str(path), done)
-    except (gzip.BadGzipFile, EOFError) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path}: can't be unpacked ({error}); write it again") from None
+    except OSError as error:
+        raise UnavailableError(f"{path}: {error.strerror}; make it readable") from None
 
 
 def parse(text: bytes, name: str, done: int = 0) -> np.ndarray:

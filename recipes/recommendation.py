@@ -51,9 +51,9 @@ class Recommendation:
         tables = [rows] * CATEGORIES if isinstance(rows, int) else list(rows)
         if len(tables) != CATEGORIES or min(tables) < 0 or not any(tables):
             raise ConfigError(f"recipe.rows={rows}: give a number of rows, or {CATEGORIES}, of which 0 leaves one out")
-        bottom, top = bottom or [512, 256, 64], top or [512, 256]
+        bottom, top = [512, 256, 64] if bottom is None else bottom, [512, 256] if top is None else top
         for key, value in (("bottom", bottom), ("top", top)):
-            if min(value) < 1:
+            if min(value, default=0) < 1:
                 raise ConfigError(f"recipe.{key}={value}: give widths of 1 or more")
         require("recipe.val_fraction", val_fraction, above=0, below=1)
         if train is None and val is not None:

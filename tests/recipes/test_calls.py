@@ -52,10 +52,10 @@ def test_numbers_are_of_the_past() -> None:
 
 def test_negatives_are_other_names_of_the_day() -> None:
     for lines in made():
-        names = {row[14] for row in lines if row[0] == "1"}
+        names, positive = {row[14] for row in lines if row[0] == "1"}, ""
         for row in lines:
             assert len(row) == FIELDS
-            positive = row[14] if row[0] == "1" else positive  # noqa: F821 the row of the call comes first
+            positive = row[14] if row[0] == "1" else positive  # the row of the call comes first
             assert row[0] == "1" or (row[14] in names and row[14] != positive)
     assert made() == made()
 

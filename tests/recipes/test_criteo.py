@@ -119,13 +119,18 @@ def test_a_mistake_in_a_later_block_has_its_line(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize(
     ("data", "told"),
-    [(b"", "has no row; give a file in Criteo's format"), (gzip.compress(LINE.encode())[:-9], "can't be unpacked")],
-    ids=["empty", "cut"],
+    [
+        (b"", "has no row; give a file in Criteo's format"),
+        (gzip.compress(LINE.encode())[:-9], "can't be unpacked"),
+        (gzip.compress(LINE.encode())[:10] + b"\xff" * 20, "can't be unpacked"),
+    ],
+    ids=["empty", "cut", "damaged"],
 )
-def test_an_empty_or_a_cut_file(tmp_path: Path, data: bytes, told: str) -> None:
+def test_an_empty_or_a_damaged_file(tmp_path: Path, data: bytes, told: str) -> None:
     (tmp_path / "day_0").write_bytes(data)
     with pytest.raises(DataError, match=told):
         prepare(tmp_path / "day_0", str(tmp_path / "cache"))
+    assert [path.suffix for path in (tmp_path / "cache" / "criteo").iterdir()] == [".lock"]
 
 
 def test_a_file_is_read_once_and_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,7 @@ def test_the_loss_is_a_mean_over_samples(tmp_path: Path) -> None:
         ({"rows": [1, 2]}, "recipe.rows=[1, 2]: give a number of rows, or 26, of which 0 leaves one out"),
         ({"rows": 0}, "recipe.rows=0: give a number of rows"),
         ({"bottom": [8, 0]}, "recipe.bottom=[8, 0]: give widths of 1 or more"),
+        ({"top": []}, "recipe.top=[]: give widths of 1 or more"),
         ({"val_fraction": 1.0}, "recipe.val_fraction=1.0: must be less than 1"),
         ({"val": "x"}, "recipe.val=x: the calls have a validation part of their own; give recipe.train too"),
     ],

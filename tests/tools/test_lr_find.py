@@ -160,6 +160,7 @@ def test_a_wrong_option_is_told(wrong: dict[str, Any], told: str) -> None:
     ("words", "told"),
     [
         (["recipe=nothing"], "recipe=nothing"),
+        (["--config-dir", "conf", "recipe=bowl", "optimizer.lr=0"], "optimizer.lr=0: the rates are multiples of it"),
         (["-m", "optimizer.lr=1,2"], "-m: gives 2 runs, and lr_find takes one; leave -m out"),
     ],
 )

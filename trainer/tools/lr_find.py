@@ -53,6 +53,8 @@ def find(options: argparse.Namespace, words: list[str]) -> int:
     job = one_job(words, "lr_find")
     if job is None:
         return 0
+    if not (lr := job.config["optimizer"].get("lr")):
+        raise ConfigError(f"optimizer.lr={lr}: the rates are multiples of it; give one above 0, or another optimizer")
     prepare()
     from trainer.tools.tune.configs import of_trial
 
@@ -60,8 +62,6 @@ def find(options: argparse.Namespace, words: list[str]) -> int:
         from trainer.tools.tune.team import TrialFailed
 
         config = of_trial(job.config, team.folder, 1, options.limit_s, options.steps)
-        if "lr" not in config["optimizer"]:
-            raise ConfigError("optimizer: has no lr, which lr_find looks for; take another optimizer than the recipe's")
         config["trainer"] |= {"max_steps": options.steps, "max_epochs": None, "resume": None}
         order = {"config": config, "folder": str(team.folder), "min": options.min, "max": options.max}
         try:
