@@ -187,7 +187,7 @@ class Signalled(Toy):
             self.seen.append(trainer.step)
         if trainer is not None and trainer.step in self.steps and trainer.rank == self.rank:
             os.kill(os.getpid(), signal.SIGTERM)
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while not trainer.signals.name and time.monotonic() < deadline:
                 time.sleep(0.01)
         weight = self.weight(batch)

@@ -222,6 +222,19 @@ class HuggingFace:
         found["accuracy"] = ((logits.argmax(-1) == self._targets(labels)).sum(), weight)
         return found
 
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
+        """Return the logits. A model with several outputs gives all of them by name, but for the loss.
+
+        Rows of batches that are padded to several lengths become lists.
+        """
+        output = self._run(model, batch)
+        if not isinstance(output, Mapping):
+            raise ConfigError(
+                f"recipe.model={self.source}: predictions need outputs with names; set return_dict in its config.json"
+            )
+        found = {name: value for name, value in output.items() if isinstance(value, Tensor) and name != "loss"}
+        return found.pop("logits") if found.keys() == {"logits"} else found
+
     def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Return the matrices without weight decay. Parameters of fewer dimensions never have any."""
         from transformers.trainer_pt_utils import get_parameter_names

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from support.cli import QUICK, run
 from support.huggingface import STEPS, by_both, write_llama
 from support.ranks import run_ranks
+from support.runs import make
 
 from recipes.huggingface import HuggingFace
 from recipes.huggingface.data import Lines, open_data
@@ -71,6 +73,46 @@ def test_the_command_trains_on_text_and_exports_what_loads(tmp_path):
     assert model(**tokens).logits.shape == (1, 2)
     again = run([*words, "trainer.init_from=runs/hf/export", "trainer.run_dir=runs/again"], tmp_path)
     assert again.code == 0 and "weights from runs/hf/export/model.safetensors" in again.out, again.err
+    (tmp_path / "new.jsonl").write_text('{"text": "a good film"}\n{"text": "a very very bad film"}\n')
+    asked = ["runs/hf", "--devices", "1", "--output", "new-logits.jsonl", "recipe.val_data=new.jsonl"]
+    told = run(asked, tmp_path, "trainer.tools.predict")
+    assert told.err == (
+        "echelon: recipe.model=bert, recipe.data=films.jsonl: the run's config names these paths; if you trust them, "
+        "add 'recipe.model=bert' 'recipe.data=films.jsonl'\n"
+    )
+    told = run([*asked, "recipe.model=bert", "recipe.data=films.jsonl"], tmp_path, "trainer.tools.predict")
+    assert told.code == 0 and "2 predictions" in told.out, told.err
+    rows = [json.loads(line) for line in (tmp_path / "new-logits.jsonl").read_text().splitlines()]
+    with torch.no_grad():
+        torch.testing.assert_close(torch.tensor([rows[0]["prediction"]]), model(**tokens).logits)
+
+
+def test_predictions_are_what_the_model_gives_without_the_loss(tmp_path, monkeypatch):
+    write_llama(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    recipe = HuggingFace("llama", "lines.jsonl", "lines.jsonl")
+    trainer = make(recipe, {}, partial(adamw, lr=1e-2), batch=3)
+    found = trainer.predict()
+    tokens = torch.tensor([json.loads(line)["input_ids"] for line in Path("lines.jsonl").read_text().splitlines()])
+    with torch.no_grad():
+        torch.testing.assert_close(found["prediction"], recipe.model()(tokens).logits)
+
+
+def test_several_outputs_are_predicted_by_name(tmp_path):
+    """Those of an encoder and a decoder, but for the cache of keys and values."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 16}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+    model.save_pretrained(tmp_path / "t5")
+    recipe, batch = HuggingFace(str(tmp_path / "t5"), "none"), {"input_ids": torch.ones(2, 3, dtype=torch.int64)}
+    batch["labels"] = batch["input_ids"]
+    assert {name: value.shape[0] for name, value in recipe.predict(model, batch).items()} == {
+        "logits": 2, "encoder_last_hidden_state": 2,
+    }  # fmt: skip
+    model.config.return_dict = False
+    with pytest.raises(ConfigError, match=r"t5: predictions need outputs with names; set return_dict in its config"):
+        recipe.predict(model, batch)
 
 
 def test_lines_are_read_at_their_places(tmp_path):

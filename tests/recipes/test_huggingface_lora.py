@@ -27,7 +27,7 @@ from trainer.errors import ConfigError
 from trainer.optim.factories import adamw
 from trainer.process.environment import Place
 from trainer.tools.export import export
-from trainer.tools.inference.stored import Request, evaluate
+from trainer.tools.inference.stored import Request, evaluate, predict
 
 pytest.importorskip("transformers", reason="needs transformers: the extra [recipes]")
 pytest.importorskip("peft", reason="needs peft: the extra [lora]")
@@ -169,9 +169,12 @@ def test_the_command_exports_what_peft_loads_and_a_merged_model(tmp_path, monkey
     torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-5)
 
     summary = json.loads(Path("runs/hf/summary.json").read_text())
-    assert evaluate(Request(str(checkpoint), files, "val", None)) == pytest.approx(
+    request = Request(str(checkpoint), files, "val", None)
+    assert evaluate(request) == pytest.approx(
         {name: value for name, value in summary.items() if name.startswith("val/")}, rel=1e-6
     )
+    tokens = [json.loads(line)["input_ids"] for line in Path("lines.jsonl").read_text().splitlines()]
+    torch.testing.assert_close(predict(request)["prediction"], again(torch.tensor(tokens)).logits.detach())
 
 
 def refusals() -> Iterator[tuple[dict[str, Any], str]]:

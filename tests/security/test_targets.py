@@ -99,10 +99,14 @@ def test_an_export_takes_paths_from_the_command_alone(download) -> None:
         (cwd / "private" / name).write_text("words of the user's own " * 200)
     told = one_line(export(cwd), 78)
     assert told == (
-        "echelon: recipe.text=private: the run's config names this path; if you trust it, add 'recipe.text=private'\n"
+        "echelon: recipe.text=private, recipe.cache=elsewhere: the run's config names these paths; if you trust them, "
+        "add 'recipe.text=private' 'recipe.cache=elsewhere'\n"
     )
     told = one_line(export(cwd, "recipe.text=private"), 78)
-    assert told.startswith("echelon: recipe.cache=elsewhere: the run's config names this path; ")
+    assert told == (
+        "echelon: recipe.cache=elsewhere: the run's config names this path; if you trust it, add "
+        "'recipe.cache=elsewhere'\n"
+    )
     assert not (cwd / "elsewhere").exists()
     told = one_line(export(cwd, "recipe.text=private", "recipe.cache=own"), 78)
     assert "the data has changed since" in told and (cwd / "own").is_dir()

@@ -123,7 +123,7 @@ def free_ports(count: int) -> list[int]:
         return [probe.getsockname()[1] for probe in probes]
 
 
-def wait_for(true: Callable[[], Any], what: str, timeout_s: float = 30, said: Callable[[], str] = str) -> None:
+def wait_for(true: Callable[[], Any], what: str, timeout_s: float = 150, said: Callable[[], str] = str) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}\n{said()}"

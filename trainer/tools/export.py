@@ -129,14 +129,16 @@ def without_monitors(callbacks: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_paths(settings: dict[str, Any], given: Collection[str]) -> None:
-    """Raise ConfigError for one of the recipe's `paths` that the config names and the command does not."""
+    """Raise ConfigError for those of the recipe's `paths` that the config names and the command does not."""
     node = settings["recipe"]
     allow = (*OWN, *settings["trainer"]["allow_targets"])
-    for name in getattr(locate("recipe", node["_target_"], allow), "paths", ()):
-        key, value = f"recipe.{name}", node.get(name)
-        if value is not None and key not in given:
-            word = f"{key}={printable(str(value))}"
-            raise ConfigError(f"{word}: the run's config names this path; if you trust it, add '{word}'")
+    names = getattr(locate("recipe", node["_target_"], allow), "paths", ())
+    paths = {f"recipe.{name}": node.get(name) for name in names}
+    words = [f"{key}={printable(str(path))}" for key, path in paths.items() if path is not None and key not in given]
+    if words:
+        what = "this path; if you trust it" if len(words) == 1 else "these paths; if you trust them"
+        add = " ".join(f"'{word}'" for word in words)
+        raise ConfigError(f"{', '.join(words)}: the run's config names {what}, add {add}")
 
 
 def refuse_other_data(source: Any, saved: str, key: str) -> None:

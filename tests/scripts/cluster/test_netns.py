@@ -57,7 +57,7 @@ def command(*words: str) -> "subprocess.CompletedProcess[str]":
 
 
 def eventually(true: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not true() and time.monotonic() < deadline:
         time.sleep(0.02)
     return true()
