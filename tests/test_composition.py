@@ -1,20 +1,80 @@
-"""docs/composition.md says what the callbacks say."""
+"""Roles, conflicts and the order of callbacks: which can't run together because they would do the same."""
 
-from support import composition
+import pytest
 
-
-def test_the_page_is_up_to_date():
-    assert composition.PAGE.read_text() == composition.page(), "run PYTHONPATH=tests python -m support.composition"
-
-
-def test_the_picture_is_up_to_date():
-    assert composition.PICTURE.read_text() == composition.picture(), (
-        "run PYTHONPATH=tests python -m support.composition"
-    )
+from trainer.callback import Callback, Role
+from trainer.composition import arrange
+from trainer.errors import ConfigError
 
 
-def test_the_picture_has_every_pair():
-    matrix = composition.matrix()
-    drawn = composition.picture()
-    assert drawn.count('class="runs"') == list(matrix.cells.values()).count("+") + 1  # and one in the legend
-    assert drawn.count('class="number"') == sum(value.isdigit() for value in matrix.cells.values()) + 1
+class Both(Callback):
+    role = Role.OPTIMIZER
+    also = (Role.COMPRESS,)
+    provides = frozenset({"both_ways"})
+
+
+class Compress(Callback):
+    role = Role.COMPRESS
+
+
+class Measure(Callback):
+    role = Role.MEASURE
+    also = (Role.OBSERVE,)
+    provides = frozenset({"measure"})
+
+
+@pytest.mark.parametrize("other", [Compress, Both])
+def test_a_role_that_a_callback_has_beside_its_own_is_taken(other):
+    for names in (("one", "two"), ("two", "one")):  # the order of names decides nothing
+        with pytest.raises(
+            ConfigError, match=r"(one|two) and (one|two) both decide what is sent \(role COMPRESS\): leave one out"
+        ):
+            arrange(dict(zip(names, (Both(), other()), strict=True)), set())
+
+
+class Refuses(Callback):
+    conflicts = {Role.COMPRESS: "why; one way out", "both_ways": "why; another", "clip": "why; a third"}
+    requires = {"measure": "add it"}
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (Compress(), ["any and other can't run together: why; one way out"]),
+        (
+            Both(),
+            ["any and other can't run together: why; one way out", " and other can't run together: why; another"],
+        ),
+        (Callback(), []),
+    ],
+)
+def test_what_is_refused_is_what_it_is_not_its_name(other, told):
+    """Names are the user's. One that is called like a feature of the trainer is none."""
+    named = {"any": Refuses(), "clip": Measure(), "other": other}
+    if told:
+        with pytest.raises(ConfigError) as refusal:
+            arrange(named, set())
+        assert str(refusal.value).split("; any") == told
+    else:
+        arrange(named, set())
+        with pytest.raises(ConfigError, match=r"^any and clip can't run together: why; a third$"):
+            arrange(named, {"clip"})
+        del named["clip"]
+        with pytest.raises(ConfigError, match=r"^any needs measure: add it$"):
+            arrange(named, set())
+
+
+def test_it_runs_at_its_own_role_and_shares_what_is_shared():
+    callbacks = {"both": Both(), "measure": Measure(), "observe": Callback(), "second": Measure()}
+    assert list(arrange(callbacks, set())) == ["both", "measure", "second", "observe"]
+
+
+def test_a_callback_that_defers_may_read_gradients_itself():
+    class Defers(Callback):
+        provides = frozenset({"defers"})
+
+        def on_before_optimizer_step(self, trainer) -> None: ...
+
+    arrange({"one": Defers()}, set())
+    with pytest.raises(ConfigError, match=r"^one and two can't run together: one reads gradients before"):
+        arrange({"one": Defers(), "two": Defers()}, set())

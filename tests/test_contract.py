@@ -21,7 +21,7 @@ from support.ranks import groups_left, run_ranks
 from support.sharded import whole
 from toy_recipe import Toy
 
-from trainer.callback import Callback, arrange
+from trainer.callback import Callback
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.overlap.callback import Overlap
 from trainer.checkpoint.serialize import optimizer_state
@@ -29,6 +29,7 @@ from trainer.comm.bucket import Bucket
 from trainer.comm.codecs import registry
 from trainer.comm.codecs.base import Codec, ErrorFeedback
 from trainer.comm.reduce import Reduce
+from trainer.composition import arrange
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError
 from trainer.optim.factories import adamw

@@ -13,8 +13,9 @@ from support.ranks import run_ranks
 from torch import Tensor, nn
 from toy_recipe import Toy
 
-from trainer.callback import Callback, Role, TrainerProtocol, arrange
+from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.comm.ranks import Ranks
+from trainer.composition import arrange
 from trainer.config.options import DataOptions, Options
 from trainer.data.bad_samples import Bad
 from trainer.data.batch import Micro, Split, Step

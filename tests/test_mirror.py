@@ -22,7 +22,6 @@ WIDE = {
     "checkpoint/test_stored": "checkpoints that an older version wrote",
     "launch/test_slurm": "jobs of a real SLURM, through all of launch/",
     "test_complexity": "all sources",
-    "test_composition": "a page that is made from all callbacks",
     "test_contract": "each callback, and each pair",
     "test_extension_points": "hooks of users' callbacks, from the plan to the step",
     "test_foreign_files": "files of other users in all places of a run",

@@ -18,7 +18,6 @@ from trainer.comm.reduce import Reduce
 from trainer.config.options import Options
 from trainer.data.batch import Split, Step
 from trainer.data.loader import Loader
-from trainer.errors import ConfigError
 from trainer.forward_backward import ForwardBackward
 from trainer.parallel.strategy import Strategy
 from trainer.precision import Precision
@@ -134,22 +133,6 @@ class Role(IntEnum):
     GUARD = 12  # skips steps, or undoes them
     MEASURE = 13  # adds numbers to `trainer.metrics`
     OBSERVE = 14  # shows numbers, or stops the run
-
-
-DECIDES = {
-    Role.QUANTIZE: "the precision inside modules",
-    Role.SPLIT: "how the model is split",
-    Role.RECOMPUTE: "what is recomputed",
-    Role.COMPILE: "how the model is compiled",
-    Role.SHARD: "how parameters and gradients are laid out",
-    Role.REDUCE: "how a bucket is summed",
-    Role.COMPRESS: "what is sent",
-    Role.SYNC: "when it is sent",
-    Role.OPTIMIZER: "what a step does",
-    Role.AVERAGE: "how weights are averaged",
-    Role.BATCH: "the next step's batch",
-    Role.GUARD: "which steps are undone",
-}
 
 
 UNLOGGED = "on_step_end, not logged"  # of `TrainerProtocol.hooks`: those that follow steps without numbers
@@ -321,47 +304,6 @@ def overrides(callback: Callback, hook: str) -> bool:
     return getattr(type(callback), hook) is not getattr(Callback, hook)
 
 
-def present(key: Role | str, callbacks: Mapping[str, Callback], features: set[str]) -> list[str]:
-    """Return the names that match `key`: a setting, the callbacks of a role, or those with a capability."""
-    if isinstance(key, Role):
-        return [name for name, callback in callbacks.items() if key in (callback.role, *callback.also)]
-    return [key for _ in features & {key}] + [name for name, callback in callbacks.items() if key in callback.provides]
-
-
 def name_of(callback: Callback, callbacks: Mapping[str, Callback]) -> str:
     """Return the callback's name in the config."""
     return next(name for name, other in callbacks.items() if other is callback)
-
-
-def arrange(callbacks: Mapping[str, Callback], features: set[str]) -> dict[str, Callback]:
-    """Sort callbacks by role and name, whatever their order in the config, and refuse conflicts.
-
-    Raises:
-        ConfigError: The message names every conflict.
-    """
-    ordered = dict(sorted(callbacks.items(), key=lambda item: (item[1].role, item[0])))
-    errors: list[str] = []
-    owners: dict[Role, str] = {}
-    rivals: set[frozenset[str]] = set()  # pairs with a role in common: one reason is enough
-    for name, callback in ordered.items():
-        for role in (callback.role, *callback.also):
-            owner = owners.setdefault(role, name) if role in DECIDES else name
-            if owner != name and ordered[owner].role not in callback.shares_with:
-                errors.append(f"{owner} and {name} both decide {DECIDES[role]} (role {role.name}): leave one out")
-                rivals.add(frozenset((owner, name)))
-        for hook, role in (("distribute", Role.SHARD), ("split", Role.BATCH)):
-            if overrides(callback, hook) and role not in (callback.role, *callback.also):
-                errors.append(f"{name} has the hook {hook}: only a callback of role {role.name} may; give it that role")
-    for name, callback in ordered.items():
-        refused = dict(callback.conflicts)
-        if overrides(callback, "on_before_optimizer_step"):
-            refused["defers"] = f"{name} reads gradients before they are reduced; leave one out"
-        for key, why in refused.items():
-            others = [other for other in present(key, ordered, features) if frozenset((name, other)) not in rivals]
-            errors += [f"{name} and {other} can't run together: {why}" for other in others if other != name]
-        for key, why in callback.requires.items():
-            if not present(key, ordered, features):
-                errors.append(f"{name} needs {key}: {why}")
-    if errors:
-        raise ConfigError("; ".join(errors))
-    return ordered

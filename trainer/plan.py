@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer.batch import split_batch
-from trainer.callback import Callback, Role, arrange, overrides
+from trainer.callback import Callback, Role, overrides
 from trainer.checkpoint import locate
 from trainer.checkpoint.interval import FIRST
 from trainer.checkpoint.manifest import see, verify
 from trainer.checkpoint.pretrained import weights_files
 from trainer.checkpoint.retention import parse_best
+from trainer.composition import arrange
 from trainer.config.duration import Duration
 from trainer.config.options import DataOptions, Options
 from trainer.config.schema import fits

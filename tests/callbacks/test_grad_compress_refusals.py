@@ -2,9 +2,9 @@
 
 import pytest
 
-from trainer.callback import arrange
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.hierarchical import Hierarchical
+from trainer.composition import arrange
 from trainer.errors import ConfigError
 
 

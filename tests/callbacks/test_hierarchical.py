@@ -13,7 +13,7 @@ from support.network import Cluster, needs_cluster
 from support.ranks import run_ranks
 from toy_recipe import Toy
 
-from trainer.callback import Callback, Role, arrange
+from trainer.callback import Callback, Role
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.callbacks.bucket.callback import Bucket
 from trainer.callbacks.ema import EMA
@@ -21,6 +21,7 @@ from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.hierarchical import Hierarchical
 from trainer.callbacks.local_sgd.callback import LocalSGD
 from trainer.callbacks.overlap.callback import Overlap
+from trainer.composition import arrange
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError
 from trainer.optim.factories import sgd

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from toy_recipe import Toy
 
-from trainer.callback import Callback, Role, arrange
+from trainer.callback import Callback, Role
 from trainer.callbacks.bucket.callback import Bucket
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.hierarchical import Hierarchical
 from trainer.callbacks.optimizer_in_backward import MOST_SENT, OptimizerInBackward
 from trainer.comm.bucket import Bucket as Buckets
+from trainer.composition import arrange
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError
 from trainer.optim.factories import adamw, sgd

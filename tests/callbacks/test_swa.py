@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import default_collate
 from toy_recipe import Points, Toy
 
-from trainer.callback import Callback, arrange
+from trainer.callback import Callback
 from trainer.callbacks.ema import EMA
 from trainer.callbacks.local_sgd.callback import LocalSGD
 from trainer.callbacks.nan_guard.callback import NanGuard
@@ -28,6 +28,7 @@ from trainer.callbacks.overlap.callback import Overlap
 from trainer.callbacks.pipeline.callback import PipelineParallel
 from trainer.callbacks.shard.callback import Shard
 from trainer.callbacks.swa import SWA
+from trainer.composition import arrange
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError
 from trainer.optim.schedule import Constant

@@ -14,8 +14,8 @@ from torch.utils.data import default_collate
 from recipes.bert import Bert
 from recipes.grow_sequence import GrowSequence
 from recipes.wordpiece import CLS, SEP
-from trainer.callback import arrange
 from trainer.callbacks.pipeline import PipelineParallel
+from trainer.composition import arrange
 from trainer.errors import ConfigError
 from trainer.log import log
 

@@ -13,7 +13,8 @@ from support.cli import QUICK, run
 from support.ranks import run_ranks
 
 from recipes.lightning import Lightning, LightningHooks
-from trainer.callback import Callback, arrange
+from trainer.callback import Callback
+from trainer.composition import arrange
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError
 from trainer.process.environment import Place

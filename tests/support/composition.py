@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from support.callbacks import CHANGES, CODECS, OBSERVERS, Table, name_of
-from trainer.callback import arrange
 from trainer.callbacks.bucket.callback import Bucket
 from trainer.callbacks.grad_compress import GradCompress
+from trainer.composition import arrange
 from trainer.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "composition.md"

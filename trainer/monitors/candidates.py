@@ -4,7 +4,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from trainer.callback import TrainerProtocol, arrange
+from trainer.callback import TrainerProtocol
+from trainer.composition import arrange
 from trainer.config.build import build
 from trainer.config.compose import CONF
 from trainer.config.targets import ALLOWED

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scripts.bench.report import Row as Cells
-from trainer.callback import Callback, arrange
+from trainer.callback import Callback
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.local_sgd.callback import LocalSGD
 from trainer.callbacks.onebit_adam.callback import OneBitAdam
 from trainer.callbacks.overlap.callback import Overlap
 from trainer.comm.codecs.registry import CODECS
+from trainer.composition import arrange
 from trainer.errors import ConfigError
 from trainer.tools.cost_model.messages import Shapes, of_codec, powersgd, sent
 from trainer.tools.cost_model.messages import onebit_adam as signs

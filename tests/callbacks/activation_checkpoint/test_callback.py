@@ -11,8 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from toy_recipe import Toy
 
 from trainer.blocks import find_blocks
-from trainer.callback import Callback, Role, arrange
+from trainer.callback import Callback, Role
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
+from trainer.composition import arrange
 from trainer.errors import ConfigError
 
 BATCH, WIDTH, DEPTH = 6, 16, 4

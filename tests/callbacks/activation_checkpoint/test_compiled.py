@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from toy_recipe import Toy
 
-from trainer.callback import Callback, arrange
+from trainer.callback import Callback
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.callbacks.activation_checkpoint.compiled import set_budget
 from trainer.callbacks.compile import Compile
+from trainer.composition import arrange
 from trainer.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -12,10 +12,11 @@ from support.buckets import KIB, WITH, Count, equal, fit, reductions, weights
 from support.ranks import run_ranks
 from torch import nn
 
-from trainer.callback import Callback, Role, arrange
+from trainer.callback import Callback, Role
 from trainer.callbacks.bucket import callback
 from trainer.callbacks.bucket.callback import Bucket
 from trainer.callbacks.overlap.callback import Overlap
+from trainer.composition import arrange
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
 

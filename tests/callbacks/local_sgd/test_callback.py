@@ -14,12 +14,13 @@ from support.ranks import run_ranks
 from torch import Tensor, nn
 from toy_recipe import Toy
 
-from trainer.callback import Callback, Role, arrange
+from trainer.callback import Callback, Role
 from trainer.callbacks.ema import EMA
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.local_sgd.averaging import partition
 from trainer.callbacks.local_sgd.callback import LocalSGD
 from trainer.callbacks.overlap.callback import Overlap
+from trainer.composition import arrange
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError
 from trainer.optim.groups import parameter_groups

@@ -15,13 +15,14 @@ from support.ranks import run_ranks
 from torch import nn
 from toy_recipe import Toy
 
-from trainer.callback import Callback, Role, arrange
+from trainer.callback import Callback, Role
 from trainer.callbacks.ema import EMA
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.hierarchical import Hierarchical
 from trainer.callbacks.local_sgd.callback import LocalSGD
 from trainer.callbacks.onebit_adam.callback import OneBitAdam
 from trainer.callbacks.overlap.callback import Overlap
+from trainer.composition import arrange
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError
 from trainer.optim.factories import adamw, sgd

@@ -11,11 +11,12 @@ from support.ranks import run_ranks
 from torch import Tensor, nn
 from toy_recipe import Toy
 
-from trainer.callback import Callback, Role, arrange
+from trainer.callback import Callback, Role
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.hierarchical import Hierarchical
 from trainer.callbacks.overlap.callback import Overlap
 from trainer.callbacks.overlap.send_order import PASSES
+from trainer.composition import arrange
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError
 from trainer.optim.factories import adamw, lamb, sgd

@@ -11,7 +11,7 @@ from support.ranks import run_ranks
 from torch import Tensor, nn
 from toy_recipe import Toy
 
-from trainer.callback import Callback, Role, arrange
+from trainer.callback import Callback, Role
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.callbacks.bucket.callback import Bucket
 from trainer.callbacks.ema import EMA
@@ -21,6 +21,7 @@ from trainer.callbacks.nan_guard.callback import NanGuard
 from trainer.callbacks.onebit_adam.callback import OneBitAdam
 from trainer.callbacks.overlap.callback import Overlap
 from trainer.callbacks.shard.callback import Shard
+from trainer.composition import arrange
 from trainer.config.options import DataOptions, DDPOptions, Options
 from trainer.data.batch import Split
 from trainer.errors import ConfigError

@@ -15,7 +15,7 @@ from support.ranks import run_ranks
 from support.sharded import Case, adam, fit, flat, sgd
 from toy_recipe import Toy
 
-from trainer.callback import Callback, arrange
+from trainer.callback import Callback
 from trainer.callbacks.bucket.callback import Bucket
 from trainer.callbacks.ema import EMA
 from trainer.callbacks.grad_compress import GradCompress
@@ -28,6 +28,7 @@ from trainer.callbacks.shard import stage3
 from trainer.callbacks.shard.callback import Shard
 from trainer.checkpoint.parts import open_parts, read_all
 from trainer.checkpoint.pretrained import load_weights
+from trainer.composition import arrange
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError
 from trainer.process.environment import Place

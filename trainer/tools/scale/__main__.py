@@ -73,7 +73,7 @@ def refuse_conflicts(config: dict[str, Any]) -> None:
     Raises:
         ConfigError: The message names every conflict.
     """
-    from trainer.callback import arrange
+    from trainer.composition import arrange
     from trainer.config.build import build
     from trainer.config.check import ALLOWED
 

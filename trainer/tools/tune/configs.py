@@ -9,8 +9,9 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 
 from trainer.batch import split_batch
-from trainer.callback import Callback, Role, arrange
+from trainer.callback import Callback, Role
 from trainer.checkpoint import locate
+from trainer.composition import arrange
 from trainer.config.build import build, build_options
 from trainer.config.check import ALLOWED, check
 from trainer.config.compose import CONF
