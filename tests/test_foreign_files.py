@@ -10,9 +10,12 @@ from support.cli import MAIN, QUICK, ROOT, TOY, run
 
 START = re.findall("^start='(.*)'$", (ROOT / "scripts" / "train").read_text(), re.MULTILINE)
 ECHELON = "import sys; sys.path.remove(''); import trainer.main; trainer.main.main()"  # as an installed command starts
+each_start = pytest.mark.parametrize(
+    "code", [*(pytest.param(code, marks=pytest.mark.slow) for code in START), ECHELON], ids=["scripts/train", "echelon"]
+)
 
 
-@pytest.mark.parametrize("code", [*START, ECHELON], ids=["scripts/train", "echelon"])
+@each_start
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_trainer_in_the_current_folder_is_not_taken_for_echelon(code, ranks, tmp_path):
     (tmp_path / "trainer.py").write_text("raise SystemExit('the user\\'s')")
@@ -21,7 +24,7 @@ def test_a_trainer_in_the_current_folder_is_not_taken_for_echelon(code, ranks, t
     assert (done.code, done.err) == (0, "")
 
 
-@pytest.mark.parametrize("code", [*START, ECHELON], ids=["scripts/train", "echelon"])
+@each_start
 def test_a_recipe_in_the_current_folder_is_found(code, tmp_path):
     (tmp_path / "mine.py").write_text("from toy_recipe import Toy as Mine")
     words = ["recipe._target_=mine.Mine", "trainer.allow_targets=[mine,toy_recipe]", "trainer.devices=2"]
@@ -38,7 +41,7 @@ def test_recipes_in_the_current_folder_are_named(tmp_path):
     assert f"{file} hides Echelon's package recipes; rename it, or start in another folder" in done.err
 
 
-@pytest.mark.parametrize("code", [*START, ECHELON], ids=["scripts/train", "echelon"])
+@each_start
 def test_a_folder_of_recipes_that_is_no_package(code, tmp_path):
     """It hides nothing of Echelon's; a class in it is not found, and the line says why."""
     (tmp_path / "recipes").mkdir()

@@ -15,10 +15,9 @@ def test_every_tool_is_reachable(tmp_path):
     }
     assert set(tools()) == expected >= {"compare", "export", "report", "shards"}
     for name in tools():
-        command = [*MAIN, name, "--help"]
-        done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
-        assert (done.returncode, done.stderr) == (0, ""), name
-        assert f"python -m trainer.tools.{name}" in done.stdout.partition("\n")[0], name
+        done = run([name, "--help"], tmp_path)
+        assert (done.code, done.err) == (0, ""), name
+        assert f"python -m trainer.tools.{name}" in done.out.partition("\n")[0], name
 
 
 def test_help_lists_the_tools(tmp_path):

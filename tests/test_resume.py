@@ -98,9 +98,14 @@ VARIANTS = {
     "workers": {"workers": 2},
     "shard": {"stage": 2, "clip": 0.5, "accumulate": 2},
 }
+QUICK = ("overlap-accumulate", "shard")
 
 
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(v, marks=() if name in QUICK else pytest.mark.slow) for name, v in VARIANTS.items()],
+    ids=VARIANTS,
+)
 def test_a_killed_run_resumes_bitwise(variant, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     straight = run_ranks(3, run, "runs/straight", STEPS, None, 0, variant)

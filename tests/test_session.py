@@ -31,6 +31,7 @@ def test_a_crash_is_in_the_log_and_in_the_summary_and_a_resume_goes_on(tmp_path)
     assert [line["step"] for line in lines(tmp_path / "runs/r")][-1] == 6
 
 
+@pytest.mark.slow
 def test_other_threads_are_told_by_a_resume(tmp_path):
     assert toy(["trainer.run_dir=runs/r", "trainer.max_steps=2"], tmp_path).code == 0
     more = ["trainer.run_dir=runs/r", "trainer.max_steps=4", "trainer.resume=auto"]

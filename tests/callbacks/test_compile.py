@@ -100,7 +100,11 @@ class Two(Toy):
 
 @pytest.mark.parametrize(
     ("recipe", "knobs", "graphs", "recomputed"),
-    [(Toy, {}, 1, False), (Two, {}, 3, True), (Two, {"whole": True}, 1, True)],
+    [
+        (Toy, {}, 1, False),
+        pytest.param(Two, {}, 3, True, marks=pytest.mark.slow),
+        pytest.param(Two, {"whole": True}, 1, True, marks=pytest.mark.slow),
+    ],
 )
 def test_each_kind_of_block_has_a_graph_for_training_and_one_for_each_shape_of_evaluation(
     recipe, knobs, graphs, recomputed
@@ -167,6 +171,7 @@ def test_more_recompilations_than_allowed_end_the_run(most, steps):
     assert dynamo.utils.counters["stats"]["unique_graphs"] == most + 2
 
 
+@pytest.mark.slow
 def test_torchs_own_limit_does_not_turn_blocks_eager():
     """Beyond 8 graphs torch would run them eagerly, in silence."""
     _, seen = train(Sized([12, *range(12, 0, -1)]), {"max_recompiles": 20}, max_steps=12)
@@ -269,7 +274,14 @@ def on_ranks(place: Place, whole: bool, recomputed: bool) -> Any:
     return results
 
 
-@pytest.mark.parametrize(("whole", "recomputed"), [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("whole", "recomputed"),
+    [
+        pytest.param(False, False, marks=pytest.mark.slow),
+        (False, True),
+        pytest.param(True, True, marks=pytest.mark.slow),
+    ],
+)
 def test_on_three_ranks_ddp_cuts_no_graph_and_the_numbers_are_eagers(whole, recomputed):
     """Gradients come in another order, so buckets differ, and gloo's order of summation with them."""
     for plain, compiled in run_ranks(WORLD, on_ranks, whole, recomputed):
@@ -356,6 +368,7 @@ class Normed(Toy):
         return net
 
 
+@pytest.mark.slow
 def test_ranks_wait_in_the_rehearsal_for_one_that_compiles_longer_than_a_collective_may_take():
     plain = run_ranks(WORLD, on_three, None)
     for (found, log), expected in zip(run_ranks(WORLD, with_a_late_rank, True), plain, strict=True):
@@ -368,6 +381,7 @@ def on_three(place: Place, knobs: dict[str, Any] | None) -> Any:
     return weights(train(Normed(), knobs, others, place=place, max_steps=2)[0].module).numpy()
 
 
+@pytest.mark.slow
 def test_a_rank_that_compiles_for_long_after_the_rehearsal_names_the_limit_before_the_others_give_up():
     ranks = run_ranks(WORLD, with_a_late_rank, False)
     said = "WARNING compile: Block has compiled for 0.75 s, and other ranks wait for trainer.timeout_s=1.5 at most"

@@ -80,6 +80,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.slow
 def test_compiled_blocks_in_rows_have_the_bits_of_eager_ones_and_one_graph():
     """Recomputation is in the graph, the gathering of rows is around it."""
     pairs = [(case(f"{n}-eager", None, s, o), case(n, EXACT, s, o)) for n, s, o in KINDS]
@@ -93,6 +94,7 @@ def test_compiled_blocks_in_rows_have_the_bits_of_eager_ones_and_one_graph():
             assert compiled["counts"] == [{"compile/graphs": 1, "compile/recompiles": 0}] * 6 and not compiled["breaks"]
 
 
+@pytest.mark.slow
 def test_in_bf16_compiled_blocks_in_rows_are_eagers_to_rounding_and_a_resume_has_the_same_bits():
     runs = [
         case("eager", None, Shard(3), None, precision="bf16"),

@@ -108,15 +108,21 @@ def test_settings_with_two_levels(tmp_path, monkeypatch, options, dtype, bound):
 @pytest.mark.parametrize(
     ("others", "least", "bound"),
     [
-        ({"grad_compress": {"codec": "bf16", "feedback": True, "level": "inter"}}, 1e-7, 1e-2),
-        ({"grad_compress": {"codec": "fp16", "level": "inter"}}, 1e-7, 1e-2),
+        pytest.param(
+            {"grad_compress": {"codec": "bf16", "feedback": True, "level": "inter"}}, 1e-7, 1e-2, marks=pytest.mark.slow
+        ),
+        pytest.param({"grad_compress": {"codec": "fp16", "level": "inter"}}, 1e-7, 1e-2, marks=pytest.mark.slow),
         ({"grad_compress": {"codec": "int8", "level": "inter"}}, 1e-7, 0.2),
-        ({"grad_compress": {"codec": "dgc", "density": 0.3, "level": "inter"}}, 1e-7, 1.0),
-        ({"grad_compress": {"codec": "sign", "level": "inter"}}, 1e-7, 1.0),
-        ({"grad_compress": {"codec": "blocksparse", "block": 4, "level": "inter"}}, 0.0, 1e-9),
+        pytest.param(
+            {"grad_compress": {"codec": "dgc", "density": 0.3, "level": "inter"}}, 1e-7, 1.0, marks=pytest.mark.slow
+        ),
+        pytest.param({"grad_compress": {"codec": "sign", "level": "inter"}}, 1e-7, 1.0, marks=pytest.mark.slow),
+        pytest.param(
+            {"grad_compress": {"codec": "blocksparse", "block": 4, "level": "inter"}}, 0.0, 1e-9, marks=pytest.mark.slow
+        ),
         (TOPK, 1e-7, 1.0),
-        (TOPK | {"overlap": {}}, 1e-7, 1.0),
-        (TOPK | {"local_sgd": {"every": 2}}, 1e-7, 1.0),
+        pytest.param(TOPK | {"overlap": {}}, 1e-7, 1.0, marks=pytest.mark.slow),
+        pytest.param(TOPK | {"local_sgd": {"every": 2}}, 1e-7, 1.0, marks=pytest.mark.slow),
     ],
     ids=["bf16", "fp16", "int8", "dgc", "sign", "blocksparse", "topk", "topk+overlap", "topk+local_sgd"],
 )
@@ -135,7 +141,9 @@ def test_compressed_between_nodes_only(tmp_path, monkeypatch, others, least, bou
     assert least <= np.linalg.norm(straight[0] - plain) / np.linalg.norm(plain - start) < bound
 
 
-@pytest.mark.parametrize(("codec", "bound"), [("fp16", 15 * 2**-11), ("powersgd", 1e-9)])
+@pytest.mark.parametrize(
+    ("codec", "bound"), [("fp16", 15 * 2**-11), pytest.param("powersgd", 1e-9, marks=pytest.mark.slow)]
+)
 def test_what_is_encoded_is_reduced_in_both_levels(tmp_path, monkeypatch, codec, bound):
     """What a codec sums is summed inside a node, too; with overlap, to the same bits."""
     monkeypatch.chdir(tmp_path)
@@ -228,7 +236,11 @@ def books(place: Place, name: str, steps: int, per_node: int, resume: str | None
     return ledger.totals() if compress.own else {}
 
 
-@pytest.mark.parametrize(("world", "per_node"), [(2, 1), (3, 1), (6, 2)], ids=["fewer", "one level", "more"])
+@pytest.mark.parametrize(
+    ("world", "per_node"),
+    [(2, 1), (3, 1), pytest.param(6, 2, marks=pytest.mark.slow)],
+    ids=["fewer", "one level", "more"],
+)
 def test_what_nodes_keep_back_is_sent_by_other_nodes(world, per_node, tmp_path, monkeypatch):
     """Of each element, the mean over the ranks that have it: what is sent, and that, is what was given, across a change
     of nodes, too."""
@@ -302,6 +314,7 @@ def test_level_inter_needs_levels():
         arrange({"grad_compress": GradCompress(level="inter")}, set())
 
 
+@pytest.mark.slow
 @needs_cluster
 def test_fewer_bytes_cross_the_network(tmp_path):
     """2 hosts of 2 ranks: each rank exchanges its half with one peer, 4 * P bytes a host and step; a flat ring would

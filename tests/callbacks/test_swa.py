@@ -305,6 +305,7 @@ def test_a_resume_in_the_middle_of_the_average_has_the_same_bits(at):
             np.testing.assert_array_equal(value, other["average"][name])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_loads_on_other_ranks_and_in_another_layout():
     knobs = {"start": 3, "every": 1, "update_bn": 0}
     for written, callbacks in (("rows", sharded), ("stages", staged), ("whole", dict)):

@@ -12,12 +12,18 @@ from torch import nn
 from trainer.checkpoint.pretrained import load_weights, weights_files
 from trainer.errors import ConfigError
 
-peft: Any = pytest.importorskip("peft", reason="needs peft: the extra [lora]")
 SETTINGS = {"r": 2, "lora_alpha": 6, "target_modules": ["0", "1"], "modules_to_save": ["3"]}
+
+
+@pytest.fixture(autouse=True)
+def needs_peft() -> None:
+    pytest.importorskip("peft", reason="needs peft: the extra [lora]")  # loads transformers, so not for each worker
 
 
 def adapted(seed: int, **settings: Any) -> Any:
     """Return a model of the same base, with adapters of other values."""
+    import peft
+
     torch.manual_seed(0)
     base: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model = peft.get_peft_model(base, peft.LoraConfig(**SETTINGS | settings))

@@ -193,7 +193,7 @@ def alive(device: str) -> int:
     )
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_two_micro_batches_are_on_the_device_and_none_of_a_step_before(workers, monkeypatch):
     loader = open_loader(Memory(), options=DataOptions(workers=workers), batch=24, accumulate=8)
     monkeypatch.setattr("trainer.data.batch.Upload", ToMeta)
@@ -221,7 +221,7 @@ class Stream(Recipe):
         return iter(lambda: torch.zeros(3, 77), None) if split == "train" else None
 
 
-@pytest.mark.parametrize("recipe", [Memory(), Stream()])
+@pytest.mark.parametrize("recipe", [pytest.param(Memory(), marks=pytest.mark.slow), Stream()])
 def test_on_a_cpu_no_batch_of_a_step_before_is_kept(recipe):
     loader = open_loader(recipe, options=DataOptions(workers=0), batch=24, accumulate=8)
     first = None
@@ -282,7 +282,7 @@ def seconds_a_step(steps: Iterator[Any], count: int) -> float:
     return (time.monotonic() - began) / count
 
 
-@pytest.mark.parametrize("plan", [8, 1])
+@pytest.mark.parametrize("plan", [8, pytest.param(1, marks=pytest.mark.slow)])
 def test_loading_is_hidden_by_computing_under_accumulation(plan: int):
     """8 micro-batches: loading takes 0.24 s with 2 workers, computing 0.32 s. One after the other they are 1.75 times
     as long as computing; with 2 micro-batches ahead, 1.5 times. If the plan has 1 micro-batch, a callback's split has

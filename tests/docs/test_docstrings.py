@@ -3,10 +3,15 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SOURCES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "trainer").rglob("*.py"))}
+
+
+@cache
+def sources() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in sorted((ROOT / "trainer").rglob("*.py"))}
 
 
 def openers(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -32,7 +37,7 @@ def bound(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def found(search, wrong) -> list[str]:
-    places = [(path, line, word) for path, tree in SOURCES.items() for line, word in search(tree)]
+    places = [(path, line, word) for path, tree in sources().items() for line, word in search(tree)]
     return [f"{path.relative_to(ROOT)}:{line}: {word}" for path, line, word in places if wrong(word)]
 
 

@@ -153,6 +153,7 @@ def texts(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+@pytest.mark.slow
 def test_36_a_shard_whose_reads_never_end(folder: Path) -> None:
     done = train("hung", folder, "recipe.trouble=fifo", "trainer.timeout_s=3")
     assert done.code == 69 and done.err.count("\n") == 1, done.err

@@ -30,6 +30,7 @@ def empty_tmpdir() -> None:
         shutil.rmtree(path)
 
 
+@pytest.mark.slow
 def test_a_run_folder_that_is_removed_begins_anew(golden, tmp_path):
     """The earlier lines of metrics are lost, the later ones and the summary are there."""
     result = run_and_remove(lambda: shutil.rmtree(tmp_path / "runs" / "r"), tmp_path)

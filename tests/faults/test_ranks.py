@@ -72,6 +72,7 @@ def test_a_fault_costs_steps_and_nothing_else(golden, tmp_path, fault):
         assert set(hung(tmp_path)) <= {rank}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_kills_in_a_checkpoint_and_in_validation(golden, tmp_path):
     """One run, whose rank 0 dies in validation, in the middle of a write, and between a rename and retention."""
@@ -113,6 +114,7 @@ def test_5_kills_while_it_starts(golden, tmp_path):
     whole(tmp_path, golden)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "rank", "said"),
     [
@@ -218,6 +220,7 @@ def test_the_fork_server_is_killed(golden, tmp_path):
     whole(tmp_path, golden)
 
 
+@pytest.mark.slow
 def test_the_fork_server_is_killed_and_then_a_rank(golden, tmp_path):
     """The next attempt has a new server."""
     process = popen([*RUN, *troubling("SIGKILL"), "callbacks.probe.step_s=0.3"], tmp_path)

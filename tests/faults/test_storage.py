@@ -79,6 +79,7 @@ ELSEWHERE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="not root: no mount that one process alone sees")
 def test_30_a_rank_that_does_not_see_the_checkpoint(golden, tmp_path):
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:

@@ -23,6 +23,7 @@ TORCHRUN += ["--log-dir=torchrun", "-m", "trainer.main"]
 FRESH = {FRESH_STORE: "1"}
 
 
+@pytest.mark.slow
 def test_a_rank_is_killed(golden, tmp_path):
     result = run([*RANKS, *troubling("SIGKILL")], tmp_path, TORCHRUN, timeout_s=110, **FRESH)
     assert result.code == 0, result.err

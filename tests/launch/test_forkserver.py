@@ -88,7 +88,7 @@ def waits(tmp_path: Path) -> Iterator[int]:
     os.close(descriptor)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_rank_outlives_its_server_and_its_end_is_told(number, server: ForkServer, waits: int):
     """The rank is no child of the server, so a server that hangs keeps nothing back."""
     rank = server.fork(OWN | {"RANK": "1"}, waits, None)
@@ -100,6 +100,7 @@ def test_a_rank_outlives_its_server_and_its_end_is_told(number, server: ForkServ
     assert ended(rank) == STOPPED
 
 
+@pytest.mark.slow
 def test_no_rank_is_lost_with_a_server_that_is_killed_as_it_forks(server: ForkServer, resolved: int, tmp_path: Path):
     """Each has been forked, and is told of, or never will be."""
     env = OWN | {"ECHELON_ERROR_FILE": str(tmp_path / "error.json")}

@@ -140,6 +140,7 @@ def test_the_rank_that_failed_first_is_told_of(tmp_path):
     assert "about to make trouble" in log and "RuntimeError: trouble at step 3" in log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launch", [torchrun, pytest.param(mpirun, marks=[needs_mpirun, pytest.mark.slow])])
 def test_also_under_a_launcher(launch, tmp_path):
     result = trouble("raise", 1, tmp_path, launch=launch)
@@ -153,7 +154,12 @@ def test_also_under_a_launcher(launch, tmp_path):
     [
         (["batch=13"], "batch=13: does not divide into 2 rank(s)"),
         pytest.param(["+callbacks=[average,ema]"], "average and ema both decide", marks=pytest.mark.slow),
-        (["trainer.backend='${oc.env:BACKEND_${oc.env:RANK}}'"], "trainer.backend=nccl: needs CUDA"),  # rank 1's alone
+        # Rank 1's alone.
+        pytest.param(
+            ["trainer.backend='${oc.env:BACKEND_${oc.env:RANK}}'"],
+            "trainer.backend=nccl: needs CUDA",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["before the ranks meet", "after", "of another rank"],
 )
@@ -210,6 +216,7 @@ def start_under_mpirun(cwd: Path) -> tuple["subprocess.Popen[str]", list[int]]:
     return process, [rank["pid"] for rank in ranks]
 
 
+@pytest.mark.slow
 @needs_mpirun
 def test_no_rank_outlives_mpirun(tmp_path):
     process, ranks = start_under_mpirun(tmp_path)

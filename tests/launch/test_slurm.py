@@ -74,6 +74,7 @@ def test_srun_gives_the_same_numbers(slurm, golden, tmp_path, options, typed):
     same(tmp_path, golden)
 
 
+@pytest.mark.slow
 def test_a_task_a_node_on_two_nodes(slurm, four, tmp_path):
     result = srun(slurm, tmp_path, "-N2 -n2", *A_TASK_A_NODE)
     assert (result.code, result.err) == (0, "")
@@ -100,6 +101,7 @@ def test_tasks_that_do_not_divide(slurm, tmp_path):
     assert set(told) == {line} and len(told) <= 2  # once a node, unless srun has ended the other node's tasks before
 
 
+@pytest.mark.slow
 def test_a_task_that_is_killed_ends_the_others(slurm, tmp_path):
     trouble = ["callbacks.probe.trouble=SIGKILL", "callbacks.probe.rank=1", "data.workers=0"]
     result = srun(slurm, tmp_path, "-N1 -n3 -K", *trouble)
@@ -135,12 +137,13 @@ def completed(slurm: Slurm, job: str, cwd: Path, timeout_s: float = 60) -> int:
     return int(show(slurm, job)["Restarts"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "typed", "straight"),
     [
         ("--ntasks-per-node=3", [], "golden"),
-        pytest.param("--ntasks-per-node=1", ["trainer.devices=3"], "golden", marks=pytest.mark.slow),
-        pytest.param("--nodes=2 --ntasks-per-node=1", A_TASK_A_NODE, "four", marks=pytest.mark.slow),
+        ("--ntasks-per-node=1", ["trainer.devices=3"], "golden"),
+        ("--nodes=2 --ntasks-per-node=1", A_TASK_A_NODE, "four"),
     ],
     ids=["a task a rank", "a task a node", "a task a node on two nodes"],
 )

@@ -103,14 +103,16 @@ def folder(tmp_path, monkeypatch) -> None:
 
 CASES = [
     (1, "usual", ""),
-    (3, "usual", ""),
+    pytest.param(3, "usual", "", marks=pytest.mark.slow),
     (3, "few", ""),  # a rank has no batch
-    (1, "several", ""),
-    (2, "several", ""),
+    pytest.param(1, "several", "", marks=pytest.mark.slow),
+    pytest.param(2, "several", "", marks=pytest.mark.slow),
     (3, "usual", "shard"),  # two ranks repeat their last batch
-    (2, "several", "shard"),
+    pytest.param(2, "several", "shard", marks=pytest.mark.slow),
     (2, "usual", "pipeline"),  # the last stage alone has the objects
-    (4, "usual", "pipeline"),  # the last stage of two replicas, one of which repeats its last batch
+    pytest.param(
+        4, "usual", "pipeline", marks=pytest.mark.slow
+    ),  # the last stage of two replicas, one of which repeats its last batch
 ]
 
 

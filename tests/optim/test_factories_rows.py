@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
@@ -83,6 +84,7 @@ def train_all(place: Place) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+@pytest.mark.slow
 def test_runs_on_rows_resume_bit_for_bit_or_are_refused_before_the_first_step(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for rank in run_ranks(WORLD, train_all, timeout_s=200):

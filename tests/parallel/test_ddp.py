@@ -197,6 +197,7 @@ def test_ddp_is_dropped_without_a_walk_through_all_objects(chain):
     assert all(run_ranks(2, dropped, chain))
 
 
+@pytest.mark.slow
 def test_also_in_a_process_that_has_not_loaded_what_ddp_loads(tmp_path):
     """As torchrun's: an import in DDP's constructor holds its frame, and DDP, in a cycle."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS / "toy", TESTS.parent)))}

@@ -132,6 +132,7 @@ class Poison(Callback):
         return poisoned
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("world", "shard"),

@@ -79,7 +79,7 @@ def train(place: Place) -> dict[tuple[str, str, bool], dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_weights_are_those_of_dense_gradients(world: int, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the order in which values of a row are added is the same."""
     monkeypatch.chdir(tmp_path)

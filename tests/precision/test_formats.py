@@ -157,6 +157,7 @@ def test_the_command_sets_what_cublas_reads_once_before_any_rank_starts(monkeypa
     assert seen == [":4096:8"]
 
 
+@pytest.mark.slow
 def test_deterministic_is_all_that_torch_has_for_it():
     code = (
         "import os, sys, torch; from trainer.trainer import Precision\n"
@@ -387,6 +388,7 @@ def bf16_params(place: Place) -> dict[str, Any]:
     return results | {"other": other.step}
 
 
+@pytest.mark.slow
 def test_bf16_params_resume_and_compose_on_three_ranks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for rank in run_ranks(3, bf16_params):

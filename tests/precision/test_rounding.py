@@ -223,6 +223,7 @@ def runs(place: Place, cases: list[Case]) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ranks_stay_equal_a_resume_has_the_same_bits_and_callbacks_have_plain_trainings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

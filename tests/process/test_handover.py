@@ -57,6 +57,7 @@ NO_YAML = TUNED.replace("micro_batch: 2", "micro_batch: [")
 CRASHES = f"{TUNED}trainer: {{restarts: 0}}\ncallbacks: {{probe: {{_target_: probe.Probe, trouble: raise}}}}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "content", "reason"),
     [
@@ -79,7 +80,7 @@ def test_a_job_whose_result_fails_at_its_start_goes_on_as_it_was(
     assert [path.name for path in (folder / "runs" / "r").glob("tuned*")] == [handover.REFUSED]
 
 
-@pytest.mark.parametrize("hindrance", ["launcher", "file"])
+@pytest.mark.parametrize("hindrance", ["launcher", pytest.param("file", marks=pytest.mark.slow)])
 def test_a_job_that_cannot_take_it_over_goes_on_as_it_is(hindrance: str, folder: Path) -> None:
     env = (
         {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if hindrance == "launcher" else {}

@@ -187,7 +187,9 @@ def sigterm(pid: int, terminal: int) -> None:
     os.killpg(pid, signal.SIGTERM)
 
 
-@pytest.mark.parametrize(("react", "name"), [(ctrl_c, "SIGINT"), (sigterm, "SIGTERM")])
+@pytest.mark.parametrize(
+    ("react", "name"), [(ctrl_c, "SIGINT"), pytest.param(sigterm, "SIGTERM", marks=pytest.mark.slow)]
+)
 def test_a_signal_to_all_processes_of_a_terminal(react, name, tmp_path):
     """None of the data workers may be lost before the checkpoint, nor be taken for a second signal."""
     code, shown = on_a_terminal(tmp_path, [("loss", react)], "data.workers=2", "callbacks.probe.step_s=0.1")
@@ -220,6 +222,7 @@ def test_the_second_ctrl_c_gives_the_cursor_back(tmp_path):
     assert shown.endswith("\r\n")
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away(straight, tmp_path):
     """`| head -1`: training goes on to its end, and the log says so once."""
     words = [*MAIN, *RUN]
@@ -247,6 +250,7 @@ class Chatty(Toy):
 """
 
 
+@pytest.mark.slow
 def test_a_recipe_may_print_to_a_reader_that_has_gone(tmp_path):
     (tmp_path / "chatty.py").write_text(CHATTY)
     chatty = ["recipe._target_=chatty.Chatty", "trainer.allow_targets=[toy_recipe,probe,chatty]"]
@@ -263,6 +267,7 @@ def test_a_recipe_may_print_to_a_reader_that_has_gone(tmp_path):
     assert log.count("<stderr> is closed (Broken pipe): the run goes on") == 1
 
 
+@pytest.mark.slow
 def test_standard_error_may_be_a_socket(tmp_path):
     """As systemd gives it: it can't be opened by its path."""
     ours, theirs = socket.socketpair()

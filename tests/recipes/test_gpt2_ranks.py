@@ -78,6 +78,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_stages_and_rows_have_the_numbers_of_one_rank(text: str):
     """The embedding is the head, which two stages and each row train together: sums differ to rounding."""
@@ -93,7 +94,7 @@ def test_stages_and_rows_have_the_numbers_of_one_rank(text: str):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("grows", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_resume_has_the_same_bits(grows: bool, text: str):
     """With dropout; the sequences grow at step 1 and at step 3, on both sides of the checkpoint."""
     make = {"grow": partial(GrowSequence, [8, 20], ["1 steps", "3 steps"])} if grows else {}

@@ -49,7 +49,7 @@ def frozen(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {re.sub(r"^base_model\.model\.|\.base_layer|\.original_module", "", name): own[name] for name in own}
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_losses_and_weights_are_those_of_transformers_trainer(world, tmp_path, monkeypatch):
     pytest.importorskip("accelerate", reason="needs accelerate, as transformers' Trainer does: the extra [test]")
     write_llama(tmp_path)
@@ -122,6 +122,7 @@ def composed(place: Place) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 def test_callbacks_train_the_same_adapters(tmp_path, monkeypatch):
     write_llama(tmp_path)
     monkeypatch.chdir(tmp_path)

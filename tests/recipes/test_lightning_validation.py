@@ -57,7 +57,7 @@ def folder(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["Classifier", "AtTheEnd"])
 @pytest.mark.filterwarnings("ignore")
 def test_numbers_are_those_of_lightnings_trainer(name, world):
@@ -71,6 +71,7 @@ def test_numbers_are_those_of_lightnings_trainer(name, world):
         assert {key: found[key] for key in exact} == {key: expected[key] for key in exact}
 
 
+@pytest.mark.slow
 def test_a_rank_that_repeats_its_last_batch_counts_it_once():
     """With shard of stage 3 on 3 ranks, which have 4, 4 and 5 of 13 samples: two repeat their only micro-batch."""
     plain = run_ranks(3, validated, "Blocks")[0][0]
@@ -118,6 +119,7 @@ def test_an_epoch_ends_at_the_limit_of_the_loaders_batches():
     assert calls == [["epoch start", "epoch end"] * 2] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_evaluate_gives_the_bits_of_the_last_validation(world, tmp_path):
     words = [

@@ -196,6 +196,7 @@ def fit(place: Place, folder: str, name: str, sharded: bool) -> dict[str, float]
     return trainer.validation
 
 
+@pytest.mark.slow
 def test_ranks_give_the_numbers_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scans for validation have 1 and 36 windows. With `shard` of stage 3, each forward pass needs all ranks."""
     monkeypatch.chdir(tmp_path)

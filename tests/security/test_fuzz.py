@@ -157,6 +157,7 @@ def sealed(content: bytearray) -> bytes:
     return bytes(content)
 
 
+@pytest.mark.slow
 @settings(FIXED, max_examples=1500)
 @given(TARS, CHANGES, st.booleans())
 def test_a_changed_tar_is_refused_or_read_as_tarfile_reads_it(content: bytes, changes: Any, seal: bool) -> None:

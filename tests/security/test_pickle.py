@@ -51,6 +51,7 @@ def test_what_a_file_names_reaches_no_terminal_as_it_is(tmp_path: Path) -> None:
         assert said in str(error.value) and str(error.value).isprintable()
 
 
+@pytest.mark.slow
 def test_the_command_says_so_in_one_line(tmp_path: Path, mark: Path) -> None:
     (tmp_path / "a.pt").write_bytes(payload(mark))
     result = toy(["trainer.init_from=a.pt", "trainer.max_steps=1"], tmp_path, TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1")

@@ -55,14 +55,14 @@ def make(name: str = "run", **options: Any) -> Trainer:
     return Trainer(Toy(), batch=12, options=given, data=DataOptions(0), place=Place(), name=name)
 
 
-@pytest.mark.parametrize("shards", ["a.tar|mkdir mark", "$(mkdir mark)"])
+@pytest.mark.parametrize("shards", [pytest.param("a.tar|mkdir mark", marks=pytest.mark.slow), "$(mkdir mark)"])
 def test_a_command_is_no_shard(shards: str) -> None:
     said = one_line(sharded(Path.cwd(), shards, WDS_SECURE="0"), 71)
     assert said.startswith(f"echelon: {shards}: no such file")
     assert not Path("mark").exists()
 
 
-@pytest.mark.parametrize("shards", ["pipe:mkdir mark", "pipe:mkdir mark #a.tar"])
+@pytest.mark.parametrize("shards", ["pipe:mkdir mark", pytest.param("pipe:mkdir mark #a.tar", marks=pytest.mark.slow)])
 def test_no_program_is_run_unless_it_may_be(shards: str) -> None:
     said = one_line(sharded(Path.cwd(), shards, WDS_SECURE="0"), 78)
     assert said.startswith(
@@ -94,6 +94,7 @@ def test_the_config_beside_a_checkpoint_runs_no_program(monkeypatch: pytest.Monk
     assert not Path("mark").exists()
 
 
+@pytest.mark.slow
 def test_what_would_rewrite_a_url_does_nothing() -> None:
     write_shards(({"__key__": str(i), "cls": i} for i in range(96)), Path(), "a", per_shard=96)
     env = {"GOPEN_REWRITE": "a-000000=pipe:mkdir mark #", "USE_AIS_FOR": "a", "WDS_CACHE": "cache", "WDS_SECURE": "0"}

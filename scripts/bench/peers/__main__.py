@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,7 +172,8 @@ def missing(peer: Peer) -> str:
 
 
 def page(tables: list[list[Row]], about: Row, called: str) -> str:
-    """Return the page of docs/measurements."""
+    """Return the page of docs/measurements. A list under the tables has the peers without numbers."""
+    absences = {each["peer"]: f"{each['ms a step']}." for table in tables for each in table if not each["rounds"]}
     lines = [
         "# Echelon beside other trainers",
         f"`{called}`. Each peer trains the same model with the same\nfused AdamW in fp32, "
@@ -179,15 +181,17 @@ def page(tables: list[list[Row]], about: Row, called: str) -> str:
         "- *speed, of the bare loop*: steps a second, as a ratio; more is better.\n"
         "- *first step*: from the start of the process to the end of step 1, with all imports.\n"
         "- *resume*: the same, of a process that goes on from the checkpoint.\n"
-        "- *stall*: by how much the steps from the saved one on are longer than usual ones.\n"
+        "- *stall*: by how much the steps from the saved one on are longer than usual ones. It is a difference of\n"
+        "  sums, so it has the noise of some steps, and may be below 0.\n"
         "- *peak*: resident memory of rank 0, or on a GPU that of its tensors.\n"
         "- *lines*: code of the script, without the model, the data and the lines that only the bench needs.",
-        f"Machine: {', '.join(f'{key} {value}' for key, value in about.items())}.",
-        *(markdown(table) for table in tables),
+        textwrap.fill(f"Machine: {', '.join(f'{key} {value}' for key, value in about.items())}.", 118),
+        *(markdown([each for each in table if each["rounds"]]) for table in tables),
+        "\n".join(f"- {peer}: {reason}" for peer, reason in absences.items()),
         "The bare loop saves with `torch.save`, in the loop, and syncs no file. It resumes at the start of the epoch.\n"
         "Echelon's checkpoints are written beside the steps, synced, and hold the place in the data.",
     ]
-    return "\n\n".join(line.rstrip() for line in lines) + "\n"
+    return "\n\n".join(line.rstrip() for line in lines if line) + "\n"
 
 
 def options() -> argparse.Namespace:

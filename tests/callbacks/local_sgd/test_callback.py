@@ -182,10 +182,10 @@ def test_the_weights_are_those_of_a_naive_version(case, tmp_path, monkeypatch):
 
 
 RESUMED = [
-    ({"every": 4}, ""),
-    ({"every": 3, "warmup_steps": 4, "outer": "nesterov"}, ""),
+    pytest.param({"every": 4}, "", marks=pytest.mark.slow),
+    pytest.param({"every": 3, "warmup_steps": 4, "outer": "nesterov"}, "", marks=pytest.mark.slow),
     ({"every": 4, "outer": "nesterov", "fragments": 2, "delay": 2}, ""),
-    ({"every": 4, "fragments": 3, "delay": 1, "mix": 0.3}, "bf16"),
+    pytest.param({"every": 4, "fragments": 3, "delay": 1, "mix": 0.3}, "bf16", marks=pytest.mark.slow),
     ({"every": 4, "delay": 2}, "powersgd"),  # saved while the codec is between its two reductions
 ]
 

@@ -190,6 +190,7 @@ def norms(place: Place) -> list[tuple[list[float], list[float], list[list[Any]]]
     return found
 
 
+@pytest.mark.slow
 def test_the_norm_is_that_of_all_ranks_gradients():
     """A rank of `shard` has some of them. Until the spike, the running mean is the mean of all steps before."""
     for (plain, means, left_out), *sharded in run_ranks(4, norms):

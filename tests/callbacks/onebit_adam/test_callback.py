@@ -163,7 +163,7 @@ def clipped(g: np.ndarray, norm: float | None) -> np.ndarray:
     return g if norm is None else g * min(1.0, norm / (np.linalg.norm(g) + 1e-6))
 
 
-@pytest.mark.parametrize(("steps", "clip"), [(STEPS, None), (2 * WARMUP, 0.3)])
+@pytest.mark.parametrize(("steps", "clip"), [pytest.param(STEPS, None, marks=pytest.mark.slow), (2 * WARMUP, 0.3)])
 def test_the_steps_are_those_of_a_naive_version(steps, clip, tmp_path, monkeypatch):
     """With micro-batches, uneven shares, a learning rate that changes, and decay for matrices only."""
     monkeypatch.chdir(tmp_path)
@@ -217,6 +217,7 @@ def test_gradients_that_are_views_of_buckets_have_the_same_bits(straight):
         assert [w.tobytes() for w in plain["weights"]] == [w.tobytes() for w in other["weights"]]
 
 
+@pytest.mark.slow
 def test_at_another_number_of_ranks_nothing_that_was_kept_back_is_lost(straight):
     before = run_ranks(WORLD, run, WARMUP, "same", 30, "ckpt/run/step-00000030", None, STEPS)
     assert np.abs(total(before)).max() > 0

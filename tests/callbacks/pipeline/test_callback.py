@@ -315,7 +315,7 @@ def Rollback() -> NanGuard:
     return NanGuard("rollback", every=1)
 
 
-@pytest.mark.parametrize("recipe", [Slow, Named])
+@pytest.mark.parametrize("recipe", [Slow, pytest.param(Named, marks=pytest.mark.slow)])
 def test_the_cut_is_by_time_and_a_resume_keeps_it(recipe, here):
     """The slow block is alone in its stage."""
     ranks = run_ranks(3, train, {"stages": 3}, {"recipe": recipe})

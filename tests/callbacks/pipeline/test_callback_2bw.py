@@ -226,6 +226,7 @@ def test_a_validation_changes_no_bits(here):
         assert all((rank["weights"][name] == value).all() for name, value in other["weights"].items())
 
 
+@pytest.mark.slow
 def test_another_cut_schedule_or_number_of_ranks_drops_the_last_gradients(here):
     half = run_ranks(3, train, {"stages": 3, "cut": [2, 4]}, {"steps": 3})[0]["saved"]
     end = {"resume": half}

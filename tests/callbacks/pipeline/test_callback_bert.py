@@ -45,6 +45,7 @@ def train(place: Place, folder: str, schedule: str | None) -> dict[str, Any]:
     return {"weights": own, "losses": losses.seen, "validation": trainer.validation}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_bert_in_three_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The gradients of the tied matrix are summed per stage first, so all is the unsplit model's to rounding."""

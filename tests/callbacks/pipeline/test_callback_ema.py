@@ -60,6 +60,7 @@ def test_each_stage_averages_its_own_weights(here, stages, knobs):
         assert rank["averages"].keys() == rank["weights"].keys()  # nothing of other stages is in memory
 
 
+@pytest.mark.slow
 def test_an_average_is_whole_in_the_checkpoint(here):
     """So it loads into any other layout, and back. Two replicas, whose buffers and whose first rank's parts count."""
     run = {**AVERAGE, "recipe": Norms, "batch": 24, "accumulate": 3}

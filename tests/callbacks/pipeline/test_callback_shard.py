@@ -52,9 +52,9 @@ def both(place: Place, knobs: dict[str, Any], run: dict[str, Any]) -> list[dict[
 @pytest.mark.parametrize(
     ("world", "knobs", "run"),
     [
-        (4, {"cut": [3]}, {}),
+        pytest.param(4, {"cut": [3]}, {}, marks=pytest.mark.slow),
         (4, {"schedule": "zbv", "cut": [1, 3, 5]}, {"recipe": Tied}),
-        (6, {"cut": [2]}, {"batch": 36, "recipe": Tied}),  # three replicas
+        pytest.param(6, {"cut": [2]}, {"batch": 36, "recipe": Tied}, marks=pytest.mark.slow),  # three replicas
     ],
 )
 def test_shard_changes_no_bits_and_splits_the_state(here, world, knobs, run):
@@ -72,6 +72,7 @@ def test_shard_changes_no_bits_and_splits_the_state(here, world, knobs, run):
         assert sorted(states) == sorted(group[0][1]["weights"])  # each on one replica
 
 
+@pytest.mark.slow
 def test_checkpoints_load_into_any_layout_and_back(here):
     """Two samples at once: sums of two replicas have the bits of two ranks of DDP."""
     six = {"steps": 6}

@@ -102,6 +102,7 @@ def test_the_bytes_foreseen_are_those_of_the_stage(here):
         assert rank["state_bytes"] == 2 * 4 * elements + steps
 
 
+@pytest.mark.slow
 def test_an_average_shard_and_recomputation_change_the_need(here):
     plain = run_ranks(3, measured, {}, {})
     averaged = run_ranks(3, measured, {"ema": EMA}, {})[0]

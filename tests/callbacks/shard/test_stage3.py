@@ -67,6 +67,7 @@ def test_a_resume_on_as_many_ranks_has_the_same_bits():
             assert one["losses"][HALF:] == other["losses"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_any_layout_goes_on_from_any_other():
     """To rounding, since sums have another order; with SGD, which does not amplify that as Adam does."""
@@ -157,6 +158,7 @@ def between(codec: str, level: Callback, **knobs: Any) -> dict[str, Callback]:
     return {"level": level, "grad_compress": GradCompress(codec, level="inter", **knobs)}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_codec_between_groups_of_rows():
     """bf16 rounds element by element, so it gives what it gives to whole buckets; topk resumes with its residuals."""

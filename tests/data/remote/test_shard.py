@@ -82,7 +82,7 @@ def test_a_kill_during_the_download_leaves_no_shard_and_the_next_start_has_all(p
 
 
 @needs_nginx
-@pytest.mark.parametrize("command", ["index", "verify"])
+@pytest.mark.parametrize("command", ["index", pytest.param("verify", marks=pytest.mark.slow)])
 def test_ctrl_c_ends_the_tool_at_once(proxy: Proxy, tmp_path: Path, command: str) -> None:
     """It waits for no shard that is coming, and leaves none that is not whole."""
     if command == "verify":
@@ -212,6 +212,7 @@ def test_damage_in_the_cache_heals_and_at_the_server_is_told(proxy: Proxy, tmp_p
     cut.unlink()
 
 
+@pytest.mark.slow
 @needs_nginx
 def test_the_tool_takes_urls(proxy: Proxy, tmp_path: Path) -> None:
     done = {}

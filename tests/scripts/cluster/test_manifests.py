@@ -58,6 +58,7 @@ def under_trainer(node: int, port: int) -> dict[str, str]:
     return {f"PET_{name}": str(value) for name, value in values.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "container", "variables"),
     [

@@ -61,7 +61,7 @@ def enter(tab: Tab, selector: str, value: str) -> None:
     )
 
 
-@pytest.mark.parametrize("width", [1400, 700])
+@pytest.mark.parametrize("width", [pytest.param(1400, marks=pytest.mark.slow), 700])
 def test_everything_is_drawn_in_light_and_dark(tab, tmp_path, width):
     folders = [synthetic_run(tmp_path / name, 60, seed=n, lr=1e-3 / (n + 1)) for n, name in enumerate("ab")]
     show(tab, tmp_path, *folders, width=width)

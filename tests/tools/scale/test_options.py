@@ -53,6 +53,7 @@ def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100)
 
 
+@pytest.mark.slow
 def test_the_command_predicts_shows_and_writes(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     words = ["recipe=bert_base", "nodes=1..4", "ways=ring,shard-3,pipeline-4", "--json", "rows.json"]

@@ -16,6 +16,7 @@ def measure(place: Place, codecs: bool) -> dict[str, Any]:
     return measure_links(place, "cpu", "gloo", 60, codecs)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_machine_measure_their_links_and_codecs() -> None:
     answers = run_ranks(2, measure, True)
     machine = make_machine(json.loads(json.dumps(answers)), Place(0, 2, 0, 2))

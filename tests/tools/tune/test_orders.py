@@ -20,8 +20,9 @@ def obey(place: Place, order: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "key"), [("trial", "losses"), ("profile", "forward_s"), ("links", "levels")]
-)  # fmt: skip
+    ("kind", "key"),
+    [("trial", "losses"), ("profile", "forward_s"), pytest.param("links", "levels", marks=pytest.mark.slow)],
+)
 def test_orders(kind: str, key: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["tune"])

@@ -33,7 +33,7 @@ def own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         Choice({"memory": {"snapshot": True}}, {"micro_batch": 8, "accumulate": None, "data.workers": 4}),
     ],
 )
-@pytest.mark.parametrize("more", [[], ["+callbacks=[ema]"]])
+@pytest.mark.parametrize("more", [pytest.param([], marks=pytest.mark.slow), ["+callbacks=[ema]"]])
 def test_the_overlay_composes_to_what_was_measured(choice: Choice, more: list[str], tmp_path: Path) -> None:
     words = [*WORDS, *more]
     today = compose(words, [CONF])[0].config

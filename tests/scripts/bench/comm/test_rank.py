@@ -4,9 +4,11 @@ import json
 import subprocess
 import sys
 
+import pytest
 from support.cli import environment
 
 
+@pytest.mark.slow
 def test_a_turn_that_dies_is_told_and_the_next_is_taken() -> None:
     command = [sys.executable, "-m", "scripts.bench.comm.rank"]
     orders = "".join(json.dumps({"row": row}) + "\n" for row in ("nonsense", "other"))

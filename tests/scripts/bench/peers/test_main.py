@@ -35,7 +35,8 @@ def test_a_peer_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> No
         "Composer": "not installed: mosaicml 0.32.1 wants torch below 2.7.1, and imports torchvision",
     }  # fmt: skip
     written = page([rows], {"cpu": "a CPU"}, "python -m scripts.bench.peers --rounds 3")
-    assert "Machine: cpu a CPU." in written and "| Composer " in written
+    assert "Machine: cpu a CPU." in written and "| Echelon " in written and "| Composer " not in written
+    assert "\n- DeepSpeed: not installed: needs deepspeed.\n- Composer: not installed: mosaicml" in written
     assert all(len(line) <= 120 or line.startswith("|") for line in written.splitlines())
 
 
