@@ -257,11 +257,13 @@ def stage(place: Place, name: str, resume: str | None, codec: str, knobs: dict[s
     ("codec", "knobs", "rounding"),
     [
         ("bf16", {}, 0.02),  # of the sum on its way
-        ("fp16", {}, 0.003),
+        pytest.param("fp16", {}, 0.003, marks=pytest.mark.slow),
         ("int8", {}, 1e-5),
         ("topk", {"density": 0.1}, 1e-5),
-        ("dgc", {"density": 0.1, "feedback": None}, 1e-5),  # its own, without momentum
-        ("sign", {}, 1e-5),
+        pytest.param(
+            "dgc", {"density": 0.1, "feedback": None}, 1e-5, marks=pytest.mark.slow
+        ),  # its own, without momentum
+        pytest.param("sign", {}, 1e-5, marks=pytest.mark.slow),
         ("powersgd", {"rank": 2}, 1e-5),
     ],
 )

@@ -103,7 +103,7 @@ def test_the_first_batches_are_those_of_the_first_steps_and_move_nothing(by_hand
     straight = [whole(next(stream)) for _ in range(2)]
     random.seed(1)
     drawn = random.getstate()
-    found = list(loader.first_batches(25))
+    found = list(loader.first_batches(25, "looking"))
     assert random.getstate() == drawn
     straight += [whole(next(stream)) for _ in range(2)]
     loader.close()

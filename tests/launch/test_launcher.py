@@ -177,6 +177,7 @@ def test_where_no_torchrun_prints_it_the_rank_does(tmp_path):
     assert result.code == 1 and result.err.rstrip().endswith("RuntimeError: trouble at step 3")
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_run(tmp_path):
     result = trouble("SIGKILL", 1, tmp_path)
     assert result.code == 128 + 9

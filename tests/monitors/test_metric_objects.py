@@ -180,6 +180,7 @@ def failed(place: Place) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+@pytest.mark.slow
 def test_a_value_that_fails_on_one_rank_hangs_no_other():
     others = "DistError: rank 1 failed in validation"
     assert run_ranks(3, failed) == [others, "OSError: no more memory on this GPU", others]

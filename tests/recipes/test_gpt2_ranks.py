@@ -93,8 +93,9 @@ def test_stages_and_rows_have_the_numbers_of_one_rank(text: str):
         assert rank["validation"] == pytest.approx(alone["validation"], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("grows", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("grows", [False, True])
 def test_a_resume_has_the_same_bits(grows: bool, text: str):
     """With dropout; the sequences grow at step 1 and at step 3, on both sides of the checkpoint."""
     make = {"grow": partial(GrowSequence, [8, 20], ["1 steps", "3 steps"])} if grows else {}

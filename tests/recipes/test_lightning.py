@@ -265,6 +265,7 @@ def beside(place: Place, rows: tuple[str, ...]) -> list[list[torch.Tensor]]:
     return results
 
 
+@pytest.mark.slow
 def test_callbacks_work_beside(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plain, *others = run_ranks(2, beside, BESIDE)[0]

@@ -97,7 +97,7 @@ class SWA(Callback):
         tensors = [tensor for layer in self.layers for tensor in statistics(layer)]
         before = [tensor.clone() for tensor in tensors]
         cuda = [trainer.device] if trainer.device.type == "cuda" else []
-        batches = trainer.loader.first_batches(self.samples)
+        batches = trainer.loader.first_batches(self.samples, "updating BatchNorm")
         with torch.random.fork_rng(cuda), cumulative(self.layers), closing(batches):
             whole = self._run_passes(trainer, batches)
         if whole:

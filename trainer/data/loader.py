@@ -118,10 +118,11 @@ class Loader:
             micros = self._replay(source, endless=False)
         return shown(upload(self._run(preserve_rng_state(micros)), self.stream), batches)
 
-    def first_batches(self, samples: int) -> Generator[Micro]:
+    def first_batches(self, samples: int, what: str) -> Generator[Micro]:
         """Yield this rank's micro-batches of the first steps of training, up to so many samples.
 
-        The position of `train` stays. A bad sample is left out, instead of replaced. The data are samples by reference.
+        The terminal shows `what` they are for. The position of `train` stays. A bad sample is left out, instead of
+        replaced. The data are samples by reference.
         """
         order, source = self.order, self.source
         assert order is not None and isinstance(source, Samples)
@@ -130,7 +131,7 @@ class Loader:
         ends = self._step_ends(iter(steps))
         micros = self._load(source, self._refs(order, iter(steps)), needs, 1, self.options.prefetch, ends)
         batches = len(steps) * self.split.micros(self.rank)
-        return shown(upload(self._run(preserve_rng_state(micros)), self.stream), batches, "updating BatchNorm")
+        return shown(upload(self._run(preserve_rng_state(micros)), self.stream), batches, what)
 
     def close(self) -> None:
         """End the iterators of `train` and `validate` and their workers, and close this process's shards."""

@@ -272,6 +272,7 @@ def test_from_a_server_that_cuts(proxy: Proxy, where: str) -> None:
         opened(f"{proxy.url}/a.tar")
 
 
+@pytest.mark.slow
 def test_the_tool_takes_them() -> None:
     pack(write(Path("plain")), Path("packed"))
     done = {}

@@ -50,6 +50,7 @@ def start(proxy: Proxy, home: Path, command: str = "stat") -> "subprocess.Popen[
     return subprocess.Popen(words, env=environment(HOME=str(home)), stdout=pipe, stderr=pipe, text=True)
 
 
+@pytest.mark.slow
 @needs_nginx
 def test_of_three_processes_one_downloads_each_shard(proxy: Proxy, tmp_path: Path) -> None:
     proxy.bytes_per_s = 400_000

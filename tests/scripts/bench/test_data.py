@@ -63,6 +63,7 @@ def test_an_unknown_loader_is_told_before_anything_is_measured(monkeypatch: pyte
         bench.main()
 
 
+@pytest.mark.slow
 def test_a_stopped_bench_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scripts.bench.data", "--quick"]
     with subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True) as process:

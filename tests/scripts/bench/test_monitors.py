@@ -19,6 +19,7 @@ def test_a_run_s_number_is_the_median_of_its_blocks(tmp_path: Path, monkeypatch:
     assert (tmp_path / name / "run" / "step_times.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_all_pairs_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process: one that is spawned would take the real numbers of steps."""
     monkeypatch.setattr(monitors, "STEPS", {1: 4})

@@ -17,6 +17,7 @@ def tiny(place: Place) -> list[float]:
     return [bench.train(replace(place, store=f"{place.store}-{i}"), case, 2) for i, case in enumerate(CASES)]
 
 
+@pytest.mark.slow
 def test_a_run_of_each_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert all(seconds > 0 for times in run_ranks(bench.STAGES, tiny) for seconds in times)

@@ -12,6 +12,7 @@ from support.ranks import run_ranks
 from scripts.bench import sharding as bench
 
 
+@pytest.mark.slow
 def test_what_a_rank_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ranks = run_ranks(3, bench.rounds_of, bench.Squares(32, 4, 4), 1, 3)

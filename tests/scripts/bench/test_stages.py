@@ -14,6 +14,7 @@ def tiny(place: Place) -> list[float]:
     return [bench.train(each, name) for each, name in zip(places, bench.RUNS, strict=True)]
 
 
+@pytest.mark.slow
 def test_both_ways_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert all(min(seconds) > 0 for seconds in run_ranks(2, tiny))
