@@ -129,6 +129,14 @@ CALLS = {"exec", "os.system", "os.popen", "torch.save", "torch.jit.load", "yaml.
 ARGUMENTS = {("shell", "True"), ("allow_pickle", "True"), ("weights_only", "False"), ("trust_remote_code", "True")}
 
 
+def dotted(node: ast.AST) -> str:
+    """Return a name with its attributes, as in a.b.c; empty for another expression."""
+    if isinstance(node, ast.Attribute):
+        before = dotted(node.value)
+        return before and f"{before}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def runs_text(node: ast.AST) -> bool:
     if isinstance(node, ast.Import):
         return bool({alias.name for alias in node.names} & MODULES)
@@ -136,7 +144,7 @@ def runs_text(node: ast.AST) -> bool:
         return node.module in MODULES
     if not isinstance(node, ast.Call):
         return False
-    name = ast.unparse(node.func)
+    name = dotted(node.func)
     given = {(keyword.arg, ast.unparse(keyword.value)) for keyword in node.keywords}
     unsafe_load = name == "torch.load" and ("weights_only", "True") not in given
     unsafe_eval = name == "eval" and "{'__builtins__': {}}" not in ast.unparse(node)  # config's, of annotations
