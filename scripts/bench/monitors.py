@@ -7,7 +7,7 @@ In each round, each monitor has a pair of runs, one after the other, in the same
 pairs around. CPU time is that of all threads of a rank, the mean over ranks. The pair `nothing` is two runs without a
 monitor: as far as it is from 0, others may be off. A run's number is the median over its blocks of 50 steps, so that
 a neighbour's burst on the machine does not count. The bench runs on GPUs if each rank has one. On two CPU cores it
-takes about 20 minutes.
+takes about half an hour.
 """
 
 import functools
