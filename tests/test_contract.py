@@ -2,7 +2,7 @@
 both names, or keeps its promises: exact ones give plain training's numbers, lossy ones stay within their bounds, and
 all resume bit for bit.
 
-Without `-m pairs` only pairs that change the same thing are trained.
+Without `-m pairs` only some pairs that change the same thing are trained.
 """
 
 import itertools
@@ -104,7 +104,7 @@ CASES = list(dict.fromkeys(CASES))
 if WORLD == STAGES:  # no replicas; tests/callbacks/pipeline trains these pairs with some
     for pair in (("pipeline", "shard"), ("pipeline", "bf16"), ("pipeline.2bw", "bf16")):
         CASES.remove(pair)
-# Pairs that change the same thing: buckets, reduction, weights, or the optimizer's steps. The other pairs: `-m pairs`.
+# Some that change the same thing: buckets, reduction, weights, or the optimizer's steps. The other pairs: `-m pairs`.
 RISKY: list[tuple[str, ...]] = [
     *(("bucket", row) for row in ("onebit_adam", "optimizer_in_backward", "overlap")),
     *(("ema", row) for row in ("pipeline.2bw", "shard.3")),

@@ -50,7 +50,7 @@ BY_VALUE = {
     "shard.3",
 }
 CASES = [(setting, row) for setting in OPTIONS for row in ROWS if setting != "clip_value" or row in BY_VALUE]
-# Under settings of DDP: what replaces its buckets, its reduction, its step or DDP itself. The other pairs: `-m pairs`.
+# Under settings of DDP: some of what replaces its buckets, its reduction, its step or DDP. The other pairs: `-m pairs`.
 BESIDE_DDP = {"bucket", "hierarchical", "local_sgd", "optimizer_in_backward", "overlap", "shard", "shard.3", "topk"}
 
 

@@ -223,16 +223,16 @@ class HuggingFace:
         return found
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
-        """Return the logits. A model with several outputs gives all of them by name, but for the loss.
+        """Return the logits. A model with several outputs gives all tensors by name, but for losses.
 
-        Rows of batches that are padded to several lengths become lists.
+        Rows have the padding of their batch. If batches have several lengths, rows become lists.
         """
         output = self._run(model, batch)
         if not isinstance(output, Mapping):
             raise ConfigError(
                 f"recipe.model={self.source}: predictions need outputs with names; set return_dict in its config.json"
             )
-        found = {name: value for name, value in output.items() if isinstance(value, Tensor) and name != "loss"}
+        found = {name: value for name, value in output.items() if isinstance(value, Tensor) and value.dim()}
         return found.pop("logits") if found.keys() == {"logits"} else found
 
     def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from support.blocks import PAGES, Block, arguments, blocks, commands, read, save
 
 from trainer.config.check import check
 from trainer.config.compose import CONF, compose, config_dirs
-from trainer.config.schema import knobs
+from trainer.config.schema import constant, knobs
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 LANGUAGES = {"bash", "python", "yaml", "text"}
@@ -66,6 +66,7 @@ def test_settings_of_the_commands(page: str, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(sys, "argv", ["echelon"])
     (tmp_path / "conf").mkdir()
     knobs.cache_clear()  # each page has a package `mine` of its own
+    constant.cache_clear()
     for block in blocks(page):
         for name, text in saved(block):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -119,7 +119,7 @@ def test_5_kills_while_it_starts(golden, tmp_path):
     ("what", "rank", "said"),
     [
         ("raise", 1, "RuntimeError: trouble at step 7"),
-        pytest.param("memory", -2, "or trainer.precision=bf16", marks=pytest.mark.slow),
+        ("memory", -2, "or trainer.precision=bf16"),
     ],
     ids=["11 an exception", "40 out of memory, on another rank each time"],
 )

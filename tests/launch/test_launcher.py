@@ -141,7 +141,7 @@ def test_the_rank_that_failed_first_is_told_of(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launch", [torchrun, pytest.param(mpirun, marks=[needs_mpirun, pytest.mark.slow])])
+@pytest.mark.parametrize("launch", [torchrun, pytest.param(mpirun, marks=needs_mpirun)])
 def test_also_under_a_launcher(launch, tmp_path):
     result = trouble("raise", 1, tmp_path, launch=launch)
     assert result.code == 1

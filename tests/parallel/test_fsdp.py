@@ -138,8 +138,8 @@ class Poison(Callback):
     ("world", "shard"),
     [
         pytest.param(3, Shard(3), id="rows"),
-        pytest.param(3, Shard(3, reshard=False, offload=True), id="whole", marks=pytest.mark.slow),
-        pytest.param(4, Shard(3, hybrid=2), id="hybrid", marks=pytest.mark.slow),
+        pytest.param(3, Shard(3, reshard=False, offload=True), id="whole"),
+        pytest.param(4, Shard(3, hybrid=2), id="hybrid"),
     ],
 )
 def test_numbers_are_those_of_ddp_to_rounding(world, shard):

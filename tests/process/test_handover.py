@@ -62,8 +62,8 @@ CRASHES = f"{TUNED}trainer: {{restarts: 0}}\ncallbacks: {{probe: {{_target_: pro
     ("devices", "content", "reason"),
     [
         (1, REFUSED, "does not divide"),
-        pytest.param(2, NO_YAML, "mine.yaml", marks=pytest.mark.slow),
-        pytest.param(2, CRASHES, "trouble at step", marks=pytest.mark.slow),
+        (2, NO_YAML, "mine.yaml"),
+        (2, CRASHES, "trouble at step"),
     ],
 )
 def test_a_job_whose_result_fails_at_its_start_goes_on_as_it_was(

@@ -110,6 +110,8 @@ def test_several_outputs_are_predicted_by_name(tmp_path):
     assert {name: value.shape[0] for name, value in recipe.predict(model, batch).items()} == {
         "logits": 2, "encoder_last_hidden_state": 2,
     }  # fmt: skip
+    experts: Any = partial(dict, loss=torch.ones(()), aux_loss=torch.ones(()), logits=torch.ones(2, 3))
+    assert isinstance(recipe.predict(experts, {}), torch.Tensor)  # two losses are left out
     model.config.return_dict = False
     with pytest.raises(ConfigError, match=r"t5: predictions need outputs with names; set return_dict in its config"):
         recipe.predict(model, batch)

@@ -120,7 +120,7 @@ def test_an_epoch_ends_at_the_limit_of_the_loaders_batches():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, 2])
 def test_evaluate_gives_the_bits_of_the_last_validation(world, tmp_path):
     words = [
         "recipe=lightning",

@@ -6,7 +6,8 @@
 Each peer trains the same model with the same optimizer, by a script that its users could write, in processes of its
 own. In each round every peer has a run, and the next round turns the order round. A speed is the median over rounds of
 the ratio to the bare loop in the same round. A run saves one checkpoint. A second run goes on from it. The bare loop is
-always measured. Ranks have one thread each, or a GPU each where there are enough.
+always measured. Ranks have one thread each, or a GPU each where there are enough. DeepSpeed installs by
+`DS_BUILD_OPS=0 pip install --no-build-isolation -c constraints.txt deepspeed`, and builds an operator as it first runs.
 """
 
 import argparse
@@ -173,7 +174,7 @@ def missing(peer: Peer) -> str:
 
 def page(tables: list[list[Row]], about: Row, called: str) -> str:
     """Return the page of docs/measurements. A list under the tables has the peers without numbers."""
-    absences = {each["peer"]: f"{each['ms a step']}." for table in tables for each in table if not each["rounds"]}
+    measured = [[each for each in table if each["rounds"]] for table in tables]
     lines = [
         "# Echelon beside other trainers",
         f"`{called}`. Each peer trains the same model with the same\nfused AdamW in fp32, "
@@ -186,12 +187,24 @@ def page(tables: list[list[Row]], about: Row, called: str) -> str:
         "- *peak*: resident memory of rank 0, or on a GPU that of its tensors.\n"
         "- *lines*: code of the script, without the model, the data and the lines that only the bench needs.",
         textwrap.fill(f"Machine: {', '.join(f'{key} {value}' for key, value in about.items())}.", 118),
-        *(markdown([each for each in table if each["rounds"]]) for table in tables),
-        "\n".join(f"- {peer}: {reason}" for peer, reason in absences.items()),
+        *(markdown(table) for table in measured if table),
+        "\n".join(textwrap.fill(line, 118, subsequent_indent="  ") for line in absences(tables)),
         "The bare loop saves with `torch.save`, in the loop, and syncs no file. It resumes at the start of the epoch.\n"
         "Echelon's checkpoints are written beside the steps, synced, and hold the place in the data.",
     ]
     return "\n\n".join(line.rstrip() for line in lines if line) + "\n"
+
+
+def absences(tables: list[list[Row]]) -> list[str]:
+    """Return a line for each peer without numbers and its reason, with the tables that lack it if others have it."""
+    parts: dict[tuple[str, str], list[str]] = {}
+    for each in (each for table in tables for each in table if not each["rounds"]):
+        parts.setdefault((each["peer"], each["ms a step"]), []).append(each["part"].partition(";")[0])
+    everywhere = {key: len(found) == len(tables) for key, found in parts.items()}
+    return [
+        f"- {peer}{'' if everywhere[peer, reason] else ', ' + ' and '.join(found)}: {reason}."
+        for (peer, reason), found in parts.items()
+    ]
 
 
 def options() -> argparse.Namespace:

@@ -10,6 +10,7 @@ from support.cli import environment
 
 from scripts.bench.peers import __main__ as bench
 from scripts.bench.peers.__main__ import CELLS, HERE, PEERS, Cell, Failed, Peer, measure, page
+from scripts.bench.peers.table import absent
 
 NUMBERS = {"step_s": 1.0, "first_s": 3.0, "stall_ms": 7.0, "peak_mib": 9.0}
 CELL = Cell("MLP", 1, 2, 6, 8, resumes=True)
@@ -37,6 +38,9 @@ def test_a_peer_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> No
     written = page([rows], {"cpu": "a CPU"}, "python -m scripts.bench.peers --rounds 3")
     assert "Machine: cpu a CPU." in written and "| Echelon " in written and "| Composer " not in written
     assert "\n- DeepSpeed: not installed: needs deepspeed.\n- Composer: not installed: mosaicml" in written
+    nobody = [absent("another table; why", "bare loop", "failed: no", 9)]
+    written = page([rows, nobody], {"cpu": "a CPU"}, "python -m scripts.bench.peers")
+    assert "\n- bare loop, another table: failed: no.\n" in written and "another table**" not in written
     assert all(len(line) <= 120 or line.startswith("|") for line in written.splitlines())
 
 
