@@ -225,7 +225,10 @@ class HuggingFace:
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
         """Return the logits. A model with several outputs gives all tensors by name, but for losses.
 
-        Rows have the padding of their batch. If batches have several lengths, rows become lists.
+        A tensor is (samples, ...), with the padding of its batch. If batches have several lengths, rows become lists.
+
+        Raises:
+            ConfigError: The model's outputs have no names.
         """
         output = self._run(model, batch)
         if not isinstance(output, Mapping):

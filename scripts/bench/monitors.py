@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import statistics
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -167,6 +168,8 @@ def goals(tables: list[list[Row]]) -> list[Goal]:
 
 def page(tables: list[list[Row]], found: list[Goal], about: Row) -> str:
     """Return the page of docs/measurements."""
+    missed = "; ".join(goal.name for goal in found if not goal.met)
+    verdict = f"Missed: {missed}." if missed else "All are met."
     lines = [
         "# What monitors take of a step",
         "`python -m scripts.bench.monitors` trains an MLP 64-64-10, batch 32 a rank, SGD, one thread.\n"
@@ -175,9 +178,7 @@ def page(tables: list[list[Row]], found: list[Goal], about: Row) -> str:
         "Extra is the median over rounds of the difference in a pair, least and most are its extremes.",
         f"Machine: {', '.join(f'{key} {value}' for key, value in about.items())}.",
         *(markdown(table) for table in tables),
-        "The goal of each is 50 us: 0.5 % of a step of 10 ms. "
-        + ("All are met." if all(goal.met for goal in found) else "Missed: ")
-        + ", ".join(goal.name for goal in found if not goal.met),
+        textwrap.fill(f"The goal of each is 50 us: 0.5 % of a step of 10 ms. {verdict}", 118),
     ]
     return "\n\n".join(line.rstrip() for line in lines) + "\n"
 

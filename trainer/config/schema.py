@@ -87,7 +87,7 @@ def knobs(key: str, target: str, allow: tuple[str, ...]) -> dict[str, Knob]:
 
 @functools.lru_cache(256)
 def parse(content: bytes, source: Path) -> ast.Module:
-    """Parse the source of a module, which a search of configs reads hundreds of times."""
+    """Parse the source of a module, which `knobs` and `constant` read for each of its names."""
     return ast.parse(content, source)
 
 
