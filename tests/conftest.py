@@ -30,7 +30,7 @@ if importlib.util.find_spec("hypothesis"):  # its wheels are of one Python: scri
     settings.load_profile("echelon")
 
 GRACE_S = 3.0  # for processes that are just ending
-SHARED = ("resource_tracker", "forkserver", "torch_shm_manager")
+SHARED = ("resource_tracker", "forkserver", "torch_shm_manager", "compile_worker")
 ROOT = Path(__file__).parents[1]
 WORKERS = 3  # many tests wait
 EXPENSIVE = (

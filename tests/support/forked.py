@@ -111,7 +111,7 @@ def started(loaded: tuple[str, ...]) -> tuple[subprocess.Popen[bytes], socket.so
     if loaded not in SERVERS:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"PYTHONUNBUFFERED": "1"}
+        env = os.environ | {"PYTHONUNBUFFERED": "1"}
         command = [sys.executable, __file__, str(theirs.fileno()), *loaded]
         SERVERS[loaded] = subprocess.Popen(command, env=env, cwd="/", pass_fds=[theirs.fileno()]), ours
         theirs.close()
