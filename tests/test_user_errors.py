@@ -146,7 +146,7 @@ def test_an_error_in_the_loss_names_the_step_and_the_samples(folder):
 @pytest.mark.parametrize("where", ["metrics", "val"])
 def test_an_error_in_validation_comes_before_step_1(where, folder):
     failed = fail(folder, where)
-    assert "KeyError: 'mine'" in failed.err and failed.err.endswith("\n  in the trial of validation, before step 1\n\n")
+    assert "KeyError: 'mine'" in failed.err and failed.err.endswith("\n  in the trial of validation, before step 1\n")
     assert summary(folder)["steps"] == 0 and files(failed.err) == {"mine.py"}
     assert ("SampleFault: sample 7: " in summary(folder)["error"]) == (where == "val")
 

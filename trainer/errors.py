@@ -51,11 +51,12 @@ def message(error: BaseException) -> str:
     if isinstance(error, tuple(EXIT_CODES)):
         later = f" ({place})" if place and error.__cause__ else ""  # a first value's place says nothing
         return f"echelon: {printable(str(error))}{later}"
-    trace = printable("".join(traceback.format_exception(error)), keep="\n") + (f"  {place}\n" if place else "")
+    trace = printable("".join(traceback.format_exception(error)), keep="\n") + f"  {place}" * bool(place)
+    trace = trace.rstrip("\n")
     if is_out_of_memory(error):
         ways = "a smaller micro_batch (the batch stays), '+callbacks=[activation_checkpoint]' or trainer.precision=bf16"
         advice = printable(getattr(error, "advice", f"try {ways}"))
-        return f"{trace}echelon: {given}{': ' if given else ''}out of memory; {advice}\n"
+        return f"{trace}\nechelon: {given}{': ' if given else ''}out of memory; {advice}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         file = printable(str(error.filename or "a file of the run, or of /dev/shm, which data workers need"))
         way_out = "make room, then trainer.resume=auto goes on from the last checkpoint"

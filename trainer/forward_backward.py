@@ -47,7 +47,7 @@ class Accumulate:
                 scaled.backward()
             except Exception as error:
                 shown: Any = self.loss.explain(error, loss, strategy.model) or error
-                shown.refs = getattr(data, "current", list)()  # for the message; cut parts of a step have none
+                shown.refs = data.current()  # for the message
                 if shown is error:
                     raise
                 raise shown from error

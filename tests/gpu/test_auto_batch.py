@@ -1,5 +1,6 @@
 """Real errors of memory on one CUDA device: the search finds a size, and a step that fails is run again."""
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -81,7 +82,8 @@ def test_the_clock_reads_events_and_waits_for_nothing():
     strategy = SingleDevice(model)
     run = Accumulate(CheckedLoss(Heavy().loss, len), strategy, Precision("fp32", device).scaler)
     clock = ComputeClock(device)
-    clock.attach(strategy, model)
+    undo = ExitStack()
+    clock.attach(undo)
     for samples in (3, 5):
         step = Step([Micro(torch.rand(512, 512, device=device), 512, [], []) for _ in range(2)])
         torch.cuda.set_sync_debug_mode("error")
@@ -98,4 +100,5 @@ def test_the_clock_reads_events_and_waits_for_nothing():
     torch.cuda.synchronize()
     samples, seconds = clock.take()
     clock.detach()
+    undo.close()
     assert samples == 7 and 0 < seconds <= began.elapsed_time(ended) / 1000

@@ -31,6 +31,7 @@ def test_numbers_are_in_range():
 
 def test_memory_is_that_of_the_device_in_use():
     source = watched()
+    torch.cuda.empty_cache()  # of tests before, where the new tensor would have its place
     before = next(source)["gpu/memory_gib"]
     held = torch.ones(1 << 28, device=DEVICE)  # 1 GiB
     torch.cuda.synchronize()

@@ -116,7 +116,7 @@ def test_accumulation_takes_the_memory_of_two_micro_batches():
     peaks = {}
     for accumulate in (1, 12):
         memory = Memory()
-        train(Wide(), memory, max_steps=6, accumulate=accumulate)
+        train(Wide(), memory, max_steps=6, accumulate=accumulate, run_dir=f"runs/{accumulate}")
         peaks[accumulate] = max(memory.peak[2:])
     assert peaks[12] < peaks[1] / 2  # 12 MiB at once, or 1 MiB at a time
 

@@ -14,6 +14,7 @@ from toy_recipe import Toy
 from trainer.callback import Callback
 from trainer.callbacks.bucket.callback import Bucket
 from trainer.callbacks.overlap.callback import Overlap
+from trainer.callbacks.pipeline.callback import PipelineParallel
 from trainer.callbacks.shard.callback import Shard
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.process.environment import Place
@@ -26,32 +27,55 @@ MADE: dict[str, Callback | None] = {
     "overlap": Overlap(),
     "shard.1": Shard(),
     "shard.2": Shard(stage=2),
+    "shard.3": Shard(stage=3),
+    "pipeline": PipelineParallel(stages=2, schedule="1f1b"),
 }
+IN_PARTS = ("shard.3", "pipeline")  # no rank has all weights
 RUN = [*TOY, *QUICK, "+callbacks=[probe]", "trainer.devices=2", f"trainer.accelerator={ACCELERATOR}", "data.workers=1"]
 RUN += ["trainer.max_steps=12", "trainer.run_dir=runs/r", "trainer.checkpoint.every_steps=4", "trainer.timeout_s=8"]
 
 
-def train(place: Place, name: str) -> np.ndarray:
-    callback = MADE[name]
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_step_end(self, trainer) -> None:
+        self.seen.append(trainer.metrics["train/loss"])
+
+
+def train(place: Place, name: str) -> tuple[np.ndarray, list[float]]:
+    """The weights that this rank has, and the losses."""
+    callback, losses = MADE[name], Losses()
     trainer = Trainer(
-        Toy(depth=3), {name.split(".")[0]: callback} if callback else {}, batch=12, accumulate=2, place=place,
-        data=DataOptions(workers=0),
+        Toy(depth=3), {"losses": losses, **({name.split(".")[0]: callback} if callback else {})},
+        batch=12, accumulate=2, place=place, data=DataOptions(workers=0),
         options=Options(
             max_steps=8, run_dir=f"runs/{name}", accelerator=ACCELERATOR, precision="fp32", ddp=DDPOptions(0.002),
-            checkpoint=CheckpointOptions(every_steps=None), deterministic=True,
+            checkpoint=CheckpointOptions(every_steps=None), deterministic=True, log_every_steps=1,
         ),
     )  # fmt: skip
     trainer.fit()
-    return torch.cat([p.detach().flatten().cpu() for p in trainer.module.parameters()]).numpy()
+    own = [] if name in IN_PARTS else [p.detach().flatten().cpu() for p in trainer.module.parameters()]
+    return torch.cat([*own, torch.empty(0)]).numpy(), losses.seen
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> tuple[np.ndarray, list[float]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("plain"))
+        one, other = run_ranks(2, train, "plain", timeout_s=110)
+    assert (one[0] == other[0]).all()
+    return one
 
 
 @pytest.mark.parametrize("name", [name for name in MADE if name != "plain"])
-def test_weights_are_those_of_plain_ddp(name):
-    """`bucket` chooses the sizes by measuring, so its sums are in another order."""
-    plain, other = run_ranks(2, train, "plain", timeout_s=110), run_ranks(2, train, name, timeout_s=110)
-    for weights in (*plain, *other):
-        assert np.abs(weights - plain[0]).max() <= (1e-5 if name == "bucket" else 0)
-    assert (other[0] == other[1]).all()
+def test_training_is_that_of_plain_ddp(name, plain):
+    """`bucket` chooses the sizes by measuring, and stages and rows sum in another order."""
+    one, other = run_ranks(2, train, name, timeout_s=110)
+    assert (one[0] == other[0]).all() and one[1] == other[1]
+    np.testing.assert_allclose(one[1], plain[1], rtol=1e-5)
+    if name not in IN_PARTS:
+        assert np.abs(one[0] - plain[0]).max() <= (1e-5 if name == "bucket" else 0)
 
 
 def trouble(what: str, cwd, where: str = "after_step") -> Result:

@@ -68,5 +68,5 @@ def is_torn(file: Path) -> bool:
 
 def one_line(error: BaseException) -> str:
     """Return the last line of an error's message that is no frame, at most 500 characters."""
-    lines = [line for line in message(error).rstrip().splitlines() if not line.startswith(" ")]
+    lines = [line for line in message(error).splitlines() if not line.startswith(" ")]
     return lines[-1][:500]

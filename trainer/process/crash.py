@@ -18,7 +18,7 @@ def note_crash(run_dir: Path, error: BaseException, rank: int, world: int, done:
         done: The steps and samples that are done, as `steps` and `samples`.
         follows: A peer may have failed before, and its error stays.
     """
-    text = message(error).rstrip()
+    text = message(error)
     if rank == 0:
         frames = "" if "\n" in text else f"\n{printable(''.join(traceback.format_exception(error)), keep=chr(10))}"
         note_in_log(run_dir / "logs" / "rank0.log", f"{text}{frames}".rstrip())

@@ -14,7 +14,7 @@ from scripts.bench.bert.cells import Cell
 from trainer.errors import ConfigError, is_out_of_memory
 
 CONTEXT = multiprocessing.get_context("forkserver")
-LOADED = ["scripts.bench.bert.measure", "transformers.models.bert.modeling_bert", "torch._dynamo"]
+LOADED = ["scripts.bench.bert.measure", "torch._dynamo"]  # not transformers: with torchao it opens the GPU
 END_S = 5  # until a process that has answered is killed
 
 

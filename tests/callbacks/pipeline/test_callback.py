@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from toy_recipe import Toy
 
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.nan_guard import NanGuard
+from trainer.callbacks.pipeline.callback import PipelineParallel
 from trainer.checkpoint import commit
 from trainer.errors import ConfigError
 from trainer.log import log
@@ -249,6 +251,12 @@ def test_a_stage_that_a_group_freezes_is_refused(here):
     run = {"groups": [{"match": ["first.*", "blocks.[0-2].*"], "freeze": True}]}
     for text in run_ranks(2, refused, {"stages": 2, "cut": [3]}, run):
         assert "stage 0 has no parameter that trains" in text
+
+
+def test_gloo_between_gpus_is_refused():
+    trainer = SimpleNamespace(device=torch.device("cuda"), ranks=SimpleNamespace(backend="gloo"))
+    with pytest.raises(ConfigError, match=r"^trainer\.backend=gloo: sends no tensor of a GPU, .*; use nccl$"):
+        PipelineParallel(stages=2).build_model(trainer, nn.Identity)  # pyright: ignore[reportArgumentType]
 
 
 def test_micro_batches_of_other_sizes_are_padded_on_their_way(here):

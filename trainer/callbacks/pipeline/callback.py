@@ -94,6 +94,8 @@ class PipelineParallel(Callback):
         self.virtual = stages * (2 if schedule in TWICE else 1)
 
     def build_model(self, trainer, build: Callable[[], nn.Module]) -> nn.Module:
+        if trainer.device.type == "cuda" and trainer.ranks.backend == "gloo":
+            raise ConfigError(f"trainer.backend=gloo: sends no tensor of a GPU, and {KEY} has to; use nccl")
         model = build()
         blocks = find_blocks(trainer.recipe, model, None, KEY)
         check_blocks(blocks, self.virtual)

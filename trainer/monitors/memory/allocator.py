@@ -15,8 +15,13 @@ UNUSED = 0.2  # share of the device, reserved at the peak and never allocated, a
 
 
 def read_settings() -> str:
-    """Return the settings that hold: of PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF, or set later."""
-    return torch._C._accelerator_getAllocatorSettings()  # pyright: ignore[reportAttributeAccessIssue]
+    """Return the settings that hold: of PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF, or set later.
+
+    torch 2.11 tells none that were set later.
+    """
+    if read := getattr(torch._C, "_accelerator_getAllocatorSettings", None):
+        return read()
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
 
 
 def write_settings(settings: str) -> None:
