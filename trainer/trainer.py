@@ -20,6 +20,7 @@ from trainer import training_state
 from trainer.callback import HOOKS, UNLOGGED, Callback, Gathered, Role, overrides
 from trainer.checkpoint.pretrained import load_weights
 from trainer.comm.affinity import bind_to_cores
+from trainer.comm.device import has_failed
 from trainer.comm.phases import Phase, during, switch
 from trainer.comm.ranks import Ranks, in_collective
 from trainer.comm.reduce import AllReduce, Reduce
@@ -53,6 +54,7 @@ from trainer.plan import Plan, RunSpec
 from trainer.precision import Precision
 from trainer.process.crash import note_crash, read_summary
 from trainer.process.environment import Place, detect
+from trainer.process.exit import end_failed
 from trainer.process.heartbeat import Heartbeat
 from trainer.process.signals import StopSignals
 from trainer.recipe_checks import CheckedLoss, build_model, check_rates, refuse_untrained, try_summary, weight_of
@@ -312,6 +314,8 @@ class Trainer:
             done = {"steps": self.step, "samples": self.samples}
             note_crash(self.run_dir, error, self.rank, self.world, done, follows=in_collective(error))
         self.ranks.note_failure(kind, self.run_dir / "logs")
+        if self.argv is not None and has_failed(self.device):  # torch aborts when it frees pinned memory then
+            end_failed(error)
 
     def close(self) -> None:
         """End the process groups. The weights stay in `module`."""

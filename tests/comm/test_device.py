@@ -1,12 +1,13 @@
 """The device of a rank, the backend of its device, and what has neither."""
 
 import re
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.comm.device import pick_backend, pick_device
+from trainer.comm.device import has_failed, pick_backend, pick_device
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
 
@@ -44,3 +45,15 @@ def test_backends(monkeypatch):
     monkeypatch.setattr(dist, "is_mpi_available", lambda: False)
     with pytest.raises(ConfigError, match=r"trainer\.backend=mpi: this torch was built without MPI.*gloo or nccl"):
         pick_backend("mpi", CPU)
+
+
+def test_a_device_whose_stream_answers_no_more_has_failed(monkeypatch):
+    stream = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    cuda = torch.device("cuda", 0)
+    assert not has_failed(CPU)
+    for busy in (True, False):
+        stream.query.return_value = busy
+        assert not has_failed(cuda)
+    stream.query.side_effect = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    assert has_failed(cuda)

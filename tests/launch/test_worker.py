@@ -40,7 +40,7 @@ def test_the_first_error_is_reported_before_any_clean_up(monkeypatch, tmp_path):
     worker.report(ValueError("first"))
     worker.report(RuntimeError("second"))
     told = json.loads((tmp_path / "error-0.json").read_text())
-    assert told["text"] == "ValueError: first\n" and not told["in_collective"]
+    assert told["text"] == "ValueError: first" and not told["in_collective"]
 
 
 def test_an_error_of_gloo_is_one_of_a_collective():

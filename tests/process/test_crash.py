@@ -1,12 +1,13 @@
 """The error of a run is in its folder: one line in summary.json, all frames in the log, and the first cause stays."""
 
 import errno
+import os
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import toy
+from support.cli import PYTHONPATH, toy
 
 from trainer import files
 from trainer.errors import ConfigError
@@ -110,3 +111,28 @@ def test_the_summary_has_the_first_cause_whatever_rank_failed(trouble, rank, lin
     assert found["steps"] == (2 if trouble == "SIGKILL" else 3)  # a rank beats at the end of a step
     log = (tmp_path / f"runs/r/logs/rank{rank}.log").read_text()
     assert trouble != "raise" or "trouble at step 3" in log
+
+
+FAILED_DEVICE = """
+import atexit
+
+import trainer.trainer
+from toy_recipe import Toy
+
+trainer.trainer.has_failed = lambda device: True
+
+
+class Failing(Toy):
+    def loss(self, model, batch):
+        atexit.register(print, "an orderly end")
+        raise RuntimeError("device-side assert")
+"""
+
+
+def test_a_command_whose_device_has_failed_tells_why_and_ends_at_once(tmp_path):
+    (tmp_path / "failing.py").write_text(FAILED_DEVICE)
+    words = ["recipe._target_=failing.Failing", "trainer.allow_targets=[toy_recipe,failing]", "trainer.run_dir=runs/r"]
+    failed = toy(words, tmp_path, PYTHONPATH=os.pathsep.join([str(tmp_path), PYTHONPATH]))
+    assert failed.code == 1 and failed.err.count("RuntimeError: device-side assert") == 1, failed.err
+    assert "an orderly end" not in failed.out
+    assert read_summary(tmp_path / "runs/r/summary.json")["error"] == "RuntimeError: device-side assert"

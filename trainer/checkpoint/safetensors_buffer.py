@@ -40,6 +40,7 @@ class SafetensorsBuffer:
         first = len(text).to_bytes(8, "little") + text
         self.bytes = torch.empty(len(first) + end, dtype=torch.uint8)
         if any(tensor.is_cuda for tensor in tensors.values()):
+            self.bytes.zero_()  # else CUDA allocates the pages, and keeps the training waiting meanwhile
             pin(self.bytes)
         self.bytes[: len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
         data = self.bytes[len(first) :]

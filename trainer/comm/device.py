@@ -40,3 +40,11 @@ def pick_backend(backend: str, device: torch.device) -> str:
     if backend == "mpi" and not dist.is_mpi_available():
         raise ConfigError("trainer.backend=mpi: this torch was built without MPI; use trainer.backend=gloo or nccl")
     return backend
+
+
+def has_failed(device: torch.device) -> bool:
+    """Return whether an error, such as a failed assertion of a kernel, keeps the device from any further work."""
+    try:
+        return device.type == "cuda" and torch.cuda.current_stream(device).query() is None
+    except RuntimeError:
+        return True

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -16,7 +16,7 @@ from trainer.comm.ranks import in_collective
 from trainer.errors import exit_code, fold, message
 from trainer.plan import RunSpec
 from trainer.process.environment import Place
-from trainer.process.exit import wait_for_first_rank
+from trainer.process.exit import end_failed, wait_for_first_rank
 from trainer.process.signals import StopSignals
 from trainer.process.temporary import sockets_in, temporary_folder
 from trainer.session import train
@@ -35,19 +35,8 @@ def run_rank(descriptor: int, argv: list[str]) -> int:
         with sockets_in(Path(os.environ["ECHELON_ERROR_FILE"]).parent):  # a folder that the supervisor removes
             return (train if alone else train_or_wait)(config, run_dir.name, argv, spec=spec, on_error=report)
     except BaseException as error:
+        report(error)
         end_failed(error)
-
-
-def end_failed(error: BaseException) -> NoReturn:
-    """Report the error, and end this process: an orderly end may wait for peers that wait for this rank."""
-    report(error)
-    text = message(error)
-    if int(os.environ["RANK"]):
-        print(text, file=sys.stderr)  # into this rank's log
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(exit_code(error))
 
 
 def read_run(descriptor: int) -> tuple[dict[str, Any], RunSpec | None]:

@@ -49,6 +49,7 @@ def fake(monkeypatch, **state: int) -> Cuda:
     cuda = Cuda(**state)
     for name in ("empty_cache", "memory_reserved", "memory_stats", "get_device_properties"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     return cuda
 
 

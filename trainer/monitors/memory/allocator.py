@@ -57,7 +57,8 @@ def set_up(wanted: Mapping[str, str], device: torch.device) -> str:
     settings = merge_settings(before, wanted)
     if settings == before:
         return before
-    torch.cuda.empty_cache()  # of a run before, in this process
+    torch._C._cuda_clearCublasWorkspaces()  # of a run before, in this process, and its cache
+    torch.cuda.empty_cache()
     if held := torch.cuda.memory_reserved(device):
         text = ",".join(f"{key}:{value}" for key, value in wanted.items())
         raise ConfigError(
