@@ -76,7 +76,7 @@ OTHER: Table = {  # declared to be lossy
 
 
 def whole(parameter: Tensor) -> Tensor:
-    parameter = parameter.detach()
+    parameter = parameter.detach().cpu()  # torch's gathering over gloo ends a process with rows on a GPU
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # type: ignore[operator]
 
 

@@ -31,7 +31,10 @@ def same(a: Any, b: Any) -> bool:
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
-    for name, content in Snapshot().take(state).items():
+    snapshot = Snapshot()
+    files = snapshot.take(state)
+    snapshot.wait()
+    for name, content in files.items():
         (folder / name).write_bytes(content)
 
 
