@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from support.optimizers import OPTIMIZERS, built, goes_on, train
 from support.states import loaded_from, same, save_state, through
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import ASGD, SGD
 
 from trainer.checkpoint.manifest import Damaged
 from trainer.checkpoint.safetensors_buffer import DTYPES
@@ -225,19 +225,21 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path, name: str, dtype: torch.dt
 
 
 @pytest.mark.parametrize(
-    ("key", "flag", "device", "dtype"),
+    ("kind", "key", "flag", "device", "dtype"),
     [
-        ("step", None, "cpu", torch.float64),
-        ("mu_product", None, "cpu", torch.float64),
-        ("step", "fused", "meta", torch.float32),
-        ("step", "capturable", "meta", torch.float32),
-        ("mu_product", "capturable", "meta", torch.float64),
+        (SGD, "step", None, "cpu", torch.float64),
+        (SGD, "mu_product", None, "cpu", torch.float64),
+        (SGD, "step", "fused", "meta", torch.float32),
+        (SGD, "step", "capturable", "meta", torch.float32),
+        (SGD, "mu_product", "capturable", "meta", torch.float64),
+        (ASGD, "step", None, "meta", torch.float32),
+        (ASGD, "eta", None, "meta", torch.float64),
     ],
 )
-def test_scalars_of_an_optimizer_stay_on_the_host_unless_it_has_them_on_its_device(key, flag, device, dtype) -> None:
+def test_scalars_of_an_optimizer_are_where_it_makes_them(kind, key, flag, device, dtype) -> None:
     """NAdam would wait for the device once a parameter."""
     net = nn.Linear(2, 2, bias=False, device="meta")
-    optimizer = SGD([{"params": net.parameters(), **({flag: True} if flag else {})}])
+    optimizer = kind([{"params": net.parameters(), **({flag: True} if flag else {})}])
     saved = {"weight": {key: torch.tensor(0.5, dtype=torch.float64), "exp_avg": torch.ones(2, 2)}}
     load_optimizer_state(optimizer, net, saved)
     state = optimizer.state[net.weight]

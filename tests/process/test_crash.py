@@ -1,8 +1,8 @@
 """The error of a run is in its folder: one line in summary.json, all frames in the log, and the first cause stays."""
 
 import errno
-import os
 import json
+import os
 from pathlib import Path
 from typing import Any
 

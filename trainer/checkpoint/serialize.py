@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import ASGD, Optimizer
 
 from trainer.checkpoint.manifest import Damaged, opened
 from trainer.checkpoint.safetensors_buffer import DTYPES
@@ -103,7 +103,8 @@ def load_optimizer_state(optimizer: Optimizer, module: nn.Module, state: Mapping
             " model and optimizer that were saved, or take the weights alone: trainer.init_from"
         )
     for name, (parameter, group) in trained.items():
-        optimizer.state[parameter] = _place(dict(state[name]), "", parameter, group)
+        on_device = group.get("fused") or group.get("capturable") or isinstance(optimizer, ASGD)
+        optimizer.state[parameter] = _place(dict(state[name]), "", parameter, bool(on_device))
 
 
 class Pack:
@@ -226,19 +227,21 @@ def _trained(optimizer: Optimizer, module: nn.Module) -> dict[str, tuple[nn.Para
     return named
 
 
-def _place(value: Any, key: str, parameter: nn.Parameter, group: Mapping[str, Any]) -> Any:
-    """Copy `value` to where the optimizer expects it: with the parameter and laid out like it; scalars on the host.
+def _place(value: Any, key: str, parameter: nn.Parameter, on_device: bool) -> Any:
+    """Copy `value` to where the optimizer expects it: with the parameter and laid out like it.
 
-    torch's optimizers keep "step" there, NAdam its mu_product, ASGD its eta and mu, unless fused or capturable.
+    Args:
+        on_device: Scalars are there too, as ASGD's, and those of an optimizer that is fused or capturable. Others have
+            "step" on the host, and NAdam its mu_product.
     """
     if isinstance(value, dict):
-        return {k: _place(v, k, parameter, group) for k, v in value.items()}
+        return {k: _place(v, k, parameter, on_device) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_place(v, key, parameter, group) for v in value)
+        return type(value)(_place(v, key, parameter, on_device) for v in value)
     if not isinstance(value, Tensor):
         return value
     if key == "step" or (parameter.dim() and not value.dim()):
-        if not (group.get("fused") or group.get("capturable")):
+        if not on_device:
             return value.to("cpu", copy=True)
         return value.to(parameter.device, torch.float32 if key == "step" else value.dtype, copy=True)
     if value.shape == parameter.shape:

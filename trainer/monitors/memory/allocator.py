@@ -11,6 +11,7 @@ from trainer.parallel.memory_search import EMPTIED
 
 GIB = 1 << 30
 STATUS = 1 << 14  # bytes, more than /proc/self/status has
+SMALL = 1 << 26  # bytes that may have been reserved with other settings
 UNUSED = 0.2  # share of the device, reserved at the peak and never allocated, above which fragmentation is reported
 
 
@@ -59,7 +60,7 @@ def set_up(wanted: Mapping[str, str], device: torch.device) -> str:
         return before
     torch._C._cuda_clearCublasWorkspaces()  # of a run before, in this process, and its cache
     torch.cuda.empty_cache()
-    if held := torch.cuda.memory_reserved(device):
+    if (held := torch.cuda.memory_reserved(device)) > SMALL:
         text = ",".join(f"{key}:{value}" for key, value in wanted.items())
         raise ConfigError(
             f"callbacks.memory: {text} comes too late, since this process holds {held / GIB:.2f} GiB of {device}; "
