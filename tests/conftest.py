@@ -114,8 +114,8 @@ def command(pid: int) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Without what pytest and torch.compile set for themselves."""
-    own = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "KMP_")
+    """Without what pytest, torch.compile and monai set for themselves."""
+    own = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "KMP_", "CUBLAS_WORKSPACE_CONFIG")
     return {key: value for key, value in os.environ.items() if not key.startswith(own)}
 
 

@@ -1,11 +1,14 @@
 """What a run's config is composed of, and what is told of it."""
 
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from hydra._internal.hydra import Hydra
 from support.cli import QUICK, ROOT, run
 
-from trainer.config.compose import Job, told_apart
+from trainer.config.compose import CONF, Job, compose, told_apart
 
 TOLD = "the recipe's YAML sets this, and optimizer=sgd has"
 
@@ -48,3 +51,25 @@ def test_a_value_that_the_recipe_sets_for_another_optimizer_is_told(
 def test_names_of_runs_in_a_multirun(argvs: list[list[str]], names: list[str]) -> None:
     jobs = [Job({}, "toy", argv) for argv in argvs]
     assert [told_apart(job, jobs) for job in jobs] == names
+
+
+@pytest.mark.parametrize(
+    ("words", "batches"),
+    [
+        (["batch=8"], [8]),
+        (["batch=8", "hydra.mode=RUN"], [8]),
+        (["-m", "batch=8,16"], [8, 16]),
+        (["batch=8,16", "hydra.mode=MULTIRUN"], [8, 16]),
+    ],
+    ids=str,
+)
+def test_hydra_composes_a_run_once(
+    words: list[str], batches: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["main"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `compose` sets both
+    with mock.patch.object(Hydra, "compose_config", autospec=True, side_effect=Hydra.compose_config) as composed:
+        jobs = compose(["recipe=bert_tiny", *words], [CONF])
+    assert [job.config["batch"] for job in jobs] == batches
+    assert composed.call_count == 1

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from support.cli import QUICK, run
 from support.huggingface import STEPS, by_both, load, write_llama
+from support.needs import needs
 from support.ranks import run_ranks
 from support.runs import make
 from torch import Tensor, nn
@@ -29,8 +30,7 @@ from trainer.process.environment import Place
 from trainer.tools.export import export
 from trainer.tools.inference.stored import Request, evaluate, predict
 
-pytest.importorskip("transformers", reason="needs transformers: the extra [recipes]")
-pytest.importorskip("peft", reason="needs peft: the extra [lora]")
+pytestmark = needs("transformers", "peft")
 LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
 WORDS = ["recipe=hf", "recipe.model=llama", "recipe.data=lines.jsonl", "recipe.val_data=lines.jsonl"]
 TOLD = ["recipe.lora.r=4", "recipe.lora.lora_alpha=16", "recipe.lora.target_modules=[q_proj,v_proj]"]

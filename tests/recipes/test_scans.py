@@ -5,19 +5,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-pytest.importorskip("nibabel")
-pytest.importorskip("monai")
-
-import nibabel
+from support.needs import needs
 
 from recipes.scans import ExampleScans, Repeated, ScanFolder, decode, head_or_air, make_sample, of_members, threshold
 from trainer.errors import ConfigError, DataError, UnavailableError
 
+pytestmark = needs("monai", "nibabel")
 RNG = np.random.default_rng(0)
 
 
 def nifti(values: np.ndarray) -> bytes:
+    import nibabel
+
     return gzip.compress(nibabel.Nifti1Image(values, np.eye(4)).to_bytes())
 
 

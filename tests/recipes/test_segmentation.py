@@ -10,14 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.cli import run
+from support.needs import needs
 from support.ranks import run_ranks
 from torch import nn
-
-pytest.importorskip("monai")
-
-from monai.metrics.meandice import DiceMetric
-from monai.networks.nets.unet import UNet
-from monai.networks.utils import one_hot
 
 from recipes.scans import ExampleScans
 from recipes.segmentation import Segmentation, cut
@@ -28,6 +23,7 @@ from trainer.optim.groups import WithGroups
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
+pytestmark = needs("monai")
 SMALL: dict[str, Any] = {"patch": [16, 16], "channels": [4, 8]}
 
 
@@ -74,6 +70,9 @@ def test_a_scan_smaller_than_the_patch_is_padded(shape: tuple[int, int]) -> None
 
 
 def test_dice_is_monais() -> None:
+    from monai.metrics.meandice import DiceMetric
+    from monai.networks.utils import one_hot
+
     torch.manual_seed(0)
     recipe = Segmentation(**SMALL, classes=3, train="x")
     model = recipe.model().eval()
@@ -146,6 +145,8 @@ def test_folders_of_others_take_the_place_of_the_examples_validation(tmp_path: P
 
 
 def test_an_export_rebuilds_the_network(tmp_path: Path) -> None:
+    from monai.networks.nets.unet import UNet
+
     recipe = Segmentation(**SMALL)
     model = recipe.model().eval()
     recipe.export(model, tmp_path / "export")

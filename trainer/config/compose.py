@@ -61,6 +61,7 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
         primary: The file that has every key, and the groups to compose.
     """
     import hydra
+    from hydra._internal.hydra import Hydra
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import DictConfig, OmegaConf
 
@@ -79,6 +80,7 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
     words = merge_callbacks([normalize(word, folders) for word in expand(arguments)], primary)
     sys.argv[1:] = sorted(words, key=is_override)  # argparse takes positional arguments in one piece only
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises the errors that it would print
+    Hydra.get_mode = typed_mode  # pyright: ignore[reportAttributeAccessIssue]
     stderr = io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr):
@@ -93,6 +95,14 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
     for file in filter(Path.exists, swept):
         remove_if_secret(file)
     return jobs
+
+
+def typed_mode(_: Any, config_name: str, overrides: list[str]) -> Any:
+    """Return the `hydra.mode` that was typed. Hydra composes everything once more to read it from the config."""
+    from hydra.types import RunMode
+
+    typed = [word.partition("=")[2] for word in overrides if word.startswith("hydra.mode=")]
+    return RunMode.__members__.get(typed[-1]) if typed else None
 
 
 def told_apart(job: Job, jobs: list[Job]) -> str:
