@@ -29,6 +29,7 @@ if importlib.util.find_spec("hypothesis"):  # its wheels are of one Python: scri
     settings.register_profile("echelon", deadline=None, derandomize=True, database=None)
     settings.load_profile("echelon")
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as Echelon and monai set it; read at cuBLAS's first call
 GRACE_S = 3.0  # for processes that are just ending
 SHARED = ("resource_tracker", "forkserver", "torch_shm_manager", "compile_worker")
 ROOT = Path(__file__).parents[1]
@@ -114,8 +115,8 @@ def command(pid: int) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Without what pytest, torch.compile and monai set for themselves."""
-    own = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "KMP_", "CUBLAS_WORKSPACE_CONFIG")
+    """Without what pytest and torch.compile set for themselves."""
+    own = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "KMP_")
     return {key: value for key, value in os.environ.items() if not key.startswith(own)}
 
 

@@ -15,8 +15,12 @@ from toy_recipe import Toy
 
 from trainer.callback import Callback
 from trainer.config.options import DataOptions, Options
+from trainer.data.batch import Micro, Step
+from trainer.data.parts import Parts
+from trainer.data.sampling.order import Ref
 from trainer.forward_backward import Accumulate, weigh_loss
 from trainer.parallel.strategy import SingleDevice
+from trainer.precision import Precision
 from trainer.process.environment import Place
 from trainer.recipe_checks import CheckedLoss
 from trainer.trainer import Trainer
@@ -106,3 +110,15 @@ class Micros:
 
     def __iter__(self) -> Iterator[tuple[float, int]]:
         return iter(self.batches)
+
+
+def test_an_error_in_a_part_of_a_batch_is_the_recipes_own():
+    def fails(model: nn.Module, batch: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("injected")
+
+    device = torch.device("cpu")
+    run = Accumulate(CheckedLoss(fails, len), SingleDevice(nn.Linear(1, 1)), Precision("fp32", device).scaler)
+    for kind, refs in ((lambda step: Parts(step, 2, len, "auto_batch"), []), (lambda step: step, [Ref(0, 0, 0)])):
+        with pytest.raises(torch.OutOfMemoryError, match="injected") as caught:
+            run(kind(Step([Micro(torch.ones(4, 1), 4, [Ref(0, 0, 0)], [])])), lambda: 4)
+        assert caught.value.refs == refs  # pyright: ignore[reportAttributeAccessIssue]

@@ -33,3 +33,10 @@ def test_errors_too():
     assert message(ConfigError(f"trainer.run_dir={EVIL}")) == "echelon: trainer.run_dir=a?[2Jb?ERROR forged?"
     trace = message(ValueError(EVIL))
     assert "\x1b" not in trace and trace.startswith("ValueError")
+
+
+def test_a_traceback_ends_without_a_line_break_and_its_place_follows_at_once():
+    error = ValueError("a\n")
+    assert message(error) == "ValueError: a"
+    error.place = "in step 3"  # pyright: ignore[reportAttributeAccessIssue]
+    assert message(error) == "ValueError: a\n  in step 3"

@@ -51,8 +51,8 @@ def message(error: BaseException) -> str:
     if isinstance(error, tuple(EXIT_CODES)):
         later = f" ({place})" if place and error.__cause__ else ""  # a first value's place says nothing
         return f"echelon: {printable(str(error))}{later}"
-    trace = printable("".join(traceback.format_exception(error)), keep="\n") + f"  {place}" * bool(place)
-    trace = trace.rstrip("\n")
+    trace = printable("".join(traceback.format_exception(error)), keep="\n").rstrip("\n")
+    trace += f"\n  {place}" if place else ""
     if is_out_of_memory(error):
         ways = "a smaller micro_batch (the batch stays), '+callbacks=[activation_checkpoint]' or trainer.precision=bf16"
         advice = printable(getattr(error, "advice", f"try {ways}"))

@@ -27,6 +27,7 @@ from trainer.optim.groups import WithGroups
 from trainer.plan import RunSpec
 from trainer.process import handover
 from trainer.process.environment import Place
+from trainer.process.exit import end_at_once
 from trainer.process.signals import StopSignals
 from trainer.timeouts import STILL
 from trainer.trainer import Trainer
@@ -75,15 +76,16 @@ def train(
     place: Place | None = None,
     spec: RunSpec | None = None,
     on_error: Report = lambda error: None,
+    end_failed: Report = end_at_once,
 ) -> int:
     """Train to the end, and return the exit code.
 
     Args:
         spec: The decisions of the run, if a launcher has made them.
         on_error: Called with the error of a failed run, before the clean-up.
+        end_failed: Called then, if the device has failed, to end the process: torch aborts when it frees pinned memory.
     """
-    trainer = make_trainer(config, name, place, spec)
-    trainer.argv, trainer.on_error = argv, on_error
+    trainer = make_trainer(config, name, place, spec, argv=argv, on_error=on_error, end_failed=end_failed)
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(trainer.run_dir / "logs" / "nccl-rank"))  # torch adds the rank
     if trainer.world == 1 and not os.isatty(0):  # at a terminal somebody may be in a debugger
         stderr = os.fdopen(os.dup(2), "a")  # a socket can't be opened by its path
@@ -115,14 +117,19 @@ def end(code: int) -> int:
     return code
 
 
-def make_trainer(config: dict[str, Any], name: str, place: Place | None, spec: RunSpec | None = None) -> Trainer:
-    """Build the trainer.
+def make_trainer(
+    config: dict[str, Any], name: str, place: Place | None, spec: RunSpec | None, **attributes: Any
+) -> Trainer:
+    """Build the trainer, which has the `attributes` from the beginning.
 
     Raises:
         UnavailableError: A restarted rank refuses a setting or data that was valid when the run was planned.
     """
+    trainer = Trainer.__new__(Trainer)
+    vars(trainer).update(attributes)
     try:
-        return Trainer(**build_components(config), place=place, name=name, spec=spec)
+        trainer.__init__(**build_components(config), place=place, name=name, spec=spec)
+        return trainer
     except (ConfigError, DataError) as error:
         if os.environ.get("ECHELON_ATTEMPT", "0") == "0":
             raise

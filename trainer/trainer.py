@@ -54,7 +54,6 @@ from trainer.plan import Plan, RunSpec
 from trainer.precision import Precision
 from trainer.process.crash import note_crash, read_summary
 from trainer.process.environment import Place, detect
-from trainer.process.exit import end_failed
 from trainer.process.heartbeat import Heartbeat
 from trainer.process.signals import StopSignals
 from trainer.recipe_checks import CheckedLoss, build_model, check_rates, refuse_untrained, try_summary, weight_of
@@ -86,6 +85,7 @@ class Trainer:
     accepted = False  # nothing can refuse the run any more
     on_accepted: Callable[[], Any] = staticmethod(lambda: None)  # called as it is accepted
     on_error: Callable[[BaseException], Any] = staticmethod(lambda error: None)  # called before a failed run's clean-up
+    end_failed: Callable[[BaseException], Any] = staticmethod(lambda error: None)  # called if the device has
     reduce: Reduce | None = None  # the chain, where a callback has wrapped it
     argv: Sequence[str] | None = None  # the arguments, for the command that goes on; None: made in Python
 
@@ -314,8 +314,8 @@ class Trainer:
             done = {"steps": self.step, "samples": self.samples}
             note_crash(self.run_dir, error, self.rank, self.world, done, follows=in_collective(error))
         self.ranks.note_failure(kind, self.run_dir / "logs")
-        if self.argv is not None and has_failed(self.device):  # torch aborts when it frees pinned memory then
-            end_failed(error)
+        if has_failed(self.device):
+            self.end_failed(error)
 
     def close(self) -> None:
         """End the process groups. The weights stay in `module`."""

@@ -7,17 +7,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.needs import needs
 from torch import nn
 
 from trainer.checkpoint.pretrained import load_weights, weights_files
 from trainer.errors import ConfigError
 
+pytestmark = needs("peft")
 SETTINGS = {"r": 2, "lora_alpha": 6, "target_modules": ["0", "1"], "modules_to_save": ["3"]}
-
-
-@pytest.fixture(autouse=True)
-def needs_peft() -> None:
-    pytest.importorskip("peft", reason="needs peft: the extra [lora]")  # loads transformers, so not for each worker
 
 
 def adapted(seed: int, **settings: Any) -> Any:

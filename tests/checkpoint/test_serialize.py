@@ -22,6 +22,7 @@ from trainer.checkpoint.manifest import Damaged
 from trainer.checkpoint.safetensors_buffer import DTYPES
 from trainer.checkpoint.serialize import load_optimizer_state, optimizer_state
 from trainer.errors import ConfigError
+from trainer.optim.wrapper import OptimizerProxy
 
 
 @pytest.fixture(autouse=True)
@@ -234,6 +235,7 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path, name: str, dtype: torch.dt
         (SGD, "mu_product", "capturable", "meta", torch.float64),
         (ASGD, "step", None, "meta", torch.float32),
         (ASGD, "eta", None, "meta", torch.float64),
+        (lambda groups: OptimizerProxy(ASGD(groups), lambda: None), "mu", None, "meta", torch.float64),
     ],
 )
 def test_scalars_of_an_optimizer_are_where_it_makes_them(kind, key, flag, device, dtype) -> None:

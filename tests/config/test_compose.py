@@ -8,7 +8,7 @@ import pytest
 from hydra._internal.hydra import Hydra
 from support.cli import QUICK, ROOT, run
 
-from trainer.config.compose import CONF, Job, compose, told_apart
+from trainer.config.compose import CONF, Job, compose, config_dirs, told_apart
 
 TOLD = "the recipe's YAML sets this, and optimizer=sgd has"
 
@@ -54,22 +54,27 @@ def test_names_of_runs_in_a_multirun(argvs: list[list[str]], names: list[str]) -
 
 
 @pytest.mark.parametrize(
-    ("words", "batches"),
+    ("words", "batches", "times"),
     [
-        (["batch=8"], [8]),
-        (["batch=8", "hydra.mode=RUN"], [8]),
-        (["-m", "batch=8,16"], [8, 16]),
-        (["batch=8,16", "hydra.mode=MULTIRUN"], [8, 16]),
+        (["batch=8"], [8], 1),
+        (["-m", "batch=8,16"], [8, 16], 1),
+        (["batch=8", "hydra.mode=RUN"], [8], 2),
+        (["batch=8,16", "++hydra.mode=MULTIRUN"], [8, 16], 2),
+        (["--config-dir", "conf", "recipe=swept"], [8, 16], 2),
     ],
     ids=str,
 )
-def test_hydra_composes_a_run_once(
-    words: list[str], batches: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_hydra_composes_a_run_once_unless_its_mode_may_be_set(
+    words: list[str], batches: list[int], times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "conf" / "recipe").mkdir(parents=True)
+    toy = (ROOT / "conf" / "recipe" / "bert_tiny.yaml").read_text()
+    swept = toy + "hydra: {mode: MULTIRUN, sweeper: {params: {batch: '8,16'}}}\n"
+    (tmp_path / "conf" / "recipe" / "swept.yaml").write_text(swept)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["main"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `compose` sets both
     with mock.patch.object(Hydra, "compose_config", autospec=True, side_effect=Hydra.compose_config) as composed:
-        jobs = compose(["recipe=bert_tiny", *words], [CONF])
+        jobs = compose(["recipe=bert_tiny", *words], [CONF, *config_dirs(words)])
     assert [job.config["batch"] for job in jobs] == batches
-    assert composed.call_count == 1
+    assert composed.call_count == times

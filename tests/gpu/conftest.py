@@ -1,14 +1,10 @@
 """What holds for every test here: a folder of its own, and no setting of torch left to the next."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-
-if torch.cuda.is_available():  # read at the process's first cuBLAS call, which another test may make
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @pytest.fixture(autouse=True)

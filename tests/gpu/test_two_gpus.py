@@ -55,8 +55,8 @@ def train(place: Place, name: str) -> tuple[np.ndarray, list[float]]:
         ),
     )  # fmt: skip
     trainer.fit()
-    own = [] if name in IN_PARTS else [p.detach().flatten().cpu() for p in trainer.module.parameters()]
-    return torch.cat([*own, torch.empty(0)]).numpy(), losses.seen
+    own = [torch.empty(0)] if name in IN_PARTS else [p.detach().flatten().cpu() for p in trainer.module.parameters()]
+    return torch.cat(own).numpy(), losses.seen
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +72,10 @@ def plain(tmp_path_factory) -> tuple[np.ndarray, list[float]]:
 def test_training_is_that_of_plain_ddp(name, plain):
     """`bucket` chooses the sizes by measuring, and stages and rows sum in another order."""
     one, other = run_ranks(2, train, name, timeout_s=110)
-    assert (one[0] == other[0]).all() and one[1] == other[1]
+    assert one[1] == other[1]
     np.testing.assert_allclose(one[1], plain[1], rtol=1e-5)
     if name not in IN_PARTS:
+        assert (one[0] == other[0]).all()
         assert np.abs(one[0] - plain[0]).max() <= (1e-5 if name == "bucket" else 0)
 
 

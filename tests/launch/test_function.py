@@ -2,13 +2,14 @@
 
 import json
 import signal
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from support.cli import Result, popen, run
+from support.cli import Result, environment, popen, run
 from support.faults import alive
 
 from trainer.checkpoint.locate import checkpoints
@@ -30,6 +31,14 @@ def test_a_trainer_on_two_ranks_returns_what_rank_0_has(tmp_path):
     assert (found["ranks"], found["steps"], list(found["metrics"])) == (2, [3, 5], ["val/loss"])
     summary = json.loads((tmp_path / "runs" / "r" / "summary.json").read_text())
     assert found["metrics"]["val/loss"] == pytest.approx(summary["val/loss"], rel=1e-6)
+
+
+def test_the_output_of_a_script_may_be_a_file(tmp_path):
+    """The ranks' output is a pipe in its place."""
+    command = [sys.executable, "-c", "import launched; launched.main()", "returns_tensors", "1"]
+    with (tmp_path / "log").open("w") as file:
+        subprocess.run(command, cwd=tmp_path, env=environment(), stdout=file, stderr=file, check=False, timeout=60)
+    assert (tmp_path / "log").read_text().endswith('{"t": "tensor([0., 1., 2.])", "argument": "1"}\n')
 
 
 def test_tensors_come_back(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import PYTHONPATH, toy
+from support.cli import PYTHONPATH, QUICK, TOY, run, toy
 
 from trainer import files
 from trainer.errors import ConfigError
@@ -123,16 +123,43 @@ trainer.trainer.has_failed = lambda device: True
 
 
 class Failing(Toy):
+    def __init__(self, where, **sizes):
+        super().__init__(**sizes)
+        self.where = where
+
+    def fail(self, where):
+        if where == self.where:
+            atexit.register(print, "an orderly end")
+            raise RuntimeError("device-side assert")
+
     def loss(self, model, batch):
-        atexit.register(print, "an orderly end")
-        raise RuntimeError("device-side assert")
+        self.fail("loss")
+        return super().loss(model, batch)
+
+    def metrics(self, model, batch):
+        self.fail("metrics")
+        return {"zero": (model(batch["x"]).sum() * 0, 1)}
 """
+TORCHRUN = ["--nproc-per-node", "2", "-m", "trainer.main"]
 
 
-def test_a_command_whose_device_has_failed_tells_why_and_ends_at_once(tmp_path):
+@pytest.mark.parametrize(
+    ("where", "words", "command"),
+    [
+        ("loss", [], "trainer.main"),
+        ("metrics", [], "trainer.main"),
+        ("loss", ["trainer.devices=2", "trainer.restarts=0"], "trainer.main"),
+        pytest.param("loss", [], "torch.distributed.run", marks=pytest.mark.slow),
+    ],
+)
+def test_a_command_whose_device_has_failed_tells_why_and_ends_at_once(where, words, command, tmp_path):
     (tmp_path / "failing.py").write_text(FAILED_DEVICE)
-    words = ["recipe._target_=failing.Failing", "trainer.allow_targets=[toy_recipe,failing]", "trainer.run_dir=runs/r"]
-    failed = toy(words, tmp_path, PYTHONPATH=os.pathsep.join([str(tmp_path), PYTHONPATH]))
-    assert failed.code == 1 and failed.err.count("RuntimeError: device-side assert") == 1, failed.err
-    assert "an orderly end" not in failed.out
-    assert read_summary(tmp_path / "runs/r/summary.json")["error"] == "RuntimeError: device-side assert"
+    words = [*TOY, *QUICK, "recipe._target_=failing.Failing", f"+recipe.where={where}", *words]
+    words += ["trainer.allow_targets=[toy_recipe,failing]", "trainer.run_dir=runs/r"]
+    launched = command != "trainer.main"
+    path = os.pathsep.join([str(tmp_path), PYTHONPATH])
+    failed = run([*TORCHRUN, *words] if launched else words, tmp_path, command, PYTHONPATH=path)
+    assert failed.code == 1 and "an orderly end" not in failed.out
+    assert failed.err.count("RuntimeError: device-side assert") == 1 + launched, failed.err  # torchrun's, of each rank
+    found = read_summary(tmp_path / "runs/r/summary.json")["error"]
+    assert found.endswith("RuntimeError: device-side assert")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.cli import QUICK, run
 from support.huggingface import STEPS, by_both, write_llama
+from support.needs import needs
 from support.ranks import run_ranks
 from support.runs import make
 
@@ -23,7 +24,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.optim.factories import adamw
 from trainer.trainer import Trainer
 
-pytest.importorskip("transformers", reason="needs transformers: the extra [recipes]")
+pytestmark = needs("transformers")
 
 
 def write_bert(folder: Path) -> None:

@@ -22,9 +22,12 @@ class SafetensorsBuffer:
 
     The writer of the safetensors package needs a copy first, and holds the interpreter's lock while it writes. Tensors
     are sorted by the size of an element, largest first, so that each is aligned, as readers expect.
+
+    Args:
+        touched: The system allocates the memory now, and not with the first copy. On a GPU it always does.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], touched: bool = False) -> None:
         self.layout = layout(tensors)
         header: dict[str, object] = {}
         end = 0
@@ -39,8 +42,10 @@ class SafetensorsBuffer:
         text += b" " * (-len(text) % 8)
         first = len(text).to_bytes(8, "little") + text
         self.bytes = torch.empty(len(first) + end, dtype=torch.uint8)
-        if any(tensor.is_cuda for tensor in tensors.values()):
-            self.bytes.zero_()  # else CUDA allocates the pages, and keeps the training waiting meanwhile
+        cuda = any(tensor.is_cuda for tensor in tensors.values())
+        if touched or cuda:  # a page is allocated as it is written to; if CUDA does this, it keeps the training waiting
+            self.bytes.zero_()
+        if cuda:
             pin(self.bytes)
         self.bytes[: len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
         data = self.bytes[len(first) :]
@@ -48,11 +53,6 @@ class SafetensorsBuffer:
         for name, tensor in tensors.items():
             begin, end = header[name]["data_offsets"]  # pyright: ignore[reportIndexIssue]
             self.views[name] = data[begin:end].view(tensor.dtype).view(tensor.shape)
-
-    def touch(self) -> None:
-        """Write to every page, so that the system allocates the memory now."""
-        for view in self.views.values():
-            view.zero_()
 
     def copy(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy tensors of the same names, shapes and dtypes. On a GPU, only enqueue the copy in the current stream."""

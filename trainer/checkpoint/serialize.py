@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.optim import ASGD, Optimizer
+from torch.optim import Optimizer
 
 from trainer.checkpoint.manifest import Damaged, opened
 from trainer.checkpoint.safetensors_buffer import DTYPES
@@ -103,8 +103,8 @@ def load_optimizer_state(optimizer: Optimizer, module: nn.Module, state: Mapping
             " model and optimizer that were saved, or take the weights alone: trainer.init_from"
         )
     for name, (parameter, group) in trained.items():
-        on_device = group.get("fused") or group.get("capturable") or isinstance(optimizer, ASGD)
-        optimizer.state[parameter] = _place(dict(state[name]), "", parameter, bool(on_device))
+        on_device = bool(group.get("fused") or group.get("capturable") or "t0" in group)  # t0: ASGD, maybe in a proxy
+        optimizer.state[parameter] = _place(dict(state[name]), "", parameter, on_device)
 
 
 class Pack:

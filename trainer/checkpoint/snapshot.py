@@ -23,8 +23,7 @@ class Snapshot:
             packing = Pack()
             packing.encode(value, (section,))
             if packing.tensors:
-                self.buffers[section] = SafetensorsBuffer(packing.tensors)
-                self.buffers[section].touch()
+                self.buffers[section] = SafetensorsBuffer(packing.tensors, touched=True)
 
     def take(self, state: Mapping[str, Any], file: str = STATE) -> dict[str, memoryview]:
         """Copy a state, and return its files, which are valid from `wait` until the next call.

@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,7 +61,6 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
         primary: The file that has every key, and the groups to compose.
     """
     import hydra
-    from hydra._internal.hydra import Hydra
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import DictConfig, OmegaConf
 
@@ -80,10 +79,9 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
     words = merge_callbacks([normalize(word, folders) for word in expand(arguments)], primary)
     sys.argv[1:] = sorted(words, key=is_override)  # argparse takes positional arguments in one piece only
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises the errors that it would print
-    Hydra.get_mode = typed_mode  # pyright: ignore[reportAttributeAccessIssue]
     stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(stderr):
+        with contextlib.redirect_stderr(stderr), composed_once(words, folders):
             hydra.main(version_base="1.3", config_path=str(primary.parent), config_name=primary.stem)(collect)()
     except SystemExit as stop:
         if stop.code:
@@ -97,12 +95,19 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
     return jobs
 
 
-def typed_mode(_: Any, config_name: str, overrides: list[str]) -> Any:
-    """Return the `hydra.mode` that was typed. Hydra composes everything once more to read it from the config."""
-    from hydra.types import RunMode
+@contextlib.contextmanager
+def composed_once(words: list[str], folders: list[Path]) -> Iterator[None]:
+    """Keep Hydra from composing everything once more, to read hydra.mode, unless a word or a user's file may set it."""
+    from hydra._internal.hydra import Hydra
 
-    typed = [word.partition("=")[2] for word in overrides if word.startswith("hydra.mode=")]
-    return RunMode.__members__.get(typed[-1]) if typed else None
+    files = (path.read_text(errors="replace") for folder in folders[1:] for path in folder.rglob("*.yaml"))
+    read_mode = Hydra.get_mode
+    if not any("hydra" in text for text in itertools.chain(words, files)):
+        Hydra.get_mode = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        Hydra.get_mode = read_mode
 
 
 def told_apart(job: Job, jobs: list[Job]) -> str:

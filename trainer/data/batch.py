@@ -77,16 +77,17 @@ class Step:
     """
 
     reduces = True
+    _parts: Sequence[list[Ref]] = ()  # of `refs`, by micro-batch; a step that is made of another has none
 
     def __init__(self, micros: Sequence[Micro], following: Sequence[Micro] = ()) -> None:
         self.weights: list[int] = []
         self.refs: list[Ref] = []
         self.bad: list[Bad] = []
         self._batches: deque[Any] = deque()
-        self._parts: list[list[Ref]] = []  # of `refs`, by micro-batch
+        self._parts = parts = []
         for batch, weight, refs, bad in micros:
             self._batches.append(batch)
-            self._parts.append(refs)
+            parts.append(refs)
             self.weights.append(weight)
             self.refs += refs
             self.bad += bad
@@ -106,7 +107,7 @@ class Step:
 
     def current(self) -> list[Ref]:
         """Return the samples of the batch that was given out last."""
-        given = min(self._all - len(self._batches), len(self._parts))
+        given = min(self._all - len(self._batches), len(self._parts)) if self._parts else 0
         return self._parts[given - 1] if given else []
 
     @during(Phase.UPLOAD)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.data.batch import Ref, Step
+from trainer.data.batch import Step
 from trainer.data.resize import cut_batch
 
 
@@ -29,10 +29,6 @@ class Parts(Step):
             cut = cut_batch(batch, self.most, self.key) if weight else [batch]
             self.parts.append([weight] if len(cut) == 1 else [self.weigh(part) for part in cut])
             yield from zip(cut, self.parts[-1], strict=True)
-
-    def current(self) -> list[Ref]:
-        """Return none: the samples of a part are not told apart."""
-        return []
 
     def merge(self, losses: list[Tensor]) -> list[Tensor]:
         """Return the loss of each batch: the mean over its items."""

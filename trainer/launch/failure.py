@@ -63,7 +63,7 @@ def find_failure(
         return Failure(rank, text, code, own)
     which, rank = named(gone or hung), (gone or hung)[0]
     how = "ended with code 0 before the others" if gone else "did not end and had to be killed"
-    text = f"{text.rstrip()}\nechelon: {which} {how}: the likely cause; its log: {logs}/rank{rank}.log"
+    text = f"{text}\nechelon: {which} {how}: the likely cause; its log: {logs}/rank{rank}.log"
     beat = None if gone else last(private / f"heartbeat-{rank}")
     if beat and beat.until > time.monotonic():
         text += f"\nechelon: rank {rank} had announced long work, as a compilation is; raise trainer.timeout_s"
@@ -85,8 +85,8 @@ def read_reports(failed: Iterable[int], private: Path) -> dict[int, dict[str, An
 def find_silent(failed: Mapping[int, int], reports: Mapping[int, Mapping[str, Any]]) -> list[int]:
     """Return the ranks that reported nothing and are the likely cause.
 
-    An abort may be the result of a peer's failure. If all reports are of collectives, the abort is the cause: a GPU's
-    assertion aborts its rank, and the peers wait for that rank.
+    An abort may be the result of a peer's failure. If all reports are of collectives, the abort is the cause. NCCL
+    aborts a rank whose GPU has failed, and the peers wait for that rank.
     """
     silent = [rank for rank in failed if rank not in reports]
     others = [rank for rank in silent if failed[rank] != -signal.SIGABRT]

@@ -112,11 +112,11 @@ class Supervisor:
         code, decision = (failure.code, "") if self.passed else self.policy.decide(failure, beat)
         mismatch, step = find_mismatch(self.logs, self.started), beat and beat[1]
         if beat and beat.step >= 0 and not self.passed and not failure.reported:  # else the rank itself has written it
-            line = failure.text.rstrip().rpartition("\n")[2]
+            line = failure.text.rpartition("\n")[2]
             summarize_crash(self.logs.parent / "summary.json", line, {"steps": beat.step})
         self._note(attempt=attempt, rank=failure.rank, step=step, failed=failure.text, odd=mismatch, code=code)
         show_cursor()
-        text = fold(failure.text).rstrip() + ("" if failure.reported or not code else self.resume_hint())
+        text = fold(failure.text) + ("" if failure.reported or not code else self.resume_hint())
         print(*filter(None, (text, mismatch, decision)), sep="\n", file=sys.stderr, flush=True)
         return code or None
 

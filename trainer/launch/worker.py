@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -16,7 +16,7 @@ from trainer.comm.ranks import in_collective
 from trainer.errors import exit_code, fold, message
 from trainer.plan import RunSpec
 from trainer.process.environment import Place
-from trainer.process.exit import end_failed, wait_for_first_rank
+from trainer.process.exit import wait_for_first_rank
 from trainer.process.signals import StopSignals
 from trainer.process.temporary import sockets_in, temporary_folder
 from trainer.session import train
@@ -33,10 +33,22 @@ def run_rank(descriptor: int, argv: list[str]) -> int:
         faulthandler.register(signal.SIGUSR2, log_file.open("a"), chain=True)  # all stacks, for the supervisor
         alone = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]  # else srun reports another node's failure
         with sockets_in(Path(os.environ["ECHELON_ERROR_FILE"]).parent):  # a folder that the supervisor removes
-            return (train if alone else train_or_wait)(config, run_dir.name, argv, spec=spec, on_error=report)
+            run = train if alone else train_or_wait
+            return run(config, run_dir.name, argv, spec=spec, on_error=report, end_failed=end_failed)
     except BaseException as error:
-        report(error)
         end_failed(error)
+
+
+def end_failed(error: BaseException) -> NoReturn:
+    """Report the error, and end this process: an orderly end may wait for peers that wait for this rank."""
+    report(error)
+    text = message(error)
+    if int(os.environ["RANK"]):
+        print(text, file=sys.stderr)  # into this rank's log
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(exit_code(error))
 
 
 def read_run(descriptor: int) -> tuple[dict[str, Any], RunSpec | None]:
@@ -61,18 +73,23 @@ def train_under_launcher(config: dict[str, Any], name: str, argv: list[str], pla
     """Run a rank that torchrun, mpirun or srun started. The error that `record` wrote first is printed by torchrun."""
     terminal = os.dup(2)
     torchrun = "TORCHELASTIC_ERROR_FILE" in os.environ  # else no launcher prints the error that `record` wrote
-    try:
-        with temporary_folder() as folder, sockets_in(folder):
-            return (record(train_or_wait) if torchrun else train_or_wait)(config, name, argv, place) or 0
-    except Exception as error:
+
+    def end(error: BaseException, recorded: bool = False) -> NoReturn:
         text = message(error)
         if not os.path.sameopenfile(terminal, 2):
             print(text, file=sys.stderr)  # into this rank's log
-        if not torchrun or text.startswith("echelon: "):
+        if not recorded or text.startswith("echelon: "):
             wait_for_first_rank()
             os.write(terminal, f"{fold(text)}\n".encode())
         sys.stdout.flush()
         os._exit(exit_code(error))
+
+    try:
+        with temporary_folder() as folder, sockets_in(folder):
+            run = record(train_or_wait) if torchrun else train_or_wait
+            return run(config, name, argv, place, end_failed=end) or 0
+    except Exception as error:
+        end(error, torchrun)
 
 
 def train_or_wait(config: dict[str, Any], name: str, argv: list[str], *args: Any, **options: Any) -> int:

@@ -37,17 +37,11 @@ def run_guarded(call: Callable[[], int]) -> int:
         return 130
 
 
-def end_failed(error: BaseException) -> NoReturn:
-    """Print the error, and end this process at once: its clean-up may wait for peers that wait for it, or abort."""
-    text = message(error)
-    if "ECHELON_ERROR_FILE" not in os.environ:
-        wait_for_first_rank()
-        print(fold(text), file=sys.stderr)
-    elif int(os.environ["RANK"]):  # the supervisor prints the first rank's
-        print(text, file=sys.stderr)  # into this rank's log
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
+def end_at_once(error: BaseException) -> NoReturn:
+    """Print the error, and end this process without any clean-up."""
+    print(fold(message(error)), file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(exit_code(error))
 
 

@@ -73,6 +73,14 @@ def tolerate_closed_pipes() -> None:
         new = (
             open(os.devnull, "w")  # noqa: SIM115 it stays open
             if old is None
-            else Output(old.buffer, old.encoding, "backslashreplace", None, old.line_buffering, old.write_through)
+            else Output(reopened(old), old.encoding, "backslashreplace", None, old.line_buffering, old.write_through)
         )
         setattr(sys, name, new)
+
+
+def reopened(stream: io.TextIOWrapper) -> io.RawIOBase | io.BufferedWriter:
+    """Open the descriptor of a stream anew: a rank's may be a pipe now, and have been a file before the fork."""
+    stream.flush()
+    raw = io.FileIO(stream.fileno(), "w", closefd=False)
+    raw.name = stream.name
+    return raw if stream.write_through else io.BufferedWriter(raw)

@@ -1,7 +1,7 @@
 """Settings that torch itself parses, and warnings from counters that the test turns."""
 
 import mmap
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -85,6 +85,23 @@ def test_settings_that_come_too_late_are_refused(monkeypatch, settings):
         "the Trainer before tensors on the GPU, or start with PYTORCH_ALLOC_CONF=expandable_segments:True"
     )
     assert allocator.read_settings() == settings
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_little_memory_may_have_other_settings(more, monkeypatch, settings):
+    fake(monkeypatch, reserved=allocator.SMALL + more)
+    with pytest.raises(ConfigError) if more else nullcontext():
+        set_up(WANTED, DEVICE)
+
+
+def test_torch_that_tells_no_settings(monkeypatch, settings):
+    fake(monkeypatch)
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings", raising=False)
+    monkeypatch.setattr(allocator, "WRITTEN", [])
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:32")
+    assert allocator.read_settings() == "max_split_size_mb:32"
+    assert set_up({"expandable_segments": "True"}, DEVICE) == "max_split_size_mb:32"
+    assert allocator.read_settings() == "max_split_size_mb:32,expandable_segments:True"
 
 
 def test_settings_that_hold_already_are_left_alone(monkeypatch, settings):

@@ -12,21 +12,21 @@ from trainer.parallel.memory_search import EMPTIED
 GIB = 1 << 30
 STATUS = 1 << 14  # bytes, more than /proc/self/status has
 SMALL = 1 << 26  # bytes that may have been reserved with other settings
+WRITTEN: list[str] = []  # the settings that this process has written last
 UNUSED = 0.2  # share of the device, reserved at the peak and never allocated, above which fragmentation is reported
 
 
 def read_settings() -> str:
-    """Return the settings that hold: of PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF, or set later.
-
-    torch 2.11 tells none that were set later.
-    """
-    if read := getattr(torch._C, "_accelerator_getAllocatorSettings", None):
+    """Return the settings that hold: of PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF, or set later."""
+    if read := getattr(torch._C, "_accelerator_getAllocatorSettings", None):  # torch 2.11 has none
         return read()
-    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    of_process = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    return WRITTEN[-1] if WRITTEN else of_process
 
 
 def write_settings(settings: str) -> None:
     torch._C._accelerator_setAllocatorSettings(settings)  # pyright: ignore[reportAttributeAccessIssue]
+    WRITTEN[:] = [settings]
 
 
 def merge_settings(settings: str, wanted: Mapping[str, str]) -> str:
@@ -52,7 +52,7 @@ def set_up(wanted: Mapping[str, str], device: torch.device) -> str:
     torch reads the settings as it reserves a segment, so segments that are there keep the ones before.
 
     Raises:
-        ConfigError: The process holds CUDA memory already.
+        ConfigError: The process holds more than 64 MiB of CUDA memory already.
     """
     before = read_settings()
     settings = merge_settings(before, wanted)

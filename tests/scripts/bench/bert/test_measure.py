@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.needs import needs
 
 from scripts.bench.bert import measure as bench
 from scripts.bench.bert.cells import TINY, Cell
@@ -16,7 +17,7 @@ from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.callbacks.compile import Compile
 from trainer.errors import ConfigError
 
-pytest.importorskip("transformers")
+pytestmark = needs("transformers")
 CELL = Cell("speed", "Echelon", 16, 2, size=TINY, backend="aot_eager", warm=2, timed=3)
 
 
