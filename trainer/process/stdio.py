@@ -78,7 +78,7 @@ def tolerate_closed_pipes() -> None:
         setattr(sys, name, new)
 
 
-def reopened(stream: io.TextIOWrapper) -> io.RawIOBase | io.BufferedWriter:
+def reopened(stream: io.TextIOWrapper) -> io.FileIO | io.BufferedWriter:
     """Open the descriptor of a stream anew: a rank's may be a pipe now, and have been a file before the fork."""
     stream.flush()
     raw = io.FileIO(stream.fileno(), "w", closefd=False)
