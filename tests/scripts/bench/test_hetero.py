@@ -82,6 +82,7 @@ def test_what_a_table_says() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(540)
 def test_the_whole_script(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     command = [sys.executable, "-m", "scripts.bench.hetero", "--quick", "--json", file]
