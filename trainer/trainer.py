@@ -85,7 +85,7 @@ class Trainer:
     accepted = False  # nothing can refuse the run any more
     on_accepted: Callable[[], Any] = staticmethod(lambda: None)  # called as it is accepted
     on_error: Callable[[BaseException], Any] = staticmethod(lambda error: None)  # called before a failed run's clean-up
-    end_failed: Callable[[BaseException], Any] = staticmethod(lambda error: None)  # called if the device has
+    end_failed: Callable[[BaseException], Any] = staticmethod(lambda error: None)  # ends a process whose device failed
     reduce: Reduce | None = None  # the chain, where a callback has wrapped it
     argv: Sequence[str] | None = None  # the arguments, for the command that goes on; None: made in Python
 

@@ -44,7 +44,10 @@ def pick_backend(backend: str, device: torch.device) -> str:
 
 def has_failed(device: torch.device) -> bool:
     """Return whether an error, such as a failed assertion of a kernel, keeps the device from any further work."""
+    if device.type != "cuda":
+        return False
     try:
-        return device.type == "cuda" and torch.cuda.current_stream(device).query() is None
+        torch.cuda.current_stream(device).query()  # waits for nothing
     except RuntimeError:
         return True
+    return False

@@ -100,7 +100,8 @@ def composed_once(words: list[str], folders: list[Path]) -> Iterator[None]:
     """Keep Hydra from composing everything once more, to read hydra.mode, unless a word or a user's file may set it."""
     from hydra._internal.hydra import Hydra
 
-    files = (path.read_text(errors="replace") for folder in folders[1:] for path in folder.rglob("*.yaml"))
+    places = [folder / group for folder in folders[1:] for group in ("", "hydra", *TYPED)]  # a tree may be large
+    files = (path.read_text(errors="replace") for place in places for path in place.glob("*.yaml"))
     read_mode = Hydra.get_mode
     if not any("hydra" in text for text in itertools.chain(words, files)):
         Hydra.get_mode = lambda *_, **__: None

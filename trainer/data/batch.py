@@ -84,10 +84,9 @@ class Step:
         self.refs: list[Ref] = []
         self.bad: list[Bad] = []
         self._batches: deque[Any] = deque()
-        self._parts = parts = []
+        self._parts = [micro.refs for micro in micros]
         for batch, weight, refs, bad in micros:
             self._batches.append(batch)
-            parts.append(refs)
             self.weights.append(weight)
             self.refs += refs
             self.bad += bad
@@ -107,7 +106,9 @@ class Step:
 
     def current(self) -> list[Ref]:
         """Return the samples of the batch that was given out last."""
-        given = min(self._all - len(self._batches), len(self._parts)) if self._parts else 0
+        if not self._parts:
+            return []
+        given = min(self._all - len(self._batches), len(self._parts))
         return self._parts[given - 1] if given else []
 
     @during(Phase.UPLOAD)

@@ -75,6 +75,7 @@ def train_under_launcher(config: dict[str, Any], name: str, argv: list[str], pla
     torchrun = "TORCHELASTIC_ERROR_FILE" in os.environ  # else no launcher prints the error that `record` wrote
 
     def end(error: BaseException, recorded: bool = False) -> NoReturn:
+        """Print the error, unless torchrun prints what was recorded, and end this process."""
         text = message(error)
         if not os.path.sameopenfile(terminal, 2):
             print(text, file=sys.stderr)  # into this rank's log
