@@ -16,7 +16,8 @@ each_start = pytest.mark.parametrize(
 
 
 @each_start
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_trainer_in_the_current_folder_is_not_taken_for_echelon(code, ranks, tmp_path):
     (tmp_path / "trainer.py").write_text("raise SystemExit('the user\\'s')")
     words = [*TOY, *QUICK, "trainer.max_steps=2", "trainer.accelerator=cpu", f"trainer.devices={ranks}"]
@@ -41,6 +42,7 @@ def test_recipes_in_the_current_folder_are_named(tmp_path):
     assert f"{file} hides Echelon's package recipes; rename it, or start in another folder" in done.err
 
 
+@pytest.mark.slow
 @each_start
 def test_a_folder_of_recipes_that_is_no_package(code, tmp_path):
     """It hides nothing of Echelon's; a class in it is not found, and the line says why."""

@@ -80,6 +80,7 @@ def test_config_of_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
     assert {"recipe", "callbacks", "optimizer", "schedule", "trainer", "data", "batch"} <= top
 
 
+@pytest.mark.slow
 def test_the_installed_wheel_trains_on_two_ranks(installed: Path, tmp_path: Path) -> None:
     toy = ROOT / "tests" / "toy"
     words = ["--config-dir", str(toy / "conf"), "recipe=toy", "trainer.max_steps=2", "trainer.run_dir=runs/r"]

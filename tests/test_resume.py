@@ -98,7 +98,7 @@ VARIANTS = {
     "workers": {"workers": 2},
     "shard": {"stage": 2, "clip": 0.5, "accumulate": 2},
 }
-QUICK = ("overlap-accumulate", "shard")
+QUICK = ("overlap-accumulate",)
 
 
 @pytest.mark.parametrize(

@@ -50,12 +50,13 @@ BY_VALUE = {
     "shard.3",
 }
 CASES = [(setting, row) for setting in OPTIONS for row in ROWS if setting != "clip_value" or row in BY_VALUE]
-# Under settings of DDP: some of what replaces its buckets, its reduction, its step or DDP. The other pairs: `-m pairs`.
-BESIDE_DDP = {"bucket", "hierarchical", "local_sgd", "optimizer_in_backward", "overlap", "shard", "shard.3", "topk"}
+# In each run of the tests: some of what replaces DDP's buckets, its reduction, its step or DDP. The others: `-m pairs`.
+QUICK = {"bucket", "hierarchical", "local_sgd", "overlap", "shard", "shard.3", "topk"}
+BESIDE_DDP = {"bucket", "overlap", "shard"}
 
 
 def is_pair(setting: str, row: str) -> bool:
-    return "ddp" in OPTIONS[setting] and row not in BESIDE_DDP
+    return row not in (BESIDE_DDP if "ddp" in OPTIONS[setting] else QUICK)
 
 
 class Weights(Callback):

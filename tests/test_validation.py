@@ -19,9 +19,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from toy_recipe import Points, Toy
 
+from trainer.callback import Callback
 from trainer.callbacks.early_stop import EarlyStop
 from trainer.callbacks.grad_compress import GradCompress
+from trainer.callbacks.shard.callback import Shard
 from trainer.checkpoint.locate import checkpoints
+from trainer.comm.ranks import GLOO
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError, DataError
 from trainer.monitors.metrics_file import MetricsFile
@@ -129,21 +132,25 @@ class FailsOnOne(Toy):
         return {"loss": (self.loss(model, batch), 1)}
 
 
-def failed(place: Place) -> tuple[str, int, list[Path]]:
+def failing(place: Place, name: str, callback: Callback) -> tuple[Trainer, str]:
     options = Options(max_steps=2, checkpoint=CheckpointOptions(every_steps=None), run_dir="runs/r")
-    trainer = Trainer(
-        FailsOnOne(),
-        {"topk": GradCompress("topk")},
-        batch=12,
-        options=options,
-        data=DataOptions(workers=0),
-        place=place,
-    )
+    data = DataOptions(workers=0)
+    trainer = Trainer(FailsOnOne(), {name: callback}, batch=12, options=options, data=data, place=place)
     trainer.recipe.trains = True
     with pytest.raises(Exception) as caught:
         trainer.fit()
+    return trainer, f"{type(caught.value).__name__}: {caught.value}"
+
+
+def failed(place: Place) -> tuple[str, int, list[Path]]:
+    trainer, error = failing(place, "topk", GradCompress("topk"))
     trainer.close()
-    return f"{type(caught.value).__name__}: {caught.value}", trainer.step, checkpoints(Path("ckpt/r"))
+    return error, trainer.step, checkpoints(Path("ckpt/r"))
+
+
+def failed_in_lockstep(place: Place) -> str:
+    """Return, and let the groups go, as a process that ends."""
+    return failing(place, "shard", Shard(3))[1]
 
 
 def test_a_rank_that_fails_alone_is_the_one_that_is_told_of_and_all_save(tmp_path, monkeypatch):
@@ -152,6 +159,14 @@ def test_a_rank_that_fails_alone_is_the_one_that_is_told_of_and_all_save(tmp_pat
     others = "DistError: rank 1 failed in validation"
     assert told == (others, "OSError: no more memory on this GPU", others)
     assert set(steps) == {2} and [path.name for path in saved[0]] == ["step-00000002"]
+
+
+def test_a_rank_that_fails_in_lockstep_keeps_no_other_waiting(tmp_path, monkeypatch):
+    """The limit of a collective is far beyond that of the test."""
+    monkeypatch.chdir(tmp_path)
+    told = run_ranks(3, failed_in_lockstep, timeout_s=60)
+    assert told[1] == "OSError: no more memory on this GPU"
+    assert all(any(text in error for text in GLOO) for error in (told[0], told[2])), told
 
 
 def test_a_collective_that_fails_does_not_hide_why_validation_did(tmp_path, monkeypatch):

@@ -511,7 +511,12 @@ class Trainer:
             every.callback(report, self)
             every.callback(training_state.save, self, last=True)
             if self.stop_reason != "signal" and self.validated_step != self.step:
-                self.validate()
+                try:
+                    self.validate()
+                except Exception:
+                    if self.evaluator.alone:
+                        every.pop_all()
+                    raise
 
     def _wrap(self, hook: str, thing: Any) -> Any:
         for wrap in self.hooks[hook]:

@@ -81,6 +81,7 @@ class Evaluator:
         self.objects = MetricObjects(ranks.rank, ranks.world, ranks.group_of)
         self.media: dict[str, Any] = {}  # of this rank's first batch of the last validation
         self.asks = False  # for media, at the next batch
+        self.alone = False  # this rank has failed, and others may wait for its next pass
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float] | None:
@@ -168,6 +169,8 @@ class Evaluator:
     def _on_ranks(self, work: Callable[[], Any]) -> list[Any]:
         """Do this rank's work; return what the work of each rank gave, a JSON value. A collective.
 
+        In lockstep the others wait for this rank's passes. They get an error when its process ends.
+
         Raises:
             DistError: The work of another rank has failed.
         """
@@ -175,6 +178,9 @@ class Evaluator:
         try:
             own = work()
         except Exception as error:
+            if self.lockstep:
+                self.alone = True
+                raise
             failure = error  # the other ranks wait for this one's report
         try:
             reports = self.ranks.gather([own, failure is not None])

@@ -319,6 +319,7 @@ def test_a_compilation_announces_itself_in_the_rehearsal_and_later(monkeypatch, 
     assert all(1700 < patience <= 1800 for _, patience in PATIENCE)
 
 
+@pytest.mark.slow
 def test_a_rank_that_compiles_longer_than_a_rank_may_be_still_is_not_still():
     beats, still = heartbeat.Heartbeat(), []
     net = wrapped(Compile(backend=register(be_slow)), Toy().model(), beats)

@@ -258,13 +258,13 @@ def stage(place: Place, name: str, resume: str | None, codec: str, knobs: dict[s
     [
         ("bf16", {}, 0.02),  # of the sum on its way
         pytest.param("fp16", {}, 0.003, marks=pytest.mark.slow),
-        ("int8", {}, 1e-5),
+        pytest.param("int8", {}, 1e-5, marks=pytest.mark.slow),
         ("topk", {"density": 0.1}, 1e-5),
         pytest.param(
             "dgc", {"density": 0.1, "feedback": None}, 1e-5, marks=pytest.mark.slow
         ),  # its own, without momentum
         pytest.param("sign", {}, 1e-5, marks=pytest.mark.slow),
-        ("powersgd", {"rank": 2}, 1e-5),
+        pytest.param("powersgd", {"rank": 2}, 1e-5, marks=pytest.mark.slow),
     ],
 )
 def test_sent_plus_residual_is_what_was_given(codec, knobs, rounding, tmp_path, monkeypatch):

@@ -72,9 +72,9 @@ def train(
     [
         {},
         {"overlap": {}},
-        {"local_sgd": {"every": 2}},
-        {"bucket": {"mib": 0.005, "late": ["*bias"]}},
-        {"ema": {"decay": 0.5}, "activation_checkpoint": {}},
+        pytest.param({"local_sgd": {"every": 2}}, marks=pytest.mark.slow),
+        pytest.param({"bucket": {"mib": 0.005, "late": ["*bias"]}}, marks=pytest.mark.slow),
+        pytest.param({"ema": {"decay": 0.5}, "activation_checkpoint": {}}, marks=pytest.mark.slow),
     ],
     ids="+".join,
 )
@@ -112,7 +112,7 @@ def test_settings_with_two_levels(tmp_path, monkeypatch, options, dtype, bound):
             {"grad_compress": {"codec": "bf16", "feedback": True, "level": "inter"}}, 1e-7, 1e-2, marks=pytest.mark.slow
         ),
         pytest.param({"grad_compress": {"codec": "fp16", "level": "inter"}}, 1e-7, 1e-2, marks=pytest.mark.slow),
-        ({"grad_compress": {"codec": "int8", "level": "inter"}}, 1e-7, 0.2),
+        pytest.param({"grad_compress": {"codec": "int8", "level": "inter"}}, 1e-7, 0.2, marks=pytest.mark.slow),
         pytest.param(
             {"grad_compress": {"codec": "dgc", "density": 0.3, "level": "inter"}}, 1e-7, 1.0, marks=pytest.mark.slow
         ),
@@ -164,6 +164,7 @@ def resumed_as_nodes_of(place: Place, per_node: int) -> str:
     return str(refusal.value)
 
 
+@pytest.mark.slow
 def test_what_was_kept_back_for_other_levels_is_refused_before_anything_changes(tmp_path, monkeypatch):
     """By all ranks, of which each has a part; what was saved later is still where it was."""
     monkeypatch.chdir(tmp_path)
@@ -238,7 +239,7 @@ def books(place: Place, name: str, steps: int, per_node: int, resume: str | None
 
 @pytest.mark.parametrize(
     ("world", "per_node"),
-    [(2, 1), (3, 1), pytest.param(6, 2, marks=pytest.mark.slow)],
+    [pytest.param(2, 1, marks=pytest.mark.slow), (3, 1), pytest.param(6, 2, marks=pytest.mark.slow)],
     ids=["fewer", "one level", "more"],
 )
 def test_what_nodes_keep_back_is_sent_by_other_nodes(world, per_node, tmp_path, monkeypatch):

@@ -288,7 +288,7 @@ def test_with_deferred_steps_the_average_has_the_same_bits():
             np.testing.assert_array_equal(value, deferred["average"][name])
 
 
-@pytest.mark.parametrize("at", [2, 5], ids=["before the start", "in the middle"])
+@pytest.mark.parametrize("at", [pytest.param(2, marks=pytest.mark.slow), 5], ids=["before the start", "in the middle"])
 def test_a_resume_in_the_middle_of_the_average_has_the_same_bits(at):
     """With an average of the checkpoint's one weight set, and a step to the next."""
     knobs = {"start": 4, "every": 2, "update_bn": "1 epochs"}

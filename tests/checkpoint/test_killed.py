@@ -283,6 +283,7 @@ def test_one_of_three_ranks_killed_at_any_change_loses_nothing(
     assert sweep(writers, run, "replace the only one", (KILL,) if rank == 0 else (KILL, FULL), CHANGES) >= calls
 
 
+@pytest.mark.slow
 def test_an_error_at_any_change_loses_nothing(writers: Writers, run: Path) -> None:
     assert sweep(writers, run, "replace the only one", (FULL, QUOTA), CHANGES) > USUAL
 

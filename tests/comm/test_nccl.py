@@ -181,6 +181,7 @@ def test_a_run_that_the_shell_contradicts_ends_at_once(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_runs_of_one_command_do_not_contradict_each_other(tmp_path):
     done = toy(["-m", "nccl.debug=WARN,INFO", "trainer.max_steps=1", "trainer.accelerator=cpu"], tmp_path)
     assert (done.code, done.err) == (0, "")

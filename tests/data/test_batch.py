@@ -221,7 +221,7 @@ class Stream(Recipe):
         return iter(lambda: torch.zeros(3, 77), None) if split == "train" else None
 
 
-@pytest.mark.parametrize("recipe", [pytest.param(Memory(), marks=pytest.mark.slow), Stream()])
+@pytest.mark.parametrize("recipe", [Memory(), pytest.param(Stream(), marks=pytest.mark.slow)])
 def test_on_a_cpu_no_batch_of_a_step_before_is_kept(recipe):
     loader = open_loader(recipe, options=DataOptions(workers=0), batch=24, accumulate=8)
     first = None
@@ -282,7 +282,8 @@ def seconds_a_step(steps: Iterator[Any], count: int) -> float:
     return (time.monotonic() - began) / count
 
 
-@pytest.mark.parametrize("plan", [8, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [8, 1])
 def test_loading_is_hidden_by_computing_under_accumulation(plan: int):
     """8 micro-batches: loading takes 0.24 s with 2 workers, computing 0.32 s. One after the other they are 1.75 times
     as long as computing; with 2 micro-batches ahead, 1.5 times. If the plan has 1 micro-batch, a callback's split has

@@ -282,7 +282,7 @@ class OwnAway(UnavailableError):
 
 
 @pytest.mark.parametrize(("error", "where"), [(OwnError, "transform"), (OwnError, "weight"), (OwnAway, "transform")])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_bad_data_is_one_line_from_a_worker_too(error, where, workers):
     with pytest.raises(error.__base__, match=r"^07\.png: is no image$"):
         steps(small_loader(Broken(error("07.png", "is no image"), where), 0, 1, workers=workers), 0, 1)

@@ -60,7 +60,8 @@ def test_a_worker_without_a_thread_is_named_before_a_batch_is_lost(monkeypatch):
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to run as another user")
-@pytest.mark.parametrize(("most", "sure"), [(6, True), pytest.param(10, False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("most", "sure"), [(6, True), (10, False)])
 def test_too_few_processes_end_the_run_soon(tmp_path, most, sure):
     """A worker can't be forked, or has no thread for its tensors. If one has none to send a batch, torch tells it."""
     began = time.monotonic()

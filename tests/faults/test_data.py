@@ -50,6 +50,7 @@ def folder(well: Path, tmp_path: Path) -> Path:
     return shutil.copytree(well, tmp_path, symlinks=True, dirs_exist_ok=True)
 
 
+@pytest.mark.slow
 def test_34_a_shard_that_changed_since_it_was_indexed(folder: Path) -> None:
     path = folder / "data" / "p-000003.tar"
     os.utime(path)
@@ -66,6 +67,7 @@ def test_34_a_shard_that_changed_since_it_was_indexed(folder: Path) -> None:
     assert train("indexed", folder).code == 0
 
 
+@pytest.mark.slow
 def test_36_a_shard_that_is_away_for_three_seconds(folder: Path) -> None:
     done = train("away", folder, "recipe.trouble=away")
     assert done.code == 0, done.err

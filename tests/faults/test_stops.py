@@ -54,6 +54,7 @@ def test_14_15_signals_to_one_rank_and_then_to_the_launcher(golden, tmp_path):
     whole(tmp_path, golden)
 
 
+@pytest.mark.slow
 def test_16_a_signal_to_a_rank_that_waits_for_another(tmp_path):
     process = popen([*RUN, "trainer.max_steps=99999", *troubling("sleep 4", rank=0)], tmp_path)
     assert process.stdout is not None

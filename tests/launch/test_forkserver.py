@@ -144,6 +144,7 @@ def test_a_parent_that_takes_its_time_to_end_loses_no_rank():
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_orphans_of_ranks_are_not_ours(server: ForkServer, resolved: int, tmp_path: Path):
     """This process would have to reap them."""
     assert ended(server.fork(OWN | {"ECHELON_ERROR_FILE": str(tmp_path / "error.json")}, resolved, None)) == 1
@@ -152,6 +153,7 @@ def test_orphans_of_ranks_are_not_ours(server: ForkServer, resolved: int, tmp_pa
     os.kill(int(out), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_exit_codes_are_told_where_sigchld_is_ignored(resolved: int, tmp_path: Path):
     """As a program leaves it to what it starts: the kernel would reap ranks at once."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)

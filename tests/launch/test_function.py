@@ -33,6 +33,7 @@ def test_a_trainer_on_two_ranks_returns_what_rank_0_has(tmp_path):
     assert found["metrics"]["val/loss"] == pytest.approx(summary["val/loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_output_of_a_script_may_be_a_file(tmp_path):
     """The ranks' output is a pipe in its place."""
     command = [sys.executable, "-c", "import launched; launched.main()", "returns_tensors", "1"]

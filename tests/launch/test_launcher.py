@@ -90,6 +90,7 @@ def test_torchrun_gives_the_same_numbers(two, tmp_path):
     same(tmp_path, two)
 
 
+@pytest.mark.slow
 @needs_mpirun
 def test_mpirun_gives_the_same_numbers(two, tmp_path):
     result = mpirun([*SHORT, "trainer.run_dir=runs/r"], tmp_path)

@@ -58,12 +58,13 @@ def same(cwd: Path, golden: Path) -> None:
 A_TASK_A_NODE = ["trainer.devices=2", "trainer.nodes=2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "typed"),
     [
         ("-N1 -n3", []),
-        pytest.param("-N3 -n3", ["trainer.nodes=3"], marks=pytest.mark.slow),
-        pytest.param("-N1 -n1", ["trainer.devices=3"], marks=pytest.mark.slow),
+        ("-N3 -n3", ["trainer.nodes=3"]),
+        ("-N1 -n1", ["trainer.devices=3"]),
     ],
     ids=["a task a rank", "on three nodes", "a task a node"],
 )

@@ -104,12 +104,12 @@ def folder(tmp_path, monkeypatch) -> None:
 CASES = [
     (1, "usual", ""),
     pytest.param(3, "usual", "", marks=pytest.mark.slow),
-    (3, "few", ""),  # a rank has no batch
+    pytest.param(3, "few", "", marks=pytest.mark.slow),  # a rank has no batch
     pytest.param(1, "several", "", marks=pytest.mark.slow),
     pytest.param(2, "several", "", marks=pytest.mark.slow),
     (3, "usual", "shard"),  # two ranks repeat their last batch
     pytest.param(2, "several", "shard", marks=pytest.mark.slow),
-    (2, "usual", "pipeline"),  # the last stage alone has the objects
+    pytest.param(2, "usual", "pipeline", marks=pytest.mark.slow),  # the last stage alone has the objects
     pytest.param(
         4, "usual", "pipeline", marks=pytest.mark.slow
     ),  # the last stage of two replicas, one of which repeats its last batch

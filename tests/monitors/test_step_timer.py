@@ -216,6 +216,7 @@ CASES: dict[str, tuple[Callable[[], dict[str, Callback]], int]] = {
     "pipedream": (lambda: {"pipeline": PipelineParallel(stages=3, schedule="pipedream_2bw")}, 4),
     "hetero_batch": (lambda: {"hetero_batch": HeteroBatch(every=2)}, 1),
 }
+QUICK = ("ddp", "overlap", "shard.3", "pipeline")  # in each run of the tests
 
 
 def times_of(place: Place, case: str) -> tuple[float, float, dict[str, float]]:
@@ -223,7 +224,9 @@ def times_of(place: Place, case: str) -> tuple[float, float, dict[str, float]]:
     return run(place, make(), accumulate=accumulate)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
+)
 def test_ranks_that_wait_for_a_late_one_communicate(case: str, tmp_path, monkeypatch) -> None:
     """The late rank computes. The parts are the time of the run, by readings just before and after the clock's."""
     monkeypatch.chdir(tmp_path)

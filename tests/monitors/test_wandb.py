@@ -125,6 +125,7 @@ def test_what_is_kept_offline(messages):
     ]
 
 
+@pytest.mark.slow
 def test_a_resume_goes_on_in_the_same_run():
     with pytest.raises(KeyboardInterrupt):
         train(last=4)  # before the checkpoint of step 4

@@ -75,14 +75,8 @@ main.run({"trainer": {"devices": 1}, "nccl": {}, "batch": 12, "micro_batch": Non
 """
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(Path.touch, marks=pytest.mark.slow),
-        pytest.param(lambda path: path.symlink_to("nowhere"), marks=pytest.mark.slow),
-        foreign,
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("nowhere"), foreign])
 def test_a_foreign_file_in_place_of_the_cache_of_compiled_code_is_passed_over(tmp_path: Path, make):
     """In /tmp any user may take the name. The folder in its place goes with the process."""
     make(tmp_path / f"torchinductor_{getpass.getuser()}")

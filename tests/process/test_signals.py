@@ -187,6 +187,7 @@ def sigterm(pid: int, terminal: int) -> None:
     os.killpg(pid, signal.SIGTERM)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("react", "name"), [(ctrl_c, "SIGINT"), (sigterm, "SIGTERM")])
 def test_a_signal_to_all_processes_of_a_terminal(react, name, tmp_path):
     """None of the data workers may be lost before the checkpoint, nor be taken for a second signal."""
@@ -199,6 +200,7 @@ def test_a_signal_to_all_processes_of_a_terminal(react, name, tmp_path):
     assert "checkpoint  ckpt/r/step-" in shown
 
 
+@pytest.mark.slow
 def test_a_terminal_that_is_closed(tmp_path):
     """Everything that is written to it from then on fails."""
     hang_up = [("loss", lambda pid, terminal: os.close(terminal))]

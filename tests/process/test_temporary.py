@@ -32,7 +32,7 @@ def left(cwd: Path) -> list[str]:
     return sorted(path.name for path in (cwd / "tmp").iterdir() if path.name.startswith(("echelon-", "pymp-")))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_next_start_removes_what_a_killed_run_has_left(ranks, tmp_path):
     (tmp_path / "tmp").mkdir()
     kill_a_run(tmp_path, f"trainer.devices={ranks}")

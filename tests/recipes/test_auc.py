@@ -61,7 +61,11 @@ def of_rank(place: Place, parts: list[slice]) -> tuple[float, float]:
     return first, float(len(metric.scores))
 
 
-@pytest.mark.parametrize("parts", [[slice(0, 1000)], [slice(0, 700), slice(700, 1000)]], ids=["1 rank", "2 ranks"])
+@pytest.mark.parametrize(
+    "parts",
+    [pytest.param([slice(0, 1000)], marks=pytest.mark.slow), [slice(0, 700), slice(700, 1000)]],
+    ids=["1 rank", "2 ranks"],
+)
 def test_it_is_over_the_samples_of_all_ranks(parts: list[slice]) -> None:
     scores, labels = samples(5)
     for found, _ in run_ranks(len(parts), of_rank, parts):

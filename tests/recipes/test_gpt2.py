@@ -171,6 +171,7 @@ def test_recipe_yields_its_data(recipe: Gpt2):
     assert sample["input_ids"].dtype == np.int64 and sample["input_ids"].tolist() == list(range(40))
 
 
+@pytest.mark.slow
 def test_importing_and_constructing_does_not_import_transformers():
     code = (
         "import sys; from recipes.gpt2 import Gpt2; Gpt2(); assert not {'transformers', 'tokenizers'} & {*sys.modules}"

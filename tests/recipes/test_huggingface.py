@@ -41,7 +41,7 @@ def write_bert(folder: Path) -> None:
     (folder / "films.jsonl").write_text("\n".join(json.dumps({"text": t, "label": y}) for t, y in texts))
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_losses_and_weights_are_those_of_transformers_trainer(world, tmp_path, monkeypatch):
     pytest.importorskip("accelerate", reason="needs accelerate, as transformers' Trainer does: the extra [test]")
     write_llama(tmp_path)
@@ -53,6 +53,7 @@ def test_losses_and_weights_are_those_of_transformers_trainer(world, tmp_path, m
                 torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 def test_the_command_trains_on_text_and_exports_what_loads(tmp_path):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

@@ -49,7 +49,8 @@ def frozen(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {re.sub(r"^base_model\.model\.|\.base_layer|\.original_module", "", name): own[name] for name in own}
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
 def test_losses_and_weights_are_those_of_transformers_trainer(world, tmp_path, monkeypatch):
     pytest.importorskip("accelerate", reason="needs accelerate, as transformers' Trainer does: the extra [test]")
     write_llama(tmp_path)
@@ -139,6 +140,7 @@ def logits(model: Any) -> Tensor:
         return model.eval()(torch.arange(12).view(1, 12)).logits
 
 
+@pytest.mark.slow
 def test_the_command_exports_what_peft_loads_and_a_merged_model(tmp_path, monkeypatch):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

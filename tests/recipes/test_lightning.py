@@ -138,7 +138,7 @@ def both(place: Place, cases: list[tuple[str, int]]) -> list[tuple[dict[str, Any
 CASES = [("BoringModel", 1), *((name, 1) for name in MODULES), ("Classifier", 2)]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_losses_weights_rates_and_hooks_are_those_of_lightnings_trainer(world, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for rank, results in enumerate(run_ranks(world, both, CASES)):
@@ -201,6 +201,7 @@ def test_a_checkpoint_of_lightning_begins_a_run_and_an_export_loads_in_lightning
     assert all(map(torch.equal, loaded.state_dict().values(), module.state_dict().values()))
 
 
+@pytest.mark.slow
 def test_the_command_trains_a_module_by_its_name(tmp_path):
     words = ["recipe=lightning", "recipe.module=lightning_modules.Classifier", "recipe.module_args={classes: 5}"]
     words += [

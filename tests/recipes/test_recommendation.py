@@ -138,7 +138,7 @@ def in_rows(place: Place, folder: Path, shard: bool) -> float:
     return trainer.fit()["val/auc"]
 
 
-@pytest.mark.parametrize("size", [100, 13])
+@pytest.mark.parametrize("size", [pytest.param(100, marks=pytest.mark.slow), 13])
 def test_batches_that_ranks_repeat_do_not_count(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With rows on the ranks, each makes as many passes; of 13 samples, one rank has none."""
     monkeypatch.chdir(tmp_path)

@@ -231,7 +231,9 @@ def test_byte_pairs_give_the_text_back(folder: Path, tmp_path: Path):
     assert made.meta["unigram_entropy_nats"] == pytest.approx(-sum(p * math.log(p) for p in shares))
 
 
-@each_tokenizer
+@pytest.mark.parametrize(
+    "settings", [SMALL, pytest.param(BYTES, marks=pytest.mark.slow)], ids=lambda each: each.tokenizer
+)
 def test_another_process_builds_the_same_bytes_and_a_hit_imports_nothing(
     settings: Settings, folder: Path, tmp_path: Path
 ):

@@ -111,6 +111,7 @@ for name in ("load", "loads", "_load", "_loads"):
 """
 
 
+@pytest.mark.slow
 def test_a_run_and_its_resume_unpickle_nothing(tmp_path: Path) -> None:
     """Two ranks, with a callback that keeps something of its own on each. Data workers send pickles to their parent."""
     (tmp_path / "sitecustomize.py").write_text(WATCH)
@@ -126,7 +127,7 @@ def test_a_run_and_its_resume_unpickle_nothing(tmp_path: Path) -> None:
 
 MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 CALLS = {"exec", "os.system", "os.popen", "torch.save", "torch.jit.load", "yaml.load", "yaml.unsafe_load"}
-ARGUMENTS = {("shell", "True"), ("allow_pickle", "True"), ("weights_only", "False"), ("trust_remote_code", "True")}
+ARGUMENTS = {("shell", True), ("allow_pickle", True), ("weights_only", False), ("trust_remote_code", True)}
 
 
 def dotted(node: ast.AST) -> str:
@@ -145,8 +146,8 @@ def runs_text(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call):
         return False
     name = dotted(node.func)
-    given = {(keyword.arg, ast.unparse(keyword.value)) for keyword in node.keywords}
-    unsafe_load = name == "torch.load" and ("weights_only", "True") not in given
+    given = {(keyword.arg, getattr(keyword.value, "value", None)) for keyword in node.keywords}
+    unsafe_load = name == "torch.load" and ("weights_only", True) not in given
     unsafe_eval = name == "eval" and "{'__builtins__': {}}" not in ast.unparse(node)  # config's, of annotations
     of_objects = name.startswith("dist.") and "object" in name  # torch's collectives that send pickles
     return name in CALLS or bool(given & ARGUMENTS) or unsafe_load or unsafe_eval or of_objects

@@ -223,6 +223,7 @@ def test_a_run_whose_ranks_have_parts_of_the_state(cwd):
     assert files(cwd / "out" / "deep") == files(cwd / "runs" / "two" / "export")
 
 
+@pytest.mark.slow
 def test_an_average_that_has_not_begun_is_left_to_the_weights(cwd):
     words = ["--config-dir", "conf", "recipe=mine", "~callbacks.tensorboard", "trainer.run_dir=runs/swa"]
     done = run([*words, "+callbacks=[swa]", "callbacks.swa.start=3", "callbacks.swa.every=1"], cwd)

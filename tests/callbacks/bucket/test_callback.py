@@ -174,7 +174,14 @@ def test_a_run_that_goes_on_keeps_what_was_chosen():
     assert log("part").count("a pass takes") == 2
 
 
-@pytest.mark.parametrize("with_", ["overlap", "grad_compress", "local_sgd"])
+@pytest.mark.parametrize(
+    "with_",
+    [
+        "grad_compress",
+        pytest.param("overlap", marks=pytest.mark.slow),
+        pytest.param("local_sgd", marks=pytest.mark.slow),
+    ],
+)
 def test_auto_goes_with(with_):
     """Bit for bit what the chosen size gives."""
     fixed = run_ranks(3, weights, "fixed", {"mib": 3 * KIB}, with_)

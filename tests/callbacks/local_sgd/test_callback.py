@@ -186,7 +186,9 @@ RESUMED = [
     pytest.param({"every": 3, "warmup_steps": 4, "outer": "nesterov"}, "", marks=pytest.mark.slow),
     ({"every": 4, "outer": "nesterov", "fragments": 2, "delay": 2}, ""),
     pytest.param({"every": 4, "fragments": 3, "delay": 1, "mix": 0.3}, "bf16", marks=pytest.mark.slow),
-    ({"every": 4, "delay": 2}, "powersgd"),  # saved while the codec is between its two reductions
+    pytest.param(
+        {"every": 4, "delay": 2}, "powersgd", marks=pytest.mark.slow
+    ),  # saved while the codec is between its two reductions
 ]
 
 
@@ -201,7 +203,7 @@ def test_a_resume_between_two_meetings_has_the_same_bits(knobs, codec, tmp_path,
         assert a["validation"] == b["validation"]
 
 
-@pytest.mark.parametrize("codec", ["", "topk"])
+@pytest.mark.parametrize("codec", [pytest.param("", marks=pytest.mark.slow), "topk"])
 def test_a_second_resume_before_the_next_meeting_has_the_same_bits(codec, tmp_path, monkeypatch):
     """What the first one restored, and nobody has asked for since, is saved again."""
     monkeypatch.chdir(tmp_path)

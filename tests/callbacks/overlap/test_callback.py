@@ -171,6 +171,7 @@ CASES: dict[str, dict[str, Any]] = {
     "lamb": {"optimizer": lambda groups: lamb(groups, weight_decay=0.1), "schedule": Linear(warmup=3)},
     "bf16": {"precision": "bf16"},
 }  # fmt: skip
+QUICK = ("int8", "hierarchical", "tied", "unused", "accumulate", "buffers", "lamb")  # in each run of the tests
 
 
 def train(place: Place, case: str, overlapped: bool) -> tuple[list[bytes], list[int], dict[str, float]]:
@@ -196,7 +197,9 @@ def train(place: Place, case: str, overlapped: bool) -> tuple[list[bytes], list[
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True:UserWarning")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
+)
 def test_bits_are_those_without_it(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plain, deferred = run_ranks(3, train, case, False), run_ranks(3, train, case, True)

@@ -139,7 +139,15 @@ def test_weights_and_losses_are_those_of_the_unsplit_model(here, schedule, stage
     same_bits(ranks, alone)
 
 
-@pytest.mark.parametrize(("schedule", "recipe"), [("1f1b", Toy), ("zbv", Toy), ("interleaved", Idle), ("1f1b", Idle)])
+@pytest.mark.parametrize(
+    ("schedule", "recipe"),
+    [
+        ("1f1b", Toy),
+        pytest.param("zbv", Toy, marks=pytest.mark.slow),
+        pytest.param("interleaved", Idle, marks=pytest.mark.slow),
+        pytest.param("1f1b", Idle, marks=pytest.mark.slow),
+    ],
+)
 def test_two_pipelines_are_two_ranks_of_ddp(here, schedule, recipe):
     """A sum of two is the same in either order, so the bits are."""
     run = {"batch": 24, "accumulate": 4, "recipe": recipe}
@@ -168,7 +176,14 @@ def beside(place: Place, knobs: dict[str, Any], most: int) -> dict[str, Any]:
         return {**train(place, knobs, {"batch": 24, "accumulate": 3}), "counts": counts}
 
 
-@pytest.mark.parametrize(("schedule", "early"), [("1f1b", 8), ("interleaved", 8), ("zbv", 0)])
+@pytest.mark.parametrize(
+    ("schedule", "early"),
+    [
+        ("1f1b", 8),
+        pytest.param("interleaved", 8, marks=pytest.mark.slow),
+        pytest.param("zbv", 0, marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_are_reduced_beside_the_last_backward_passes(here, schedule, early):
     """Small buckets change no bits. Schedules that compute the gradients of weights apart reduce them at last."""
     knobs = {"schedule": schedule, "cut": [3] if schedule == "1f1b" else [1, 3, 5]}
@@ -323,7 +338,8 @@ def Rollback() -> NanGuard:
     return NanGuard("rollback", every=1)
 
 
-@pytest.mark.parametrize("recipe", [Slow, pytest.param(Named, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [Slow, Named])
 def test_the_cut_is_by_time_and_a_resume_keeps_it(recipe, here):
     """The slow block is alone in its stage."""
     ranks = run_ranks(3, train, {"stages": 3}, {"recipe": recipe})

@@ -203,7 +203,10 @@ def Bf16() -> GradCompress:
     return GradCompress("topk", density=0.3)
 
 
-@pytest.mark.parametrize(("world", "run"), [(3, {"optimizer": momentum}), (4, {"others": {"grad_compress": Bf16}})])
+@pytest.mark.parametrize(
+    ("world", "run"),
+    [(3, {"optimizer": momentum}), pytest.param(4, {"others": {"grad_compress": Bf16}}, marks=pytest.mark.slow)],
+)
 def test_a_run_resumes_bit_for_bit(here, world, run):
     """Also with dropout, two replicas and a codec; the gradients of the last batch are in the checkpoint."""
     knobs = {"stages": 3, "cut": [1, 5]} if world == 3 else {"cut": [2]}

@@ -54,6 +54,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(float(np.abs(one[key] - other[key]).max()) for key in ("weights", "validated"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_resume_on_as_many_ranks_has_the_same_bits():
     """With AdamW, an average, clipping, accumulation and validations on both sides of the checkpoint."""
@@ -101,6 +102,7 @@ def test_each_rank_writes_its_rows_alone():
     }
 
 
+@pytest.mark.slow
 def test_weights_alone_are_taken_from_rows_and_into_rows():
     """The weights, not their average, which the checkpoint has beside them."""
     trained = run_ranks(3, fit, [case("rows", Shard(3), optimizer=adam)])[0][0]

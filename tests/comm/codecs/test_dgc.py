@@ -67,7 +67,7 @@ def naive(world: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     return np.stack(means), u, v, clipped
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_200_steps_of_the_naive_version(world):
     """Fewer elements than samples: the threshold is below the k-th largest for sure, and the selection exact. What
     differs is rounding; a pair of magnitudes closer than that would be chosen otherwise, but there is none here."""

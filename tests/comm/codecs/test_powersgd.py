@@ -87,7 +87,7 @@ def train(place: Place, rank: int, ours: bool) -> list[np.ndarray]:
     return [p.detach().numpy() for p in module.parameters()]
 
 
-@pytest.mark.parametrize("rank", [1, 4])
+@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_the_steps_are_those_of_torchs_hook(rank):
     ours, torchs = run_ranks(WORLD, train, rank, True), run_ranks(WORLD, train, rank, False)
     for mine, theirs in zip(ours, torchs, strict=True):

@@ -147,6 +147,7 @@ def test_one_that_hangs_is_killed_with_what_it_started(shards: list[Path], monke
     wait_for(lambda: not alive(started()[0]) and not alive(int(Path("child").read_text())))
 
 
+@pytest.mark.slow
 def test_one_that_ends_its_output_and_not_itself_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "SERVER_S", 2.0)
     with pytest.raises(UnavailableError, match=r"closed its output, but did not end for 2 s, tried \d+ times"):
@@ -190,6 +191,7 @@ def test_it_reads_nothing_of_ours() -> None:
         opened("pipe:cat")
 
 
+@pytest.mark.slow
 def test_kill_in_the_middle_of_unpacking(shards: list[Path]) -> None:
     """No command runs on, no part is taken for a shard, and the next start has all."""
     Path("a.gz").write_bytes(gzip.compress(shards[0].read_bytes()))

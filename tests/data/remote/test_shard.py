@@ -61,6 +61,7 @@ def test_of_three_processes_one_downloads_each_shard(proxy: Proxy, tmp_path: Pat
     assert all(f"all: {SHARDS * EACH} samples" in stdout for stdout, _ in out)
 
 
+@pytest.mark.slow
 @needs_nginx
 def test_a_kill_during_the_download_leaves_no_shard_and_the_next_start_has_all(proxy: Proxy, tmp_path: Path) -> None:
     proxy.bytes_per_s = 100_000
@@ -83,7 +84,8 @@ def test_a_kill_during_the_download_leaves_no_shard_and_the_next_start_has_all(p
 
 
 @needs_nginx
-@pytest.mark.parametrize("command", ["index", pytest.param("verify", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["index", "verify"])
 def test_ctrl_c_ends_the_tool_at_once(proxy: Proxy, tmp_path: Path, command: str) -> None:
     """It waits for no shard that is coming, and leaves none that is not whole."""
     if command == "verify":

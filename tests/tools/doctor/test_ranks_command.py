@@ -48,6 +48,7 @@ def test_without_any_package_the_facts_are_there_and_torch_is_missing(tmp_path):
     assert "nvidia-ml-py is missing" in done.out
 
 
+@pytest.mark.slow
 def test_without_a_loopback_with_a_tiny_shm_and_few_files(tmp_path):
     script = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && ulimit -n 64 && exec "$@"'
     done = run(["--devices", "2"], tmp_path, [*namespaces(), "sh", "-c", script, "sh", *DOCTOR])
@@ -66,6 +67,7 @@ def start(rank: int, cwd: Path, port: int, files: int, **more: str) -> "subproce
     return popen(["--timeout", "40"], cwd, ["sh", "-c", f'ulimit -n {files} && exec "$@"', "sh", *DOCTOR], **more)
 
 
+@pytest.mark.slow
 def test_ranks_with_other_limits_and_variables_are_named(tmp_path):
     port = free_port()
     ranks = [start(0, tmp_path, port, 4096, NCCL_DEBUG="INFO"), start(1, tmp_path, port, 70, NCCL_ALGO="Ring")]

@@ -77,6 +77,7 @@ def test_everything_is_drawn_in_light_and_dark(tab, tmp_path, width):
     all_well(tab, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_crosshair_has_the_values_of_the_step(tab, tmp_path):
     write_lines(
         tmp_path / "r" / "metrics.jsonl", [{"step": n, "train/loss": n * n, "train/lr": 0.5} for n in range(1, 101)]
@@ -144,6 +145,7 @@ def test_keys(tab, tmp_path):
     all_well(tab, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_controls(tab, tmp_path):
     folders = [synthetic_run(tmp_path / name, 60, seed=n) for n, name in enumerate("ab")]
     show(tab, tmp_path, *folders)

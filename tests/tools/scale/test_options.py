@@ -70,6 +70,7 @@ def test_the_command_predicts_shows_and_writes(tmp_path: Path) -> None:
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_callbacks_that_do_not_compose_are_refused(tmp_path: Path) -> None:
     done = run("nodes=2", "+callbacks=[ema,local_sgd]", cwd=tmp_path)
     assert done.returncode == 78 and "leave the average out" in done.stderr

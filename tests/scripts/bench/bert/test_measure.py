@@ -59,6 +59,7 @@ def test_all_trainers_begin_with_the_same_weights() -> None:
     assert len(set(weights.values())) == 1 and len(weights) >= 2
 
 
+@pytest.mark.slow
 def test_recompute_and_compile_reach_the_trainer(tmp_path: Path) -> None:
     found = changes(replace(CELL, recompute="budget=0.5", compiled="whole"))
     checkpoint, compiled = found["activation_checkpoint"], found["compile"]

@@ -33,6 +33,7 @@ def test_a_cell_is_killed_at_its_limit() -> None:
     assert process.run_cell(CELL, 0.01) == ({}, "no result in 0 s", False)
 
 
+@pytest.mark.slow
 def test_a_cell_runs_in_a_folder_and_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     outcome = process.run_cell(CELL, 100)
