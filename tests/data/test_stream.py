@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.needs import needs
 from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
@@ -17,7 +18,7 @@ from trainer.errors import DataError
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-datasets = pytest.importorskip("datasets")
+pytestmark = needs("datasets")
 
 
 class Numbers(IterableDataset):
@@ -33,8 +34,14 @@ class Numbers(IterableDataset):
         yield from ({"i": i} for i in range(self.size))
 
 
+def numbered(size: int) -> Any:
+    import datasets
+
+    return datasets.Dataset.from_dict({"i": list(range(size))})
+
+
 def hugging_face(size: int, shards: int) -> Any:
-    return datasets.Dataset.from_dict({"i": list(range(size))}).to_iterable_dataset(num_shards=shards)
+    return numbered(size).to_iterable_dataset(num_shards=shards)
 
 
 class Streams:
@@ -47,7 +54,7 @@ class Streams:
     def data(self, split: str) -> Any:
         size = self.size if split == "train" else 7
         if self.kind == "map":
-            return datasets.Dataset.from_dict({"i": list(range(size))})
+            return numbered(size)
         return Numbers(size) if self.kind == "torch" else hugging_face(size, int(self.kind))
 
     def transform(self, sample: dict[str, int], rng: Any) -> Tensor:
@@ -134,4 +141,4 @@ def test_what_is_a_stream():
     assert (
         is_stream(hugging_face(3, 1)) and is_stream(hugging_face(3, 1).with_format("torch")) and is_stream(Numbers(1))
     )
-    assert not is_stream(datasets.Dataset.from_dict({"i": [1]})) and not is_stream([1])
+    assert not is_stream(numbered(1)) and not is_stream([1])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.needs import needs
 from support.ranks import run_ranks
 from torch import Tensor, nn
 from toy_recipe import Points, Toy
@@ -19,21 +20,17 @@ from trainer.monitors.metric_objects import kept
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-torchmetrics = pytest.importorskip("torchmetrics")
+pytestmark = needs("torchmetrics")
 SIZES = {"val": 13, "val/a": 13, "val/b": 5}
-
-
-class Median(torchmetrics.CatMetric):
-    """No mean: it needs all values at one place."""
-
-    def compute(self) -> Tensor:
-        return super().compute().median()
 
 
 class Measured(Toy):
     """Has an object of each kind: its state is a list, is changed in place, or is shared within a collection."""
 
     def __init__(self, kind: str = "usual", **knobs: Any) -> None:
+        import torchmetrics
+        from metric_classes import Median
+
         super().__init__(dtype="float64", **knobs)
         self.kind = kind
         self.median = torchmetrics.CatMetric() if kind == "all" else Median()
@@ -149,22 +146,12 @@ def test_a_number_of_a_collection_is_watched_and_the_collection_is_refused(key):
                 train(Place(), Measured(), stops, checkpoint=best, run_dir="runs/refused")
 
 
-class FailsToCompute(torchmetrics.SumMetric):
-    """Its second value fails on rank 1, after the ranks have added up their states."""
-
-    times = 0
-
-    def compute(self) -> Tensor:
-        self.times += 1
-        if self.times > 1 and torch.distributed.get_rank() == 1:
-            raise OSError("no more memory on this GPU")
-        return super().compute()
-
-
 class FailsOnOne(Toy):
     """Two objects: what follows the one that fails communicates, too."""
 
     def __init__(self) -> None:
+        from metric_classes import FailsToCompute, Median
+
         super().__init__()
         self.objects = {"a": FailsToCompute(), "b": Median()}
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from support.cli import environment
+from support.needs import needs
 from support.runs import make
 from toy_recipe import Toy
 
@@ -27,7 +28,7 @@ from trainer.callback import Callback
 from trainer.errors import ConfigError
 from trainer.monitors.mlflow import MLflow
 
-client = pytest.importorskip("mlflow.tracking.client")
+pytestmark = needs("mlflow")
 
 SERVER = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -153,8 +154,14 @@ def run_id() -> str:
     return json.loads(Path("runs/r/mlflow.json").read_text())["run_id"]
 
 
+def client(server: str) -> Any:
+    from mlflow.tracking.client import MlflowClient
+
+    return MlflowClient(server)
+
+
 def history(server: str, name: str) -> list[tuple[int, float]]:
-    found = client.MlflowClient(server).get_metric_history(run_id(), name)
+    found = client(server).get_metric_history(run_id(), name)
     return sorted((metric.step, metric.value) for metric in found)
 
 
@@ -166,7 +173,7 @@ def test_the_server_has_the_run(tmp_path, monkeypatch, server, messages):
     assert {"train/loss", "train/lr", "val/loss"} <= record.found.keys()
     for name, values in record.found.items():
         assert history(server, name) == sorted(values.items()), name
-    known = client.MlflowClient(server)
+    known = client(server)
     run = known.get_run(run_id())
     assert (run.info.status, run.info.run_name) == ("FINISHED", "r")
     assert run.data.params == {"batch": "12", "max": "4"}
@@ -182,7 +189,7 @@ def test_a_resume_goes_on_in_the_same_run(tmp_path, monkeypatch, server):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         train(server, last=4)  # before the checkpoint of step 4
-    known, before = client.MlflowClient(server), run_id()
+    known, before = client(server), run_id()
     assert known.get_run(before).info.status == "FAILED"
     train(server, resume="auto", max_steps=6)
     run = known.get_run(run_id())

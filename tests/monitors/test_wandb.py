@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.needs import needs
 from support.runs import make
 from toy_recipe import Toy
 
@@ -15,8 +16,14 @@ from trainer.callback import Callback
 from trainer.errors import ConfigError
 from trainer.monitors.wandb import WandB
 
-wandb = pytest.importorskip("wandb")
+pytestmark = needs("wandb")
 BLOCK = 1 << 15  # of LevelDB's log format, in which wandb keeps records
+
+
+def teardown() -> None:
+    import wandb
+
+    wandb.teardown()
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +34,7 @@ def alone(tmp_path, monkeypatch) -> Iterator[None]:
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     yield
-    wandb.teardown()
+    teardown()
 
 
 class Shows(Toy):
@@ -61,7 +68,7 @@ def train(last: int = 0, mode: Any = "offline", **options: Any) -> Record:
     try:
         trainer.fit()
     finally:
-        wandb.teardown()  # as at the end of a process: then all is written
+        teardown()  # as at the end of a process: then all is written
     return record
 
 
@@ -160,7 +167,7 @@ def test_wandb_that_fails_later_ends_nothing(monkeypatch, messages):
             while trainer.step == 2 and sender.calls:
                 pass
             if trainer.step == 2:
-                wandb.teardown()  # as if its process had been killed
+                teardown()  # as if its process had been killed
 
     trainer = make(callbacks={"wandb": WandB(mode="offline"), "z": Breaks()}, log_every_steps=1)
     trainer.fit()

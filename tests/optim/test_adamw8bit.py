@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from trainer.errors import ConfigError
-from trainer.optim.adamw8bit import AdamW8bit, no_downloads
 from trainer.optim.factories import adamw, adamw8bit
 
 
@@ -42,6 +41,8 @@ def test_the_path_is_adamws_to_a_few_percent():
 
 
 def test_a_table_that_was_copied_is_shared_again_and_another_one_is_refused():
+    from trainer.optim.adamw8bit import AdamW8bit
+
     ours = [nn.Parameter(torch.randn(64, 64)) for _ in range(2)]
     optimizer = AdamW8bit([{"params": ours}])
     for _ in range(2):
@@ -59,6 +60,8 @@ def test_a_table_that_was_copied_is_shared_again_and_another_one_is_refused():
 
 def test_its_import_downloads_nothing_and_leaves_no_trace(monkeypatch, caplog):
     """bitsandbytes would take a package `kernels` that downloads code, and else warn."""
+    from trainer.optim.adamw8bit import no_downloads
+
     logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
     fake = types.ModuleType("kernels")
     for loaded in (fake, None):

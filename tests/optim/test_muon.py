@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM
 
 from trainer.errors import ConfigError
 from trainer.optim.factories import adamw
@@ -37,6 +36,8 @@ def test_hidden_are_matrices_that_are_no_embedding_and_not_tied_to_one():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_head_of_a_model_of_transformers_is_not_hidden(tied):
+    from transformers import BertConfig, BertForMaskedLM
+
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     module = nn.Sequential(BertForMaskedLM(BertConfig(vocab_size=20, tie_word_embeddings=tied, **sizes)))
     found = names_of(module, hidden_matrices(module))

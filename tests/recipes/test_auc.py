@@ -5,13 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from support.needs import needs
 from support.ranks import run_ranks
 
 from recipes.auc import AUC, auc
 from trainer.comm.ranks import Ranks
 from trainer.process.environment import Place
 
-roc_auc_score = pytest.importorskip("sklearn.metrics").roc_auc_score
+pytestmark = needs("sklearn")
 
 CASES = {"no ties": 1e6, "ties": 5, "half of the samples tie": 1}
 
@@ -25,6 +26,8 @@ def samples(steps: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("steps", CASES.values(), ids=CASES)
 def test_it_is_scikit_learns(steps: float) -> None:
+    from sklearn.metrics import roc_auc_score
+
     scores, labels = samples(steps)
     assert auc(scores, labels) == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)
 
@@ -67,6 +70,8 @@ def of_rank(place: Place, parts: list[slice]) -> tuple[float, float]:
     ids=["1 rank", "2 ranks"],
 )
 def test_it_is_over_the_samples_of_all_ranks(parts: list[slice]) -> None:
+    from sklearn.metrics import roc_auc_score
+
     scores, labels = samples(5)
     for found, _ in run_ranks(len(parts), of_rank, parts):
         assert found == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)

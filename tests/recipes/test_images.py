@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from recipes import digits
 from recipes.images import (
@@ -201,6 +200,8 @@ def read_shards(paths: list[Path]) -> list[dict[str, Any]]:
 
 def test_the_digits_are_scikit_learns(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    from sklearn.datasets import load_digits
+
     train, val = (read_shards(digits.shards(split)) for split in ("train", "val"))
     assert (len(train), len(val)) == (1438, 359)
     found: Any = load_digits()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.callbacks import CHANGES, CODECS, name_of
 from support.cli import QUICK, run
+from support.needs import needs
 from support.ranks import run_ranks
 
 from recipes.lightning import Lightning, LightningHooks
@@ -21,7 +22,7 @@ from trainer.process.environment import Place
 from trainer.testing.contract import load
 from trainer.trainer import Trainer
 
-pytest.importorskip("lightning", reason="needs lightning: the extra [lightning]")
+pytestmark = needs("lightning")
 ALL = {**CHANGES, **CODECS}
 MODULES = ("AutoEncoder", "Classifier", "Cycled", "Frozen")
 STEPS, MICRO = 24, 4  # 12 batches are an epoch of one rank, and 6 of two

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.cli import QUICK, run
+from support.needs import needs
 from support.ranks import run_ranks
 
 from recipes.lightning import Lightning, LightningHooks
@@ -18,7 +19,7 @@ from trainer.process.environment import Place
 from trainer.tools import evaluate
 from trainer.trainer import Trainer
 
-pytest.importorskip("lightning", reason="needs lightning: the extra [lightning]")
+pytestmark = needs("lightning")
 
 
 def made(place: Place, name: str, callbacks: Any = None, **options: Any) -> Trainer:

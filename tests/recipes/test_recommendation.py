@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.cli import run
+from support.needs import needs
 from support.ranks import run_ranks
 from support.runs import make
 
@@ -24,8 +25,6 @@ from trainer.data.source import Samples, open_source
 from trainer.errors import ConfigError
 from trainer.optim.factories import sgd
 from trainer.process.environment import Place
-
-roc_auc_score = pytest.importorskip("sklearn.metrics").roc_auc_score
 
 WORLD, BATCH, STEPS, WIDTH = 3, 24, 4, 16
 SMALL: dict[str, Any] = {"rows": [3000, 7, 0, 500, *[0] * 22], "bottom": [8, WIDTH], "top": [8]}
@@ -118,10 +117,13 @@ def area(place: Place, folder: Path) -> dict[str, Any]:
     return {"trained": summary["val/auc"], "found": found["val/auc"], "predicted": torch.as_tensor(predicted).tolist()}
 
 
+@needs("sklearn")
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_auc_of_a_run_is_scikit_learns_of_its_predictions(
     world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from sklearn.metrics import roc_auc_score
+
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "day_0", 100)
     labels = [row[0] for row in write(tmp_path / "day_1", 131, seed=1)]

@@ -4,6 +4,7 @@ A turn pauses four times for an answer: set up, settled, done, settled again. By
 are counted. When the link changes no packet is on its way, since the kernel drops packets that wait for a link.
 """
 
+import importlib
 import json
 import os
 import sys
@@ -16,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers.models.bert.modeling_bert
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -219,7 +219,7 @@ def turn(order: dict[str, Any], ask: Ask) -> None:
 
 def serve(turn: Callable[[dict[str, Any], Ask], None]) -> None:
     """Run `turn` in a child process for each order on standard input."""
-    assert transformers.models.bert.modeling_bert  # imported once, for all children
+    importlib.import_module("transformers.models.bert.modeling_bert")  # once, for all children
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # so that the output of libraries does not mix with answers
 

@@ -15,7 +15,6 @@ from toy_recipe import Toy
 
 from trainer.callback import Callback
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
-from trainer.callbacks.activation_checkpoint.compiled import set_budget
 from trainer.callbacks.compile import Compile
 from trainer.composition import arrange
 from trainer.errors import ConfigError
@@ -37,6 +36,8 @@ def compiled(budget: float | None, **config: Any) -> tuple[list[Tensor], int]:
     with ExitStack() as undo:
         undo.enter_context(torch._inductor.config.patch(force_disable_caches=True, **config))
         if budget is not None:
+            from trainer.callbacks.activation_checkpoint.compiled import set_budget
+
             set_budget(budget, undo)
         net = Stack((48,))
         net.blocks[0].compile(backend="inductor", dynamic=False)

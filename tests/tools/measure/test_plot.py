@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.needs import needs
 
 from trainer.tools.measure import plot
 
-matplotlib = pytest.importorskip("matplotlib")
+pytestmark = needs("matplotlib")
 FIT = {"latency_s": 1e-4, "bytes_per_s": 1e7, "cpu_s_per_byte": 0.0}
 ROW = {"collective": "all_reduce", "seconds": 1e-3, "algbw": 1e6, "cpu_seconds": 0.0}
 
