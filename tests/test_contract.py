@@ -107,6 +107,7 @@ if WORLD == STAGES:  # no replicas; tests/callbacks/pipeline trains these pairs 
 # Some that change the same thing: buckets, reduction, weights, or the optimizer's steps. The other pairs: `-m pairs`.
 RISKY: list[tuple[str, ...]] = [
     ("bucket", "optimizer_in_backward"),
+    ("bucket", "overlap"),
     ("ema", "shard.3"),
     ("nan_guard", "shard.2"),
     ("local_sgd", "powersgd"),

@@ -16,8 +16,7 @@ each_start = pytest.mark.parametrize(
 
 
 @each_start
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_trainer_in_the_current_folder_is_not_taken_for_echelon(code, ranks, tmp_path):
     (tmp_path / "trainer.py").write_text("raise SystemExit('the user\\'s')")
     words = [*TOY, *QUICK, "trainer.max_steps=2", "trainer.accelerator=cpu", f"trainer.devices={ranks}"]

@@ -31,7 +31,7 @@ def imported(path: Path) -> set[str]:
 
 @cache
 def imports() -> dict[str, set[str]]:
-    """Returns the modules of ours that each module imports. Each worker collects tests, and does not call it then."""
+    """Return the modules of ours that each module imports. Not at import: every worker collects this file."""
     return {name: imported(path) for name, path in PATHS.items()}
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -121,51 +122,62 @@ def test_nothing_to_count_is_refused_on_every_rank(recipe, tmp_path, monkeypatch
     assert results[0].startswith("recipe.data('val'): gave no batch, or only batches of weight 0; return data ")
 
 
-class FailsOnOne(Toy):
-    """In the last validation, on rank 1."""
+class Fails(Toy):
+    """In the last validation, on some ranks, before or after the forward pass."""
 
     trains = False
 
+    def __init__(self, ranks: tuple[int, ...] = (1,), after: bool = True) -> None:
+        super().__init__()
+        self.ranks, self.after = ranks, after
+
     def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
-        if self.trains and torch.distributed.get_rank() == 1:
+        fails = self.trains and torch.distributed.get_rank() in self.ranks
+        if self.after or not fails:
+            loss = self.loss(model, batch)
+        if fails:
             raise OSError("no more memory on this GPU")
-        return {"loss": (self.loss(model, batch), 1)}
+        return {"loss": (loss, 1)}
 
 
-def failing(place: Place, name: str, callback: Callback) -> tuple[Trainer, str]:
+def failed(place: Place, recipe: Fails, callbacks: dict[str, Callback]) -> tuple[str, int, list[Path]]:
+    """Return the error. `run_ranks` then ends the groups, as the end of a process does."""
     options = Options(max_steps=2, checkpoint=CheckpointOptions(every_steps=None), run_dir="runs/r")
-    data = DataOptions(workers=0)
-    trainer = Trainer(FailsOnOne(), {name: callback}, batch=12, options=options, data=data, place=place)
-    trainer.recipe.trains = True
-    with pytest.raises(Exception) as caught:
+    trainer = Trainer(recipe, callbacks, batch=12, options=options, data=DataOptions(workers=0), place=place)
+    recipe.trains = True
+    with pytest.raises(Exception) as caught, patch("trainer.timeouts.PASS_S", 1.0):
         trainer.fit()
-    return trainer, f"{type(caught.value).__name__}: {caught.value}"
+    return f"{type(caught.value).__name__}: {caught.value}", trainer.step, checkpoints(Path("ckpt/r"))
 
 
-def failed(place: Place) -> tuple[str, int, list[Path]]:
-    trainer, error = failing(place, "topk", GradCompress("topk"))
-    trainer.close()
-    return error, trainer.step, checkpoints(Path("ckpt/r"))
+def shard() -> dict[str, Callback]:
+    return {"shard": Shard(3)}
 
 
-def failed_in_lockstep(place: Place) -> str:
-    """Return, and let the groups go, as a process that ends."""
-    return failing(place, "shard", Shard(3))[1]
+OWN, OTHERS = "OSError: no more memory on this GPU", "DistError: rank 1 failed in validation"
 
 
-def test_a_rank_that_fails_alone_is_the_one_that_is_told_of_and_all_save(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "recipe, callbacks, expected",
+    [
+        (Fails(), {"topk": GradCompress("topk")}, (OTHERS, OWN, OTHERS)),
+        (Fails(), shard(), (OTHERS, OWN, OTHERS)),  # which the others hear at their next batch
+        (Fails((0, 1, 2), after=False), shard(), (OWN, OWN, OWN)),
+    ],
+    ids=["replicas", "lockstep", "lockstep, all"],
+)
+def test_a_rank_that_fails_is_the_one_that_is_told_of_and_all_save(recipe, callbacks, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    told, steps, saved = zip(*run_ranks(3, failed), strict=True)
-    others = "DistError: rank 1 failed in validation"
-    assert told == (others, "OSError: no more memory on this GPU", others)
+    told, steps, saved = zip(*run_ranks(3, failed, recipe, callbacks), strict=True)
+    assert told == expected
     assert set(steps) == {2} and [path.name for path in saved[0]] == ["step-00000002"]
 
 
-def test_a_rank_that_fails_in_lockstep_keeps_no_other_waiting(tmp_path, monkeypatch):
+def test_a_rank_that_fails_before_a_pass_in_lockstep_keeps_no_other_waiting(tmp_path, monkeypatch):
     """The limit of a collective is far beyond that of the test."""
     monkeypatch.chdir(tmp_path)
-    told = run_ranks(3, failed_in_lockstep, timeout_s=60)
-    assert told[1] == "OSError: no more memory on this GPU"
+    told, _, saved = zip(*run_ranks(3, failed, Fails(after=False), shard(), timeout_s=60), strict=True)
+    assert told[1] == OWN and not saved[0] and not Path("runs/r/summary.json").exists()
     assert all(any(text in error for text in GLOO) for error in (told[0], told[2])), told
 
 

@@ -8,6 +8,7 @@ FIRST_RANK_S = 5.0  # until the first rank of a node has printed an error that a
 LAUNCHER_S = 8.0  # until the launcher has reported the peer that failed, and ends this rank
 INTERRUPT_S = 60.0  # until the ranks of `launch` have written a checkpoint after an interrupt; a second kills them
 PEERS_S = 5.0  # until the peers of a failed rank have ended by themselves
+PASS_S = 30.0  # until ranks whose passes need each other have done theirs, after one has failed
 STACKS_S = 1.0  # until ranks have written their stacks; then they are killed
 START_S = 60.0  # until ranks have loaded and planned, plus PLANNING times the launcher's planning time
 PLANNING = 10.0

@@ -514,7 +514,7 @@ class Trainer:
                 try:
                     self.validate()
                 except Exception:
-                    if self.evaluator.alone:
+                    if self.evaluator.apart:  # a save would wait for ranks that are elsewhere
                         every.pop_all()
                     raise
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, nullcontext, suppress
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +81,7 @@ class Evaluator:
         self.objects = MetricObjects(ranks.rank, ranks.world, ranks.group_of)
         self.media: dict[str, Any] = {}  # of this rank's first batch of the last validation
         self.asks = False  # for media, at the next batch
-        self.alone = False  # this rank has failed, and others may wait for its next pass
+        self.apart = False  # in lockstep, a rank has failed, and ranks may be in different collectives
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float] | None:
@@ -149,7 +149,8 @@ class Evaluator:
         with evaluating(model):
             for prefix, micros in self.batches.items():
                 self.objects.begin(prefix)
-                parts = self._on_ranks(partial(self._take, model, micros, most))
+                take = self._take_together if self.lockstep else self._take
+                parts = self._on_ranks(partial(take, model, micros, most))
                 if None in parts:
                     return None
                 ranks, done, data_ranks, counts, firsts = zip(*parts, strict=True)
@@ -169,8 +170,6 @@ class Evaluator:
     def _on_ranks(self, work: Callable[[], Any]) -> list[Any]:
         """Do this rank's work; return what the work of each rank gave, a JSON value. A collective.
 
-        In lockstep the others wait for this rank's passes. They get an error when its process ends.
-
         Raises:
             DistError: The work of another rank has failed.
         """
@@ -178,12 +177,14 @@ class Evaluator:
         try:
             own = work()
         except Exception as error:
-            if self.lockstep:
-                self.alone = True
+            if self.apart:
                 raise
             failure = error  # the other ranks wait for this one's report
         try:
             reports = self.ranks.gather([own, failure is not None])
+        except Exception:
+            self.apart = self.lockstep
+            raise
         finally:
             if failure:
                 raise failure
@@ -191,6 +192,22 @@ class Evaluator:
             if failed:
                 raise DistError(f"rank {rank} failed in validation")
         return [value for value, _ in reports]
+
+    def _take_together(
+        self, model: nn.Module, batches: Callable[[], Iterator[Micro]], most: int | None
+    ) -> list[Any] | None:
+        """Take as `_take`; if that fails, tell the others at their next batch, where all end.
+
+        They never come to it if they wait for a pass of this rank. They get an error when its process ends.
+        """
+        try:
+            return self._take(model, batches, most)
+        except Exception:
+            try:
+                self.ranks.agree((0, 0, 0, 0, 1), timeouts.PASS_S)()
+            except Exception:
+                self.apart = True
+            raise
 
     def _take(self, model: nn.Module, batches: Callable[[], Iterator[Micro]], most: int | None) -> list[Any] | None:
         """Take this rank's batches of a data set; return None at a signal to stop.
@@ -205,8 +222,8 @@ class Evaluator:
         measure = self._pass
         if most and not any(hasattr(self.recipe, name) for name in TRIES):
             measure = lambda *_: {}  # noqa: E731 no forward pass, for the names are known
-        with closing(self._passes(batches(), bad)) as passes:
-            for micro, counts in islice(passes, most):
+        with closing(self._passes(batches(), bad, most)) as passes:
+            for micro, counts in passes:
                 if micro is None:
                     return None
                 done += 1
@@ -262,13 +279,17 @@ class Evaluator:
             return {}
         return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in media.items()}
 
-    def _passes(self, own: Iterator[Micro], bad: list[str]) -> Generator[tuple[Micro | None, bool]]:
+    def _passes(self, own: Iterator[Micro], bad: list[str], most: int | None) -> Generator[tuple[Micro | None, bool]]:
         """Yield what `_alone` or `_together` yields, without batches whose samples are all bad."""
-        for micro, counts in self._together(own) if self.lockstep else self._alone(own):
+        done = 0
+        for micro, counts in self._together(own, most) if self.lockstep else self._alone(own):
             if micro is not None:
                 bad += [each.why for each in micro.bad if counts]
             if micro is None or micro.batch is not None:
                 yield micro, counts
+                done += 1
+                if done == most and not self.lockstep:
+                    return
 
     def _alone(self, own: Iterator[Micro]) -> Iterator[tuple[Micro | None, bool]]:
         """Yield this rank's batches, all of which count, and None at a signal."""
@@ -277,19 +298,20 @@ class Evaluator:
             if self.stopping():
                 yield None, False
 
-    def _together(self, own: Iterator[Micro]) -> Iterator[tuple[Micro | None, bool]]:
+    def _together(self, own: Iterator[Micro], most: int | None) -> Iterator[tuple[Micro | None, bool]]:
         """Yield as many batches on every rank: a rank without further ones repeats its last, which does not count."""
-        last = None
+        last, done = None, 0
         while True:
-            micro = next(own, None)
+            micro = None if done == most else next(own, None)
             usable = micro is not None and micro.batch is not None  # else all of its samples are bad
             last = micro if usable else last
-            word = (micro is not None, usable, last is None, bool(self.stopping()))
-            more, passes, without, stopping = self.ranks.agree(tuple(map(int, word)))()
+            word = (micro is not None, usable, last is None, bool(self.stopping()), False)
+            more, passes, without, stopping, failed = self.ranks.agree(tuple(map(int, word)))()
             if stopping:
                 yield None, False
-            if stopping or not more:
+            if stopping or failed or not more:
                 return
+            done += bool(passes)
             if passes and without:
                 raise DataError("recipe.data('val'): has no batch for some ranks; give each rank at least one batch")
             if micro is not None:

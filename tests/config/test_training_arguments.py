@@ -27,10 +27,46 @@ def test_training_arguments_become_words():
 
 
 @pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        (
+            {"metric_for_best_model": "accuracy", "load_best_model_at_end": True},
+            "trainer.checkpoint.keep_best='max val/accuracy'",
+        ),
+        (
+            {"metric_for_best_model": "eval_loss", "load_best_model_at_end": True},
+            "trainer.checkpoint.keep_best=val/loss",
+        ),
+        ({"auto_find_batch_size": True}, "+callbacks=[auto_batch]"),
+        ({"full_determinism": True}, "trainer.deterministic=true"),
+        ({"train_sampling_strategy": "random"}, "trainer.precision=fp32"),
+    ],
+)
+def test_an_argument_with_a_counterpart(given, word):
+    assert word in translate(given, "recipe.args=x.json", 1)
+
+
+def test_what_changes_nothing_here_is_told(caplog):
+    caplog.set_level("INFO", "echelon")
+    translate({"output_dir": "out", "save_strategy": "epoch", "dataloader_drop_last": False}, "recipe.args=x.json", 1)
+    assert any(text.endswith("change nothing here: output_dir, save_strategy") for text in caplog.messages)
+
+
+@pytest.mark.parametrize(
     ("given", "words"),
     [
         ({"deepspeed": "zero.json"}, r"deepspeed=zero.json: Echelon has no such setting; .*shard"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1: Echelon has no such setting; remove it"),
+        (
+            {"train_sampling_strategy": "group_by_length"},
+            "train_sampling_strategy=group_by_length: Echelon has no such",
+        ),
+        (
+            {"average_tokens_across_devices": False},
+            "average_tokens_across_devices=false: Echelon counts the tokens of all",
+        ),
+        ({"accelerator_config": {"split_batches": True}}, "split_batches=true: batches are per device here"),
+        ({"eval_strategy": "steps", "eval_steps": 0.2}, "eval_steps=0.2: is a part of the run; give a whole number"),
         ({"optim": "lion_32bit"}, "optim=lion_32bit: Echelon has no such optimizer; give adamw_torch"),
     ],
 )

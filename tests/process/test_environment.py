@@ -75,11 +75,18 @@ main.run({"trainer": {"devices": 1}, "nccl": {}, "batch": 12, "micro_batch": Non
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("nowhere"), foreign])
-def test_a_foreign_file_in_place_of_the_cache_of_compiled_code_is_passed_over(tmp_path: Path, make):
-    """In /tmp any user may take the name. The folder in its place goes with the process."""
+def test_a_foreign_file_in_place_of_the_cache_of_compiled_code_is_passed_over(tmp_path: Path, make, monkeypatch):
+    """In /tmp any user may take the name."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     make(tmp_path / f"torchinductor_{getpass.getuser()}")
+    avoid_foreign_cache(env := {})
+    assert env["TORCHINDUCTOR_CACHE_DIR"].startswith(f"{tmp_path}/echelon-inductor-")
+
+
+@pytest.mark.slow
+def test_a_folder_in_place_of_a_foreign_cache_goes_with_the_process(tmp_path: Path):
+    foreign(tmp_path / f"torchinductor_{getpass.getuser()}")
     env = {key: value for key, value in os.environ.items() if key != "TORCHINDUCTOR_CACHE_DIR"}
     words, env = [sys.executable, "-c", CACHED], env | {"TMPDIR": str(tmp_path)}
     result = subprocess.run(words, env=env, capture_output=True, text=True)

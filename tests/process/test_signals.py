@@ -187,8 +187,9 @@ def sigterm(pid: int, terminal: int) -> None:
     os.killpg(pid, signal.SIGTERM)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("react", "name"), [(ctrl_c, "SIGINT"), (sigterm, "SIGTERM")])
+@pytest.mark.parametrize(
+    ("react", "name"), [(ctrl_c, "SIGINT"), pytest.param(sigterm, "SIGTERM", marks=pytest.mark.slow)]
+)
 def test_a_signal_to_all_processes_of_a_terminal(react, name, tmp_path):
     """None of the data workers may be lost before the checkpoint, nor be taken for a second signal."""
     code, shown = on_a_terminal(tmp_path, [("loss", react)], "data.workers=2", "callbacks.probe.step_s=0.1")

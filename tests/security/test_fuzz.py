@@ -111,8 +111,7 @@ def test_any_tar_is_read_as_tarfile_reads_it(content: bytes) -> None:
 META_KEYS = ("__key__", "__url__", "__local_path__")  # what webdataset adds
 
 
-@pytest.mark.slow
-@settings(FIXED, max_examples=300)
+@settings(FIXED, max_examples=100)
 @given(content=TARS)
 def test_any_tar_is_grouped_as_webdataset_groups_it(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.tar"
@@ -319,8 +318,7 @@ def test_a_changed_manifest_is_damaged(tmp_path: Path, changes: Any) -> None:
         verify(path.parent)
 
 
-@pytest.mark.slow
-@settings(FIXED, max_examples=300)
+@settings(FIXED, max_examples=100)
 @given(fields=st.dictionaries(st.sampled_from(KEYS), JSON, min_size=1), raw=st.binary(max_size=200), entry=JSON)
 def test_any_manifest_whose_sha256_fits(tmp_path: Path, fields: dict[str, Any], raw: bytes, entry: Any) -> None:
     """What verify lets through has files that are there; what a resume then needs of it is checked by its kind."""

@@ -35,20 +35,21 @@ CALLBACKS = {
     "gradient_checkpointing": "activation_checkpoint",
     "activation_checkpointing": "activation_checkpoint",
     "torch_compile": "compile",
+    "auto_find_batch_size": "auto_batch",
 }
 READ = {  # by functions below
     "per_device_train_batch_size", "gradient_accumulation_steps", "adam_beta1", "adam_beta2", "max_grad_norm",
     "max_steps", "logging_steps", "logging_strategy", "eval_strategy", "eval_steps", "save_strategy", "save_steps",
     "save_total_limit", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "bf16", "fp16", "tf32",
-    "optim", "lr_scheduler_kwargs", "warmup_ratio",
+    "optim", "lr_scheduler_kwargs", "warmup_ratio", "full_determinism",
 }  # fmt: skip
 ELSEWHERE = (  # names and places of files, reports, the hub: nothing that changes numbers
     r"output_dir|logging_.*|log_.*|report_to|run_name|project|trackio_.*|disable_tqdm|push_to_hub|hub_.*|do_.*|"
     r"overwrite_output_dir|save_.*|eval_.*|per_device_eval_batch_size|prediction_loss_only|include_.*|"
     r"remove_unused_columns|label_names|local_rank|ddp_backend|ddp_timeout|dataloader_.*|skip_memory_metrics|use_cpu|"
-    r"no_cuda|data_seed|full_determinism|auto_find_batch_size|average_tokens_across_devices|accelerator_config|"
+    r"no_cuda|data_seed|average_tokens_across_devices|accelerator_config|"
     r"gradient_checkpointing_kwargs|activation_checkpointing_kwargs|torch_compile_.*|restore_.*|enable_jit_checkpoint|use_cache|ignore_data_skip|"
-    r"ddp_broadcast_buffers|ddp_static_graph|batch_eval_metrics|torch_empty_cache_steps|train_sampling_strategy|"
+    r"ddp_broadcast_buffers|ddp_static_graph|batch_eval_metrics|torch_empty_cache_steps|"
     r"length_column_name|debug|deepspeed_plugin|distributed_state|_n_gpu|hub_token|past_index|bf16_full_eval|"
     r"fp16_full_eval|parallelism_config|liger_kernel_config|fsdp_.*|accelerate_.*"
 )
@@ -121,9 +122,26 @@ def refuse_others(given: Mapping[str, Any], key: str) -> None:
             continue
         instead = INSTEAD.get(name, "remove it from the file")
         raise ConfigError(f"{key}: {name}={shown(value)}: Echelon has no such setting; {instead}")
-    left = [name for name in given if re.fullmatch(ELSEWHERE, name) and name not in known and given[name]]
+    refuse_parts(given, key)
+    left = {name for name in given if re.fullmatch(ELSEWHERE, name) and name not in known and given[name]}
+    left |= {"save_strategy"} if given.get("save_strategy", "steps") != "steps" else set()
     if left:
-        log.info("%s: %d arguments name files, reports or evaluation, and change nothing here", key, len(left))
+        log.info(
+            "%s: these name files, reports or evaluation, and change nothing here: %s", key, ", ".join(sorted(left))
+        )
+
+
+def refuse_parts(given: Mapping[str, Any], key: str) -> None:
+    """Refuse values of known arguments that Echelon lacks."""
+    for name in ("logging_steps", "eval_steps", "save_steps"):
+        if 0 < (given.get(name) or 0) < 1:
+            raise ConfigError(f"{key}: {name}={given[name]}: is a part of the run; give a whole number of steps")
+    if given.get("average_tokens_across_devices") is False:
+        raise ConfigError(
+            f"{key}: average_tokens_across_devices=false: Echelon counts the tokens of all ranks; remove it"
+        )
+    if (given.get("accelerator_config") or {}).get("split_batches"):
+        raise ConfigError(f"{key}: accelerator_config.split_batches=true: batches are per device here; set it to false")
 
 
 def default_values() -> dict[str, Any]:
@@ -149,6 +167,8 @@ def limits_of(given: Mapping[str, Any]) -> dict[str, Any]:
         words["trainer.clip_norm"] = given["max_grad_norm"] or None
     if {"adam_beta1", "adam_beta2"} & given.keys():
         words["optimizer.betas"] = [given.get("adam_beta1", 0.9), given.get("adam_beta2", 0.999)]
+    if given.get("full_determinism"):
+        words["trainer.deterministic"] = True
     if given.get("warmup_ratio"):
         words["recipe.warmup_steps"] = given["warmup_ratio"]
     if given.get("lr_scheduler_kwargs"):
@@ -171,7 +191,9 @@ def intervals_of(given: Mapping[str, Any]) -> dict[str, Any]:
         words["trainer.checkpoint.keep"] = max(2, given["save_total_limit"])
     if given.get("load_best_model_at_end"):
         metric = str(given.get("metric_for_best_model") or "loss").removeprefix("eval_")
-        words["trainer.checkpoint.keep_best"] = f"{'max ' if given.get('greater_is_better') else ''}val/{metric}"
+        greater = given.get("greater_is_better")  # None: as transformers decides
+        greater = not metric.endswith("loss") if greater is None else greater
+        words["trainer.checkpoint.keep_best"] = f"{'max ' if greater else ''}val/{metric}"
     return words
 
 

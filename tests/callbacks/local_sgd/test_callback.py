@@ -186,9 +186,8 @@ RESUMED = [
     pytest.param({"every": 3, "warmup_steps": 4, "outer": "nesterov"}, "", marks=pytest.mark.slow),
     ({"every": 4, "outer": "nesterov", "fragments": 2, "delay": 2}, ""),
     pytest.param({"every": 4, "fragments": 3, "delay": 1, "mix": 0.3}, "bf16", marks=pytest.mark.slow),
-    pytest.param(
-        {"every": 4, "delay": 2}, "powersgd", marks=pytest.mark.slow
-    ),  # saved while the codec is between its two reductions
+    # Saved while the codec is between its two reductions.
+    pytest.param({"every": 4, "delay": 2}, "powersgd", marks=pytest.mark.slow),
 ]
 
 
