@@ -115,8 +115,15 @@ def command(pid: int) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Without what pytest and torch.compile set for themselves."""
-    own = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "KMP_")
+    """Without what pytest, torch.compile and Lightning set for themselves."""
+    own = (
+        "PYTEST_CURRENT_TEST",
+        "PYTORCH_NVML_BASED_CUDA_CHECK",
+        "TORCHINDUCTOR_",
+        "_TORCHINDUCTOR_",
+        "TRITON_",
+        "KMP_",
+    )
     return {key: value for key, value in os.environ.items() if not key.startswith(own)}
 
 

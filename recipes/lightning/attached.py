@@ -51,6 +51,13 @@ class Logged:
         """Return name -> sum and weight, as plain numbers."""
         return {name: [float(total), weight] for name, (total, weight) in self.sums.items()}
 
+    def computed(self) -> dict[str, list[float]]:
+        """Return the same with the values of metrics over all ranks, and reset these. A collective, if there is one."""
+        values = {name: [float(metric.compute()), 1] for name, metric in self.metrics.items()}
+        for metric in self.metrics.values():
+            metric.reset()
+        return self.numbers() | values
+
     def clear(self) -> None:
         self.sums, self.metrics = {}, {}
 

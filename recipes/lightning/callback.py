@@ -62,6 +62,7 @@ class LightningHooks(Callback):
     def on_fit_start(self, trainer: TrainerProtocol) -> None:
         recipe, module = trainer.recipe, find(trainer.module)
         recipe.passes, self.epoch = 0, recipe.view.current_epoch
+        self.of_epoch: dict[str, float] = {}  # what the end of an epoch has logged since the last logged step
         recipe.view.logged.clear()
         trainer.gathered.append((recipe.view.logged.numbers, self._name))
         module.on_fit_start()
@@ -80,10 +81,21 @@ class LightningHooks(Callback):
         recipe.view.logged.clear()
         if recipe.view.current_epoch > self.epoch:
             self.epoch = recipe.view.current_epoch
-            module.on_train_epoch_end()
+            self._end_epoch(trainer, module)
             self.open = not trainer.stop_reason and trainer.step != trainer.plan.max_steps
             if self.open:
                 module.on_train_epoch_start()
+        if trainer.metrics:  # a step that is logged
+            trainer.metrics |= self.of_epoch
+            self.of_epoch = {}
+
+    def _end_epoch(self, trainer: TrainerProtocol, module: Any) -> None:
+        """Call the module's hook. What it logs is in the metrics of the next logged step, as the mean over ranks."""
+        module.on_train_epoch_end()
+        if overrides(module, "on_train_epoch_end"):
+            logged = trainer.recipe.view.logged
+            self.of_epoch |= self._name(trainer.ranks.gather(logged.computed()))
+            logged.clear()
 
     def on_validation_end(self, trainer: TrainerProtocol, metrics: dict[str, float]) -> None:
         trainer.recipe.configured.validated(trainer.step, metrics)

@@ -19,6 +19,7 @@ from recipes.lightning.optimizers import Configured, ModuleSchedule
 from recipes.lightning.validation import Validation
 from trainer.data.batch import count_samples
 from trainer.errors import ConfigError, DataError
+from trainer.monitors.metric_objects import kept
 from trainer.optim.groups import Groups
 
 CHECKPOINT = "model.ckpt"
@@ -121,7 +122,8 @@ class Lightning:
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         module, run = find(model), self.view.run
         if run.rehearsing:
-            loss = self._training_step(model, module, batch, 0)
+            with kept(module.modules()):  # metrics count no batch of the rehearsal
+                loss = self._training_step(model, module, batch, 0)
             self.view.logged.clear()
             return loss
         self.end_batch(module)
@@ -142,6 +144,12 @@ class Lightning:
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if loss is None:
             raise ConfigError("training_step: returned no loss, and Echelon skips no batch; return the loss")
+        for name, metric in self.view.logged.metrics.items():
+            if getattr(metric, "_forward_cache", None) is None:
+                raise ConfigError(
+                    f"training_step: self.log({name!r}) got a metric without a value of this batch; call the metric "
+                    "on the batch, or log it in on_train_epoch_end"
+                )
         return loss
 
     def _received(self, module: Any, batch: Any) -> Any:
@@ -212,6 +220,12 @@ def load(name: Any, key: str) -> Any:
     module, _, last = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), last)
+    except ModuleNotFoundError as error:
+        if error.name in ("lightning", "pytorch_lightning"):
+            raise ConfigError(
+                f"{key}={name}: needs the package {error.name}; pip install 'lightning>=2.5,<3'"
+            ) from None
+        raise ConfigError(f"{key}={name}: {error}; name an importable class, as package.module.Class") from None
     except (ImportError, ValueError, AttributeError) as error:
         raise ConfigError(f"{key}={name}: {error}; name an importable class, as package.module.Class") from None
     if not isinstance(found, type) or not (

@@ -172,6 +172,25 @@ def train(datamodule: Any, name: str, callbacks: Any = None, **options: Any) -> 
     return trainer
 
 
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_the_end_of_an_epoch_logs_is_lightnings(world, tmp_path, monkeypatch):
+    """The last step ends an epoch; the ends before it are in the metrics of their steps."""
+    monkeypatch.chdir(tmp_path)
+    for ((ours, theirs),) in run_ranks(world, both, [("EpochEnd", 1)]):
+        of_epochs = [metrics for metrics in ours["logged"] if "train/batches" in metrics]
+        assert [metrics["train/batches"] for metrics in of_epochs] == [12 / world * n for n in range(1, 2 * world + 1)]
+        for name in ("acc_epoch", "batches"):
+            assert of_epochs[-1][f"train/{name}"] == pytest.approx(theirs["validation"][f"train_{name}"])
+
+
+def test_a_metric_without_a_value_of_the_batch_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"training_step: self\.log\('acc'\) got a metric without a value of this batch"
+    ):
+        train(datamodule_of("Updated")[0], "Updated")
+
+
 @pytest.mark.parametrize("name", ["Classifier", "OnPlateau"])
 def test_a_resume_repeats_the_bits_in_echelons_order_of_samples(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

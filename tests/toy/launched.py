@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from toy_recipe import Toy
 
+from trainer import timeouts
 from trainer.callback import Callback
+from trainer.callbacks.shard.callback import Shard
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import DataError
 from trainer.launch.function import launch
@@ -54,6 +56,25 @@ def fails() -> None:
     if os.environ["RANK"] == "1":
         raise ZeroDivisionError("trouble")
     time.sleep(600)
+
+
+class FailsBeforeItsPass(Toy):
+    """In the last validation; two batches are tried before the first step."""
+
+    calls = 0
+
+    def metrics(self, model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+        self.calls += 1
+        if self.calls > 2 and os.environ["RANK"] == "1":
+            raise OSError("no more memory on this GPU")
+        return {"loss": (self.loss(model, batch), 1)}
+
+
+def fails_in_lockstep() -> None:
+    """The limit of a collective is that of `trainer.timeout_s`, half an hour."""
+    timeouts.PASS_S = 1.0
+    options = Options(max_steps=2, run_dir="runs/r")
+    Trainer(FailsBeforeItsPass(), [Shard(3)], batch=12, options=options, data=DataOptions(workers=0)).fit()
 
 
 def dies() -> None:

@@ -165,6 +165,32 @@ class OwnBackward(AutoEncoder):
         loss.backward()
 
 
+class EpochEnd(Classifier):
+    """Logs a number and a metric at the end of an epoch of training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = torchmetrics.Accuracy("multiclass", num_classes=4)
+        self.batches = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        self.trained.update(self(batch[0]), batch[1])
+        self.batches += 1
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("train_acc_epoch", self.trained)
+        self.log("train_batches", float(self.batches))
+
+
+class Updated(EpochEnd):
+    """Logs a metric that has no value of the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        self.log("train_acc", self.trained)
+        return super().training_step(batch, batch_idx)
+
+
 class AtTheEnd(Classifier):
     """Logs at the end of a validation: a metric alone, a mean of what it has kept, and a collection's numbers."""
 
