@@ -2,7 +2,7 @@
 
 from trainer import __version__
 from trainer.callback import Callback
-from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
+from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, LimitOptions, Options
 from trainer.errors import ConfigError, DataError, NumericsError, UnavailableError
 from trainer.launch.function import launch
 from trainer.trainer import Trainer
@@ -14,6 +14,7 @@ __all__ = [
     "DDPOptions",
     "DataError",
     "DataOptions",
+    "LimitOptions",
     "NumericsError",
     "Options",
     "Trainer",

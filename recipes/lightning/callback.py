@@ -90,7 +90,7 @@ class LightningHooks(Callback):
             self.of_epoch = {}
 
     def _end_epoch(self, trainer: TrainerProtocol, module: Any) -> None:
-        """Call the module's hook. What it logs is in the metrics of the next logged step, as the mean over ranks."""
+        """Call the module's hook. Its values, as means over ranks, are in the metrics of the next logged step."""
         module.on_train_epoch_end()
         if overrides(module, "on_train_epoch_end"):
             logged = trainer.recipe.view.logged

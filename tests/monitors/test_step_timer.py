@@ -242,7 +242,7 @@ def test_ranks_that_wait_for_a_late_one_communicate(case: str, tmp_path, monkeyp
             assert sum(parts(times).values()) == pytest.approx(times["step"], abs=1e-7)
     waiting, waited, slow = ranks[-1]
     assert min(waiting["communication"], waited["communication"]) > slow["communication"] + late / 2
-    assert slow["forward"] >= late > 2 * max(waiting["forward"], waited["forward"])
+    assert slow["forward"] >= late > max(waiting["forward"], waited["forward"])
     assert found[0][2]["time/slowest_rank"] == 2 and found[0][2]["time/spread"] > 0.3
 
 
