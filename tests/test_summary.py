@@ -4,10 +4,12 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from trainer.summary import earlier, go_on, grouped, this_python
+from trainer.summary import earlier, go_on, grouped, tell_place, this_python
 
 ELASTIC = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 
@@ -58,3 +60,14 @@ def test_a_resume_that_makes_no_step_keeps_the_numbers_of_the_run(tmp_path):
     file.write_text(json.dumps({"steps": 4, "train/loss": 1.5, "perf/mfu": None, "val/loss": 2.0, "ranks": 3}))
     assert earlier(tmp_path, 4) == {"train/loss": 1.5}
     assert earlier(tmp_path, 5) == {}
+
+
+@pytest.mark.parametrize(
+    ("error", "place"),
+    [(ValueError("a"), "in step 3, on sample 1, sample 2"), (RuntimeError("[gloo/transport/tcp] Timed out"), None)],
+)
+def test_samples_are_named_unless_a_collective_has_failed(error: Any, place: str | None) -> None:
+    source = SimpleNamespace(where=lambda ref: f"sample {ref}")
+    error.refs = [1, 2]
+    tell_place(error, SimpleNamespace(batch=4, plan=SimpleNamespace(micro=2, source=source), rehearsing=False, step=2))
+    assert getattr(error, "place", None) == place and error.given == "batch=4, micro_batch=2"

@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import os
 import runpy
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -127,7 +126,6 @@ def compare(folders: list[str | None]) -> None:
     if len(measured) > 1:
         with contextlib.suppress(SystemExit):
             run_tool("compare", *measured)
-        print(f"curves: {shlex.join(['python', '-m', 'trainer.tools.report', *measured])}")
 
 
 def tools() -> dict[str, Path]:

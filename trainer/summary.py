@@ -14,6 +14,7 @@ from torch import nn
 
 from trainer.checkpoint.locate import folder, step_of
 from trainer.checkpoint.pretrained import load_weights
+from trainer.comm.ranks import in_collective
 from trainer.files import apply_umask, write_json
 from trainer.log import doing, log
 from trainer.parallel.meta import on_host
@@ -119,10 +120,13 @@ def exported(trainer: FinishedTrainer) -> nn.Module:
 
 
 def tell_place(error: Any, trainer: Any) -> None:
-    """Give an error the run's batch, and the samples of the micro-batch in which it came, for `errors.message`."""
+    """Give an error the run's batch, and the samples of the micro-batch in which it came, for `errors.message`.
+
+    Samples are no cause of a collective that fails.
+    """
     refs = getattr(error, "refs", None)
     error.given = f"batch={trainer.batch}, micro_batch={len(refs) if refs else trainer.plan.micro}"
-    if refs is None:
+    if refs is None or in_collective(error):
         return
     first = [trainer.plan.source.where(ref) for ref in refs[:FIRST]]
     more = f" and {len(refs) - FIRST} more" if len(refs) > FIRST else ""

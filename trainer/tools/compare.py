@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ def compare(folders: list[Path], as_json: bool, everything: bool) -> int:
     for run in runs:
         for note in run.notes:
             console.print(Text(printable(f"{run.name}: {note}")), soft_wrap=True)
+    if len(runs) > 1:
+        print(f"curves: {shlex.join(['python', '-m', 'trainer.tools.report', *map(str, folders)])}")
     return 0
 
 

@@ -191,6 +191,8 @@ def page(tables: list[list[Row]], about: Row, called: str) -> str:
         "\n".join(textwrap.fill(line, 118, subsequent_indent="  ") for line in absences(tables)),
         "The bare loop saves with `torch.save`, in the loop, and syncs no file. It resumes at the start of the epoch.\n"
         "Echelon's checkpoints are written beside the steps, synced, and hold the place in the data.",
+        "A resume is measured on one rank of the transformer. On the MLP Echelon orders samples, and seeds three\n"
+        "random generators for each.",
     ]
     return "\n\n".join(line.rstrip() for line in lines if line) + "\n"
 
