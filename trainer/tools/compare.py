@@ -48,7 +48,7 @@ def compare(folders: list[Path], as_json: bool, everything: bool) -> int:
         for note in run.notes:
             console.print(Text(printable(f"{run.name}: {note}")), soft_wrap=True)
     if len(runs) > 1:
-        print(f"curves: {shlex.join(['python', '-m', 'trainer.tools.report', *map(str, folders)])}")
+        print(printable(f"curves: {shlex.join(['python', '-m', 'trainer.tools.report', *map(str, folders)])}"))
     return 0
 
 
