@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, nullcontext, suppress
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +81,7 @@ class Evaluator:
         self.objects = MetricObjects(ranks.rank, ranks.world, ranks.group_of)
         self.media: dict[str, Any] = {}  # of this rank's first batch of the last validation
         self.asks = False  # for media, at the next batch
+        self.walking = False  # in lockstep, the others wait for this rank's word at the next batch
         self.apart = False  # in lockstep, a rank has failed, and ranks may be in different collectives
 
     @torch.no_grad()
@@ -200,11 +201,13 @@ class Evaluator:
 
         They never come to it if they wait for a pass of this rank. They get an error when its process ends.
         """
+        self.walking = True
         try:
             return self._take(model, batches, most)
         except Exception:
             try:
-                self.ranks.agree((0, 0, 0, 0, 1), timeouts.PASS_S)()
+                if self.walking:
+                    self.ranks.agree((0, 0, 0, 0, 1), timeouts.PASS_S)()
             except Exception:
                 self.apart = True
             raise
@@ -223,7 +226,7 @@ class Evaluator:
         if most and not any(hasattr(self.recipe, name) for name in TRIES):
             measure = lambda *_: {}  # noqa: E731 no forward pass, for the names are known
         with closing(self._passes(batches(), bad, most)) as passes:
-            for micro, counts in passes:
+            for micro, counts in islice(passes, None if self.lockstep else most):  # in lockstep all agree on the end
                 if micro is None:
                     return None
                 done += 1
@@ -281,15 +284,11 @@ class Evaluator:
 
     def _passes(self, own: Iterator[Micro], bad: list[str], most: int | None) -> Generator[tuple[Micro | None, bool]]:
         """Yield what `_alone` or `_together` yields, without batches whose samples are all bad."""
-        done = 0
         for micro, counts in self._together(own, most) if self.lockstep else self._alone(own):
             if micro is not None:
                 bad += [each.why for each in micro.bad if counts]
             if micro is None or micro.batch is not None:
                 yield micro, counts
-                done += 1
-                if done == most and not self.lockstep:
-                    return
 
     def _alone(self, own: Iterator[Micro]) -> Iterator[tuple[Micro | None, bool]]:
         """Yield this rank's batches, all of which count, and None at a signal."""
@@ -310,6 +309,7 @@ class Evaluator:
             if stopping:
                 yield None, False
             if stopping or failed or not more:
+                self.walking = False
                 return
             done += bool(passes)
             if passes and without:

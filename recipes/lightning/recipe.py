@@ -220,14 +220,11 @@ def load(name: Any, key: str) -> Any:
     module, _, last = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), last)
-    except ModuleNotFoundError as error:
-        if error.name in ("lightning", "pytorch_lightning"):
-            raise ConfigError(
-                f"{key}={name}: needs the package {error.name}; pip install 'lightning>=2.5,<3'"
-            ) from None
-        raise ConfigError(f"{key}={name}: {error}; name an importable class, as package.module.Class") from None
     except (ImportError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{key}={name}: {error}; name an importable class, as package.module.Class") from None
+        way_out = "name an importable class, as package.module.Class"
+        if getattr(error, "name", "") in ("lightning", "pytorch_lightning"):
+            way_out = "pip install 'lightning>=2.5,<3'"
+        raise ConfigError(f"{key}={name}: {error}; {way_out}") from None
     if not isinstance(found, type) or not (
         {"LightningModule", "LightningDataModule"} & {k.__name__ for k in found.__mro__}
     ):

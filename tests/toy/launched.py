@@ -71,7 +71,7 @@ class FailsBeforeItsPass(Toy):
 
 
 def fails_in_lockstep() -> None:
-    """The limit of a collective is that of `trainer.timeout_s`, half an hour."""
+    """The limit of a collective is that of `trainer.timeout_s`, ten minutes."""
     timeouts.PASS_S = 1.0
     options = Options(max_steps=2, run_dir="runs/r")
     Trainer(FailsBeforeItsPass(), [Shard(3)], batch=12, options=options, data=DataOptions(workers=0)).fit()
