@@ -11,6 +11,7 @@ from trainer.comm.phases import Clock, Lap, Phase
 from trainer.files import Appended
 
 NAMES = [phase.name.lower() for phase in Phase]
+COMPUTE = (Phase.UPLOAD, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 
 
 class StepTimer(Callback):
@@ -19,8 +20,8 @@ class StepTimer(Callback):
     A clock is in one phase at a time, so the phases add up to the step. Communication is what the step waits for: a
     reduction that runs beside a backward pass takes no time. On a GPU the times are the device's, by CUDA events.
 
-    `time/slowest_rank` is the rank with the largest time of its own: its step without communication. `time/spread` is
-    the largest own time minus the smallest, over their mean.
+    `time/slowest_rank` is the rank that computes longest: upload, passes, and optimizer. `time/spread` is the longest of
+    these times minus the shortest, over the step. `time/data_max` is the longest wait for data.
     """
 
     role = Role.MEASURE
@@ -76,11 +77,14 @@ class StepTimer(Callback):
 
 
 def metrics(times: list[list[float]]) -> dict[str, float]:
-    """Make the metrics of the ranks' seconds in each phase."""
+    """Make the metrics of the ranks' seconds in each phase.
+
+    Waits for data make no rank slow: of equal ranks that lack data, one waits for it, and the others for that one.
+    """
     ranks = len(times)
-    own = [sum(each) - each[Phase.COMMUNICATION] for each in times]
+    work = [sum(each[phase] for phase in COMPUTE) for each in times]
     means = {f"time/{name}": sum(each) / ranks for name, each in zip(NAMES, zip(*times, strict=True), strict=True)}
-    whole, mean = sum(map(sum, times)) / ranks, sum(own) / ranks
-    slowest = own.index(max(own))
-    spread = (max(own) - min(own)) / mean if mean else 0.0
-    return {"time/step": whole, **means, "time/slowest_rank": slowest, "time/spread": spread}
+    step, waits = sum(map(sum, times)) / ranks, [each[Phase.DATA] for each in times]
+    spread = (max(work) - min(work)) / step if step else 0.0
+    unequal = {"time/data_max": max(waits), "time/slowest_rank": work.index(max(work)), "time/spread": spread}
+    return {"time/step": step, **means, **unequal}

@@ -189,7 +189,7 @@ def test_a_real_rank_that_is_slow():
     """Others wait for it, in place of computing."""
     run_ranks(3, slow_rank)
     found = {line["name"]: line for line in lines()}
-    assert found["straggler"]["text"].startswith("rank 1 is the slowest, ")
+    assert found["straggler"]["text"].startswith("rank 1 is the slowest: ")
     assert found["communication"]["config"] == "'+callbacks=[overlap]'"
 
 

@@ -47,7 +47,7 @@ CASES: list[tuple[str, Numbers, Numbers, Run, str]] = [
     ("communication", {}, SLOW, replace(OPEN, batch=30, data_world=2, micro=15), "'+callbacks=[overlap]'"),
     ("communication", {}, SLOW, replace(CLOSED, profiles=True), "callbacks.profiler.with_stack=true"),
     ("data_wait", {**STEP, "time/data": 0.05}, {**STEP, "time/data": 0.051}, OPEN, "data.workers=4"),
-    ("data_wait", {}, {**STEP, "time/data": 0.2}, replace(OPEN, workers=0), "data.workers=2"),
+    ("data_wait", {}, {**STEP, "time/data": 0.01, "time/data_max": 0.2}, replace(OPEN, workers=0), "data.workers=2"),
     ("data_wait", {}, {**STEP, "time/data": 0.2}, replace(OPEN, workers=8), "data.prefetch=4"),
     ("checkpoint", {"advice/checkpoint": 0.035}, {"advice/checkpoint": 0.036, **STEP}, OPEN,
      "trainer.checkpoint.every_steps=2000"),

@@ -10,7 +10,7 @@ SWING = 0.15  # between the largest and the smallest sample of utilisation
 COMMUNICATION = 0.3  # of the forward and backward passes
 DATA = 0.05  # of the step
 CHECKPOINT = 0.035  # of the steps since the first logged one
-STRAGGLER = 0.1  # between the slowest and the fastest rank, of their mean
+STRAGGLER = 0.1  # of the step, between what the slowest and the fastest rank compute
 SKEW = 0.2  # of the largest peak of memory
 SKEW_GIB = 1.0  # a smaller difference is not judged
 PCIE = 0.8  # of what the link transmits
@@ -122,7 +122,7 @@ def straggler(numbers: Numbers, run: Run) -> Finding | None:
     spread, rank = numbers.get("time/spread", 0.0), int(numbers.get("time/slowest_rank", 0))
     if spread <= STRAGGLER:
         return None
-    text = f"rank {rank} is the slowest, {spread:.0%} behind the fastest, more than {STRAGGLER:.0%}; others wait for it"
+    text = f"rank {rank} is the slowest: the fastest computes {spread:.0%} of a step less, more than {STRAGGLER:.0%}"
     config = added("hetero_batch") if run.accepts("hetero_batch") else trace(run, f"ranks=[{rank}]")
     return Finding("straggler", spread, STRAGGLER, text, config, rank)
 
@@ -230,9 +230,9 @@ RULES: tuple[Rule, ...] = (
 
 
 def share_of(part: str, numbers: Numbers) -> float:
-    """Return the part's share of a step; 0 if it is unknown."""
-    step = numbers.get("time/step", 0.0)
-    return numbers.get(f"time/{part}", 0.0) / step if step else 0.0
+    """Return the part's share of a step; 0 if it is unknown. The longest wait for data counts: all ranks wait then."""
+    step, most = numbers.get("time/step", 0.0), numbers.get(f"time/{part}", 0.0)
+    return numbers.get(f"time/{part}_max", most) / step if step else 0.0
 
 
 def exposed(numbers: Numbers) -> float:

@@ -38,6 +38,7 @@ TITLES = {
     "perf/peak_memory_gib": "Peak memory of the fullest GPU",
     "perf/peak_rss_gib": "Peak resident memory of the fullest rank",
     "time/spread": "Spread between ranks",
+    "time/data_max": "Longest wait for data of a rank",
     "time/slowest_rank": "Slowest rank",
     "comm/mib_per_step": "Sent per step",
     "comm/seconds_per_step": "Communication per step",
