@@ -106,7 +106,7 @@ def test_multirun_makes_a_run_per_value(tmp_path):
     table = done.out.rpartition("finished at step")[2]
     assert re.search(r"^optimizer.lr +0.001 +0.003$", table, re.MULTILINE) and "trainer.run_dir" not in table
     assert re.search(r"^val/loss +[\d.]+ +[\d.]+$", table, re.MULTILINE)
-    assert table.endswith(f"curves: python -m trainer.tools.report runs/{names[0]} runs/{names[1]}\n")
+    assert table.endswith(f"curves: echelon report runs/{names[0]} runs/{names[1]}\n")
     runs = sorted(path for path in (tmp_path / "runs").iterdir() if path.is_dir())
     assert len(runs) == 2
     assert sorted(OmegaConf.load(folder / "config.yaml").optimizer.lr for folder in runs) == [1e-3, 3e-3]

@@ -17,7 +17,7 @@ def test_every_tool_is_reachable(tmp_path):
     for name in tools():
         done = run([name, "--help"], tmp_path)
         assert (done.code, done.err) == (0, ""), name
-        assert f"python -m trainer.tools.{name}" in done.out.partition("\n")[0], name
+        assert f"echelon {name}" in done.out.partition("\n")[0], name
 
 
 def test_help_lists_the_tools(tmp_path):

@@ -277,7 +277,7 @@ def refuse_more(options: Options, world: int) -> None:
     if world == 1 and (options.devices not in ("auto", 1) or node_range(options.nodes)[0] > 1):
         raise ConfigError(
             f"trainer.devices={options.devices}, trainer.nodes={options.nodes}: a Trainer made in Python starts no "
-            "other ranks; use python -m trainer.main or torchrun, or leave these settings out"
+            "other ranks; use echelon or torchrun, or leave these settings out"
         )
 
 

@@ -97,7 +97,7 @@ def train(
         describe(trainer, build_options(NCCLOptions, config["nccl"]))
     tuned = config.get(TUNED)
     if tuned and (other := differences(tuned, machine(trainer.ranks, tuned["link"]))):
-        log.warning("+tuned: was measured on another machine (%s); measure here by python -m trainer.tools.tune", other)
+        log.warning("+tuned: was measured on another machine (%s); measure here by echelon tune", other)
     trainer.fit()
     if trainer.stop_reason == "signal" and trainer.world == 1 and not StopSignals.received:
         handover.prepare(trainer.run_dir, argv)

@@ -26,7 +26,7 @@ def test_the_key_is_checked() -> None:
     for values, reason in (
         ({"cpus": 1}, "tuned.cpus=1: no such key; did you mean cpu"),
         (dataclasses.asdict(HERE) | {"ranks": "two"}, "tuned.ranks=two: must be int, not str"),
-        ({"cpu": "x"}, "is missing; let trainer.tools.tune write the file again"),
+        ({"cpu": "x"}, "is missing; let echelon tune write the file again"),
     ):
         with pytest.raises(ConfigError, match=reason):
             check_tuned(values)

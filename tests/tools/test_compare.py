@@ -18,7 +18,7 @@ def shown(capsys, monkeypatch, columns: int, *folders: Path, everything: bool = 
     assert compare(list(folders), False, everything) == 0
     lines = capsys.readouterr().out.splitlines()
     if len(folders) > 1:
-        assert lines.pop() == f"curves: python -m trainer.tools.report {' '.join(map(str, folders))}"
+        assert lines.pop() == f"curves: echelon report {' '.join(map(str, folders))}"
     return lines
 
 

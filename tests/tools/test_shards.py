@@ -1,4 +1,4 @@
-"""python -m trainer.tools.shards: packing, indexing in parallel, verifying, and what it says of what it can't do."""
+"""echelon shards: packing, indexing in parallel, verifying, and what it says of what it can't do."""
 
 import gzip
 import io

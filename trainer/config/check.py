@@ -70,7 +70,7 @@ def check_tuned(values: Any) -> None:
         return
     check_values(TUNED, values, option_parameters(Tuned))
     for key in option_parameters(Tuned).keys() - values.keys():
-        raise ConfigError(f"{TUNED}.{key}: is missing; let trainer.tools.tune write the file again")
+        raise ConfigError(f"{TUNED}.{key}: is missing; let echelon tune write the file again")
 
 
 def nearest_anywhere(key: str, config: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ TYPED = {
     "optimizer": "optimizer=NAME",
     "schedule": "schedule=NAME",
     "nccl": "nccl=NAME",
-    "tuned": "+tuned=NAME, as python -m trainer.tools.tune has written it",
+    "tuned": "+tuned=NAME, as echelon tune has written it",
 }
 
 

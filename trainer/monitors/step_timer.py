@@ -20,8 +20,8 @@ class StepTimer(Callback):
     A clock is in one phase at a time, so the phases add up to the step. Communication is what the step waits for: a
     reduction that runs beside a backward pass takes no time. On a GPU the times are the device's, by CUDA events.
 
-    `time/slowest_rank` is the rank that computes longest: upload, passes, and optimizer. `time/spread` is the longest of
-    these times minus the shortest, over the step. `time/data_max` is the longest wait for data.
+    `time/slowest_rank` is the rank that computes longest: upload, passes, and optimizer. `time/spread` is the longest
+    of these times minus the shortest, over the step. `time/data_max` is the longest wait for data.
     """
 
     role = Role.MEASURE

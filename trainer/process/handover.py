@@ -22,7 +22,7 @@ TRIED = "tuned-tried.json"  # in the folder of the run from the new command's st
 TRYING = "ECHELON_TUNED_TRIED"  # path of that file, for the new command
 SEVERAL = "ECHELON_SEVERAL_RUNS"  # set if one command runs several jobs, and can't become another command
 ENDED = frozenset({0, STOPPED, 129, 130, 143})  # exit codes of a run that has done its work, or that a signal ended
-FAILED = "echelon: the result of trainer.tools.tune failed before a checkpoint; the run goes on as it was"
+FAILED = "echelon: the result of echelon tune failed before a checkpoint; the run goes on as it was"
 PYTHON = (sys.executable, "-m", "trainer.main")
 command: list[str] = []  # that this process is about to become
 
@@ -52,7 +52,7 @@ def take(run_dir: Path, launcher: str, argv: Sequence[str] | None) -> bool:
     with contextlib.suppress(OSError):  # a request that stayed would stop the run again
         request.replace(run_dir / (REFUSED if why else TAKEN))
         if not why:
-            log.info("%s: the run stops here, and goes on with a result of trainer.tools.tune", request)
+            log.info("%s: the run stops here, and goes on with a result of echelon tune", request)
             return True
     log.warning("%s: is not taken over (%s); stop the run, and give +tuned=NAME", request, why or "it can't be moved")
     return False
@@ -68,7 +68,7 @@ def hindrance(request: Path, launcher: str, argv: Sequence[str] | None) -> str:
         wanted = json.loads(request.read_text())
         file = Path(folder_of(argv) or wanted["folder"]) / "tuned" / f"{wanted['name']}.yaml"
     except (OSError, ValueError, KeyError, TypeError):
-        return "it is no request of trainer.tools.tune"
+        return "it is no request of echelon tune"
     return "" if file.is_file() else f"the run's --config-dir has no {file}"
 
 

@@ -1,8 +1,8 @@
-"""python -m trainer.tools.bench: measures links, codecs, copies, matrix products, disk and shards of this machine.
+"""echelon bench: measures links, codecs, copies, matrix products, disk and shards of this machine.
 
-    python -m trainer.tools.bench --devices 2 --json bench.json --png bench.png     starts two ranks on this machine
+    echelon bench --devices 2 --json bench.json --png bench.png     starts two ranks on this machine
     torchrun --nnodes 2 --nproc-per-node 8 -m trainer.tools.bench                   under a launcher, on all nodes
-    python -m trainer.tools.bench --only disk shards --folder /data                 one rank, and no links
+    echelon bench --only disk shards --folder /data                 one rank, and no links
 
 Times and bandwidths of collectives are as nccl-tests defines them. Latency and rate of each level of the network are
 fitted to the times. MB are 1,000,000 bytes.
@@ -123,7 +123,7 @@ def refuse(options: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        "python -m trainer.tools.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "echelon bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--only", nargs="+", default=ALL, metavar="PART", help=f"of {', '.join(ALL)}; without it all")
     made.add_argument("--devices", type=int, help="ranks to start here; without it one for each GPU, or one")

@@ -1,4 +1,4 @@
-"""python -m trainer.tools.compare RUN...: how runs differ, as tables: changed keys, last and best metrics."""
+"""echelon compare RUN...: how runs differ, as tables: changed keys, last and best metrics."""
 
 import argparse
 import json
@@ -48,7 +48,7 @@ def compare(folders: list[Path], as_json: bool, everything: bool) -> int:
         for note in run.notes:
             console.print(Text(printable(f"{run.name}: {note}")), soft_wrap=True)
     if len(runs) > 1:
-        print(printable(f"curves: {shlex.join(['python', '-m', 'trainer.tools.report', *map(str, folders)])}"))
+        print(printable(f"curves: {shlex.join(['echelon', 'report', *map(str, folders)])}"))
     return 0
 
 
@@ -124,7 +124,7 @@ def values_of(run: Run, name: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m trainer.tools.compare", description=__doc__)
+    parser = argparse.ArgumentParser(prog="echelon compare", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run, as in runs/NAME")
     parser.add_argument("--json", action="store_true", help="prints JSON, with all metrics")
     parser.add_argument("--all", action="store_true", help="shows all metrics, not only train/, val/ and perf/")

@@ -1,4 +1,4 @@
-"""python -m trainer.tools.export CHECKPOINT FOLDER [KEY=VALUE...]: exports a checkpoint like the end of a run."""
+"""echelon export CHECKPOINT FOLDER [KEY=VALUE...]: exports a checkpoint like the end of a run."""
 
 import argparse
 import os
@@ -151,7 +151,7 @@ def refuse_other_data(source: Any, saved: str, key: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m trainer.tools.export", description=__doc__)
+    parser = argparse.ArgumentParser(prog="echelon export", description=__doc__)
     parser.add_argument("checkpoint", help="ckpt/last.pt, or a folder step-*")
     parser.add_argument("folder", type=Path, help="the folder to export to")
     parser.add_argument(

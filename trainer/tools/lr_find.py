@@ -1,4 +1,4 @@
-"""python -m trainer.tools.lr_find [OPTIONS] [ARGUMENTS OF THE RUN]: looks for a learning rate by a range test.
+"""echelon lr_find [OPTIONS] [ARGUMENTS OF THE RUN]: looks for a learning rate by a range test.
 
     echelon lr_find recipe=bert_tiny
     echelon lr_find --max 1 --png rates.png recipe=bert_large trainer.devices=8
@@ -35,7 +35,7 @@ ROWS = 10  # of the table on the terminal
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        "python -m trainer.tools.lr_find", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "echelon lr_find", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--min", type=float, default=1e-7, metavar="RATE", help="the first rate; without it 1e-7")
     parser.add_argument("--max", type=float, default=10.0, metavar="RATE", help="the last rate; without it 10")

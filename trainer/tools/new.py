@@ -1,4 +1,4 @@
-"""python -m trainer.tools.new NAME: writes a small recipe of your own into the current folder, with YAML and test."""
+"""echelon new NAME: writes a small recipe of your own into the current folder, with YAML and test."""
 
 import argparse
 import importlib.util
@@ -146,7 +146,7 @@ def refuse(name: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m trainer.tools.new", description=__doc__)
+    parser = argparse.ArgumentParser(prog="echelon new", description=__doc__)
     parser.add_argument("name", metavar="NAME", help="of the recipe and its module, as in my_task")
     given = parser.parse_args()
     return run_guarded(lambda: new(given.name))

@@ -1,4 +1,4 @@
-"""python -m trainer.tools.predict CHECKPOINT --output FILE [KEY=VALUE...]: predictions of a checkpoint, in order."""
+"""echelon predict CHECKPOINT --output FILE [KEY=VALUE...]: predictions of a checkpoint, in order."""
 
 import argparse
 import sys

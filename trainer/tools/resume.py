@@ -1,4 +1,4 @@
-"""python -m trainer.tools.resume RUN [KEY=VALUE...]: goes on with a run from its stored config, overrides on top."""
+"""echelon resume RUN [KEY=VALUE...]: goes on with a run from its stored config, overrides on top."""
 
 import argparse
 import sys
@@ -80,7 +80,7 @@ def read(folder: Path) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m trainer.tools.resume", description=__doc__)
+    parser = argparse.ArgumentParser(prog="echelon resume", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run, as in runs/NAME")
     parser.add_argument(
         "overrides", nargs=argparse.REMAINDER, metavar="KEY=VALUE", help="replaces a setting, as for the command"

@@ -1,4 +1,4 @@
-"""python -m trainer.tools.shards index|verify|stat|pack: prepares and checks tar shards before a run."""
+"""echelon shards index|verify|stat|pack: prepares and checks tar shards before a run."""
 
 import argparse
 import json
@@ -165,7 +165,7 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m trainer.tools.shards", description=__doc__)
+    parser = argparse.ArgumentParser(prog="echelon shards", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for command in (index, verify, stat):
         made = commands.add_parser(command.__name__, help=(command.__doc__ or "").partition(".")[0])

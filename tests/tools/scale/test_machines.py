@@ -36,7 +36,7 @@ def test_a_file_of_the_bench(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{}", '{"machine": {"ranks": 2}}', "[1]", '{"machine": 3}'])
 def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"has no machine .*; give a file of python -m trainer\.tools\.bench"):
+    with pytest.raises(ConfigError, match=r"has no machine .*; give a file of echelon bench"):
         find(str(tmp_path / "bad.json"))
 
 

@@ -139,7 +139,7 @@ class Remote(NamedTuple):
             words += ["--allow-pipe"] if self.url.startswith("pipe:") else []
             raise ConfigError(
                 f"{self}: changed since it was indexed; restore it, or index it again: "
-                f"python -m trainer.tools.shards {shlex.join([*words, redact_urls(self.url)])}"
+                f"echelon shards {shlex.join([*words, redact_urls(self.url)])}"
             )
 
     def _reserve(self, file: BinaryIO, size: int) -> None:

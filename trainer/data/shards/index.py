@@ -157,7 +157,7 @@ def _refuse_changed(path: Path, size: int, before: Shard) -> None:
         how = "has another sha256"
     raise ConfigError(
         f"{path}: changed since it was indexed, it {how}; restore it, or index it again: "
-        f"python -m trainer.tools.shards {shlex.join(['index', str(path)])}"
+        f"echelon shards {shlex.join(['index', str(path)])}"
     )
 
 

@@ -1,4 +1,4 @@
-"""python -m trainer.tools.doctor: examines this machine, and under a launcher all machines, before a run."""
+"""echelon doctor: examines this machine, and under a launcher all machines, before a run."""
 
 import argparse
 import json
@@ -124,7 +124,7 @@ def run(devices: int | None, folder: Path, json_file: Path | None, timeout: floa
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m trainer.tools.doctor", description=DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter
+        prog="echelon doctor", description=DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--devices", type=int, help="ranks to start on this machine, as trainer.devices does")
     parser.add_argument("--folder", type=Path, default=Path(), help="the folder of the run, whose disk is tried")

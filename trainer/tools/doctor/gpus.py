@@ -182,7 +182,7 @@ def of_torch(shown: int) -> Iterator[Finding]:
             OK if known else ERROR, "" if known else f"torch has kernels for {', '.join(kernels)} alone",
             "" if known else "install a torch that has kernels for it",
         )  # fmt: skip
-    yield Finding("NCCL between GPUs", "not tried", NOTE, "", "python -m trainer.tools.bench measures its collectives")
+    yield Finding("NCCL between GPUs", "not tried", NOTE, "", "echelon bench measures its collectives")
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
     barred = [f"{i} to {j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
     if pairs:

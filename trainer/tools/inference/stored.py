@@ -42,7 +42,7 @@ class Request:
 
 def parser(name: str, description: str) -> argparse.ArgumentParser:
     """Return a parser of the arguments that both tools take."""
-    made = argparse.ArgumentParser(prog=f"python -m trainer.tools.{name}", description=description)
+    made = argparse.ArgumentParser(prog=f"echelon {name}", description=description)
     made.add_argument("checkpoint", help="runs/NAME, ckpt/last.pt, a run's folder of checkpoints, or a folder step-*")
     made.add_argument("--split", default="val", help="which data: the argument of recipe.data (default: val)")
     made.add_argument("--devices", default="auto", help="ranks; auto: one for each GPU, or one (default)")

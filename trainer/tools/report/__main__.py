@@ -1,4 +1,4 @@
-"""python -m trainer.tools.report RUN...: writes one self-contained HTML page about runs, side by side."""
+"""echelon report RUN...: writes one self-contained HTML page about runs, side by side."""
 
 import argparse
 import sys
@@ -44,7 +44,7 @@ def report(folders: list[Path], out: Path | None, shows: bool) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m trainer.tools.report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="echelon report", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run, as in runs/NAME")
     parser.add_argument("--out", type=Path, help="the page; RUN/report.html, or report.html for several runs")
     parser.add_argument("--open", action="store_true", help="shows the page in a browser")

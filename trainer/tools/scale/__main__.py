@@ -1,11 +1,11 @@
-"""python -m trainer.tools.scale [SETTINGS OF THE RUN] [KEY=VALUE ...]: predicts a run on machines that nobody has here.
+"""echelon scale [SETTINGS OF THE RUN] [KEY=VALUE ...]: predicts a run on machines that nobody has here.
 
 The cost model of `tune` predicts speed, efficiency, waiting, memory, checkpoints and failures on any number of nodes.
 Nothing is trained, and no device is needed. docs/cost-model.md has the formulas, and what they were checked against.
 
-  python -m trainer.tools.scale recipe=bert_large nodes=1..4096
-  python -m trainer.tools.scale recipe=bert_large nodes=1,8,64 machine=8xa100-8x200g ways=ring,shard-3 --png scale.png
-  python -m trainer.tools.scale recipe=bert_base machine=bench.json tflops=0.1 nodes=1..64
+  echelon scale recipe=bert_large nodes=1..4096
+  echelon scale recipe=bert_large nodes=1,8,64 machine=8xa100-8x200g ways=ring,shard-3 --png scale.png
+  echelon scale recipe=bert_base machine=bench.json tflops=0.1 nodes=1..64
 """
 
 import argparse
@@ -25,7 +25,7 @@ from trainer.tools.scale.rows import WAYS, own_way, rows
 
 KEYS = f"""keys:
   nodes=1,8,64,512,4096     numbers of nodes: 4, 1,2,8, or 1..4096, a range that doubles
-  machine=8xh100-8x400g     {", ".join(PRESETS)}, or a file of python -m trainer.tools.bench
+  machine=8xh100-8x400g     {", ".join(PRESETS)}, or a file of echelon bench
   ways=...                  some of {",".join(WAYS)};
                             config, the run's own callbacks, is added if there are any
   scaling=weak              weak: as many samples on each rank; strong: the run's batch on any number of nodes
@@ -83,7 +83,7 @@ def refuse_conflicts(config: dict[str, Any]) -> None:
 
 def command() -> int:
     parser = argparse.ArgumentParser(
-        "python -m trainer.tools.scale",
+        "echelon scale",
         description=__doc__,
         epilog=KEYS,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,4 +1,4 @@
-"""Machines of any number of nodes: presets from data sheets, and the JSON of `python -m trainer.tools.bench`."""
+"""Machines of any number of nodes: presets from data sheets, and the JSON of `echelon bench`."""
 
 import json
 from dataclasses import dataclass, replace
@@ -71,5 +71,5 @@ def find(name: str) -> Cluster:
         machine = from_json(json.loads(path.read_text())["machine"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"has no machine ({type(error).__name__}: {error})"
-        raise ConfigError(f"machine={name}: {why}; give a file of python -m trainer.tools.bench") from None
+        raise ConfigError(f"machine={name}: {why}; give a file of echelon bench") from None
     return Cluster(machine, {}, 0.0, machine.inside.bytes_per_s, f"measured: {path.name}")

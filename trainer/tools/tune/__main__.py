@@ -1,4 +1,4 @@
-"""python -m trainer.tools.tune: finds a faster config of a run, proves it on short runs, writes it for +tuned=NAME."""
+"""echelon tune: finds a faster config of a run, proves it on short runs, writes it for +tuned=NAME."""
 
 import dataclasses
 import sys
@@ -14,12 +14,12 @@ from trainer.tools.tune.options import TuneOptions, read_options
 from trainer.tools.tune.start import one_job, prepare, run_team
 
 UNCHANGED = 77  # exit code: today's config stays
-USAGE = """python -m trainer.tools.tune [ARGUMENTS OF THE RUN] [tune.KEY=VALUE ...]
+USAGE = """echelon tune [ARGUMENTS OF THE RUN] [tune.KEY=VALUE ...]
 
 Finds a faster config of the run, proves it on short runs, and writes it for +tuned=NAME. Under torchrun or srun it runs
 on the launcher's ranks, else it starts trainer.devices of its own. Checkpoints and folders of runs stay untouched.
 
-  python -m trainer.tools.tune recipe=bert_large trainer.devices=8
+  echelon tune recipe=bert_large trainer.devices=8
   torchrun --nproc-per-node 8 -m trainer.tools.tune recipe=bert_large tune.lossy=true
 
   tune.budget_s=600.0      seconds of the whole search, with the canary
@@ -32,7 +32,7 @@ on the launcher's ranks, else it starts trainer.devices of its own. Checkpoints 
   tune.limit_s=300.0       seconds of one short run; one that takes longer has failed
   tune.bound=0.01          share by which a lossy config's loss may be larger
 
-Exit codes: 0, the result is written; 77, today's config stays; others as of python -m trainer.main."""
+Exit codes: 0, the result is written; 77, today's config stays; others as of a run."""
 
 
 def main() -> int:
