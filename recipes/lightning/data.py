@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from trainer.errors import ConfigError
 from trainer.log import log
 
-METHODS = {"train": "train_dataloader", "val": "val_dataloader"}
+METHODS = {split: f"{split}_dataloader" for split in ("train", "val", "predict")}
 
 
 class Samples(Dataset[Any]):
@@ -77,7 +77,7 @@ def get_loader(source: Any, split: str) -> Any:
         ConfigError: There are several loaders.
     """
     if split not in METHODS:
-        raise ConfigError(f"recipe=lightning: has no data for split={split}; give {' or '.join(METHODS)}")
+        raise ConfigError(f"recipe=lightning: has no data for split={split}; give one of {', '.join(METHODS)}")
     method = METHODS[split]
     base = next((kind for kind in type(source).__mro__ if kind.__name__ == "DataHooks"), type(None))
     if getattr(type(source), method, None) in (None, getattr(base, method, None)) and method not in vars(source):

@@ -23,6 +23,9 @@ from trainer.monitors.metric_objects import kept
 from trainer.optim.groups import Groups
 
 CHECKPOINT = "model.ckpt"
+PREDICT_HOOKS = [
+    f"on_predict_{when}" for when in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
+]
 
 
 class Lightning:
@@ -56,6 +59,7 @@ class Lightning:
         self.own_optimizer = True  # `optimizer=recipe`
         self.passes = 0  # micro-batches of this step
         self.ended: tuple[Any, ...] | None = None  # a batch whose end the module has not been told
+        self.predicted = 0  # batches of this rank, of the data that was opened last
 
     def model(self) -> nn.Module:
         self.configured = None
@@ -78,7 +82,7 @@ class Lightning:
 
     @cached_property
     def source(self) -> Any:
-        """The object that has the loaders, set up."""
+        """The object that has the loaders, set up for training."""
         found = self.prototype
         if self.datamodule is not None:
             found = make("recipe.datamodule_args", self.datamodule, self.datamodule_args)
@@ -88,6 +92,9 @@ class Lightning:
         return found
 
     def data(self, split: str) -> Any:
+        self.predicted = 0
+        if split == "predict":
+            self.source.setup("predict")
         loader = get_loader(self.source, split)
         if loader is None and split == "train":
             name = type(self.source).__name__
@@ -187,6 +194,18 @@ class Lightning:
         if self.configured and self.validation.index:
             self.configured.refuse_unknown({f"val/{name}" for name in self.validation.names})
         return found
+
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        """Return what `predict_step` gives. The hooks `on_predict_*` are not called, so a module may have none."""
+        module = find(model)
+        if own := [hook for hook in PREDICT_HOOKS if overrides(module, hook)]:
+            raise ConfigError(f"predict: {type(module).__name__} overrides {own[0]}; do that in predict_step")
+        arguments = step_arguments(module, "predict_step", self._received(module, batch), self.predicted)
+        self.predicted += 1
+        output = model(*arguments, lightning_step="predict_step")
+        if names := list(self.view.logged.sums):
+            raise ConfigError(f"predict_step: logs {names[0]!r}, and predictions have no metrics; return it instead")
+        return output
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write a checkpoint that `load_from_checkpoint` of the module's class takes."""

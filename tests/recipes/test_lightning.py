@@ -304,5 +304,7 @@ def test_a_pipeline_is_refused_by_name():
 def test_another_split_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = Lightning(module_of("Classifier"), datamodule_of("Classifier")[0])
-    with pytest.raises(ConfigError, match=r"^recipe=lightning: has no data for split=test; give train or val$"):
+    with pytest.raises(
+        ConfigError, match=r"^recipe=lightning: has no data for split=test; give one of train, val, predict$"
+    ):
         recipe.data("test")

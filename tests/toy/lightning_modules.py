@@ -248,3 +248,36 @@ class WrongMonitor(AtTheEnd):
 class Silent(AutoEncoder):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log nothing."""
+
+
+class Predicts(Classifier):
+    """Its predictions depend on the mode of the module."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        (x,) = batch
+        logits = F.dropout(self(x), 0.5, self.training)
+        return {"class": logits.argmax(1), "logits": logits}
+
+
+class LogsPredictions(Predicts):
+    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        self.log("size", float(len(batch)))
+        return super().predict_step(batch, batch_idx)
+
+
+class HooksPredictions(Predicts):
+    def on_predict_epoch_end(self) -> None:
+        self.calls.append("predicted")
+
+
+class Unlabelled(Numbers):
+    """Has samples to predict from once it is set up for that."""
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage == "predict":
+            generator = torch.Generator().manual_seed(3)
+            self.unlabelled = TensorDataset(torch.randn(13, 3, 4, generator=generator))
+
+    def predict_dataloader(self) -> Any:
+        return DataLoader(self.unlabelled, batch_size=4)
