@@ -23,9 +23,9 @@ from trainer.monitors.metric_objects import kept
 from trainer.optim.groups import Groups
 
 CHECKPOINT = "model.ckpt"
-PREDICT_HOOKS = [
+PREDICT_HOOKS = tuple(
     f"on_predict_{when}" for when in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
-]
+)
 
 
 class Lightning:
