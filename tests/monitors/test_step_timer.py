@@ -392,15 +392,16 @@ def test_means_and_the_slowest_rank() -> None:
     assert found == {
         "time/step": 10, "time/data": 1, "time/upload": 0, "time/forward": 2, "time/backward": 3,
         "time/communication": 4, "time/optimizer": 0, "time/callbacks": 0, "time/checkpoint": 0, "time/validation": 0,
-        "time/data_max": 1, "time/slowest_rank": 1, "time/spread": (7 - 3) / 10,
+        "time/data_max": 1, "time/communication_min": 2, "time/slowest_rank": 1, "time/spread": (7 - 3) / 10,
     }  # fmt: skip
-    assert list(found)[1:-3] == [f"time/{name}" for name in NAMES]
+    assert list(found)[1:-4] == [f"time/{name}" for name in NAMES]
 
 
 def test_a_wait_for_data_makes_no_rank_slow() -> None:
     """Both ranks lack data. One waits 9 seconds for its batch, and the other 5 for its own and 4 for the first rank."""
     found = metrics([[5.0, 0, 1, 0, 4, 0, 0, 0, 0], [9.0, 0, 1, 0, 0, 0, 0, 0, 0]])
-    assert found["time/spread"] == 0 and found["time/data"] == 7 and found["time/data_max"] == 9
+    assert found["time/spread"] == 0 and found["time/communication_min"] == 0
+    assert found["time/data"] == 7 and found["time/data_max"] == 9
 
 
 def test_a_device_that_is_behind_gives_its_numbers_later() -> None:

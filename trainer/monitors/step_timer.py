@@ -21,7 +21,8 @@ class StepTimer(Callback):
     reduction that runs beside a backward pass takes no time. On a GPU the times are the device's, by CUDA events.
 
     `time/slowest_rank` is the rank that computes longest: upload, passes, and optimizer. `time/spread` is the longest
-    of these times minus the shortest, over the step. `time/data_max` is the longest wait for data.
+    of these times minus the shortest, over the step. `time/data_max` is the longest wait for data of a rank, and
+    `time/communication_min` the shortest communication: that rank came last, and waited for none.
     """
 
     role = Role.MEASURE
@@ -84,7 +85,12 @@ def metrics(times: list[list[float]]) -> dict[str, float]:
     ranks = len(times)
     work = [sum(each[phase] for phase in COMPUTE) for each in times]
     means = {f"time/{name}": sum(each) / ranks for name, each in zip(NAMES, zip(*times, strict=True), strict=True)}
-    step, waits = sum(map(sum, times)) / ranks, [each[Phase.DATA] for each in times]
-    spread = (max(work) - min(work)) / step if step else 0.0
-    unequal = {"time/data_max": max(waits), "time/slowest_rank": work.index(max(work)), "time/spread": spread}
-    return {"time/step": step, **means, **unequal}
+    step = sum(map(sum, times)) / ranks
+    return {
+        "time/step": step,
+        **means,
+        "time/data_max": max(each[Phase.DATA] for each in times),
+        "time/communication_min": min(each[Phase.COMMUNICATION] for each in times),
+        "time/slowest_rank": work.index(max(work)),
+        "time/spread": (max(work) - min(work)) / step if step else 0.0,
+    }

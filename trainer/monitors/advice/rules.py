@@ -16,6 +16,7 @@ SKEW_GIB = 1.0  # a smaller difference is not judged
 PCIE = 0.8  # of what the link transmits
 ROOM = 2  # times a rank's samples that its memory would take
 MOST_MEMORY = 0.9  # of the device, for a larger micro-batch
+OF_RANK = {"data": "_max", "communication": "_min"}  # of which rank a part counts, where others wait for a rank
 
 Numbers = Mapping[str, float]
 
@@ -230,15 +231,20 @@ RULES: tuple[Rule, ...] = (
 
 
 def share_of(part: str, numbers: Numbers) -> float:
-    """Return the part's share of a step; 0 if it is unknown. The longest wait for data counts: all ranks wait then."""
-    step, most = numbers.get("time/step", 0.0), numbers.get(f"time/{part}", 0.0)
-    return numbers.get(f"time/{part}_max", most) / step if step else 0.0
+    """Return the part's share of a step; 0 if it is unknown."""
+    step = numbers.get("time/step", 0.0)
+    return seconds(part, numbers) / step if step else 0.0
+
+
+def seconds(part: str, numbers: Numbers) -> float:
+    """Return the part's seconds; 0 if it is unknown. A wait for the rank that lacks data is no communication."""
+    return numbers.get(f"time/{part}{OF_RANK.get(part, '')}", numbers.get(f"time/{part}", 0.0))
 
 
 def exposed(numbers: Numbers) -> float:
     """Return the time that steps wait for other ranks, of the time that they compute; 0 if it is unknown."""
     compute = numbers.get("time/forward", 0.0) + numbers.get("time/backward", 0.0)
-    return numbers.get("time/communication", 0.0) / compute if compute else 0.0
+    return seconds("communication", numbers) / compute if compute else 0.0
 
 
 def cause(numbers: Numbers, run: Run) -> tuple[str, str] | None:

@@ -39,6 +39,7 @@ TITLES = {
     "perf/peak_rss_gib": "Peak resident memory of the fullest rank",
     "time/spread": "Spread between ranks",
     "time/data_max": "Longest wait for data of a rank",
+    "time/communication_min": "Shortest communication of a rank",
     "time/slowest_rank": "Slowest rank",
     "comm/mib_per_step": "Sent per step",
     "comm/seconds_per_step": "Communication per step",
