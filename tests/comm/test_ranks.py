@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
 
-from trainer.comm.ranks import Ranks
+from trainer.comm.ranks import BLOCK, LENGTH, Ranks
 from trainer.process.environment import Place
 
 CPU = torch.device("cpu")
+FULL = BLOCK - LENGTH - 2  # characters, with two quotes, that fill the first block of a gathering
+EDGES = (FULL, FULL + 1, 3 * BLOCK)
 
 
 def agreements(place: Place, ring: int) -> dict:
@@ -33,6 +35,7 @@ def agree(place: Place) -> dict:
     result = {
         "sums": [second(), first()],
         "gathered": ranks.gather({"name": "x" * place.rank * 7, "none": None, "rank": place.rank}),
+        "lengths": [[len(text) for text in ranks.gather("x" * (place.rank * edge))] for edge in EDGES],
         "first": ranks.first(["from", place.rank]),
         "groups": len({id(ranks.new_group()) for _ in range(2)}),
         "timeouts": {
@@ -51,6 +54,7 @@ def test_agreements_are_the_same_on_all_ranks(world, ring):
         total = world * (world - 1) // 2
         assert result["sums"] == [(world,), (total, world * 2**40, -total)]
         assert result["gathered"] == [{"name": "x" * rank * 7, "none": None, "rank": rank} for rank in range(world)]
+        assert result["lengths"] == [[rank * edge for rank in range(world)] for edge in EDGES]
         assert result["first"] == ["from", 0]
         assert result["groups"] == 2
         assert result["timeouts"] == {timedelta(seconds=60)}

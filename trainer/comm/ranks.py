@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable, Container
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,6 +23,7 @@ from trainer.comm.phases import Phase, during
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
 
+LENGTH, BLOCK = 8, 1024  # bytes: of the length of a gathered value, and of the first collective of a gathering
 RING = 32  # up to so many ranks, gloo's ring collectives are used: 62 hops of 50 us hide behind a forward pass
 COLLECTIVES = 2000  # so many of the last collectives are kept, for `Ranks.note_failure`
 GLOO = ("gloo/transport", "caused pair closure")  # parts of the text of every error of a gloo collective
@@ -132,14 +134,20 @@ class Ranks:
         return sums
 
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """Gather a JSON value of each rank, in the order of ranks, on all ranks."""
+        """Gather a JSON value of each rank, in the order of ranks, on all ranks.
+
+        The first `BLOCK` bytes hold the length, and most values whole. A second collective has what is longer.
+        """
         if self.world == 1:
             return [value]
         group = group or self.host
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = all_gather(torch.tensor([data.numel()]), group).flatten().tolist()
-        rows = all_gather(torch.nn.functional.pad(data, (0, max(sizes) - data.numel())), group)
-        return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+        text = json.dumps(value).encode()
+        own = len(text).to_bytes(LENGTH, sys.byteorder) + text
+        rows = all_gather(padded(own[:BLOCK], BLOCK), group)
+        sizes = rows[:, :LENGTH].contiguous().view(torch.int64).flatten().tolist()
+        if (more := LENGTH + max(sizes) - BLOCK) > 0:
+            rows = torch.cat([rows, all_gather(padded(own[BLOCK:], more), group)], 1)
+        return [json.loads(row[LENGTH : LENGTH + size].numpy().tobytes()) for row, size in zip(rows, sizes)]
 
     def each(self, value: Any) -> list[Any]:
         """Gather like `gather`, but without a timeout: rank 0 may have a corpus to prepare."""
@@ -203,6 +211,10 @@ def keep_store(place: Place) -> None:
     key = place.store or ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     store, times = MET.get(key, (dist.distributed_c10d._get_default_store(), 0))
     MET[key] = store, times + 1
+
+
+def padded(data: bytes, size: int) -> Tensor:
+    return torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
 
 
 def share_buffers(module: nn.Module, group: dist.ProcessGroup | None, but: Container[str] = ()) -> None:
