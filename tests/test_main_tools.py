@@ -8,6 +8,7 @@ from support.cli import MAIN, environment, run
 from trainer.main import TOOLS, tools
 
 
+@pytest.mark.slow
 def test_every_tool_is_reachable(tmp_path):
     """Each prints its own help. A tool is what `python -m` runs: a module with `main`, a package with `__main__`."""
     expected = {path.stem for path in TOOLS.glob("[!_]*.py")} | {

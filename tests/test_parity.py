@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.quick import quick
 from support.ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -96,7 +97,7 @@ def ours(place: Place, accumulate: int, clip: str | None, bf16: bool, width: int
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("clip", [pytest.param(None, marks=pytest.mark.slow), "clip_norm"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", quick([1, 2]))
 @pytest.mark.parametrize("world", [1, 3])
 def test_trainer_equals_a_bare_loop_bitwise(world, accumulate, clip, bf16, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

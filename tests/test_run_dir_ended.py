@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support.callbacks import OBSERVERS
 from support.cli import toy
+from support.quick import quick
 from support.ranks import run_ranks
 from support.runs import make
 from toy_recipe import Toy
@@ -169,7 +170,7 @@ def test_a_folder_that_is_refused_leaves_none_for_checkpoints():
 
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize(
-    "refused", ["recipe.width=-1", "+callbacks=[early_stop]", "trainer.checkpoint.keep_best=val/x"]
+    "refused", quick(["recipe.width=-1", "+callbacks=[early_stop]", "trainer.checkpoint.keep_best=val/x"])
 )
 def test_a_refused_command_leaves_no_empty_folder(refused, devices):
     words = [f"trainer.devices={devices}", "trainer.accelerator=cpu", "trainer.validate_every=null", refused]

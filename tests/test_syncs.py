@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.callbacks import CHANGES, CODECS, OBSERVERS, name_of
+from support.quick import quick
 from support.ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_recipe import Toy
@@ -88,15 +89,15 @@ def reads(place: Place, names: tuple[str, ...]) -> list[list[str]]:
     return mode.steps
 
 
-def test_steps_that_are_not_logged_read_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("names", quick([[*names] for names in SETS], 2), ids="+".join)
+def test_steps_that_are_not_logged_read_nothing(names, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for names in SETS:
-        for steps in run_ranks(2, reads, (*OBSERVERS, *names)):
-            assert steps[3] and steps[7]  # logged: the loss is read, and is seen to be
-            if "onebit_adam" in names:
-                assert len(steps[2]) == 1  # where its warm-up ends, it reads the optimizer's count
-                steps[2].clear()
-            assert not any(steps[step] for step in (1, 2, 4, 5, 6)), names
+    for steps in run_ranks(2, reads, (*OBSERVERS, *names)):
+        assert steps[3] and steps[7]  # logged: the loss is read, and is seen to be
+        if "onebit_adam" in names:
+            assert len(steps[2]) == 1  # where its warm-up ends, it reads the optimizer's count
+            steps[2].clear()
+        assert not any(steps[step] for step in (1, 2, 4, 5, 6))
 
 
 def codec_reads(place: Place) -> dict[str, list[str]]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.quick import quick
 from support.ranks import run_ranks
 from support.runs import make
 from torch import Tensor, nn
@@ -106,7 +107,7 @@ def _folder(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     ("wrote", "ranks", "reads", "then"),
-    [("rows", 3, "rows", 3), ("rows", 3, "plain", 2), ("plain", 2, "rows", 3), ("rows", 4, "plain", 1)],
+    quick([("rows", 3, "rows", 3), ("rows", 3, "plain", 2), ("plain", 2, "rows", 3), ("rows", 4, "plain", 1)], 2),
 )
 def test_what_any_layout_wrote_any_other_resumes(_folder, wrote, ranks, reads, then):
     """To the bits of a plain run that goes on in the same way."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.quick import quick
 from support.ranks import run_ranks
 from torch import Tensor, nn
 from toy_recipe import Points, Toy
@@ -99,7 +100,7 @@ def counted(place: Place, kind: type[Ends], layout: str) -> tuple[dict[str, floa
 
 
 @pytest.mark.parametrize("world, layout", [(1, ""), (2, ""), (3, ""), (3, "shard"), (2, "pipeline")])
-@pytest.mark.parametrize("kind", [Ends, SeveralEnds])
+@pytest.mark.parametrize("kind", quick([Ends, SeveralEnds]))
 def test_the_end_sees_each_sample_once_on_any_number_of_ranks(world, layout, kind):
     """In lockstep a rank repeats its last batch, and the end does not see it twice."""
     sets = {f"val/{name}": size for name, size in SIZES.items()} if kind.several else {"val": 13}

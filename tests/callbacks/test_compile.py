@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo as dynamo
+from support.quick import quick
 from support.ranks import run_ranks
 from support.runs import make
 from torch import Tensor, nn
@@ -120,7 +121,7 @@ def test_each_kind_of_block_has_a_graph_for_training_and_one_for_each_shape_of_e
 
 @pytest.mark.parametrize(
     ("precision", "whole", "dropout"),
-    [("fp32", True, 0.1), ("fp32", False, 0.1), ("bf16", False, 0), ("bf16_params", False, 0)],
+    quick([("fp32", True, 0.1), ("fp32", False, 0.1), ("bf16", False, 0), ("bf16_params", False, 0)]),
 )
 def test_aot_eager_has_eagers_bits_with_recomputation(precision, whole, dropout):
     """In bf16 with dropout, torch rounds the gradient at another place."""
@@ -249,6 +250,7 @@ class Broken(Toy):
         return Net(nn.Linear(8, 16), nn.ModuleList([Printing(), Printing()]), nn.Linear(16, 4))
 
 
+@pytest.mark.slow
 def test_graph_breaks_are_told(capsys):
     _, seen = train(Broken(), {})
     assert seen[-1]["compile/recompiles"] == 0 and seen[-1]["compile/graphs"] == 2

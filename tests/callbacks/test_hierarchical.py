@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.network import Cluster, needs_cluster
+from support.quick import quick
 from support.ranks import run_ranks
 from toy_recipe import Toy
 
@@ -91,7 +92,7 @@ def test_the_mean_over_two_levels_is_the_mean(tmp_path, monkeypatch, others):
 
 @pytest.mark.parametrize(
     ("options", "dtype", "bound"),
-    [({"clip_norm": 0.05}, "float64", 1e-12), ({"precision": "fp16"}, "float32", 1e-2)],
+    quick([({"clip_norm": 0.05}, "float64", 1e-12), ({"precision": "fp16"}, "float32", 1e-2)]),
     ids=["clip", "fp16"],
 )
 def test_settings_with_two_levels(tmp_path, monkeypatch, options, dtype, bound):
@@ -262,6 +263,7 @@ def test_what_nodes_keep_back_is_sent_by_other_nodes(world, per_node, tmp_path, 
     np.testing.assert_allclose(on["before"], before["after"], rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_one_node_has_nothing_to_send_what_was_kept_back(tmp_path, monkeypatch):
     """It says so, keeps it, and more nodes find it again."""
     monkeypatch.chdir(tmp_path)

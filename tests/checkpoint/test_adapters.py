@@ -54,6 +54,7 @@ def refused(model: nn.Module, folder: Path) -> str:
     return text.removeprefix(f"trainer.init_from={folder}: ")
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     adapted(1).save_pretrained(tmp_path)
     assert refused(nn.Linear(3, 4), tmp_path) == (

@@ -155,6 +155,7 @@ class Look(Callback):
 """
 
 
+@pytest.mark.slow
 def test_ranks_are_given_it_and_the_run_says_and_keeps_it(tmp_path):
     """Two ranks that the command starts; a callback notes what each finds in its environment."""
     (tmp_path / "look.py").write_text(LOOK)

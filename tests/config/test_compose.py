@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 from hydra._internal.hydra import Hydra
 from support.cli import QUICK, ROOT, run
+from support.quick import quick
 
 from trainer.config.compose import CONF, Job, compose, config_dirs, told_apart
 
@@ -15,13 +16,16 @@ TOLD = "the recipe's YAML sets this, and optimizer=sgd has"
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [
-        ([], []),
-        (["optimizer=lamb", "optimizer.lr=1e-3", "optimizer.weight_decay=0"], []),
-        (["optimizer=sgd", "optimizer.lr=0.1"], [f"optimizer.weight_decay=0.02: {TOLD} 0.0"]),
-        (["optimizer=sgd", "optimizer.weight_decay=0"], [f"optimizer.lr=0.003: {TOLD} 0.1"]),
-        (["trainer.devices=2", "optimizer=sgd"], ["optimizer.lr=0.003: ", "optimizer.weight_decay=0.02: "]),
-    ],
+    quick(
+        [
+            ([], []),
+            (["optimizer=lamb", "optimizer.lr=1e-3", "optimizer.weight_decay=0"], []),
+            (["optimizer=sgd", "optimizer.lr=0.1"], [f"optimizer.weight_decay=0.02: {TOLD} 0.0"]),
+            (["optimizer=sgd", "optimizer.weight_decay=0"], [f"optimizer.lr=0.003: {TOLD} 0.1"]),
+            (["trainer.devices=2", "optimizer=sgd"], ["optimizer.lr=0.003: ", "optimizer.weight_decay=0.02: "]),
+        ],
+        4,
+    ),
     ids=",".join,
 )
 def test_a_value_that_the_recipe_sets_for_another_optimizer_is_told(
@@ -55,13 +59,16 @@ def test_names_of_runs_in_a_multirun(argvs: list[list[str]], names: list[str]) -
 
 @pytest.mark.parametrize(
     ("words", "batches", "times"),
-    [
-        (["batch=8"], [8], 1),
-        (["-m", "batch=8,16"], [8, 16], 1),
-        (["batch=8", "hydra.mode=RUN"], [8], 2),
-        (["batch=8,16", "++hydra.mode=MULTIRUN"], [8, 16], 2),
-        (["--config-dir", "conf", "recipe=swept"], [8, 16], 2),
-    ],
+    quick(
+        [
+            (["batch=8"], [8], 1),
+            (["-m", "batch=8,16"], [8, 16], 1),
+            (["batch=8", "hydra.mode=RUN"], [8], 2),
+            (["batch=8,16", "++hydra.mode=MULTIRUN"], [8, 16], 2),
+            (["--config-dir", "conf", "recipe=swept"], [8, 16], 2),
+        ],
+        3,
+    ),
     ids=str,
 )
 def test_hydra_composes_a_run_once_unless_its_mode_may_be_set(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from shard_recipe import Tars, write_points
+from support.quick import quick
 from support.ranks import run_ranks
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -83,7 +84,7 @@ def lines(name: str = "r") -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", quick([1, 2, 3], 2))
 def test_they_are_left_out_and_nothing_else_moves(world):
     whole = run_ranks(world, train, (), 8, 1e-4, None, "train", None, "whole")
     ranks = run_ranks(world, train)

@@ -184,6 +184,15 @@ class ToMeta(Upload):
         return self.batch
 
 
+@pytest.fixture
+def few_objects() -> Iterator[None]:
+    """Those of before are not gone through at each count."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def alive(device: str) -> int:
     gc.collect()
     return sum(
@@ -194,7 +203,7 @@ def alive(device: str) -> int:
 
 
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_two_micro_batches_are_on_the_device_and_none_of_a_step_before(workers, monkeypatch):
+def test_two_micro_batches_are_on_the_device_and_none_of_a_step_before(workers, few_objects, monkeypatch):
     loader = open_loader(Memory(), options=DataOptions(workers=workers), batch=24, accumulate=8)
     monkeypatch.setattr("trainer.data.batch.Upload", ToMeta)
     monkeypatch.setattr("trainer.data.loader.Upload", ToMeta)
@@ -222,7 +231,7 @@ class Stream(Recipe):
 
 
 @pytest.mark.parametrize("recipe", [Memory(), pytest.param(Stream(), marks=pytest.mark.slow)])
-def test_on_a_cpu_no_batch_of_a_step_before_is_kept(recipe):
+def test_on_a_cpu_no_batch_of_a_step_before_is_kept(recipe, few_objects):
     loader = open_loader(recipe, options=DataOptions(workers=0), batch=24, accumulate=8)
     first = None
     for step in itertools.islice(loader.train(0), 3):

@@ -17,6 +17,7 @@ import pytest
 import torch
 from support.cli import MAIN, TOY, run
 from support.loaders import small_loader, steps, whole
+from support.quick import quick
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from toy_recipe import Points, Toy
@@ -37,6 +38,7 @@ CAPABLE = [
 WORDS = [*TOY, "~callbacks.tensorboard", "trainer.max_steps=6", "trainer.validate_every=null", "data.workers=2"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("prlimit"), reason="util-linux's prlimit is missing")
 def test_too_few_files_are_named_before_a_batch_is_lost(tmp_path):
     result = run(WORDS, tmp_path, ["prlimit", "--nofile=32:32", *MAIN])
@@ -161,7 +163,9 @@ class Graph(Lambda):
         return {"x": torch.zeros(len(samples), requires_grad=True) * 2}
 
 
-@pytest.mark.parametrize(("recipe", "why"), [(Lambda(), "lambda"), (Graph(), "a tensor has a graph: detach() it")])
+@pytest.mark.parametrize(
+    ("recipe", "why"), quick([(Lambda(), "lambda"), (Graph(), "a tensor has a graph: detach() it")])
+)
 def test_a_batch_that_no_worker_can_send_is_named_at_the_first(recipe, why):
     """Else torch's queue drops the batch, and the rank waits for it until `trainer.timeout_s`."""
     loader = small_loader(recipe, 0, 1, workers=1)

@@ -211,6 +211,7 @@ def test_a_rank_that_hangs_before_its_first_step(golden, tmp_path):
     whole(tmp_path, golden)
 
 
+@pytest.mark.slow
 def test_the_fork_server_is_killed(golden, tmp_path):
     """The ranks run on."""
     result = trouble("server SIGKILL", tmp_path)

@@ -23,7 +23,7 @@ from trainer.trainer import Trainer
 
 ALL = {**OBSERVERS, **CHANGES, **CODECS}
 STAGED = ("pipeline", "pipeline.2bw")
-DEFAULT = ("ema", "nan_guard", "overlap", "shard.3")  # an average, a guard, deferred gradients, parts of the model
+DEFAULT = ("overlap", "shard.3")  # deferred gradients, parts of the model
 
 
 class Last(Callback):

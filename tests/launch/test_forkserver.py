@@ -168,6 +168,7 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
 
 
+@pytest.mark.slow
 def test_signals_to_stop_are_for_ranks(server: ForkServer, resolved: int, tmp_path: Path):
     """As from who stops all processes of a job."""
     first = server.fork(OWN | {"ECHELON_ERROR_FILE": str(tmp_path / "first.json")}, resolved, None)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.cli import Result, environment, popen, run
 from support.faults import alive
+from support.quick import quick
 
 from trainer.checkpoint.locate import checkpoints
 from trainer.errors import ConfigError
@@ -48,16 +49,22 @@ def test_tensors_come_back(tmp_path):
 
 @pytest.mark.parametrize(
     "name, said",
-    [
-        ("refuses", ["DataError: corpus.txt: is missing; restore it"]),
-        ("fails", ["RuntimeError: launch: rank 1 failed first:", "ZeroDivisionError: trouble"]),
-        ("fails_in_lockstep", ["RuntimeError: launch: rank 1 failed first:", "OSError: no more memory on this GPU"]),
-        ("dies", ["RuntimeError: launch: rank 1 was killed by SIGKILL", "last words"]),
-        (
-            "returns_a_lock",
-            ["ConfigError: launch: the function returned a lock, which can't be sent back (cannot pickle"],
-        ),
-    ],
+    quick(
+        [
+            ("refuses", ["DataError: corpus.txt: is missing; restore it"]),
+            ("fails", ["RuntimeError: launch: rank 1 failed first:", "ZeroDivisionError: trouble"]),
+            (
+                "fails_in_lockstep",
+                ["RuntimeError: launch: rank 1 failed first:", "OSError: no more memory on this GPU"],
+            ),
+            ("dies", ["RuntimeError: launch: rank 1 was killed by SIGKILL", "last words"]),
+            (
+                "returns_a_lock",
+                ["ConfigError: launch: the function returned a lock, which can't be sent back (cannot pickle"],
+            ),
+        ],
+        3,
+    ),
 )
 def test_a_failed_rank_ends_the_others_and_tells_why(tmp_path, name, said):
     began = time.monotonic()

@@ -84,6 +84,7 @@ def same(cwd: Path, two: Path) -> None:
     assert weights("r", cwd, 5) == weights("r", two, 5)
 
 
+@pytest.mark.slow
 def test_torchrun_gives_the_same_numbers(two, tmp_path):
     result = torchrun([*SHORT, "trainer.run_dir=runs/r"], tmp_path)
     assert result.code == 0, result.err

@@ -99,7 +99,7 @@ def folder(tmp_path, monkeypatch) -> None:
 
 
 CASES = [
-    (1, "usual", ""),
+    pytest.param(1, "usual", "", marks=pytest.mark.slow),
     pytest.param(3, "usual", "", marks=pytest.mark.slow),
     pytest.param(3, "few", "", marks=pytest.mark.slow),  # a rank has no batch
     pytest.param(1, "several", "", marks=pytest.mark.slow),

@@ -216,7 +216,7 @@ CASES: dict[str, tuple[Callable[[], dict[str, Callback]], int]] = {
     "pipedream": (lambda: {"pipeline": PipelineParallel(stages=3, schedule="pipedream_2bw")}, 4),
     "hetero_batch": (lambda: {"hetero_batch": HeteroBatch(every=2)}, 1),
 }
-QUICK = ("ddp", "overlap", "shard.3", "pipeline")  # in each run of the tests
+QUICK = ("overlap", "pipeline")  # in each run of the tests
 
 
 def times_of(place: Place, case: str) -> tuple[float, float, dict[str, float]]:

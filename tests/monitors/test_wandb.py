@@ -150,6 +150,7 @@ def test_without_a_key_nothing_is_asked(messages):
     assert "wandb: no API key is known (WANDB_API_KEY, or wandb login); the run is kept offline" in messages
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_answer(monkeypatch, messages):
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
@@ -160,6 +161,7 @@ def test_a_server_that_does_not_answer(monkeypatch, messages):
     assert "connection refused; training goes on, and the run is kept offline" in told
 
 
+@pytest.mark.slow
 def test_wandb_that_fails_later_ends_nothing(monkeypatch, messages):
     class Breaks(Callback):
         def on_step_end(self, trainer) -> None:

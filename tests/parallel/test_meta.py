@@ -101,6 +101,7 @@ def train(place: Place, cases: list[tuple[Any, dict[str, Any] | None]], **option
     return found
 
 
+@pytest.mark.slow
 def test_rows_have_the_first_values_of_whole_modules():
     """To the bits, on any number of ranks; the run is then DDP's to rounding."""
     cases = [(ByHand(width=9), None), (Empty(width=9), {}), (Empty(width=9), {"hybrid": 2, "offload": True})]

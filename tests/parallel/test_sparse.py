@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.quick import quick
 from support.ranks import run_ranks
 from support.runs import make
 from torch import nn
@@ -155,7 +156,7 @@ def refused(place: Place, name: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", CALLBACKS)
+@pytest.mark.parametrize("name", quick(CALLBACKS, 2))
 def test_a_callback_that_takes_dense_gradients_is_refused(name: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (told,) = set(run_ranks(2, refused, name))

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from support.cli import environment
+from support.quick import quick
 from support.ranks import run_ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -267,7 +268,7 @@ def numpy(weights: torch.Tensor) -> Any:
     return weights.numpy()
 
 
-@pytest.mark.parametrize("names", [["fp32", "bf16", "bf16"], ["bf16", "fp32", "fp16"]], ids="+".join)
+@pytest.mark.parametrize("names", quick([["fp32", "bf16", "bf16"], ["bf16", "fp32", "fp16"]]), ids="+".join)
 def test_each_rank_trains_in_its_own_format_and_all_have_the_same_weights(names, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ranks = run_ranks(3, unequal, names)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.cli import PYTHONPATH, QUICK, TOY, run, toy
+from support.quick import quick
 
 from trainer import files
 from trainer.errors import ConfigError
@@ -96,11 +97,14 @@ def test_a_full_disk_hides_no_error(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("trouble", "rank", "line"),
-    [
-        ("SIGKILL", 1, "echelon: rank 1 was killed by SIGKILL; its log: runs/r/logs/rank1.log"),
-        ("raise", 1, "rank 1: RuntimeError: trouble at step 3"),
-        ("raise", 0, "rank 0: RuntimeError: trouble at step 3"),
-    ],
+    quick(
+        [
+            ("SIGKILL", 1, "echelon: rank 1 was killed by SIGKILL; its log: runs/r/logs/rank1.log"),
+            ("raise", 1, "rank 1: RuntimeError: trouble at step 3"),
+            ("raise", 0, "rank 0: RuntimeError: trouble at step 3"),
+        ],
+        2,
+    ),
 )
 def test_the_summary_has_the_first_cause_whatever_rank_failed(trouble, rank, line, tmp_path):
     words = ["+callbacks=[probe]", f"callbacks.probe.trouble={trouble}", f"callbacks.probe.rank={rank}"]

@@ -80,7 +80,8 @@ def test_a_job_whose_result_fails_at_its_start_goes_on_as_it_was(
     assert [path.name for path in (folder / "runs" / "r").glob("tuned*")] == [handover.REFUSED]
 
 
-@pytest.mark.parametrize("hindrance", ["launcher", pytest.param("file", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("hindrance", ["launcher", "file"])
 def test_a_job_that_cannot_take_it_over_goes_on_as_it_is(hindrance: str, folder: Path) -> None:
     env = (
         {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if hindrance == "launcher" else {}

@@ -187,9 +187,8 @@ def sigterm(pid: int, terminal: int) -> None:
     os.killpg(pid, signal.SIGTERM)
 
 
-@pytest.mark.parametrize(
-    ("react", "name"), [(ctrl_c, "SIGINT"), pytest.param(sigterm, "SIGTERM", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("react", "name"), [(ctrl_c, "SIGINT"), (sigterm, "SIGTERM")])
 def test_a_signal_to_all_processes_of_a_terminal(react, name, tmp_path):
     """None of the data workers may be lost before the checkpoint, nor be taken for a second signal."""
     code, shown = on_a_terminal(tmp_path, [("loss", react)], "data.workers=2", "callbacks.probe.step_s=0.1")
@@ -213,6 +212,7 @@ def test_a_terminal_that_is_closed(tmp_path):
     assert log.count("<stdout> is closed (Input/output error)") == 1
 
 
+@pytest.mark.slow
 def test_the_second_ctrl_c_gives_the_cursor_back(tmp_path):
     """One process, in a step that would take longer than the test may."""
     reactions: list[Reaction] = [("0/20", ctrl_c), ("a second SIGINT stops now", ctrl_c)]

@@ -88,6 +88,7 @@ def resumed(place: Place) -> tuple[list[str], int, str]:
     return names, reduced, str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_resume_has_the_same_bits_and_adapters_alone_are_stepped(tmp_path, monkeypatch):
     write_llama(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -248,6 +248,7 @@ def train(name: str, words: list[str], cwd: Path, timeout_s: float, **env: str) 
     return json.loads((cwd / "runs" / "r" / "summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_two_steps_of_resnet50_on_shards_and_an_export_that_loads(tmp_path):
     for split in ("train", "val"):
         write_shards(list(digits.samples(split))[:24], tmp_path / "shards", split, per_shard=10)

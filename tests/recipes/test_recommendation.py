@@ -229,7 +229,8 @@ def main(folder: Path, *words: str, name: str = "dlrm_tiny", timeout_s: float = 
 QUICK = ["trainer.max_steps=4", "trainer.validate_every=null", "data.workers=0", "schedule.warmup=2 steps", "batch=16"]
 
 
-@pytest.mark.parametrize("sparse", ["false", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sparse", ["false", "true"])
 def test_a_few_steps_from_text_on_two_ranks(sparse: str, tmp_path: Path) -> None:
     write(tmp_path / "day_0", 200)
     words = ["recipe.train=day_*", f"recipe.sparse_gradients={sparse}", "trainer.devices=2", *QUICK]

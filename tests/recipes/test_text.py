@@ -231,6 +231,7 @@ def test_byte_pairs_give_the_text_back(folder: Path, tmp_path: Path):
     assert made.meta["unigram_entropy_nats"] == pytest.approx(-sum(p * math.log(p) for p in shares))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [SMALL, pytest.param(BYTES, marks=pytest.mark.slow)], ids=lambda each: each.tokenizer
 )

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 from support.cli import ROOT, Result, run, toy
+from support.quick import quick
 from support.untrusted import LAZY, one_line
 
 from trainer.checkpoint.commit import commit
@@ -70,7 +71,7 @@ def test_the_config_beside_a_checkpoint_allows_nothing(download) -> None:
     assert (cwd / "mark").exists()
 
 
-@pytest.mark.parametrize("target", ["transformers.utils.import_utils._LazyModule", "torch.nn.Linear"])
+@pytest.mark.parametrize("target", quick(["transformers.utils.import_utils._LazyModule", "torch.nn.Linear"]))
 def test_an_export_builds_of_other_packages_only_what_the_command_allows(download, target: str) -> None:
     """The first imports module `stranger` as soon as an attribute of it is asked for."""
     cwd = download({"recipe": {"_target_": target, **(LAZY if "Lazy" in target else {})}})

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.cli import Result, run
+from support.quick import quick
 from support.stored import TRUSTED, train
 
 EVALUATE = "trainer.tools.evaluate"
@@ -29,7 +30,7 @@ def evaluate(cwd: Path, *arguments: str) -> Result:
     return run([*arguments, TRUSTED], cwd, EVALUATE)
 
 
-@pytest.mark.parametrize("given", ["runs/r", "ckpt/last.pt", "ckpt/r", "ckpt/r/step-00000004"])
+@pytest.mark.parametrize("given", quick(["runs/r", "ckpt/last.pt", "ckpt/r", "ckpt/r/step-00000004"]))
 def test_the_numbers_are_those_of_the_run(cwd, given):
     done = evaluate(cwd, given, "--devices", "1", "--json", "deep/metrics.json")
     assert done.code == 0, done.err
@@ -55,13 +56,16 @@ def test_an_earlier_checkpoint_has_its_own_numbers(cwd):
 
 @pytest.mark.parametrize(
     "arguments, said",
-    [
-        (["runs/x"], r"CHECKPOINT=runs/x: .*; give ckpt/last\.pt or a folder step-\* that is whole"),
-        (["runs/r", "--devices", "many"], "--devices=many: is neither a number nor auto"),
-        (["runs/r", "--devices", "1", "--split", "none"], r"recipe\.data\('none'\): is None; return data, or name"),
-        (["runs/r", "--micro-batch", "0"], "--micro-batch=0: must be at least 1"),
-        (["runs/r", "recipe.width=9"], "CHECKPOINT=runs/r: .* weights are missing, .* have another shape"),
-    ],
+    quick(
+        [
+            (["runs/x"], r"CHECKPOINT=runs/x: .*; give ckpt/last\.pt or a folder step-\* that is whole"),
+            (["runs/r", "--devices", "many"], "--devices=many: is neither a number nor auto"),
+            (["runs/r", "--devices", "1", "--split", "none"], r"recipe\.data\('none'\): is None; return data, or name"),
+            (["runs/r", "--micro-batch", "0"], "--micro-batch=0: must be at least 1"),
+            (["runs/r", "recipe.width=9"], "CHECKPOINT=runs/r: .* weights are missing, .* have another shape"),
+        ],
+        3,
+    ),
 )
 def test_mistakes_are_one_line(cwd, arguments, said):
     done = evaluate(cwd, *arguments)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.cli import environment, run
+from support.quick import quick
 
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
@@ -158,11 +159,17 @@ def test_a_wrong_option_is_told(wrong: dict[str, Any], told: str) -> None:
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [
-        (["recipe=nothing"], "recipe=nothing"),
-        (["--config-dir", "conf", "recipe=bowl", "optimizer.lr=0"], "optimizer.lr=0: the rates are multiples of it"),
-        (["-m", "optimizer.lr=1,2"], "-m: gives 2 runs, and lr_find takes one; leave -m out"),
-    ],
+    quick(
+        [
+            (["recipe=nothing"], "recipe=nothing"),
+            (
+                ["--config-dir", "conf", "recipe=bowl", "optimizer.lr=0"],
+                "optimizer.lr=0: the rates are multiples of it",
+            ),
+            (["-m", "optimizer.lr=1,2"], "-m: gives 2 runs, and lr_find takes one; leave -m out"),
+        ],
+        2,
+    ),
 )
 def test_a_mistake_is_one_line(folder: Path, words: list[str], told: str) -> None:
     done = run(["lr_find", *words], folder)

@@ -234,6 +234,7 @@ def test_a_place_that_takes_no_shard_is_one_line(tool, tmp_path, words, code, sa
     assert tool("pack", *words) == (code, f"echelon: {said}\n")
 
 
+@pytest.mark.slow
 def test_a_parquet_that_is_damaged_inside_is_one_line(tool, tmp_path):
     parquet(tmp_path / "good.parquet", {"s": [f"{i} \u00e9" for i in range(5000)], "b": [b"x" * 50] * 5000})
     good, told = (tmp_path / "good.parquet").read_bytes(), []

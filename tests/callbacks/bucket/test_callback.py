@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.buckets import KIB, WITH, Count, equal, fit, reductions, weights
+from support.quick import quick
 from support.ranks import run_ranks
 from torch import nn
 
@@ -78,7 +79,7 @@ def _inside(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize(("knobs", "layers"), LAYOUTS)
+@pytest.mark.parametrize(("knobs", "layers"), quick(LAYOUTS, 3))
 def test_reductions_per_step(knobs, layers):
     """With accumulation too, each bucket is reduced once a step."""
     for calls, number in run_ranks(3, reductions, knobs):
@@ -94,6 +95,7 @@ def plain(place: Place, mib: float) -> dict[str, torch.Tensor]:
     return fit(place, {}, steps=3, name="plain", bucket_mib=mib)
 
 
+@pytest.mark.slow
 def test_any_layout_trains_as_one_process_does():
     """To rounding; and with the bits of DDP, where that has the same layout."""
     alone, ddp = run_ranks(1, weights, "alone", None)[0], run_ranks(3, plain, 12 * KIB)[0]
@@ -130,7 +132,7 @@ def times(text: str) -> dict[float, float]:
     return {float(mib): float(ms) for ms, _, _, mib, _ in parts}
 
 
-@pytest.mark.parametrize(("slow", "layers"), [("many", [8]), ("few", [1] * 8)])
+@pytest.mark.parametrize(("slow", "layers"), quick([("many", [8]), ("few", [1] * 8)]))
 def test_auto_takes_the_fastest_on_all_ranks(slow, layers):
     for _, count in run_ranks(3, tried, slow):
         assert count.calls == [(step, n * 1024) for step in range(4) for n in layers]  # no other DDP's hooks are left

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.buckets import KIB, Stack, equal, fit, reductions, weights
+from support.quick import quick
 from support.ranks import run_ranks
 from torch import nn
 
@@ -59,11 +60,13 @@ def _inside(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("late", "recipe", "layers"),
-    [
-        (["0.*", "3.weight"], Stack, [3, 3, 2]),
-        (["[1-7].weight"], Stack, [1, 7]),
-        (["8.weight"], Tied, [3, 3, 1, 1]),  # by its second name
-    ],
+    quick(
+        [
+            (["0.*", "3.weight"], Stack, [3, 3, 2]),
+            (["[1-7].weight"], Stack, [1, 7]),
+            (["8.weight"], Tied, [3, 3, 1, 1]),  # by its second name
+        ]
+    ),
 )
 def test_late_ones_are_reduced_together_after_all_others(late, recipe, layers):
     for calls, number in run_ranks(3, reductions, {"mib": 12 * KIB, "late": late}, recipe):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from support.loaders import KeepBatches
+from support.quick import quick
 from support.ranks import run_ranks
 from torch import Tensor, nn
 from toy_recipe import Toy
@@ -161,7 +162,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick(CASES, 3))
 def test_the_weights_are_those_of_a_naive_version(case, tmp_path, monkeypatch):
     """What is left at the end, and saved, is the mean of the ranks' weights."""
     monkeypatch.chdir(tmp_path)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.callbacks import CODECS
+from support.quick import quick
 from support.ranks import run_ranks
 from torch import Tensor, nn
 from toy_recipe import Toy
@@ -210,7 +211,7 @@ def compressed(place: Place, action: str, codec: str) -> Any:
     return train(place, {"action": action, "every": 1}, more={"c": CODECS[codec]()})
 
 
-@pytest.mark.parametrize("codec", ["topk", "powersgd"])
+@pytest.mark.parametrize("codec", quick(["topk", "powersgd"]))
 @pytest.mark.parametrize("action", ["skip", "rollback"])
 def test_what_a_codec_keeps_back_gets_finite_again(action, codec):
     ranks = run_ranks(3, compressed, action, codec)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.loaders import KeepBatches
+from support.quick import quick
 from support.ranks import run_ranks
 from torch import nn
 from toy_recipe import Toy
@@ -199,7 +200,7 @@ def straight(tmp_path_factory):
         yield run_ranks(WORLD, run, WARMUP, "run", 30)
 
 
-@pytest.mark.parametrize("step", [15, 20, 25])
+@pytest.mark.parametrize("step", quick([15, 20, 25]))
 def test_a_resume_has_the_same_bits(straight, step):
     """Before the warm-up ends, as it ends, and after."""
     resumed = run_ranks(WORLD, run, WARMUP, f"from-{step}", 30, f"ckpt/run/step-000000{step}")

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from support.pipelines import Fails, same_bits, train, whole
+from support.quick import quick
 from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import default_collate
@@ -132,7 +133,7 @@ CASES: list[tuple[str, int, list[int] | str]] = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "stages", "cut"), CASES)
+@pytest.mark.parametrize(("schedule", "stages", "cut"), quick(CASES, 2))
 def test_weights_and_losses_are_those_of_the_unsplit_model(here, schedule, stages, cut):
     (alone,) = run_ranks(1, train, None)
     ranks = run_ranks(stages, train, {"stages": stages, "schedule": schedule, "cut": cut})
@@ -195,6 +196,7 @@ def test_gradients_are_reduced_beside_the_last_backward_passes(here, schedule, e
         assert all((other["weights"][name] == value).all() for name, value in rank["weights"].items())
 
 
+@pytest.mark.slow
 def test_dropout_is_keyed_by_step_micro_batch_and_block(here):
     """So it doesn't depend on the cut or the schedule, and a run can be repeated."""
     run = {"dropout": 0.3}
@@ -232,6 +234,7 @@ def same_end(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
         assert rank["validation"] == alone["validation"]
 
 
+@pytest.mark.slow
 def test_a_run_with_dropout_resumes_bit_for_bit(here):
     run = {"dropout": 0.3}
     straight = run_ranks(4, train, {}, {**run, "steps": 6})
@@ -282,6 +285,7 @@ def test_micro_batches_of_other_sizes_are_padded_on_their_way(here):
     same_bits(run_ranks(3, train, {"stages": 3}, run), alone)
 
 
+@pytest.mark.slow
 def test_an_export_and_other_runs_weights_are_whole(here):
     run_ranks(3, train, {"stages": 3}, {"recipe": Exports})
     (file,) = Path("runs").glob("*/export/model.pt")
@@ -323,6 +327,7 @@ def test_without_the_last_checkpoint_nothing_is_exported(here, steps):
     assert all("step-00000003" in line for line in told)
 
 
+@pytest.mark.slow
 def test_codecs_and_guards_see_what_they_see_in_ddp(here):
     """Two replicas of each stage send bfloat16; a cast is the same in buckets of any size."""
     run = {"batch": 24, "accumulate": 3, "others": {"grad_compress": GradCompress, "nan_guard": Rollback}}

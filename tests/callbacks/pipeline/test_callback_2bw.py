@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.pipelines import Fails, Losses, same_bits, whole
+from support.quick import quick
 from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import default_collate
@@ -108,14 +109,17 @@ def here(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("stages", "cut", "run"),
-    [
-        (2, "auto", {"accumulate": 2}),
-        (3, [1, 5], {}),
-        (3, [2, 3], {"clip": None, "optimizer": momentum}),
-        (4, [1, 2, 5], {"accumulate": 4}),
-        (3, "auto", {"precision": "bf16"}),
-        (3, [3, 4], {"run_ahead": 3}),
-    ],
+    quick(
+        [
+            (2, "auto", {"accumulate": 2}),
+            (3, [1, 5], {}),
+            (3, [2, 3], {"clip": None, "optimizer": momentum}),
+            (4, [1, 2, 5], {"accumulate": 4}),
+            (3, "auto", {"precision": "bf16"}),
+            (3, [3, 4], {"run_ahead": 3}),
+        ],
+        2,
+    ),
 )
 def test_weights_and_losses_are_those_of_a_naive_loop(here, stages, cut, run):
     (alone,) = run_ranks(1, train, None, run)
@@ -129,6 +133,7 @@ def test_a_naive_loop_is_not_plain_training(here):
     assert alone["losses"][6] == 0.0  # the norm of the first step, which has no gradients
 
 
+@pytest.mark.slow
 def test_two_pipelines_are_two_ranks(here):
     """A sum of two is the same in either order, so the bits are."""
     run = {"batch": 24, "accumulate": 3}
@@ -156,6 +161,7 @@ class Ragged(Toy):
         return super().loss(model, {**batch, "mask": batch["mask"] if batch["mask"].any() else batch["mask"] + 1})
 
 
+@pytest.mark.slow
 def test_micro_batches_of_other_sizes_and_weights(here):
     run = {"recipe": Ragged, "accumulate": 3}
     (alone,) = run_ranks(1, train, None, run)
@@ -163,6 +169,7 @@ def test_micro_batches_of_other_sizes_and_weights(here):
     same_bits(run_ranks(3, train, THREE, run), alone)
 
 
+@pytest.mark.slow
 def test_recomputation_reads_the_weights_of_its_batch(here):
     (alone,) = run_ranks(1, train, None)
     same_bits(run_ranks(3, train, THREE, {"others": {"activation_checkpoint": ActivationCheckpoint}}), alone)
@@ -188,6 +195,7 @@ class Tied(Toy):
         return super().loss(model, {name: value.double() for name, value in batch.items()})
 
 
+@pytest.mark.slow
 def test_a_tied_parameter_gets_the_sum_of_two_stages(here):
     """The gradients are summed per stage first, so all is the naive loop's to rounding."""
     run = {"recipe": Tied}
@@ -219,6 +227,7 @@ def test_a_run_resumes_bit_for_bit(here, world, run):
         assert all((rank["weights"][name] == value).all() for name, value in other["weights"].items())
 
 
+@pytest.mark.slow
 def test_a_validation_changes_no_bits(here):
     """It drains the pipeline, as a step that is not logged does not."""
     knobs = {"stages": 3, "cut": [1, 4]}

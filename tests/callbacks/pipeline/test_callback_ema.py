@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from support.pipelines import same_bits, train
+from support.quick import quick
 from support.ranks import run_ranks
 from torch import nn
 from toy_recipe import Net, Toy
@@ -49,7 +50,7 @@ def same_averages(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     assert all(rank["validation"] == alone["validation"] for rank in ranks)
 
 
-@pytest.mark.parametrize(("stages", "knobs"), [(3, {"cut": [1, 4]}), (2, {"schedule": "zbv", "cut": [1, 3, 5]})])
+@pytest.mark.parametrize(("stages", "knobs"), quick([(3, {"cut": [1, 4]}), (2, {"schedule": "zbv", "cut": [1, 3, 5]})]))
 def test_each_stage_averages_its_own_weights(here, stages, knobs):
     run = {**AVERAGE, "others": {**AVERAGE["others"], "activation_checkpoint": ActivationCheckpoint}}
     (alone,) = run_ranks(1, train, None, AVERAGE)

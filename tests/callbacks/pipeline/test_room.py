@@ -31,6 +31,7 @@ def limited(place: Place, mib: list[float], knobs: dict[str, Any], run: dict[str
         return str(error)
 
 
+@pytest.mark.slow
 def test_a_large_rank_gets_many_blocks(here):
     """Ranks as fast as each other. A block of width 64 needs 65 KiB and more."""
     limits = [0.2, 100.0, 100.0]

@@ -198,7 +198,8 @@ def refute(ranks: list[dict[str, list[dict[str, Any]]]], name: str) -> None:
 @pytest.fixture(scope="module")
 def three(request, tmp_path_factory) -> list[dict[str, list[dict[str, Any]]]]:
     """What each rank has of each case that is selected; the ranks are started once."""
-    chosen = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    chosen = {item.callspec.params.get("name") for item in items}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("shard"))
         return run_ranks(3, train_all, [name for name in CASES if name in chosen | {FP16}], timeout_s=300)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.quick import quick
 from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -110,7 +111,7 @@ def count(place: Place, stage: int, accumulate: int) -> tuple[list[int], list[in
     return watch.held, recipe.held, size(own), size(trainer.parameters)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", quick([1, 3]))
 def test_after_backward_a_rank_holds_the_gradients_of_its_own_parameters(accumulate):
     """Until the last micro-batch, they accumulate whole."""
     for after, between, own, total in run_ranks(3, count, 2, accumulate):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from support.codecs import Job, average, balance
+from support.quick import quick
 from support.ranks import run_ranks
 
 from trainer.comm.bucket import Bucket
@@ -47,7 +48,7 @@ def test_nearest_is_the_naive_version_of_it():
                 assert far.sum() <= size * 1e-4
 
 
-@pytest.mark.parametrize(("rounding", "bound"), [("nearest", 0.5), ("stochastic", 1.0)])
+@pytest.mark.parametrize(("rounding", "bound"), quick([("nearest", 0.5), ("stochastic", 1.0)]))
 def test_bound_bytes_and_the_sum_with_error_feedback(rounding, bound):
     block, steps = 64, 30
     x, long = values(steps, 5000), values(1, 140_003)

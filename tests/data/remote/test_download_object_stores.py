@@ -46,6 +46,7 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             server.kill()
 
 
+@pytest.mark.slow
 def test_samples_from_s3(bucket: Any, tmp_path: Path) -> None:
     paths = write(tmp_path / "local")
     for path in paths:

@@ -63,6 +63,7 @@ def test_an_index_that_is_damaged_is_made_again(tmp_path: Path, caplog: pytest.L
         assert "can't be read" in caplog.text
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_of_an_index_is_believed(tmp_path: Path) -> None:
     """In a row it would leave out a good sample, or train on another's bytes; in a number, refuse a good shard."""
     path = write_tar(tmp_path / "a.tar", numbered(5))

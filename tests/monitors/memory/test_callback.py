@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.cli import run as run_command
+from support.quick import quick
 from support.ranks import run_ranks
 from torch import Tensor, nn
 from toy_recipe import Toy
@@ -159,7 +160,9 @@ def advice_of_rank(place: Place, stage: int, views: bool) -> tuple[int, int]:
     return use.gradients, use.weights
 
 
-@pytest.mark.parametrize(("stage", "views", "times"), [(0, False, 2), (0, True, 1), (1, False, 2), (2, False, 1)])
+@pytest.mark.parametrize(
+    ("stage", "views", "times"), quick([(0, False, 2), (0, True, 1), (1, False, 2), (2, False, 1)], 2)
+)
 def test_gradients_count_twice_beside_buckets_of_their_own(stage, views, times):
     assert run_ranks(3, advice_of_rank, stage, views) == [(times * 4 * PARAMETERS, 4 * PARAMETERS)] * 3
 

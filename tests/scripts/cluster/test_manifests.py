@@ -26,6 +26,7 @@ def valid(kind: str, value: dict[str, Any]) -> bool:
     return getattr(models, kind).from_dict(value).to_dict() == value
 
 
+@pytest.mark.slow
 def test_trainjob_and_its_runtime():
     assert RUNTIME["apiVersion"] == TRAINJOB["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
     assert valid("TrainerV1alpha1TrainingRuntime", RUNTIME)
@@ -88,6 +89,7 @@ def test_what_the_pods_run_trains(job, container, variables, tmp_path):
     assert (summary["steps"], summary["ranks"]) == (2, 2)
 
 
+@pytest.mark.slow
 def test_the_image_has_what_the_package_is_built_from(tmp_path: Path):
     """There is no Docker to build it: what is copied becomes a wheel."""
     lines = (CLUSTER / "Dockerfile").read_text().splitlines()
