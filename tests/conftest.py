@@ -34,7 +34,8 @@ GRACE_S = 3.0  # for processes that are just ending
 SHARED = ("resource_tracker", "forkserver", "torch_shm_manager", "compile_worker")
 ROOT = Path(__file__).parents[1]
 WORKERS = 3  # many tests wait
-EXPENSIVE = (
+EXPENSIVE = (  # beginnings of files
+    "tests/recipes/test_lightning", "tests/recipes/test_huggingface", "tests/callbacks/test_compile",
     "tests/test_contract.py", "tests/test_errors.py", "tests/test_settings.py", "tests/test_package.py",
     "tests/test_recipe_checks_runs.py", "tests/callbacks/onebit_adam/test_callback.py",
     "tests/callbacks/shard/test_callback.py", "tests/docs/test_site.py", "tests/launch/test_slurm.py",
@@ -57,11 +58,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 class Together(LoadScopeScheduling):
-    """Gives one worker all tests of a file that shares something expensive, and other tests to whoever is free."""
+    """Gives one worker all tests of files that share something expensive, and other tests to whoever is free."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return file if file in EXPENSIVE else nodeid
+        return next((start for start in EXPENSIVE if file.startswith(start)), nodeid)
 
 
 @pytest.hookimpl

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.cli import LOADED, PYTHONPATH, QUICK, TOY, Result, run, toy
+from support.quick import every_other, selected
 
 LIGHT = ("hydra", "omegaconf", "numpy")  # what is loaded where torch must not be
 
@@ -237,7 +238,7 @@ pytestmark = pytest.mark.timeout(300)  # the first test waits for all processes
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict[str, tuple[Result, set[str]]]:
+def results(request, tmp_path_factory) -> dict[str, tuple[Result, set[str]]]:
     """What each case ended with, and what it left in its folder. Two at a time."""
     base, stub = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("stub")
     (stub / "torch.py").write_text("raise SystemExit('torch was imported')")
@@ -267,12 +268,13 @@ def results(tmp_path_factory) -> dict[str, tuple[Result, set[str]]]:
         }
 
     with ThreadPoolExecutor(2) as pool:
-        ended = dict(zip(CASES, pool.map(one, CASES)))
+        chosen = selected(request, "typed")
+        ended = dict(zip(chosen, pool.map(one, chosen)))
     assert {path: path.read_bytes() for path in base.rglob("*") if path.is_file()} == before  # never written over
     return ended
 
 
-@pytest.mark.parametrize("typed", CASES)
+@pytest.mark.parametrize("typed", every_other(CASES))
 def test_one_line_says_it(results, typed):
     result, _ = results[typed]
     assert len(result.err.splitlines()) == 1, result.err
@@ -282,7 +284,7 @@ def test_one_line_says_it(results, typed):
     assert result.code in (71, 78)
 
 
-@pytest.mark.parametrize("typed", CASES)
+@pytest.mark.parametrize("typed", every_other(CASES))
 def test_nothing_is_started(results, typed):
     result, left = results[typed]
     if typed in parse(WITHOUT_TORCH):

@@ -62,6 +62,7 @@ def site(tmp_path: Path) -> Path:
     return tmp_path / "site"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["trainer", "recipes"])
 def test_a_package_that_is_installed_over_echelon_is_named(package, site, tmp_path):
     """By pip, which says nothing. torchtune's `recipes` refuses to be imported."""

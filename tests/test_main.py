@@ -114,12 +114,14 @@ def test_multirun_makes_a_run_per_value(tmp_path):
     assert len(list((tmp_path / "ckpt").glob("*/step-00000002"))) == 2
 
 
+@pytest.mark.slow
 def test_each_job_is_checked_before_the_first_runs(tmp_path):
     done = toy(["recipe.width=16", "-m", "callbacks=[],[ema]", "batch=12,0"], tmp_path)  # -m may stand anywhere
     assert (done.code, done.err) == (78, "echelon: batch=0: must be at least 1\n")
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["multirun.yaml"]
 
 
+@pytest.mark.slow
 def test_names_of_callbacks(tmp_path):
     shown = {}
     for words in (

@@ -148,6 +148,7 @@ class Sized(Toy):
         return super().loss(model, batch)
 
 
+@pytest.mark.slow
 def test_recompilations_are_counted_in_metrics_and_log(capsys):
     _, seen = train(Sized([12, 12, 11, 10, 11]), {"max_recompiles": 2}, max_steps=4)  # the first is the rehearsal's
     assert [each["compile/graphs"] for each in seen] == [1, 2, 3, 3]
@@ -180,6 +181,7 @@ def test_torchs_own_limit_does_not_turn_blocks_eager():
     assert dynamo.config.recompile_limit == 8 and dynamo.config.optimize_ddp is True  # as before
 
 
+@pytest.mark.slow
 def test_names_of_parameters_and_identity_stay_and_a_checkpoint_loads_uncompiled():
     compiled, _ = train(knobs={"backend": "aot_eager"}, max_steps=2)
     assert list(compiled.module.state_dict()) == list(Toy(depth=3).model().state_dict())

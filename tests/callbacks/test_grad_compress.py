@@ -133,6 +133,7 @@ def twice(place: Place) -> str:
     return str(refusal.value)
 
 
+@pytest.mark.slow
 def test_momentum_in_two_places_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for message in run_ranks(2, twice):

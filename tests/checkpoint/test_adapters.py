@@ -31,6 +31,7 @@ def adapted(seed: int, **settings: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"bias": "all"}, {"use_rslora": True, "use_dora": True}])
 def test_the_model_is_that_of_peft(settings: dict[str, Any], tmp_path: Path) -> None:
     saved, model = adapted(1, **settings), adapted(2, **settings)

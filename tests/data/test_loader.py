@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support.loaders import ACCUMULATE, BATCH, SEED, KeepBatches, small_loader, steps, whole
+from support.quick import quick
 from torch import Tensor
 from torch.utils.data import Dataset
 from toy_recipe import Points, Toy
@@ -288,7 +289,7 @@ def test_bad_data_is_one_line_from_a_worker_too(error, where, workers):
         steps(small_loader(Broken(error("07.png", "is no image"), where), 0, 1, workers=workers), 0, 1)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", quick([0, 1]))
 def test_an_error_of_the_recipes_names_the_sample_and_has_its_frames(workers):
     loader = small_loader(Broken(ZeroDivisionError("own"), "transform"), 0, 1, workers=workers)
     with pytest.raises(RuntimeError, match=r"^sample \d+: ZeroDivisionError: own\n  File ") as caught:

@@ -42,6 +42,7 @@ def test_a_run_folder_that_is_removed_begins_anew(golden, tmp_path):
     nobody_left(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_single_process_whose_workers_lose_their_folder_ends_with_one_line(tmp_path):
     result = run_and_remove(empty_tmpdir, tmp_path, "trainer.devices=1")
     assert result.code == 69

@@ -42,9 +42,8 @@ DAMAGES: dict[str, list[tuple[str, Change]]] = {  # of the newest checkpoint, an
 }
 
 
-@pytest.mark.parametrize(
-    "damage", [pytest.param(d, marks=pytest.mark.slow if i else ()) for i, d in enumerate(DAMAGES)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_checkpoints_that_are_damaged_between_two_runs(golden, tmp_path, damage):
     shutil.copytree(golden, tmp_path, dirs_exist_ok=True, symlinks=True)
     folders = [tmp_path / "ckpt" / "r" / f"step-{step:08d}" for step in (12, 8, 4)]

@@ -224,6 +224,7 @@ def test_a_server_that_goes_away_and_comes_back(tmp_path, monkeypatch, server, m
     assert len(told) == 2 and "training goes on, and writes wait" in told[0] and told[1] == "mlflow: answers again"
 
 
+@pytest.mark.slow
 def test_no_server(tmp_path, monkeypatch, messages):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")  # else the thread would outlive the test

@@ -82,6 +82,7 @@ def test_the_steps_between_cost_nothing(tmp_path, monkeypatch):
     assert said == {None: 0, 4: 2 * len(list(Toy().model().parameters()))}
 
 
+@pytest.mark.slow
 def test_where_ranks_are_meant_to_differ_none_looks():
     assert all(said == "" for _, said, _ in run_ranks(3, train, 1, [2], {"local_sgd": LocalSGD(every=3)}))
     log = Path("runs/r/logs/rank0.log").read_text()
@@ -91,6 +92,7 @@ def test_where_ranks_are_meant_to_differ_none_looks():
     )
 
 
+@pytest.mark.slow
 def test_before_they_part_they_are_looked_at():
     ends = run_ranks(3, train, 1, [2], {"local_sgd": LocalSGD(every=3, warmup_steps=6)})
     assert all("after step 5 the weights of rank 2" in said for _, said, _ in ends)

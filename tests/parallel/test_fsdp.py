@@ -204,6 +204,7 @@ def read(place: Place) -> list[tuple[list[tuple[list[float], int]], Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_training_passes_begin_with_rank_0s_buffers():
     """Once a step, as in DDP: the later micro-batches of a step read what the rank itself has counted."""
     ranks = run_ranks(3, read)

@@ -98,6 +98,7 @@ def tarfiles(content: bytes) -> list[tuple[str | None, str, bytes]]:
     return found
 
 
+@pytest.mark.slow
 @settings(FIXED, max_examples=600)
 @given(TARS)
 def test_any_tar_is_read_as_tarfile_reads_it(content: bytes) -> None:

@@ -10,3 +10,17 @@ def quick(cases: Iterable[Any], count: int = 1) -> list[Any]:
     """Return the cases for `parametrize`: all but the first `count` are slow."""
     params = [pytest.param(*case) if isinstance(case, tuple) else pytest.param(case) for case in cases]
     return params[:count] + [pytest.param(*param.values, marks=pytest.mark.slow) for param in params[count:]]
+
+
+def every_other(cases: Iterable[Any]) -> list[Any]:
+    """Return the cases for `parametrize`: one of two is slow."""
+    listed = list(cases)
+    return quick([*listed[::2], *listed[1::2]], len(listed[::2]))
+
+
+def selected(request: pytest.FixtureRequest, name: str) -> set[Any]:
+    """Return the values of a parameter in the tests of this file that this run has."""
+    items = [item for item in request.session.items if item.path == request.path]
+    return {
+        item.callspec.params[name] for item in items if name in getattr(getattr(item, "callspec", None), "params", ())
+    }

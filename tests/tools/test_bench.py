@@ -28,6 +28,7 @@ def command(folder: Path, *words: str, **env: str) -> "subprocess.CompletedProce
     )
 
 
+@pytest.mark.slow
 def test_two_ranks_that_it_starts(tmp_path: Path) -> None:
     words = ("--devices", "2", "--only", "links", "--collectives", "all_reduce", "all_gather", "--max-mib", "1")
     done = command(tmp_path, *words, "--seconds", "0.01", "--json", "b.json")

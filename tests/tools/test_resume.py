@@ -75,6 +75,7 @@ def test_what_a_resume_refuses_is_told_as_ever(here):
     )
 
 
+@pytest.mark.slow
 def test_overrides_are_those_of_the_command(here):
     stored = config(here)
     assert stored["trainer"] | {"run_dir": "runs/r", "resume": "auto"} == stored["trainer"]
@@ -149,6 +150,7 @@ def test_a_stopped_run_names_the_command(here):
     assert again.code == 75 and "ckpt/r/step-00000006 at step 6" in again.out, again.err
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path):
     """They go on as two. Rank 0 alone writes: each step has one row."""
     done = toy(["trainer.devices=2", "trainer.max_steps=4", "trainer.run_dir=runs/r", "+callbacks=[csv]"], tmp_path)

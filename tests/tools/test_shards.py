@@ -341,6 +341,7 @@ def test_many_threads_index_as_one(files, tmp_path):
     assert [shard.sha256 for shard in one] == [shard.sha256 for shard in many] and told == sorted(told)
 
 
+@pytest.mark.slow
 def test_names_of_files_steer_no_terminal(tmp_path: Path) -> None:
     """Escapes, a forged line, bytes that are no UTF-8: in names of shards, in names of files to pack, and in errors."""
     odd = os.fsdecode(b"\x1b[31m\nFORGED \xff")

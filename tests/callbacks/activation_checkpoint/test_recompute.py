@@ -218,7 +218,8 @@ def compiled(net: nn.Module, backend: Backend) -> nn.Module:
     return net
 
 
-@pytest.mark.parametrize("policy", [pytest.param("full", marks=pytest.mark.slow), "selective"])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["full", "selective"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_block_has_its_operations_and_the_recomputation_in_one_graph(policy, backend):
     """Blocks differ in width: each has a graph of its own."""

@@ -161,6 +161,7 @@ def test_auto_measures_the_slowest_rank():
         assert [n for step, n in own if step == 1] == [round(chosen / KIB) * 256] * round(32 * KIB / chosen)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_keeps_what_was_chosen():
     """Though now another size would win; with other ranks it measures anew."""
     whole = run_ranks(3, tried, "many", "nothing", "whole")

@@ -235,6 +235,7 @@ def test_what_was_left_out_is_saved(capsys):
     assert [entry[:2] for entry in left_out] == [[5, 5], [7, 7]]
 
 
+@pytest.mark.slow
 def test_rollback_takes_the_average_back_too():
     ema = EMA(decay=0.5)
     averages: dict[int, Tensor] = {}

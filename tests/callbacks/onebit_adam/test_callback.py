@@ -211,6 +211,7 @@ def test_a_resume_has_the_same_bits(straight, step):
         assert a["validation"] == b["validation"]
 
 
+@pytest.mark.slow
 def test_gradients_that_are_views_of_buckets_have_the_same_bits(straight):
     """DDP's buckets are not read any more, nor written, once it is out of the way."""
     views = run_ranks(WORLD, run, WARMUP, "views", 30, None, None, 5, True)
@@ -232,6 +233,7 @@ def test_at_another_number_of_ranks_nothing_that_was_kept_back_is_lost(straight)
     assert "onebit_adam does nothing on one rank" in Path("runs/on-1/logs/rank0.log").read_text()
 
 
+@pytest.mark.slow
 def test_nor_at_the_next_change(straight):
     """What other ranks have of a shard is not saved a second time, as it was."""
     run_ranks(2, run, WARMUP, "two", 40, "ckpt/run/step-00000030", None, STEPS)

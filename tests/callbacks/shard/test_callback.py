@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.quick import selected
 from support.ranks import run_ranks
 from torch import Tensor, nn
 from toy_recipe import Toy
@@ -143,7 +144,7 @@ CASES = {
 }
 
 
-SHORT = ("unequal", FP16, "codec")  # in each run of the tests
+SHORT = ("unequal", FP16)  # in each run of the tests
 
 
 def train(place: Place, name: str, stage: int) -> dict[str, Any]:
@@ -198,8 +199,7 @@ def refute(ranks: list[dict[str, list[dict[str, Any]]]], name: str) -> None:
 @pytest.fixture(scope="module")
 def three(request, tmp_path_factory) -> list[dict[str, list[dict[str, Any]]]]:
     """What each rank has of each case that is selected; the ranks are started once."""
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    chosen = {item.callspec.params.get("name") for item in items}
+    chosen = selected(request, "name")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("shard"))
         return run_ranks(3, train_all, [name for name in CASES if name in chosen | {FP16}], timeout_s=300)

@@ -166,10 +166,11 @@ def test_what_was_indexed_and_is_another_now_is_refused(proxy: Proxy, tmp_path: 
     with pytest.raises(ConfigError, match=rf"{proxy.url}/changed\.tar: changed since it was indexed; ") as caught:
         samples(Index.open([path]))
     assert not kept(tmp_path) and not kept(tmp_path, ".part-")
-    command = str(caught.value).partition("index it again: python ")[2]
+    command = str(caught.value).partition("index it again: echelon ")[2]
     done = subprocess.run(
-        f"{sys.executable} {command}", shell=True, env=environment(HOME=str(tmp_path)), capture_output=True, timeout=60
-    )
+        f"{sys.executable} -m trainer.main {command}", shell=True, env=environment(HOME=str(tmp_path)),
+        capture_output=True, timeout=60,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     again = Index.open([path])
     assert again.fingerprint != first.fingerprint

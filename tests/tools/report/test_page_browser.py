@@ -97,6 +97,7 @@ def test_the_crosshair_has_the_values_of_the_step(tab, tmp_path):
     all_well(tab, tmp_path)
 
 
+@pytest.mark.slow
 def test_dragging_zooms_all_charts_and_a_double_click_shows_all(tab, tmp_path):
     show(tab, tmp_path, synthetic_run(tmp_path / "r", 100, every=1))
     bars = tab.run("document.querySelector('figure[data-ranks] small').textContent")
@@ -120,6 +121,7 @@ def test_dragging_zooms_all_charts_and_a_double_click_shows_all(tab, tmp_path):
     all_well(tab, tmp_path)
 
 
+@pytest.mark.slow
 def test_keys(tab, tmp_path):
     write_lines(tmp_path / "r" / "metrics.jsonl", [{"step": n, "train/loss": 10.0**n} for n in range(1, 21)])
     show(tab, tmp_path, tmp_path / "r")
@@ -224,6 +226,7 @@ def test_runs_with_nothing_to_show(tab, tmp_path):
     all_well(tab, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_long_run_is_drawn_and_zoomed(tab, tmp_path):
     long_metrics(tmp_path / "r" / "metrics.jsonl", 40_000)
     show(tab, tmp_path, tmp_path / "r", most=4000)

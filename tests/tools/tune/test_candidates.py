@@ -78,6 +78,7 @@ def test_every_stage_of_shard_is_a_choice_and_stage_3_has_no_buckets(config: dic
     assert third and not any("trainer.ddp.bucket_mib" in choice.settings for choice in third)
 
 
+@pytest.mark.slow
 def test_pipelines_need_blocks_and_micro_batches(config: dict) -> None:
     assert not knobs_of(candidates(config, two(), lossy=False), "pipeline")
     two_blocks = candidates(config, two(), lossy=False, blocks=2)
