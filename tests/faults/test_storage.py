@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.cli import MAIN, QUICK, popen, run
 from support.faults import RUN, beside, events, free_port, resumed, troubling, wait_for, watched, whole
+from support.quick import quick
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainer.checkpoint.manifest import MANIFEST
@@ -42,8 +43,7 @@ DAMAGES: dict[str, list[tuple[str, Change]]] = {  # of the newest checkpoint, an
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", quick(DAMAGES))
 def test_checkpoints_that_are_damaged_between_two_runs(golden, tmp_path, damage):
     shutil.copytree(golden, tmp_path, dirs_exist_ok=True, symlinks=True)
     folders = [tmp_path / "ckpt" / "r" / f"step-{step:08d}" for step in (12, 8, 4)]
