@@ -19,7 +19,8 @@ GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 class LightningHooks(Callback):
     """Belongs to the recipe Lightning.
 
-    The state is what schedulers of role ReduceLROnPlateau have seen. All else follows from the step.
+    The state is what schedulers of role ReduceLROnPlateau have seen, and what the end of an epoch has logged since the
+    last logged step. All else follows from the step.
     """
 
     role = Role.MEASURE
@@ -36,6 +37,7 @@ class LightningHooks(Callback):
         make = chosen.args[0].make if isinstance(chosen.args[0], WithGroups) else chosen.args[0]
         recipe.own_optimizer = make == recipe.optimizer
         model = build()
+        self.of_epoch: dict[str, float] = {}
         self.plateaus: dict[int, dict[str, float]] = recipe.configured.plateaus
         return model
 
@@ -62,7 +64,6 @@ class LightningHooks(Callback):
     def on_fit_start(self, trainer: TrainerProtocol) -> None:
         recipe, module = trainer.recipe, find(trainer.module)
         recipe.passes, self.epoch = 0, recipe.view.current_epoch
-        self.of_epoch: dict[str, float] = {}  # what the end of an epoch has logged since the last logged step
         recipe.view.logged.clear()
         trainer.gathered.append((recipe.view.logged.numbers, self._name))
         module.on_fit_start()
@@ -110,7 +111,9 @@ class LightningHooks(Callback):
         module.teardown("fit")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"plateaus": {str(step): values for step, values in self.plateaus.items()}}
+        plateaus = {str(step): values for step, values in self.plateaus.items()}
+        return {"plateaus": plateaus, "of_epoch": self.of_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.plateaus.update({int(step): values for step, values in state["plateaus"].items()})
+        self.of_epoch = dict(state.get("of_epoch", {}))

@@ -183,6 +183,18 @@ def test_what_the_end_of_an_epoch_logs_is_lightnings(world, tmp_path, monkeypatc
             assert of_epochs[-1][f"train/{name}"] == pytest.approx(theirs["validation"][f"train_{name}"])
 
 
+def test_what_the_end_of_an_epoch_has_logged_outlives_a_resume(tmp_path, monkeypatch):
+    """Step 12 ends an epoch, step 13 has a checkpoint, and step 15 is logged."""
+    monkeypatch.chdir(tmp_path)
+    often = {"max_steps": 15, "log_every_steps": 5, "checkpoint": CheckpointOptions(every_steps=13)}
+    data = datamodule_of("EpochEnd")[0]
+    straight = train(data, "EpochEnd", run_dir="runs/a", **often).last_metrics
+    resumed = train(data, "EpochEnd", run_dir="runs/b", resume="ckpt/a/step-00000013", **often).last_metrics
+    assert straight["train/batches"] == 12
+    for name in ("acc_epoch", "batches"):
+        assert resumed[f"train/{name}"] == straight[f"train/{name}"]
+
+
 def test_a_metric_without_a_value_of_the_batch_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
