@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from support.callbacks import CHANGES, CODECS, OBSERVERS, RANKS, STAGES, name_of
+from support.quick import selected
 from support.ranks import groups_left, run_ranks
 from support.sharded import whole
 from toy_recipe import Toy
@@ -93,7 +94,6 @@ CASES: list[tuple[str, ...]] = [
     *itertools.product(("overlap", "local_sgd"), ("fp16", "int8", "topk", "dgc", "sign", "powersgd", "blocksparse")),
     *(("hierarchical", codec) for codec in ("fp16", "powersgd")),
     ("hierarchical", "topk between nodes"),
-    ("local_sgd", "overlap"),  # refused
     ("ema", "overlap", "powersgd"),
     ("bucket", "hierarchical", "topk between nodes"),
     ("hierarchical", "local_sgd", "topk between nodes"),
@@ -118,10 +118,9 @@ RISKY: list[tuple[str, ...]] = [
 ]
 
 
-# Of the callbacks alone: one of each role that changes the numbers, and of each way to send them.
-ALONE = {
-    "adamw", "bucket", "ema", "gradient_reader", "hierarchical", "int8", "local_sgd", "nan_guard", "onebit_adam",
-    "overlap", "pipeline", "shard.3", "staged", "topk",
+ALONE = {  # rows that each run of the tests trains: what plain training is compared with, and some of each kind
+    "adamw", "bf16", "bucket", "ema", "gradient_reader", "hierarchical", "int8", "local_sgd", "nan_guard",
+    "onebit_adam", "optimizer_in_backward", "overlap", "pipeline", "powersgd", "shard.3", "staged", "topk",
 }  # fmt: skip
 
 
@@ -260,18 +259,13 @@ def train_all(place: Place, cases: list[tuple[str, ...]]) -> list[dict[str, Any]
 @pytest.fixture(scope="module")
 def table(request, tmp_path_factory) -> dict[tuple[str, ...], list[dict[str, Any]]]:
     """What every rank gives for every case that is selected; the ranks are started once."""
-    params = [
-        item.callspec.params
-        for item in request.session.items
-        if item.path == request.path and hasattr(item, "callspec")
-    ]
-    selected = {names for param in params if (names := param.get("names"))}
+    chosen = selected(request, "names")
     cases = [
         (),
         ("adamw",),
         ("staged",),
         ("staged", "adamw"),
-        *sorted({case for names in selected for case in (names, without_overlap(names))} & set(CASES)),
+        *sorted({case for names in chosen for case in (names, without_overlap(names))} & set(CASES)),
     ]
     cases = list(dict.fromkeys(cases))
     with pytest.MonkeyPatch.context() as patch:
@@ -295,7 +289,7 @@ def named(names: tuple[str, ...], refusal: str) -> bool:
 
 @pytest.mark.parametrize("pair", sorted(REFUSED), ids="+".join)
 def test_refused_by_both_names(pair):
-    """`arrange` refuses before ranks start. The pairs that are trained have one of these."""
+    """`arrange` refuses before ranks start. On real ranks the Trainer refuses local_sgd+overlap, in the table."""
     with pytest.raises(ConfigError) as refusal:
         arrange({name_of(row): ALL[row]() for row in pair}, set())
     assert named(pair, str(refusal.value))

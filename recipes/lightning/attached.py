@@ -1,7 +1,8 @@
 """The part of Lightning's Trainer that a LightningModule may read, and the collection of what it logs."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class AttachedTrainer:
         self.datamodule = datamodule
         self.echelon: TrainerProtocol | None = None
         self.count_batches: Callable[[int], float] = lambda ranks: math.inf  # of an epoch, for data that gives batches
-        self.training, self.validating, self.batch_size = True, False, 1
+        self.training, self.validating, self.predicting, self.batch_size = True, False, False, 1
         self.logged = Logged()
 
     def __getattr__(self, name: str) -> Any:
@@ -91,17 +92,27 @@ class AttachedTrainer:
             f"self.trainer.{name}: Echelon has no such attribute; leave it out, or use one of {', '.join(known)}"
         )
 
+    @contextmanager
+    def predicts(self) -> Iterator[Logged]:
+        """Be a trainer that predicts. Yield what is logged meanwhile."""
+        before = self.training, self.predicting, self.logged
+        self.training, self.predicting, self.logged = False, True, Logged()
+        try:
+            yield self.logged
+        finally:
+            self.training, self.predicting, self.logged = before
+
     @property
     def run(self) -> TrainerProtocol:
         """Echelon's trainer.
 
         Raises:
-            ConfigError: It lacks the callback that attaches it, or `echelon evaluate` reads a checkpoint without one.
+            ConfigError: It lacks the callback that attaches it, as `echelon evaluate` and `echelon predict` do.
         """
         if self.echelon is None:
             raise ConfigError(
-                "callbacks: self.trainer of a LightningModule needs a run with recipes.lightning.LightningHooks; "
-                "give callbacks={'lightning': LightningHooks()}, and leave self.trainer out of what evaluate calls"
+                "callbacks: self.trainer of a LightningModule needs a run with recipes.lightning.LightningHooks; give "
+                "callbacks={'lightning': LightningHooks()}, and keep self.trainer out of what evaluate and predict call"
             )
         return self.echelon
 

@@ -23,9 +23,6 @@ from trainer.monitors.metric_objects import kept
 from trainer.optim.groups import Groups
 
 CHECKPOINT = "model.ckpt"
-PREDICT_HOOKS = tuple(
-    f"on_predict_{when}" for when in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
-)
 
 
 class Lightning:
@@ -60,6 +57,7 @@ class Lightning:
         self.passes = 0  # micro-batches of this step
         self.ended: tuple[Any, ...] | None = None  # a batch whose end the module has not been told
         self.predicted = 0  # batches of this rank, of the data that was opened last
+        self.stages = set[str]()  # for which the data is set up
 
     def model(self) -> nn.Module:
         self.configured = None
@@ -82,19 +80,19 @@ class Lightning:
 
     @cached_property
     def source(self) -> Any:
-        """The object that has the loaders, set up for training."""
+        """The object that has the loaders."""
         found = self.prototype
         if self.datamodule is not None:
             found = make("recipe.datamodule_args", self.datamodule, self.datamodule_args)
             self.view.datamodule, found.trainer = found, self.view
         found.prepare_data()
-        found.setup("fit")
         return found
 
     def data(self, split: str) -> Any:
-        self.predicted = 0
-        if split == "predict":
-            self.source.setup("predict")
+        self.predicted, stage = 0, "predict" if split == "predict" else "fit"
+        if stage not in self.stages:
+            self.source.setup(stage)
+            self.stages.add(stage)
         loader = get_loader(self.source, split)
         if loader is None and split == "train":
             name = type(self.source).__name__
@@ -196,15 +194,25 @@ class Lightning:
         return found
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
-        """Return what `predict_step` gives. The hooks `on_predict_*` are not called, so a module may have none."""
+        """Return what `predict_step` gives.
+
+        Raises:
+            ConfigError: The module has hooks `on_predict_*`, or logs.
+        """
         module = find(model)
-        if own := [hook for hook in PREDICT_HOOKS if overrides(module, hook)]:
-            raise ConfigError(f"predict: {type(module).__name__} overrides {own[0]}; do that in predict_step")
-        arguments = step_arguments(module, "predict_step", self._received(module, batch), self.predicted)
+        hooks = [name for name in dir(type(module)) if name.startswith("on_predict_")]
+        if own := [name for name in hooks if overrides(module, name)]:
+            name = type(module).__name__
+            raise ConfigError(
+                f"recipe.module: {name} overrides {own[0]}, which Echelon does not call; do that in predict_step"
+            )
+        with self.view.predicts() as logged:
+            arguments = step_arguments(module, "predict_step", self._received(module, batch), self.predicted)
+            output = model(*arguments, lightning_step="predict_step")
         self.predicted += 1
-        output = model(*arguments, lightning_step="predict_step")
-        if names := list(self.view.logged.sums):
-            raise ConfigError(f"predict_step: logs {names[0]!r}, and predictions have no metrics; return it instead")
+        if logged.sums:
+            name = next(iter(logged.sums))
+            raise ConfigError(f"predict_step: self.log({name!r}): predictions have no metrics; return the value")
         return output
 
     def export(self, model: nn.Module, folder: Path) -> None:

@@ -232,9 +232,7 @@ def test_byte_pairs_give_the_text_back(folder: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings", [SMALL, pytest.param(BYTES, marks=pytest.mark.slow)], ids=lambda each: each.tokenizer
-)
+@each_tokenizer
 def test_another_process_builds_the_same_bytes_and_a_hit_imports_nothing(
     settings: Settings, folder: Path, tmp_path: Path
 ):

@@ -51,9 +51,9 @@ reason under that number names the way out. A codec's row is `grad_compress` wit
 
 `tests/test_contract.py` trains the callbacks on 3 ranks, or on 4 with `CONTRACT_RANKS=4`, with accumulation and uneven
 batches. It compares the result with plain training or with the stated bound, and resumes it bit for bit.
-`./scripts/test` trains every callback and every codec alone, and the pairs that change the same thing.
-`./scripts/test -m pairs` trains every other pair (with bf16 for `grad_compress`), and every codec with `overlap` and
-`local_sgd`. `auto_batch` and `hetero_batch` have even shares there; their own tests have others.
+`./scripts/test` trains some callbacks and codecs alone, and some pairs that change the same thing.
+`./scripts/test -m pairs` trains all others, every pair (with bf16 for `grad_compress`), and every codec with `overlap`
+and `local_sgd`. `auto_batch` and `hetero_batch` have even shares there; their own tests have others.
 `tests/test_settings.py` trains most callbacks with each setting of DDP, with clipping and with fp16. No test trains
 callbacks with `sync_batch_norm`, which needs GPUs.
 

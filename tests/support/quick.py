@@ -8,8 +8,9 @@ import pytest
 
 def quick(cases: Iterable[Any], count: int = 1) -> list[Any]:
     """Return the cases for `parametrize`: all but the first `count` are slow."""
-    params = [pytest.param(*case) if isinstance(case, tuple) else pytest.param(case) for case in cases]
-    return params[:count] + [pytest.param(*param.values, marks=pytest.mark.slow) for param in params[count:]]
+    values = [case if type(case) is tuple else (case,) for case in cases]
+    slow = [pytest.param(*each, marks=pytest.mark.slow) for each in values[count:]]
+    return [pytest.param(*each) for each in values[:count]] + slow
 
 
 def every_other(cases: Iterable[Any]) -> list[Any]:

@@ -250,10 +250,11 @@ class Silent(AutoEncoder):
         """Log nothing."""
 
 
-class Predicts(Classifier):
+class Predicts(EpochEnd):
     """Its predictions depend on the mode of the module."""
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        assert (self.trainer.predicting, self.trainer.training) == (True, False)
         (x,) = batch
         logits = F.dropout(self(x), 0.5, self.training)
         return {"class": logits.argmax(1), "logits": logits}
@@ -266,8 +267,8 @@ class LogsPredictions(Predicts):
 
 
 class HooksPredictions(Predicts):
-    def on_predict_epoch_end(self) -> None:
-        self.calls.append("predicted")
+    def on_predict_model_eval(self) -> None:
+        self.eval()
 
 
 class Unlabelled(Numbers):

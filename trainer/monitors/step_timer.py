@@ -21,8 +21,8 @@ class StepTimer(Callback):
     reduction that runs beside a backward pass takes no time. On a GPU the times are the device's, by CUDA events.
 
     `time/slowest_rank` is the rank that computes longest: upload, passes, and optimizer. `time/spread` is the longest
-    of these times minus the shortest, over the step. `time/data_max` is the longest wait for data of a rank, and
-    `time/communication_min` the shortest communication: that rank came last, and waited for none.
+    of these times minus the shortest, over the step. `time/data_max` is the wait for data of the rank that waits
+    longest. `time/communication_min` is the communication of the rank that waits least: about the transfer itself.
     """
 
     role = Role.MEASURE

@@ -63,13 +63,13 @@ class Timed(Small):
 
 
 LAYOUTS = [
-    ({"mib": 4 * KIB}, [1] * 8),
     ({"mib": 12 * KIB}, [3, 3, 2]),
-    ({"mib": 32 * KIB}, [8]),
-    ({}, [8]),
     ({"mib": 12 * KIB, "first_mib": 4 * KIB}, [1, 3, 3, 1]),
-    ({"first_mib": 20 * KIB}, [5, 3]),
     ({"mibs": [8 * KIB, 4 * KIB, 12 * KIB]}, [2, 1, 3, 2]),
+    ({}, [8]),
+    ({"mib": 4 * KIB}, [1] * 8),
+    ({"mib": 32 * KIB}, [8]),
+    ({"first_mib": 20 * KIB}, [5, 3]),
     ({"mibs": [16 * KIB, 4 * KIB]}, [4, 1, 1, 1, 1]),
 ]
 

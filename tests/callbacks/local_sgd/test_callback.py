@@ -162,7 +162,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", quick(CASES, 3))
+@pytest.mark.parametrize("case", quick(dict.fromkeys(("streaming diloco", "mixed", "post-local", *CASES)), 3))
 def test_the_weights_are_those_of_a_naive_version(case, tmp_path, monkeypatch):
     """What is left at the end, and saved, is the mean of the ranks' weights."""
     monkeypatch.chdir(tmp_path)

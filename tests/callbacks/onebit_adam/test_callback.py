@@ -200,7 +200,7 @@ def straight(tmp_path_factory):
         yield run_ranks(WORLD, run, WARMUP, "run", 30)
 
 
-@pytest.mark.parametrize("step", quick([15, 20, 25]))
+@pytest.mark.parametrize("step", quick([25, 20, 15]))
 def test_a_resume_has_the_same_bits(straight, step):
     """Before the warm-up ends, as it ends, and after."""
     resumed = run_ranks(WORLD, run, WARMUP, f"from-{step}", 30, f"ckpt/run/step-000000{step}")

@@ -23,7 +23,7 @@ OPEN = Run(
 )  # fmt: skip
 CLOSED = replace(OPEN, accepts=lambda name: False)
 STEP = {"time/step": 1.0, "time/forward": 0.2, "time/backward": 0.4}
-SLOW = {**STEP, "time/communication": 0.2}
+SLOW = {**STEP, "time/communication_min": 0.2}
 
 # Rule -> numbers at the limit, numbers beyond it, run, settings that answer.
 CASES: list[tuple[str, Numbers, Numbers, Run, str]] = [
@@ -31,14 +31,14 @@ CASES: list[tuple[str, Numbers, Numbers, Run, str]] = [
     ("utilisation", {}, {"gpu/utilisation": 0.5}, replace(OPEN, batch=64, accumulate=2, fits=lambda: 16),
      "micro_batch=16 accumulate=1"),
     ("utilisation", {}, {"gpu/utilisation": 0.5}, replace(CLOSED, accumulate=2), "'+callbacks=[profiler]'"),
-    ("utilisation", {}, {"gpu/utilisation": 0.5, **STEP, "time/data": 0.1}, OPEN, "data.workers=4"),
-    ("utilisation", {}, {"gpu/utilisation": 0.5, **STEP, "time/data": 0.06, "time/communication": 0.1}, OPEN,
+    ("utilisation", {}, {"gpu/utilisation": 0.5, **STEP, "time/data_max": 0.1}, OPEN, "data.workers=4"),
+    ("utilisation", {}, {"gpu/utilisation": 0.5, **STEP, "time/data_max": 0.06, "time/communication_min": 0.1}, OPEN,
      "'+callbacks=[overlap]'"),
     ("utilisation_swing", {"gpu/utilisation_spread": 0.15}, {"gpu/utilisation_spread": 0.16}, OPEN,
      "'+callbacks=[profiler]'"),
     ("utilisation_swing", {}, {"gpu/utilisation_spread": 0.5, **STEP, "time/checkpoint": 0.1}, OPEN,
      "trainer.checkpoint.every_steps=4000"),
-    ("communication", {**SLOW, "time/communication_min": 0.18}, SLOW, OPEN, "'+callbacks=[overlap]'"),
+    ("communication", {**STEP, "time/communication_min": 0.18}, SLOW, OPEN, "'+callbacks=[overlap]'"),
     ("communication", {}, SLOW, replace(OPEN, accepts=lambda name: name != "overlap"), "'+callbacks=[hierarchical]'"),
     ("communication", {}, SLOW, replace(OPEN, nodes=1, accepts=lambda name: name != "overlap"),
      "'+callbacks=[grad_compress]'"),
@@ -46,9 +46,9 @@ CASES: list[tuple[str, Numbers, Numbers, Run, str]] = [
     ("communication", {}, SLOW, replace(OPEN, data_world=2, micro=16), "micro_batch=8 accumulate=2"),
     ("communication", {}, SLOW, replace(OPEN, batch=30, data_world=2, micro=15), "'+callbacks=[overlap]'"),
     ("communication", {}, SLOW, replace(CLOSED, profiles=True), "callbacks.profiler.with_stack=true"),
-    ("data_wait", {**STEP, "time/data": 0.05}, {**STEP, "time/data": 0.051}, OPEN, "data.workers=4"),
-    ("data_wait", {}, {**STEP, "time/data": 0.01, "time/data_max": 0.2}, replace(OPEN, workers=0), "data.workers=2"),
-    ("data_wait", {}, {**STEP, "time/data": 0.2}, replace(OPEN, workers=8), "data.prefetch=4"),
+    ("data_wait", {**STEP, "time/data_max": 0.05}, {**STEP, "time/data_max": 0.051}, OPEN, "data.workers=4"),
+    ("data_wait", {}, {**STEP, "time/data_max": 0.2}, replace(OPEN, workers=0), "data.workers=2"),
+    ("data_wait", {}, {**STEP, "time/data_max": 0.2}, replace(OPEN, workers=8), "data.prefetch=4"),
     ("checkpoint", {"advice/checkpoint": 0.035}, {"advice/checkpoint": 0.036, **STEP}, OPEN,
      "trainer.checkpoint.every_steps=2000"),
     ("checkpoint", {}, {"advice/checkpoint": 0.1, "time/step": 10.0}, OPEN, "trainer.checkpoint.every_minutes=120"),
@@ -109,7 +109,7 @@ def test_each_rule_has_a_case():
 
 def test_without_numbers_nothing_is_said():
     assert find({}, replace(OPEN, fits=lambda: 100)) == []
-    assert find({"gpu/utilisation": math.nan, "time/step": 0.0, "time/data": 1.0}, OPEN) == []
+    assert find({"gpu/utilisation": math.nan, "time/step": 0.0, "time/data_max": 1.0}, OPEN) == []
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ def test_bars_of_ranks_add_up(tmp_path):
 
 
 def test_of_many_ranks_the_slowest_have_bars(tmp_path):
-    ranks = [{"step": 1.0 + (rank == 77), "forward": 1.0 + (rank == 77)} for rank in range(100)]
+    ranks = [{"step": 2.0, "forward": 1.0, "data": 1.0} for _ in range(100)]
+    ranks[77] = {"step": 2.0, "forward": 2.0, "data": 0.0}
     write_lines(tmp_path / "r" / "step_times.jsonl", [{"step": 1, "steps": 1, "ranks": ranks}])
     write_lines(tmp_path / "r" / "metrics.jsonl", [{"step": 1, "train/loss": 1.0}])
     bars = made(tmp_path / "r")[0]["runs"][0]["ranks"]

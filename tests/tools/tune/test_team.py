@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.quick import quick
 
 from trainer.process.environment import Place
 from trainer.tools.tune.team import Team, TrialFailed, in_a_line
@@ -54,14 +53,11 @@ def test_each_rank_answers_from_a_process_of_its_own(team: Team) -> None:
 
 @pytest.mark.parametrize(
     ("what", "reason"),
-    quick(
-        [
-            ("raise", "rank 1: ValueError: odd"),
-            ("memory", "rank 1: out of memory"),
-            ("kill", "rank 1: was killed by signal 9, as the kernel does when memory runs out"),
-        ],
-        3,
-    ),
+    [
+        ("raise", "rank 1: ValueError: odd"),
+        ("memory", "rank 1: out of memory"),
+        ("kill", "rank 1: was killed by signal 9, as the kernel does when memory runs out"),
+    ],
 )
 def test_a_failure_on_one_rank_ends_the_trial_alone(team: Team, what: str, reason: str) -> None:
     with pytest.raises(TrialFailed) as error:

@@ -123,7 +123,10 @@ def straggler(numbers: Numbers, run: Run) -> Finding | None:
     spread, rank = numbers.get("time/spread", 0.0), int(numbers.get("time/slowest_rank", 0))
     if spread <= STRAGGLER:
         return None
-    text = f"rank {rank} is the slowest: the fastest computes {spread:.0%} of a step less, more than {STRAGGLER:.0%}"
+    text = (
+        f"rank {rank} computes longer than the fastest rank by {spread:.0%} of a step, more than {STRAGGLER:.0%}; "
+        "others wait for it"
+    )
     config = added("hetero_batch") if run.accepts("hetero_batch") else trace(run, f"ranks=[{rank}]")
     return Finding("straggler", spread, STRAGGLER, text, config, rank)
 
@@ -238,7 +241,7 @@ def share_of(part: str, numbers: Numbers) -> float:
 
 def seconds(part: str, numbers: Numbers) -> float:
     """Return the part's seconds; 0 if it is unknown. A wait for the rank that lacks data is no communication."""
-    return numbers.get(f"time/{part}{OF_RANK.get(part, '')}", numbers.get(f"time/{part}", 0.0))
+    return numbers.get(f"time/{part}{OF_RANK.get(part, '')}", 0.0)
 
 
 def exposed(numbers: Numbers) -> float:

@@ -11,7 +11,7 @@ from trainer.tools.report.lines import number
 from trainer.tools.report.metrics import Metric
 from trainer.tools.report.names import SECTIONS, TITLES, shown
 from trainer.tools.report.run import Run
-from trainer.tools.report.step_times import PARTS, RankTimes
+from trainer.tools.report.step_times import COMPUTE, PARTS, RankTimes
 
 CLOCKS = ("seconds", "samples")  # counters of metrics.jsonl: axes, no curves
 MOST_NUMBERS = 400_000  # of all curves together: about 2 MB of the page
@@ -186,9 +186,8 @@ def bars(times: RankTimes, arrays: Arrays) -> dict[str, Any] | None:
     """
     if not times.ranks:
         return None
-    means = times.means()
-    own = means[:, -1] - means[:, times.parts.index("communication")]
-    ranks = np.sort(np.argsort(-own, kind="stable")[:MOST_BARS])
+    computes = times.means()[:, [times.parts.index(part) for part in COMPUTE]].sum(1)
+    ranks = np.sort(np.argsort(-computes, kind="stable")[:MOST_BARS])
     seconds = times.seconds[:, ranks]
     rest = np.maximum(seconds[:, :, -1:] - seconds[:, :, :-1].sum(-1, keepdims=True), 0)
     table = np.concatenate([seconds[:, :, :-1], rest], axis=-1)
