@@ -119,8 +119,8 @@ RISKY: list[tuple[str, ...]] = [
 
 
 ALONE = {  # rows that each run of the tests trains: what plain training is compared with, and some of each kind
-    "adamw", "bf16", "bucket", "ema", "gradient_reader", "hierarchical", "int8", "local_sgd", "nan_guard",
-    "onebit_adam", "optimizer_in_backward", "overlap", "pipeline", "powersgd", "shard.3", "staged", "topk",
+    "adamw", "bucket", "ema", "gradient_reader", "hierarchical", "int8", "local_sgd", "nan_guard", "onebit_adam",
+    "overlap", "pipeline", "shard.3", "staged", "topk",
 }  # fmt: skip
 
 

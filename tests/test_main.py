@@ -149,6 +149,7 @@ def test_an_optimizer_by_its_name(tmp_path, name):
     check(config, ("trainer.optim", "trainer.callbacks", "trainer.monitors"))
 
 
+@pytest.mark.slow
 def test_lists_of_callbacks_add_up(tmp_path):
     """As where one more is typed at the end of the command that goes on."""
     two = ["callbacks=[ema]", "+callbacks=[early_stop,ema]"]

@@ -130,6 +130,7 @@ def test_ranks_with_parts_of_the_model_load_them_and_write_nothing():
     assert everything() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_by_command(devices):
     words = [f"trainer.devices={devices}", "trainer.accelerator=cpu", "trainer.run_dir=runs/r", "trainer.max_steps=4"]

@@ -51,7 +51,7 @@ BY_VALUE = {
 }
 CASES = [(setting, row) for setting in OPTIONS for row in ROWS if setting != "clip_value" or row in BY_VALUE]
 # In each run of the tests: some of what replaces DDP's buckets, its reduction, its step or DDP. The others: `-m pairs`.
-QUICK = {"bucket", "hierarchical", "overlap", "shard.3"}
+QUICK = {"bucket", "overlap", "shard.3"}
 BESIDE_DDP = {"bucket", "shard"}
 
 

@@ -277,6 +277,7 @@ def test_training_keeps_its_bits_and_its_place_in_the_data(knobs):
     assert swa["validated"][0][2] == plain["validated"][0][2] and swa["validated"][1][2] != plain["validated"][1][2]
 
 
+@pytest.mark.slow
 def test_with_deferred_steps_the_average_has_the_same_bits():
     runs = [
         run_ranks(3, partial(normalised, steps=8, name=f"r{len(callbacks())}"), SOME, callbacks)

@@ -11,6 +11,7 @@ import pytest
 from support.callbacks import CHANGES, CODECS, name_of
 from support.cli import MAIN, QUICK, TOY, environment
 from support.network import Cluster, needs_cluster
+from support.quick import quick, selected
 from support.ranks import run_ranks
 from support.sharded import flat
 from toy_recipe import Toy
@@ -37,6 +38,7 @@ ROWS = {
     "pipeline": {"pipeline": lambda: PipelineParallel(stages=3, schedule="gpipe", cut=[1, 2])},
 }  # fmt: skip
 CASES = tuple(ROWS)
+FEW = ("plain", "bucket", "int8", "hierarchical")  # in each run of the tests
 
 
 class Weights(Callback):
@@ -67,16 +69,17 @@ def equal(one: np.ndarray, other: np.ndarray) -> bool:
     return len(one) > 0 and np.isfinite(one).any() and np.array_equal(one, other, equal_nan=True)
 
 
-def both(place: Place) -> dict[str, bool]:
-    return {row: equal(train(place, row, None), train(place, row, CommMonitor())) for row in CASES}
+def both(place: Place, rows: list[str]) -> dict[str, bool]:
+    return {row: equal(train(place, row, None), train(place, row, CommMonitor())) for row in rows}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, bool]]]:
+def runs(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, bool]]]:
+    rows = [row for row in CASES if row in {*FEW, *selected(request, "row")}]
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        return folder / "runs", run_ranks(WORLD, both)
+        return folder / "runs", run_ranks(WORLD, both, rows)
 
 
 def lines(runs: Path, row: str) -> list[dict[str, Any]]:
@@ -87,12 +90,12 @@ def metrics(runs: Path, row: str) -> dict[str, float]:
     return json.loads((runs / f"{row} monitored" / "summary.json").read_text())
 
 
-@pytest.mark.parametrize("row", CASES)
+@pytest.mark.parametrize("row", quick(dict.fromkeys((*FEW, *CASES)), len(FEW)))
 def test_bits_are_those_without_the_monitor(runs, row) -> None:
     assert [rank[row] for rank in runs[1]] == [True] * WORLD
 
 
-@pytest.mark.parametrize("row", CASES)
+@pytest.mark.parametrize("row", quick(dict.fromkeys((*FEW, *CASES)), len(FEW)))
 def test_lines_are_consistent(runs, row) -> None:
     """Each logged step has lines of each rank; bandwidths are bytes over seconds, by the factor of nccl-tests."""
     found = lines(runs[0], row)
@@ -121,8 +124,10 @@ def test_ddp_reduces_each_bucket_once_a_step(runs) -> None:
             assert sum(line["bytes"] for line in own) == 4 * PARAMETERS
 
 
-def test_buckets_of_overlap_keep_the_numbers_of_ddp(runs) -> None:
-    own = reduced(lines(runs[0], "overlap"))
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ["overlap"])
+def test_buckets_of_overlap_keep_the_numbers_of_ddp(runs, row) -> None:
+    own = reduced(lines(runs[0], row))
     assert {line["bucket"] for line in own} == {0}
     assert {line["bytes"] for line in own} == {4 * PARAMETERS}
 
@@ -143,12 +148,23 @@ def test_a_codec_sends_fewer_bytes_in_its_own_collectives(runs) -> None:
     assert all(line["seconds"] > 0 for line in own)
 
 
-def test_other_collectives_have_no_bucket(runs) -> None:
-    found = {row: {(line["collective"], line["bucket"]) for line in lines(runs[0], row)} for row in CASES}
-    assert ("send", None) in found["pipeline"]
-    assert {("all_reduce", 0), ("all_gather", None)} <= found["shard"]
-    assert {("all_gather", None), ("reduce_scatter", None)} <= found["shard.3"]
-    assert {name for name, bucket in found["local_sgd"] if bucket is not None} == {"all_reduce"}
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("row", "collectives"),
+    [
+        ("pipeline", {("send", None)}),
+        ("shard", {("all_reduce", 0), ("all_gather", None)}),
+        ("shard.3", {("all_gather", None), ("reduce_scatter", None)}),
+    ],
+)
+def test_other_collectives_have_no_bucket(runs, row, collectives) -> None:
+    assert collectives <= {(line["collective"], line["bucket"]) for line in lines(runs[0], row)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ["local_sgd"])
+def test_buckets_of_a_meeting_are_reduced(runs, row) -> None:
+    assert {line["collective"] for line in lines(runs[0], row) if line["bucket"] is not None} == {"all_reduce"}
 
 
 def test_metrics_are_means_of_a_step(runs) -> None:

@@ -49,6 +49,7 @@ def runs(tmp_path_factory) -> list[dict[str, dict[str, Any]]]:
         return run_ranks(WORLD, train_all, timeout_s=200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
 def test_groups_are_those_of_plain_training(runs, layout):
     known = np.zeros(len(runs[0]["plain"]["weights"]), bool)

@@ -41,7 +41,8 @@ def start(folder: Path, *more: str, **env: str) -> "subprocess.Popen[str]":
     return process
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
 def test_a_job_goes_on_with_the_result_in_the_same_process(devices: int, folder: Path) -> None:
     with start(folder, f"trainer.devices={devices}") as process:
         handover.ask(folder / "runs" / "r", "mine", folder / "conf", ["micro_batch", "accumulate"])

@@ -214,6 +214,7 @@ def test_recipe_yields_its_data(recipe: Bert):
     assert recipe.summary() == {"unigram_entropy_nats": recipe.corpus.meta["unigram_entropy_nats"]}
 
 
+@pytest.mark.slow
 def test_importing_and_constructing_does_not_import_transformers():
     code = (
         "import sys; from recipes.bert import Bert; Bert(); assert not {'transformers', 'tokenizers'} & {*sys.modules}"

@@ -258,9 +258,8 @@ def test_a_shard_that_is_no_file_is_refused() -> None:
         Index.open([Path("a.tar")])
 
 
-@pytest.mark.parametrize(
-    ("own", "careful"), [({}, "True"), pytest.param({"WDS_SECURE": "0"}, "False", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("own", "careful"), [({}, "True"), ({"WDS_SECURE": "0"}, "False")])
 def test_in_a_command_webdataset_is_careful(own: dict[str, str], careful: str) -> None:
     code = (
         "import sys, trainer.main as command; sys.argv[1:] = ['--version']\n"

@@ -106,6 +106,7 @@ def test_a_step_without_gradients_has_none_to_clip_by_value():
         assert left_out == [[BAD, BAD, NOT_FINITE]] and equal(seen[BAD], seen[BAD - 1])
 
 
+@pytest.mark.slow
 def test_until_it_acts_the_bits_are_those_without_it():
     plain = run_ranks(3, train, {"action": "raise"}, 1.0)
     guards = {"a": {"action": "rollback", "every": 2}, "b": {"action": "skip", "loss_spike": 9.0, "norm_spike": 9.0}}

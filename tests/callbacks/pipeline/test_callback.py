@@ -177,12 +177,13 @@ def beside(place: Place, knobs: dict[str, Any], most: int) -> dict[str, Any]:
         return {**train(place, knobs, {"batch": 24, "accumulate": 3}), "counts": counts}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "early"),
     [
         ("1f1b", 8),
-        pytest.param("interleaved", 8, marks=pytest.mark.slow),
-        pytest.param("zbv", 0, marks=pytest.mark.slow),
+        ("interleaved", 8),
+        ("zbv", 0),
     ],
 )
 def test_gradients_are_reduced_beside_the_last_backward_passes(here, schedule, early):
@@ -277,6 +278,7 @@ def test_gloo_between_gpus_is_refused():
         PipelineParallel(stages=2).build_model(trainer, nn.Identity)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.slow
 def test_micro_batches_of_other_sizes_are_padded_on_their_way(here):
     """A sample is left out of some: the numbers stay the unsplit model's."""
     run = {"recipe": Ragged, "accumulate": 3}

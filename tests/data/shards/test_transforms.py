@@ -159,6 +159,7 @@ def test_maps_are_seeded_by_sample_and_come_before_the_transform() -> None:
     assert len(draws.unique()) == draws.numel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "name", "key"), [(0, "forgets", r"\d+"), (0, "loses_one", "005"), (1, "loses_one", "005")]
 )

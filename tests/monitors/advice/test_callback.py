@@ -186,11 +186,9 @@ def slow_rank(place: Place) -> None:
 
 
 def test_a_real_rank_that_is_slow():
-    """Others wait for it, which is no communication."""
     run_ranks(3, slow_rank)
     found = {line["name"]: line for line in lines()}
     assert found["straggler"]["text"].startswith("rank 1 computes longer than the fastest rank by ")
-    assert "communication" not in found
 
 
 class Raises(Callback):

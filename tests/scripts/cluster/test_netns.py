@@ -129,6 +129,7 @@ def test_two_clusters_do_not_meet(made) -> None:
             assert one.popen(1, [*PYTHON, SEND, *to], stdout=subprocess.DEVNULL).wait(10) == 0
 
 
+@pytest.mark.slow
 @needs_cluster
 def test_gloo_meets_over_the_links(tmp_path: Path) -> None:
     reduce = (

@@ -48,6 +48,7 @@ def test_a_spike_of_one_step_in_many_is_in_the_band(tmp_path):
     assert numbers(data, line["y"]).max() < 50
 
 
+@pytest.mark.slow
 def test_many_metrics_share_the_room(tmp_path):
     names = [f"mine/{n}" for n in range(300)]
     write_lines(tmp_path / "r" / "metrics.jsonl", [{"step": s, **dict.fromkeys(names, s % 7)} for s in range(1, 3001)])
