@@ -37,7 +37,7 @@ WORKERS = 3  # many tests wait
 EXPENSIVE = (  # beginnings of files
     "tests/recipes/test_lightning", "tests/recipes/test_huggingface", "tests/callbacks/test_compile",
     "tests/test_contract.py", "tests/test_errors.py", "tests/test_settings.py", "tests/test_package.py",
-    "tests/test_recipe_checks_runs.py", "tests/callbacks/onebit_adam/test_callback.py",
+    "tests/test_recipe_checks_runs.py", "tests/test_complexity.py", "tests/callbacks/onebit_adam/test_callback.py",
     "tests/callbacks/shard/test_callback.py", "tests/docs/test_site.py", "tests/launch/test_slurm.py",
     "tests/monitors/test_comm_monitor.py", "tests/optim/test_groups_sharded.py",
 )  # fmt: skip
@@ -72,6 +72,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 
 def pytest_collection_finish() -> None:
+    gc.set_threshold(50_000, 20, 20)  # a collection goes through the objects of all tests before
     gc.freeze()  # the modules: many tests collect garbage, and would go through all of torch
 
 

@@ -119,8 +119,7 @@ RISKY: list[tuple[str, ...]] = [
 
 
 ALONE = {  # rows that each run of the tests trains: what plain training is compared with, and some of each kind
-    "adamw", "bucket", "ema", "gradient_reader", "hierarchical", "int8", "local_sgd", "nan_guard", "onebit_adam",
-    "overlap", "pipeline", "shard.3", "staged", "topk",
+    "adamw", "bucket", "hierarchical", "int8", "local_sgd", "nan_guard", "onebit_adam", "overlap", "shard.3", "topk",
 }  # fmt: skip
 
 
@@ -263,8 +262,7 @@ def table(request, tmp_path_factory) -> dict[tuple[str, ...], list[dict[str, Any
     cases = [
         (),
         ("adamw",),
-        ("staged",),
-        ("staged", "adamw"),
+        *([("staged",), ("staged", "adamw")] if any(map(in_stages, chosen)) else []),
         *sorted({case for names in chosen for case in (names, without_overlap(names))} & set(CASES)),
     ]
     cases = list(dict.fromkeys(cases))

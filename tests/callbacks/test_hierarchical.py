@@ -72,7 +72,7 @@ def train(
     "others",
     [
         {},
-        {"overlap": {}},
+        pytest.param({"overlap": {}}, marks=pytest.mark.slow),
         pytest.param({"local_sgd": {"every": 2}}, marks=pytest.mark.slow),
         pytest.param({"bucket": {"mib": 0.005, "late": ["*bias"]}}, marks=pytest.mark.slow),
         pytest.param({"ema": {"decay": 0.5}, "activation_checkpoint": {}}, marks=pytest.mark.slow),
@@ -142,9 +142,8 @@ def test_compressed_between_nodes_only(tmp_path, monkeypatch, others, least, bou
     assert least <= np.linalg.norm(straight[0] - plain) / np.linalg.norm(plain - start) < bound
 
 
-@pytest.mark.parametrize(
-    ("codec", "bound"), [("fp16", 15 * 2**-11), pytest.param("powersgd", 1e-9, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("codec", "bound"), [("fp16", 15 * 2**-11), ("powersgd", 1e-9)])
 def test_what_is_encoded_is_reduced_in_both_levels(tmp_path, monkeypatch, codec, bound):
     """What a codec sums is summed inside a node, too; with overlap, to the same bits."""
     monkeypatch.chdir(tmp_path)

@@ -20,6 +20,7 @@ from support.cli import ROOT
 from scripts import site_pages
 
 pytest.importorskip("mkdocs")
+pytestmark = pytest.mark.slow  # .ci/run builds the site, too
 QUIET = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # an advertisement
 LOADS = {"script": "src", "img": "src", "source": "src", "iframe": "src", "link": "href"}
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.needs import needs
+from support.quick import quick
 
 from recipes.scans import ExampleScans, Repeated, ScanFolder, decode, head_or_air, make_sample, of_members, threshold
 from trainer.errors import ConfigError, DataError, UnavailableError
@@ -207,7 +208,7 @@ def between(values: np.ndarray, at: float) -> float:
     return share * (1 - share) * (above.mean() - values[values <= at].mean()) ** 2
 
 
-@pytest.mark.parametrize(("dimensions", "counts"), [(2, (36, 12)), (3, (2, 2))])
+@pytest.mark.parametrize(("dimensions", "counts"), quick([(3, (2, 2)), (2, (36, 12))]))
 def test_the_example_is_split_and_has_both_classes(dimensions: int, counts: tuple[int, int]) -> None:
     train, val = (ExampleScans(split, dimensions) for split in ("train", "val"))
     assert (len(train), len(val)) == counts and train.fingerprint != val.fingerprint

@@ -342,6 +342,7 @@ def test_any_manifest_whose_sha256_fits(tmp_path: Path, fields: dict[str, Any], 
             assert "its manifest has no valid " in str(error)
 
 
+@pytest.mark.slow
 @settings(FIXED, max_examples=300)
 @given(content=st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()), kind=st.text(max_size=5))
 def test_any_state_is_read_or_damaged(tmp_path: Path, content: bytes, kind: str) -> None:

@@ -125,6 +125,7 @@ def test_the_rate_is_that_of_the_config(folder: Path, monkeypatch: pytest.Monkey
     assert losses(2.0, "+optimizer.groups=[{match: ['*'], lr_scale: 0.5}]") == pytest.approx(plain)
 
 
+@pytest.mark.slow
 def test_a_bowl(folder: Path) -> None:
     """The suggested rate converges. The loss is least above 1, until the steps have grown again what fell before."""
     before = {path.name for path in folder.iterdir()}

@@ -151,9 +151,8 @@ def train_long(place: Place, guard: dict[str, Any], factor: float, name: str) ->
     return {step: seen[step] for step in (23, 24)}, left_out
 
 
-@pytest.mark.parametrize(
-    ("key", "name"), [("loss_spike", "loss"), pytest.param("norm_spike", "gradient norm", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("key", "name"), [("loss_spike", "loss"), ("norm_spike", "gradient norm")])
 def test_a_spike_on_one_rank_is_a_spike_for_all(key, name):
     for seen, left_out in run_ranks(3, train_long, {key: 10.0}, 1e3, "a"):
         assert [entry[:2] for entry in left_out] == [[24, 24]] and left_out[0][2].startswith(f"{name} ")

@@ -210,7 +210,8 @@ def test_on_three_ranks_each_stage_has_the_bits_of_plain_training(three, name):
     refute(three, name)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 def test_on_other_numbers_of_ranks_too(tmp_path, monkeypatch, world):
     monkeypatch.chdir(tmp_path)
     names = ["lamb", FP16]
