@@ -24,6 +24,7 @@ def test_a_trainer_in_the_current_folder_is_not_taken_for_echelon(code, ranks, t
     assert (done.code, done.err) == (0, "")
 
 
+@pytest.mark.slow
 @each_start
 def test_a_recipe_in_the_current_folder_is_found(code, tmp_path):
     (tmp_path / "mine.py").write_text("from toy_recipe import Toy as Mine")

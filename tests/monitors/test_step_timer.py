@@ -279,6 +279,7 @@ def over_a_slow_link(place: Place, callbacks: dict[str, Callback]) -> None:
     run(place, {"wire": Wire(), **callbacks}, late)
 
 
+@pytest.mark.slow
 def test_a_reduction_counts_as_far_as_the_step_waits_for_it(tmp_path, monkeypatch) -> None:
     """DDP waits at the end of its backward pass, in C++; overlap reduces beside the next forward pass."""
     found = []

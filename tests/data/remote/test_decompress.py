@@ -149,17 +149,17 @@ def test_what_is_cut_is_never_a_shorter_shard(kind: str) -> None:
     assert opened(str(path)).counts == [EACH]
 
 
-BOMBS: dict[str, bytes] = {
-    "members": gzip.compress(bytes(8 << 20)) * 1000,
-    "bzip2": bz2.compress(bytes(40 << 20)),
-    "xz": lzma.compress(bytes(40 << 20), preset=0),
+BOMBS: dict[str, Callable[[], bytes]] = {
+    "members": lambda: gzip.compress(bytes(8 << 20)) * 1000,
+    "bzip2": lambda: bz2.compress(bytes(40 << 20)),
+    "xz": lambda: lzma.compress(bytes(40 << 20), preset=0),
 }
 
 
 @pytest.mark.parametrize("kind", BOMBS)
 def test_a_bomb_fills_neither_disk_nor_memory(kind: str) -> None:
     path = Path(f"a{KINDS[kind][0]}")
-    path.write_bytes(BOMBS[kind])
+    path.write_bytes(BOMBS[kind]())
     most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (21_000_000, most[1]))
     try:
@@ -170,7 +170,7 @@ def test_a_bomb_fills_neither_disk_nor_memory(kind: str) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, most)
     assert kept() == []
-    pieces = unpack((part for part in [(0, BOMBS[kind])]), "a")
+    pieces = unpack((part for part in [(0, BOMBS[kind]())]), "a")
     assert max(len(next(pieces)[1]) for _ in range(4)) <= MOST_AT_ONCE
     pieces.close()
 

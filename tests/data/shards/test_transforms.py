@@ -219,6 +219,7 @@ class Plain(Tars):
 """
 
 
+@pytest.mark.slow
 def test_the_command_takes_them_and_workers_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 2 workers, and of the config that it has saved with none."""
     write(96)

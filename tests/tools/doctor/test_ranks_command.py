@@ -27,6 +27,7 @@ def namespaces() -> list[str]:
     return words
 
 
+@pytest.mark.slow
 def test_ranks_of_one_machine_that_can_train(tmp_path):
     done = run(["--devices", "2", "--json", "found.json"], tmp_path, DOCTOR)
     found = json.loads((tmp_path / "found.json").read_text())

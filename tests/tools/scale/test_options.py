@@ -76,6 +76,7 @@ def test_callbacks_that_do_not_compose_are_refused(tmp_path: Path) -> None:
     assert done.returncode == 78 and "leave the average out" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_mistake_is_one_line(tmp_path: Path) -> None:
     done = run("nodes=2", "machine=nowhere", cwd=tmp_path)
     assert done.returncode == 78 and len(done.stderr.strip().splitlines()) == 1
