@@ -105,6 +105,15 @@ def refuse_unsupported(module: Any) -> None:
         )
 
 
+def refuse_predict_hooks(module: Any) -> None:
+    hooks = [name for name in dir(type(module)) if name.startswith("on_predict_")]
+    if own := [name for name in hooks if overrides(module, name)]:
+        name = type(module).__name__
+        raise ConfigError(
+            f"recipe.module: {name} overrides {own[0]}, which Echelon does not call; do that in predict_step"
+        )
+
+
 def step_arguments(module: Any, name: str, batch: Any, index: int) -> list[Any]:
     """Return as many of batch, its number, and the number of its loader as the method takes."""
     parameters = inspect.signature(getattr(module, name)).parameters.values()

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from recipes.lightning.attached import AttachedTrainer
 from recipes.lightning.data import Batches, collate, get_loader, samples_or_batches
-from recipes.lightning.module import attach, find, is_lightning, overrides, step_arguments
+from recipes.lightning.module import attach, find, is_lightning, overrides, refuse_predict_hooks, step_arguments
 from recipes.lightning.optimizers import Configured, ModuleSchedule
 from recipes.lightning.validation import Validation
 from trainer.data.batch import count_samples
@@ -200,12 +200,8 @@ class Lightning:
             ConfigError: The module has hooks `on_predict_*`, or logs.
         """
         module = find(model)
-        hooks = [name for name in dir(type(module)) if name.startswith("on_predict_")]
-        if own := [name for name in hooks if overrides(module, name)]:
-            name = type(module).__name__
-            raise ConfigError(
-                f"recipe.module: {name} overrides {own[0]}, which Echelon does not call; do that in predict_step"
-            )
+        if not self.predicted:
+            refuse_predict_hooks(module)
         with self.view.predicts() as logged:
             arguments = step_arguments(module, "predict_step", self._received(module, batch), self.predicted)
             output = model(*arguments, lightning_step="predict_step")
