@@ -13,10 +13,11 @@ def quick(cases: Iterable[Any], count: int = 1) -> list[Any]:
     return [pytest.param(*each) for each in values[:count]] + slow
 
 
-def every_other(cases: Iterable[Any]) -> list[Any]:
-    """Return the cases for `parametrize`: one of two is slow."""
+def one_of(count: int, cases: Iterable[Any]) -> list[Any]:
+    """Return the cases for `parametrize`: of each `count` cases in a row, all but the first are slow."""
     listed = list(cases)
-    return quick([*listed[::2], *listed[1::2]], len(listed[::2]))
+    others = [case for number, case in enumerate(listed) if number % count]
+    return quick([*listed[::count], *others], len(listed[::count]))
 
 
 def selected(request: pytest.FixtureRequest, name: str) -> set[Any]:
