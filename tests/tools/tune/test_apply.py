@@ -1,6 +1,7 @@
 """Rolling out: which results a running job is asked to take over, and which ones only a user may choose."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,22 @@ def test_what_a_resume_refuses_is_left_to_the_user(choice: Choice, reason: str, 
 
 
 def test_a_run_has_to_be_named_and_to_be_there(run: Path) -> None:
-    assert find_run({"trainer": {"run_dir": str(run)}}) == run
     with pytest.raises(ConfigError, match=r"tune\.apply=true: no run is named; give "):
         find_run({"trainer": {"run_dir": None}})
     with pytest.raises(ConfigError, match=r"run_dir=.*odd: holds no run"):
         find_run({"trainer": {"run_dir": str(run / "odd")}})
+
+
+def test_a_run_has_to_train_what_was_tuned_and_to_be_running(run: Path) -> None:
+    config: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
+    config["trainer"] |= {"run_dir": str(run), "max_steps": 7}
+    del config["callbacks"]["progress"]
+    assert find_run(config) == run  # such settings change nothing that was proven
+    with pytest.raises(ConfigError, match=r"recipe\.samples=5: .* has \d+, and a result is proven for one config"):
+        find_run({**config, "recipe": config["recipe"] | {"samples": 5}})
+    (run / "metrics.jsonl").touch()
+    (run / "summary.json").touch()
+    with pytest.raises(ConfigError, match=r"trainer\.run_dir=.*: has ended, and tune\.apply=true needs a running job"):
+        find_run(config)
+    os.utime(run / "summary.json", (1, 1))  # of the attempt before
+    assert find_run(config) == run

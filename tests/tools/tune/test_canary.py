@@ -1,5 +1,7 @@
 """The verdict over pairs of short runs."""
 
+import math
+
 import pytest
 
 from trainer.tools.tune.canary import Judge, in_phases, p_value, spread
@@ -43,6 +45,12 @@ def test_exact_configs_have_equal_losses_to_rounding() -> None:
     verdict = EXACT.judge(pairs(STEADY, [0.8] * 5, losses=(3.0, 2.0, 1.01)))
     assert len(verdict.faults) == 1 and "the losses differ" in verdict.faults[0]
     assert not EXACT.judge(pairs(STEADY, [0.8] * 5, losses=(3.0, None, 1.0))).recommended
+
+
+def test_losses_of_every_pair_count() -> None:
+    diverged = [*pairs(STEADY[:4], [0.8] * 4), (run(1.0), run(0.8, losses=(3.0, math.nan, math.nan)))]
+    assert not EXACT.judge(diverged).recommended
+    assert not Judge(exact=False, random=False, bound=0.01).judge(diverged).recommended
 
 
 def test_lossy_configs_have_a_bound() -> None:

@@ -30,10 +30,19 @@ def test_exact_ones_by_default_and_each_once(config: dict) -> None:
     assert all(one != other for i, one in enumerate(made) for other in made[:i])
     assert {"overlap", "shard"} <= {name for choice in found for name in choice.callbacks}
     lossy = candidates(config, two(), lossy=True)
+    assert not any("onebit_adam" in choice.callbacks for choice in lossy)  # a trial would end in its warm-up
     assert {"grad_compress", "local_sgd"} <= {name for choice in lossy for name in choice.callbacks}
     assert len(lossy) > len(found)
     left = candidates(config, two(), lossy=False, without=["compile", "shard", "activation_checkpoint"])
     assert {name for choice in left for name in choice.callbacks} == {"overlap"}
+
+
+def test_after_a_warm_up_of_onebit_adam_it_is_tried(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    config["trainer"]["resume"] = "ckpt/r/step-00000100"
+    for step, tried in ((99, False), (100, True)):
+        monkeypatch.setattr("trainer.tools.tune.candidates.verify", lambda *_, step=step, **__: {"step": step})
+        found = candidates(config, two(), lossy=True, without=["compile", "shard", "activation_checkpoint"])
+        assert any("onebit_adam" in choice.callbacks for choice in found) == tried
 
 
 def test_what_a_run_refuses_is_left_out(config: dict) -> None:
@@ -49,6 +58,11 @@ def test_two_levels_need_several_ranks_on_several_nodes(config: dict) -> None:
     levels = candidates({**config, "batch": 16}, Place(0, 4, 0, 2, starts=True), lossy=False)
     assert not any("hierarchical" in choice.callbacks for choice in flat)
     assert any("hierarchical" in choice.callbacks for choice in levels)
+    lossy = candidates({**config, "batch": 16}, Place(0, 4, 0, 2, starts=True), lossy=True, without=["compile", "shard"])
+    assert any(
+        "hierarchical" in choice.callbacks and choice.callbacks.get("grad_compress", {}).get("level") == "inter"
+        for choice in lossy
+    )
 
 
 def test_one_rank_has_micro_batches_workers_and_compile_alone(config: dict) -> None:

@@ -9,7 +9,7 @@ from support.runs import make
 from trainer.config.check import check
 from trainer.config.compose import CONF, compose
 from trainer.tools.cost_model.workload import Choice
-from trainer.tools.tune.configs import alone, merge, node, of_trial, ranks_with_data, whole
+from trainer.tools.tune.configs import alone, begun, merge, node, of_trial, ranks_with_data, whole
 
 TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy"]
 
@@ -32,19 +32,23 @@ def test_a_choice_changes_a_copy(config: dict) -> None:
 
 def test_the_model_reads_callbacks_that_compute_and_what_differs(config: dict) -> None:
     made = merge(config, Choice({"shard": {"stage": 2}, "overlap": {}}, {"micro_batch": 3, "accumulate": None}))
-    found = whole(made, 2)
+    found = whole(made, 2, cuda=False)
     assert found.callbacks == {"shard": {"stage": 2}, "overlap": {}}
-    assert found.settings == {"micro_batch": 3, "data.workers": 0}
+    view = "trainer.ddp.gradient_as_bucket_view"
+    assert found.settings == {"micro_batch": 3, "data.workers": 0, view: False}
+    assert whole(made, 2, cuda=True).settings[view] is True  # as DDP has it there
 
 
 def test_a_trial_writes_into_its_folder_alone(config: dict, tmp_path: Path) -> None:
     config["trainer"]["log_every_steps"] = 50
+    config["trainer"]["checkpoint"]["every"] = "auto"
     made = of_trial(config, tmp_path / "own", 7, 30, 23)
     check(made)
     options = made["trainer"]
     assert options["run_dir"] == str(tmp_path / "own" / "run-7") and options["timeout_s"] == 30
     assert options["log_every_steps"] == 4  # so that advice and step_timer say something in 23 steps
-    assert options["checkpoint"]["dir"] == str(tmp_path / "own" / "ckpt") and not options["checkpoint"]["every_steps"]
+    assert options["checkpoint"]["dir"] == str(tmp_path / "own" / "ckpt")
+    assert not any(options["checkpoint"][name] for name in ("every", "every_steps", "every_minutes"))
     assert options["validate_every"] is None and options["resume"] is None
     assert set(made["callbacks"]) == {"advice", "memory", "step_timer", "throughput"}  # the others would show or write
 
@@ -53,7 +57,9 @@ def test_a_trial_begins_at_the_checkpoint_that_the_run_would_take(config: dict, 
     trainer = make(max_steps=4)
     trainer.fit()
     config["trainer"] |= {"resume": "auto", "run_dir": "runs/r"}
-    made = of_trial(config, tmp_path / "own", 1, 30, 23)
+    pinned = begun(config)
+    (tmp_path / "ckpt" / "r" / "step-00000004").rename(tmp_path / "ckpt" / "r" / "step-00000008")  # the job goes on
+    made = of_trial(pinned, tmp_path / "own", 1, 30, 23)
     assert made["trainer"]["resume"] == str((tmp_path / "ckpt" / "r" / "step-00000004").resolve())
     assert made["trainer"]["run_dir"] == str(tmp_path / "own" / "run-1")
     assert made["trainer"]["accept"] == ["callbacks"]  # a trial has others than the run

@@ -49,7 +49,7 @@ class Lab:
         model = Model(believed, WORK, 20, today_s, whole, family)
         first = Tried(NOTHING, model.predict(NOTHING).step_s, today_s, today_s)
         return Search(
-            model, CHOICES, self.measure, lambda: self.left_s, lambda *_: None, lambda: 1.0, 10, [first]
+            model, CHOICES, self.measure, lambda: self.left_s, lambda *_: None, lambda: 1.0, lambda _: 10, [first]
         )  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def test_a_setting_that_fails_twice_is_tried_no_third_time() -> None:
         def measure(self, choice: Choice) -> tuple[float, float]:
             if choice.settings.get("trainer.ddp.bucket_mib") == 1.0:
                 self.trials.append(choice)
-                raise TrialFailed("no end within tune.limit_s=8")
+                raise TrialFailed("no end within 8 s")
             return super().measure(choice)
 
     lab = Broken(MACHINE)
@@ -108,7 +108,7 @@ def test_the_budget_ends_the_search() -> None:
 def test_what_does_not_fit_into_memory_costs_no_trial() -> None:
     lab = Lab(MACHINE)
     best, why = lab.search(replace(MACHINE, memory_bytes=1.0)).run()
-    assert (best.choice, why, lab.trials) == (NOTHING, "every choice was tried", [])
+    assert (best.choice, why, lab.trials) == (NOTHING, "no other choice is left", [])
 
 
 FULL = {"activation_checkpoint": {"policy": "full"}}

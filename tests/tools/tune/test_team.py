@@ -67,7 +67,7 @@ def test_a_failure_on_one_rank_ends_the_trial_alone(team: Team, what: str, reaso
 
 
 def test_a_hang_ends_at_its_limit_with_all_that_it_started(team: Team) -> None:
-    with pytest.raises(TrialFailed, match=r"rank 0: no end within tune.limit_s=0\.5"):
+    with pytest.raises(TrialFailed, match=r"rank 0: no end within 0\.5 s"):
         team.run({"rank": 0, "what": "child"}, 0.5)
     assert not team.pids
     assert len(fine(team)) == team.place.world

@@ -148,7 +148,7 @@ def test_a_killed_search_goes_on_and_its_result_is_used(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "reason"), [("memory", "failed: rank 0: out of memory"), ("hang", "no end within tune.limit_s=20")]
+    ("fault", "reason"), [("memory", "failed: rank 0: out of memory"), ("hang", "no end within 20 s")]
 )
 def test_trials_that_fail_are_lines_and_the_search_goes_on(fault: str, reason: str, folder: Path) -> None:
     result = tune(folder, "trainer.devices=3", f"recipe.fault={fault}", "tune.limit_s=20")
@@ -211,7 +211,7 @@ def test_a_link_that_is_slowed_behind_its_back_is_noticed(folder: Path) -> None:
         cluster.shape("40mbit")
         code, out = tune_on(cluster, folder, 2, *BUSY_LINK)
     assert code in (0, 77) and len(kept) == 2, out
-    corrected = re.search(r"corrected .*the link across is ([\d.]+) times as slow as measured before", out)
+    corrected = re.search(r"corrected .*the link across: ([\d.]+) times the time that was measured", out)
     assert corrected and float(corrected[1]) > 3, out
     misses = [abs(float(miss)) for miss in re.findall(r"measured \(([-+][\d.]+)%\)", out)]
     assert misses[0] > 50 and misses[-1] < misses[0], out  # of today's config, of the last trial

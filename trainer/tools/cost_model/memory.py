@@ -53,10 +53,15 @@ def kept_by_callbacks(setup: Setup) -> float:
 
 def activations(setup: Setup) -> float:
     """Return the bytes that autograd keeps of the micro-batches on their way."""
-    share = 1.0
-    if own := setup.callbacks.get("activation_checkpoint"):
-        share = own["budget"] if own["budget"] is not None else 1 - (1 - KEPT[own["policy"]]) / own["every"]
-    return setup.workload.activation_bytes * setup.micro * share * in_flight(setup) / setup.stages
+    return setup.workload.activation_bytes * setup.micro * kept(setup) * in_flight(setup) / setup.stages
+
+
+def kept(setup: Setup) -> float:
+    """Return the share of the activations that recomputation keeps."""
+    own = setup.callbacks.get("activation_checkpoint")
+    if own is None:
+        return 1.0
+    return own["budget"] if own["budget"] is not None else 1 - (1 - KEPT[own["policy"]]) / own["every"]
 
 
 def in_flight(setup: Setup) -> float:

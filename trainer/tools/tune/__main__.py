@@ -1,6 +1,9 @@
 """echelon tune: finds a faster config of a run, proves it on short runs, writes it for +tuned=NAME."""
 
+import contextlib
 import dataclasses
+import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,12 +11,13 @@ from typing import Any
 
 import trainer
 from trainer.config.compose import CONF, config_dirs
-from trainer.errors import ConfigError, printable
+from trainer.errors import printable
 from trainer.process.exit import run_guarded
 from trainer.tools.tune.options import TuneOptions, read_options
 from trainer.tools.tune.start import one_job, prepare, run_team
 
 UNCHANGED = 77  # exit code: today's config stays
+FEW = 5  # trials
 USAGE = """echelon tune [ARGUMENTS OF THE RUN] [tune.KEY=VALUE ...]
 
 Finds a faster config of the run, proves it on short runs, and writes it for +tuned=NAME. Under torchrun or srun it runs
@@ -62,40 +66,50 @@ def command(arguments: list[str]) -> int:
 
 def lead(team: Any, config: dict[str, Any], options: TuneOptions, folder: Path, name: str, argv: Sequence[str]) -> int:
     """Search on the first process, and write the result."""
+    from trainer.config.tuned import cpu_name
     from trainer.tools.tune.apply import hand_over
-    from trainer.tools.tune.candidates import NOTHING
+    from trainer.tools.tune.configs import begun
     from trainer.tools.tune.journal import Journal
     from trainer.tools.tune.overlay import overlay, write
-    from trainer.tools.tune.team import TrialFailed
+    from trainer.tools.tune.search import OVER
     from trainer.tools.tune.tuning import Tuning
 
-    place, settings = team.place, dataclasses.asdict(options)
-    about = [config, place.world, place.local_world, trainer.__version__, {**settings, "budget_s": 0, "apply": 0}]
-    journal = Journal(folder / "tuned" / f"{name}.jsonl", about)
+    config = begun(config)
+    place, settings = team.place, {**dataclasses.asdict(options), "budget_s": 0, "apply": 0}
+    machine = [cpu_name(), os.cpu_count(), place.world, place.local_world]
+    journal = Journal(folder / "tuned" / f"{name}.jsonl", [config, machine, trainer.__version__, settings])
     tuning = Tuning(config, options, team, journal, say)
     if journal.why_anew:
         say(f"journal    {journal.path} {journal.why_anew}: a new search begins")
-    try:
+    with contextlib.closing(journal):
         choice, verdict, tuned, evidence = tuning.run()
+        if verdict is None and tuning.why == OVER:
+            say(f"result     today's config stays: {OVER}; {way_out(tuning)}")
+            return UNCHANGED
+        path = None
+        if verdict is not None and verdict.recommended:
+            path = write(folder, name, overlay(config, choice, tuned, evidence))
         journal.add("verdict", choice=dataclasses.asdict(choice), **(dataclasses.asdict(verdict) if verdict else {}))
-    except TrialFailed as error:
-        raise ConfigError(f"today's config does not run: {error}") from None
-    finally:
-        journal.close()
-    if choice == NOTHING or verdict is None:
+    if verdict is None:
         say("result     today's config stays: nothing that was tried is faster")
         return UNCHANGED
     for line in verdict.findings:
         say(f"canary     {line}")
-    if not verdict.recommended:
-        for line in verdict.faults:
-            say(f"result     today's config stays: {line}")
+    for line in verdict.faults:
+        say(f"result     today's config stays: {line}")
+    if path is None:
         return UNCHANGED
-    path = write(folder, name, overlay(config, choice, tuned, evidence))
     say(f"result     {path}: use it by +tuned={name}{hint(folder, argv)}")
     if options.apply:
         say(f"apply      {hand_over(Path(config['trainer']['run_dir']), choice, place.world, name, folder)}")
     return 0
+
+
+def way_out(tuning: Any) -> str:
+    """Return a budget in which the canary and a few trials have room."""
+    trials_s = FEW * (tuning.cost_s + tuning.options.steps * tuning.today["step_s"])
+    enough = math.ceil((tuning.elapsed_s + tuning.canary_s + trials_s) / 60) * 60
+    return f"the search goes on by its journal with tune.budget_s={enough}"
 
 
 def hint(folder: Path, argv: Sequence[str]) -> str:

@@ -6,24 +6,56 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from trainer.callback import Role, overrides
+from trainer.checkpoint.compare import flat
+from trainer.config.redact import redact
 from trainer.errors import ConfigError
 from trainer.process import handover
 from trainer.tools.cost_model.workload import Choice
 from trainer.tools.tune.configs import callbacks_of, merge, refusal
+
+SHOWING = (Role.MEASURE, Role.OBSERVE)
+PARTS = ("batch", "micro_batch", "accumulate")
 
 
 def find_run(config: dict[str, Any]) -> Path:
     """Return the folder of the job that is to take the result over.
 
     Raises:
-        ConfigError: The config names no run.
+        ConfigError: The config names no run, one that has ended, or one that trains something else.
     """
     run_dir = config["trainer"]["run_dir"]
     if run_dir is None:
         raise ConfigError("tune.apply=true: no run is named; give trainer.run_dir=runs/NAME of the running job")
     if not (Path(run_dir) / "config.yaml").exists():
         raise ConfigError(f"trainer.run_dir={run_dir}: holds no run; tune.apply=true needs that of the running job")
+    if has_ended(Path(run_dir)):
+        raise ConfigError(
+            f"trainer.run_dir={run_dir}: has ended, and tune.apply=true needs a running job; leave it out, and go on "
+            "with +tuned=NAME"
+        )
+    job: Any = OmegaConf.to_container(OmegaConf.load(Path(run_dir) / "config.yaml"))
+    own, other = training(redact(config)), training(job)
+    if differing := sorted(key for key in own.keys() | other.keys() if own.get(key) != other.get(key)):
+        key = differing[0]
+        raise ConfigError(
+            f"{key}={own.get(key)}: {run_dir} has {other.get(key)}, and a result is proven for one config; give "
+            "tune.apply=true with the arguments of the running job"
+        )
     return Path(run_dir)
+
+
+def has_ended(run_dir: Path) -> bool:
+    """Return whether nothing was logged since the run, or the attempt before this one, has ended."""
+    summary, metrics = run_dir / "summary.json", run_dir / "metrics.jsonl"
+    return summary.exists() and (not metrics.exists() or metrics.stat().st_mtime <= summary.stat().st_mtime)
+
+
+def training(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the dotted settings that decide what is computed, and the callbacks that take part in it."""
+    made = callbacks_of(config)
+    callbacks = {name: config["callbacks"][name] for name, each in made.items() if each.role not in SHOWING}
+    found = flat({**config, "callbacks": callbacks, "nccl": {}}) | {name: config[name] for name in PARTS}
+    return found | {"trainer.precision": config["trainer"]["precision"]}
 
 
 def hand_over(run_dir: Path, choice: Choice, world: int, name: str, folder: Path) -> str:
@@ -49,6 +81,6 @@ def state_keepers(config: dict[str, Any]) -> set[str]:
     return {
         name
         for name, callback in callbacks_of(config).items()
-        if callback.role not in (Role.MEASURE, Role.OBSERVE) or overrides(callback, "state_dict")
+        if callback.role not in SHOWING or overrides(callback, "state_dict")
         if not overrides(callback, "distribute")
     }

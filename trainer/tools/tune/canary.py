@@ -73,12 +73,15 @@ class Judge:
         return gain
 
     def _losses(self, pairs: Sequence[Any], findings: list[str], faults: list[str]) -> None:
-        one, other = zip(*zip(pairs[0][0]["losses"], pairs[0][1]["losses"]))  # at equal steps
+        curves = [zip(*zip(before["losses"], after["losses"])) for before, after in pairs]  # at equal steps
+        measure = difference if self.exact and not self.random else drift
+        each = [measure(*curve) for curve in curves]
+        found = max(each) if not any(map(math.isnan, each)) else math.nan
         if self.exact and not self.random:
-            found, limit = difference(one, other), ROUNDING.get(self.precision, COARSE)
+            limit = ROUNDING.get(self.precision, COARSE)
             findings.append(f"losses differ by at most {found:.2g} of their value (limit {limit:g}: rounding)")
         else:
-            found, limit = drift(one, other), self.bound
+            limit = self.bound
             findings.append(f"the loss is {found:+.2%} of today's at equal steps (limit +{limit:.2%}: tune.bound)")
         if not found <= limit:
             faults.append(f"the losses differ: {findings.pop()}")

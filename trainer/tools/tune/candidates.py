@@ -3,12 +3,14 @@
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.manifest import verify
 from trainer.comm.nccl import VARIABLES
 from trainer.process.environment import Place
 from trainer.tools.cost_model.workload import Choice
-from trainer.tools.tune.configs import callbacks_of, is_exact, merge, ranks_with_data, refusal
+from trainer.tools.tune.configs import callbacks_of, is_exact, merge, node, ranks_with_data, refusal
 
 Callbacks = dict[str, dict[str, Any]]  # name -> knobs
 NOTHING = Choice({}, {})
@@ -58,7 +60,7 @@ def candidates(
     found: list[Choice] = []
     settings: dict[int, list[dict[str, Any]]] = {}  # by ranks with data, that a run accepts
     for callbacks in with_callbacks(config, place, lossy, blocks):
-        if callbacks.keys() & set(without) or not stages_fit(callbacks, blocks) or not runs(Choice(callbacks, {})):
+        if callbacks.keys() & set(without) or not runs(Choice(callbacks, {})) or not stages_fit(callbacks, blocks):
             continue
         ranks = ranks_with_data(merge(config, Choice(callbacks, {})), place.world)
         if ranks not in settings:
@@ -77,20 +79,36 @@ def with_callbacks(config: Mapping[str, Any], place: Place, lossy: bool, blocks:
         hybrid: Callbacks = {"shard": {"stage": 3, "hybrid": True}}
         several = 1 < nodes < place.world
         layouts = [*LAYOUTS, *([hybrid] if several else []), *pipelines(place.world, lossy, blocks)]
-        groups += [layouts, [{}, *([{"hierarchical": {}}] if several else [])], [{}, *(lossy_ones() if lossy else ())]]
+        groups += [layouts, [{}, *([{"hierarchical": {}}] if several else [])]]
+        groups += [[{}, *(lossy_ones(several, begun_at(config)) if lossy else ())]]
     for parts in itertools.product(*groups):
         combined = {name: knobs for part in parts for name, knobs in part.items()}
         if not combined.keys() & config["callbacks"].keys():
             yield combined
 
 
-def lossy_ones() -> Iterator[Callbacks]:
-    """Yield callbacks that send less than the gradients."""
-    yield from CODECS
+def lossy_ones(several: bool, step: int) -> Iterator[Callbacks]:
+    """Yield callbacks that send less than the gradients.
+
+    Args:
+        several: Ranks of several nodes, each with several ranks: codecs may work between nodes alone.
+        step: At which a trial begins. Before the end of its warm-up, a trial of `onebit_adam` would be plain AdamW.
+    """
+    for own in CODECS:
+        yield own
+        if several:
+            yield {"grad_compress": {**own["grad_compress"], "level": "inter"}}
     for own in LOCAL_SGD:
         yield own
         yield {**own, "grad_compress": {"codec": "int8"}}
-    yield {"onebit_adam": {}}
+    if step >= node("onebit_adam")["warmup_steps"]:
+        yield {"onebit_adam": {}}
+
+
+def begun_at(config: Mapping[str, Any]) -> int:
+    """Return the step at which a trial begins: that of the checkpoint `trainer.resume`, or 0."""
+    checkpoint = config["trainer"]["resume"]
+    return verify(Path(checkpoint), hashes=False)["step"] if checkpoint else 0
 
 
 def pipelines(world: int, lossy: bool, blocks: int) -> Iterator[Callbacks]:

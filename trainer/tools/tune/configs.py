@@ -45,8 +45,12 @@ def merge(config: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
     return merged
 
 
-def whole(config: Mapping[str, Any], world: int) -> Choice:
-    """Return all that the cost model reads of a config, as a choice."""
+def whole(config: Mapping[str, Any], world: int, cuda: bool) -> Choice:
+    """Return all that the cost model reads of a config, as a choice.
+
+    Args:
+        cuda: Ranks train on GPUs, where DDP's gradients are views of its buckets by default.
+    """
     allow = (*ALLOWED, *config["trainer"]["allow_targets"])
     callbacks = {}
     for name, given in config["callbacks"].items():
@@ -55,8 +59,11 @@ def whole(config: Mapping[str, Any], world: int) -> Choice:
             callbacks[name] = {key: value for key, value in given.items() if known.get(key, given) != value}
     micro, _ = split_batch(config["batch"], ranks_with_data(config, world), config["micro_batch"], config["accumulate"])
     settings = {"micro_batch": micro, "data.workers": config["data"]["workers"]}
-    if (bucket := config["trainer"]["ddp"]["bucket_mib"]) is not None:
+    ddp = config["trainer"]["ddp"]
+    if (bucket := ddp["bucket_mib"]) is not None:
         settings["trainer.ddp.bucket_mib"] = bucket
+    view = ddp["gradient_as_bucket_view"]
+    settings["trainer.ddp.gradient_as_bucket_view"] = cuda if view is None else view
     return Choice(callbacks, settings)
 
 
@@ -90,8 +97,24 @@ def is_exact(config: Mapping[str, Any]) -> bool:
     return all(callback.exact for callback in callbacks_of(config).values())
 
 
+def begun(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the config whose `trainer.resume` is the checkpoint itself: a running job may write newer ones.
+
+    Raises:
+        ConfigError: It is no checkpoint.
+    """
+    own = copy.deepcopy(dict(config))
+    options = own["trainer"]
+    if options["resume"] is not None:
+        root = Path(options["checkpoint"]["dir"])
+        run_dir = root / Path(options["run_dir"]).name if options["run_dir"] else None
+        found = locate.resolve(options["resume"], root, run_dir)
+        options["resume"] = found and str(found.resolve())
+    return own
+
+
 def of_trial(config: Mapping[str, Any], folder: Path, number: int, limit_s: float, steps: int) -> dict[str, Any]:
-    """Return the config of a short run that writes into `folder` alone, and begins where the run would begin.
+    """Return the config of a short run that writes into `folder` alone.
 
     The run logs often enough in its steps for `advice`, which judges two logged steps in a row.
     """
@@ -101,12 +124,8 @@ def of_trial(config: Mapping[str, Any], folder: Path, number: int, limit_s: floa
         del trial["callbacks"][name]
     options = trial["trainer"]
     if options["resume"] is not None:
-        root = Path(options["checkpoint"]["dir"])
-        run_dir = root / Path(options["run_dir"]).name if options["run_dir"] else None
-        found = locate.resolve(options["resume"], root, run_dir)
-        options["resume"] = found and str(found.resolve())
         options["accept"] = [*options["accept"], "callbacks"]  # other ones than the checkpoint's
-    options["checkpoint"] |= {"dir": str(folder / "ckpt"), "every_steps": None, "every_minutes": None}
+    options["checkpoint"] |= {"dir": str(folder / "ckpt"), "every": None, "every_steps": None, "every_minutes": None}
     options["checkpoint"] |= {"keep_best": None, "keep_every": None}
     options |= {"run_dir": str(folder / f"run-{number}"), "validate_every": None, "check_replicas_every": None}
     options["log_every_steps"] = max(1, min(options["log_every_steps"], steps // LOGGED))

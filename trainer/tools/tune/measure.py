@@ -5,6 +5,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from trainer.blocks import find_blocks
 from trainer.data.resize import repeat_batch
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DataError
 from trainer.parallel.warmup import wait
 from trainer.process.environment import Place
 from trainer.session import build_components
@@ -30,7 +31,10 @@ class Profile(Stopwatch):
     def rehearse(self, trainer, run_pass: Callable[[Any], None], batch: Any) -> None:
         micro = trainer.plan.micro
         sizes = sorted({max(1, micro // 4), max(1, micro // 2), max(2, micro)})
-        batches = [repeat_batch(batch, size, f"callbacks.{OWN}") for size in sizes]
+        try:
+            batches = [repeat_batch(batch, size, f"callbacks.{OWN}") for size in sizes]
+        except DataError:  # it can't be cut, so a pass counts as its samples alone
+            sizes, batches = [micro], [batch]
         loss, model, device = trainer.loss.compute, trainer.strategy.model, trainer.device  # pyright: ignore
         calls = [(lambda made=made: run_pass(made)) for made in batches]
         calls += [(lambda made=made: loss(model, made)) for made in batches]
@@ -61,7 +65,8 @@ def profile(config: dict[str, Any], place: Place, warm: int, steps: int) -> dict
     own = {"run_dir": f"{config['trainer']['run_dir']}-{place.rank}"}  # one process writes a run
     components = build_components({**config, "trainer": config["trainer"] | own})
     watch = components["callbacks"][OWN] = Profile(warm, steps)
-    trainer = Trainer(**components, place=Place(), name=OWN)
+    own_device = replace(place, rank=0, world=1, local_world=1, store="")
+    trainer = Trainer(**components, place=own_device, name=OWN)
     with contextlib.suppress(Over):
         trainer.fit()
     parameters = trainer.parameters

@@ -16,6 +16,7 @@ GAIN = 0.02  # a choice has to promise this share to be worth a trial
 DOUBT = 0.05  # most by which the model's own errors may make a prediction look worse than it is
 HOPE = 0.25  # share of the passes, or of communication, that a change may save whose effect the model leaves out
 RECOMPUTES = "activation_checkpoint"
+OVER = "the budget is over"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Search:
     time_left: Callable[[], float]
     note: Callable[[Tried, Model], Any]
     cost_s: Callable[[], float]  # of a trial, apart from its steps
-    steps: int
+    steps: Callable[[Choice], int]  # of its trial
     tried: list[Tried]
 
     def run(self) -> tuple[Tried, str]:
@@ -63,12 +64,12 @@ class Search:
             assert best.score_s is not None
             ranked = self._ranked()
             if not ranked:
-                return best, "every choice was tried"
+                return best, "no other choice is left"
             score_s, step_s, choice = ranked[0]
             if score_s >= best.score_s * (1 - GAIN):
                 return best, "no other choice is predicted to be faster"
-            if self.cost_s() + self.steps * step_s > self.time_left():
-                return best, "the budget is over"
+            if self.cost_s() + self.steps(choice) * step_s > self.time_left():
+                return best, OVER
             self.try_out(choice)
 
     def try_out(self, choice: Choice) -> Tried:

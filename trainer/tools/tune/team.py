@@ -120,7 +120,7 @@ class Team:
         answers: dict[int, Answer] = {}
         pipes: dict[Any, int] = {}
         end = time.monotonic() + limit_s
-        late = f"no end within tune.limit_s={limit_s:g}"
+        late = f"no end within {limit_s:g} s"
         try:
             for rank in self.own:
                 pipes[self._fork(rank, order)] = rank

@@ -15,6 +15,7 @@ from trainer.callback import Callback, Role
 from trainer.comm.phases import Phase
 from trainer.comm.ranks import Ranks
 from trainer.data.batch import Step
+from trainer.errors import ConfigError
 from trainer.monitors.advice.callback import read
 from trainer.process.environment import Place
 from trainer.session import build_components
@@ -66,7 +67,8 @@ class Stopwatch(Callback):
         self.sums.append(weigh(trainer.losses, trainer.data.weights))
         if "time/step" in trainer.metrics:
             self.phases.append({name: trainer.metrics.get(f"time/{name}", 0.0) for name in PHASES})
-        if len(self.ends) == self.warm + self.steps:
+        last = trainer.step == trainer.plan.max_steps and len(self.ends) > self.warm + 1  # of a run with fewer steps
+        if last or len(self.ends) == self.warm + self.steps:
             trainer.emit("on_flush")  # what is deferred needs its peers
             self.result = self._collect(trainer.ranks, trainer.device, trainer.run_dir)
             self.result["precision"] = trainer.precision.label
@@ -141,7 +143,10 @@ def run_trial(config: dict[str, Any], place: Place, warm: int, steps: int) -> di
     except Over:
         trainer.close()
         return watch.result
-    raise ValueError(f"the run has {trainer.step} steps, fewer than tune.warm={warm} and tune.steps={steps}")
+    raise ConfigError(
+        f"tune.warm={warm}: the run ends after {len(watch.ends)} step(s), and a short run has two more than that or "
+        "more; give a smaller one, or a run with more steps"
+    )
 
 
 def step_seconds(times: list[float], period: int) -> float:

@@ -9,8 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from trainer.config.tuned import Tuned, cpu_name
-from trainer.errors import printable
+from trainer.errors import ConfigError, printable
 from trainer.timeouts import TRIAL_LEAST_S
+from trainer.tools.cost_model.memory import kept
+from trainer.tools.cost_model.passes import recomputed
+from trainer.tools.cost_model.setup import Setup, read
 from trainer.tools.cost_model.workload import Choice, Workload
 from trainer.tools.tune.canary import Judge, Verdict
 from trainer.tools.tune.candidates import NOTHING, candidates, describe, family
@@ -42,12 +45,14 @@ class Tuning:
         self, config: dict[str, Any], options: TuneOptions, team: Team, journal: Journal, say: Callable[[str], Any]
     ) -> None:
         self.config, self.options, self.team, self.journal, self.say = config, options, team, journal, say
+        self.cuda = False  # known with the links
         self.place, self.began = team.place, time.monotonic()
         self.walls: list[float] = []  # seconds of trials beside their timed steps
         self.today: dict[str, Any] = {}
         self.wholes: dict[str, Choice] = {}  # by callbacks and micro-batch: a search asks again and again
         self.number = 0
         self.search: Search
+        self.why = ""  # the search ended
 
     @property
     def elapsed_s(self) -> float:
@@ -57,8 +62,8 @@ class Tuning:
         """Search; return the best choice, its verdict if it is not today's config, the machine, and the evidence."""
         model, random, tuned, listed = self.measure()
         self.search = search = self._search(model, listed)
-        best, why = search.run()
-        self.say(f"search     {why}; {len(search.tried) - 1} trials, {self._misses(search.tried)}")
+        best, self.why = search.run()
+        self.say(f"search     {self.why}; {len(search.tried) - 1} trials, {self._misses(search.tried)}")
         if words := in_words(search.model.factors):
             self.say(f"corrected  {words}")
         if best.choice == NOTHING:
@@ -66,10 +71,21 @@ class Tuning:
         verdict = self._canary(best.choice, random, model.machine.memory_bytes)
         return best.choice, verdict, tuned, self._evidence(best, verdict, search.tried)
 
-    def _once(self, event: str, run: Callable[[], Any]) -> Any:
-        """Return the result that the journal has, or that of `run`."""
-        known = self.journal.all(event)
-        return known[0]["result"] if known else self.journal.add(event, result=run())["result"]
+    def _once(self, event: str, failed: str, run: Callable[[], Any]) -> Any:
+        """Return the result that the journal has, or that of `run`.
+
+        Args:
+            failed: Says what did not work, for the error.
+
+        Raises:
+            ConfigError: The run gave no result.
+        """
+        if known := self.journal.all(event):
+            return known[0]["result"]
+        try:
+            return self.journal.add(event, result=run())["result"]
+        except TrialFailed as error:
+            raise ConfigError(f"{failed}: {error}") from None
 
     def _order(self, kind: str, config: dict[str, Any], limit_s: float, **more: Any) -> list[dict[str, Any]]:
         self.number += 1
@@ -77,22 +93,27 @@ class Tuning:
         order = {"kind": kind, "config": made, "folder": str(self.team.folder), **more}
         return self.team.run(order, limit_s)
 
+    def length(self, choice: Choice) -> tuple[int, int]:
+        """Return the steps of a trial before the timed ones, and the timed ones: whole periods of `local_sgd`."""
+        period = choice.callbacks.get("local_sgd", {}).get("every", 1)
+        warm, steps = self.options.warm * period, math.ceil(self.options.steps / period) * period
+        if (most := self.config["trainer"]["max_steps"]) is not None:  # of a short run, as in an example
+            steps = max(1, min(steps, (most - warm) // period * period))
+        return warm, steps
+
     def run_trial(self, choice: Choice) -> dict[str, Any]:
         """Run a trial of a choice.
 
         Raises:
             TrialFailed: It gave no result.
         """
-        period = choice.callbacks.get("local_sgd", {}).get("every", 1)
-        warm, steps = self.options.warm * period, math.ceil(self.options.steps / period) * period
-        if (most := self.config["trainer"]["max_steps"]) is not None:  # of a short run, as in an example
-            steps = max(1, min(steps, (most - warm) // period * period))
+        (warm, steps), period = self.length(choice), choice.callbacks.get("local_sgd", {}).get("every", 1)
         began, limit_s = time.monotonic(), self.options.limit_s
-        if self.today:
+        if self.today and "compile" not in choice.callbacks:
             limit_s = min(limit_s, max(TRIAL_LEAST_S, SLOWEST * self.today["wall_s"]))
         answers = self._order("trial", merge(self.config, choice), limit_s, warm=warm, steps=steps)
         step_s, wall_s = max(step_seconds(answer["times"], period) for answer in answers), time.monotonic() - began
-        self.walls.append(wall_s - steps * step_s)
+        self.walls.append(max(0.0, wall_s - (warm - self.options.warm + len(answers[0]["times"])) * step_s))
         return {
             "step_s": step_s,
             "wall_s": wall_s,
@@ -109,7 +130,7 @@ class Tuning:
         Returns:
             The model, whether losses draw random numbers, the machine, and the choices.
         """
-        self.today = self._once("today", lambda: self.run_trial(NOTHING))
+        self.today = self._once("today", "today's config does not run", lambda: self.run_trial(NOTHING))
         self.say(f"today      {self.today['step_s']:.4g} s a step, memory {gib(self.today['memory_bytes'])}")
         limit_s, warm, steps = self.options.limit_s, self.options.warm, max(5, self.options.steps // 4)
 
@@ -119,10 +140,11 @@ class Tuning:
         def work() -> list[dict[str, Any]]:
             return self._order("profile", alone(self.config, self.place.world), limit_s, warm=warm, steps=steps)
 
-        seen = self._once("links", links)
-        machine = make_machine(seen, self.place)
-        answers = self._once("profile", work)
+        seen = self._once("links", "the links between ranks can't be measured", links)
+        self.cuda, machine = seen[0]["gpu"] is not None, make_machine(seen, self.place)
+        answers = self._once("profile", "the passes of a rank alone, with the whole model, can't be measured", work)
         workload = make_workload(answers)
+        workload = without_recomputation(read(machine, workload, self._whole(NOTHING), self.config["batch"]))
         network = link_class(machine.across, self.place.world)
         tuned = Tuned(cpu_name(), seen[0]["gpu"], self.place.world, self.place.local_world, network)
         self.say(
@@ -142,7 +164,7 @@ class Tuning:
         others = {key: value for key, value in choice.settings.items() if key not in cut}
         key = repr((choice.callbacks, cut))
         if key not in self.wholes:
-            self.wholes[key] = whole(merge(self.config, Choice(choice.callbacks, cut)), self.place.world)
+            self.wholes[key] = whole(merge(self.config, Choice(choice.callbacks, cut)), self.place.world, self.cuda)
         known = self.wholes[key]
         return Choice(known.callbacks, {**known.settings, **others})
 
@@ -159,17 +181,24 @@ class Tuning:
             result = self.run_trial(choice)
             return result["step_s"], result["step_s"] * self._slowdown(choice, result["losses"])
 
-        def reserve() -> float:
-            return 2 * self.options.pairs * (self.cost_s + self.options.steps * self.today["step_s"])
-
         return Search(
-            model, listed, measure, lambda: self.options.budget_s - self.elapsed_s - reserve(), self._note,
-            lambda: self.cost_s, self.options.steps, [first, *known],
+            model, listed, measure, lambda: self.options.budget_s - self.elapsed_s - self.canary_s, self._note,
+            lambda: self.cost_s, self._steps, [first, *known],
         )  # fmt: skip
 
     @property
+    def canary_s(self) -> float:
+        """Return the seconds that the canary will take, if the winner is as fast as today's config."""
+        return 2 * self.options.pairs * (self.cost_s + self.options.steps * self.today["step_s"])
+
+    def _steps(self, choice: Choice) -> int:
+        """Return the steps of a trial beside the usual ones that warm up, whose seconds are in `cost_s`."""
+        warm, steps = self.length(choice)
+        return warm - self.options.warm + steps
+
+    @property
     def cost_s(self) -> float:
-        """Return the seconds of a trial beside its timed steps."""
+        """Return the seconds of a trial beside its steps, with those that warm up."""
         return statistics.median(self.walls) if self.walls else self.today["wall_s"]
 
     def _slowdown(self, choice: Choice, losses: list[float | None]) -> float:
@@ -195,7 +224,7 @@ class Tuning:
 
     def _canary(self, choice: Choice, random: bool, memory_bytes: float | None) -> Verdict:
         """Run pairs of short runs, today's config and the winner, and judge them."""
-        exact = is_exact(merge(self.config, choice)) or not is_exact(self.config)
+        exact = is_exact(merge(self.config, choice))
         pairs = [(line["before"], line["after"]) for line in self.journal.all("pair")]
         judge = Judge(
             exact, random and draws_anew(choice), self.options.bound,
@@ -232,6 +261,13 @@ def make_workload(answers: list[dict[str, Any]]) -> Workload:
     values: dict[str, Any] = {name: max(answer[name] for answer in answers) for name in names}
     values |= {"parameters": tuple(values["parameters"]), "shapes": tuple(map(tuple, values["shapes"]))}
     return Workload(**values)
+
+
+def without_recomputation(setup: Setup) -> Workload:
+    """Return the workload that was measured with the setup's recomputation, less its cost: predictions add it."""
+    work, share = setup.workload, recomputed(setup)
+    backward_s = max(0.0, work.backward_s - share * work.forward_s)
+    return replace(work, backward_s=backward_s, activation_bytes=work.activation_bytes / kept(setup))
 
 
 def draws_anew(choice: Choice) -> bool:
