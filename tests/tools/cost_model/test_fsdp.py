@@ -1,5 +1,7 @@
 """Bytes of shard's card, and seconds by hand: ten units of 1 MiB, 2 samples of a rank."""
 
+from dataclasses import replace
+
 import pytest
 from support.costs import FAST, MIB, choose, machine, setup
 
@@ -30,6 +32,12 @@ def test_a_hybrid_gathers_on_its_node() -> None:
 
 def test_a_fast_link_hides_all() -> None:
     assert found(machine(2, across=FAST)).seconds == pytest.approx(0.6 + 0.01 / 2)
+
+
+def test_what_gloo_gathers_is_hidden_by_nothing() -> None:
+    own = replace(machine(2, across=Link(0.0, MIB / 2 / 0.01, 0.0)), background=False)
+    assert found(own).seconds == pytest.approx(0.6 + 0.01 / 2 + 30 * 0.01)
+    assert found(own, reshard=False).seconds == pytest.approx(0.6 + 0.01 / 2 + 20 * 0.01)
 
 
 def test_a_slow_link_decides() -> None:

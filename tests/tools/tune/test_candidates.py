@@ -58,7 +58,9 @@ def test_two_levels_need_several_ranks_on_several_nodes(config: dict) -> None:
     levels = candidates({**config, "batch": 16}, Place(0, 4, 0, 2, starts=True), lossy=False)
     assert not any("hierarchical" in choice.callbacks for choice in flat)
     assert any("hierarchical" in choice.callbacks for choice in levels)
-    lossy = candidates({**config, "batch": 16}, Place(0, 4, 0, 2, starts=True), lossy=True, without=["compile", "shard"])
+    lossy = candidates(
+        {**config, "batch": 16}, Place(0, 4, 0, 2, starts=True), lossy=True, without=["compile", "shard"]
+    )
     assert any(
         "hierarchical" in choice.callbacks and choice.callbacks.get("grad_compress", {}).get("level") == "inter"
         for choice in lossy

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.cli import ROOT
+from support.costs import choose, machine, setup
 from support.ranks import run_ranks
 from torch import nn
 
@@ -13,7 +14,7 @@ from trainer.config.compose import CONF, compose
 from trainer.process.environment import Place
 from trainer.tools.tune.configs import alone, of_trial
 from trainer.tools.tune.measure import ROUNDS, in_turns, line, profile, saved_bytes
-from trainer.tools.tune.tuning import make_workload
+from trainer.tools.tune.tuning import make_workload, without_recomputation
 
 TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy", "trainer.allow_targets=[toy_recipe]"]
 
@@ -39,6 +40,26 @@ def test_ranks_measure_their_own_work(dropout: float, monkeypatch: pytest.Monkey
     work = make_workload(answers)
     assert work.parameters == tuple(elements) and work.shapes[0] == (16, 8)
     assert work.forward_s == max(answer["forward_s"] for answer in answers)
+
+
+def test_each_rank_measures_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Made(Exception):
+        pass
+
+    def make(**given: Any) -> None:
+        raise Made(given["place"])
+
+    monkeypatch.setattr("trainer.tools.tune.measure.build_components", lambda config: {"callbacks": {}})
+    monkeypatch.setattr("trainer.tools.tune.measure.Trainer", make)
+    with pytest.raises(Made) as made:
+        profile({"trainer": {"run_dir": "r"}}, Place(3, 4, 1, 2, "store", "tune"), 1, 4)
+    assert made.value.args == (Place(0, 1, 1, 1, "", "tune"),)
+
+
+def test_what_recomputation_costs_is_measured_once() -> None:
+    full = choose({"activation_checkpoint": {}})
+    found = without_recomputation(setup(machine(1), full, activation_bytes=1.0))
+    assert found.backward_s == pytest.approx(0.2 - 0.1) and found.activation_bytes == pytest.approx(10.0)
 
 
 def test_calls_take_turns_and_a_slow_round_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -18,11 +19,12 @@ from support.cli import MAIN, MARK, ROOT, Result, environment, lines, popen, run
 from support.network import Cluster, needs_cluster
 
 from trainer.errors import STOPPED
+from trainer.process.environment import Place
 from trainer.tools.cost_model.workload import Choice
-from trainer.tools.tune.__main__ import USAGE
+from trainer.tools.tune.__main__ import UNCHANGED, USAGE, lead
 from trainer.tools.tune.candidates import NOTHING
 from trainer.tools.tune.options import TuneOptions
-from trainer.tools.tune.search import Tried
+from trainer.tools.tune.search import OVER, Tried
 from trainer.tools.tune.tuning import Tuning, make_workload, outcome
 
 pytestmark = pytest.mark.timeout(900)
@@ -261,6 +263,27 @@ def test_help_names_every_setting() -> None:
         default = getattr(TuneOptions(), field.name)
         shown = {"None": "null", "True": "true", "False": "false"}.get(str(default), default)
         assert f"tune.{field.name}={shown}" in USAGE
+
+
+def test_a_budget_that_is_over_names_one_that_is_enough_and_keeps_the_journal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Short:
+        why, cost_s, canary_s, elapsed_s, today, options = OVER, 2.0, 880.0, 10.0, {"step_s": 4.0}, TuneOptions()
+
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def run(self) -> tuple[Choice, None, None, list[str]]:
+            return NOTHING, None, None, []
+
+    monkeypatch.setattr("trainer.tools.tune.tuning.Tuning", Short)
+    config = {"trainer": {"resume": None}}
+    assert lead(SimpleNamespace(place=Place()), config, TuneOptions(), tmp_path, "mine", []) == UNCHANGED
+    said = "today's config stays: the budget is over; the search goes on by its journal with tune.budget_s=1320"
+    assert said in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "tuned" / "mine.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["begin"]  # no verdict, which would end the journal
 
 
 def test_a_trial_whose_loss_is_too_large_counts_for_nothing() -> None:

@@ -1,5 +1,6 @@
 """The step of `shard` with stage 3: units are gathered before they compute, and their gradients scattered after."""
 
+import itertools
 from collections.abc import Sequence
 
 from trainer.tools.cost_model.buckets import Bucket, joined, stretches
@@ -18,43 +19,48 @@ def groups(setup: Setup) -> tuple[Group, Group]:
     return Group(1, setup.row_ranks), Group(setup.data_ranks // setup.row_ranks, 1)
 
 
-def gather(setup: Setup, units: Sequence[Bucket]) -> Job:
+def gather(setup: Setup, units: Sequence[Bucket]) -> Wire:
     rows, _ = groups(setup)
-    return as_job([time(Message("all_gather", 4 * unit.elements), rows, setup.machine, library=True) for unit in units])
+    return add(time(Message("all_gather", 4 * unit.elements), rows, setup.machine, library=True) for unit in units)
 
 
-def scatter(setup: Setup, units: Sequence[Bucket]) -> Job:
+def scatter(setup: Setup, units: Sequence[Bucket]) -> Wire:
     """Return the reduction of the gradients of units: scattered over their rows, and averaged over equal rows."""
     (rows, same), wires = groups(setup), []
     for size in (4 * unit.elements for unit in units):
         wires.append(time(Message("reduce_scatter", size), rows, setup.machine, library=True))
         wires.append(time(Message("all_reduce", size / rows.ranks), same, setup.machine))
-    return as_job(wires)
+    return add(wires)
 
 
-def as_job(wires: list[Wire]) -> Job:
-    wire = add(wires)
+def as_job(wire: Wire) -> Job:
     return Job((Phase(wire.seconds, min(1.0, wire.cpu_s / wire.seconds) if wire.seconds else 0.0),))
 
 
 def one_pass(setup: Setup, forward_s: float, backward_s: float, gathers: list[bool], reduces: bool) -> float:
     """Return the seconds of a forward and a backward pass. A unit is gathered while the one before it computes.
 
+    Without collectives in the background, everything comes one after another.
+
     Args:
         gathers: Whether units are gathered before the forward pass, and before the backward pass.
     """
     units = stretches(setup)[::-1]  # in the order of the forward pass
     walked = [(forward_s, unit) for unit in units] + [(backward_s, unit) for unit in reversed(units)]
-    count, jobs = len(walked), [gather(setup, unit) for _, unit in walked]
-    jobs += [scatter(setup, unit) for unit in reversed(units)]
+    count, wires = len(walked), [gather(setup, unit) for _, unit in walked]
+    wires += [scatter(setup, unit) for unit in reversed(units)]
     needed = [gathers[i >= len(units)] for i in range(count)]
+    cores, jobs = setup.machine.cores_per_rank, [as_job(wire) for wire in wires]
+    if not setup.machine.background:
+        called = itertools.compress(wires, [*needed, *[reduces] * len(units)])
+        return forward_s + backward_s + sum(wire.alone_s(cores) for wire in called)
     tasks = [Task(0.0, starts=tuple(i for i in (0, 1) if i < count and needed[i]))]
     for i, (seconds, unit) in enumerate(walked):
         starts = (i + 2,) if i + 2 < count and needed[i + 2] else ()
         starts += (i + len(units),) if reduces and i >= len(units) else ()
         tasks.append(Task(seconds * joined(unit).share, needs=(i,) if needed[i] else (), starts=starts))
     tasks.append(Task(0.0, needs=tuple(range(count, len(jobs))) if reduces else ()))
-    return simulate(tasks, jobs, setup.machine.cores_per_rank)[-1]
+    return simulate(tasks, jobs, cores)[-1]
 
 
 def fsdp(setup: Setup, run: Passes) -> Cost:

@@ -45,6 +45,7 @@ class Machine:
         inside, across: Links between the ranks of a node, and between nodes.
         memory_bytes: Of a rank's device; None if it is unknown.
         disk_bytes_per_s: Rate of writing, until the bytes are on the disk.
+        background: The library's collectives run beside the passes, as NCCL's do. gloo's hold the thread that computes.
     """
 
     ranks: int
@@ -55,6 +56,7 @@ class Machine:
     codecs: Mapping[str, CodecCost]
     memory_bytes: float | None
     disk_bytes_per_s: float
+    background: bool = True
 
 
 def to_json(machine: Machine) -> dict[str, Any]:

@@ -71,7 +71,8 @@ class Report:
         every = self.link("all", NO_LINK)
         inside, across = (self.link(level, every) for level in ("inside", "across"))
         disk = self.numbers.get("disk", {}).get("write_bytes_per_s", math.inf)
-        return Machine(ranks, self.per_node, cores, inside, across, self.codecs, memory, disk)
+        gpu = memory is not None
+        return Machine(ranks, self.per_node, cores, inside, across, self.codecs, memory, disk, background=gpu)
 
     def as_json(self, about: Mapping[str, Any], machine: Machine | None) -> dict[str, Any]:
         """Return all numbers. Rates are in bytes or FLOP a second; null stands for an infinite rate."""

@@ -16,9 +16,9 @@ from trainer.tools.measure import codecs as codec_costs
 from trainer.tools.measure import collectives
 from trainer.tools.measure.collectives import with_shares
 
-MOST = 2 << 20  # bytes of the largest message
-# Seconds of a size, about; a size whose call takes longer is the last.
-COLLECTIVES = {collectives.FITTED: 0.3, "all_gather": 0.1, "reduce_scatter": 0.1}
+# Bytes of the largest message, and seconds of a size, about; a size whose call takes longer is the last. In a long
+# all-gather of two ranks, gloo's directions take turns, and units of `shard` stage 3 are long.
+COLLECTIVES = {collectives.FITTED: (2 << 20, 0.3), "all_gather": (16 << 20, 0.2), "reduce_scatter": (16 << 20, 0.2)}
 CODECS = ("bf16", "fp16", "int8", "topk", "powersgd")
 BUSY, BUSY_SECONDS = 1 << 20, 0.5  # bytes that a thread hashes at a time, and for how long, to count cores
 NO_LINK = Link(0.0, 1e12, 0.0)
@@ -35,8 +35,8 @@ def measure_links(place: Place, accelerator: str, backend: str, timeout_s: float
     links: dict[str, Any] = {}
     for level in levels:
         fits = [
-            collectives.fit(list(collectives.measure(ranks, level, name, MOST, seconds)), ranks.device)
-            for name, seconds in COLLECTIVES.items()
+            collectives.fit(list(collectives.measure(ranks, level, name, most, seconds)), ranks.device)
+            for name, (most, seconds) in COLLECTIVES.items()
         ]
         links[level.name] = astuple(with_shares(*fits))
     ranks.gather(None)
@@ -91,4 +91,5 @@ def make_machine(answers: list[dict[str, Any]], place: Place) -> Machine:
     return Machine(
         place.world, place.local_world, statistics.mean(answer["cores"] for answer in answers),
         inside or across or every, across or inside or every, costs, min(memory, default=None), 1e9,
+        answers[0]["gpu"] is not None,
     )  # fmt: skip
