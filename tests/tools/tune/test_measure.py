@@ -1,5 +1,6 @@
 """The profile of a rank that is alone: work and bytes of a sample."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from trainer.config.compose import CONF, compose
 from trainer.process.environment import Place
 from trainer.tools.tune.configs import alone, of_trial
-from trainer.tools.tune.measure import ROUNDS, in_turns, line, profile, saved_bytes
+from trainer.tools.tune.measure import ROUNDS, in_turns, line, profile, saved_bytes, shares
 from trainer.tools.tune.tuning import make_workload, without_recomputation
 
 TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy", "trainer.allow_targets=[toy_recipe]"]
@@ -36,6 +37,7 @@ def test_ranks_measure_their_own_work(dropout: float, monkeypatch: pytest.Monkey
         assert answer["state_bytes"] == 4 * 4 * sum(elements) + 4 * len(elements)  # two moments, and a step each
         assert min(answer[name] for name in ("forward_s", "backward_s", "optimizer_s", "data_s")) > 0
         assert answer["activation_bytes"] > 4 * 16
+        assert sum(answer["compute"]) == pytest.approx(1) and len(answer["compute"]) == len(elements)
         assert (answer["blocks"], answer["boundary_bytes"]) == (2, 4 * 16)  # what a pipeline would cut and send
     work = make_workload(answers)
     assert work.parameters == tuple(elements) and work.shapes[0] == (16, 8)
@@ -75,6 +77,26 @@ def test_calls_take_turns_and_a_slow_round_is_the_last(monkeypatch: pytest.Monke
     assert calls == ["a", "b"] * (1 + ROUNDS)
     calls.clear()
     assert in_turns([lambda: call("c", 3.0)], torch.device("cpu")) == pytest.approx([3.0]) and calls == ["c", "c"]
+
+
+def test_shares_of_a_backward_pass() -> None:
+    """The layer that takes nearly all of the time has nearly all of the pass."""
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.05)
+            return grads[0]
+
+    first, unused, last = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False)
+    parameters = [layer.weight for layer in (first, unused, last)]
+    found = shares(lambda: last(Slow.apply(first(torch.ones(2, 3)))).sum(), parameters, torch.device("cpu"))
+    assert found[0] > 0.8 and found[1] == 0 and sum(found) == pytest.approx(1)
+    assert all(parameter.grad is None for parameter in parameters)
 
 
 def test_a_line_through_sizes() -> None:

@@ -301,6 +301,13 @@ def test_a_trial_whose_loss_is_too_large_counts_for_nothing() -> None:
 
 def test_the_slowest_rank_is_the_workload() -> None:
     one = {"parameters": [3], "shapes": [[3]], "forward_s": 1.0, "backward_s": 2.0, "pass_s": 0.1, "optimizer_s": 0.2}
-    one |= {"other_s": 0.0, "data_s": 0.3, "activation_bytes": 5.0, "state_bytes": 6.0, "random": False}
+    one |= {
+        "other_s": 0.0,
+        "data_s": 0.3,
+        "activation_bytes": 5.0,
+        "state_bytes": 6.0,
+        "random": False,
+        "compute": [1.0],
+    }
     work = make_workload([one, {**one, "forward_s": 4.0}])
     assert (work.forward_s, work.backward_s, work.parameters, work.shapes) == (4.0, 2.0, (3,), ((3,),))

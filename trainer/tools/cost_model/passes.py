@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from trainer.tools.cost_model.buckets import Bucket, joined, stretches
 from trainer.tools.cost_model.reduction import copying, reduce, total
-from trainer.tools.cost_model.setup import Setup, factor
+from trainer.tools.cost_model.setup import Setup
 from trainer.tools.cost_model.simulate import Job, Task, simulate
 
 STEPS = 4  # after so many, overlap's steps are alike
@@ -34,15 +34,15 @@ def recomputed(setup: Setup) -> float:
 
 
 def passes(setup: Setup) -> Passes:
-    workload, speed = setup.workload, factor(setup) / setup.stages
-    forward_s = workload.forward_s * speed
-    backward_s = (workload.backward_s + recomputed(setup) * workload.forward_s) * speed
+    workload, share = setup.workload, 1 / setup.stages
+    forward_s = workload.forward_s * share
+    backward_s = (workload.backward_s + recomputed(setup) * workload.forward_s) * share
     last = setup.samples - (setup.passes - 1) * setup.micro
     before = setup.samples - last
     return Passes(
-        before * (forward_s + backward_s) + (setup.passes - 1) * workload.pass_s * speed,
-        last * forward_s + workload.pass_s * speed / 3,
-        last * backward_s + workload.pass_s * speed * 2 / 3,
+        before * (forward_s + backward_s) + (setup.passes - 1) * workload.pass_s * share,
+        last * forward_s + workload.pass_s * share / 3,
+        last * backward_s + workload.pass_s * share * 2 / 3,
         workload.optimizer_s / setup.stages * setup.stepped,
     )
 

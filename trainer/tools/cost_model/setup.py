@@ -1,7 +1,6 @@
 """Reads a choice: the knobs of its callbacks with their defaults, and the ranks and samples that follow."""
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +15,14 @@ from trainer.tools.cost_model.machine import Machine
 from trainer.tools.cost_model.workload import Choice, Workload
 
 MODELLED = frozenset({
-    "activation_checkpoint", "auto_batch", "bucket", "compile", "grad_compress", "hierarchical", "local_sgd",
+    "activation_checkpoint", "auto_batch", "bucket", "grad_compress", "hierarchical", "local_sgd",
     "onebit_adam", "optimizer_in_backward", "overlap", "pipeline", "shard",
 })  # fmt: skip
 MONITORS = "trainer.monitors."  # whose time is in `Workload.other_s`
 FREE = frozenset({"early_stop"})
+FACTOR = "its factor on the passes is not measured, and is taken as 1"
 WHY = {
+    "compile": FACTOR,
     "ema": "its pass over the weights is not modelled",
     "nan_guard": "its checks and copies are not modelled",
     "swa": "its passes over the weights and over training data are not modelled",
@@ -148,9 +149,8 @@ def read(machine: Machine, workload: Workload, choice: Choice, batch: int) -> Se
     codec = "sign" if "onebit_adam" in callbacks else callbacks.get("grad_compress", {}).get("codec")
     if codec and codec not in machine.codecs:
         unknown.append(f"codec {codec}: its cost is not measured, and is taken as 0")
-    for name in sorted({"compile"} & callbacks.keys()) + precision(choice.settings):
-        if name not in workload.factors:
-            unknown.append(f"{name}: its factor on the passes is not measured, and is taken as 1")
+    if precision := choice.settings.get("trainer.precision"):
+        unknown.append(f"trainer.precision={precision}: {FACTOR}")
     if "pipeline" in callbacks and not workload.boundary_bytes:
         unknown.append("callbacks.pipeline: the bytes between two stages are not known, and are taken as 0")
     setup = Setup(machine, workload, batch, callbacks, choice.settings, tuple(unknown))
@@ -159,11 +159,6 @@ def read(machine: Machine, workload: Workload, choice: Choice, batch: int) -> Se
     if not workload.parameters or batch < 1:
         raise ConfigError(f"batch={batch}, {len(workload.parameters)} parameters: give at least one of each")
     return setup
-
-
-def precision(settings: Mapping[str, Any]) -> list[str]:
-    value = settings.get("trainer.precision")
-    return [f"trainer.precision={value}"] if value else []
 
 
 @functools.cache
@@ -216,9 +211,3 @@ def settings_of() -> frozenset[str]:
             inner = option_parameters(known.annotation) if hasattr(known.annotation, "__dataclass_fields__") else {}
             keys |= {f"{prefix}.{name}.{each}" for each in inner} or {f"{prefix}.{name}"}
     return frozenset(keys)
-
-
-def factor(setup: Setup) -> float:
-    """Return the measured factors on the passes: of `compile` and of the precision."""
-    names = [*({"compile"} & setup.callbacks.keys()), *precision(setup.settings)]
-    return math.prod(setup.workload.factors.get(name, 1.0) for name in names)

@@ -1,7 +1,7 @@
 """A training step as the cost model sees it: the work of a sample, a choice of callbacks, and the prediction."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -9,7 +9,7 @@ from typing import Any
 class Workload:
     """The work of one rank that no choice changes, measured without communication on the machine's cores.
 
-    `shapes`, `compute`, `jitter`, `factors` and `boundary_bytes` sharpen the prediction, and may be left out.
+    `shapes`, `compute`, `jitter` and `boundary_bytes` sharpen the prediction, and may be left out.
     """
 
     parameters: tuple[int, ...]  # elements of each, in the model's order
@@ -22,9 +22,8 @@ class Workload:
     activation_bytes: float  # a sample, that autograd keeps
     state_bytes: float  # parameters, gradients and optimizer state
     shapes: tuple[tuple[int, ...], ...] = ()  # of the parameters; (): each is taken as a square matrix
-    compute: tuple[float, ...] = ()  # share of each parameter in the passes; (): its share of elements, tables aside
+    compute: tuple[float, ...] = ()  # share of each parameter in the backward pass; (): of elements, tables aside
     jitter: float = 0.0  # standard deviation of a rank's passes from step to step, of their mean
-    factors: Mapping[str, float] = field(default_factory=dict)  # "compile", "trainer.precision=bf16": of the passes
     data_cpu: float = 1.0  # share of `data_s` that keeps a core busy; the rest waits for a disk or a server
     boundary_bytes: float = 0.0  # a sample, between two blocks: what a pipeline's stages send
 

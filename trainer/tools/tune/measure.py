@@ -4,7 +4,7 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +18,11 @@ from trainer.errors import ConfigError, DataError
 from trainer.parallel.warmup import wait
 from trainer.process.environment import Place
 from trainer.session import build_components
-from trainer.tools.tune.trial import OWN, Over, Stopwatch
+from trainer.tools.tune.trial import OWN, Over, Stopwatch, clock, seconds_between
 from trainer.trainer import Trainer
 
 ROUNDS = 7  # of which the median counts, after one that warms up
+PASSES = 3  # backward passes whose gradients are timed
 SLOW = 2.0  # seconds of a round, from which on one is enough
 
 
@@ -45,6 +46,7 @@ class Profile(Stopwatch):
         forward = min(forward, 0.9 * slope)
         self.forward_s, self.backward_s = forward, slope - forward
         self.activation_bytes = saved_bytes(lambda: loss(model, batch), trainer.module) / micro
+        self.compute = shares(lambda: loss(model, batch), trainer.parameters, device)
         self.random = len({seeded(lambda: loss(model, batch), seed) for seed in (1, 2)}) > 1
         self.blocks, boundary_bytes = cuts(trainer, lambda: loss(model, batch))
         self.boundary_bytes = boundary_bytes / micro
@@ -78,6 +80,7 @@ def profile(config: dict[str, Any], place: Place, warm: int, steps: int) -> dict
     return {
         "parameters": [p.numel() for p in parameters],
         "shapes": [list(p.shape) for p in parameters],
+        "compute": watch.compute,
         "forward_s": watch.forward_s,
         "backward_s": watch.backward_s,
         "pass_s": watch.pass_s,
@@ -118,6 +121,34 @@ def line(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
     slope = statistics.linear_regression(sizes, seconds).slope if len(sizes) > 1 else last / high
     slope = min(max(slope, 0.5 * last / high), last / high)  # a pass is at most half fixed: noise would tell otherwise
     return slope, last - slope * high
+
+
+def shares(run: Callable[[], Tensor], parameters: Sequence[Tensor], device: torch.device) -> list[float]:
+    """Return each parameter's share of a backward pass: from the gradient that is ready before it to its own."""
+    times = [0.0] * len(parameters)
+    for _ in range(PASSES):
+        for index, each in ready(run(), parameters, device):
+            times[index] += each
+    return [each / (sum(times) or 1.0) for each in times]
+
+
+def ready(loss: Tensor, parameters: Sequence[Tensor], device: torch.device) -> list[tuple[int, float]]:
+    """Run a backward pass. Return the parameters in the order of their gradients, with the seconds since the last."""
+    now, order, ends = clock(device), list[int](), list[Any]()
+
+    def note(index: int) -> None:
+        order.append(index)
+        ends.append(now())
+
+    with contextlib.ExitStack() as stack:
+        for index, parameter in enumerate(parameters):
+            hook = parameter.register_post_accumulate_grad_hook(lambda _, index=index: note(index))
+            stack.callback(hook.remove)
+        note(-1)
+        loss.backward()
+    for parameter in parameters:
+        parameter.grad = None
+    return list(zip(order[1:], seconds_between(ends), strict=True))
 
 
 def seeded(loss: Callable[[], Tensor], seed: int) -> float:

@@ -260,6 +260,7 @@ def make_workload(answers: list[dict[str, Any]]) -> Workload:
     names = [field.name for field in dataclasses.fields(Workload) if field.name in answers[0]]
     values: dict[str, Any] = {name: max(answer[name] for answer in answers) for name in names}
     values |= {"parameters": tuple(values["parameters"]), "shapes": tuple(map(tuple, values["shapes"]))}
+    values["compute"] = tuple(answers[0]["compute"])
     return Workload(**values)
 
 
