@@ -21,6 +21,7 @@ from trainer.tools.measure.processor import Meter
 FITTED = "all_reduce"  # its times give a level's link
 ROUNDS, SLOW_ROUNDS = 5, 3  # a time is the median of so many; fewer if a single call is slow
 MOST_CALLS = 200  # of a round
+LEAST = 1 << 8  # bytes
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,15 @@ def make_levels(ranks: Ranks) -> tuple[list[Level], int, list[str]]:
     return levels, per_node, lines
 
 
-def sizes(most: int) -> list[int]:
-    """Return 256 bytes, and each double up to `most`."""
-    return [1 << n for n in range(8, max(10, most.bit_length()))]
+def sizes(most: int, least: int = LEAST) -> list[int]:
+    """Return `least` bytes, and each double up to `most`; two sizes or more."""
+    first = least.bit_length() - 1
+    return [1 << n for n in range(first, max(first + 2, most.bit_length()))]
 
 
-def measure(ranks: Ranks, level: Level, collective: str, most: int, budget_s: float) -> Iterator[Row]:
+def measure(
+    ranks: Ranks, level: Level, collective: str, most: int, budget_s: float, least: int = LEAST
+) -> Iterator[Row]:
     """Measure a collective of each size, until one call takes longer than the budget. A collective.
 
     The calls of a round follow one another without a pause, as in nccl-tests, and after a call that is not timed. So a
@@ -95,8 +99,9 @@ def measure(ranks: Ranks, level: Level, collective: str, most: int, budget_s: fl
     Args:
         most: Bytes of the largest size, as nccl-tests counts them.
         budget_s: Seconds that the timed calls of a size take, about.
+        least: Bytes of the smallest size.
     """
-    for number, size in enumerate(sizes(most)):
+    for number, size in enumerate(sizes(most, least)):
         elements = max(1, size // 4 // level.ranks) * level.ranks
         call = prepare(collective, level, elements, ranks.device)
         once = max(ranks.gather(min(run(call, 1, ranks.device)[0] for _ in range(2))))

@@ -16,9 +16,13 @@ from trainer.tools.measure import codecs as codec_costs
 from trainer.tools.measure import collectives
 from trainer.tools.measure.collectives import with_shares
 
-# Bytes of the largest message, and seconds of a size, about; a size whose call takes longer is the last. In a long
-# all-gather of two ranks, gloo's directions take turns, and units of `shard` stage 3 are long.
-COLLECTIVES = {collectives.FITTED: (2 << 20, 0.3), "all_gather": (16 << 20, 0.2), "reduce_scatter": (16 << 20, 0.2)}
+# Bytes of the largest message, seconds of a size, about, and bytes of the smallest message. A size whose call takes
+# longer is the last. In a long all-gather of two ranks gloo's directions take turns, and units of stage 3 are long.
+COLLECTIVES = {
+    collectives.FITTED: (2 << 20, 0.3, collectives.LEAST),
+    "all_gather": (16 << 20, 0.15, 256 << 10),
+    "reduce_scatter": (16 << 20, 0.15, 256 << 10),
+}
 CODECS = ("bf16", "fp16", "int8", "topk", "powersgd")
 BUSY, BUSY_SECONDS = 1 << 20, 0.5  # bytes that a thread hashes at a time, and for how long, to count cores
 NO_LINK = Link(0.0, 1e12, 0.0)
@@ -35,8 +39,8 @@ def measure_links(place: Place, accelerator: str, backend: str, timeout_s: float
     links: dict[str, Any] = {}
     for level in levels:
         fits = [
-            collectives.fit(list(collectives.measure(ranks, level, name, most, seconds)), ranks.device)
-            for name, (most, seconds) in COLLECTIVES.items()
+            collectives.fit(list(collectives.measure(ranks, level, name, *limits)), ranks.device)
+            for name, limits in COLLECTIVES.items()
         ]
         links[level.name] = astuple(with_shares(*fits))
     ranks.gather(None)
