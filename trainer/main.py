@@ -7,13 +7,13 @@ import os
 import runpy
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
 import trainer
-from trainer.config.compose import CONF, TYPED, Job, choices, compose, config_dirs, kept_by_recipe, told_apart
+from trainer.config.compose import CONF, TYPED, Job, choices, compose, config_dirs, told_apart
 from trainer.errors import STOPPED, ConfigError, nearest, printable
 from trainer.log import log, log_to_terminal
 from trainer.process import handover
@@ -158,8 +158,12 @@ def usage(folders: list[Path]) -> str:
     return "\n".join(lines)
 
 
-def run(config: dict[str, Any], recipe: str, argv: list[str]) -> int:
-    """Check the settings that need no torch, then train in this process or start the ranks."""
+def run(config: dict[str, Any], recipe: str, argv: list[str], told: Sequence[tuple[int, str]] = ()) -> int:
+    """Check the settings that need no torch, then train in this process or start the ranks.
+
+    Args:
+        told: Lines for the log, each with its level.
+    """
     from trainer.batch import split_batch
     from trainer.comm.nccl import NCCLOptions, applied
     from trainer.config.build import build_options
@@ -172,8 +176,8 @@ def run(config: dict[str, Any], recipe: str, argv: list[str]) -> int:
     if isinstance(world, int) and not options.resume and isinstance(options.nodes, int):  # else the plan does this
         split_batch(config["batch"], world, config["micro_batch"], config["accumulate"])
     log_to_terminal(place.rank)
-    for line in kept_by_recipe(config, argv):
-        log.warning("%s", line)
+    for level, line in told:
+        log.log(level, "%s", line)
     # Read when torch loads. Idle OpenMP threads that spin would take the cores of ranks and data workers.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Read at the first cuBLAS call. `trainer.deterministic` needs this workspace; 32 MiB is Hopper's default.

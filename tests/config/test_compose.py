@@ -1,6 +1,7 @@
 """What a run's config is composed of, and what is told of it."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -9,9 +10,18 @@ from hydra._internal.hydra import Hydra
 from support.cli import QUICK, ROOT, run
 from support.quick import quick
 
+from trainer.config.check import check
 from trainer.config.compose import CONF, Job, compose, config_dirs, told_apart
+from trainer.errors import ConfigError
 
 TOLD = "the recipe's YAML sets this, and optimizer=sgd has"
+
+
+@pytest.fixture
+def composed(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], Job]:
+    monkeypatch.setattr(sys, "argv", ["main"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `compose` sets both
+    return lambda words: compose(words, [CONF])[0]
 
 
 @pytest.mark.parametrize(
@@ -40,6 +50,44 @@ def test_a_value_that_the_recipe_sets_for_another_optimizer_is_told(
     assert len(warnings) == len(told), warnings
     for line, start in zip(warnings, told, strict=True):
         assert line.startswith(f"warning: {start}") and "; give optimizer." in line
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    quick(
+        [
+            (["recipe=gpt2_tiny", "optimizer=adafactor"], ["betas=[0.9, 0.95]", "eps=1e-08"]),
+            (["recipe=resnet_tiny", "optimizer=adamw"], ["momentum=0.9"]),
+            (["recipe=gpt2_medium", "optimizer=adagrad"], ["betas=[0.9, 0.95]"]),
+            (["recipe=gpt2", "optimizer=lars"], ["betas=[0.9, 0.95]", "eps=1e-08"]),
+            (["recipe=gpt2_large", "optimizer=muon"], []),
+            (["recipe=resnet50_lars", "recipe.train=null", "optimizer=sgd"], ["trust_coefficient=0.001"]),
+        ],
+        2,
+    ),
+    ids=str,
+)
+def test_what_the_recipe_sets_is_left_out_where_a_typed_optimizer_can_not_take_it(
+    words: list[str], told: list[str], composed
+) -> None:
+    job = composed(words)
+    check(job.config)
+    lines = [line for _, line in job.told if line.endswith("can't take it; it is left out")]
+    assert [line.partition(":")[0] for line in lines] == [f"optimizer.{each}" for each in told]
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (["optimizer.betas.0=0.8"], r"optimizer\.betas=\[0\.8, 0\.95\]: no such key; there are lr, momentum"),
+        (["optimizer.beta=1"], r"optimizer\.beta=1: no such key"),
+    ],
+    ids=str,
+)
+def test_what_is_typed_for_another_optimizer_is_refused(words: list[str], refused: str, composed) -> None:
+    job = composed(["recipe=gpt2_tiny", "optimizer=sgd", *words])
+    with pytest.raises(ConfigError, match=refused):
+        check(job.config)
 
 
 @pytest.mark.parametrize(

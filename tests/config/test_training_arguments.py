@@ -1,9 +1,14 @@
 """A JSON file of transformers' TrainingArguments becomes arguments of the command."""
 
+import json
+import logging
+import sys
 from pathlib import Path
 
 import pytest
 
+from trainer.config.check import check
+from trainer.config.compose import CONF, compose
 from trainer.config.training_arguments import expand, translate
 from trainer.errors import ConfigError
 
@@ -13,11 +18,12 @@ def test_training_arguments_become_words():
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 5e-5, "adam_beta1": 0.8,
         "num_train_epochs": 3.0, "max_steps": -1, "warmup_ratio": 0.1, "lr_scheduler_type": "cosine", "bf16": True,
         "gradient_checkpointing": True, "save_steps": 100, "save_total_limit": 1, "load_best_model_at_end": True,
-        "metric_for_best_model": "eval_accuracy", "greater_is_better": True, "max_grad_norm": 0.0, "optim": "sgd",
-        "output_dir": "out", "label_smoothing_factor": 0.0, "group_by_length": False, "torch_compile": False,
+        "metric_for_best_model": "eval_accuracy", "greater_is_better": True, "max_grad_norm": 0.0,
+        "optim": "adamw_8bit", "output_dir": "out", "label_smoothing_factor": 0.0, "group_by_length": False,
+        "torch_compile": False,
     }  # fmt: skip
     words = translate(given, "recipe.args=x.json", 2)
-    assert words[0] == "optimizer=sgd" and words[1] == "+callbacks=[activation_checkpoint]"
+    assert words[0] == "optimizer=adamw8bit" and words[1] == "+callbacks=[activation_checkpoint]"
     assert set(words[2:]) == {
         "optimizer.lr=5e-05", "trainer.max_epochs=3.0", "recipe.lr_scheduler_type=cosine", "recipe.warmup_steps=0.1",
         "batch=16", "micro_batch=4", "accumulate=2", "optimizer.betas=[0.8,0.999]", "trainer.clip_norm=null",
@@ -39,6 +45,8 @@ def test_training_arguments_become_words():
         ),
         ({"auto_find_batch_size": True}, "+callbacks=[auto_batch]"),
         ({"full_determinism": True}, "trainer.deterministic=true"),
+        ({"use_cpu": True}, "trainer.accelerator=cpu"),
+        ({"data_seed": 42}, "trainer.precision=fp32"),
         ({"train_sampling_strategy": "random"}, "trainer.precision=fp32"),
     ],
 )
@@ -46,10 +54,46 @@ def test_an_argument_with_a_counterpart(given, word):
     assert word in translate(given, "recipe.args=x.json", 1)
 
 
-def test_what_changes_nothing_here_is_told(caplog):
-    caplog.set_level("INFO", "echelon")
-    translate({"output_dir": "out", "save_strategy": "epoch", "dataloader_drop_last": False}, "recipe.args=x.json", 1)
-    assert any(text.endswith("change nothing here: output_dir, save_strategy") for text in caplog.messages)
+@pytest.mark.parametrize(
+    ("given", "level", "told"),
+    [
+        (
+            {"output_dir": "out", "save_strategy": "epoch", "dataloader_drop_last": False},
+            logging.INFO,
+            "these name files, reports or evaluation, and change nothing here: output_dir, save_strategy",
+        ),
+        (
+            {"optim": "sgd", "adam_beta2": 0.99, "adam_epsilon": 1e-8},
+            logging.INFO,
+            "optim=sgd takes none of these, as in transformers: adam_beta2, adam_epsilon",
+        ),
+        (
+            {"load_best_model_at_end": True},
+            logging.WARNING,
+            "load_best_model_at_end=true: export/ has the last weights; "
+            "'echelon export ckpt/best.pt FOLDER' writes the best",
+        ),
+    ],
+)
+def test_what_is_not_done_is_told(given, level, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.json").write_text(json.dumps(given))
+    _, lines = expand(["recipe.args=a.json", "trainer.devices=1"])
+    assert (level, f"recipe.args=a.json: {told}") in lines
+
+
+def test_sgd_passes_the_check_and_has_no_momentum_as_in_transformers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["main"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `compose` sets both
+    given = {"optim": "sgd", "learning_rate": 0.5, "adam_beta1": 0.9, "adam_epsilon": 1e-8, "use_cpu": True}
+    Path("a.json").write_text(json.dumps(given))
+    words = ["recipe=hf", "recipe.model=m", "recipe.data=d", "recipe.args=a.json", "trainer.max_steps=3"]
+    (job,) = compose(words, [CONF])
+    check(job.config)
+    settings = {key: value for key, value in job.config["optimizer"].items() if not key.startswith("_")}
+    assert settings == {"lr": 0.5, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "groups": None}
+    assert (job.config["trainer"]["accelerator"], job.config["batch"]) == ("cpu", 8)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +111,7 @@ def test_what_changes_nothing_here_is_told(caplog):
         ),
         ({"accelerator_config": {"split_batches": True}}, "split_batches=true: batches are per device here"),
         ({"eval_strategy": "steps", "eval_steps": 0.2}, "eval_steps=0.2: is a part of the run; give a whole number"),
+        ({"data_seed": 7, "seed": 3}, "data_seed=7: the data has the seed of the run; remove it"),
         ({"optim": "lion_32bit"}, "optim=lion_32bit: Echelon has no such optimizer; give adamw_torch"),
     ],
 )
@@ -75,13 +120,25 @@ def test_training_arguments_that_would_be_lost_are_refused(given, words):
         translate(given, "recipe.args=x.json", 1)
 
 
+@pytest.mark.parametrize(
+    ("typed", "kept", "told"),
+    [("lars", [], "adam_beta1, optim"), ("adamw", ["optimizer.betas=[0.8,0.999]"], "optim")],
+)
+def test_a_typed_optimizer_wins(typed, kept, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.json").write_text('{"optim": "sgd", "adam_beta1": 0.8, "learning_rate": 0.5}')
+    words, lines = expand(["recipe.args=a.json", "trainer.devices=1", f"optimizer={typed}"])
+    assert [word for word in words if word.startswith("optimizer")] == ["optimizer.lr=0.5", *kept, f"optimizer={typed}"]
+    assert lines == [(logging.INFO, f"recipe.args=a.json: a typed optimizer replaces {told}")]
+
+
 def test_a_file_of_arguments_that_is_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert expand(["batch=4"]) == ["batch=4"]
+    assert expand(["batch=4"]) == (["batch=4"], [])
     Path("list.json").write_text("[]")
     for file, words in (("none.json", "can't be read"), ("list.json", "is no JSON object")):
         with pytest.raises(ConfigError, match=f"recipe.args={file}: {words}"):
             expand([f"recipe.args={file}"])
     Path("args.json").write_text('{"learning_rate": 0.1}')
-    words = expand(["trainer.devices=3", "recipe.args=args.json", "optimizer.lr=0.2"])
+    words, _ = expand(["trainer.devices=3", "recipe.args=args.json", "optimizer.lr=0.2"])
     assert words[-2:] == ["trainer.devices=3", "optimizer.lr=0.2"] and "batch=24" in words

@@ -4,14 +4,16 @@ import contextlib
 import difflib
 import io
 import itertools
+import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.config.redact import redact_argument, remove_if_secret
+from trainer.config.schema import knobs
 from trainer.config.training_arguments import expand
 from trainer.errors import ConfigError, nearest
 
@@ -34,6 +36,7 @@ class Job(NamedTuple):
     config: Any
     recipe: str
     argv: list[str]  # the arguments that lead to this config, to be shown
+    told: Sequence[tuple[int, str]] = ()  # lines for the log, each with its level
 
 
 def config_dirs(arguments: list[str]) -> list[Path]:
@@ -76,7 +79,8 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
         recipe = dict(chosen.runtime.choices).get("recipe", "")
         jobs.append(Job(OmegaConf.to_container(config, resolve=True), recipe, [*flags, *argv]))
 
-    words = merge_callbacks([normalize(word, folders) for word in expand(arguments)], primary)
+    expanded, lines = expand(arguments)
+    words = merge_callbacks([normalize(word, folders) for word in expanded], primary)
     sys.argv[1:] = sorted(words, key=is_override)  # argparse takes positional arguments in one piece only
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises the errors that it would print
     stderr = io.StringIO()
@@ -92,7 +96,9 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
     sys.stderr.write(stderr.getvalue())
     for file in filter(Path.exists, swept):
         remove_if_secret(file)
-    return jobs
+    of_optimizer = (told_of_optimizer(job.config, job.argv, folders) for job in jobs)
+    warnings = ([(logging.WARNING, text) for text in texts] for texts in of_optimizer)
+    return [job._replace(told=[*lines, *own]) for job, own in zip(jobs, warnings, strict=True)]
 
 
 @contextlib.contextmanager
@@ -120,17 +126,48 @@ def told_apart(job: Job, jobs: list[Job]) -> str:
     return "-".join(filter(None, words))[:NAME]
 
 
-def kept_by_recipe(config: Mapping[str, Any], argv: list[str]) -> list[str]:
-    """Return a line for each value of a typed `optimizer=NAME` that the recipe's YAML replaces by its own."""
+def told_of_optimizer(config: Mapping[str, Any], argv: list[str], folders: list[Path]) -> list[str]:
+    """Return a line for each value that the recipe's YAML sets beside a typed `optimizer=NAME`.
+
+    Values that this optimizer can't take leave the config, unless they are typed.
+    """
     from omegaconf import OmegaConf
 
-    typed = dict(word.split("=", 1) for word in argv if is_override(word) and "=" in word)
-    name, lines = typed.get("optimizer", ""), []
-    path = choices("optimizer", [CONF, *config_dirs(argv)]).get(name)
-    own: Any = OmegaConf.to_container(OmegaConf.load(path)) if path else {}
+    words = [word.partition("=") for word in argv if is_override(word)]
+    name = next((value for key, _, value in words if key == "optimizer"), "")
+    paths, node = choices("optimizer", folders), config.get("optimizer")
+    if name not in paths or not isinstance(node, dict):
+        return []
+    files: dict[str, Any] = {key: OmegaConf.to_container(OmegaConf.load(path)) for key, path in paths.items()}
+    typed = {key.split(".")[1] for key, _, _ in words if key.startswith("optimizer.")}
+    others = {key for file in files.values() for key in file} - typed
+    return [*leave_out(node, name, files[name], others), *kept_by_recipe(node, name, files[name], typed)]
+
+
+def leave_out(node: dict[str, Any], name: str, own: Mapping[str, Any], others: set[str]) -> list[str]:
+    """Put a value of Echelon's optimizer, or none, in the place of each that it can't take; return a line for each.
+
+    Args:
+        others: Keys of any optimizer's YAML. Other keys stay, and are refused by the check.
+    """
+    target, lines = str(node.get("_target_")), []
+    if not target.startswith("trainer.optim.") or target != own["_target_"]:
+        return []
+    known = knobs("optimizer", target, ())
+    for key in sorted(others & node.keys() - {"_target_", "_partial_", "groups"}):
+        if key not in known or isinstance(node[key], list) != isinstance(own.get(key, node[key]), list):
+            text = f"optimizer.{key}={node.pop(key)}: the recipe's YAML sets this, and optimizer={name} can't take it"
+            lines.append(f"{text}; it is left out")
+            node.update({key: own[key]} if key in own else {})
+    return lines
+
+
+def kept_by_recipe(node: Mapping[str, Any], name: str, own: Mapping[str, Any], typed: set[str]) -> list[str]:
+    """Return a line for each value of a typed `optimizer=NAME` that the recipe's YAML replaces by its own."""
+    lines = []
     for key, value in own.items():
-        found = config["optimizer"].get(key, value)
-        if found != value and f"optimizer.{key}" not in typed and "${" not in str(value):
+        found = node.get(key, value)
+        if found != value and key not in typed and "${" not in str(value):
             text = f"optimizer.{key}={found}: the recipe's YAML sets this, and optimizer={name} has {value}"
             lines.append(f"{text}; give optimizer.{key}=VALUE to choose")
     return lines

@@ -4,6 +4,7 @@ Typed arguments come after them, and so win.
 """
 
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import ConfigError
-from trainer.log import log
 from trainer.process.environment import detect
 
 WORD = re.compile(r"\+*recipe\.args=(.*)")
@@ -41,18 +41,19 @@ READ = {  # by functions below
     "per_device_train_batch_size", "gradient_accumulation_steps", "adam_beta1", "adam_beta2", "max_grad_norm",
     "max_steps", "logging_steps", "logging_strategy", "eval_strategy", "eval_steps", "save_strategy", "save_steps",
     "save_total_limit", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "bf16", "fp16", "tf32",
-    "optim", "lr_scheduler_kwargs", "warmup_ratio", "full_determinism",
+    "optim", "lr_scheduler_kwargs", "warmup_ratio", "full_determinism", "use_cpu", "no_cuda", "data_seed",
 }  # fmt: skip
 ELSEWHERE = (  # names and places of files, reports, the hub: nothing that changes numbers
     r"output_dir|logging_.*|log_.*|report_to|run_name|project|trackio_.*|disable_tqdm|push_to_hub|hub_.*|do_.*|"
     r"overwrite_output_dir|save_.*|eval_.*|per_device_eval_batch_size|prediction_loss_only|include_.*|"
-    r"remove_unused_columns|label_names|local_rank|ddp_backend|ddp_timeout|dataloader_.*|skip_memory_metrics|use_cpu|"
-    r"no_cuda|data_seed|average_tokens_across_devices|accelerator_config|"
+    r"remove_unused_columns|label_names|local_rank|ddp_backend|ddp_timeout|dataloader_.*|skip_memory_metrics|"
+    r"average_tokens_across_devices|accelerator_config|"
     r"gradient_checkpointing_kwargs|activation_checkpointing_kwargs|torch_compile_.*|restore_.*|enable_jit_checkpoint|use_cache|ignore_data_skip|"
     r"ddp_broadcast_buffers|ddp_static_graph|batch_eval_metrics|torch_empty_cache_steps|"
     r"length_column_name|debug|deepspeed_plugin|distributed_state|_n_gpu|hub_token|past_index|bf16_full_eval|"
     r"fp16_full_eval|parallelism_config|liger_kernel_config|fsdp_.*|accelerate_.*"
 )
+OF_ADAM = {"adam_beta1": "optimizer.betas", "adam_beta2": "optimizer.betas", "adam_epsilon": "optimizer.eps"}
 INSTEAD = {
     "deepspeed": "'+callbacks=[shard]' shards optimizer, gradients and weights",
     "fsdp": "'+callbacks=[shard]' with callbacks.shard.stage=3 shards the weights",
@@ -60,28 +61,46 @@ INSTEAD = {
 }
 
 
-def expand(words: list[str]) -> list[str]:
-    """Return the command's arguments with `recipe.args=FILE` replaced by what the file says, before all others.
+def expand(words: list[str]) -> tuple[list[str], list[tuple[int, str]]]:
+    """Replace `recipe.args=FILE` in the command's arguments by what the file says, before all others.
+
+    Returns:
+        The arguments; and lines for the log, each with its level.
 
     Raises:
         ConfigError: The file can't be read, or has an argument that Echelon lacks.
     """
     found = [match[1] for word in words if (match := WORD.fullmatch(word))]
     if not found:
-        return words
+        return words, []
     rest = [word for word in words if not WORD.fullmatch(word)]
-    return [*translate(read(found[-1]), f"recipe.args={found[-1]}", count_ranks(rest)), *rest]
+    given, key = read(found[-1]), f"recipe.args={found[-1]}"
+    without = replaced(given, rest)
+    lines = [(logging.INFO, f"{key}: a typed optimizer replaces {', '.join(sorted(without))}")] if without else []
+    given = {name: value for name, value in given.items() if name not in without}
+    translated = translate(given, key, count_ranks([*device_words(given), *rest]))
+    return [*translated, *rest], [*lines, *unused(given, key), *differences(given, key)]
+
+
+def replaced(given: Mapping[str, Any], words: list[str]) -> set[str]:
+    """Return the arguments of which a typed `optimizer=NAME` takes the place."""
+    typed = [word.partition("=")[2] for word in words if word.startswith("optimizer=")]
+    if not typed:
+        return set()
+    return given.keys() & ({"optim"} if typed[-1] in ("adamw", "adamw8bit") else {"optim", *OF_ADAM})
 
 
 def count_ranks(words: list[str]) -> int:
     """Return the number of ranks that the arguments ask for: transformers counts a batch per device."""
-    typed = [word.partition("=")[2] for word in words if re.fullmatch(r"\+*trainer\.devices=\d+", word)]
-    place = detect(dict(os.environ))
-    if place.launcher or typed:
-        return place.world if place.launcher else int(typed[-1])
+    typed = dict(word.lstrip("+").split("=", 1) for word in words if re.match(r"\+*trainer\.\w+=", word))
+    place, devices = detect(dict(os.environ)), typed.get("trainer.devices", "")
+    if place.launcher or devices.isdecimal():
+        return place.world if place.launcher else int(devices)
+    if (accelerator := typed.get("trainer.accelerator", "auto")) == "cpu":
+        return 1
     from trainer.comm.device import count_gpus  # imports torch
 
-    return count_gpus("auto") or 1
+    return count_gpus(accelerator) or 1
 
 
 def read(file: str) -> dict[str, Any]:
@@ -107,9 +126,16 @@ def translate(given: Mapping[str, Any], key: str, ranks: int) -> list[str]:
     words |= batch_of(given, ranks) | limits_of(given) | intervals_of(given)
     words |= {"trainer.precision": precision_of(given)}
     optimizer = optimizer_of(given, key)
+    if optimizer == "sgd":  # torch's has no momentum, unless it is given
+        words = {name: value for name, value in words.items() if name not in OF_ADAM.values()}
+        words["optimizer.momentum"] = 0.0
     chosen = [] if optimizer == "adamw" else [f"optimizer={optimizer}"]  # the recipe has adamw
     chosen += [f"+callbacks=[{callback}]" for name, callback in CALLBACKS.items() if given.get(name)]
-    return [*chosen, *(f"{name}={shown(value)}" for name, value in words.items())]
+    return [*chosen, *device_words(given), *(f"{name}={shown(value)}" for name, value in words.items())]
+
+
+def device_words(given: Mapping[str, Any]) -> list[str]:
+    return ["trainer.accelerator=cpu"] if given.get("use_cpu") or given.get("no_cuda") else []
 
 
 def refuse_others(given: Mapping[str, Any], key: str) -> None:
@@ -123,12 +149,28 @@ def refuse_others(given: Mapping[str, Any], key: str) -> None:
         instead = INSTEAD.get(name, "remove it from the file")
         raise ConfigError(f"{key}: {name}={shown(value)}: Echelon has no such setting; {instead}")
     refuse_parts(given, key)
+
+
+def unused(given: Mapping[str, Any], key: str) -> list[tuple[int, str]]:
+    """Return a line about the arguments that are not read."""
+    known = {*SAME, *CALLBACKS, *READ}
     left = {name for name in given if re.fullmatch(ELSEWHERE, name) and name not in known and given[name]}
     left |= {"save_strategy"} if given.get("save_strategy", "steps") != "steps" else set()
-    if left:
-        log.info(
-            "%s: these name files, reports or evaluation, and change nothing here: %s", key, ", ".join(sorted(left))
-        )
+    text = f"{key}: these name files, reports or evaluation, and change nothing here: {', '.join(sorted(left))}"
+    return [(logging.INFO, text)] if left else []
+
+
+def differences(given: Mapping[str, Any], key: str) -> list[tuple[int, str]]:
+    """Return lines about the arguments of which Echelon does a part."""
+    lines = []
+    adam = OF_ADAM.keys() & given.keys()
+    if adam and OPTIMIZERS.get(given.get("optim") or "") == "sgd":
+        text = f"{key}: optim=sgd takes none of these, as in transformers: {', '.join(sorted(adam))}"
+        lines.append((logging.INFO, text))
+    if given.get("load_best_model_at_end"):
+        text = "export/ has the last weights; 'echelon export ckpt/best.pt FOLDER' writes the best"
+        lines.append((logging.WARNING, f"{key}: load_best_model_at_end=true: {text}"))
+    return lines
 
 
 def refuse_parts(given: Mapping[str, Any], key: str) -> None:
@@ -140,6 +182,8 @@ def refuse_parts(given: Mapping[str, Any], key: str) -> None:
         raise ConfigError(
             f"{key}: average_tokens_across_devices=false: Echelon counts the tokens of all ranks; remove it"
         )
+    if given.get("data_seed") not in (None, given.get("seed", 42)):
+        raise ConfigError(f"{key}: data_seed={given['data_seed']}: the data has the seed of the run; remove it")
     if (given.get("accelerator_config") or {}).get("split_batches"):
         raise ConfigError(f"{key}: accelerator_config.split_batches=true: batches are per device here; set it to false")
 
