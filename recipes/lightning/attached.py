@@ -12,7 +12,8 @@ from torch import Tensor
 from trainer.callback import TrainerProtocol
 from trainer.errors import ConfigError
 
-PREFIXES = ("train_", "train/", "training_", "val_", "val/", "valid_", "valid/", "validation_", "validation/")
+OF_TRAINING = ("train_", "train/", "training_")
+OF_VALIDATION = ("val_", "val/", "valid_", "valid/", "validation_", "validation/")
 
 
 class NoSuchAttribute(ConfigError, AttributeError):
@@ -25,25 +26,31 @@ class Logged:
     def __init__(self) -> None:
         self.sums: dict[str, list[Any]] = {}
         self.metrics: dict[str, Any] = {}  # objects of torchmetrics, by name
+        self.names: dict[str, str] = {}  # the module's, by Echelon's
 
     def add(self, name: str, value: Any, weight: int) -> None:
         """Add a number, a tensor of one number, a metric of torchmetrics, or a dict of these.
 
         Raises:
-            ConfigError: The value is none of these.
+            ConfigError: The value is none of these, or another name of the module is the same here.
         """
         if isinstance(value, Mapping):
             for inner, each in value.items():
                 self.add(inner, each, weight)
             return
+        short = short_name(name)
+        if (other := self.names.setdefault(short, name)) != name:
+            raise ConfigError(
+                f"self.log({name!r}): is {short!r} here, as {other!r} is, and both would be one mean; rename one"
+            )
         if hasattr(value, "compute") and hasattr(value, "update"):
-            self.metrics[short_name(name)] = value
+            self.metrics[short] = value
             value = getattr(value, "_forward_cache", None)
             value = torch.zeros(()) if value is None else value
         if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.numel() != 1):
             kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ConfigError(f"self.log({name!r}): got {kind}; log a number, a tensor of one number, or a metric")
-        both = self.sums.setdefault(short_name(name), [0.0, 0])
+        both = self.sums.setdefault(short, [0.0, 0])
         value = value.detach().reshape(()).double() if isinstance(value, Tensor) else value
         both[0] += value * weight
         both[1] += weight
@@ -60,12 +67,34 @@ class Logged:
         return self.numbers() | values
 
     def clear(self) -> None:
-        self.sums, self.metrics = {}, {}
+        self.sums, self.metrics, self.names = {}, {}, {}
 
 
 def short_name(name: str) -> str:
     """Return a name without the split, which Echelon puts before each: `val_loss` is `loss` of `val/loss`."""
-    return next((name[len(prefix) :] for prefix in PREFIXES if name.startswith(prefix)), name)
+    prefixes = (*OF_TRAINING, *OF_VALIDATION)
+    return next((name[len(prefix) :] for prefix in prefixes if name.startswith(prefix)), name)
+
+
+class StepMetrics(dict[str, Tensor]):
+    """The numbers of a step by Echelon's names. Look-ups take the module's names, too.
+
+    Raises:
+        ConfigError: A name is of the validation; or a number is not there, and there is no default.
+    """
+
+    def __missing__(self, name: str) -> Tensor:
+        key = f"self.trainer.callback_metrics[{name!r}]"
+        if name.startswith(OF_VALIDATION):
+            raise ConfigError(f"{key}: has numbers of training alone; keep those of validation_step in the module")
+        if (found := f"train/{short_name(name)}") in self:
+            return self[found]
+        known = f"has {', '.join(self)}" if self else "is not logged; give trainer.log_every_steps=1"
+        raise ConfigError(f"{key}: is not there, since this step {known}")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        known = name in self or f"train/{short_name(name)}" in self
+        return self[name] if known or name.startswith(OF_VALIDATION) else default
 
 
 class AttachedTrainer:
@@ -82,7 +111,8 @@ class AttachedTrainer:
         self.echelon: TrainerProtocol | None = None
         self.count_batches: Callable[[int], float] = lambda ranks: math.inf  # of an epoch, for data that gives batches
         self.training, self.validating, self.predicting, self.batch_size = True, False, False, 1
-        self.logged = Logged()
+        self.logged, self.in_training_step = Logged(), False
+        self.told: set[str] = set()  # names that are logged with on_epoch in training_step
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -202,7 +232,7 @@ class AttachedTrainer:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        return {name: torch.tensor(value) for name, value in self.run.metrics.items()}
+        return StepMetrics((name, torch.tensor(value)) for name, value in self.run.metrics.items())
 
     logged_metrics = callback_metrics
 

@@ -5,10 +5,12 @@ from typing import Any
 
 from torch import nn
 
-from recipes.lightning.attached import AttachedTrainer
+from recipes.lightning.attached import AttachedTrainer, short_name
 from trainer.errors import ConfigError
+from trainer.log import log
 
 BASE = "LightningModule"  # of lightning.pytorch, or of pytorch_lightning: a package of its own
+OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")  # of `log`, in its order
 REFUSED = {  # a method of Lightning's that the module has made its own -> what to use instead
     "backward": "Echelon runs loss.backward()",
     "configure_gradient_clipping": "give trainer.clip_norm or trainer.clip_value",
@@ -36,9 +38,14 @@ class Attached:
 
     def log(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **options: Any) -> None:
         """Add a value to what is logged. The mean over batches and ranks is weighted by `batch_size`."""
+        options = {**dict(zip(OPTIONS, args, strict=False)), **options}
         reduce = options.get("reduce_fx", "mean")
         if reduce not in ("mean", "avg"):
             raise ConfigError(f"self.log({name!r}, reduce_fx={reduce!r}): Echelon logs means; leave reduce_fx out")
+        if options.get("on_epoch") and self.view.in_training_step and name not in self.view.told:
+            self.view.told.add(name)
+            text = "has the mean of a logged step, and not of the epoch; log that in on_train_epoch_end"
+            log.warning("self.log(%r, on_epoch=True): train/%s %s", name, short_name(name), text)
         self.view.logged.add(name, value, batch_size or self.view.batch_size)
 
     @property

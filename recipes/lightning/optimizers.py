@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from recipes.lightning.attached import AttachedTrainer, short_name
+from recipes.lightning.attached import OF_TRAINING, AttachedTrainer, short_name
 from trainer.errors import ConfigError, nearest
 from trainer.log import log
 from trainer.optim.groups import Groups
@@ -62,6 +62,11 @@ class Configured:
             raise ConfigError(f"{KEY}: a scheduler is of another optimizer than the one returned; return its own")
         if made.on_plateau and not made.monitor:
             raise ConfigError(f"{KEY}: ReduceLROnPlateau needs a metric; return monitor, such as 'val_loss', beside it")
+        if made.on_plateau and str(made.monitor).startswith(OF_TRAINING):
+            raise ConfigError(
+                f"{KEY}: monitor={made.monitor!r}: ReduceLROnPlateau follows the validation; log a metric in "
+                "validation_step, and return its name"
+            )
         return made
 
     def parameter_groups(self, module: nn.Module) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,8 @@ def test_the_command_trains_a_module_by_its_name(tmp_path):
         ("Manual", "Manual sets automatic_optimization=False"),
         ("Two", "returned 2 optimizers, and Echelon steps one"),
         ("OwnBackward", "OwnBackward overrides backward, which Echelon does not call"),
+        ("OnTraining", "monitor='train_loss': ReduceLROnPlateau follows the validation; log a metric in"),
+        ("SameNames", "self.log('train_acc'): is 'acc' here, as 'acc' is, and both would be one mean; rename one"),
         ("Numbers", "Numbers is no LightningModule"),
     ],
 )
@@ -265,6 +268,37 @@ def test_what_echelon_cant_run_is_refused_by_name(name, words, tmp_path, monkeyp
     with pytest.raises(ConfigError) as refused:
         train(datamodule_of("")[0], name)
     assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_mean_of_the_epoch_that_a_step_asks_for_is_told_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    train(datamodule_of("")[0], "MeanOfEpoch", max_steps=8, validate_every=None)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "on_epoch" in line]
+    told = "has the mean of a logged step, and not of the epoch; log that in on_train_epoch_end"
+    assert lines == [
+        f"warning: self.log('{name}', on_epoch=True): train/{short} {told}"
+        for name, short in (("train_acc", "acc"), ("size", "size"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("read", "log_every_steps", "refused"),
+    [
+        (lambda metrics: metrics["train_lr"] == metrics.get("lr") == metrics["train/lr"] == 0.01, 1, ""),
+        (lambda metrics: metrics.get("train_lr", metrics == {}), 50, ""),
+        (lambda metrics: metrics["val_loss"], 1, r"\['val_loss'\]: has numbers of training alone; keep those of"),
+        (lambda metrics: metrics.get("val_loss"), 1, r"\['val_loss'\]: has numbers of training alone"),
+        (lambda metrics: metrics["acc"], 1, r"\['acc'\]: is not there, since this step has train/loss, train/lr"),
+        (lambda metrics: metrics["acc"], 50, r"\['acc'\]: .* is not logged; give trainer.log_every_steps=1"),
+    ],
+)
+def test_a_module_reads_the_numbers_of_its_step(read, log_every_steps, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kind = module_of("ReadsMetrics")
+    monkeypatch.setattr(kind, "read", staticmethod(read))
+    refuses = pytest.raises(ConfigError, match=rf"^self\.trainer\.callback_metrics{refused}")
+    with refuses if refused else nullcontext():
+        train(datamodule_of("")[0], "ReadsMetrics", log_every_steps=log_every_steps, max_steps=3, validate_every=None)
 
 
 def test_a_name_that_is_no_module():

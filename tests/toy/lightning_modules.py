@@ -160,6 +160,42 @@ class Two(AutoEncoder):
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.encoder, self.decoder)]
 
 
+class OnTraining(OnPlateau):
+    def configure_optimizers(self) -> Any:
+        return super().configure_optimizers() | {"monitor": "train_loss"}
+
+
+class SameNames(AutoEncoder):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("acc", 0.5)
+        self.log("train_acc", 1.0)
+        return super().training_step(batch, batch_idx)
+
+
+class MeanOfEpoch(AutoEncoder):
+    """Logs with on_epoch by keyword and by place, in a step and at the end of an epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("train_acc", 0.5, on_step=False, on_epoch=True)
+        self.log("size", 1.0, False, None, True, True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", 1.0, on_epoch=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("train_epochs", 1.0, on_epoch=True)
+
+
+class ReadsMetrics(AutoEncoder):
+    """Reads numbers at the end of each batch, by `read`."""
+
+    read: Any = None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self.read(self.trainer.callback_metrics)
+
+
 class OwnBackward(AutoEncoder):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         loss.backward()
