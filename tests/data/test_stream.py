@@ -9,12 +9,12 @@ import torch
 from support.needs import needs
 from support.ranks import run_ranks
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, default_collate
 
 from trainer.callback import Callback
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.data.stream import Stream, is_stream
-from trainer.errors import DataError
+from trainer.errors import ConfigError, DataError, message
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -132,9 +132,43 @@ def test_the_data_set_is_told_the_epoch():
 
 
 def test_samples_that_fit_into_no_batch_are_told():
-    batches = Stream([torch.ones(2), torch.ones(3)], None, 0).batches(2, 0, 1, torch.stack, True)
+    batches = Stream([torch.ones(2), torch.ones(3)], None, 0).batches(2, 0, 1, default_collate, True)
     with pytest.raises(DataError, match=r"^recipe\.data: samples of a stream do not fit into a batch \(.*\); give"):
         list(batches)
+
+
+def forgets(sample: int, rng: Any) -> Any:
+    return sample if sample < 3 else None
+
+
+def looks_up(samples: list[int]) -> Any:
+    return torch.tensor(samples) if 2 not in samples else {}["mine"]
+
+
+def refuses(samples: list[int]) -> Any:
+    raise ConfigError("recipe.words=7: give more")
+
+
+@pytest.mark.parametrize(
+    ("transform", "collate", "lines"),
+    [
+        (forgets, default_collate, ["echelon: recipe.data: sample 3 is None; return the sample from recipe.forgets()"]),
+        (None, looks_up, ["in looks_up", "KeyError: 'mine'", "  on samples 2 to 3 of rank 0 in pass 0 of the stream"]),
+        (None, refuses, ["echelon: recipe.words=7: give more"]),
+        (None, lambda samples: None, ["echelon: recipe.collate(): returned None; return the batch"]),
+        (
+            lambda sample, rng: 1 / (1 - sample),
+            default_collate,
+            ["in <lambda>", "ZeroDivisionError: division by zero", "  on sample 1 of rank 0 in pass 0 of the stream"],
+        ),
+    ],
+)
+def test_an_error_of_the_recipe_shows_its_frames_and_the_sample(transform, collate, lines):
+    with pytest.raises(Exception) as caught:
+        list(Stream(range(6), transform, 0).batches(2, 0, 1, collate, True))
+    told = message(caught.value)
+    assert all(line in told for line in lines) and told.endswith(lines[-1])
+    assert len(lines) > 1 or told == lines[0]
 
 
 def test_what_is_a_stream():

@@ -23,7 +23,7 @@ from trainer.data.sampling.order import Order, Ref
 from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
 from trainer.data.shards.reader import ShardReader
-from trainer.data.shards.transforms import Dropped, Maps
+from trainer.data.shards.transforms import Dropped, Maps, maker_of
 from trainer.data.stream import Stream, is_stream
 from trainer.errors import EXIT_CODES, ConfigError, DataError, printable
 from trainer.log import log
@@ -117,9 +117,7 @@ class Samples:
         if collate is not default_collate:
             return SampleFault(self._blame(ref, error, "does not fit into a batch: "))
         if sample is None:
-            own = self.transform.transform if isinstance(self.transform, Maps) else self.transform
-            maker = f"recipe.{getattr(own, '__name__', 'transform')}()" if own else "the data set"
-            return DataError(f"{self.where(ref)}: is None; return the sample from {maker}")
+            return DataError(f"{self.where(ref)}: is None; return the sample from {maker_of(self.transform)}")
         form = "give samples of one shape and of tensors, arrays or numbers, or give `collate`"
         return DataError(f"{self.where(ref)}: does not fit into a batch ({error}); {form}")
 

@@ -2,11 +2,14 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from numpy.random import Generator
+from torch.utils.data import default_collate
 
-from trainer.errors import DataError
+from trainer.data.shards.transforms import maker_of
+from trainer.errors import ConfigError, DataError
 from trainer.rng import SAMPLE, keyed, mix
 
 STREAMING = ("datasets.iterable_dataset", "IterableDataset")
@@ -43,7 +46,19 @@ class Stream:
             own.set_epoch(epoch)
         for row, sample in enumerate(itertools.islice(iter(own), first, None, every)):
             key = mix(self.seed, SAMPLE, epoch, row * world + rank)
-            yield sample if self.transform is None else self.transform(sample, keyed(key))
+            with on(f"sample {row} of rank {rank} in pass {epoch} of the stream"):
+                made = sample if self.transform is None else self.transform(sample, keyed(key))
+            yield made
+
+
+@contextmanager
+def on(place: str) -> Iterator[None]:
+    """Give an error of the user's code its place, for `errors.message`."""
+    try:
+        yield
+    except Exception as error:
+        error.place = f"on {place}"  # pyright: ignore[reportAttributeAccessIssue] read by name
+        raise
 
 
 class Batches:
@@ -56,19 +71,39 @@ class Batches:
         self.collate, self.training, self.epoch = collate, training, 0
 
     def __iter__(self) -> Iterator[Any]:
-        own = self.stream.part(self.epoch, self.rank, self.world)
+        epoch, row = self.epoch, 0
+        own = self.stream.part(epoch, self.rank, self.world)
         self.epoch += self.training
         while samples := list(itertools.islice(own, self.micro)):
             if self.training and len(samples) < self.micro:
                 return
-            yield self._batch(samples)
+            last = row + len(samples) - 1
+            with on(f"samples {row} to {last} of rank {self.rank} in pass {epoch} of the stream"):
+                batch = self._batch(samples, row)
+            yield batch
+            row = last + 1
 
-    def _batch(self, samples: list[Any]) -> Any:
+    def _batch(self, samples: list[Any], row: int) -> Any:
+        """Collate samples, of which the first is sample `row` of this pass.
+
+        Raises:
+            DataError: torch's `default_collate` can't make a batch of them. Other errors are of the recipe's `collate`.
+            ConfigError: The recipe's `collate` gives no batch.
+        """
         try:
-            return self.collate(samples)
+            batch = self.collate(samples)
         except (TypeError, RuntimeError, ValueError, KeyError) as error:
+            if self.collate is not default_collate:
+                raise
+            for number, sample in enumerate(samples, start=row):
+                if sample is None:
+                    maker = maker_of(self.stream.transform)
+                    raise DataError(f"recipe.data: sample {number} is None; return the sample from {maker}") from None
             form = "give samples of one shape and of tensors, arrays or numbers, or give the recipe a `collate`"
             raise DataError(f"recipe.data: samples of a stream do not fit into a batch ({error}); {form}") from None
+        if batch is None:
+            raise ConfigError("recipe.collate(): returned None; return the batch")
+        return batch
 
 
 def is_stream(data: Iterable[Any]) -> bool:

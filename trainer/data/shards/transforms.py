@@ -72,3 +72,9 @@ class Maps:
                     "leave it out of the shards, or raise trainer.errors.DataError, which data.max_bad counts"
                 )
         return sample if self.transform is None else self.transform(sample, rng)
+
+
+def maker_of(transform: Any) -> str:
+    """Return the name of what makes the samples, for a message."""
+    own = transform.transform if isinstance(transform, Maps) else transform
+    return f"recipe.{getattr(own, '__name__', 'transform')}()" if own else "the data set"
