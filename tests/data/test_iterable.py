@@ -18,6 +18,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -163,6 +164,33 @@ def test_batches_of_another_size_are_refused_at_the_first():
         "accumulate=2); yield batches of 6, or give micro_batch=5, accumulate=2 and batch=20. For a list of samples, "
         "return a Dataset"
     )
+
+
+class Of(IterableDataset):
+    """Yields one sample after the other, and lacks yields_samples."""
+
+    def __init__(self, sample: Any) -> None:
+        self.sample = sample
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.repeat(self.sample)
+
+
+@pytest.mark.parametrize(
+    ("sample", "told"),
+    [
+        ({"x": torch.zeros(8)}, "a batch has 8 samples, and this run's micro-batch is 6"),
+        ({"x": torch.tensor(1.0)}, "a batch begins with a tensor of shape ()"),
+        ({"x": 1}, "a batch begins with a value of type int"),
+    ],
+)
+def test_an_iterable_of_samples_is_told_of_its_attribute(sample, told):
+    recipe = Counted()
+    recipe.data = lambda split: Of(sample) if split == "train" else None
+    with pytest.raises(DataError) as caught:
+        next(make_loader(recipe, 0).train(0))
+    assert told in str(caught.value)
+    assert str(caught.value).endswith(". If the iterable yields samples, give it the attribute yields_samples = True")
 
 
 def test_a_recipe_that_weighs_its_batches_may_give_any_size():

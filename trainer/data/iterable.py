@@ -21,6 +21,7 @@ from torch.utils.data import (
 )
 
 from trainer.data.batch import Micro, Split, count_samples
+from trainer.data.stream import Stream
 from trainer.errors import DataError
 from trainer.log import log
 from trainer.rng import GOLDEN, MASK, seed_all
@@ -62,12 +63,29 @@ def refuse_other_size(source: object, batch: Any, split: Split) -> None:
         return
     if samples != split.micro:
         cut = f"batch={split.samples}, {split.world} rank(s), accumulate={split.accumulate}"
-        listed = ". For a list of samples, return a Dataset" if isinstance(source, list | tuple) else ""
         raise DataError(
             f"recipe.data('train'): a batch has {samples} samples, and this run's micro-batch is {split.micro} ({cut})"
             f"; yield batches of {split.micro}, or give micro_batch={samples}, "
-            f"accumulate={split.accumulate} and batch={samples * split.world * split.accumulate}{listed}"
+            f"accumulate={split.accumulate} and batch={samples * split.world * split.accumulate}"
+            f"{way_of_samples(source)}"
         )
+
+
+def count_batch(source: object, batch: Any) -> int:
+    """Return the samples of a batch of `source`. The error of `count_samples` tells of samples, too."""
+    try:
+        return count_samples(batch)
+    except DataError as error:
+        raise DataError(f"{error}{way_of_samples(source)}") from None
+
+
+def way_of_samples(source: Any) -> str:
+    """Return how an iterable yields samples instead of batches; empty if it is known to yield either."""
+    source = getattr(source, "source", source)  # of `FirstOf`
+    if isinstance(source, list | tuple):
+        return ". For a list of samples, return a Dataset"
+    known = isinstance(source, DataLoader | Stream)
+    return "" if known else ". If the iterable yields samples, give it the attribute yields_samples = True"
 
 
 class Part(Sampler[Any]):

@@ -14,7 +14,7 @@ from trainer.config.options import DataOptions
 from trainer.data.bad_samples import Bad, replace_bad
 from trainer.data.batch import Micro, Split, Step, count_samples, steps_from
 from trainer.data.device_prefetch import Upload, upload
-from trainer.data.iterable import part_of, preserve_rng_state, refuse_other_size, replay
+from trainer.data.iterable import count_batch, part_of, preserve_rng_state, refuse_other_size, replay
 from trainer.data.limit import FirstOf
 from trainer.data.remote.prefetch import Needs, fetching, training_needs, validation_needs
 from trainer.data.sampling.mixture import Mixture
@@ -195,7 +195,8 @@ class Loader:
 
     def _replay(self, source: Stream | Iterable[Any], endless: bool) -> Generator[Micro]:
         own = self._own(source, endless)
-        return replay(own, self.weight or count_samples, mix(self.seed, ITERABLE, self.rank), endless)
+        weight = self.weight or partial(count_batch, source)
+        return replay(own, weight, mix(self.seed, ITERABLE, self.rank), endless)
 
     def _own(self, source: Stream | Iterable[Any], endless: bool) -> Iterable[Any]:
         """Return this rank's batches of an iterable."""
