@@ -66,6 +66,7 @@ COUNTS = "return a dict of name -> (sum, count), a tensor of one number and an i
         ("metrics", {"a": (0.5, 1)}, f"metrics(): returned a value of type float {SUM}; {COUNTS}"),
         ("metrics", {"a": (torch.ones(3), 1)}, f"metrics(): returned a tensor of shape (3,) {SUM}; {COUNTS}"),
         ("metrics", {"a": (torch.ones(1), "1")}, f"metrics(): returned a value of type str {COUNT}; {COUNTS}"),
+        ("metrics", {"a": (torch.ones(1), -1)}, f"metrics(): returned -1 {COUNT}; return the number of items, 0 or"),
         ("weight", None, "weight(): returned a value of type NoneType; return the number of items, an int of 0 or"),
         ("weight", 2.5, "weight(): returned 2.5; return the number of items, an int of 0 or more"),
         ("weight", -1, "weight(): returned -1; return the number of items, an int of 0 or more"),

@@ -162,7 +162,7 @@ def check_metrics(found: Any, method: str = "metrics") -> dict[str, tuple[Tensor
     """Return what `recipe.metrics` or another method returned, with counts as plain ints.
 
     Raises:
-        ConfigError: `found` is not a dict of name -> (sum, count).
+        ConfigError: `found` is not a dict of name -> (sum, count), or a count is less than 0.
     """
     if not isinstance(found, Mapping):
         raise refusal(method, found, METRICS)
@@ -175,6 +175,10 @@ def check_metrics(found: Any, method: str = "metrics") -> dict[str, tuple[Tensor
             raise refusal(method, total, METRICS, f" as the sum of {name!r}")
         if not isinstance(count, Integral):
             raise refusal(method, count, METRICS, f" as the count of {name!r}")
+        if count < 0:
+            raise ConfigError(
+                f"recipe.{method}(): returned {count} as the count of {name!r}; return the number of items, 0 or more"
+            )
         checked[name] = total, int(count)
     return checked
 
