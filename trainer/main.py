@@ -158,11 +158,11 @@ def usage(folders: list[Path]) -> str:
     return "\n".join(lines)
 
 
-def run(config: dict[str, Any], recipe: str, argv: list[str], told: Sequence[tuple[int, str]] = ()) -> int:
+def run(config: dict[str, Any], recipe: str, argv: list[str], messages: Sequence[tuple[int, str]] = ()) -> int:
     """Check the settings that need no torch, then train in this process or start the ranks.
 
     Args:
-        told: Lines for the log, each with its level.
+        messages: Lines for the log, each with its level.
     """
     from trainer.batch import split_batch
     from trainer.comm.nccl import NCCLOptions, applied
@@ -176,7 +176,7 @@ def run(config: dict[str, Any], recipe: str, argv: list[str], told: Sequence[tup
     if isinstance(world, int) and not options.resume and isinstance(options.nodes, int):  # else the plan does this
         split_batch(config["batch"], world, config["micro_batch"], config["accumulate"])
     log_to_terminal(place.rank)
-    for level, line in told:
+    for level, line in messages:
         log.log(level, "%s", line)
     # Read when torch loads. Idle OpenMP threads that spin would take the cores of ranks and data workers.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -42,8 +42,8 @@ class Attached:
         reduce = options.get("reduce_fx", "mean")
         if reduce not in ("mean", "avg"):
             raise ConfigError(f"self.log({name!r}, reduce_fx={reduce!r}): Echelon logs means; leave reduce_fx out")
-        if options.get("on_epoch") and self.view.in_training_step and name not in self.view.told:
-            self.view.told.add(name)
+        if options.get("on_epoch") and self.view.in_training_step and name not in self.view.of_epoch:
+            self.view.of_epoch.add(name)
             text = "has the mean of a logged step, and not of the epoch; log that in on_train_epoch_end"
             log.warning("self.log(%r, on_epoch=True): train/%s %s", name, short_name(name), text)
         self.view.logged.add(name, value, batch_size or self.view.batch_size)

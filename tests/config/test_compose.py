@@ -72,7 +72,7 @@ def test_what_the_recipe_sets_is_left_out_where_a_typed_optimizer_can_not_take_i
 ) -> None:
     job = composed(words)
     check(job.config)
-    lines = [line for _, line in job.told if line.endswith("can't take it; it is left out")]
+    lines = [line for _, line in job.messages if line.endswith("can't take it; it is left out")]
     assert [line.partition(":")[0] for line in lines] == [f"optimizer.{each}" for each in told]
 
 

@@ -36,7 +36,7 @@ class Job(NamedTuple):
     config: Any
     recipe: str
     argv: list[str]  # the arguments that lead to this config, to be shown
-    told: Sequence[tuple[int, str]] = ()  # lines for the log, each with its level
+    messages: Sequence[tuple[int, str]] = ()  # lines for the log, each with its level
 
 
 def config_dirs(arguments: list[str]) -> list[Path]:
@@ -96,9 +96,9 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
     sys.stderr.write(stderr.getvalue())
     for file in filter(Path.exists, swept):
         remove_if_secret(file)
-    of_optimizer = (told_of_optimizer(job.config, job.argv, folders) for job in jobs)
+    of_optimizer = (messages_of_optimizer(job.config, job.argv, folders) for job in jobs)
     warnings = ([(logging.WARNING, text) for text in texts] for texts in of_optimizer)
-    return [job._replace(told=[*lines, *own]) for job, own in zip(jobs, warnings, strict=True)]
+    return [job._replace(messages=[*lines, *own]) for job, own in zip(jobs, warnings, strict=True)]
 
 
 @contextlib.contextmanager
@@ -126,7 +126,7 @@ def told_apart(job: Job, jobs: list[Job]) -> str:
     return "-".join(filter(None, words))[:NAME]
 
 
-def told_of_optimizer(config: Mapping[str, Any], argv: list[str], folders: list[Path]) -> list[str]:
+def messages_of_optimizer(config: Mapping[str, Any], argv: list[str], folders: list[Path]) -> list[str]:
     """Return a line for each value that the recipe's YAML sets beside a typed `optimizer=NAME`.
 
     Values that this optimizer can't take leave the config, unless they are typed.
