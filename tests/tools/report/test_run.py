@@ -132,3 +132,16 @@ def test_the_best_value_needs_a_direction(tmp_path):
     (tmp_path / "summary.json").write_text('{"best": {"metric": "max val/mine", "value": 5.0, "step": 1}}')
     run = read_run(tmp_path, "r", 10)
     assert [best_of(run, name) for name in run.metrics] == [(3.0, 2), (5.0, 1), (5.0, 1), None]
+
+
+@pytest.mark.parametrize("name", ["gpu/power_w", "train/loss_scale", "train/lr", "host/errors_lost", "loss/temperature"])
+def test_a_part_of_a_name_gives_no_direction(tmp_path, name):
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, name: 5.0}, {"step": 2, name: 3.0}])
+    assert best_of(read_run(tmp_path, "r", 10), name) is None
+
+
+@pytest.mark.parametrize(("name", "value"), [("val/word_wer", 3.0), ("val/masked_loss", 3.0), ("val/Dice_1", 5.0)])
+def test_a_whole_word_gives_the_direction(tmp_path, name, value):
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, name: 5.0}, {"step": 2, name: 3.0}])
+    best = best_of(read_run(tmp_path, "r", 10), name)
+    assert best is not None and best[0] == value
