@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from toy_recipe import Points, Toy
 
 from trainer.callback import Callback, Role
 from trainer.callbacks.compile import Compile
+from trainer.config.options import CheckpointOptions
 from trainer.monitors.advice import callback
 from trainer.monitors.advice.callback import Advice
 from trainer.monitors.memory.advice import Use
@@ -74,7 +76,7 @@ def fake() -> Any:
     place = SimpleNamespace(local_world=1)
     return SimpleNamespace(
         plan=SimpleNamespace(data=SimpleNamespace(workers=0, prefetch=2), micro=4, accumulate=1),
-        options=SimpleNamespace(checkpoint=SimpleNamespace(every_steps=1, every_minutes=None)), batch=4,
+        options=SimpleNamespace(checkpoint=CheckpointOptions(every_steps=1, every_minutes=None)), batch=4,
         ranks=SimpleNamespace(place=place), device=torch.device("cpu"), callbacks={}, world=1,
         strategy=SimpleNamespace(data_world=1), precision=SimpleNamespace(name="fp32"),
     )  # fmt: skip
@@ -121,7 +123,7 @@ def test_checkpoints_count_over_all_steps_that_are_judged():
     run(lambda step: {"time/step": 1.0, "time/checkpoint": 0.1 * (step % 2)}, max_steps=9)
     (line,) = lines()
     assert (line["step"], line["name"]) == (6, "checkpoint")  # steps 3 and 5 have stalled
-    assert line["value"] == pytest.approx(0.2 / 5) and line["config"] == "trainer.checkpoint.every_steps=4"
+    assert line["value"] == pytest.approx(0.2 / 5) and line["config"] == "trainer.checkpoint.every=auto"
 
 
 def test_checkpoints_that_take_little_of_all_steps():
@@ -251,8 +253,10 @@ def test_the_micro_batch_that_fits(use, samples, monkeypatch):
 
 def test_facts_of_a_run():
     trainer = make(callbacks={"advice": Advice()})
-    run = callback.facts(trainer)
+    run, fixed = callback.facts(trainer), callback.facts(trainer).fixed_interval
+    trainer.options = replace(trainer.options, checkpoint=replace(trainer.options.checkpoint, every="auto"))
+    assert fixed and not callback.facts(trainer).fixed_interval
     trainer.close()
     assert (run.world, run.nodes, run.data_world, run.cuda, run.micro, run.accumulate) == (1, 1, 1, False, 12, 1)
-    assert (run.workers, run.every_steps, run.every_minutes, run.profiles) == (0, 2, 30.0, False)
+    assert (run.workers, run.profiles) == (0, False)
     assert (run.accepts("overlap") and not run.accepts("pipeline")) or run.cores >= 1

@@ -18,7 +18,7 @@ from trainer.session import build_components
 
 OPEN = Run(
     world=4, nodes=2, data_world=4, cuda=True, precision="bf16", batch=32, micro=8, accumulate=1, splits=False,
-    workers=2, prefetch=2, cores=8, every_steps=1000, every_minutes=30.0, profiles=False, offloads=False,
+    workers=2, prefetch=2, cores=8, fixed_interval=True, profiles=False, offloads=False,
     pcie_mib_s=1000.0, fits=lambda: 8, accepts=lambda name: True,
 )  # fmt: skip
 CLOSED = replace(OPEN, accepts=lambda name: False)
@@ -37,7 +37,7 @@ CASES: list[tuple[str, Numbers, Numbers, Run, str]] = [
     ("utilisation_swing", {"gpu/utilisation_spread": 0.15}, {"gpu/utilisation_spread": 0.16}, OPEN,
      "'+callbacks=[profiler]'"),
     ("utilisation_swing", {}, {"gpu/utilisation_spread": 0.5, **STEP, "time/checkpoint": 0.1}, OPEN,
-     "trainer.checkpoint.every_steps=4000"),
+     "trainer.checkpoint.every=auto"),
     ("communication", {**STEP, "time/communication_min": 0.18}, SLOW, OPEN, "'+callbacks=[overlap]'"),
     ("communication", {}, SLOW, replace(OPEN, accepts=lambda name: name != "overlap"), "'+callbacks=[hierarchical]'"),
     ("communication", {}, SLOW, replace(OPEN, nodes=1, accepts=lambda name: name != "overlap"),
@@ -50,9 +50,8 @@ CASES: list[tuple[str, Numbers, Numbers, Run, str]] = [
     ("data_wait", {}, {**STEP, "time/data_max": 0.2}, replace(OPEN, workers=0), "data.workers=2"),
     ("data_wait", {}, {**STEP, "time/data_max": 0.2}, replace(OPEN, workers=8), "data.prefetch=4"),
     ("checkpoint", {"advice/checkpoint": 0.035}, {"advice/checkpoint": 0.036, **STEP}, OPEN,
-     "trainer.checkpoint.every_steps=2000"),
-    ("checkpoint", {}, {"advice/checkpoint": 0.1, "time/step": 10.0}, OPEN, "trainer.checkpoint.every_minutes=120"),
-    ("checkpoint", {}, {"advice/checkpoint": 0.1}, replace(OPEN, every_steps=None, every_minutes=None),
+     "trainer.checkpoint.every=auto"),
+    ("checkpoint", {}, {"advice/checkpoint": 0.1}, replace(OPEN, fixed_interval=False),
      "trainer.checkpoint.when_busy=skip"),
     ("straggler", {"time/spread": 0.1, "time/slowest_rank": 2}, {"time/spread": 0.11, "time/slowest_rank": 2}, OPEN,
      "'+callbacks=[hetero_batch]'"),

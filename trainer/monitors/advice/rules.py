@@ -45,8 +45,7 @@ class Run:
     workers: int
     prefetch: int
     cores: int  # of the machine, for each of its ranks
-    every_steps: int | None
-    every_minutes: float | None
+    fixed_interval: bool  # checkpoints come by steps or minutes, and not by auto
     profiles: bool  # has the callback profiler
     offloads: bool
     pcie_mib_s: float
@@ -116,7 +115,7 @@ def checkpoint(numbers: Numbers, run: Run) -> Finding | None:
     if share <= CHECKPOINT:
         return None
     text = f"checkpoints hold training up for {share:.1%} of its time, more than {CHECKPOINT:.1%}"
-    return Finding("checkpoint", share, CHECKPOINT, text, rarer_checkpoints(share, numbers, run))
+    return Finding("checkpoint", share, CHECKPOINT, text, rarer_checkpoints(run))
 
 
 def straggler(numbers: Numbers, run: Run) -> Finding | None:
@@ -255,7 +254,7 @@ def cause(numbers: Numbers, run: Run) -> tuple[str, str] | None:
     waits = {
         "data": lambda: faster_data(run),
         "communication": lambda: less_waiting(run),
-        "checkpoint": lambda: rarer_checkpoints(share_of("checkpoint", numbers), numbers, run),
+        "checkpoint": lambda: rarer_checkpoints(run),
     }
     part = max(waits, key=lambda part: share_of(part, numbers))
     share = share_of(part, numbers)
@@ -287,15 +286,9 @@ def less_waiting(run: Run) -> str:
     return next((added(name) for name in names if run.accepts(name)), "") or trace(run)
 
 
-def rarer_checkpoints(share: float, numbers: Numbers, run: Run) -> str:
-    """Double the steps or minutes between checkpoints, whichever is shorter, until their share is within the limit."""
-    times = 2 ** max(1, math.ceil(math.log2(share / CHECKPOINT)))
-    minutes = run.every_minutes or math.inf
-    if run.every_steps and run.every_steps * numbers.get("time/step", 0.0) <= minutes * 60:
-        return f"trainer.checkpoint.every_steps={run.every_steps * times}"
-    if minutes < math.inf:
-        return f"trainer.checkpoint.every_minutes={minutes * times:g}"
-    return "trainer.checkpoint.when_busy=skip"  # the callers' own, such as the best validation's
+def rarer_checkpoints(run: Run) -> str:
+    """Let the interval follow the stall. Other checkpoints are the callers' own, such as the best validation's."""
+    return f"trainer.checkpoint.{'every=auto' if run.fixed_interval else 'when_busy=skip'}"
 
 
 def more_work(run: Run) -> str:
