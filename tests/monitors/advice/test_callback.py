@@ -147,7 +147,7 @@ def test_a_resume_does_not_repeat_what_was_said(messages):
 def test_the_end_repeats_a_few(messages):
     run(lambda step: {
         **SLOW, "time/forward": 0.1, "time/communication_min": 0.3, "time/spread": 0.5,
-        "gpu/utilisation": 0.5, "gpu/utilisation_spread": 0.5, "perf/memory_skew": 0.5, "perf/peak_rss_gib": 9.0,
+        "gpu/utilisation_min": 0.5, "gpu/utilisation_spread": 0.5, "perf/memory_skew": 0.5, "perf/peak_rss_gib": 9.0,
     })  # fmt: skip
     end = [text for text in said(messages) if text.startswith("advice   ")]
     assert len(lines()) == 6 and len(end) == 6 and end[-1] == "advice      1 more in runs/r/advice.jsonl"

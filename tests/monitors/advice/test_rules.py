@@ -27,13 +27,15 @@ SLOW = {**STEP, "time/communication_min": 0.2}
 
 # Rule -> numbers at the limit, numbers beyond it, run, settings that answer.
 CASES: list[tuple[str, Numbers, Numbers, Run, str]] = [
-    ("utilisation", {"gpu/utilisation": 0.85}, {"gpu/utilisation": 0.84}, OPEN, "'+callbacks=[compile]'"),
-    ("utilisation", {}, {"gpu/utilisation": 0.5}, replace(OPEN, batch=64, accumulate=2, fits=lambda: 16),
+    ("utilisation", {"gpu/utilisation_min": 0.85}, {"gpu/utilisation_min": 0.84}, OPEN, "'+callbacks=[compile]'"),
+    ("utilisation", {}, {"gpu/utilisation_min": 0.5}, replace(OPEN, batch=64, accumulate=2, fits=lambda: 16),
      "micro_batch=16 accumulate=1"),
-    ("utilisation", {}, {"gpu/utilisation": 0.5}, replace(CLOSED, accumulate=2), "'+callbacks=[profiler]'"),
-    ("utilisation", {}, {"gpu/utilisation": 0.5, **STEP, "time/data_max": 0.1}, OPEN, "data.workers=4"),
-    ("utilisation", {}, {"gpu/utilisation": 0.5, **STEP, "time/data_max": 0.06, "time/communication_min": 0.1}, OPEN,
-     "'+callbacks=[overlap]'"),
+    ("utilisation", {}, {"gpu/utilisation_min": 0.5}, replace(CLOSED, accumulate=2), "'+callbacks=[profiler]'"),
+    ("utilisation", {}, {"gpu/utilisation_min": 0.5, **STEP, "time/data_max": 0.1}, OPEN, "data.workers=4"),
+    ("utilisation", {}, {"gpu/utilisation_min": 0.5, **STEP, "time/data_max": 0.06, "time/communication_min": 0.1},
+     OPEN, "'+callbacks=[overlap]'"),
+    ("utilisation", {}, {"gpu/utilisation": 0.8575, "gpu/utilisation_min": 0.0, "gpu/idlest_rank": 3}, OPEN,
+     "'+callbacks=[profiler]' callbacks.profiler.ranks=[3]"),
     ("utilisation_swing", {"gpu/utilisation_spread": 0.15}, {"gpu/utilisation_spread": 0.16}, OPEN,
      "'+callbacks=[profiler]'"),
     ("utilisation_swing", {}, {"gpu/utilisation_spread": 0.5, **STEP, "time/checkpoint": 0.1}, OPEN,
@@ -101,6 +103,16 @@ def test_a_rule_speaks_beyond_its_limit(name, within, beyond, run, config):
     assert worse and len(finding.text) < 180
 
 
+@pytest.mark.parametrize(
+    ("mean", "rank", "reason"),
+    [(0.8575, "3", "the others are busier"), (0.4, "3", "its kernels are too small or too few")],
+)
+def test_the_gpu_that_idles_most_is_named(mean, rank, reason):
+    numbers = {"gpu/utilisation": mean, "gpu/utilisation_min": 0.1, "gpu/idlest_rank": float(rank)}
+    assert (finding := of("utilisation", numbers, OPEN)) is not None
+    assert finding.text == f"the GPU of rank {rank} is busy for 10% of the time, and should be for 85%: {reason}"
+
+
 def test_each_rule_has_a_case():
     named = {rule.__name__ for rule in RULES}
     assert {name for name, *_ in CASES} == {name.replace("swing", "utilisation_swing") for name in named}
@@ -108,7 +120,7 @@ def test_each_rule_has_a_case():
 
 def test_without_numbers_nothing_is_said():
     assert find({}, replace(OPEN, fits=lambda: 100)) == []
-    assert find({"gpu/utilisation": math.nan, "time/step": 0.0, "time/data_max": 1.0}, OPEN) == []
+    assert find({"gpu/utilisation_min": math.nan, "time/step": 0.0, "time/data_max": 1.0}, OPEN) == []
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from trainer import timeouts
 from trainer.monitors.gpu_monitor import sampler as sampler_module
-from trainer.monitors.gpu_monitor.sampler import Sampler, combine
+from trainer.monitors.gpu_monitor.sampler import LARGEST_RANK, Sampler, combine
 
 
 def ready(sampler: Sampler, samples: int, within_s: float = 20.0) -> None:
@@ -104,3 +104,8 @@ def test_a_device_that_never_answers_holds_up_no_look_and_no_end(monkeypatch):
 )
 def test_of_ranks_the_largest_or_the_mean(name, value):
     assert combine(name, [40.0, 80.0]) == value
+
+
+@pytest.mark.parametrize(("name", "value"), [("gpu/pcie_rx_mib_s", 80.0), ("gpu/utilisation", 60.0)])
+def test_pcie_is_the_largest_of_ranks_and_the_mean_of_samples(name, value):
+    assert combine(name, [40.0, 80.0]) == 60.0 and combine(name, [40.0, 80.0], LARGEST_RANK) == value

@@ -134,7 +134,9 @@ def test_the_best_value_needs_a_direction(tmp_path):
     assert [best_of(run, name) for name in run.metrics] == [(3.0, 2), (5.0, 1), (5.0, 1), None]
 
 
-@pytest.mark.parametrize("name", ["gpu/power_w", "train/loss_scale", "train/lr", "host/errors_lost", "loss/temperature"])
+@pytest.mark.parametrize(
+    "name", ["gpu/power_w", "train/loss_scale", "train/lr", "host/errors_lost", "loss/temperature"]
+)
 def test_a_part_of_a_name_gives_no_direction(tmp_path, name):
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, name: 5.0}, {"step": 2, name: 3.0}])
     assert best_of(read_run(tmp_path, "r", 10), name) is None

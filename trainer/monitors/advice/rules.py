@@ -75,14 +75,16 @@ def find(numbers: Numbers, run: Run) -> list[Finding]:
 
 
 def utilisation(numbers: Numbers, run: Run) -> Finding | None:
-    used = numbers.get("gpu/utilisation", 1.0)
+    """Judge the rank whose GPU idles most: a mean hides one that does nothing."""
+    used, rank = numbers.get("gpu/utilisation_min", 1.0), int(numbers.get("gpu/idlest_rank", 0))
     if used >= UTILISATION:
         return None
-    reason, config = cause(numbers, run) or ("its kernels are too small or too few", more_work(run))
-    return Finding(
-        "utilisation", used, UTILISATION,
-        f"the GPU is busy for {used:.0%} of the time, and should be for {UTILISATION:.0%}: {reason}", config,
-    )  # fmt: skip
+    way = ("its kernels are too small or too few", more_work(run))
+    if numbers.get("gpu/utilisation", 0.0) >= UTILISATION:
+        way = ("the others are busier", trace(run, f"ranks=[{rank}]"))
+    reason, config = cause(numbers, run) or way
+    text = f"the GPU of rank {rank} is busy for {used:.0%} of the time, and should be for {UTILISATION:.0%}: {reason}"
+    return Finding("utilisation", used, UTILISATION, text, config)
 
 
 def swing(numbers: Numbers, run: Run) -> Finding | None:

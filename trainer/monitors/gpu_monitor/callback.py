@@ -10,15 +10,15 @@ from trainer.errors import require
 from trainer.log import log
 from trainer.monitors.gpu_monitor.host import watch_host
 from trainer.monitors.gpu_monitor.nvml import SLOWDOWNS, watch_gpu
-from trainer.monitors.gpu_monitor.sampler import Sampler, combine
+from trainer.monitors.gpu_monitor.sampler import LARGEST_RANK, Sampler, combine
 
 
 class GpuMonitor(Callback):
     """Adds `gpu/...`, from NVML, and `host/...`, from /proc, /sys and control groups. The card lists them.
 
     Numbers are means over the samples since the last logged step, and over ranks. Memory, temperature and the spread of
-    utilisation are the largest. A node's first rank measures the host. A warning names each reason for which clocks are
-    held down, once, with the ranks.
+    utilisation are the largest, PCIe's numbers those of the rank with the largest. A node's first rank measures the
+    host. A warning names each reason for which clocks are held down, once, with the ranks.
 
     Args:
         every_s: Seconds between two samples.
@@ -53,7 +53,11 @@ class GpuMonitor(Callback):
         slow, self.slow = self.slow, 0
         rows = trainer.ranks.gather([self.sampler.take(), slow])
         for name in dict.fromkeys(name for numbers, _ in rows for name in numbers):
-            trainer.metrics[name] = combine(name, [numbers[name] for numbers, _ in rows if name in numbers])
+            values = [numbers[name] for numbers, _ in rows if name in numbers]
+            trainer.metrics[name] = combine(name, values, LARGEST_RANK)
+        name = "gpu/utilisation"
+        if used := [(numbers[name], rank) for rank, (numbers, _) in enumerate(rows) if name in numbers]:
+            trainer.metrics["gpu/utilisation_min"], trainer.metrics["gpu/idlest_rank"] = min(used)
         for bit, reason in SLOWDOWNS.items():
             if not self.reported & bit and (ranks := [str(rank) for rank, (_, bits) in enumerate(rows) if bits & bit]):
                 self.reported |= bit

@@ -7,6 +7,7 @@ from trainer import timeouts
 from trainer.log import log
 
 LARGEST = frozenset({"gpu/memory_gib", "gpu/temperature_c", "gpu/utilisation_spread"})  # of samples and of ranks
+LARGEST_RANK = LARGEST | {"gpu/pcie_rx_mib_s", "gpu/pcie_tx_mib_s"}  # each rank has a link of its own
 
 
 class Sampler:
@@ -69,7 +70,7 @@ class Sampler:
         return {}
 
 
-def combine(name: str, values: Iterable[float]) -> float:
+def combine(name: str, values: Iterable[float], largest: frozenset[str] = LARGEST) -> float:
     """Return the largest of the values, or the mean, as the number asks for."""
     values = list(values)
-    return max(values) if name in LARGEST else sum(values) / len(values)
+    return max(values) if name in largest else sum(values) / len(values)

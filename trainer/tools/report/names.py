@@ -45,6 +45,8 @@ TITLES = {
     "comm/seconds_per_step": "Communication per step",
     "comm/busbw_mib_s": "Bus bandwidth",
     "gpu/utilisation": "GPU utilisation",
+    "gpu/utilisation_min": "Least GPU utilisation of a rank",
+    "gpu/idlest_rank": "Rank with the least GPU utilisation",
     "gpu/utilisation_spread": "Swing of GPU utilisation",
     "gpu/memory_gib": "GPU memory in use",
     "gpu/power_w": "GPU power",
@@ -65,7 +67,8 @@ ENDINGS = {
     "_gib": "GiB", "_mib_s": "MiB/s", "mib_per_step": "MiB", "_w": "W", "_c": "C", "_mhz": "MHz", "_per_s": "rate",
     "seconds_per_step": "seconds", "_seconds": "seconds", "_rank": "count", "left_out": "count",
 }  # fmt: skip
-SHARES = {"gpu/utilisation", "gpu/utilisation_spread", "gpu/throttled", "host/cpu", "perf/mfu", "time/spread"}
+SHARES = {"gpu/utilisation", "gpu/utilisation_min", "gpu/utilisation_spread", "gpu/throttled"}
+SHARES |= {"host/cpu", "perf/mfu", "time/spread"}
 MEMORY = {"perf/peak_memory_gib", "perf/peak_rss_gib", "gpu/memory_gib", "host/ram_gib"}
 GROUPS = {"train": "loss", "val": "loss", "perf": "perf", "time": "time", "comm": "comm", "gpu": "host", "host": "host"}
 

@@ -23,9 +23,9 @@ MOST_EVENTS = 1000  # of a kind, the newest
 MOST_ADVICE = 100
 ENDS = ("stop", "crash")
 STARTS = ("start", "resume", "restart")
-# Whole words of a metric's name, after its group.
-LARGER = set("accuracy auc f1 dice bleu rouge rouge1 rouge2 rougel precision recall mfu psnr".split())
-SMALLER = set("loss error perplexity ppl wer mae mse rmse nats bits".split())
+LARGER = {"accuracy", "auc", "f1", "dice", "bleu", "rouge", "rouge1", "rouge2", "rougel"}  # words of a metric's name
+LARGER |= {"precision", "recall", "mfu", "psnr"}
+SMALLER = {"loss", "error", "perplexity", "ppl", "wer", "mae", "mse", "rmse", "nats", "bits"}
 NEITHER = {"scale", "weight"}  # of a loss
 STATES = {"max_steps": "finished", "signal": "stopped by a signal"}
 
@@ -209,8 +209,8 @@ def best_of(run: Run, name: str) -> tuple[float, int] | None:
     metric, watched = run.metrics[name], run.summary.get("best")
     stated = str(watched.get("metric", "")) if isinstance(watched, Mapping) else ""
     words = set(re.findall("[a-z0-9]+", name.rpartition("/")[2].lower()))
-    known = not words & NEITHER
-    larger = stated == f"max {name}" or name.endswith("_per_s") or known and words & LARGER
-    smaller = stated == name or known and words & SMALLER
+    words = words if not words & NEITHER else set()
+    larger = stated == f"max {name}" or name.endswith("_per_s") or words & LARGER
+    smaller = stated == name or words & SMALLER
     at = metric.high if larger else metric.low if smaller else None
     return (at.value, at.step) if at and number(at.value) == at.value else None
