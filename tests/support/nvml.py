@@ -22,6 +22,7 @@ class Device:
     memory: int = 40 << 30
     memory_total: int = 80 << 30
     milliwatts: int = 650_000
+    limit_milliwatts: int = 700_000
     celsius: int = 61
     sm_mhz: int = 1755
     reasons: int = 0
@@ -156,6 +157,7 @@ FUNCTIONS = {
     "nvmlDeviceGetUtilizationRates": utilisation,
     "nvmlDeviceGetMemoryInfo": memory,
     "nvmlDeviceGetPowerUsage": put("milliwatts"),
+    "nvmlDeviceGetEnforcedPowerLimit": put("limit_milliwatts"),
     "nvmlDeviceGetTemperature": put("celsius"),
     "nvmlDeviceGetClockInfo": put("sm_mhz"),
     "nvmlDeviceGetCurrentClocksThrottleReasons": put("reasons"),

@@ -10,6 +10,7 @@ from support.nvml import Device, loaded
 
 from trainer.tools.doctor import gpus
 from trainer.tools.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
+from trainer.tools.doctor.report import differences
 
 ONE, TWO, SWITCH = "0000:3b:00.0", "0000:af:00.0", "0000:c1:00.0"
 
@@ -59,6 +60,45 @@ def test_a_gpu_in_a_narrow_slot_and_one_that_tells_nothing(sys):
     _, narrow, other, *_ = examine(sys, free(pci=ONE, width=8), free(pci=TWO, codes=silent))
     assert narrow.level == WARNING and narrow.consequence == "it could have PCIe x16, so copies are slower"
     assert other.level == OK and "PCIe" not in other.value
+
+
+H100 = "NVIDIA H100 80GB HBM3, 80 GiB, 700 W"
+
+
+def between(sys: Path, *machines: list[Device]) -> list[str]:
+    """Return what is said of the GPUs of a rank on each machine, where they differ."""
+    rows = {rank: examine(sys, *devices) for rank, devices in enumerate(machines)}
+    return [finding.line() for finding in differences(rows)]
+
+
+def test_gpus_in_other_slots_are_equal(sys):
+    assert between(sys, [free(pci=ONE), free(pci=TWO)], [free(pci=TWO), free(pci=ONE)]) == []
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"name": "NVIDIA A100"}, f"NVIDIA A100, 80 GiB, 700 W; {H100}"),
+        ({"limit_milliwatts": 500_000}, "NVIDIA H100 80GB HBM3, 80 GiB, 500 W; "),
+        ({"width": 8}, f"{H100}, PCIe x8 of x16"),
+        ({"mig": True}, f"{H100}, MIG"),
+    ],
+)
+def test_the_last_of_a_machines_gpus_counts_as_the_first_does(sys, other, words):
+    equal = [free(pci=ONE), free(pci=TWO)]
+    (line,) = between(sys, equal, [free(pci=ONE), free(pci=TWO, **other)])
+    assert line.startswith("kind of GPU differs: ") and line.endswith("see +callbacks=[hetero_batch]")
+    found = examine(sys, free(pci=ONE), free(pci=TWO, **other))
+    (kind,) = [finding for finding in found if finding.subject == "kind of GPU"]
+    assert kind.level == NOTE and words in kind.value and "; the slowest rank sets the pace; " in kind.line()
+
+
+def test_power_limits_of_two_machines(sys):
+    (line,) = between(sys, [free(pci=ONE)], [free(pci=ONE, limit_milliwatts=500_000)])
+    assert (
+        line == "kind of GPU differs: 700 W (rank 0) | 500 W (rank 1); the slowest rank sets the pace; "
+        "see +callbacks=[hetero_batch]"
+    )
 
 
 def matrix(found: list[Finding]) -> dict:

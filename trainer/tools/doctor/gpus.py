@@ -27,6 +27,7 @@ class Shown:
 
     address: str  # on the PCI bus
     finding: Finding
+    kind: str = ""  # what its speed and its room depend on
     peers: Counter[str] = field(default_factory=Counter)  # PCI address there -> NVLinks
 
 
@@ -58,6 +59,7 @@ def examine_gpus(sys: Path) -> Iterator[Finding]:
         if not shown:
             yield Finding("GPUs", "the driver shows none", WARNING, "training runs on the CPU", "see `nvidia-smi -L`")
     yield from (gpu.finding for gpu in shown)
+    yield from kinds(shown)
     yield from links(sys, shown)
     yield from of_torch(len(shown))
 
@@ -85,7 +87,8 @@ def devices(library: ModuleType, sys: Path) -> Iterator[Shown]:
         value = f"{name}, {size(memory.total)}, PCI {address}, NUMA node {numa_node_of(sys, address)}"
         width, full = (asked(library, function, handle) for function in WIDTHS)
         value += f", PCIe x{width}" if width else ""
-        value += ", MIG" if (asked(library, "nvmlDeviceGetMigMode", handle) or [0])[0] else ""
+        mig = ", MIG" if (asked(library, "nvmlDeviceGetMigMode", handle) or [0])[0] else ""
+        value += mig
         bits = asked(library, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
         slow = [reason for bit, reason in nvml.SLOWDOWNS.items() if bits & bit]
         level, consequence, way_out = OK, "", ""
@@ -100,7 +103,18 @@ def devices(library: ModuleType, sys: Path) -> Iterator[Shown]:
             way_out = "see their processes by nvidia-smi, and end them"
         data = {"name": name, "address": address, "memory": memory.total, "used": memory.used}
         finding = Finding(subject, value, level, consequence, way_out, data)
-        yield Shown(address, finding, nvlinks(library, handle))
+        kind = f"{name}, {size(memory.total)}"
+        power = asked(library, "nvmlDeviceGetEnforcedPowerLimit", handle)
+        kind += f", {power / 1000:.0f} W" if power else ""
+        kind += f", PCIe x{width} of x{full}" if width and full and width < full else ""
+        yield Shown(address, finding, kind + mig, nvlinks(library, handle))
+
+
+def kinds(shown: list[Shown]) -> Iterator[Finding]:
+    """Yield the kinds of this machine's GPUs, without their slots; the report compares those of all ranks."""
+    if found := sorted({gpu.kind for gpu in shown} - {""}):
+        worse = (NOTE, "the slowest rank sets the pace", "see +callbacks=[hetero_batch]") if found[1:] else ()
+        yield Finding("kind of GPU", "; ".join(found), *worse)
 
 
 def nvlinks(library: ModuleType, handle: Any) -> Counter[str]:

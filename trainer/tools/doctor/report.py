@@ -18,7 +18,7 @@ EQUAL = {  # subject -> how bad a difference between ranks is, what it causes, a
     "variables": (WARNING, "NCCL and gloo may not agree on how to connect", "set the same for all ranks"),
     "open files": (WARNING, "the rank with the least fails first", "set the same limit on all machines"),
     "processor": (NOTE, "the slowest rank sets the pace", "see +callbacks=[hetero_batch]"),
-    "GPU 0": (NOTE, "the slowest rank sets the pace", "see +callbacks=[hetero_batch]"),
+    "kind of GPU": (NOTE, "the slowest rank sets the pace", "see +callbacks=[hetero_batch]"),
 }
 
 
