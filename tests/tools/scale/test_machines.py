@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.costs import machine
@@ -33,10 +34,40 @@ def test_a_file_of_the_bench(tmp_path: Path) -> None:
     assert find(str(path)).machine == own and find(str(path)).of(3).ranks == 12
 
 
+def bench_file(folder: Path, **parts: Any) -> str:
+    path = folder / "bench.json"
+    path.write_text(json.dumps({"machine": to_json(machine(8, 4)), **parts}))
+    return str(path)
+
+
+def test_peaks_and_copies_of_a_bench_on_a_gpu(tmp_path: Path) -> None:
+    matmul = {"fp32_flop_per_s": 50e12, "tf32_flop_per_s": 400e12, "bf16_flop_per_s": 700e12}
+    found = find(bench_file(tmp_path, matmul=matmul, copies={"pinned_to_host_bytes_per_s": 55e9}))
+    assert found.tflops == {"fp32": 50.0, "tf32": 400.0, "bf16": 700.0} and found.host_bytes_per_s == 55e9
+    assert found.auto == "bf16" and found.unknown == ()
+
+
+def test_a_bench_on_a_cpu_has_no_copies(tmp_path: Path) -> None:
+    found = find(bench_file(tmp_path, matmul={"fp32_flop_per_s": 1e11, "bf16_flop_per_s": 2e11}))
+    assert found.tflops == {"fp32": 0.1, "bf16": 0.2} and found.auto == "fp32"
+    assert found.host_bytes_per_s == found.machine.inside.bytes_per_s
+    assert found.unknown == ("checkpoints: copies to the host were not measured; the rate of the link inside is taken",)
+
+
+def test_a_bench_of_some_parts_is_refused_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "part.json"
+    path.write_text(json.dumps({"machine": None, "disk": {}}))
+    with pytest.raises(ConfigError) as error:
+        find(str(path))
+    assert (
+        str(error.value) == f"machine={path}: is of some parts alone; run echelon bench without --only, --collectives"
+    )
+
+
 @pytest.mark.parametrize("text", ["", "{}", '{"machine": {"ranks": 2}}', "[1]", '{"machine": 3}'])
 def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"has no machine .*; give a file of echelon bench"):
+    with pytest.raises(ConfigError, match=r"is no file of echelon bench .*; give one"):
         find(str(tmp_path / "bad.json"))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import ConfigError
-from trainer.tools.scale.output import COLUMNS, duration, plot, table, write_json
+from trainer.tools.scale.output import COLUMNS, PARTS, duration, plot, table, write_json
 from trainer.tools.scale.rows import Row
 
 ROW = Row(2, 16, "ring", 64, 0.5, 128.0, 0.9, 0.1, 3.25, True, 2.0, 0.2, 81.0, 90.0, 0.01, 126.7, ())
@@ -37,3 +37,9 @@ def test_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot(tmp_path / "a.png", "a\ntitle", [ROW, replace(ROW, ranks=32), replace(ROW, way="tree")])
     assert (tmp_path / "a.png").stat().st_size > 5000
+
+
+def test_a_picture_has_what_the_table_has() -> None:
+    assert {name for name, _ in PARTS} == {
+        "samples_per_s", "efficiency", "exposed", "memory_gib", "checkpoint_s", "mtbf_h"
+    }  # fmt: skip

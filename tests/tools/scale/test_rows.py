@@ -47,6 +47,13 @@ def test_checkpoints_follow_daly() -> None:
     assert 0 < found.lost < 0.01 and found.net_samples_per_s == pytest.approx(found.samples_per_s * (1 - found.lost))
 
 
+def test_frozen_parameters_are_on_each_rank_and_in_each_checkpoint() -> None:
+    of = (("shard-3", WAYS["shard-3"]), 4, 128, 2)
+    plain, frozen = row(CLUSTER, WORKLOAD, *of), row(CLUSTER, WORKLOAD, *of, frozen_bytes=2**30)
+    assert frozen.memory_gib == pytest.approx(plain.memory_gib + 1) and plain.fits and not frozen.fits
+    assert frozen.checkpoint_s == pytest.approx(plain.checkpoint_s + 2**30 / 4e9) and frozen.stall_s > plain.stall_s
+
+
 def test_failures_take_more_of_more_nodes() -> None:
     lost = [made("ring", nodes).lost for nodes in (1, 64, 4096)]
     assert lost[0] < lost[1] < lost[2]

@@ -1,16 +1,17 @@
 """Recipes are counted on the meta device."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from torch import nn
 
 from trainer.errors import ConfigError
-from trainer.tools.scale.machines import PRESETS
+from trainer.tools.scale.machines import PRESETS, Cluster
 from trainer.tools.scale.options import ScaleOptions
-from trainer.tools.scale.work import workload
+from trainer.tools.scale.work import count
 
-H100 = PRESETS["8xh100-8x400g"]
+H100, V100 = PRESETS["8xh100-8x400g"], PRESETS["8xv100-1x100g"]
 
 
 class Counted:
@@ -28,13 +29,26 @@ class Uncounted(Counted):
     flops_per_sample = 0.0
 
 
-def config(recipe: type = Counted, precision: str = "bf16") -> dict[str, Any]:
+class Frozen(Counted):
+    def model(self) -> nn.Module:
+        model = super().model()
+        model["table"].requires_grad_(False)
+        return model
+
+
+ALL = 64_000 + 4 * 4096
+
+
+def config(recipe: type = Counted, precision: str = "bf16", **optimizer: Any) -> dict[str, Any]:
     node = {"_target_": f"{__name__}.{recipe.__name__}"}
-    return {"recipe": node, "trainer": {"precision": precision, "allow_targets": [__name__]}}
+    own = {"_target_": "trainer.optim.factories.adamw", "groups": None, **optimizer}
+    return {"recipe": node, "optimizer": own, "trainer": {"precision": precision, "allow_targets": [__name__]}}
 
 
 def test_parameters_seconds_and_bytes() -> None:
-    found = workload(config(), H100, ScaleOptions(mfu=0.5, activation_mib=3))
+    work = count(config(), H100, ScaleOptions(mfu=0.5, activation_mib=3))
+    found = work.workload
+    assert (work.precision, work.frozen_bytes, work.unknown) == ("bf16", 0.0, ())
     assert found.parameters == (64_000, *[4096] * 4) and found.shapes[0] == (1000, 64)
     seconds = 3e12 / (989.4e12 * 0.5)
     assert found.forward_s == pytest.approx(seconds / 3) and found.backward_s == pytest.approx(2 * seconds / 3)
@@ -44,8 +58,66 @@ def test_parameters_seconds_and_bytes() -> None:
 
 
 def test_what_is_unknown_is_refused_with_the_way_out() -> None:
+    way = r"give trainer\.precision=fp16 or tflops=NUMBER$"
     with pytest.raises(ConfigError, match="has no flops_per_sample; define the number, or give flops=NUMBER"):
-        workload(config(Uncounted), H100, ScaleOptions())
-    assert workload(config(Uncounted), H100, ScaleOptions(flops=1e12)).forward_s > 0
-    with pytest.raises(ConfigError, match="the machine has a peak for fp32, fp16; give tflops=NUMBER"):
-        workload(config(), PRESETS["8xv100-1x100g"], ScaleOptions())
+        count(config(Uncounted), H100, ScaleOptions())
+    assert count(config(Uncounted), H100, ScaleOptions(flops=1e12)).workload.forward_s > 0
+    with pytest.raises(ConfigError, match=rf"^trainer\.precision=bf16: the machine has a peak for fp32, fp16; {way}"):
+        count(config(), V100, ScaleOptions())
+    with pytest.raises(ConfigError, match="the machine has a peak for no precision; give tflops=NUMBER"):
+        count(config(), replace(V100, tflops={}), ScaleOptions())
+
+
+@pytest.mark.parametrize(
+    ("machine", "precision"), [(H100, "bf16"), (V100, "fp16"), (replace(V100, auto="fp32"), "fp32")]
+)
+def test_auto_computes_in_what_a_run_takes_there(machine: Cluster, precision: str) -> None:
+    work = count(config(precision="auto"), machine, ScaleOptions(mfu=1))
+    assert work.precision == precision
+    assert work.workload.forward_s == pytest.approx(1e12 / (machine.tflops[precision] * 1e12))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "tensors"),
+    [
+        ({"_target_": "trainer.optim.factories.sgd", "momentum": 0.9}, 1),
+        ({"_target_": "torch.optim.SGD"}, 0),
+        ({"_target_": "trainer.optim.factories.lars", "momentum": 0.9}, 1),
+        ({"_target_": "torch.optim.Adam"}, 2),
+        ({"_target_": "trainer.optim.factories.adamw8bit"}, 0.5),
+    ],
+)
+def test_the_state_of_the_chosen_optimizer(optimizer: dict[str, Any], tensors: float) -> None:
+    work = count(config(**optimizer), H100, ScaleOptions())
+    assert work.workload.state_bytes == 4 * (2 + tensors) * ALL and work.unknown == ()
+    assert work.workload.optimizer_s == pytest.approx((12 + 8 * tensors) * ALL / H100.memory_bytes_per_s)
+
+
+def test_the_state_of_another_optimizer_is_said_to_be_unknown() -> None:
+    work = count(config(_target_="trainer.optim.muon.Muon"), H100, ScaleOptions())
+    assert work.workload.state_bytes == 16 * ALL and work.unknown == (
+        "optimizer: the state of trainer.optim.muon.Muon is unknown; two numbers a parameter are taken, as of AdamW",
+    )
+
+
+@pytest.mark.parametrize(
+    "frozen", [config(Frozen), config(groups=[{"match": "table.*", "freeze": True}])], ids=["recipe", "group"]
+)
+def test_frozen_parameters_have_no_gradient_and_no_state(frozen: dict[str, Any]) -> None:
+    work = count(frozen, H100, ScaleOptions())
+    assert work.workload.parameters == (4096,) * 4 and work.workload.state_bytes == 16 * 4 * 4096
+    assert work.frozen_bytes == 4 * 64_000
+    assert work.unknown == ("memory: with 64,000 frozen parameters whole on each rank",)
+
+
+def test_what_is_unknown_of_a_measured_machine_is_said() -> None:
+    work = count(config(precision="bf16_params"), replace(H100, memory_bytes_per_s=0.0), ScaleOptions())
+    assert (
+        work.precision == "bf16"
+        and work.workload.optimizer_s == 0
+        and work.unknown
+        == (
+            "optimizer: its step takes 0 s, since the rate of the device's memory is unknown",
+            "memory: without the copies that bf16_params keeps of the parameters",
+        )
+    )

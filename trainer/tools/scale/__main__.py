@@ -5,7 +5,7 @@ Nothing is trained, and no device is needed. docs/cost-model.md has the formulas
 
   echelon scale recipe=bert_large nodes=1..4096
   echelon scale recipe=bert_large nodes=1,8,64 machine=8xa100-8x200g ways=ring,shard-3 --png scale.png
-  echelon scale recipe=bert_base machine=bench.json tflops=0.1 nodes=1..64
+  echelon scale recipe=bert_base machine=bench.json nodes=1..64        a file of echelon bench
 """
 
 import argparse
@@ -32,7 +32,8 @@ KEYS = f"""keys:
   per_rank=0                samples of a rank in a step, for weak; 0: the run's micro_batch, or its batch
   mfu=0.4                   share of the device's peak that the passes reach; measure yours by perf/mfu
   tflops=0, flops=0         peak of a device, operations of a sample; 0: the machine's, the recipe's
-  activation_mib=0          MiB that autograd keeps of a sample; 0: memory without activations
+  activation_mib=0          MiB that autograd keeps of a sample; 0: memory without activations.
+                            Weights, gradients and the optimizer's state are counted in float32
   jitter=0                  standard deviation of a rank's passes, of their mean; ranks wait for the slowest
 """
 
@@ -40,31 +41,38 @@ KEYS = f"""keys:
 def scale(options: ScaleOptions, config: dict[str, Any], recipe: str, png: Path | None, file: Path | None) -> None:
     """Predict, and show the rows."""
     from trainer.tools.scale import output
-    from trainer.tools.scale.work import workload
+    from trainer.tools.scale.work import count
 
     refuse_conflicts(config)
     cluster = find(options.machine)
     if options.tflops:
         cluster = replace(cluster, tflops=dict.fromkeys(("fp32", "tf32", "bf16", "fp16", "fp8"), options.tflops))
-    work = workload(config, cluster, options)
+    counted = count(config, cluster, options)
+    work = counted.workload
     per_rank = options.per_rank or config["micro_batch"] or config["batch"]
     batch = config["batch"] if options.scaling == "strong" else None
     ways = {name: WAYS[name] for name in options.ways} | own_way(config)
-    made, left_out = rows(cluster, work, options.nodes, ways, batch, per_rank, config["micro_batch"])
+    micro, frozen = config["micro_batch"], counted.frozen_bytes
+    made, left_out = rows(cluster, work, options.nodes, ways, batch, per_rank, micro, frozen)
     if not made:
         raise ConfigError(f"nodes={','.join(map(str, options.nodes))}: {left_out[0]}; give other nodes or ways")
-    count, rate = sum(work.parameters), 1 / (work.forward_s + work.backward_s)
-    print(f"{recipe}: {count:,} parameters, {rate:,.1f} samples/s on a device alone (mfu {options.mfu:g})")
+    parameters, rate = sum(work.parameters), 1 / (work.forward_s + work.backward_s)
+    how = f"{counted.precision}, mfu {options.mfu:g}"
+    print(f"{recipe}: {parameters:,} parameters, {rate:,.1f} samples/s on a device alone ({how})")
     print(f"{options.machine}: {cluster.source}\n\n{output.table(made)}\n", flush=True)
     if not options.activation_mib:
         print("memory: without activations; give activation_mib=NUMBER")
-    notes = [f"{row.way}: {line}" for row in made for line in row.unknown] + left_out
+    notes = (
+        [*cluster.unknown, *counted.unknown] + [f"{row.way}: {line}" for row in made for line in row.unknown] + left_out
+    )
     for line in dict.fromkeys(notes):
         print(printable(line))
     if file:
-        output.write_json(file, {"recipe": recipe, "options": asdict(options), "parameters": count}, made, left_out)
+        output.write_json(
+            file, {"recipe": recipe, "options": asdict(options), "parameters": parameters}, made, left_out
+        )
     if png:
-        output.plot(png, f"{recipe}, {count:,} parameters, {options.machine}, {options.scaling} scaling", made)
+        output.plot(png, f"{recipe}, {parameters:,} parameters, {options.machine}, {options.scaling} scaling", made)
 
 
 def refuse_conflicts(config: dict[str, Any]) -> None:

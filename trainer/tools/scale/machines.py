@@ -1,8 +1,10 @@
 """Machines of any number of nodes: presets from data sheets, and the JSON of `echelon bench`."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from trainer.errors import ConfigError, nearest
 from trainer.tools.cost_model.machine import Link, Machine, from_json
@@ -22,6 +24,8 @@ class Cluster:
     memory_bytes_per_s: float  # of a device's memory, for the optimizer's step; 0: unknown
     host_bytes_per_s: float  # from a device to its host, for the copy of a checkpoint
     source: str
+    auto: str = "bf16"  # what trainer.precision=auto computes in there
+    unknown: tuple[str, ...] = ()  # a line for each thing that was not measured
 
     def of(self, nodes: int) -> Machine:
         return replace(self.machine, ranks=nodes * self.machine.ranks_per_node)
@@ -52,6 +56,7 @@ PRESETS = {
     "8xv100-1x100g": Cluster(
         gpus(150e9, 12.5e9 / 8, 16e9), {"fp32": 15.7, "fp16": 125.0}, 0.9e12, 16e9,
         "NVIDIA V100 SXM2 data sheet: NVLink 300 GB/s both ways, HBM2 900 GB/s, PCIe 3; 100 Gbit/s for the node",
+        auto="fp16",
     ),
 }  # fmt: skip
 
@@ -68,8 +73,22 @@ def find(name: str) -> Cluster:
     if not path.is_file():
         raise ConfigError(f"machine={name}: is no file and no preset; {nearest(name, PRESETS)}")
     try:
-        machine = from_json(json.loads(path.read_text())["machine"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        why = f"has no machine ({type(error).__name__}: {error})"
-        raise ConfigError(f"machine={name}: {why}; give a file of echelon bench") from None
-    return Cluster(machine, {}, 0.0, machine.inside.bytes_per_s, f"measured: {path.name}")
+        found = json.loads(path.read_text())
+        if found["machine"] is not None:
+            return measured(from_json(found["machine"]), found, path.name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"is no file of echelon bench ({type(error).__name__}: {error})"
+        raise ConfigError(f"machine={name}: {why}; give one") from None
+    raise ConfigError(f"machine={name}: is of some parts alone; run echelon bench without --only, --collectives")
+
+
+def measured(machine: Machine, found: Mapping[str, Any], file: str) -> Cluster:
+    """Return the machine of a bench with the rates of its matrix products and copies."""
+    end = "_flop_per_s"
+    tflops = {name.removesuffix(end): rate / 1e12 for name, rate in found.get("matmul", {}).items()}
+    auto = "bf16" if "tf32" in tflops or not tflops else "fp32"  # the bench has TF32 on GPUs alone
+    host = found.get("copies", {}).get("pinned_to_host_bytes_per_s")
+    unknown = (
+        () if host else ("checkpoints: copies to the host were not measured; the rate of the link inside is taken",)
+    )
+    return Cluster(machine, tflops, 0.0, host or machine.inside.bytes_per_s, f"measured: {file}", auto, unknown)

@@ -14,6 +14,12 @@ COLUMNS = (
     "save every", "lost", "net samples/s",
 )  # fmt: skip
 
+PARTS = (  # of the picture: fields of a row, and what their axes say
+    ("samples_per_s", "samples a second"), ("efficiency", "of a lone rank's speed"),
+    ("exposed", "of the step, waiting"), ("memory_gib", "GiB"), ("checkpoint_s", "seconds of a checkpoint"),
+    ("mtbf_h", "hours between failures"),
+)  # fmt: skip
+
 
 def cells(row: Row) -> tuple[str, ...]:
     return (
@@ -59,16 +65,15 @@ def save(flag: str, path: Path, write: Any) -> None:
 
 
 def plot(path: Path, title: str, rows: Sequence[Row]) -> None:
-    """Draw efficiency, exposed communication and memory over ranks, a line for each way. Needs matplotlib.
+    """Draw `PARTS` over ranks, a line for each way. Needs matplotlib.
 
     Raises:
         ConfigError: The file can't be written.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
-    parts = (("efficiency", "of a lone rank's speed"), ("exposed", "of the step, waiting"), ("memory_gib", "GiB"))
-    for axes, (name, label) in zip(figure.subplots(1, len(parts)), parts, strict=True):
+    figure = Figure(figsize=(13, 8), layout="constrained")
+    for axes, (name, label) in zip(figure.subplots(2, 3).flat, PARTS, strict=True):
         for way in dict.fromkeys(row.way for row in rows):
             own = [row for row in rows if row.way == way]
             values = [getattr(row, name) for row in own]
@@ -76,7 +81,10 @@ def plot(path: Path, title: str, rows: Sequence[Row]) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xlabel("ranks")
         axes.set_ylabel(label)
-        axes.set_ylim(bottom=0)
+        if name == "samples_per_s":
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     figure.axes[0].legend(fontsize=8)
     figure.suptitle(printable(title))

@@ -10,7 +10,7 @@ from trainer.tools.cost_model.setup import MONITORS
 from trainer.tools.cost_model.workload import Choice, Prediction, Workload
 from trainer.tools.scale.machines import Cluster
 
-SAVED = 12.0  # bytes a parameter in a checkpoint: weight and AdamW's moments
+GRADIENT = 4  # bytes of a parameter, which no checkpoint has
 STALL = 0.1  # of any checkpoint, beside its copy to the host; a choice
 RESTART = 300.0  # from a failure to the next step: notice it, start 8 ranks a node, load; a choice
 
@@ -82,9 +82,10 @@ def own_way(config: Mapping[str, Any]) -> dict[str, Way]:
 
 
 def row(
-    cluster: Cluster, workload: Workload, named: tuple[str, Way], nodes: int, batch: int, micro: int | None
+    cluster: Cluster, workload: Workload, named: tuple[str, Way], nodes: int, batch: int, micro: int | None,
+    frozen_bytes: float = 0.0,
 ) -> Row:  # fmt: skip
-    """Predict one row. `batch` is of all ranks.
+    """Predict one row. `batch` is of all ranks, `frozen_bytes` is what each holds beside the workload.
 
     Raises:
         ConfigError: The ranks do not divide into the way's stages.
@@ -95,7 +96,8 @@ def row(
     per_rank = -(-batch // machine.ranks)
     single = alone(cluster, workload, per_rank, max(1, per_rank // (micro or per_rank)))
     rate = batch / found.step_s
-    size = SAVED * sum(workload.parameters)
+    size = workload.state_bytes - GRADIENT * sum(workload.parameters) + frozen_bytes
+    memory = found.memory_bytes + frozen_bytes
     written_s = size / (machine.disk_bytes_per_s * (nodes if way.parts else 1))
     stall_s = STALL + size / (machine.ranks if way.parts else 1) / cluster.host_bytes_per_s
     mtbf_s = prior_s(machine.ranks)
@@ -103,15 +105,15 @@ def row(
     share = lost(interval_s, stall_s, RESTART + written_s, mtbf_s)
     return Row(
         nodes, machine.ranks, name, batch, found.step_s, rate, rate / machine.ranks / (per_rank / single.step_s),
-        found.parts["communication"] / found.step_s, found.memory_bytes / 2**30,
-        machine.memory_bytes is None or found.memory_bytes <= machine.memory_bytes,
+        found.parts["communication"] / found.step_s, memory / 2**30,
+        machine.memory_bytes is None or memory <= machine.memory_bytes,
         written_s, stall_s, mtbf_s / 3600, interval_s, share, rate * (1 - share), found.unknown,
     )  # fmt: skip
 
 
 def rows(
     cluster: Cluster, workload: Workload, nodes: Iterable[int], ways: Mapping[str, Way], batch: int | None,
-    per_rank: int, micro: int | None,
+    per_rank: int, micro: int | None, frozen_bytes: float = 0.0,
 ) -> tuple[list[Row], list[str]]:  # fmt: skip
     """Predict all rows, and name those that are left out with the reason.
 
@@ -128,5 +130,5 @@ def rows(
             elif batch is not None and batch * stages < ranks:
                 left_out.append(f"{name} on {count} node(s): the batch of {batch} is smaller than {ranks} ranks")
             else:
-                made.append(row(cluster, workload, (name, way), count, batch or per_rank * ranks, micro))
+                made.append(row(cluster, workload, (name, way), count, batch or per_rank * ranks, micro, frozen_bytes))
     return made, left_out

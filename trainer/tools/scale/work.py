@@ -2,24 +2,46 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from trainer.blocks import find_blocks
 from trainer.config.build import build
-from trainer.config.check import ALLOWED
+from trainer.config.check import ALLOWED, split_groups
 from trainer.errors import ConfigError
+from trainer.optim.groups import ParameterRules, WithGroups
 from trainer.tools.cost_model.workload import Workload
 from trainer.tools.scale.machines import Cluster
 from trainer.tools.scale.options import ScaleOptions
 
-STATE_BYTES = 16.0  # a parameter: weight, gradient and AdamW's moments, in float32
-OPTIMIZER_BYTES = 28.0  # a parameter that AdamW's step moves: it reads four numbers and writes three
-BF16 = {"auto": "bf16", "bf16_params": "bf16"}  # what these precisions compute in
+NUMBER = 4.0  # bytes, in float32
+ADAMW = 2.0  # numbers that the optimizer keeps of a parameter: its moments
+KEPT = {  # the same by the name of an optimizer of torch or of the project
+    "adamw": ADAMW, "adam": ADAMW, "lamb": ADAMW, "sgd": 1.0, "lars": 1.0, "adagrad": 1.0, "adamw8bit": 0.5,
+    "adafactor": 0.0,  # a row and a column of each matrix
+}  # fmt: skip
+OURS = ("trainer.optim.", "torch.optim.")
 
 
-def workload(config: Mapping[str, Any], cluster: Cluster, options: ScaleOptions) -> Workload:
+@dataclass(frozen=True)
+class Work:
+    """What a recipe costs.
+
+    Attributes:
+        precision: In which matrix products are computed.
+        frozen_bytes: Of parameters without gradient and state, which `workload` leaves out.
+        unknown: A line for each thing that is not in the numbers.
+    """
+
+    workload: Workload
+    precision: str
+    frozen_bytes: float
+    unknown: tuple[str, ...]
+
+
+def count(config: Mapping[str, Any], cluster: Cluster, options: ScaleOptions) -> Work:
     """Return the work of the recipe's samples on a device of the cluster.
 
     Raises:
@@ -27,25 +49,56 @@ def workload(config: Mapping[str, Any], cluster: Cluster, options: ScaleOptions)
     """
     allow = (*ALLOWED, *config["trainer"]["allow_targets"])
     recipe = build("recipe", config["recipe"], allow)
-    precision: str = config["trainer"]["precision"]
-    precision = BF16.get(precision, precision)
-    if not cluster.tflops.get(precision):
-        known = ", ".join(cluster.tflops) or "no precision"
-        raise ConfigError(f"trainer.precision={precision}: the machine has a peak for {known}; give tflops=NUMBER")
+    precision = computed_in(config["trainer"]["precision"], cluster)
     flops = options.flops or getattr(recipe, "flops_per_sample", 0)
     if not flops:
         raise ConfigError("recipe: has no flops_per_sample; define the number, or give flops=NUMBER")
+    groups, optimizer = split_groups(config["optimizer"])
     with torch.device("meta"):
         model = recipe.model()
+    ParameterRules(WithGroups(torch.optim.AdamW, groups or ()), recipe, model)  # freezes what a group freezes
     parameters = [p for p in model.parameters() if p.requires_grad]
     shapes = tuple(tuple(p.shape) for p in parameters)
     sizes = tuple(map(math.prod, shapes))
+    frozen = sum(p.numel() for p in model.parameters()) - sum(sizes)
+    kept, unknown = kept_by(optimizer)
+    rate = cluster.memory_bytes_per_s
+    unknown += [] if rate else ["optimizer: its step takes 0 s, since the rate of the device's memory is unknown"]
+    unknown += [f"memory: with {frozen:,} frozen parameters whole on each rank"] if frozen else []
+    if config["trainer"]["precision"] == "bf16_params":
+        unknown.append("memory: without the copies that bf16_params keeps of the parameters")
+    moved = NUMBER * (3 + 2 * kept) * sum(sizes)  # the step reads the gradient, and reads and writes all else
     seconds = flops / (cluster.tflops[precision] * 1e12 * options.mfu)
-    optimizer_s = OPTIMIZER_BYTES * sum(sizes) / cluster.memory_bytes_per_s if cluster.memory_bytes_per_s else 0.0
-    return Workload(
-        sizes, seconds / 3, seconds * 2 / 3, 0.0, optimizer_s, 0.0, 0.0, options.activation_mib * 2**20,
-        STATE_BYTES * sum(sizes), shapes, jitter=options.jitter, boundary_bytes=boundary(recipe, model, precision),
+    workload = Workload(
+        sizes, seconds / 3, seconds * 2 / 3, 0.0, moved / rate if rate else 0.0, 0.0, 0.0,
+        options.activation_mib * 2**20, NUMBER * (2 + kept) * sum(sizes), shapes, jitter=options.jitter,
+        boundary_bytes=boundary(recipe, model, precision),
     )  # fmt: skip
+    return Work(workload, precision, NUMBER * frozen, tuple(unknown))
+
+
+def computed_in(precision: str, cluster: Cluster) -> str:
+    """Return the format of matrix products.
+
+    Raises:
+        ConfigError: The machine has no peak for it.
+    """
+    found = {"auto": cluster.auto, "bf16_params": "bf16"}.get(precision, precision)
+    if not cluster.tflops.get(found):
+        known = ", ".join(cluster.tflops) or "no precision"
+        way = "fp16" if "fp16" in cluster.tflops else next(iter(cluster.tflops), "")
+        way = f"trainer.precision={way} or " if way else ""
+        raise ConfigError(f"trainer.precision={precision}: the machine has a peak for {known}; give {way}tflops=NUMBER")
+    return found
+
+
+def kept_by(optimizer: Mapping[str, Any]) -> tuple[float, list[str]]:
+    """Return the numbers that the optimizer keeps of a parameter, and a line if they are unknown."""
+    target: str = optimizer["_target_"]
+    name = target.rpartition(".")[2].lower()
+    if not target.startswith(OURS) or name not in KEPT:
+        return ADAMW, [f"optimizer: the state of {target} is unknown; two numbers a parameter are taken, as of AdamW"]
+    return (0.0 if name == "sgd" and not optimizer.get("momentum") else KEPT[name]), []
 
 
 def boundary(recipe: Any, model: torch.nn.Module, precision: str) -> float:
