@@ -83,6 +83,29 @@ def test_mistakes_are_refused_before_anything_is_measured(words: list[str], said
     assert str(caught.value).startswith(said)
 
 
+@pytest.mark.parametrize(
+    ("env", "launcher"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "torchrun started 2"),
+        (
+            {
+                "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+                "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "a,b",
+            },
+            "srun started 1",
+        ),
+    ],
+)  # fmt: skip
+def test_devices_that_contradict_the_launcher_are_refused(
+    env: dict[str, str], launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(env))
+    with pytest.raises(ConfigError) as caught:
+        bench.run(bench.parser().parse_args(["--devices", "3"]), [])
+    why = f"--devices=3: {launcher} rank(s) on this node"
+    assert str(caught.value) == f"{why}; let the launcher start as many, or leave --devices out"
+
+
 def test_a_mistake_is_one_line(tmp_path: Path) -> None:
     done = command(tmp_path, "--only", "x")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (78, "", 1)

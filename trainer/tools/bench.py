@@ -58,10 +58,17 @@ def bench(place: Place, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Start ranks, or measure as one of them. Return the exit code."""
+    """Start ranks, or measure as one of them. Return the exit code.
+
+    Raises:
+        ConfigError: An option can't work, or contradicts the launcher.
+    """
     refuse(options)
     raise_file_limit()
     place = detect(os.environ)
+    if place.launcher and options.devices not in (None, place.local_world):
+        why = f"{place.launcher} started {place.local_world} rank(s) on this node"
+        raise ConfigError(f"--devices={options.devices}: {why}; let the launcher start as many, or leave --devices out")
     if not place.launcher:
         devices = options.devices or count(options.accelerator)
         if devices > 1:
