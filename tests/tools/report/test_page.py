@@ -4,11 +4,14 @@ import base64
 import hashlib
 import json
 import re
+import subprocess
+import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from support.cli import environment
 from support.run_files import HOSTILE, hostile_run, long_metrics, synthetic_run, write_lines
 
 from trainer.tools.report.__main__ import report
@@ -124,12 +127,25 @@ def test_colours_have_contrast_in_light_and_dark():
             assert len(drawn) >= 24 and not {name: ratios[name] for name in drawn if ratios[name] < 3}
 
 
+PEAK = """
+from pathlib import Path
+from trainer.tools.report.__main__ import report
+assert report([Path("r")], None, False) == 0
+print(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])  # KiB: the process's largest ever
+"""
+
+
 @pytest.mark.slow
 def test_a_million_steps(tmp_path):
     long_metrics(tmp_path / "r" / "metrics.jsonl", 1_000_000)
     began = time.monotonic()
-    assert report([tmp_path / "r"], None, False) == 0
-    seconds = time.monotonic() - began
-    size = (tmp_path / "r" / "report.html").stat().st_size
-    print(f"1,000,000 lines: {seconds:.1f} s, {size / 1e6:.2f} MB")
-    assert size < 3e6
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    seconds, peak = time.monotonic() - began, int(done.stdout.split()[-1]) << 10
+    read, size = ((tmp_path / "r" / name).stat().st_size for name in ("metrics.jsonl", "report.html"))
+    print(
+        f"1,000,000 lines: {seconds:.1f} s, {size / 1e6:.2f} MB, {peak / 1e6:.0f} MB of memory for {read / 1e6:.0f} MB"
+    )
+    assert size < 3e6 and peak < 1.5e8 < read
