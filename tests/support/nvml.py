@@ -25,6 +25,7 @@ class Device:
     limit_milliwatts: int = 700_000
     celsius: int = 61
     sm_mhz: int = 1755
+    memory_mhz: int = 2619
     reasons: int = 0
     pcie: tuple[int, int] = (2048, 4096)  # KiB/s: sent, received
     nvlink: list[int] = field(default_factory=lambda: [0, 0])  # KiB so far: sent, received
@@ -118,6 +119,10 @@ def pcie(device: Device, counter: Any, value: Any) -> None:
     value._obj.value = device.pcie[counter.value]
 
 
+def clock(device: Device, kind: Any, mhz: Any) -> None:
+    mhz._obj.value = {pynvml.NVML_CLOCK_SM: device.sm_mhz, pynvml.NVML_CLOCK_MEM: device.memory_mhz}[kind.value]
+
+
 def fields(device: Device, count: Any, values: Any) -> None:
     ids = (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
     for value in values._obj:
@@ -159,7 +164,7 @@ FUNCTIONS = {
     "nvmlDeviceGetPowerUsage": put("milliwatts"),
     "nvmlDeviceGetEnforcedPowerLimit": put("limit_milliwatts"),
     "nvmlDeviceGetTemperature": put("celsius"),
-    "nvmlDeviceGetClockInfo": put("sm_mhz"),
+    "nvmlDeviceGetClockInfo": clock,
     "nvmlDeviceGetCurrentClocksThrottleReasons": put("reasons"),
     "nvmlDeviceGetPcieThroughput": pcie,
     "nvmlDeviceGetFieldValues": fields,

@@ -13,7 +13,8 @@ from trainer.monitors.gpu_monitor.nvml import Gpu, find, opened, watch_gpu
 
 NUMBERS = {
     "gpu/utilisation": 0.9, "gpu/memory_gib": 40.0, "gpu/power_w": 650.0, "gpu/temperature_c": 61.0,
-    "gpu/sm_mhz": 1755.0, "gpu/throttled": 0.0, "gpu/pcie_tx_mib_s": 2.0, "gpu/pcie_rx_mib_s": 4.0,
+    "gpu/sm_mhz": 1755.0, "gpu/memory_mhz": 2619.0, "gpu/throttled": 0.0,
+    "gpu/pcie_tx_mib_s": 2.0, "gpu/pcie_rx_mib_s": 4.0,
 }  # fmt: skip
 
 

@@ -95,6 +95,7 @@ class Gpu:
             "gpu/power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
             "gpu/temperature_c": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
             "gpu/sm_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+            "gpu/memory_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
             "gpu/throttled": self._throttled,
             "gpu/pcie_rx_mib_s": lambda: nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_RX_BYTES) / 1024,
             "gpu/pcie_tx_mib_s": lambda: nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_TX_BYTES) / 1024,

@@ -52,6 +52,7 @@ TITLES = {
     "gpu/power_w": "GPU power",
     "gpu/temperature_c": "GPU temperature",
     "gpu/sm_mhz": "GPU clock",
+    "gpu/memory_mhz": "Clock of the GPU's memory",
     "gpu/throttled": "GPU throttled, share of samples",
     "gpu/pcie_rx_mib_s": "PCIe received",
     "gpu/pcie_tx_mib_s": "PCIe sent",
