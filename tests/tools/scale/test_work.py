@@ -32,7 +32,7 @@ class Uncounted(Counted):
 class Frozen(Counted):
     def model(self) -> nn.Module:
         model = super().model()
-        model["table"].requires_grad_(False)
+        model.get_submodule("table").requires_grad_(False)
         return model
 
 

@@ -27,7 +27,7 @@ OURS = ("trainer.optim.", "torch.optim.")
 
 @dataclass(frozen=True)
 class Work:
-    """What a recipe costs.
+    """The work of a recipe on a device, and its memory.
 
     Attributes:
         precision: In which matrix products are computed.
