@@ -35,9 +35,11 @@ def folder(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("wish", [{"devices": 2}, {"nodes": 2}])
-def test_devices_that_nobody_starts_are_refused(wish):
-    with pytest.raises(ConfigError, match="a Trainer made in Python starts no other ranks"):
+@pytest.mark.parametrize(
+    "wish, way_out", [({"devices": 2}, r"for launch\(FUNCTION, devices=2\)"), ({"nodes": 2}, "use torchrun or srun")]
+)
+def test_devices_that_nobody_starts_are_refused(wish, way_out):
+    with pytest.raises(ConfigError, match=f"a Trainer made in Python starts no other ranks; .*{way_out}"):
         make(Toy(), options=replace(SHORT, **wish), place=Place())
 
 

@@ -274,10 +274,15 @@ def features(options: Options) -> set[str]:
 
 
 def refuse_more(options: Options, world: int) -> None:
-    if world == 1 and (options.devices not in ("auto", 1) or node_range(options.nodes)[0] > 1):
+    if world > 1:
+        return
+    why = "a Trainer made in Python starts no other ranks"
+    if node_range(options.nodes)[0] > 1:
+        raise ConfigError(f"trainer.nodes={options.nodes}: {why}; use torchrun or srun, or leave this out")
+    if options.devices not in ("auto", 1):
         raise ConfigError(
-            f"trainer.devices={options.devices}, trainer.nodes={options.nodes}: a Trainer made in Python starts no "
-            "other ranks; use echelon or torchrun, or leave these settings out"
+            f"trainer.devices={options.devices}: {why}; make it in a function, and leave this out for "
+            f"launch(FUNCTION, devices={options.devices})"
         )
 
 

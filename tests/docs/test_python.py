@@ -47,7 +47,7 @@ except RuntimeError as error:
 @pytest.mark.slow
 def test_the_pages_run_as_a_notebook(tmp_path, monkeypatch):
     pages = [cells_of(PAGE), cells_of(DATASETS)]
-    assert [len(cells) for cells in pages] == [8, 6]
+    assert [len(cells) for cells in pages] == [9, 6]
     if not importlib.util.find_spec("datasets"):
         del pages[1:]
     cells = [*chain(*pages), FAILS]

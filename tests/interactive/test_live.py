@@ -15,6 +15,7 @@ from trainer.callbacks.shard.callback import Shard
 from trainer.callbacks.swa import SWA
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
+from trainer.interactive.live import way_out
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -102,24 +103,40 @@ def test_after_a_run_with_an_average_the_average_reads():
     assert torch.allclose(outputs, average, rtol=1e-12) and not torch.allclose(outputs, last, rtol=1e-6)
 
 
+def refused(what: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        what()
+    return str(error.value)
+
+
 def sharded(place: Place) -> list[Any]:
     trainer = make(place, [Shard(stage=3)])
-    before = trainer.evaluate()
-    errors = []
-    for what in (trainer.predict, trainer.fit, trainer.evaluate, trainer.predict):
-        try:
-            what()
-        except ConfigError as error:
-            errors.append(str(error))
-    return [before, errors]
+    before, errors = trainer.evaluate(), [refused(trainer.predict)]
+    summary = trainer.fit()
+    errors += [refused(trainer.evaluate), refused(trainer.predict)]
+    whole = make(place, resume="ckpt/r")
+    found = [before, whole.evaluate(), summary, len(whole.predict())]
+    whole.close()
+    return [*found, errors]
 
 
 def test_a_model_in_parts_is_evaluated_before_its_run_alone():
+    """The errors name another Trainer, which reads the checkpoint."""
     expected = by_hand(make(Place(), run_dir="runs/plain").module, 13)[0]
-    for before, errors in run_ranks(2, sharded):
-        assert before == pytest.approx({"val/loss": expected}, rel=1e-5)
-        part = "each rank has a part of the model; use echelon {} CHECKPOINT"
-        assert errors == [f"{what}: {part.format(what)}" for what in ("predict", "evaluate", "predict")]
+    part = "each rank has a part of the model; make another Trainer without shard"
+    resumed = f"{part}, with Options(resume='ckpt/r')"
+    for before, after, summary, predictions, errors in run_ranks(2, sharded):
+        assert before == pytest.approx({"val/loss": expected}, rel=1e-5) and predictions == 13
+        assert after == pytest.approx({"val/loss": summary["val/loss"]}, rel=1e-5)
+        assert errors == [f"predict: {part}", f"evaluate: {resumed}", f"predict: {resumed}"]
+
+
+def test_the_command_is_named_for_a_run_that_has_a_config():
+    trainer = make(Place())
+    trainer.fit()
+    assert way_out(trainer, "predict") == "make another Trainer, with Options(resume='ckpt/r')"
+    (trainer.run_dir / "config.yaml").touch()
+    assert way_out(trainer, "predict") == "use echelon predict runs/r"
 
 
 def test_what_has_no_order_or_no_data_is_refused():

@@ -16,6 +16,8 @@ from toy_recipe import Toy
 from trainer.callback import Callback
 from trainer.checkpoint import serialize
 from trainer.config.options import DataOptions, Options
+from trainer.errors import ConfigError
+from trainer.tools.export import export as make_export
 from trainer.tools.export import main
 from trainer.trainer import Trainer
 
@@ -201,6 +203,15 @@ def test_a_run_that_is_stopped_says_how_to_export_it(tmp_path, monkeypatch, caps
     (command,) = re.findall("^export with (.*)$", capsys.readouterr().out, re.MULTILINE)
     expected = ["-m", "trainer.tools.export", "ckpt/r/step-00000001", "runs/r/export"]
     assert shlex.split(command)[1:] == [*expected, "trainer.allow_targets=[mine]", "recipe.text=my text"]
+
+
+def test_a_run_made_in_python_has_no_config_to_export_from(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = Options(run_dir="runs/r", max_steps=1)
+    checkpoint = Trainer(Toy(), batch=12, options=options, data=DataOptions(0)).fit()["checkpoint"]
+    told = "its run has no config.yaml, since a Trainer made in Python writes none; make a Trainer with Options(resume="
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        make_export(checkpoint, Path("out"), [])
 
 
 def test_only_what_is_missing_is_asked_for(monkeypatch, capsys):

@@ -128,6 +128,15 @@ def test_a_folder_that_is_no_run(tmp_path, monkeypatch, content, told):
         composed(Path("runs/r"), [])
 
 
+def test_a_run_made_in_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/r").mkdir(parents=True)
+    Path("runs/r/.lock").touch()  # as a run does
+    told = "RUN=runs/r: this run has no config.yaml, since a Trainer made in Python writes none; go on in Python, with "
+    with pytest.raises(ConfigError, match=re.escape(f"{told}Options(run_dir='runs/r', resume='auto')")):
+        composed(Path("runs/r"), [])
+
+
 def test_a_secret_that_was_not_stored_is_asked_for(here):
     file = here / "runs/r/config.yaml"
     file.write_text(file.read_text().replace("width: 8", "width: 8\n  hub_token: '***'"))

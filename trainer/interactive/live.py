@@ -6,13 +6,15 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from trainer.callback import overrides
+from trainer.checkpoint import locate
 from trainer.checkpoint.parts import open_parts
 from trainer.checkpoint.pretrained import load_weights
 from trainer.comm.ranks import Ranks
 from trainer.errors import ConfigError
 from trainer.interactive.inference import Inference
 from trainer.interactive.predictions import Predictions
-from trainer.training_state import SavedTrainer
+from trainer.training_state import SavedTrainer, saved_in
 
 
 class LiveTrainer(SavedTrainer, Protocol):
@@ -31,7 +33,7 @@ def evaluate(trainer: LiveTrainer, split: str) -> dict[str, float]:
 def predict(trainer: LiveTrainer, split: str) -> Predictions:
     """Return the predictions of the trainer's model for `recipe.data(split)`. A collective."""
     if not trainer.strategy.whole:
-        raise ConfigError("predict: each rank has a part of the model; use echelon predict CHECKPOINT")
+        raise ConfigError(f"predict: each rank has a part of the model; {way_out(trainer, 'predict')}")
     with inference(trainer, "predict") as reads:
         return reads.predict(trainer.eval_model, split)
 
@@ -45,8 +47,10 @@ def inference(trainer: LiveTrainer, what: str) -> Iterator[Inference]:
     """
     several, strategy = trainer.world > 1, trainer.strategy
     if several and trainer.fitted and not (trainer.closed and strategy.whole):
-        why = "each rank has a part of the model" if trainer.closed else "the run goes on, or has failed"
-        raise ConfigError(f"{what}: {why}; use echelon {what} CHECKPOINT")
+        way = way_out(trainer, what)
+        if trainer.closed:
+            raise ConfigError(f"{what}: each rank has a part of the model; {way}")
+        raise ConfigError(f"{what}: the run goes on, or has failed; call it after fit, or {way}")
     if not trainer.fitted:
         load_first_weights(trainer)
     options, again = trainer.options, several and trainer.closed
@@ -65,6 +69,16 @@ def inference(trainer: LiveTrainer, what: str) -> Iterator[Inference]:
     finally:
         if again:
             ranks.close()
+
+
+def way_out(trainer: LiveTrainer, what: str) -> str:
+    """Return what reads the run's data instead. The command needs a config, which a Trainer made in Python lacks."""
+    saved = saved_in(trainer)
+    resume = f", with Options(resume='{saved}')" if locate.checkpoints(saved) else ""
+    if resume and (trainer.run_dir / "config.yaml").exists():
+        return f"use echelon {what} {trainer.run_dir}"
+    splits = [name for name, callback in trainer.callbacks.items() if overrides(callback, "distribute")]
+    return f"make another Trainer{''.join(f' without {name}' for name in splits)}{resume}"
 
 
 def load_first_weights(trainer: LiveTrainer) -> None:

@@ -47,6 +47,8 @@ def launch(function: Callable[..., T], *args: Any, devices: int | str = "auto") 
     """
     if launcher := detect(dict(os.environ)).launcher:
         raise ConfigError(f"launch: {launcher} has started this process as a rank; call the function itself")
+    if not (devices == "auto" or str(devices).isdecimal()):
+        raise ConfigError(f"launch: devices={devices}: is no number of ranks; give one, or auto")
     require("launch: devices", None if devices == "auto" else int(devices), at_least=1)
     world = count_gpus("auto") or 1 if devices == "auto" else int(devices)
     refuse_without_loopback()

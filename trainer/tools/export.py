@@ -28,7 +28,7 @@ from trainer.files import apply_umask
 from trainer.parallel.meta import on_host
 from trainer.plan import refuse_other_manifests, short
 from trainer.process.exit import run_guarded
-from trainer.run_dir import make_writable
+from trainer.run_dir import is_run, make_writable
 from trainer.session import build_components
 
 # An export trains nothing, so the optimizer and the schedule of the run's config are neither checked nor built.
@@ -78,6 +78,11 @@ def open_run(path: Path, changes: list[str], key: str) -> tuple[dict[str, Any], 
         raise ConfigError(f"{key}: {error}; give ckpt/last.pt or a folder step-* that is whole") from None
     refuse_other_manifests(manifest, key)
     config = Path(manifest["run_dir"]) / "config.yaml"
+    if not config.exists() and is_run(config.parent):
+        raise ConfigError(
+            f"{key}: its run has no config.yaml, since a Trainer made in Python writes none; make a Trainer with "
+            f"Options(resume='{path}')"
+        )
     if not config.exists():
         raise ConfigError(
             f"{key}: its run's {config} is not here; call this in the folder in which the run was started"

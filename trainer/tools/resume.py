@@ -11,6 +11,7 @@ from trainer.config.compose import CONF, PRIMARY, Job, compose, config_dirs
 from trainer.errors import ConfigError, printable
 from trainer.main import prepare, run, run_and_exit
 from trainer.process import handover
+from trainer.run_dir import is_run
 
 WHOLE = ("optimizer", "schedule", "nccl")  # groups of which NAME replaces all keys
 
@@ -69,6 +70,11 @@ def read(folder: Path) -> Any:
     key, file = f"RUN={printable(str(folder))}", folder / "config.yaml"
     if not folder.is_dir():
         raise ConfigError(f"{key}: is no folder; give the folder of a run, as in runs/NAME")
+    if not file.exists() and is_run(folder):
+        raise ConfigError(
+            f"{key}: this run has no config.yaml, since a Trainer made in Python writes none; go on in Python, with "
+            f"Options(run_dir='{folder}', resume='auto')"
+        )
     if not file.exists():
         raise ConfigError(f"{key}: has no config.yaml; give the folder of a run, as in runs/NAME")
     try:
