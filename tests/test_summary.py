@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,44 +10,36 @@ from typing import Any
 
 import pytest
 
-from trainer.summary import earlier, go_on, grouped, tell_place, this_python
+from trainer.summary import earlier, go_on, grouped, resume, tell_place
 
 ELASTIC = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 
 
-@pytest.mark.parametrize(
-    ("executable", "here", "path", "called"),
-    [
-        ("checkout/.venv/bin/python", "checkout", "", ".venv/bin/python"),
-        ("checkout/.venv/bin/python", "elsewhere", "checkout/.venv/bin", "python"),
-        ("checkout/.venv/bin/python3", "elsewhere", "checkout/.venv/bin", "python"),
-        ("checkout/.venv/bin/python", "elsewhere", "usr/bin", "{}/checkout/.venv/bin/python"),
-        ("checkout/.venv/bin/python", "elsewhere", "", "{}/checkout/.venv/bin/python"),
-        ("checkout/.venv/bin/python", "checkout/.venv/bin", "", "./python"),
-    ],
-)
-def test_how_a_printed_command_calls_python(executable, here, path, called, tmp_path, monkeypatch):
-    """Of an environment that needn't be active, whose python is a link to the system's."""
-    for folder in ("usr/bin", "checkout/.venv/bin", "elsewhere"):
-        (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "usr/bin/python").touch(mode=0o755)
-    for name in ("python", "python3"):
-        (tmp_path / "checkout/.venv/bin" / name).symlink_to(tmp_path / "usr/bin/python")
-    monkeypatch.setattr(sys, "executable", str(tmp_path / executable))
-    monkeypatch.setenv("PATH", str(tmp_path / path) if path else str(tmp_path / "nothing"))
-    monkeypatch.chdir(tmp_path / here)
-    assert this_python() == called.format(tmp_path)
-    typed = ["trainer.resume=x", "batch=${a b}"]
-    rest = "-m trainer.main 'batch=${a b}' trainer.resume=ckpt/r"
+def test_the_command_that_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # without a script beside it
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.chdir(tmp_path)
+    typed, rest = ["trainer.resume=x", "batch=${a b}"], "-m trainer.main 'batch=${a b}' trainer.resume=ckpt/r"
     for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
-    assert go_on(typed, Path("ckpt/r")) == f"{called.format(tmp_path)} {rest}"
-    assert go_on(None, Path("ckpt/r")) == "trainer.resume=ckpt/r"
+    assert go_on(typed, Path("ckpt/r")) == f"./python {rest}"
+    assert go_on(None, Path("ckpt/r")) == "Options(resume='ckpt/r')"
     for name, value in ELASTIC.items():
         monkeypatch.setenv(name, value)
     assert go_on(typed, Path("ckpt/r")) == f"the same torchrun ... {rest}"
     monkeypatch.setenv("ECHELON_STORE", "/s")
-    assert go_on(typed, Path("ckpt/r")) == f"{called.format(tmp_path)} {rest}"
+    assert go_on(typed, Path("ckpt/r")) == f"./python {rest}"
+
+
+def test_the_short_command_that_goes_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer: Any = SimpleNamespace(run_dir=Path("r"), argv=[])
+    assert resume(trainer) == ""  # no config
+    Path("r").mkdir()
+    Path("r/config.yaml").write_text("recipe: {hub_token: '***'}")
+    assert resume(trainer) == ""  # a setting that was not stored
+    Path("r/config.yaml").write_text("recipe: {}")
+    assert shlex.split(resume(trainer))[-2:] == ["resume", "r"]
 
 
 def test_numbers_are_in_a_line_for_each_group():

@@ -3,8 +3,6 @@
 import os
 import platform
 import shlex
-import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,16 +13,19 @@ from torch import nn
 from trainer.checkpoint.locate import folder, step_of
 from trainer.checkpoint.pretrained import load_weights
 from trainer.comm.ranks import in_collective
+from trainer.config.redact import HIDDEN
 from trainer.files import apply_umask, write_json
 from trainer.log import doing, log
 from trainer.parallel.meta import on_host
 from trainer.parallel.strategy import Strategy
+from trainer.process.calling import echelon
 from trainer.process.crash import read_summary
 from trainer.process.environment import detect
 from trainer.recipe_checks import call_summary
 from trainer.run_dir import versions
 
 FIRST = 5  # samples that a message names
+OURS = ("", "echelon")  # launchers of which a command of ours starts all ranks
 ENDS = {"max_steps": ("finished", ""), "signal": ("stopped", ": a signal asked for it")}  # others have finished
 
 
@@ -90,6 +91,8 @@ def report(trainer: FinishedTrainer) -> None:
         log.info("best        %s", best_in_words(trainer.best, trainer.checkpoint))
     if trainer.stop_reason == "signal" and trainer.checkpoint is not None:
         log.info("go on with  %s", go_on(trainer.argv, trainer.checkpoint.parent))
+        if short := resume(trainer):
+            log.info("or with     %s", short)
     if exports_now:
         export.mkdir(exist_ok=True)
         log.info("exporting to %s", export)  # this may take minutes
@@ -140,32 +143,37 @@ def go_on(argv: Sequence[str] | None, saved: Path) -> str:
     If a launcher has started the ranks, the command names the launcher. Without a command line, return only the
     setting.
     """
-    resume = f"trainer.resume={saved}"
     if argv is None:
-        return resume
-    words = ["-m", "trainer.main", *(word for word in argv if not word.startswith("trainer.resume=")), resume]
+        return f"Options(resume='{saved}')"
+    words = [*(word for word in argv if not word.startswith("trainer.resume=")), f"trainer.resume={saved}"]
     launcher = detect(os.environ).launcher
-    ours = launcher in ("", "echelon")
-    return shlex.join([this_python(), *words]) if ours else f"the same {launcher} ... {shlex.join(words)}"
+    if launcher in OURS:
+        return shlex.join([*echelon(), *words])
+    return f"the same {launcher} ... {shlex.join(['-m', 'trainer.main', *words])}"
+
+
+def resume(trainer: FinishedTrainer) -> str:
+    """Return the short command that resumes a run; empty if it needs a launcher, or a setting that is not stored."""
+    file = trainer.run_dir / "config.yaml"
+    if trainer.argv is None or detect(os.environ).launcher not in OURS or not file.exists():
+        return ""
+    return "" if HIDDEN in file.read_text() else shlex.join([*echelon(), "resume", str(trainer.run_dir)])
 
 
 def export_from(trainer: FinishedTrainer, checkpoint: Path, folder: Path) -> str:
-    """Return the command that exports a checkpoint, with the settings that an export refuses to take from a config."""
+    """Return the command that exports a checkpoint, with the settings that an export refuses to take from a config.
+
+    Without the run's config, return what a program does instead.
+    """
+    if not (trainer.run_dir / "config.yaml").exists():
+        if trainer.stop_reason == "signal":
+            return "the run's end: it exports once it has gone on"
+        return f"recipe.export, of a Trainer whose ranks have the whole model, with Options(resume='{checkpoint}')"
     allow = trainer.options.allow_targets
     trusted = [f"trainer.allow_targets=[{','.join(allow)}]"] if allow else []
     paths = {name: getattr(trainer.recipe, name, None) for name in getattr(trainer.recipe, "paths", ())}
     trusted += [f"recipe.{name}={value}" for name, value in paths.items() if value is not None]
-    return shlex.join([this_python(), "-m", "trainer.tools.export", str(checkpoint), str(folder), *trusted])
-
-
-def this_python() -> str:
-    """Return the shortest path of this interpreter that works here. Links out of the environment are not followed."""
-    own = Path(os.path.realpath(os.path.dirname(sys.executable)), os.path.basename(sys.executable))
-    if own.is_relative_to(here := Path.cwd()):
-        return os.path.join(".", own.name) if own.parent == here else str(own.relative_to(here))
-    found = shutil.which("python") or ""
-    same = os.path.realpath(os.path.dirname(found)) == str(own.parent) and os.path.samefile(found, own)
-    return "python" if same else sys.executable
+    return shlex.join([*echelon(), "export", str(checkpoint), str(folder), *trusted])
 
 
 def earlier(run_dir: Path, step: int) -> dict[str, float]:

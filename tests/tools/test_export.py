@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -129,8 +130,8 @@ def no_export(cwd: Path) -> None:
     path.write_text(path.read_text().replace("mine.Exporting", "mine.Toy"))
 
 
-def no_config(cwd: Path) -> None:
-    (cwd / "runs/r/config.yaml").unlink()
+def no_run(cwd: Path) -> None:
+    shutil.rmtree(cwd / "runs/r")
 
 
 def a_file(cwd: Path) -> None:
@@ -151,7 +152,7 @@ def a_file(cwd: Path) -> None:
             r"CHECKPOINT=ckpt/last.pt: the data has changed since the training \(was \w{12}, is \w{12}\);",
         ),
         (no_export, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: Toy has no method `export`"),
-        (no_config, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: its run's runs/r/config.yaml is not here"),
+        (no_run, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: its run's runs/r/config.yaml is not here"),
         (a_file, "ckpt/last.pt", "FOLDER=out: can't be written: File exists; give another folder"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -184,7 +185,12 @@ def test_what_is_not_exported_is_not_read(cwd, monkeypatch):
 
 
 class Stops(Callback):
+    def __init__(self, config: bool) -> None:
+        self.config = config
+
     def on_step_end(self, trainer) -> None:
+        if self.config:
+            (trainer.run_dir / "config.yaml").touch()  # as the command does
         trainer.stop("signal")
 
 
@@ -196,20 +202,30 @@ class Exporting(Toy):
 
 
 def test_a_run_that_is_stopped_says_how_to_export_it(tmp_path, monkeypatch, capsys):
-    """Packages and paths are in the command, for none are taken from the run's config."""
+    """Packages and paths are in the command, for none are taken from the run's config, which a program's run lacks."""
     monkeypatch.chdir(tmp_path)
     options = Options(run_dir="runs/r", allow_targets=["mine"])
-    Trainer(Exporting(), {"stops": Stops()}, batch=12, options=options, data=DataOptions(0)).fit()
+    Trainer(Exporting(), {"stops": Stops(True)}, batch=12, options=options, data=DataOptions(0)).fit()
     (command,) = re.findall("^export with (.*)$", capsys.readouterr().out, re.MULTILINE)
-    expected = ["-m", "trainer.tools.export", "ckpt/r/step-00000001", "runs/r/export"]
-    assert shlex.split(command)[1:] == [*expected, "trainer.allow_targets=[mine]", "recipe.text=my text"]
+    expected = [
+        "export",
+        "ckpt/r/step-00000001",
+        "runs/r/export",
+        "trainer.allow_targets=[mine]",
+        "recipe.text=my text",
+    ]
+    assert shlex.split(command)[-5:] == expected
+    options = replace(options, run_dir="runs/s")
+    Trainer(Exporting(), {"stops": Stops(False)}, batch=12, options=options, data=DataOptions(0)).fit()
+    told = capsys.readouterr().out
+    assert "go on with  Options(resume='ckpt/s')\nexport with the run's end: it exports once it has gone on\n" in told
 
 
 def test_a_run_made_in_python_has_no_config_to_export_from(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = Options(run_dir="runs/r", max_steps=1)
     checkpoint = Trainer(Toy(), batch=12, options=options, data=DataOptions(0)).fit()["checkpoint"]
-    told = "its run has no config.yaml, since a Trainer made in Python writes none; make a Trainer with Options(resume="
+    told = "its run has no config.yaml, which a Trainer made in Python does not write; make a Trainer with "
     with pytest.raises(ConfigError, match=re.escape(told)):
         make_export(checkpoint, Path("out"), [])
 

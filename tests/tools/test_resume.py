@@ -132,8 +132,8 @@ def test_a_run_made_in_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("runs/r").mkdir(parents=True)
     Path("runs/r/.lock").touch()  # as a run does
-    told = "RUN=runs/r: this run has no config.yaml, since a Trainer made in Python writes none; go on in Python, with "
-    with pytest.raises(ConfigError, match=re.escape(f"{told}Options(run_dir='runs/r', resume='auto')")):
+    told = "RUN=runs/r: this run has no config.yaml, which a Trainer made in Python does not write; go on in Python, "
+    with pytest.raises(ConfigError, match=re.escape(f"{told}with Options(run_dir='runs/r', resume='auto')")):
         composed(Path("runs/r"), [])
 
 
@@ -152,10 +152,11 @@ def test_a_stopped_run_names_the_command(here):
     done = resume(here, "callbacks.probe.step=6")
     assert done.code == 75, (done.out, done.err)
     (command,) = re.findall("^go on with  (.*)$", done.out, re.MULTILINE)
-    assert shlex.split(command)[1:] == [
-        "-m", "trainer.main", "resume", "runs/r", "callbacks.probe.step=6", "trainer.resume=ckpt/r"
-    ]  # fmt: skip
-    again = run([*shlex.split(command)[3:], "callbacks.probe.step=7"], here)
+    words = shlex.split(command)
+    words = words[words.index("resume") :]
+    assert words == ["resume", "runs/r", "callbacks.probe.step=6", "trainer.resume=ckpt/r"]
+    assert re.search("^or with     .* resume runs/r$", done.out, re.MULTILINE)
+    again = run([*words, "callbacks.probe.step=7"], here)
     assert again.code == 75 and "ckpt/r/step-00000006 at step 6" in again.out, again.err
 
 

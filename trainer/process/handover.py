@@ -16,6 +16,7 @@ from pathlib import Path
 from trainer.errors import STOPPED
 from trainer.files import write_json
 from trainer.log import log
+from trainer.process.calling import SAME
 
 REQUEST, TAKEN, REFUSED = "tuned.json", "tuned-taken.json", "tuned-refused.json"
 TRIED = "tuned-tried.json"  # in the folder of the run from the new command's start to its first checkpoint
@@ -23,7 +24,6 @@ TRYING = "ECHELON_TUNED_TRIED"  # path of that file, for the new command
 SEVERAL = "ECHELON_SEVERAL_RUNS"  # set if one command runs several jobs, and can't become another command
 ENDED = frozenset({0, STOPPED, 129, 130, 143})  # exit codes of a run that has done its work, or that a signal ended
 FAILED = "echelon: the result of echelon tune failed before a checkpoint; the run goes on as it was"
-PYTHON = (sys.executable, "-m", "trainer.main")
 command: list[str] = []  # that this process is about to become
 
 
@@ -89,7 +89,7 @@ def prepare(run_dir: Path, argv: Sequence[str]) -> None:
     words = without(argv, ("tuned", *wanted["keys"]))
     if not folder_of(words):
         words += ["--config-dir", wanted["folder"]]  # at the end: the first word may be `resume`
-    command[:] = [*PYTHON, *words, f"+tuned={wanted['name']}", *same]
+    command[:] = [*SAME, *words, f"+tuned={wanted['name']}", *same]
     os.environ[TRYING] = str((run_dir / TRIED).resolve())
 
 
@@ -120,7 +120,7 @@ def go_back(code: int) -> None:
     except (OSError, ValueError, KeyError):  # the file has gone: there was a checkpoint
         return
     print(FAILED, file=sys.stderr)
-    become([*PYTHON, *words])
+    become([*SAME, *words])
 
 
 def become(words: list[str]) -> None:

@@ -80,7 +80,7 @@ def open_run(path: Path, changes: list[str], key: str) -> tuple[dict[str, Any], 
     config = Path(manifest["run_dir"]) / "config.yaml"
     if not config.exists() and is_run(config.parent):
         raise ConfigError(
-            f"{key}: its run has no config.yaml, since a Trainer made in Python writes none; make a Trainer with "
+            f"{key}: its run has no config.yaml, which a Trainer made in Python does not write; make a Trainer with "
             f"Options(resume='{path}')"
         )
     if not config.exists():

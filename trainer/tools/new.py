@@ -4,12 +4,13 @@ import argparse
 import importlib.util
 import keyword
 import os
-import shutil
+import shlex
 import sys
 from pathlib import Path
 
 from trainer.config.compose import CONF, choices
 from trainer.errors import ConfigError, printable
+from trainer.process.calling import echelon, this_python
 from trainer.process.exit import run_guarded
 
 RECIPE = '''\
@@ -118,19 +119,9 @@ def new(name: str) -> int:
             print(file)
     except OSError as error:
         raise ConfigError(f"NAME={name}: {error.filename}: {error.strerror}; go to a folder of yours") from None
-    print(f"\n{command()} --config-dir conf recipe={name}    # trains\n{python()} -m pytest test_{name}.py")
+    print(f"\n{shlex.join(echelon())} --config-dir conf recipe={name}    # trains")
+    print(f"{this_python()} -m pytest test_{name}.py")
     return 0
-
-
-def command() -> str:
-    """Return how this environment's command is called here."""
-    found = shutil.which("echelon")
-    same = found and Path(found).parent == Path(sys.executable).parent
-    return "echelon" if same else f"{python()} -m trainer.main"
-
-
-def python() -> str:
-    return "python" if shutil.which("python") == sys.executable else sys.executable
 
 
 def refuse(name: str) -> None:

@@ -72,8 +72,8 @@ def read(folder: Path) -> Any:
         raise ConfigError(f"{key}: is no folder; give the folder of a run, as in runs/NAME")
     if not file.exists() and is_run(folder):
         raise ConfigError(
-            f"{key}: this run has no config.yaml, since a Trainer made in Python writes none; go on in Python, with "
-            f"Options(run_dir='{folder}', resume='auto')"
+            f"{key}: this run has no config.yaml, which a Trainer made in Python does not write; go on in Python, "
+            f"with Options(run_dir='{folder}', resume='auto')"
         )
     if not file.exists():
         raise ConfigError(f"{key}: has no config.yaml; give the folder of a run, as in runs/NAME")

@@ -1,0 +1,43 @@
+"""How this Echelon is called: by a command that is printed, and by one that replaces this process.
+
+`python -m trainer.main` imports a `trainer.py` of the user's, if the current folder has one.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]  # the folder that the package `trainer` is in
+START = "import sys; sys.path.insert(0, {!r}); import trainer; del sys.path[0]; from trainer.main import main; main()"
+SAME = (sys.executable, "-c", START.format(str(ROOT)))  # then the command's arguments
+
+
+def echelon() -> list[str]:
+    """Return the words that call the command here: the script beside this interpreter, or `python -m`.
+
+    In a checkout's own folder, `python -m` takes the checkout, and the script may be of another one.
+    """
+    script = Path(os.path.dirname(sys.executable), "echelon")
+    if Path.cwd() == ROOT or not os.access(script, os.X_OK):
+        return [this_python(), "-m", "trainer.main"]
+    return [shortest(script, "echelon")]
+
+
+def this_python() -> str:
+    """Return the shortest path of this interpreter that works here."""
+    return shortest(Path(sys.executable), "python")
+
+
+def shortest(path: Path, name: str) -> str:
+    """Return `name` if the shell finds this file by it, or else a path. Links out of the environment are not followed.
+
+    Args:
+        path: Absolute, in the folder of this interpreter.
+    """
+    own = Path(os.path.realpath(path.parent), path.name)
+    if own.is_relative_to(here := Path.cwd()):
+        return os.path.join(".", own.name) if own.parent == here else str(own.relative_to(here))
+    found = shutil.which(name) or ""
+    same = os.path.realpath(os.path.dirname(found)) == str(own.parent) and os.path.samefile(found, own)
+    return name if same else str(path)
