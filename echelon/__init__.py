@@ -1,7 +1,8 @@
 """Echelon from Python: `from echelon import Trainer`."""
 
+from echelon import found as _found  # noqa: F401
 from trainer import __version__
-from trainer.callback import Callback
+from trainer.callback import Callback, Role
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, LimitOptions, Options
 from trainer.errors import ConfigError, DataError, NumericsError, UnavailableError
 from trainer.launch.function import launch
@@ -17,6 +18,7 @@ __all__ = [
     "LimitOptions",
     "NumericsError",
     "Options",
+    "Role",
     "Trainer",
     "UnavailableError",
     "__version__",

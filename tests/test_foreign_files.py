@@ -42,6 +42,15 @@ def test_recipes_in_the_current_folder_are_named(tmp_path):
     assert f"{file} hides Echelon's package recipes; rename it, or start in another folder" in done.err
 
 
+@pytest.mark.parametrize("text", ["", "from echelon import Trainer"])
+def test_a_trainer_in_the_current_folder_is_named_in_python(text, tmp_path):
+    (tmp_path / "trainer.py").write_text(text)
+    done = run([], tmp_path, [sys.executable, "-c", "from echelon import Trainer"])
+    *_, last = done.err.splitlines()
+    why = "hides Echelon's package trainer; rename it, or start in another folder"
+    assert done.code == 1 and last == f"ImportError: {tmp_path / 'trainer.py'} {why}"
+
+
 @pytest.mark.slow
 @each_start
 def test_a_folder_of_recipes_that_is_no_package(code, tmp_path):
