@@ -1,7 +1,7 @@
 """A dry run: two steps and a short validation in a folder that is removed. Nothing of the run stays."""
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,18 +9,28 @@ from trainer.callback import Callback, Role
 from trainer.config.options import Options
 from trainer.errors import ConfigError
 from trainer.log import log
+from trainer.monitors.sender import SendingLogger
 
 STEPS = BATCHES = 2  # of training; of a validation
 FOLDER = "echelon-dry-run"  # the run's, in a temporary folder
 
 
 class DryRun(Callback):
-    """Ends the run after two steps."""
+    """Ends the run after two steps.
+
+    Args:
+        left_out: Names of the callbacks that would begin a run on a server.
+    """
 
     role = Role.OBSERVE
 
+    def __init__(self, left_out: Iterable[str]) -> None:
+        self.left_out = ", ".join(left_out)
+
     def on_fit_start(self, trainer) -> None:
         log.info("dry run: %d steps, validations of %d batches; all files are temporary", STEPS, BATCHES)
+        if self.left_out:
+            log.info("dry run: nothing is sent to a server, so %s is left out", self.left_out)
 
     def on_step_end(self, trainer) -> None:
         if trainer.step == STEPS:
@@ -47,6 +57,8 @@ def dried(options: Options, folder: Path) -> Options:
 class DryFolder:
     """The options and callbacks of a run. Those of a dry run get a temporary folder, which is removed with this object.
 
+    A dry run has no callback that sends to a server.
+
     A launcher that plans a dry run has given its ranks a folder already.
     """
 
@@ -54,7 +66,9 @@ class DryFolder:
         self.options, self.callbacks, self.folder = options, callbacks, None
         if not options.dry_run:
             return
-        self.callbacks = {**callbacks, "dry_run": DryRun()}
+        sending = [name for name, callback in callbacks.items() if isinstance(callback, SendingLogger)]
+        kept = {name: callback for name, callback in callbacks.items() if name not in sending}
+        self.callbacks = {**kept, "dry_run": DryRun(sending)}
         if Path(options.run_dir or "").name != FOLDER:
             self.folder = tempfile.TemporaryDirectory(prefix="echelon-", ignore_cleanup_errors=True)
             self.options = dried(options, Path(self.folder.name))
