@@ -16,6 +16,8 @@ COLOURS = {1: 0, 3: 2, 4: 6}  # channels -> PNG's colour type
 
 
 class Image(NamedTuple):
+    """A PNG, with its size in pixels."""
+
     png: bytes
     height: int
     width: int
