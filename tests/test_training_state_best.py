@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +76,19 @@ class Scored(Toy):
         return super().data(split) if split == "train" else [{"mask": torch.ones(1)}]
 
 
-def test_the_best_of_one_metric_is_not_compared_with_anothers():
+def test_the_best_of_one_metric_is_not_compared_with_anothers(capsys):
+    """One line tells of an accuracy whose smallest value is kept."""
     recipe = Scored()
-    expected = {"val/loss": 0.5, "max val/right": 0.25, "val/right": 0.75}
+    expected = {"val/loss": 0.5, "max val/accuracy": 0.25, "val/accuracy": 0.75}
     for n, (keep_best, value) in enumerate(expected.items(), start=1):
         recipe.scores = {keep_best.rpartition("/")[2]: value}
         trainer = make(recipe, resume="auto", max_steps=2 * n, checkpoint={"keep_best": keep_best})
         trainer.fit()
         assert trainer.best == {"metric": keep_best, "value": value, "step": 2 * n}
+    assert re.findall("keep_best=.*", capsys.readouterr().out) == [
+        "keep_best=val/accuracy: takes smaller as better, and larger is usual for val/accuracy; give "
+        "trainer.checkpoint.keep_best='max val/accuracy'"
+    ]
 
 
 def test_the_best_is_one_that_could_be_written(monkeypatch):

@@ -13,6 +13,7 @@ from trainer import timeouts
 from trainer.callback import Role, TrainerProtocol, overrides
 from trainer.checkpoint import fence, retention
 from trainer.checkpoint.compare import differences, plain
+from trainer.checkpoint.direction import warn_of_direction
 from trainer.checkpoint.interval import Interval
 from trainer.checkpoint.lock import Claim
 from trainer.checkpoint.manifest import Damaged
@@ -96,6 +97,10 @@ def make_saver(trainer: SavedTrainer, claim: Claim | None) -> Saver:
     shared &= not trainer.ended  # else nothing is written
     options = trainer.options.checkpoint
     saver = Saver(saved_in(trainer), options, trainer.ranks, trainer.heartbeat, claim, shared)
+    if options.keep_best and not (trainer.rank or trainer.ended):
+        name, sign = retention.parse_best(options.keep_best)
+        way_out = f"trainer.checkpoint.keep_best='{'max ' if sign > 0 else ''}{name}'"
+        warn_of_direction(f"trainer.checkpoint.keep_best={options.keep_best}", name, sign < 0, way_out)
     saver.on_settled = lambda facts: trainer.emit("on_event", "checkpoint", facts)
     return saver
 

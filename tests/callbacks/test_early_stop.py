@@ -13,6 +13,7 @@ from toy_recipe import Toy
 from trainer.callbacks.early_stop import EarlyStop
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
+from trainer.log import log
 from trainer.monitors.metrics_file import MetricsFile
 from trainer.optim.factories import sgd
 from trainer.process.environment import Place
@@ -70,6 +71,14 @@ def test_the_best_value_and_its_step_are_told(mode, values):
     for trainer.step, value in zip((10, 20, 30), values, strict=True):
         callback.on_validation_end(trainer, {"val/x": value})
     assert trainer.reasons == ["early_stop: val/x has not improved for 1 validations; its best was 1.25 at step 20"]
+
+
+def test_accuracy_and_the_default_mode(monkeypatch):
+    lines = []
+    monkeypatch.setattr(log, "warning", lambda text, *args: lines.append(text % args))
+    EarlyStop(metric="val/accuracy").on_fit_start(Stops())
+    line = "takes smaller as better, and larger is usual for val/accuracy; give"
+    assert lines == [f"callbacks.early_stop.mode=min: {line} callbacks.early_stop.mode=max"]
 
 
 def test_a_state_from_before_steps_were_kept():

@@ -4,6 +4,7 @@ import math
 from typing import Any, Literal
 
 from trainer.callback import Callback, TrainerProtocol
+from trainer.checkpoint.direction import warn_of_direction
 from trainer.errors import ConfigError, require
 
 
@@ -30,6 +31,9 @@ class EarlyStop(Callback):
                 f"callbacks.early_stop.metric={self.metric}: this run validates only at its end; give "
                 "trainer.validate_every, or leave early_stop out (~callbacks.early_stop)"
             )
+        other = "min" if self.mode == "max" else "max"
+        way_out = f"callbacks.early_stop.mode={other}"
+        warn_of_direction(f"callbacks.early_stop.mode={self.mode}", self.metric, self.mode == "max", way_out)
         self._stop_if_due(trainer)  # a resumed run may have been stopped already
 
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
