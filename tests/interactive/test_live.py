@@ -131,6 +131,13 @@ def test_a_model_in_parts_is_evaluated_before_its_run_alone():
         assert errors == [f"predict: {part}", f"evaluate: {resumed}", f"predict: {resumed}"]
 
 
+def test_a_run_that_goes_on_is_not_read():
+    trainer = make(Place())
+    trainer.world, trainer.fitted = 2, True  # as a callback on one of two ranks
+    why = "evaluate: the run goes on, or has failed; call it after fit, or make another Trainer"
+    assert refused(trainer.evaluate) == why
+
+
 def test_the_command_is_named_for_a_run_that_has_a_config():
     trainer = make(Place())
     trainer.fit()
