@@ -13,6 +13,8 @@ from trainer.log import log
         ("val/BinaryAUROC", False, ["key: takes smaller as better, and larger is usual for val/BinaryAUROC; give way"]),
         ("val/loss", True, ["key: takes larger as better, and smaller is usual for val/loss; give way"]),
         ("val/dice_loss", False, []),
+        ("val/lossless_ratio", True, []),
+        ("train/loss_scale", True, []),
         ("val/accuracy", True, []),
         ("val/x", True, []),
     ],

@@ -1,9 +1,22 @@
-"""Warns if a run looks for the smallest accuracy or the largest loss: the names of metrics tell which is better."""
+"""Tells by a metric's name whether larger or smaller values are better."""
+
+import re
 
 from trainer.log import log
 
-LARGER = ("accuracy", "auc", "auroc", "f1", "dice", "bleu", "rouge")
-SMALLER = ("loss", "error", "perplexity")  # also with a word of the others: dice_loss
+LARGER = {"accuracy", "auc", "auroc", "f1", "dice", "bleu", "rouge", "rouge1", "rouge2", "rougel", "precision"}
+LARGER |= {"recall", "mfu", "psnr"}
+SMALLER = {"loss", "error", "perplexity", "ppl", "wer", "mae", "mse", "rmse", "nats", "bits"}
+NEITHER = {"scale", "weight"}  # of a loss
+WORD = re.compile("[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+|[0-9]+")  # BinaryAUROC has two
+
+
+def usual(metric: str) -> int:
+    """Return 1 if larger values of the metric are better, -1 if smaller ones are, and 0 if its name does not tell."""
+    words = {word.lower() for word in WORD.findall(metric.rpartition("/")[2])}
+    if words & NEITHER:
+        return 0
+    return -1 if words & SMALLER else 1 if words & LARGER else 0  # dice_loss is a loss
 
 
 def warn_of_direction(key: str, metric: str, larger: bool, way_out: str) -> None:
@@ -14,9 +27,6 @@ def warn_of_direction(key: str, metric: str, larger: bool, way_out: str) -> None
         larger: Whether the run takes larger values as better.
         way_out: The setting that turns it round.
     """
-    small = any(word in metric.lower() for word in SMALLER)
-    large = not small and any(word in metric.lower() for word in LARGER)
-    if small and larger:
-        log.warning("%s: takes larger as better, and smaller is usual for %s; give %s", key, metric, way_out)
-    if large and not larger:
-        log.warning("%s: takes smaller as better, and larger is usual for %s; give %s", key, metric, way_out)
+    if usual(metric) == (-1 if larger else 1):
+        one, other = ("larger", "smaller") if larger else ("smaller", "larger")
+        log.warning("%s: takes %s as better, and %s is usual for %s; give %s", key, one, other, metric, way_out)

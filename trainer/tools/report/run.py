@@ -1,6 +1,5 @@
 """Reads all that the folder of a run has. A missing file becomes a line of `notes`, never an error."""
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from trainer.checkpoint.direction import usual
 from trainer.config.redact import redact
 from trainer.errors import ConfigError, printable
 from trainer.tools.report.comm import Exchange, read_comm
@@ -23,10 +23,6 @@ MOST_EVENTS = 1000  # of a kind, the newest
 MOST_ADVICE = 100
 ENDS = ("stop", "crash")
 STARTS = ("start", "resume", "restart")
-LARGER = {"accuracy", "auc", "f1", "dice", "bleu", "rouge", "rouge1", "rouge2", "rougel"}  # words of a metric's name
-LARGER |= {"precision", "recall", "mfu", "psnr"}
-SMALLER = {"loss", "error", "perplexity", "ppl", "wer", "mae", "mse", "rmse", "nats", "bits"}
-NEITHER = {"scale", "weight"}  # of a loss
 STATES = {"max_steps": "finished", "signal": "stopped by a signal"}
 
 
@@ -208,9 +204,7 @@ def best_of(run: Run, name: str) -> tuple[float, int] | None:
     """
     metric, watched = run.metrics[name], run.summary.get("best")
     stated = str(watched.get("metric", "")) if isinstance(watched, Mapping) else ""
-    words = set(re.findall("[a-z0-9]+", name.rpartition("/")[2].lower()))
-    words = words if not words & NEITHER else set()
-    larger = stated == f"max {name}" or name.endswith("_per_s") or words & LARGER
-    smaller = stated == name or words & SMALLER
+    larger = stated == f"max {name}" or name.endswith("_per_s") or (stated != name and usual(name) > 0)
+    smaller = stated == name or usual(name) < 0
     at = metric.high if larger else metric.low if smaller else None
     return (at.value, at.step) if at and number(at.value) == at.value else None
