@@ -201,7 +201,7 @@ def test_a_stop_whose_checkpoint_fails_relies_on_the_one_before(monkeypatch, cap
     trainer.fit()
     assert trainer.stop_reason == "signal" and steps() == [2] and trainer.checkpoint == Path("ckpt/r/step-00000002")
     told = f"the last step, {trainer.step}, is in no checkpoint; ckpt/r/step-00000002 is the newest"
-    assert told in (out := capsys.readouterr().out) and "trainer.resume=ckpt/r" in out
+    assert told in (out := capsys.readouterr().out) and "Options(resume='ckpt/r')" in out
     assert "runs/r/summary.json: can't be written: No space left on device" in out
 
 

@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 from support.cli import MAIN, MARK, ROOT, Result, environment, lines, popen, run
 from support.network import Cluster, needs_cluster
 
+from trainer.config.compose import CONF, compose
 from trainer.errors import STOPPED
 from trainer.process.environment import Place
 from trainer.tools.cost_model.workload import Choice
@@ -284,6 +286,68 @@ def test_a_budget_that_is_over_names_one_that_is_enough_and_keeps_the_journal(
     assert said in capsys.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "tuned" / "mine.jsonl").read_text().splitlines()]
     assert [line["event"] for line in lines] == ["begin"]  # no verdict, which would end the journal
+
+
+@pytest.fixture
+def toy_config(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr("sys.argv", ["tune"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    folder = ROOT / "tests" / "toy" / "conf"
+    return compose(["--config-dir", str(folder), "recipe=toy"], [CONF, folder])[0].config
+
+
+class Answers:
+    """A team whose ranks answer at once: a step takes 1 s, and half of that without micro-batches."""
+
+    def __init__(self, folder: Path, kills_at: int = 99) -> None:
+        self.place, self.folder, self.kills_at = Place(0, 2, 0, 1), folder, kills_at
+        self.kinds: list[str] = []
+
+    def run(self, order: dict[str, Any], limit_s: float) -> list[dict[str, Any]]:
+        self.kinds.append(order["kind"])
+        if len(self.kinds) > self.kills_at:
+            raise KeyboardInterrupt
+        return [getattr(self, order["kind"])(order["config"])] * 2
+
+    def links(self, config: dict[str, Any]) -> dict[str, Any]:
+        levels = {"across": [1e-4, 1e8, 0.0, 1.0, 1.0]}
+        return {"levels": levels, "codecs": {}, "cores": 1.0, "memory_bytes": None, "gpu": None, "backend": "gloo"}
+
+    def profile(self, config: dict[str, Any]) -> dict[str, Any]:
+        work = {"parameters": [256], "shapes": [[16, 16]], "compute": [1.0], "forward_s": 0.01, "backward_s": 0.02}
+        work |= {"pass_s": 0.4, "optimizer_s": 0.01, "other_s": 0.0, "data_s": 0.0, "data_cpu": 1.0}
+        work |= {"activation_bytes": 8.0, "state_bytes": 4096.0, "boundary_bytes": 0.0, "step_s": 1.0}
+        return work | {"random": False, "blocks": 0}
+
+    def trial(self, config: dict[str, Any]) -> dict[str, Any]:
+        step_s = 0.5 if config["micro_batch"] == 6 else 1.0
+        shown = {"losses": [2.0, 1.0], "precision": "fp32", "memory_bytes": 1.0, "advice": [], "phases": {}}
+        return {"times": [step_s] * 2, **shown}
+
+
+def test_a_search_on_ranks_that_answer_at_once_and_one_that_is_killed(
+    toy_config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {**toy_config, "batch": 12, "micro_batch": 3}
+    options = TuneOptions(steps=2, without=["compile", "overlap", "shard", "activation_checkpoint"])
+    with pytest.raises(KeyboardInterrupt):
+        lead(Answers(tmp_path, kills_at=6), config, options, tmp_path, "mine", [])
+    lines = (tmp_path / "tuned" / "mine.jsonl").read_text()
+    assert [json.loads(line)["event"] for line in lines.splitlines()] == [
+        "begin",
+        "today",
+        "links",
+        "profile",
+        "trial",
+        "pair",
+    ]
+    team = Answers(tmp_path)
+    assert lead(team, config, options, tmp_path, "mine", []) == 0
+    assert (tmp_path / "tuned" / "mine.jsonl").read_text().startswith(lines) and set(team.kinds) == {"trial"}
+    found = OmegaConf.load(tmp_path / "tuned" / "mine.yaml")
+    assert found.micro_batch == 6 and found.tuned.ranks == 2
+    said = capsys.readouterr().out
+    assert "goes on after 1 trials" in said and "in 5 of 5 pairs" in said and "use it by +tuned=mine" in said
 
 
 def test_a_trial_whose_loss_is_too_large_counts_for_nothing() -> None:
