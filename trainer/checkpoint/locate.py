@@ -18,27 +18,35 @@ def folder(run_dir: Path, step: int) -> Path:
     return run_dir / f"step-{step:08d}"
 
 
-def checkpoints(run_dir: Path) -> list[Path]:
-    """Return all checkpoints of a run, oldest first, valid or not."""
-    put_back(run_dir)
+def checkpoints(run_dir: Path, reads: bool = False) -> list[Path]:
+    """Return all checkpoints of a run, oldest first, valid or not.
+
+    Args:
+        reads: Change nothing: a running job may be replacing one.
+    """
+    if not reads:
+        put_back(run_dir)
     entries = run_dir.iterdir() if run_dir.is_dir() else []
     return sorted((path for path in entries if STEP.fullmatch(path.name) and path.is_dir()), key=step_of)
 
 
-def newest(run_dir: Path) -> Path | None:
+def newest(run_dir: Path, reads: bool = False) -> Path | None:
     """Find the newest valid checkpoint, or None. Damaged ones above it are set aside, with a warning.
+
+    Args:
+        reads: Leave the damaged ones where they are.
 
     Raises:
         Damaged: There are checkpoints, and none is valid. They stay where they are.
     """
     damaged: dict[Path, Damaged] = {}
-    for checkpoint in reversed(checkpoints(run_dir)):
+    for checkpoint in reversed(checkpoints(run_dir, reads)):
         try:
             verify(checkpoint)
         except Damaged as error:
             damaged[checkpoint] = error
             continue
-        for bad, error in damaged.items():
+        for bad, error in damaged.items() if not reads else ():
             log.warning("damaged checkpoint, going back to %s: %s", checkpoint.name, error)
             with suppress(OSError):  # a checkpoint that can't be renamed is skipped all the same
                 hide(bad, "bad")
@@ -48,10 +56,13 @@ def newest(run_dir: Path) -> Path | None:
     return None
 
 
-def resolve(resume: str, root: Path, run_dir: Path | None) -> Path | None:
+def resolve(resume: str, root: Path, run_dir: Path | None, reads: bool = False) -> Path | None:
     """Find the checkpoint that `trainer.resume` means; None for `auto` if there is nothing to resume.
 
     `auto` is the newest valid one of `run_dir` or, without that, of the run under `root` that was written last.
+
+    Args:
+        reads: Change nothing in these folders.
 
     Raises:
         ConfigError: The path is no checkpoint.
@@ -64,15 +75,15 @@ def resolve(resume: str, root: Path, run_dir: Path | None) -> Path | None:
     key, target = f"trainer.resume={resume}", Path(os.path.realpath(resume))
     try:
         if resume == "auto":
-            run_dir = run_dir or _last_run(root)
-            return newest(run_dir) if run_dir else None
-        if target in checkpoints(target.parent) or os.path.lexists(target / MANIFEST):
+            run_dir = run_dir or _last_run(root, reads)
+            return newest(run_dir, reads) if run_dir else None
+        if target in checkpoints(target.parent, reads) or os.path.lexists(target / MANIFEST):
             verify(target)
             return target
-        if checkpoints(target):
-            return newest(target)
+        if checkpoints(target, reads):
+            return newest(target, reads)
     except Damaged as error:
-        raise Damaged(f"{key}: {error}; {_way_out(target)}") from error
+        raise Damaged(f"{key}: {error}; {_way_out(target, reads)}") from error
     except PermissionError as error:  # any other error of the system may pass: the caller may try again
         raise ConfigError(f"{key}: {error}; make it readable, or trainer.resume=null starts anew") from error
     why = "is not a checkpoint" if target.exists() else "does not exist"
@@ -93,18 +104,18 @@ def _can_be(text: str) -> bool:
     return True
 
 
-def _last_run(root: Path) -> Path | None:
+def _last_run(root: Path, reads: bool) -> Path | None:
     linked = Path(os.path.realpath(root / LAST)).parent
-    if checkpoints(linked):
+    if checkpoints(linked, reads):
         return linked
-    runs = {run: checkpoints(run) for run in root.iterdir()} if root.is_dir() else {}
+    runs = {run: checkpoints(run, reads) for run in root.iterdir()} if root.is_dir() else {}
     written = {run: max(path.stat().st_mtime for path in found) for run, found in runs.items() if found}
     return max(written, key=lambda run: written[run], default=None)
 
 
-def _way_out(target: Path) -> str:
+def _way_out(target: Path, reads: bool) -> str:
     """Return the way out of a damaged checkpoint: the newest valid one before it."""
-    siblings = checkpoints(target.parent)
+    siblings = checkpoints(target.parent, reads)
     for older in reversed(siblings[: siblings.index(target)] if target in siblings else []):
         with suppress(Damaged):
             verify(older)

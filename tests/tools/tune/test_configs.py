@@ -57,7 +57,10 @@ def test_a_trial_begins_at_the_checkpoint_that_the_run_would_take(config: dict, 
     trainer = make(max_steps=4)
     trainer.fit()
     config["trainer"] |= {"resume": "auto", "run_dir": "runs/r"}
+    damaged = tmp_path / "ckpt" / "r" / "step-00000005"  # a running job may be at work on it
+    damaged.mkdir()
     pinned = begun(config)
+    assert damaged.exists()
     (tmp_path / "ckpt" / "r" / "step-00000004").rename(tmp_path / "ckpt" / "r" / "step-00000008")  # the job goes on
     made = of_trial(pinned, tmp_path / "own", 1, 30, 23)
     assert made["trainer"]["resume"] == str((tmp_path / "ckpt" / "r" / "step-00000004").resolve())

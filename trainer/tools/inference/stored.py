@@ -141,7 +141,7 @@ def find(given: str, key: str) -> Path:
     path = Path(given)
     try:
         saved = Path((path / CHECKPOINTED).read_text()) if (path / CHECKPOINTED).is_file() else path
-        newest = locate.newest(saved) if locate.checkpoints(saved) else None
+        newest = locate.newest(saved, reads=True) if locate.checkpoints(saved, reads=True) else None
     except Damaged as error:
         raise ConfigError(f"{key}: {error}; give another checkpoint") from None
     if newest is None and saved is not path:

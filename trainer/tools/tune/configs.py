@@ -108,7 +108,7 @@ def begun(config: Mapping[str, Any]) -> dict[str, Any]:
     if options["resume"] is not None:
         root = Path(options["checkpoint"]["dir"])
         run_dir = root / Path(options["run_dir"]).name if options["run_dir"] else None
-        found = locate.resolve(options["resume"], root, run_dir)
+        found = locate.resolve(options["resume"], root, run_dir, reads=True)
         options["resume"] = found and str(found.resolve())
     return own
 
