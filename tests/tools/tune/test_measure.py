@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from support.cli import ROOT
-from support.costs import choose, machine, setup
 from support.ranks import run_ranks
 from torch import nn
 
@@ -15,7 +14,7 @@ from trainer.config.compose import CONF, compose
 from trainer.process.environment import Place
 from trainer.tools.tune.configs import alone, of_trial
 from trainer.tools.tune.measure import ROUNDS, in_turns, line, profile, saved_bytes, shares
-from trainer.tools.tune.tuning import make_workload, without_recomputation
+from trainer.tools.tune.workload import make_workload
 
 TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy", "trainer.allow_targets=[toy_recipe]"]
 
@@ -56,12 +55,6 @@ def test_each_rank_measures_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(Made) as made:
         profile({"trainer": {"run_dir": "r"}}, Place(3, 4, 1, 2, "store", "tune"), 1, 4)
     assert made.value.args == (Place(0, 1, 1, 1, "", "tune"),)
-
-
-def test_what_recomputation_costs_is_measured_once() -> None:
-    full = choose({"activation_checkpoint": {}})
-    found = without_recomputation(setup(machine(1), full, activation_bytes=1.0))
-    assert found.backward_s == pytest.approx(0.2 - 0.1) and found.activation_bytes == pytest.approx(10.0)
 
 
 def test_calls_take_turns_and_a_slow_round_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

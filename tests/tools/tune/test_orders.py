@@ -21,7 +21,12 @@ def obey(place: Place, order: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("kind", "key"),
-    [("trial", "losses"), ("profile", "forward_s"), pytest.param("links", "levels", marks=pytest.mark.slow)],
+    [
+        ("trial", "losses"),
+        ("profile", "forward_s"),
+        ("outline", "shapes"),
+        pytest.param("links", "levels", marks=pytest.mark.slow),
+    ],
 )
 def test_orders(kind: str, key: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)

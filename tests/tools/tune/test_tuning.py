@@ -27,7 +27,10 @@ from trainer.tools.tune.__main__ import UNCHANGED, USAGE, lead
 from trainer.tools.tune.candidates import NOTHING
 from trainer.tools.tune.options import TuneOptions
 from trainer.tools.tune.search import OVER, Tried
-from trainer.tools.tune.tuning import Tuning, make_workload, outcome
+from trainer.tools.tune.team import TrialFailed
+from trainer.tools.tune.trial import PHASES
+from trainer.tools.tune.tuning import Tuning, outcome
+from trainer.tools.tune.workload import outline
 
 pytestmark = pytest.mark.timeout(900)
 COMMAND = [sys.executable, "-m", "trainer.tools.tune"]
@@ -299,9 +302,12 @@ def toy_config(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 class Answers:
     """A team whose ranks answer at once: a step takes 1 s, and half of that without micro-batches."""
 
-    def __init__(self, folder: Path, kills_at: int = 99) -> None:
-        self.place, self.folder, self.kills_at = Place(0, 2, 0, 1), folder, kills_at
+    def __init__(self, folder: Path, kills_at: int = 99, short: bool = False) -> None:
+        self.place, self.folder, self.kills_at, self.short = Place(0, 2, 0, 1), folder, kills_at, short
         self.kinds: list[str] = []
+
+    def outline(self, config: dict[str, Any]) -> dict[str, Any]:
+        return outline(config)
 
     def run(self, order: dict[str, Any], limit_s: float) -> list[dict[str, Any]]:
         self.kinds.append(order["kind"])
@@ -314,6 +320,8 @@ class Answers:
         return {"levels": levels, "codecs": {}, "cores": 1.0, "memory_bytes": None, "gpu": None, "backend": "gloo"}
 
     def profile(self, config: dict[str, Any]) -> dict[str, Any]:
+        if self.short:
+            raise TrialFailed("rank 0: out of memory")
         work = {"parameters": [256], "shapes": [[16, 16]], "compute": [1.0], "forward_s": 0.01, "backward_s": 0.02}
         work |= {"pass_s": 0.4, "optimizer_s": 0.01, "other_s": 0.0, "data_s": 0.0, "data_cpu": 1.0}
         work |= {"activation_bytes": 8.0, "state_bytes": 4096.0, "boundary_bytes": 0.0, "step_s": 1.0}
@@ -321,7 +329,8 @@ class Answers:
 
     def trial(self, config: dict[str, Any]) -> dict[str, Any]:
         step_s = 0.5 if config["micro_batch"] == 6 else 1.0
-        shown = {"losses": [2.0, 1.0], "precision": "fp32", "memory_bytes": 1.0, "advice": [], "phases": {}}
+        phases = {**dict.fromkeys(PHASES, 0.0), "step": step_s, "forward": 0.3 * step_s, "backward": 0.7 * step_s}
+        shown = {"losses": [2.0, 1.0], "precision": "fp32", "memory_bytes": 1.0, "advice": [], "phases": phases}
         return {"times": [step_s] * 2, **shown}
 
 
@@ -363,15 +372,12 @@ def test_a_trial_whose_loss_is_too_large_counts_for_nothing() -> None:
     assert outcome(tried).endswith("measured (+0.0%), and its loss is too large: tune.bound")
 
 
-def test_the_slowest_rank_is_the_workload() -> None:
-    one = {"parameters": [3], "shapes": [[3]], "forward_s": 1.0, "backward_s": 2.0, "pass_s": 0.1, "optimizer_s": 0.2}
-    one |= {
-        "other_s": 0.0,
-        "data_s": 0.3,
-        "activation_bytes": 5.0,
-        "state_bytes": 6.0,
-        "random": False,
-        "compute": [1.0],
-    }
-    work = make_workload([one, {**one, "forward_s": 4.0}])
-    assert (work.forward_s, work.backward_s, work.parameters, work.shapes) == (4.0, 2.0, (3,), ((3,),))
+def test_a_model_that_a_rank_alone_can_not_run_has_the_passes_of_todays_run(
+    toy_config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {**toy_config, "batch": 12, "micro_batch": 3}
+    options = TuneOptions(steps=2, without=["compile", "activation_checkpoint"])
+    assert lead(Answers(tmp_path, short=True), config, options, tmp_path, "mine", []) in (0, UNCHANGED)
+    said = capsys.readouterr().out
+    assert "since a rank alone can't run the whole model: rank 0: out of memory" in said
+    assert "measured   50 + 117 ms a sample, 8 parameters" in said and "search     " in said

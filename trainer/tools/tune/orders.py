@@ -1,4 +1,4 @@
-"""Runs one order on one rank: a trial, the profile of a rank alone, or the links."""
+"""Runs one order on one rank: a trial, the profile of a rank alone, the outline of the model, or the links."""
 
 import os
 from pathlib import Path
@@ -12,6 +12,7 @@ from trainer.process.temporary import sockets_in
 from trainer.tools.tune.links import measure_links
 from trainer.tools.tune.measure import profile
 from trainer.tools.tune.trial import run_trial
+from trainer.tools.tune.workload import outline
 
 
 def run_order(order: dict[str, Any], place: Place) -> dict[str, Any]:
@@ -30,5 +31,7 @@ def run_order(order: dict[str, Any], place: Place) -> dict[str, Any]:
         if kind == "links":
             limit_s = options["timeout_s"]
             return measure_links(place, options["accelerator"], options["backend"], limit_s, order["codecs"])
+        if kind == "outline":
+            return outline(config)
         run = {"trial": run_trial, "profile": profile}[kind]
         return run(config, place, order["warm"], order["steps"])

@@ -11,10 +11,9 @@ from typing import Any
 from trainer.config.tuned import Tuned, cpu_name
 from trainer.errors import ConfigError, printable
 from trainer.timeouts import TRIAL_LEAST_S
-from trainer.tools.cost_model.memory import kept
-from trainer.tools.cost_model.passes import recomputed
-from trainer.tools.cost_model.setup import Setup, read
-from trainer.tools.cost_model.workload import Choice, Workload
+from trainer.tools.cost_model.machine import Machine
+from trainer.tools.cost_model.setup import read
+from trainer.tools.cost_model.workload import Choice
 from trainer.tools.tune.canary import Judge, Verdict
 from trainer.tools.tune.candidates import NOTHING, candidates, describe, family
 from trainer.tools.tune.configs import alone, is_exact, merge, of_trial, whole
@@ -27,6 +26,7 @@ from trainer.tools.tune.search import Search, Tried
 from trainer.tools.tune.team import Team, TrialFailed
 from trainer.tools.tune.time_to_loss import drift, slowdown
 from trainer.tools.tune.trial import step_seconds
+from trainer.tools.tune.workload import make_workload, with_phases, without_recomputation
 
 SLOWEST = 10  # times as long as today's trial, from which on a trial counts as hung
 
@@ -137,11 +137,20 @@ class Tuning:
         def links() -> list[dict[str, Any]]:
             return self._order("links", self.config, limit_s, codecs=self.options.lossy)
 
-        def work() -> list[dict[str, Any]]:
-            return self._order("profile", alone(self.config, self.place.world), limit_s, warm=warm, steps=steps)
-
         seen = self._once("links", "the links between ranks can't be measured", links)
         self.cuda, machine = seen[0]["gpu"] is not None, make_machine(seen, self.place)
+
+        def work() -> list[dict[str, Any]]:
+            try:
+                return self._order("profile", alone(self.config, self.place.world), limit_s, warm=warm, steps=steps)
+            except TrialFailed as error:
+                if not self.today["phases"]:
+                    raise
+                self.say(
+                    f"passes     those of today's short run, since a rank alone can't run the whole model: {error}"
+                )
+                return [self._outlined(each, machine) for each in self._order("outline", self.config, limit_s)]
+
         answers = self._once("profile", "the passes of a rank alone, with the whole model, can't be measured", work)
         workload = make_workload(answers)
         workload = without_recomputation(read(machine, workload, self._whole(NOTHING), self.config["batch"]))
@@ -157,6 +166,11 @@ class Tuning:
         blocks, backend = min(answer["blocks"] for answer in answers), seen[0]["backend"]
         listed = candidates(self.config, self.place, self.options.lossy, self.options.without, blocks, backend)
         return model, any(answer["random"] for answer in answers), tuned, listed
+
+    def _outlined(self, found: dict[str, Any], machine: Machine) -> dict[str, Any]:
+        """Return the workload of a rank as far as today's short run tells it."""
+        setup = read(machine, make_workload([found]), self._whole(NOTHING), self.config["batch"])
+        return with_phases(found, self.today["phases"], setup)
 
     def _whole(self, choice: Choice) -> Choice:
         """Return all that the cost model reads of today's config with a choice."""
@@ -253,22 +267,6 @@ class Tuning:
             *verdict.findings,
             f"{len(tried) - 1} trials, {self._misses(tried)}",
         ]
-
-
-def make_workload(answers: list[dict[str, Any]]) -> Workload:
-    """Return the workload of the slowest rank, since the others wait for it."""
-    names = [field.name for field in dataclasses.fields(Workload) if field.name in answers[0]]
-    values: dict[str, Any] = {name: max(answer[name] for answer in answers) for name in names}
-    values |= {"parameters": tuple(values["parameters"]), "shapes": tuple(map(tuple, values["shapes"]))}
-    values["compute"] = tuple(answers[0]["compute"])
-    return Workload(**values)
-
-
-def without_recomputation(setup: Setup) -> Workload:
-    """Return the workload that was measured with the setup's recomputation, less its cost: predictions add it."""
-    work, share = setup.workload, recomputed(setup)
-    backward_s = max(0.0, work.backward_s - share * work.forward_s)
-    return replace(work, backward_s=backward_s, activation_bytes=work.activation_bytes / kept(setup))
 
 
 def draws_anew(choice: Choice) -> bool:
