@@ -46,10 +46,10 @@ def newest(run_dir: Path, reads: bool = False) -> Path | None:
         except Damaged as error:
             damaged[checkpoint] = error
             continue
-        for bad, error in damaged.items() if not reads else ():
+        for bad, error in damaged.items():
             log.warning("damaged checkpoint, going back to %s: %s", checkpoint.name, error)
             with suppress(OSError):  # a checkpoint that can't be renamed is skipped all the same
-                hide(bad, "bad")
+                None if reads else hide(bad, "bad")
         return checkpoint
     for error in damaged.values():
         raise Damaged(f"none of the {len(damaged)} checkpoints in {run_dir} is valid: {error}")
@@ -77,7 +77,7 @@ def resolve(resume: str, root: Path, run_dir: Path | None, reads: bool = False) 
         if resume == "auto":
             run_dir = run_dir or _last_run(root, reads)
             return newest(run_dir, reads) if run_dir else None
-        if target in checkpoints(target.parent, reads) or os.path.lexists(target / MANIFEST):
+        if os.path.lexists(target / MANIFEST) or target in checkpoints(target.parent, reads):
             verify(target)
             return target
         if checkpoints(target, reads):

@@ -83,6 +83,18 @@ def lock(run_dir: Path, key: str = "trainer.checkpoint.dir") -> None:
         log.warning("%s: can't be locked (%s); make sure that no other process writes this run", path, error.strerror)
 
 
+def is_running(run_dir: Path) -> bool:
+    """Return whether another process writes the run; also if the file system has no locks, since none can tell."""
+    try:
+        with (run_dir.resolve() / ".lock").open("rb") as file:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
 def _remove_empty(folder: Path) -> None:
     files = [path for path in folder.rglob("*") if not path.is_dir()]
     with suppress(OSError):

@@ -49,7 +49,7 @@ def bench(place: Place, options: argparse.Namespace) -> dict[str, Any]:
                 measure(ranks, options, report)
         cores, memory = share(ranks)
         whole = {*options.only} >= NEEDED and FITTED in options.collectives
-        machine = report.machine(ranks.world, cores, memory) if whole else None
+        machine = report.machine(ranks.world, cores, memory, ranks.backend) if whole else None
         if not whole:
             report.miss(f"machine: not made: the cost model needs {' '.join(sorted(NEEDED))}, and {FITTED}")
         return report.as_json({"about": about}, machine)

@@ -57,14 +57,14 @@ def test_another_rank_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None
     ],
 )
 def test_the_machine_has_the_links_that_there_are(levels, inside, across) -> None:
-    machine = filled(*levels).machine(4, 1.0, None)
+    machine = filled(*levels).machine(4, 1.0, None, "gloo")
     assert (machine.inside, machine.across) == (inside, across)
     assert (machine.ranks, machine.disk_bytes_per_s) == (4, 2e8)
 
 
 def test_json_has_everything_and_no_infinity() -> None:
     report = filled(("across", NO_LINK))
-    text = json.dumps(report.as_json({"about": "x"}, report.machine(4, 1.0, 8e9)), allow_nan=False)
+    text = json.dumps(report.as_json({"about": "x"}, report.machine(4, 1.0, 8e9, "nccl")), allow_nan=False)
     found = json.loads(text)
     assert found["collectives"][0] == {
         "level": "all", "collective": "all_reduce", "bytes": 1024, "seconds": 1e-3, "algbw": 1.024e6, "busbw": 1.536e6,

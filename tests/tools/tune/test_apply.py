@@ -1,8 +1,11 @@
 """Rolling out: which results a running job is asked to take over, and which ones only a user may choose."""
 
 import json
-import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 
 import pytest
@@ -13,7 +16,9 @@ from trainer.config.compose import CONF, compose
 from trainer.errors import ConfigError
 from trainer.process import handover
 from trainer.tools.cost_model.workload import Choice
+from trainer.tools.tune import apply
 from trainer.tools.tune.apply import find_run, hand_over
+from trainer.tools.tune.configs import node
 
 TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy"]
 
@@ -27,7 +32,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_settings_and_layouts_are_handed_over(run: Path) -> None:
+def test_settings_and_layouts_are_handed_over(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apply, "is_running", lambda run_dir: True)
     choice = Choice({"shard": {"stage": 1}}, {"micro_batch": 2, "accumulate": None})
     assert hand_over(run, choice, 2, "mine", run) == f"{run} takes it over at its next checkpoint"
     asked = json.loads((run / handover.REQUEST).read_text())
@@ -41,7 +47,10 @@ def test_settings_and_layouts_are_handed_over(run: Path) -> None:
         (Choice({}, {"micro_batch": 5, "accumulate": None}), "it would refuse the result (batch=12: does not divide"),
     ],
 )
-def test_what_a_resume_refuses_is_left_to_the_user(choice: Choice, reason: str, run: Path) -> None:
+def test_what_a_resume_refuses_is_left_to_the_user(
+    choice: Choice, reason: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(apply, "is_running", lambda run_dir: True)
     assert f"{run} goes on as it is: {reason}" in hand_over(run, choice, 2, "mine", run)
     assert not (run / handover.REQUEST).exists()
 
@@ -53,16 +62,29 @@ def test_a_run_has_to_be_named_and_to_be_there(run: Path) -> None:
         find_run({"trainer": {"run_dir": str(run / "odd")}})
 
 
+@contextmanager
+def running(run: Path) -> Iterator[None]:
+    """Hold the run's lock in another process, as its job does."""
+    code = "import sys; from pathlib import Path; from trainer.checkpoint.lock import lock; lock(Path(sys.argv[1]));"
+    code += "print(flush=True); sys.stdin.read()"
+    with Popen([sys.executable, "-c", code, str(run)], stdin=PIPE, stdout=PIPE, cwd=ROOT) as job:
+        assert job.stdout is not None and job.stdout.readline()
+        yield
+        job.communicate(timeout=20)
+
+
 def test_a_run_has_to_train_what_was_tuned_and_to_be_running(run: Path) -> None:
     config: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
     config["trainer"] |= {"run_dir": str(run), "max_steps": 7}
     del config["callbacks"]["progress"]
-    assert find_run(config) == run  # such settings change nothing that was proven
-    with pytest.raises(ConfigError, match=r"recipe\.samples=5: .* has \d+, and a result is proven for one config"):
-        find_run({**config, "recipe": config["recipe"] | {"samples": 5}})
-    (run / "metrics.jsonl").touch()
-    (run / "summary.json").touch()
-    with pytest.raises(ConfigError, match=r"trainer\.run_dir=.*: has ended, and tune\.apply=true needs a running job"):
+    choice = Choice({}, {"micro_batch": 2, "accumulate": None})
+    with pytest.raises(ConfigError, match=r"trainer\.run_dir=.*: no process writes this run"):
         find_run(config)
-    os.utime(run / "summary.json", (1, 1))  # of the attempt before
-    assert find_run(config) == run
+    assert hand_over(run, choice, 2, "mine", run) == f"{run} has ended; go on with +tuned=mine"
+    with running(run):
+        assert find_run(config) == run  # such settings change nothing that was proven
+        with pytest.raises(ConfigError, match=r"recipe\.samples=5: .* has \d+, and a result is proven for one config"):
+            find_run({**config, "recipe": config["recipe"] | {"samples": 5}})
+        with pytest.raises(ConfigError, match=r"\+callbacks=\['ema'\]: .* has \[\], and a result"):
+            find_run({**config, "callbacks": config["callbacks"] | {"ema": node("ema")}})
+        assert hand_over(run, choice, 2, "mine", run) == f"{run} takes it over at its next checkpoint"

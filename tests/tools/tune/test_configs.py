@@ -9,7 +9,7 @@ from support.runs import make
 from trainer.config.check import check
 from trainer.config.compose import CONF, compose
 from trainer.tools.cost_model.workload import Choice
-from trainer.tools.tune.configs import alone, begun, merge, node, of_trial, ranks_with_data, whole
+from trainer.tools.tune.configs import alone, begun, find_start, merge, node, of_trial, ranks_with_data, whole
 
 TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy"]
 
@@ -59,7 +59,7 @@ def test_a_trial_begins_at_the_checkpoint_that_the_run_would_take(config: dict, 
     config["trainer"] |= {"resume": "auto", "run_dir": "runs/r"}
     damaged = tmp_path / "ckpt" / "r" / "step-00000005"  # a running job may be at work on it
     damaged.mkdir()
-    pinned = begun(config)
+    pinned = begun(config, find_start(config))
     assert damaged.exists()
     (tmp_path / "ckpt" / "r" / "step-00000004").rename(tmp_path / "ckpt" / "r" / "step-00000008")  # the job goes on
     made = of_trial(pinned, tmp_path / "own", 1, 30, 23)

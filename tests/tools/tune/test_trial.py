@@ -11,7 +11,7 @@ from support.ranks import run_ranks
 from trainer.config.compose import CONF, compose
 from trainer.process.environment import Place
 from trainer.tools.cost_model.workload import Choice
-from trainer.tools.tune.configs import begun, merge, of_trial
+from trainer.tools.tune.configs import begun, find_start, merge, of_trial
 from trainer.tools.tune.trial import run_trial, step_seconds
 
 TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy", "trainer.allow_targets=[toy_recipe]"]
@@ -112,7 +112,7 @@ def test_a_trial_goes_on_from_a_checkpoint_with_other_callbacks(config: dict[str
     config["trainer"] |= {"resume": "auto", "run_dir": "runs/r", "max_steps": 100}
     before = sorted(path.name for path in (tmp_path / "ckpt" / "r").iterdir())
     choice = Choice({"overlap": {}}, {})
-    first, _ = run_ranks(2, train, of_trial(merge(begun(config), choice), tmp_path / "a", 1, 60, 6))
+    first, _ = run_ranks(2, train, of_trial(merge(begun(config, find_start(config)), choice), tmp_path / "a", 1, 60, 6))
     logged = [line["train/loss"] for line in lines(tmp_path / "runs" / "r") if "train/loss" in line]
     assert len(first["losses"]) == 6 and max(first["losses"]) < logged[0]  # those of trained weights
     assert sorted(path.name for path in (tmp_path / "ckpt" / "r").iterdir()) == before
@@ -120,7 +120,7 @@ def test_a_trial_goes_on_from_a_checkpoint_with_other_callbacks(config: dict[str
 
 def test_a_run_that_ends_before_its_trial_says_so(config: dict[str, Any], tmp_path: Path) -> None:
     config["trainer"]["max_steps"] = 2
-    with pytest.raises(AssertionError, match=r"tune\.warm=\d: the run ends after 2 step\(s\)"):
+    with pytest.raises(AssertionError, match=r"tune\.warm: the run ends after \d step\(s\), before one is timed"):
         run_ranks(1, train, of_trial(config, tmp_path / "a", 1, 60, 6))
 
 

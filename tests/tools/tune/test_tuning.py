@@ -288,7 +288,7 @@ def test_a_budget_that_is_over_names_one_that_is_enough_and_keeps_the_journal(
     said = "today's config stays: the budget is over; the search goes on by its journal with tune.budget_s=1320"
     assert said in capsys.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "tuned" / "mine.jsonl").read_text().splitlines()]
-    assert [line["event"] for line in lines] == ["begin"]  # no verdict, which would end the journal
+    assert [line["event"] for line in lines] == ["begin", "start"]  # no verdict, which would end the journal
 
 
 @pytest.fixture
@@ -342,17 +342,13 @@ def test_a_search_on_ranks_that_answer_at_once_and_one_that_is_killed(
     with pytest.raises(KeyboardInterrupt):
         lead(Answers(tmp_path, kills_at=6), config, options, tmp_path, "mine", [])
     lines = (tmp_path / "tuned" / "mine.jsonl").read_text()
-    assert [json.loads(line)["event"] for line in lines.splitlines()] == [
-        "begin",
-        "today",
-        "links",
-        "profile",
-        "trial",
-        "pair",
-    ]
+    events = [json.loads(line)["event"] for line in lines.splitlines()]
+    assert events == ["begin", "start", "today", "links", "profile", "trial", "pair"]
+    other = json.dumps({**json.loads(lines.splitlines()[-1]), "choice": "another"})  # of a winner that was beaten since
+    (tmp_path / "tuned" / "mine.jsonl").write_text(f"{lines}{other}\n")
     team = Answers(tmp_path)
     assert lead(team, config, options, tmp_path, "mine", []) == 0
-    assert (tmp_path / "tuned" / "mine.jsonl").read_text().startswith(lines) and set(team.kinds) == {"trial"}
+    assert (tmp_path / "tuned" / "mine.jsonl").read_text().startswith(lines) and team.kinds == ["trial"] * 8
     found = OmegaConf.load(tmp_path / "tuned" / "mine.yaml")
     assert found.micro_batch == 6 and found.tuned.ranks == 2
     said = capsys.readouterr().out
@@ -381,3 +377,17 @@ def test_a_model_that_a_rank_alone_can_not_run_has_the_passes_of_todays_run(
     said = capsys.readouterr().out
     assert "since a rank alone can't run the whole model: rank 0: out of memory" in said
     assert "measured   50 + 117 ms a sample, 8 parameters" in said and "search     " in said
+
+
+def test_a_restart_with_the_budget_that_was_named_has_time_for_trials(
+    toy_config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {**toy_config, "batch": 12, "micro_batch": 3}
+    options = TuneOptions(steps=2, budget_s=1.0, without=["compile", "overlap", "shard", "activation_checkpoint"])
+    assert lead(Answers(tmp_path), config, options, tmp_path, "mine", []) == UNCHANGED
+    said = capsys.readouterr().out
+    named = re.search(r"the budget is over; .* by its journal with tune.budget_s=(\d+)", said)
+    assert named
+    again = dataclasses.replace(options, budget_s=float(named[1]))
+    assert lead(Answers(tmp_path), config, again, tmp_path, "mine", []) == 0
+    assert "trial 1 " in capsys.readouterr().out

@@ -26,6 +26,8 @@ def test_what_recomputation_costs_is_measured_once() -> None:
     full = choose({"activation_checkpoint": {}})
     found = without_recomputation(setup(machine(1), full, activation_bytes=1.0))
     assert found.backward_s == pytest.approx(0.2 - 0.1) and found.activation_bytes == pytest.approx(10.0)
+    none = choose({"activation_checkpoint": {"budget": 0.0}})
+    assert without_recomputation(setup(machine(1), none, activation_bytes=1.0)).activation_bytes == 1.0
 
 
 def test_the_outline_of_a_model_with_the_phases_of_today(monkeypatch: pytest.MonkeyPatch) -> None:

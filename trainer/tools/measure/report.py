@@ -66,13 +66,13 @@ class Report:
             return missing
         return with_shares(found, *(self.fits.get((level, name), found) for name in ("all_gather", "reduce_scatter")))
 
-    def machine(self, ranks: int, cores: float, memory: float | None) -> Machine:
+    def machine(self, ranks: int, cores: float, memory: float | None, backend: str) -> Machine:
         """Return the cost model's machine. A level that was not measured has the link of all ranks, or none."""
         every = self.link("all", NO_LINK)
         inside, across = (self.link(level, every) for level in ("inside", "across"))
         disk = self.numbers.get("disk", {}).get("write_bytes_per_s", math.inf)
-        gpu = memory is not None
-        return Machine(ranks, self.per_node, cores, inside, across, self.codecs, memory, disk, background=gpu)
+        background = backend != "gloo"
+        return Machine(ranks, self.per_node, cores, inside, across, self.codecs, memory, disk, background)
 
     def as_json(self, about: Mapping[str, Any], machine: Machine | None) -> dict[str, Any]:
         """Return all numbers. Rates are in bytes or FLOP a second; null stands for an infinite rate."""

@@ -47,16 +47,11 @@ def count(config: Mapping[str, Any], cluster: Cluster, options: ScaleOptions) ->
     Raises:
         ConfigError: The recipe has no `flops_per_sample`, or the device's peak is unknown.
     """
-    allow = (*ALLOWED, *config["trainer"]["allow_targets"])
-    recipe = build("recipe", config["recipe"], allow)
+    recipe, model, optimizer = on_meta(config)
     precision = computed_in(config["trainer"]["precision"], cluster)
     flops = options.flops or getattr(recipe, "flops_per_sample", 0)
     if not flops:
         raise ConfigError("recipe: has no flops_per_sample; define the number, or give flops=NUMBER")
-    groups, optimizer = split_groups(config["optimizer"])
-    with torch.device("meta"):
-        model = recipe.model()
-    ParameterRules(WithGroups(torch.optim.AdamW, groups or ()), recipe, model)  # freezes what a group freezes
     parameters = [p for p in model.parameters() if p.requires_grad]
     shapes = tuple(tuple(p.shape) for p in parameters)
     sizes = tuple(map(math.prod, shapes))
@@ -75,6 +70,16 @@ def count(config: Mapping[str, Any], cluster: Cluster, options: ScaleOptions) ->
         boundary_bytes=boundary(recipe, model, precision),
     )  # fmt: skip
     return Work(workload, precision, NUMBER * frozen, tuple(unknown))
+
+
+def on_meta(config: Mapping[str, Any]) -> tuple[Any, torch.nn.Module, Mapping[str, Any]]:
+    """Return the recipe, its model on the meta device with what is frozen, and the optimizer's config."""
+    recipe = build("recipe", config["recipe"], (*ALLOWED, *config["trainer"]["allow_targets"]))
+    groups, optimizer = split_groups(config["optimizer"])
+    with torch.device("meta"):
+        model = recipe.model()
+    ParameterRules(WithGroups(torch.optim.AdamW, groups or ()), recipe, model)  # freezes what a group freezes
+    return recipe, model, optimizer
 
 
 def computed_in(precision: str, cluster: Cluster) -> str:

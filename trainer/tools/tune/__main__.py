@@ -68,16 +68,17 @@ def lead(team: Any, config: dict[str, Any], options: TuneOptions, folder: Path, 
     """Search on the first process, and write the result."""
     from trainer.config.tuned import cpu_name
     from trainer.tools.tune.apply import hand_over
-    from trainer.tools.tune.configs import begun
+    from trainer.tools.tune.configs import begun, find_start
     from trainer.tools.tune.journal import Journal
     from trainer.tools.tune.overlay import overlay, write
     from trainer.tools.tune.search import OVER
     from trainer.tools.tune.tuning import Tuning
 
-    config = begun(config)
     place, settings = team.place, {**dataclasses.asdict(options), "budget_s": 0, "apply": 0}
     machine = [cpu_name(), os.cpu_count(), place.world, place.local_world]
     journal = Journal(folder / "tuned" / f"{name}.jsonl", [config, machine, trainer.__version__, settings])
+    known = journal.all("start") or [journal.add("start", checkpoint=find_start(config))]
+    config = begun(config, known[0]["checkpoint"])
     tuning = Tuning(config, options, team, journal, say)
     if journal.why_anew:
         say(f"journal    {journal.path} {journal.why_anew}: a new search begins")

@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 
 from trainer.callback import Role, overrides
 from trainer.checkpoint.compare import flat
+from trainer.checkpoint.lock import is_running
 from trainer.config.redact import redact
 from trainer.errors import ConfigError
 from trainer.process import handover
@@ -28,26 +29,20 @@ def find_run(config: dict[str, Any]) -> Path:
         raise ConfigError("tune.apply=true: no run is named; give trainer.run_dir=runs/NAME of the running job")
     if not (Path(run_dir) / "config.yaml").exists():
         raise ConfigError(f"trainer.run_dir={run_dir}: holds no run; tune.apply=true needs that of the running job")
-    if has_ended(Path(run_dir)):
+    if not is_running(Path(run_dir)):
         raise ConfigError(
-            f"trainer.run_dir={run_dir}: has ended, and tune.apply=true needs a running job; leave it out, and go on "
-            "with +tuned=NAME"
+            f"trainer.run_dir={run_dir}: no process writes this run, and tune.apply=true needs a running job; leave it "
+            "out, and go on with +tuned=NAME"
         )
     job: Any = OmegaConf.to_container(OmegaConf.load(Path(run_dir) / "config.yaml"))
     own, other = training(redact(config)), training(job)
-    if differing := sorted(key for key in own.keys() | other.keys() if own.get(key) != other.get(key)):
-        key = differing[0]
-        raise ConfigError(
-            f"{key}={own.get(key)}: {run_dir} has {other.get(key)}, and a result is proven for one config; give "
-            "tune.apply=true with the arguments of the running job"
-        )
+    for key in sorted(own.keys() | other.keys()):
+        if own.get(key) != other.get(key):
+            raise ConfigError(
+                f"{key}={own.get(key)}: {run_dir} has {other.get(key)}, and a result is proven for one config; give "
+                "tune.apply=true with the arguments of the running job"
+            )
     return Path(run_dir)
-
-
-def has_ended(run_dir: Path) -> bool:
-    """Return whether nothing was logged since the run, or the attempt before this one, has ended."""
-    summary, metrics = run_dir / "summary.json", run_dir / "metrics.jsonl"
-    return summary.exists() and (not metrics.exists() or metrics.stat().st_mtime <= summary.stat().st_mtime)
 
 
 def training(config: dict[str, Any]) -> dict[str, Any]:
@@ -55,11 +50,13 @@ def training(config: dict[str, Any]) -> dict[str, Any]:
     made = callbacks_of(config)
     callbacks = {name: config["callbacks"][name] for name, each in made.items() if each.role not in SHOWING}
     found = flat({**config, "callbacks": callbacks, "nccl": {}}) | {name: config[name] for name in PARTS}
-    return found | {"trainer.precision": config["trainer"]["precision"]}
+    return {"+callbacks": sorted(callbacks), "trainer.precision": config["trainer"]["precision"], **found}
 
 
 def hand_over(run_dir: Path, choice: Choice, world: int, name: str, folder: Path) -> str:
     """Ask the run to take the result over at its next checkpoint; return what was done, in words."""
+    if not is_running(run_dir):
+        return f"{run_dir} has ended; go on with +tuned={name}"
     config: Any = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
     if why := refusal(merge(config, choice), world):
         return f"{run_dir} goes on as it is: it would refuse the result ({why})"

@@ -36,7 +36,9 @@ NCCL: Sequence[dict[str, Any]] = (
     {"nccl.buffer_mib": 8.0},
 )  # fmt: skip
 SOCKETS: dict[str, Any] = {"nccl.socket_threads": 4, "nccl.sockets_per_thread": 4}  # of conf/nccl/ethernet.yaml
-VARIANTS = {"shard": "stage", "pipeline": "schedule", "grad_compress": "codec", "local_sgd": "every"}  # a family each
+VARIANTS = {  # knobs whose values are a family each
+    "shard": ("stage",), "pipeline": ("schedule",), "grad_compress": ("codec", "level"), "local_sgd": ("every",),
+}  # fmt: skip
 
 
 def candidates(
@@ -200,7 +202,7 @@ def describe(choice: Choice) -> str:
 
 def family(choice: Choice) -> str:
     """Return the name under which trials share what the model gets wrong of them: callbacks with a knob, NCCL's."""
-    names = [f"{name}.{knobs[VARIANTS[name]]}" if VARIANTS.get(name) in knobs else name
+    names = [".".join([name, *(str(knobs[knob]) for knob in VARIANTS.get(name, ()) if knob in knobs)])
              for name, knobs in choice.callbacks.items()]  # fmt: skip
     return "+".join(sorted([*names, *unseen(choice)])) or "plain"
 

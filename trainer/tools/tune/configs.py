@@ -97,20 +97,33 @@ def is_exact(config: Mapping[str, Any]) -> bool:
     return all(callback.exact for callback in callbacks_of(config).values())
 
 
-def begun(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the config whose `trainer.resume` is the checkpoint itself: a running job may write newer ones.
+def find_start(config: Mapping[str, Any]) -> str | None:
+    """Return the path of the checkpoint that `trainer.resume` means; None: the run begins at step 0.
 
     Raises:
         ConfigError: It is no checkpoint.
     """
-    own = copy.deepcopy(dict(config))
-    options = own["trainer"]
-    if options["resume"] is not None:
-        root = Path(options["checkpoint"]["dir"])
-        run_dir = root / Path(options["run_dir"]).name if options["run_dir"] else None
-        found = locate.resolve(options["resume"], root, run_dir, reads=True)
-        options["resume"] = found and str(found.resolve())
-    return own
+    options = config["trainer"]
+    if options["resume"] is None:
+        return None
+    root = Path(options["checkpoint"]["dir"])
+    run_dir = root / Path(options["run_dir"]).name if options["run_dir"] else None
+    found = locate.resolve(options["resume"], root, run_dir, reads=True)
+    return found and str(found.resolve())
+
+
+def begun(config: Mapping[str, Any], checkpoint: str | None) -> dict[str, Any]:
+    """Return a copy of the config that begins at this checkpoint: a running job may write newer ones.
+
+    Raises:
+        ConfigError: The checkpoint is gone.
+    """
+    if checkpoint and not Path(checkpoint).exists():
+        raise ConfigError(
+            f"trainer.resume={config['trainer']['resume']}: the search began at {checkpoint}, which is gone; delete "
+            "the search's journal, and give a checkpoint that stays"
+        )
+    return {**config, "trainer": {**config["trainer"], "resume": checkpoint}}
 
 
 def of_trial(config: Mapping[str, Any], folder: Path, number: int, limit_s: float, steps: int) -> dict[str, Any]:

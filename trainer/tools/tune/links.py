@@ -95,5 +95,5 @@ def make_machine(answers: list[dict[str, Any]], place: Place) -> Machine:
     return Machine(
         place.world, place.local_world, statistics.mean(answer["cores"] for answer in answers),
         inside or across or every, across or inside or every, costs, min(memory, default=None), 1e9,
-        answers[0]["gpu"] is not None,
+        answers[0]["backend"] != "gloo",
     )  # fmt: skip

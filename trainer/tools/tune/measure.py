@@ -18,7 +18,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.parallel.warmup import wait
 from trainer.process.environment import Place
 from trainer.session import build_components
-from trainer.tools.tune.trial import OWN, Over, Stopwatch, clock, seconds_between
+from trainer.tools.tune.trial import OWN, Over, Stopwatch, clock, ends_early, seconds_between
 from trainer.trainer import Trainer
 
 ROUNDS = 7  # of which the median counts, after one that warms up
@@ -71,6 +71,8 @@ def profile(config: dict[str, Any], place: Place, warm: int, steps: int) -> dict
     trainer = Trainer(**components, place=own_device, name=OWN)
     with contextlib.suppress(Over):
         trainer.fit()
+    if not watch.result:
+        raise ends_early(watch)
     parameters = trainer.parameters
     optimizer_s = statistics.median(watch.optimizers[warm:])
     step_s = statistics.median(watch.result["times"])

@@ -67,7 +67,7 @@ class Stopwatch(Callback):
         self.sums.append(weigh(trainer.losses, trainer.data.weights))
         if "time/step" in trainer.metrics:
             self.phases.append({name: trainer.metrics.get(f"time/{name}", 0.0) for name in PHASES})
-        last = trainer.step == trainer.plan.max_steps and len(self.ends) > self.warm + 1  # of a run with fewer steps
+        last = trainer.step == trainer.plan.max_steps and len(self.ends) > self.warm  # of a run with fewer steps
         if last or len(self.ends) == self.warm + self.steps:
             trainer.emit("on_flush")  # what is deferred needs its peers
             self.result = self._collect(trainer.ranks, trainer.device, trainer.run_dir)
@@ -143,10 +143,13 @@ def run_trial(config: dict[str, Any], place: Place, warm: int, steps: int) -> di
     except Over:
         trainer.close()
         return watch.result
-    raise ConfigError(
-        f"tune.warm={warm}: the run ends after {len(watch.ends)} step(s), and a short run has two more than that or "
-        "more; give a smaller one, or a run with more steps"
-    )
+    raise ends_early(watch)
+
+
+def ends_early(watch: Stopwatch) -> ConfigError:
+    """Return the error of a run that has ended before a step was timed."""
+    text = f"the run ends after {len(watch.ends)} step(s), before one is timed"
+    return ConfigError(f"tune.warm: {text}; give a smaller one, or a run with more steps")
 
 
 def step_seconds(times: list[float], period: int) -> float:

@@ -22,7 +22,7 @@ from trainer.tools.tune.journal import Journal
 from trainer.tools.tune.links import make_machine
 from trainer.tools.tune.options import TuneOptions
 from trainer.tools.tune.overlay import link_class
-from trainer.tools.tune.search import Search, Tried
+from trainer.tools.tune.search import Search, Tried, ran_out
 from trainer.tools.tune.team import Team, TrialFailed
 from trainer.tools.tune.time_to_loss import drift, slowdown
 from trainer.tools.tune.trial import step_seconds
@@ -144,7 +144,7 @@ class Tuning:
             try:
                 return self._order("profile", alone(self.config, self.place.world), limit_s, warm=warm, steps=steps)
             except TrialFailed as error:
-                if not self.today["phases"]:
+                if not (ran_out(str(error)) and self.today["phases"]):
                     raise
                 self.say(
                     f"passes     those of today's short run, since a rank alone can't run the whole model: {error}"
@@ -202,8 +202,9 @@ class Tuning:
 
     @property
     def canary_s(self) -> float:
-        """Return the seconds that the canary will take, if the winner is as fast as today's config."""
-        return 2 * self.options.pairs * (self.cost_s + self.options.steps * self.today["step_s"])
+        """Return the seconds that the canary will take with the best choice so far."""
+        trials = ((NOTHING, self.today["step_s"]), (self.search.best.choice, self.search.best.step_s or 0.0))
+        return self.options.pairs * sum(self.cost_s + self._steps(choice) * step_s for choice, step_s in trials)
 
     def _steps(self, choice: Choice) -> int:
         """Return the steps of a trial beside the usual ones that warm up, whose seconds are in `cost_s`."""
@@ -213,7 +214,9 @@ class Tuning:
     @property
     def cost_s(self) -> float:
         """Return the seconds of a trial beside its steps, with those that warm up."""
-        return statistics.median(self.walls) if self.walls else self.today["wall_s"]
+        if self.walls:
+            return statistics.median(self.walls)
+        return max(0.0, self.today["wall_s"] - self._steps(NOTHING) * self.today["step_s"])  # of the journal
 
     def _slowdown(self, choice: Choice, losses: list[float | None]) -> float:
         """Return how many times as many steps the choice needs for the same loss; infinity beyond `tune.bound`."""
@@ -239,7 +242,8 @@ class Tuning:
     def _canary(self, choice: Choice, random: bool, memory_bytes: float | None) -> Verdict:
         """Run pairs of short runs, today's config and the winner, and judge them."""
         exact = is_exact(merge(self.config, choice))
-        pairs = [(line["before"], line["after"]) for line in self.journal.all("pair")]
+        name = describe(choice)
+        pairs = [(line["before"], line["after"]) for line in self.journal.all("pair") if line["choice"] == name]
         judge = Judge(
             exact, random and draws_anew(choice), self.options.bound,
             self.today["precision"], memory_bytes,
@@ -250,7 +254,7 @@ class Tuning:
                 before["score_s"] = before["step_s"]
                 after["score_s"] = after["step_s"] * self._slowdown(choice, after["losses"])
                 pairs.append((before, after))
-                self.journal.add("pair", before=before, after=after)
+                self.journal.add("pair", choice=name, before=before, after=after)
                 self.say(
                     f"canary {len(pairs)}/{self.options.pairs} today {before['step_s']:.4g} s, "
                     f"winner {after['step_s']:.4g} s  [{self.elapsed_s:.0f} of {self.options.budget_s:g} s]"

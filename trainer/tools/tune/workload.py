@@ -5,18 +5,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from trainer.blocks import find_blocks
-from trainer.config.build import build
-from trainer.config.check import ALLOWED
 from trainer.errors import ConfigError
 from trainer.tools.cost_model.memory import kept
 from trainer.tools.cost_model.passes import recomputed
 from trainer.tools.cost_model.setup import Setup
 from trainer.tools.cost_model.workload import Workload
-
-STATE_BYTES = 16.0  # of a parameter: weight, gradient and AdamW's moments, in float32
+from trainer.tools.scale.work import NUMBER, kept_by, on_meta
 
 
 def make_workload(answers: Sequence[Mapping[str, Any]]) -> Workload:
@@ -32,14 +27,13 @@ def without_recomputation(setup: Setup) -> Workload:
     """Return the workload that was measured with the setup's recomputation, less its cost: predictions add it."""
     work, share = setup.workload, recomputed(setup)
     backward_s = max(0.0, work.backward_s - share * work.forward_s)
-    return dataclasses.replace(work, backward_s=backward_s, activation_bytes=work.activation_bytes / kept(setup))
+    activation_bytes = work.activation_bytes / (kept(setup) or 1.0)  # a budget of 0 keeps none, and tells nothing
+    return dataclasses.replace(work, backward_s=backward_s, activation_bytes=activation_bytes)
 
 
 def outline(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a model tells without memory: its shapes and its blocks. No time and no activation is known."""
-    recipe = build("recipe", config["recipe"], (*ALLOWED, *config["trainer"]["allow_targets"]))
-    with torch.device("meta"):
-        model = recipe.model()
+    recipe, model, optimizer = on_meta(config)
     shapes = [list(p.shape) for p in model.parameters() if p.requires_grad]
     sizes = list(map(math.prod, shapes))
     try:
@@ -48,7 +42,7 @@ def outline(config: Mapping[str, Any]) -> dict[str, Any]:
         blocks = 0
     unknown = dict.fromkeys(("forward_s", "backward_s", "pass_s", "optimizer_s", "other_s", "data_s"), 0.0)
     unknown |= dict.fromkeys(("data_cpu", "activation_bytes", "boundary_bytes"), 0.0)
-    state = STATE_BYTES * sum(sizes)
+    state = NUMBER * (2 + kept_by(optimizer)[0]) * sum(sizes)  # weights, gradients and what the optimizer keeps
     return {"parameters": sizes, "shapes": shapes, "compute": [], "blocks": blocks, "state_bytes": state, **unknown}
 
 
