@@ -30,6 +30,18 @@ def test_newest_goes_back_past_damage(run: Path, caplog: pytest.LogCaptureFixtur
     assert len(hidden(run)) == 2
 
 
+def test_a_reader_is_told_and_changes_nothing(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (1, 2, 3):
+        put(run, step)
+    (run / "step-00000003" / "state.json").write_bytes(b"")
+    (run / "step-00000002").rename(run / ".old-step-00000002-0")  # a job is about to replace it
+    with caplog.at_level(logging.WARNING, "echelon"):
+        assert resolve("auto", run.parent, run, reads=True) == run / "step-00000001"
+        assert resolve(str(run / "step-00000001"), run.parent, run) == run / "step-00000001"
+    assert "damaged checkpoint, going back to step-00000001" in caplog.text
+    assert hidden(run) == [".old-step-00000002-0"] and (run / "step-00000003").exists()
+
+
 def test_none_valid_is_an_error_and_touches_nothing(run: Path) -> None:
     """A run must not start anew by itself over the remains of its old one."""
     for step in (1, 2):
