@@ -1,7 +1,7 @@
 """Defines the logger of a run, and its handlers."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,6 +62,13 @@ def set_handlers(*handlers: logging.Handler) -> None:
 def log_to_terminal(rank: int) -> None:
     """Print rank 0's events to the terminal, until there is a folder for the log."""
     set_handlers(logging.NullHandler() if rank else Terminal())
+
+
+def show(messages: Iterable[tuple[int, str]], rank: int = 0) -> None:
+    """Print lines on rank 0's terminal, each with its level."""
+    log_to_terminal(rank)
+    for level, line in messages:
+        log.log(level, "%s", line)
 
 
 def stop_log() -> None:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import trainer
 from trainer.config.compose import CONF, TYPED, Job, choices, compose, config_dirs, told_apart
 from trainer.errors import STOPPED, ConfigError, nearest, printable
-from trainer.log import log, log_to_terminal
+from trainer.log import show
 from trainer.process import handover
 from trainer.process.environment import avoid_foreign_cache, detect, raise_file_limit, refuse_nodes
 from trainer.process.exit import die_with_parent, exit_process, refuse_exit, run_guarded
@@ -175,9 +175,7 @@ def run(config: dict[str, Any], recipe: str, argv: list[str], messages: Sequence
     world = place.world if place.launcher else options.devices
     if isinstance(world, int) and not options.resume and isinstance(options.nodes, int):  # else the plan does this
         split_batch(config["batch"], world, config["micro_batch"], config["accumulate"])
-    log_to_terminal(place.rank)
-    for level, line in messages:
-        log.log(level, "%s", line)
+    show(messages, place.rank)
     # Read when torch loads. Idle OpenMP threads that spin would take the cores of ranks and data workers.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Read at the first cuBLAS call. `trainer.deterministic` needs this workspace; 32 MiB is Hopper's default.

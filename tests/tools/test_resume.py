@@ -2,6 +2,7 @@
 
 import csv
 import json
+import logging
 import re
 import shlex
 import sys
@@ -12,6 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 from support.cli import Result, run, toy, weights
 
+from trainer.config.compose import Job
 from trainer.errors import ConfigError
 from trainer.tools import resume as tool
 from trainer.tools.resume import composed
@@ -73,6 +75,15 @@ def test_what_a_resume_refuses_is_told_as_ever(here):
         "echelon: trainer.resume: seed was 0 in the checkpoint and is 7; set this back, or accept it by "
         "'trainer.accept=[seed]'\n",
     )
+
+
+def test_lines_about_the_settings_reach_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, told = Job({}, "", ["a=1"], [(logging.WARNING, "a is told")]), list[Any]()
+    monkeypatch.setattr(tool, "composed", lambda *_: [job])
+    monkeypatch.setattr(tool, "check", lambda _: None)
+    monkeypatch.setattr(tool, "run", lambda *given: told.append(given) or 0)
+    assert tool.resume(Path("r"), []) == 0
+    assert told == [({}, "r", ["resume", "r", "a=1"], job.messages)]
 
 
 @pytest.mark.slow

@@ -156,7 +156,8 @@ def leave_out(node: dict[str, Any], name: str, own: Mapping[str, Any], others: s
     known = knobs("optimizer", target, ())
     for key in sorted(others & node.keys() - {"_target_", "_partial_", "groups"}):
         if key not in known or isinstance(node[key], list) != isinstance(own.get(key, node[key]), list):
-            text = f"optimizer.{key}={node.pop(key)}: the recipe's YAML sets this, and optimizer={name} can't take it"
+            value = node.pop(key)
+            text = f"optimizer.{key}={value}: the recipe's YAML sets this, and optimizer={name} can't take it"
             lines.append(f"{text}; it is left out")
             node.update({key: own[key]} if key in own else {})
     return lines

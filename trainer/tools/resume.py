@@ -28,7 +28,7 @@ def resume(folder: Path, overrides: list[str]) -> int:
     """
     for job in composed(folder, overrides):
         check(job.config)
-        code = run(job.config, folder.name, ["resume", str(folder), *job.argv])
+        code = run(job.config, folder.name, ["resume", str(folder), *job.argv], job.messages)
         handover.go_on()
         return code
     return 0  # Hydra has shown something, for --cfg or --info

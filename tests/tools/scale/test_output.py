@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import ConfigError
+from trainer.tools.scale.__main__ import command
 from trainer.tools.scale.output import COLUMNS, PARTS, duration, plot, table, write_json
 from trainer.tools.scale.rows import Row
 
@@ -31,6 +32,16 @@ def test_json(tmp_path: Path) -> None:
     assert found["recipe"] == "x" and found["left_out"] == ["y"] and found["rows"][0]["step_s"] == 0.5
     with pytest.raises(ConfigError, match="No such file or directory; name a file"):
         write_json(tmp_path / "missing" / "a.json", {}, [ROW], [])
+
+
+def test_what_the_optimizer_leaves_out_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `compose` sets it
+    monkeypatch.setattr("sys.argv", ["scale", "recipe=gpt2_tiny", "optimizer=sgd"])
+    monkeypatch.setattr("trainer.tools.scale.__main__.scale", lambda *_: None)
+    assert command() == 0
+    assert "warning: optimizer.betas=[0.9, 0.95]: the recipe's YAML sets this" in capsys.readouterr().out
 
 
 def test_a_picture(tmp_path: Path) -> None:

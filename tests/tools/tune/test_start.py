@@ -22,6 +22,17 @@ def test_one_run_is_taken_and_its_ranks_are_found() -> None:
     assert (place.rank, place.world, place.local_world, place.starts) == (0, 3, 3, True)
 
 
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_what_the_optimizer_leaves_out_is_told_by_one_rank(
+    rank: str, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    job = one_job(["recipe=gpt2_tiny", "optimizer=sgd"], "tool")
+    assert job is not None and "betas" not in job.config["optimizer"]
+    assert capsys.readouterr().out.count("warning: optimizer.betas=[0.9, 0.95]: the recipe's YAML sets this") == lines
+
+
 def test_several_runs_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^-m: gives 2 runs, and tool takes one"):
         one_job([*TOY, "-m", "batch=12,24"], "tool")

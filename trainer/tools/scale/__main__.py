@@ -18,6 +18,7 @@ from typing import Any
 from trainer.config.check import check
 from trainer.config.compose import CONF, compose, config_dirs
 from trainer.errors import ConfigError, printable
+from trainer.log import show
 from trainer.process.exit import run_guarded
 from trainer.tools.scale.machines import PRESETS, find
 from trainer.tools.scale.options import ScaleOptions, read
@@ -108,6 +109,7 @@ def command() -> int:
     jobs = compose([*folder, *words], [CONF, *config_dirs(folder)])
     for job in jobs[:1]:
         check(job.config)
+        show(job.messages)
         scale(options, job.config, job.recipe or "recipe", args.png, args.json)
     return 0
 

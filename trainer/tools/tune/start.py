@@ -14,6 +14,7 @@ from trainer.config.check import check
 from trainer.config.compose import CONF, Job, compose, config_dirs
 from trainer.config.options import Options
 from trainer.errors import ConfigError
+from trainer.log import log_to_terminal, show
 from trainer.process.environment import Place, avoid_foreign_cache, detect, raise_file_limit
 from trainer.process.temporary import temporary_folder
 
@@ -21,7 +22,7 @@ COMPILED = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # folders of code th
 
 
 def one_job(words: list[str], tool: str) -> Job | None:
-    """Return the checked run that the arguments describe; None if Hydra has shown something instead.
+    """Return the checked run that the arguments describe, and print its messages; None if Hydra has shown something.
 
     Raises:
         ConfigError: They describe several runs, or a wrong one.
@@ -31,6 +32,7 @@ def one_job(words: list[str], tool: str) -> Job | None:
         raise ConfigError(f"-m: gives {len(jobs)} runs, and {tool} takes one; leave -m out")
     for job in jobs:
         check(job.config)
+        show(job.messages, detect(dict(os.environ)).rank)
     return jobs[0] if jobs else None
 
 
@@ -62,7 +64,6 @@ def run_team(
         work: Runs an order on one rank, and returns its result as JSON values.
         lead: Called with the team on its first process.
     """
-    from trainer.log import log_to_terminal
     from trainer.tools.tune.team import Team
 
     place = find_place(config)
