@@ -93,6 +93,14 @@ def test_the_slowest_rank_must_be_the_same():
     assert [(line["step"], line["text"][:6]) for line in lines()] == [(5, "rank 2")]
 
 
+@pytest.mark.parametrize(("mean", "said_at"), [(0.93, [5]), (0.5, [3])])
+def test_an_idle_gpu_must_be_the_same_while_the_others_are_busy(mean, said_at):
+    """Of many GPUs one may always pause."""
+    idle = {"gpu/utilisation": mean, "gpu/utilisation_min": 0.5}
+    run(lambda step: {**idle, "gpu/idlest_rank": (9, 5, 40, 7, 7)[step - 1]})
+    assert [line["step"] for line in lines() if line["name"] == "utilisation"] == said_at
+
+
 def test_nothing_is_said_without_numbers_or_between_logged_steps(messages):
     run(lambda step: {})
     run(lambda step: SLOW, log_every_steps=3, run_dir="runs/other")
@@ -255,7 +263,9 @@ def test_facts_of_a_run():
     trainer = make(callbacks={"advice": Advice()})
     run, fixed = callback.facts(trainer), callback.facts(trainer).fixed_interval
     trainer.options = replace(trainer.options, checkpoint=replace(trainer.options.checkpoint, every="auto"))
-    assert fixed and not callback.facts(trainer).fixed_interval
+    assert fixed and not callback.facts(trainer).fixed_interval and not run.skips
+    trainer.options = replace(trainer.options, checkpoint=replace(trainer.options.checkpoint, when_busy="skip"))
+    assert callback.facts(trainer).skips
     trainer.close()
     assert (run.world, run.nodes, run.data_world, run.cuda, run.micro, run.accumulate) == (1, 1, 1, False, 12, 1)
     assert (run.workers, run.profiles) == (0, False)

@@ -19,7 +19,7 @@ from trainer.session import build_components
 OPEN = Run(
     world=4, nodes=2, data_world=4, cuda=True, precision="bf16", batch=32, micro=8, accumulate=1, splits=False,
     workers=2, prefetch=2, cores=8, fixed_interval=True, profiles=False, offloads=False,
-    pcie_mib_s=1000.0, fits=lambda: 8, accepts=lambda name: True,
+    skips=False, pcie_mib_s=1000.0, fits=lambda: 8, accepts=lambda name: True,
 )  # fmt: skip
 CLOSED = replace(OPEN, accepts=lambda name: False)
 STEP = {"time/step": 1.0, "time/forward": 0.2, "time/backward": 0.4}
@@ -111,6 +111,15 @@ def test_the_gpu_that_idles_most_is_named(mean, rank, reason):
     numbers = {"gpu/utilisation": mean, "gpu/utilisation_min": 0.1, "gpu/idlest_rank": float(rank)}
     assert (finding := of("utilisation", numbers, OPEN)) is not None
     assert finding.text == f"the GPU of rank {rank} is busy for 10% of the time, and should be for 85%: {reason}"
+
+
+def test_a_run_with_rare_checkpoints_is_told_of_no_more_settings():
+    """A GPU that idles for them still has its reason."""
+    rare = replace(CLOSED, fixed_interval=False, skips=True)
+    assert of("checkpoint", {"advice/checkpoint": 0.1}, rare) is None
+    idle = of("utilisation", {"gpu/utilisation_min": 0.5, **STEP, "time/checkpoint": 0.3}, rare)
+    assert idle is not None and idle.text.endswith(": steps wait 30% of their time for checkpoint")
+    assert idle.config == "'+callbacks=[profiler]'"
 
 
 def test_each_rule_has_a_case():

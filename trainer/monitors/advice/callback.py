@@ -162,6 +162,7 @@ def facts(trainer: TrainerProtocol) -> Run:
         fixed_interval=saves.every is None and bool(saves.every_steps or saves.every_minutes),
         profiles="profiler" in trainer.callbacks,
         offloads=offloads,
+        skips=saves.when_busy == "skip",
         pcie_mib_s=link.speed(link.PCI / pci_address(trainer.device)) if cuda else 0.0,
         fits=partial(fits, trainer),
         accepts=partial(accepts, trainer),

@@ -16,6 +16,7 @@ SKEW_GIB = 1.0  # a smaller difference is not judged
 PCIE = 0.8  # of what the link transmits
 ROOM = 2  # times a rank's samples that its memory would take
 MOST_MEMORY = 0.9  # of the device, for a larger micro-batch
+ALL = -1  # the subject of a finding that is of no rank alone
 OF_RANK = {"data": "_max", "communication": "_min"}  # of which rank a part counts, where others wait for a rank
 
 Numbers = Mapping[str, float]
@@ -48,6 +49,7 @@ class Run:
     fixed_interval: bool  # checkpoints come by steps or minutes, and not by auto
     profiles: bool  # has the callback profiler
     offloads: bool
+    skips: bool  # a checkpoint that is due while the one before is being written
     pcie_mib_s: float
     fits: Callable[[], int]
     accepts: Callable[[str], bool]
@@ -62,7 +64,7 @@ class Finding:
     limit: float
     text: str
     config: str
-    subject: float = 0  # findings of the same name and subject are one
+    subject: int = ALL  # the rank that it is about; findings of the same name and subject are one
 
 
 Rule = Callable[[Numbers, Run], Finding | None]
@@ -75,16 +77,20 @@ def find(numbers: Numbers, run: Run) -> list[Finding]:
 
 
 def utilisation(numbers: Numbers, run: Run) -> Finding | None:
-    """Judge the rank whose GPU idles most: a mean hides one that does nothing."""
+    """Judge the rank whose GPU idles most: a mean hides one that does nothing.
+
+    While the others are busy, the same rank must idle at each step: of many, one may always pause.
+    """
     used, rank = numbers.get("gpu/utilisation_min", 1.0), int(numbers.get("gpu/idlest_rank", 0))
     if used >= UTILISATION:
         return None
+    alone = numbers.get("gpu/utilisation", 0.0) >= UTILISATION
     way = ("its kernels are too small or too few", more_work(run))
-    if numbers.get("gpu/utilisation", 0.0) >= UTILISATION:
+    if alone:
         way = ("the others are busier", trace(run, f"ranks=[{rank}]"))
     reason, config = cause(numbers, run) or way
     text = f"the GPU of rank {rank} is busy for {used:.0%} of the time, and should be for {UTILISATION:.0%}: {reason}"
-    return Finding("utilisation", used, UTILISATION, text, config)
+    return Finding("utilisation", used, UTILISATION, text, config, subject=rank if alone else ALL)
 
 
 def swing(numbers: Numbers, run: Run) -> Finding | None:
@@ -113,11 +119,11 @@ def data_wait(numbers: Numbers, run: Run) -> Finding | None:
 
 
 def checkpoint(numbers: Numbers, run: Run) -> Finding | None:
-    share = numbers.get("advice/checkpoint", 0.0)
-    if share <= CHECKPOINT:
+    share, config = numbers.get("advice/checkpoint", 0.0), rarer_checkpoints(run)
+    if share <= CHECKPOINT or not config:
         return None
     text = f"checkpoints hold training up for {share:.1%} of its time, more than {CHECKPOINT:.1%}"
-    return Finding("checkpoint", share, CHECKPOINT, text, rarer_checkpoints(run))
+    return Finding("checkpoint", share, CHECKPOINT, text, config)
 
 
 def straggler(numbers: Numbers, run: Run) -> Finding | None:
@@ -129,7 +135,7 @@ def straggler(numbers: Numbers, run: Run) -> Finding | None:
         "others wait for it"
     )
     config = added("hetero_batch") if run.accepts("hetero_batch") else trace(run, f"ranks=[{rank}]")
-    return Finding("straggler", spread, STRAGGLER, text, config, rank)
+    return Finding("straggler", spread, STRAGGLER, text, config, subject=rank)
 
 
 def memory_skew(numbers: Numbers, run: Run) -> Finding | None:
@@ -253,14 +259,10 @@ def exposed(numbers: Numbers) -> float:
 
 def cause(numbers: Numbers, run: Run) -> tuple[str, str] | None:
     """Return the longest wait of a step, with the settings that answer; None if no wait counts."""
-    waits = {
-        "data": lambda: faster_data(run),
-        "communication": lambda: less_waiting(run),
-        "checkpoint": lambda: rarer_checkpoints(run),
-    }
+    waits = {"data": faster_data, "communication": less_waiting, "checkpoint": rarer_checkpoints}
     part = max(waits, key=lambda part: share_of(part, numbers))
     share = share_of(part, numbers)
-    return (f"steps wait {share:.0%} of their time for {part}", waits[part]()) if share > DATA else None
+    return (f"steps wait {share:.0%} of their time for {part}", waits[part](run) or trace(run)) if share > DATA else None
 
 
 # Settings, as arguments of the command.
@@ -289,8 +291,10 @@ def less_waiting(run: Run) -> str:
 
 
 def rarer_checkpoints(run: Run) -> str:
-    """Let the interval follow the stall. Other checkpoints are the callers' own, such as the best validation's."""
-    return f"trainer.checkpoint.{'every=auto' if run.fixed_interval else 'when_busy=skip'}"
+    """Let the interval follow the stall; then leave out what is due too soon. Empty: the run does both."""
+    if run.fixed_interval:
+        return "trainer.checkpoint.every=auto"
+    return "" if run.skips else "trainer.checkpoint.when_busy=skip"
 
 
 def more_work(run: Run) -> str:
