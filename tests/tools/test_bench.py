@@ -61,7 +61,7 @@ def test_one_rank_says_what_it_can_not_measure(tmp_path: Path, monkeypatch: pyte
     machine = from_json(found["machine"])
     assert (machine.ranks, machine.ranks_per_node, machine.cores_per_rank) == (1, 1, len(os.sched_getaffinity(0)))
     assert machine.disk_bytes_per_s == found["disk"]["write_bytes_per_s"]
-    assert "bf16" in machine.codecs and machine.memory_bytes
+    assert "bf16" in machine.codecs and machine.memory_bytes and found["auto_precision"] == "fp32"
     assert found["not_measured"] == [
         "links: not measured: one rank sends nothing; give --devices=2, or start by torchrun"
     ]

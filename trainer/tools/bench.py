@@ -32,6 +32,7 @@ def bench(place: Place, options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from trainer.comm.ranks import Ranks
+    from trainer.precision.formats import fastest
     from trainer.tools.measure.collectives import FITTED
     from trainer.tools.measure.host import share
     from trainer.tools.measure.parts import PARTS
@@ -52,7 +53,7 @@ def bench(place: Place, options: argparse.Namespace) -> dict[str, Any]:
         machine = report.machine(ranks.world, cores, memory, ranks.backend) if whole else None
         if not whole:
             report.miss(f"machine: not made: the cost model needs {' '.join(sorted(NEEDED))}, and {FITTED}")
-        return report.as_json({"about": about}, machine)
+        return report.as_json({"about": about, "auto_precision": fastest(ranks.device)}, machine)
     finally:
         ranks.close()
 

@@ -47,6 +47,15 @@ def test_peaks_and_copies_of_a_bench_on_a_gpu(tmp_path: Path) -> None:
     assert found.auto == "bf16" and found.unknown == ()
 
 
+@pytest.mark.parametrize(
+    ("said", "auto"), [({}, "fp16"), ({"auto_precision": "fp16"}, "fp16"), ({"auto_precision": "bf16"}, "bf16")]
+)
+def test_auto_is_what_the_bench_says_or_what_its_rates_show(said: dict[str, str], auto: str, tmp_path: Path) -> None:
+    """Torch also times TF32 on a V100, where it is float32, and bf16, which is emulated."""
+    v100 = {"fp32_flop_per_s": 14e12, "tf32_flop_per_s": 14e12, "bf16_flop_per_s": 10e12, "fp16_flop_per_s": 95e12}
+    assert find(bench_file(tmp_path, matmul=v100, **said)).auto == auto
+
+
 def test_a_bench_on_a_cpu_has_no_copies(tmp_path: Path) -> None:
     found = find(bench_file(tmp_path, matmul={"fp32_flop_per_s": 1e11, "bf16_flop_per_s": 2e11}))
     assert found.tflops == {"fp32": 0.1, "bf16": 0.2} and found.auto == "fp32"

@@ -3,13 +3,18 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.costs import WORKLOAD
 
 from trainer.errors import ConfigError
-from trainer.tools.scale.__main__ import command
-from trainer.tools.scale.output import COLUMNS, PARTS, duration, plot, table, write_json
+from trainer.tools.scale.__main__ import command, scale
+from trainer.tools.scale.machines import PRESETS
+from trainer.tools.scale.options import ScaleOptions
+from trainer.tools.scale.output import COLUMNS, duration, plot, table, write_json
 from trainer.tools.scale.rows import Row
+from trainer.tools.scale.work import Work
 
 ROW = Row(2, 16, "ring", 64, 0.5, 128.0, 0.9, 0.1, 3.25, True, 2.0, 0.2, 81.0, 90.0, 0.01, 126.7, ())
 
@@ -34,6 +39,22 @@ def test_json(tmp_path: Path) -> None:
         write_json(tmp_path / "missing" / "a.json", {}, [ROW], [])
 
 
+def test_the_json_has_the_precision_and_what_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counted = Work(WORKLOAD, "fp16", 0.0, ("optimizer: x",))
+    monkeypatch.setattr("trainer.tools.scale.work.count", lambda *_: counted)
+    monkeypatch.setattr(
+        "trainer.tools.scale.__main__.find", lambda _: replace(PRESETS["8xv100-1x100g"], unknown=("checkpoints: y",))
+    )
+    of_trainer: dict[str, Any] = {"allow_targets": [], "ddp": {}}
+    config: dict[str, Any] = {"batch": 8, "micro_batch": 1, "callbacks": {}, "trainer": of_trainer}
+    scale(ScaleOptions(nodes=(1,), ways=("ring",)), config, "r", None, tmp_path / "a.json")
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert (found["precision"], found["unknown"]) == ("fp16", ["checkpoints: y", "optimizer: x"])
+    assert capsys.readouterr().out.endswith("\ncheckpoints: y\noptimizer: x\n")
+
+
 def test_what_the_optimizer_leaves_out_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -44,13 +65,14 @@ def test_what_the_optimizer_leaves_out_is_told(
     assert "warning: optimizer.betas=[0.9, 0.95]: the recipe's YAML sets this" in capsys.readouterr().out
 
 
-def test_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_a_picture_has_a_part_for_each_of_some_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    made = list[Any]()
+    monkeypatch.setattr("matplotlib.figure.Figure", lambda **given: made.append(figure(**given)) or made[-1])
     plot(tmp_path / "a.png", "a\ntitle", [ROW, replace(ROW, ranks=32), replace(ROW, way="tree")])
     assert (tmp_path / "a.png").stat().st_size > 5000
-
-
-def test_a_picture_has_what_the_table_has() -> None:
-    assert {name for name, _ in PARTS} == {
-        "samples_per_s", "efficiency", "exposed", "memory_gib", "checkpoint_s", "mtbf_h"
+    drawn = {axes.get_ylabel(): list(axes.get_lines()[0].get_ydata()) for axes in made[0].axes}
+    assert drawn == {
+        "samples a second": [128.0] * 2, "of a lone rank's speed": [0.9] * 2, "of the step, waiting": [0.1] * 2,
+        "GiB": [3.25] * 2, "seconds of a checkpoint": [2.0] * 2, "hours between failures": [81.0] * 2,
     }  # fmt: skip

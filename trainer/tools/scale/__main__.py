@@ -63,15 +63,14 @@ def scale(options: ScaleOptions, config: dict[str, Any], recipe: str, png: Path 
     print(f"{options.machine}: {cluster.source}\n\n{output.table(made)}\n", flush=True)
     if not options.activation_mib:
         print("memory: without activations; give activation_mib=NUMBER")
-    notes = (
-        [*cluster.unknown, *counted.unknown] + [f"{row.way}: {line}" for row in made for line in row.unknown] + left_out
-    )
-    for line in dict.fromkeys(notes):
+    unknown = [*cluster.unknown, *counted.unknown]
+    of_rows = [f"{row.way}: {line}" for row in made for line in row.unknown]
+    for line in dict.fromkeys([*unknown, *of_rows, *left_out]):
         print(printable(line))
     if file:
-        output.write_json(
-            file, {"recipe": recipe, "options": asdict(options), "parameters": parameters}, made, left_out
-        )
+        about = {"recipe": recipe, "options": asdict(options), "parameters": parameters}
+        about |= {"precision": counted.precision, "unknown": unknown}
+        output.write_json(file, about, made, left_out)
     if png:
         output.plot(png, f"{recipe}, {parameters:,} parameters, {options.machine}, {options.scaling} scaling", made)
 

@@ -1,6 +1,7 @@
 """Machines of any number of nodes: presets from data sheets, and the JSON of `echelon bench`."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,9 +87,16 @@ def measured(machine: Machine, found: Mapping[str, Any], file: str) -> Cluster:
     """Return the machine of a bench with the rates of its matrix products and copies."""
     end = "_flop_per_s"
     tflops = {name.removesuffix(end): rate / 1e12 for name, rate in found.get("matmul", {}).items()}
-    auto = "bf16" if "tf32" in tflops or not tflops else "fp32"  # the bench has TF32 on GPUs alone
+    auto = str(found.get("auto_precision") or likely_auto(tflops))
     host = found.get("copies", {}).get("pinned_to_host_bytes_per_s")
     unknown = (
         () if host else ("checkpoints: copies to the host were not measured; the rate of the link inside is taken",)
     )
     return Cluster(machine, tflops, 0.0, host or machine.inside.bytes_per_s, f"measured: {file}", auto, unknown)
+
+
+def likely_auto(tflops: Mapping[str, float]) -> str:
+    """Return what `auto` takes, by the rates of a file that does not say it. Files have TF32 on GPUs alone."""
+    if tflops and "tf32" not in tflops:
+        return "fp32"
+    return "fp16" if tflops.get("fp16", 0.0) > 2 * tflops.get("bf16", math.inf) else "bf16"  # a V100 emulates bf16
