@@ -262,7 +262,9 @@ def cause(numbers: Numbers, run: Run) -> tuple[str, str] | None:
     waits = {"data": faster_data, "communication": less_waiting, "checkpoint": rarer_checkpoints}
     part = max(waits, key=lambda part: share_of(part, numbers))
     share = share_of(part, numbers)
-    return (f"steps wait {share:.0%} of their time for {part}", waits[part](run) or trace(run)) if share > DATA else None
+    if share <= DATA:
+        return None
+    return f"steps wait {share:.0%} of their time for {part}", waits[part](run) or trace(run)
 
 
 # Settings, as arguments of the command.
