@@ -13,6 +13,7 @@ from trainer.callback import TrainerProtocol
 from trainer.errors import ConfigError
 
 OF_TRAINING = ("train_", "train/", "training_")
+KEY = "self.trainer.callback_metrics"
 OF_VALIDATION = ("val_", "val/", "valid_", "valid/", "validation_", "validation/")
 
 
@@ -28,20 +29,23 @@ class Logged:
         self.metrics: dict[str, Any] = {}  # objects of torchmetrics, by name
         self.names: dict[str, str] = {}  # the module's, by Echelon's
 
-    def add(self, name: str, value: Any, weight: int) -> None:
+    def add(self, name: str, value: Any, weight: int, key: str = "self.log({!r})") -> None:
         """Add a number, a tensor of one number, a metric of torchmetrics, or a dict of these.
+
+        Args:
+            key: What gave the value, with a place for its name; for errors.
 
         Raises:
             ConfigError: The value is none of these, or another name of the module is the same here.
         """
         if isinstance(value, Mapping):
             for inner, each in value.items():
-                self.add(inner, each, weight)
+                self.add(inner, each, weight, key)
             return
         short = short_name(name)
         if (other := self.names.setdefault(short, name)) != name:
             raise ConfigError(
-                f"self.log({name!r}): is {short!r} here, as {other!r} is, and both would be one mean; rename one"
+                f"{key.format(name)}: is {short!r} here, as {other!r} is, and both would be one mean; rename one"
             )
         if hasattr(value, "compute") and hasattr(value, "update"):
             self.metrics[short] = value
@@ -49,7 +53,7 @@ class Logged:
             value = torch.zeros(()) if value is None else value
         if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.numel() != 1):
             kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ConfigError(f"self.log({name!r}): got {kind}; log a number, a tensor of one number, or a metric")
+            raise ConfigError(f"{key.format(name)}: got {kind}; log a number, a tensor of one number, or a metric")
         both = self.sums.setdefault(short, [0.0, 0])
         value = value.detach().reshape(()).double() if isinstance(value, Tensor) else value
         both[0] += value * weight
@@ -77,24 +81,35 @@ def short_name(name: str) -> str:
 
 
 class StepMetrics(dict[str, Tensor]):
-    """The numbers of a step by Echelon's names. Look-ups take the module's names, too.
+    """The numbers of a step by Echelon's names. Look-ups and `in` take the module's names, too.
 
     Raises:
-        ConfigError: A name is of the validation; or a number is not there, and there is no default.
+        ConfigError: A name is of the validation; or a number is looked up, is not there, and there is no default.
     """
 
     def __missing__(self, name: str) -> Tensor:
-        key = f"self.trainer.callback_metrics[{name!r}]"
-        if name.startswith(OF_VALIDATION):
-            raise ConfigError(f"{key}: has numbers of training alone; keep those of validation_step in the module")
-        if (found := f"train/{short_name(name)}") in self:
+        if (found := self._find(name)) is not None:
             return self[found]
         known = f"has {', '.join(self)}" if self else "is not logged; give trainer.log_every_steps=1"
-        raise ConfigError(f"{key}: is not there, since this step {known}")
+        raise ConfigError(f"{KEY}[{name!r}]: is not there, since this step {known}")
+
+    def __contains__(self, name: object) -> bool:
+        return self._find(str(name)) is not None
 
     def get(self, name: str, default: Any = None) -> Any:
-        known = name in self or f"train/{short_name(name)}" in self
-        return self[name] if known or name.startswith(OF_VALIDATION) else default
+        found = self._find(name)
+        return default if found is None else self[found]
+
+    def _find(self, name: str) -> str | None:
+        """Return Echelon's name of a number; None if the number is not there."""
+        if super().__contains__(name):
+            return name
+        if name.startswith(OF_VALIDATION):
+            raise ConfigError(
+                f"{KEY}[{name!r}]: has numbers of training alone; keep those of validation_step in the module"
+            )
+        found = f"train/{short_name(name)}"
+        return found if super().__contains__(found) else None
 
 
 class AttachedTrainer:

@@ -36,6 +36,8 @@ class Batches:
     shuffles whether the loader does or not.
     """
 
+    yields_samples = False
+
     def __init__(self, loader: DataLoader[Any], seed: Callable[[], int]) -> None:
         self.loader, self.seed, self.epoch = loader, seed, 0
 

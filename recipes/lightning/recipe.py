@@ -146,8 +146,10 @@ class Lightning:
     def _training_step(self, model: nn.Module, module: Any, batch: Any, index: int) -> Tensor:
         batch = self._received(module, batch)
         self.view.in_training_step = True
-        output = model(*step_arguments(module, "training_step", batch, index), lightning_step="training_step")
-        self.view.in_training_step = False
+        try:
+            output = model(*step_arguments(module, "training_step", batch, index), lightning_step="training_step")
+        finally:  # an error may be caught, as by auto_batch
+            self.view.in_training_step = False
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if loss is None:
             raise ConfigError("training_step: returned no loss, and Echelon skips no batch; return the loss")

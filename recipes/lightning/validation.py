@@ -40,7 +40,7 @@ class Validation:
             found = output if isinstance(output, Mapping) else {"loss": output}
             for name, value in found.items():
                 if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
-                    logged.add(name, value, self.view.batch_size)
+                    logged.add(name, value, self.view.batch_size, "validation_step: {!r} of what it returns")
         return self._metrics()
 
     def end(self, module: Any) -> dict[str, Any]:

@@ -27,7 +27,8 @@ from toy_recipe import Toy
 
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.data.batch import count_samples
-from trainer.data.iterable import digest, part_of
+from trainer.data.iterable import digest, part_of, way_of_samples
+from trainer.data.limit import FirstOf
 from trainer.data.loader import Loader
 from trainer.errors import DataError
 from trainer.log import log_to_terminal, stop_log
@@ -191,6 +192,21 @@ def test_an_iterable_of_samples_is_told_of_its_attribute(sample, told):
         next(make_loader(recipe, 0).train(0))
     assert told in str(caught.value)
     assert str(caught.value).endswith(". If the iterable yields samples, give it the attribute yields_samples = True")
+
+
+class Wraps(Of):
+    source = "a file"
+
+
+class Batched(Of):
+    yields_samples = False
+
+
+@pytest.mark.parametrize(("kind", "told"), [(Wraps, True), (Batched, False)])
+@pytest.mark.parametrize("limit", [False, True])
+def test_an_iterable_is_known_by_its_own_attribute(kind, told, limit):
+    source = kind(0)
+    assert bool(way_of_samples(FirstOf(source, 2) if limit else source)) == told
 
 
 def test_a_recipe_that_weighs_its_batches_may_give_any_size():

@@ -15,9 +15,11 @@ from support.needs import needs
 from support.ranks import run_ranks
 
 from recipes.lightning import Lightning, LightningHooks
+from recipes.lightning.data import Batches
 from trainer.callback import Callback
 from trainer.composition import arrange
 from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.data.iterable import way_of_samples
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
 from trainer.testing.contract import load
@@ -281,11 +283,33 @@ def test_a_mean_of_the_epoch_that_a_step_asks_for_is_told_once(tmp_path, monkeyp
     ]
 
 
+def test_batches_of_a_loader_are_no_samples():
+    """A LightningDataModule's loader has no attribute to set."""
+    assert way_of_samples(Batches(torch.utils.data.DataLoader([1.0]), lambda: 0)) == ""  # pyright: ignore[reportArgumentType]
+
+
+def test_a_step_that_fails_has_ended(tmp_path, monkeypatch):
+    """Memory may run out, and `auto_batch` goes on."""
+    monkeypatch.chdir(tmp_path)
+    recipe = Lightning(module_of("Classifier"))
+
+    def full(*_: Any, **__: Any) -> None:
+        assert recipe.view.in_training_step
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        recipe._training_step(full, recipe._make_module(), torch.zeros(2, 4), 0)  # pyright: ignore[reportArgumentType]
+    assert not recipe.view.in_training_step
+
+
 @pytest.mark.parametrize(
     ("read", "log_every_steps", "refused"),
     [
         (lambda metrics: metrics["train_lr"] == metrics.get("lr") == metrics["train/lr"] == 0.01, 1, ""),
         (lambda metrics: metrics.get("train_lr", metrics == {}), 50, ""),
+        (lambda metrics: "train_lr" in metrics and "lr" in metrics and "train/lr" in metrics, 1, ""),
+        (lambda metrics: "acc" not in metrics and "train_lr" not in dict(metrics), 1, ""),
+        (lambda metrics: "val_loss" in metrics, 1, r"\['val_loss'\]: has numbers of training alone"),
         (lambda metrics: metrics["val_loss"], 1, r"\['val_loss'\]: has numbers of training alone; keep those of"),
         (lambda metrics: metrics.get("val_loss"), 1, r"\['val_loss'\]: has numbers of training alone"),
         (lambda metrics: metrics["acc"], 1, r"\['acc'\]: is not there, since this step has train/loss, train/lr"),

@@ -11,6 +11,8 @@ from support.needs import needs
 from support.ranks import run_ranks
 
 from recipes.lightning import Lightning, LightningHooks
+from recipes.lightning.attached import AttachedTrainer, Logged
+from recipes.lightning.validation import Validation
 from trainer.callbacks.early_stop import EarlyStop
 from trainer.callbacks.shard.callback import Shard
 from trainer.config.options import CheckpointOptions, DataOptions, LimitOptions, Options
@@ -102,6 +104,15 @@ def test_what_is_logged_at_the_end_is_watched_and_else_is_refused_before_step_1(
 def test_a_module_that_gives_no_such_metric_is_refused_before_step_1(name, words):
     with pytest.raises(ConfigError, match=words):
         made(Place(), name)
+
+
+def test_two_returned_numbers_of_one_name_are_refused_as_returned():
+    validation = Validation(AttachedTrainer(None))
+    validation.view.logged = Logged()
+    with pytest.raises(ConfigError) as refused:
+        validation.take({"loss": 1.0, "val_loss": 1.0})
+    text = "validation_step: 'val_loss' of what it returns: is 'loss' here, as 'loss' is"
+    assert str(refused.value) == f"{text}, and both would be one mean; rename one"
 
 
 def test_an_epoch_ends_at_the_limit_of_the_loaders_batches():

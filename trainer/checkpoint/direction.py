@@ -4,11 +4,11 @@ import re
 
 from trainer.log import log
 
-LARGER = {"accuracy", "auc", "auroc", "f1", "dice", "bleu", "rouge", "rouge1", "rouge2", "rougel", "precision"}
+LARGER = {"acc", "accuracy", "auc", "auroc", "f1", "dice", "bleu", "rouge", "rouge1", "rouge2", "rougel", "precision"}
 LARGER |= {"recall", "mfu", "psnr"}
 SMALLER = {"loss", "error", "perplexity", "ppl", "wer", "mae", "mse", "rmse", "nats", "bits"}
 NEITHER = {"scale", "weight"}  # of a loss
-WORD = re.compile("[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+|[0-9]+")  # BinaryAUROC has two
+WORD = re.compile("[A-Z]+[0-9]+|[A-Z]+(?![a-z])|[A-Z]?[a-z]+[0-9]*|[0-9]+")  # BinaryF1Score has three
 
 
 def usual(metric: str) -> int:

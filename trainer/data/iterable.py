@@ -21,6 +21,7 @@ from torch.utils.data import (
 )
 
 from trainer.data.batch import Micro, Split, count_samples
+from trainer.data.limit import FirstOf
 from trainer.data.stream import Stream
 from trainer.errors import DataError
 from trainer.log import log
@@ -81,10 +82,10 @@ def count_batch(source: object, batch: Any) -> int:
 
 def way_of_samples(source: Any) -> str:
     """Return how an iterable yields samples instead of batches; empty if it is known to yield either."""
-    source = getattr(source, "source", source)  # of `FirstOf`
+    source = source.source if isinstance(source, FirstOf) else source
     if isinstance(source, list | tuple):
         return ". For a list of samples, return a Dataset"
-    known = isinstance(source, DataLoader | Stream)
+    known = isinstance(source, DataLoader | Stream) or hasattr(source, "yields_samples")
     return "" if known else ". If the iterable yields samples, give it the attribute yields_samples = True"
 
 
