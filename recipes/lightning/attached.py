@@ -127,7 +127,7 @@ class AttachedTrainer:
         self.count_batches: Callable[[int], float] = lambda ranks: math.inf  # of an epoch, for data that gives batches
         self.training, self.validating, self.predicting, self.batch_size = True, False, False, 1
         self.logged, self.in_training_step = Logged(), False
-        self.of_epoch: set[str] = set()  # names that are logged with on_epoch in training_step
+        self.of_epoch: dict[str, bool] = {}  # names with on_epoch in training_step, and whether each step has them, too
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,10 +1,12 @@
 """Attaches a LightningModule to Echelon's trainer, and calls its hooks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from recipes.lightning.attached import Logged
 from recipes.lightning.module import find, overrides
 from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.data.batch import Step
@@ -19,8 +21,8 @@ GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 class LightningHooks(Callback):
     """Belongs to the recipe Lightning.
 
-    The state is what schedulers of role ReduceLROnPlateau have seen, and what the end of an epoch has logged since the
-    last logged step. All else follows from the step.
+    The state is what schedulers of role ReduceLROnPlateau have seen, what the end of an epoch has logged since the last
+    logged step, and each rank's sums of the epoch. All else follows from the step.
     """
 
     role = Role.MEASURE
@@ -38,6 +40,9 @@ class LightningHooks(Callback):
         recipe.own_optimizer = make == recipe.optimizer
         model = build()
         self.of_epoch: dict[str, float] = {}
+        self.sums: dict[str, list[Any]] = {}  # of what training_step logs with on_epoch, and the weights
+        self.objects: dict[str, Any] = {}  # metrics of torchmetrics among these
+        self.world = trainer.world
         self.plateaus: dict[int, dict[str, float]] = recipe.configured.plateaus
         return model
 
@@ -65,20 +70,25 @@ class LightningHooks(Callback):
         recipe, module = trainer.recipe, find(trainer.module)
         recipe.passes, self.epoch = 0, recipe.view.current_epoch
         recipe.view.logged.clear()
-        trainer.gathered.append((recipe.view.logged.numbers, self._name))
+        trainer.gathered.append((partial(self._of_step, recipe.view.logged, recipe.view.of_epoch), self._name))
         module.on_fit_start()
         module.on_train_start()
         module.on_train_epoch_start()
         self.open = True  # an epoch has begun, and not ended
 
     def _name(self, ranks: list[Any]) -> dict[str, float]:
-        """Return the means over ranks of what training_step logs. The loss is Echelon's own."""
+        """Return the means over ranks of what is logged. The loss of a step is Echelon's own."""
         return {f"train/{name}": value for name, value in mean_of(ranks).items() if name != "loss"}
+
+    def _of_step(self, logged: Logged, of_epoch: Mapping[str, bool]) -> dict[str, list[float]]:
+        """Return what training_step logs for the step."""
+        return {name: both for name, both in logged.numbers().items() if of_epoch.get(name, True)}
 
     def on_step_end(self, trainer: TrainerProtocol) -> None:
         recipe, module = trainer.recipe, find(trainer.module)
         recipe.end_batch(module)
         recipe.passes = 0
+        self._add(recipe.view.logged, recipe.view.of_epoch)
         recipe.view.logged.clear()
         if recipe.view.current_epoch > self.epoch:
             self.epoch = recipe.view.current_epoch
@@ -90,13 +100,27 @@ class LightningHooks(Callback):
             trainer.metrics |= self.of_epoch
             self.of_epoch = {}
 
+    def _add(self, logged: Logged, of_epoch: Mapping[str, bool]) -> None:
+        """Add what a step has logged with on_epoch to the sums of the epoch."""
+        for name in of_epoch.keys() & logged.sums.keys():
+            both = self.sums.setdefault(name, [0.0, 0])
+            self.sums[name] = [total + more for total, more in zip(both, logged.sums[name], strict=True)]
+        self.objects |= {name: metric for name, metric in logged.metrics.items() if name in of_epoch}
+
     def _end_epoch(self, trainer: TrainerProtocol, module: Any) -> None:
-        """Call the module's hook. Its values, as means over ranks, are in the metrics of the next logged step."""
+        """Call the module's hook. The values of the epoch, as means over ranks, are in the next logged step's metrics.
+
+        A name that training_step logs with on_epoch gets `_epoch` at its end, as in Lightning.
+        """
         module.on_train_epoch_end()
-        if overrides(module, "on_train_epoch_end"):
-            logged = trainer.recipe.view.logged
-            self.of_epoch |= self._name(trainer.ranks.gather(logged.computed()))
-            logged.clear()
+        logged = trainer.recipe.view.logged
+        own = {f"{name}_epoch": both for name, both in plain(self.sums).items()}
+        own |= {f"{name}_epoch": [float(metric.compute()), 1] for name, metric in sorted(self.objects.items())}
+        self.of_epoch |= self._name(trainer.ranks.gather(own | logged.computed()))
+        for metric in self.objects.values():
+            metric.reset()
+        self.sums, self.objects = {}, {}
+        logged.clear()
 
     def on_validation_end(self, trainer: TrainerProtocol, metrics: dict[str, float]) -> None:
         trainer.recipe.configured.validated(trainer.step, metrics)
@@ -114,6 +138,26 @@ class LightningHooks(Callback):
         plateaus = {str(step): values for step, values in self.plateaus.items()}
         return {"plateaus": plateaus, "of_epoch": self.of_epoch}
 
+    def rank_state_dict(self) -> dict[str, Any]:
+        return {"sums": plain(self.sums)}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        self.sums = {name: list(both) for name, both in state["sums"].items()}
+
+    def merge_rank_states(self, states: Iterator[dict[str, Any]]) -> dict[str, Any]:
+        """Return equal parts of all sums."""
+        merged: dict[str, list[float]] = {}
+        for state in states:
+            for name, (total, weight) in state["sums"].items():
+                known = merged.get(name, [0.0, 0.0])
+                merged[name] = [known[0] + total / self.world, known[1] + weight / self.world]
+        return {"sums": merged}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.plateaus.update({int(step): values for step, values in state["plateaus"].items()})
         self.of_epoch = dict(state.get("of_epoch", {}))
+
+
+def plain(sums: Mapping[str, list[Any]]) -> dict[str, list[float]]:
+    """Return sums and weights as plain numbers."""
+    return {name: [float(total), float(weight)] for name, (total, weight) in sums.items()}

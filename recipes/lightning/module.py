@@ -1,13 +1,13 @@
 """Makes a LightningModule callable through wrappers: its forward pass runs a step if it is told which."""
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from recipes.lightning.attached import AttachedTrainer, short_name
 from trainer.errors import ConfigError
-from trainer.log import log
 
 BASE = "LightningModule"  # of lightning.pytorch, or of pytorch_lightning: a package of its own
 OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")  # of `log`, in its order
@@ -42,10 +42,9 @@ class Attached:
         reduce = options.get("reduce_fx", "mean")
         if reduce not in ("mean", "avg"):
             raise ConfigError(f"self.log({name!r}, reduce_fx={reduce!r}): Echelon logs means; leave reduce_fx out")
-        if options.get("on_epoch") and self.view.in_training_step and name not in self.view.of_epoch:
-            self.view.of_epoch.add(name)
-            text = "has the mean of a logged step, and not of the epoch; log that in on_train_epoch_end"
-            log.warning("self.log(%r, on_epoch=True): train/%s %s", name, short_name(name), text)
+        if options.get("on_epoch") and self.view.in_training_step:
+            names = map(short_name, value if isinstance(value, Mapping) else [name])
+            self.view.of_epoch |= dict.fromkeys(names, options.get("on_step") is not False)
         self.view.logged.add(name, value, batch_size or self.view.batch_size)
 
     @property

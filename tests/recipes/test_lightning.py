@@ -15,11 +15,9 @@ from support.needs import needs
 from support.ranks import run_ranks
 
 from recipes.lightning import Lightning, LightningHooks
-from recipes.lightning.data import Batches
 from trainer.callback import Callback
 from trainer.composition import arrange
 from trainer.config.options import CheckpointOptions, DataOptions, Options
-from trainer.data.iterable import way_of_samples
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
 from trainer.testing.contract import load
@@ -186,24 +184,27 @@ def test_what_the_end_of_an_epoch_logs_is_lightnings(world, tmp_path, monkeypatc
             assert of_epochs[-1][f"train/{name}"] == pytest.approx(theirs["validation"][f"train_{name}"])
 
 
-def test_what_the_end_of_an_epoch_has_logged_outlives_a_resume(tmp_path, monkeypatch):
-    """Step 12 ends an epoch, step 13 has a checkpoint, and step 15 is logged."""
+@pytest.mark.parametrize(
+    ("name", "step", "of_epoch"),
+    [("EpochEnd", 13, ("acc_epoch", "batches")), ("MeanOfEpoch", 8, ("acc_epoch", "size_epoch", "loss_epoch"))],
+)
+def test_what_an_epoch_has_logged_outlives_a_resume(name, step, of_epoch, tmp_path, monkeypatch):
+    """Step 12 ends an epoch, and step 15 is logged."""
     monkeypatch.chdir(tmp_path)
-    often = {"max_steps": 15, "log_every_steps": 5, "checkpoint": CheckpointOptions(every_steps=13)}
-    data = datamodule_of("EpochEnd")[0]
-    straight = train(data, "EpochEnd", run_dir="runs/a", **often).last_metrics
-    resumed = train(data, "EpochEnd", run_dir="runs/b", resume="ckpt/a/step-00000013", **often).last_metrics
-    assert straight["train/batches"] == 12
-    for name in ("acc_epoch", "batches"):
-        assert resumed[f"train/{name}"] == straight[f"train/{name}"]
+    often = {"max_steps": 15, "log_every_steps": 5, "checkpoint": CheckpointOptions(every_steps=step)}
+    data = datamodule_of(name)[0]
+    straight = train(data, name, run_dir="runs/a", **often).last_metrics
+    resumed = train(data, name, run_dir="runs/b", resume=f"ckpt/a/step-{step:08d}", **often).last_metrics
+    for key in of_epoch:
+        assert resumed[f"train/{key}"] == straight[f"train/{key}"]
 
 
-def test_a_metric_without_a_value_of_the_batch_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"training_step: self\.log\('acc'\) got a metric without a value of this batch"
-    ):
-        train(datamodule_of("Updated")[0], "Updated")
+def test_sums_of_an_epoch_are_shared_by_other_ranks():
+    """Two ranks go on as three: the mean of the epoch is that of all batches."""
+    hooks = LightningHooks()
+    hooks.world = 3
+    merged = hooks.merge_rank_states(iter([{"sums": {"acc": [6.0, 4]}}, {"sums": {"acc": [9.0, 5], "size": [3.0, 3]}}]))
+    assert merged == {"sums": {"acc": [pytest.approx(5.0), pytest.approx(3.0)], "size": [1.0, 1.0]}}
 
 
 @pytest.mark.parametrize("name", ["Classifier", "OnPlateau"])
@@ -272,34 +273,15 @@ def test_what_echelon_cant_run_is_refused_by_name(name, words, tmp_path, monkeyp
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_mean_of_the_epoch_that_a_step_asks_for_is_told_once(tmp_path, monkeypatch, capsys):
+def test_a_mean_of_the_epoch_that_a_step_asks_for_is_lightnings(tmp_path, monkeypatch):
+    """Lightning calls it `train_acc` where no step has it. On several ranks it has rank 0's, and Echelon the mean."""
     monkeypatch.chdir(tmp_path)
-    train(datamodule_of("")[0], "MeanOfEpoch", max_steps=8, validate_every=None)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "on_epoch" in line]
-    told = "has the mean of a logged step, and not of the epoch; log that in on_train_epoch_end"
-    assert lines == [
-        f"warning: self.log('{name}', on_epoch=True): train/{short} {told}"
-        for name, short in (("train_acc", "acc"), ("size", "size"))
-    ]
-
-
-def test_batches_of_a_loader_are_no_samples():
-    """A LightningDataModule's loader has no attribute to set."""
-    assert way_of_samples(Batches(torch.utils.data.DataLoader([1.0]), lambda: 0)) == ""  # pyright: ignore[reportArgumentType]
-
-
-def test_a_step_that_fails_has_ended(tmp_path, monkeypatch):
-    """Memory may run out, and `auto_batch` goes on."""
-    monkeypatch.chdir(tmp_path)
-    recipe = Lightning(module_of("Classifier"))
-
-    def full(*_: Any, **__: Any) -> None:
-        assert recipe.view.in_training_step
-        raise torch.OutOfMemoryError
-
-    with pytest.raises(torch.OutOfMemoryError):
-        recipe._training_step(full, recipe._make_module(), torch.zeros(2, 4), 0)  # pyright: ignore[reportArgumentType]
-    assert not recipe.view.in_training_step
+    (((ours, theirs),),) = run_ranks(1, both, [("MeanOfEpoch", 1)])
+    last = ours["logged"][-1]
+    for name, of_lightning in (("acc", "train_acc"), ("size", "size_epoch"), ("loss", "train_loss_epoch")):
+        assert last[f"train/{name}_epoch"] == pytest.approx(theirs["validation"][of_lightning])
+    assert last["train/size"] != pytest.approx(last["train/size_epoch"]) and "train/acc" not in last
+    assert ["train/acc_epoch" in metrics for metrics in ours["logged"]] == [step in (12, 24) for step in range(1, 25)]
 
 
 @pytest.mark.parametrize(
