@@ -78,8 +78,8 @@ def test_gpus_in_other_slots_are_equal(sys):
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ({"name": "NVIDIA A100"}, f"NVIDIA A100, 80 GiB, 700 W; {H100}"),
-        ({"limit_milliwatts": 500_000}, "NVIDIA H100 80GB HBM3, 80 GiB, 500 W; "),
+        ({"name": "NVIDIA A100"}, f"1 x NVIDIA A100, 80 GiB, 700 W + 1 x {H100}"),
+        ({"limit_milliwatts": 500_000}, "1 x NVIDIA H100 80GB HBM3, 80 GiB, 500 W + 1 x "),
         ({"width": 8}, f"{H100}, PCIe x8 of x16"),
         ({"mig": True}, f"{H100}, MIG"),
     ],
@@ -91,6 +91,25 @@ def test_the_last_of_a_machines_gpus_counts_as_the_first_does(sys, other, words)
     found = examine(sys, free(pci=ONE), free(pci=TWO, **other))
     (kind,) = [finding for finding in found if finding.subject == "kind of GPU"]
     assert kind.level == NOTE and words in kind.value and "; the slowest rank sets the pace; " in kind.line()
+
+
+A100 = "NVIDIA A100, 80 GiB, 700 W"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        ("HA", "H", f"1 x {A100} + 1 x {H100} (rank 0) | {H100} (rank 1)"),
+        ("HHA", "HAA", f"1 x {A100} + 2 x {H100} (rank 0) | 2 x {A100} + 1 x {H100} (rank 1)"),
+        ("HHA", "HHB", f"1 x {A100} (rank 0) | 1 x NVIDIA B200, 80 GiB, 700 W (rank 1)"),
+        ("HA", "AH", ""),
+        ("HH", "H", ""),  # as fast
+    ],
+)
+def test_kinds_are_compared_whole_and_by_their_numbers(sys, one, other, words):
+    names = {"A": {"name": "NVIDIA A100"}, "B": {"name": "NVIDIA B200"}, "H": {}}
+    lines = between(sys, *([free(pci=ONE, **names[kind]) for kind in kinds] for kinds in (one, other)))
+    assert [line.partition(": ")[2].partition("; ")[0] for line in lines] == ([words] if words else [])
 
 
 def test_power_limits_of_two_machines(sys):

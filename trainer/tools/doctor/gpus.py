@@ -112,9 +112,12 @@ def devices(library: ModuleType, sys: Path) -> Iterator[Shown]:
 
 def kinds(shown: list[Shown]) -> Iterator[Finding]:
     """Yield the kinds of this machine's GPUs, without their slots; the report compares those of all ranks."""
-    if found := sorted({gpu.kind for gpu in shown} - {""}):
-        worse = (NOTE, "the slowest rank sets the pace", "see +callbacks=[hetero_batch]") if found[1:] else ()
-        yield Finding("kind of GPU", "; ".join(found), *worse)
+    counts = Counter(sorted(gpu.kind for gpu in shown if gpu.kind))
+    if len(counts) == 1:
+        yield Finding("kind of GPU", *counts)
+    elif counts:
+        value = " + ".join(f"{count} x {kind}" for kind, count in counts.items())
+        yield Finding("kind of GPU", value, NOTE, "the slowest rank sets the pace", "see +callbacks=[hetero_batch]")
 
 
 def nvlinks(library: ModuleType, handle: Any) -> Counter[str]:

@@ -7,6 +7,7 @@ from typing import Any
 from trainer.tools.doctor.finding import ERROR, LEVELS, NOTE, OK, WARNING, Finding
 
 MOST = 8  # lines about a subject that differ between ranks; JSON has all
+SEPARATORS = (" + ", ", ")  # of the entries of a list; the first that a value has
 EQUAL = {  # subject -> how bad a difference between ranks is, what it causes, and the way out
     "Echelon": (ERROR, "ranks may call different collectives and wait for ever", "install the same version"),
     "torch": (ERROR, "ranks may call different collectives and wait for ever", "install the same version"),
@@ -56,8 +57,8 @@ def differences(rows: Mapping[int, Iterable[Finding]]) -> list[Finding]:
 
 
 def unlike(by_value: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
-    """Return the values; those that are lists, of packages or variables, without the entries that all have."""
-    separator = ", " if any(", " in value for value in by_value) else " "
+    """Return the values; those that are lists, of packages, variables or GPUs, without the entries that all have."""
+    separator = next((word for word in SEPARATORS if any(word in value for value in by_value)), " ")
     parts = {value: value.split(separator) for value in by_value}
     common = set.intersection(*map(set, parts.values()))
     cut = {value: separator.join(part for part in own if part not in common) or "-" for value, own in parts.items()}
