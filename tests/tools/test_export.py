@@ -230,6 +230,12 @@ def test_a_run_made_in_python_has_no_config_to_export_from(tmp_path, monkeypatch
         make_export(checkpoint, Path("out"), [])
 
 
+@pytest.mark.parametrize("change", ["micro_batch=8", "trainer.precision=bf16", "trainer.checkpoint.dir=x", "batch=4"])
+def test_a_setting_that_changes_nothing_is_refused(change):
+    with pytest.raises(ConfigError, match=rf"^{re.escape(change)}: changes nothing here; leave it out$"):
+        make_export("x", Path("out"), ["recipe.x=1", "data.workers=0", "trainer.seed=1", change])
+
+
 def test_only_what_is_missing_is_asked_for(monkeypatch, capsys):
     """KEY=VALUE may be left out."""
     monkeypatch.setattr(sys, "argv", ["export", "ckpt/last.pt"])

@@ -5,7 +5,8 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from trainer.checkpoint.parts import open_parts, read_all
 from trainer.checkpoint.pretrained import put_weights
 from trainer.checkpoint.serialize import load_state
 from trainer.config.check import check
+from trainer.config.options import Options
 from trainer.config.redact import redacted_keys
 from trainer.config.targets import OWN, locate
 from trainer.data.source import Samples, open_source
@@ -36,6 +38,8 @@ UNTRAINED = {
     "optimizer": {"_target_": "trainer.optim.factories.adamw", "_partial_": True},
     "schedule": {"_target_": "trainer.optim.schedule.Constant"},
 }
+READ = ("seed", "allow_targets")  # of the trainer's options
+UNREAD = {"batch", "micro_batch", "accumulate", "optimizer", "schedule", "nccl", "tuned"}
 
 
 def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
@@ -46,9 +50,10 @@ def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
 
     Raises:
         ConfigError: The checkpoint or its run's config is missing or damaged. Or the recipe exports nothing, or has
-            another model or other data by now. Or the folder can't be written.
+            another model or other data by now. Or the folder can't be written, or a change has no effect.
         DataError: The data can't be opened.
     """
+    refuse_unread(changes, READ)
     key, path = f"CHECKPOINT={checkpoint}", Path(os.path.realpath(checkpoint))
     manifest, made = open_run(path, changes, key)
     recipe, seed = made["recipe"], made["options"].seed
@@ -61,6 +66,27 @@ def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
     recipe.export(model.eval(), folder)
     apply_umask(folder)
     print(f"{path} -> {folder}")
+
+
+def refuse_unread(changes: list[str], read: Collection[str], flags: Mapping[str, str] | None = None) -> None:
+    """Refuse settings of the run that change nothing here, such as those of its steps and checkpoints.
+
+    Args:
+        read: The trainer's options that change something.
+        flags: What takes a setting's place.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    flags = flags or {}
+    unread = UNREAD | {f"trainer.{option.name}" for option in fields(Options) if option.name not in read}
+    for change in changes:
+        key, _, value = change.partition("=")
+        parts = key.split(".")
+        if key in flags:
+            raise ConfigError(f"{change}: changes nothing here; give {flags[key]} {value}")
+        if {parts[0], ".".join(parts[:2])} & unread:
+            raise ConfigError(f"{change}: changes nothing here; leave it out")
 
 
 def open_run(path: Path, changes: list[str], key: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -4,7 +4,7 @@ import argparse
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from trainer.checkpoint.lock import CHECKPOINTED
 from trainer.checkpoint.manifest import Damaged
 from trainer.comm.device import count_gpus
 from trainer.comm.ranks import Ranks
-from trainer.config.options import Options
 from trainer.errors import ConfigError, require
 from trainer.interactive.inference import Inference
 from trainer.interactive.predictions import Predictions
@@ -24,12 +23,11 @@ from trainer.log import log_to_terminal
 from trainer.precision import Precision
 from trainer.process.environment import detect
 from trainer.process.temporary import sockets_in, temporary_folder
-from trainer.tools.export import open_run, whole_model
+from trainer.tools.export import open_run, refuse_unread, whole_model
 
 FLAGS = {"trainer.devices": "--devices", "micro_batch": "--micro-batch"}  # what takes a setting's place
+# The trainer's options that are read.
 READ = ("accelerator", "backend", "timeout_s", "precision", "deterministic", "master_weights", "seed", "allow_targets")
-UNREAD = {f"trainer.{option.name}" for option in fields(Options) if option.name not in READ}
-UNREAD |= {"batch", "accumulate", "optimizer", "schedule", "nccl", "tuned"}
 
 
 @dataclass(frozen=True)
@@ -59,27 +57,12 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
     return made
 
 
-def refuse_unread(changes: list[str]) -> None:
-    """Refuse settings of the run that change nothing here, such as those of its steps and checkpoints.
-
-    Raises:
-        ConfigError: There is one.
-    """
-    for change in changes:
-        key, _, value = change.partition("=")
-        parts = key.split(".")
-        if key in FLAGS:
-            raise ConfigError(f"{change}: changes nothing here; give {FLAGS[key]} {value}")
-        if {parts[0], ".".join(parts[:2])} & UNREAD:
-            raise ConfigError(f"{change}: changes nothing here; leave it out")
-
-
 def on_ranks(arguments: argparse.Namespace, function: Callable[[Request], Any]) -> Any:
     """Call `function` on the ranks that a launcher has started, or else on `--devices` ranks; return rank 0's result.
 
     On the other ranks of a launcher, return None.
     """
-    refuse_unread(arguments.changes)
+    refuse_unread(arguments.changes, READ, FLAGS)
     require("--micro-batch", arguments.micro_batch, at_least=1)
     if not (arguments.devices == "auto" or arguments.devices.isdecimal()):
         raise ConfigError(f"--devices={arguments.devices}: is neither a number nor auto")
