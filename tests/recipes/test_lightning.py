@@ -284,6 +284,25 @@ def test_a_mean_of_the_epoch_that_a_step_asks_for_is_lightnings(tmp_path, monkey
     assert ["train/acc_epoch" in metrics for metrics in ours["logged"]] == [step in (12, 24) for step in range(1, 25)]
 
 
+def test_batches_of_a_loader_are_no_samples():
+    """A LightningDataModule's loader has no attribute to set."""
+    assert way_of_samples(Batches(torch.utils.data.DataLoader([1.0]), lambda: 0)) == ""
+
+
+def test_a_step_that_fails_has_ended(tmp_path, monkeypatch):
+    """Memory may run out, and `auto_batch` goes on."""
+    monkeypatch.chdir(tmp_path)
+    recipe = Lightning(module_of("Classifier"))
+
+    def full(*_: Any, **__: Any) -> None:
+        assert recipe.view.in_training_step
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        recipe._training_step(full, recipe._make_module(), torch.zeros(2, 4), 0)
+    assert not recipe.view.in_training_step
+
+
 @pytest.mark.parametrize(
     ("read", "log_every_steps", "refused"),
     [
