@@ -15,9 +15,11 @@ from support.needs import needs
 from support.ranks import run_ranks
 
 from recipes.lightning import Lightning, LightningHooks
+from recipes.lightning.data import Batches
 from trainer.callback import Callback
 from trainer.composition import arrange
 from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.data.iterable import way_of_samples
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
 from trainer.testing.contract import load
