@@ -21,8 +21,8 @@ GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 class LightningHooks(Callback):
     """Belongs to the recipe Lightning.
 
-    The state is what schedulers of role ReduceLROnPlateau have seen, what the end of an epoch has logged since the last
-    logged step, and each rank's sums of the epoch. All else follows from the step.
+    The state is what schedulers of role ReduceLROnPlateau have seen, and what the end of an epoch has logged since the
+    last logged step. Each rank has its sums of the epoch. All else follows from the step.
     """
 
     role = Role.MEASURE
