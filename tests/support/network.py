@@ -3,12 +3,15 @@
 import os
 import shutil
 import subprocess
+import time
+from collections.abc import Iterable
 
 import pytest
 
 from scripts.cluster.netns import Cluster, namespaces
 
-__all__ = ["Cluster", "namespaces", "needs_cluster"]
+__all__ = ["Cluster", "left_behind", "namespaces", "needs_cluster"]
+OTHERS_S = 60  # in which tests beside this one remove theirs
 
 
 def lacking() -> str:
@@ -21,3 +24,12 @@ def lacking() -> str:
 
 
 needs_cluster = pytest.mark.skipif(bool(lacking()), reason=f"no network namespaces: {lacking()}")
+
+
+def left_behind(before: Iterable[str]) -> set[str]:
+    """Return the namespaces that were not there before, and stay."""
+    left, deadline = set(namespaces()) - set(before), time.monotonic() + OTHERS_S
+    while left and time.monotonic() < deadline:
+        time.sleep(0.2)
+        left &= set(namespaces())
+    return left

@@ -87,10 +87,18 @@ def test_advice_is_compared_by_its_name_and_counts_if_most_runs_have_it() -> Non
 def test_a_wait_of_the_same_length_is_a_larger_share_of_a_shorter_step() -> None:
     def waiting(seconds: float, data_s: float, advised: bool) -> dict:
         line = {"name": "data_wait", "text": "data", "config": "data.workers=2"}
-        return {**run(seconds), "advice": [line] * advised, "phases": {"step": seconds, "data": data_s}}
+        return {
+            **run(seconds),
+            "advice": [line] * advised,
+            "phases": {"step": seconds, "data": data_s},
+            "spread_s": 0.02,
+        }
 
     same = EXACT.judge([(waiting(1.0, 0.03, False), waiting(0.1, 0.03, True))] * 5)
     assert same.recommended and any("it waits no longer than today's: data" in line for line in same.findings)
+    lag = {"name": "straggler", "text": "rank 1", "config": "hetero_batch"}
+    late = EXACT.judge([(waiting(1.0, 0.0, False), {**waiting(0.1, 0.0, True), "advice": [lag]})] * 5)
+    assert late.recommended and any("it waits no longer than today's: rank 1" in line for line in late.findings)
     longer = EXACT.judge([(waiting(1.0, 0.03, False), waiting(0.5, 0.1, True))] * 5)
     assert longer.faults == ["the winner's run is advised what today's is not: data; try data.workers=2"]
 

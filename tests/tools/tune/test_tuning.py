@@ -330,7 +330,14 @@ class Answers:
     def trial(self, config: dict[str, Any]) -> dict[str, Any]:
         step_s = 0.5 if config["micro_batch"] == 6 else 1.0
         phases = {**dict.fromkeys(PHASES, 0.0), "step": step_s, "forward": 0.3 * step_s, "backward": 0.7 * step_s}
-        shown = {"losses": [2.0, 1.0], "precision": "fp32", "memory_bytes": 1.0, "advice": [], "phases": phases}
+        shown = {
+            "losses": [2.0, 1.0],
+            "precision": "fp32",
+            "memory_bytes": 1.0,
+            "advice": [],
+            "phases": phases,
+            "spread_s": 0.0,
+        }
         return {"times": [step_s] * 2, **shown}
 
 

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,12 @@ from trainer.tools.tune.time_to_loss import difference, drift
 ROUNDING = {"fp32": 1e-3, "tf32": 1e-2}  # largest relative difference of losses that only round differently
 NAMES = ("before", "after")
 LEAST = 0.01  # share of a step from which on a phase is named
-WAITS = {"data_wait": "data", "communication": "communication"}  # advice about a share of the step -> its phase
+Seconds = Callable[[Mapping[str, Any]], float]
+WAITS: dict[str, Seconds] = {  # advice about a share of the step -> its seconds in a result
+    "data_wait": lambda result: result["phases"]["data"],
+    "communication": lambda result: result["phases"]["communication"],
+    "straggler": lambda result: result["spread_s"],
+}
 COARSE = 5e-2  # the same for precisions of 16 bits and fewer
 
 
@@ -44,7 +49,7 @@ class Judge:
 
     def judge(self, pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Verdict:
         """Judge pairs of results, today's and the winner's, each with `step_s`, `score_s`, `losses`, `memory_bytes`,
-        `advice`, `phases`.
+        `advice`, `phases`, `spread_s`.
         """
         faults: list[str] = []
         findings: list[str] = []
@@ -111,11 +116,11 @@ class Judge:
                 faults.append(f"the winner's run is advised what today's is not: {words}")
 
 
-def takes_no_longer(phase: str, pairs: Sequence[Any]) -> bool:
-    """Return whether a phase takes at most `LEAST` of today's step longer; false if it is not known."""
+def takes_no_longer(seconds: Seconds, pairs: Sequence[Any]) -> bool:
+    """Return whether a wait takes at most `LEAST` of today's step longer; false if it is not known."""
     if not all(result["phases"] for pair in pairs for result in pair):
         return False
-    before, after = (statistics.median(pair[i]["phases"][phase] for pair in pairs) for i in (0, 1))
+    before, after = (statistics.median(seconds(pair[i]) for pair in pairs) for i in (0, 1))
     return after <= before + LEAST * statistics.median(pair[0]["phases"]["step"] for pair in pairs)
 
 

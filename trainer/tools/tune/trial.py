@@ -46,6 +46,9 @@ class Stopwatch(Callback):
         self.waits: list[float] = []  # for data
         self.worked: list[float] = []  # of these, processor seconds
         self.phases: list[dict[str, float]] = []  # of logged steps: the seconds of each phase, by step_timer
+        self.spreads: list[
+            float
+        ] = []  # of the same: seconds by which the slowest rank computes longer than the fastest
         self.result: dict[str, Any] = {}
 
     def wrap_batches(self, trainer, steps: Iterator[Step]) -> Iterator[Step]:
@@ -67,6 +70,7 @@ class Stopwatch(Callback):
         self.sums.append(weigh(trainer.losses, trainer.data.weights))
         if "time/step" in trainer.metrics:
             self.phases.append({name: trainer.metrics.get(f"time/{name}", 0.0) for name in PHASES})
+            self.spreads.append(trainer.metrics.get("time/spread", 0.0) * trainer.metrics["time/step"])
         last = trainer.step == trainer.plan.max_steps and len(self.ends) > self.warm  # of a run with fewer steps
         if last or len(self.ends) == self.warm + self.steps:
             trainer.emit("on_flush")  # what is deferred needs its peers
@@ -86,6 +90,7 @@ class Stopwatch(Callback):
             "memory_bytes": peak_bytes(device),
             "advice": advice(run_dir),
             "phases": mean_of(self.phases[1:]),  # the first logged one has the start
+            "spread_s": statistics.mean(self.spreads[1:] or [0.0]),
         }
 
 

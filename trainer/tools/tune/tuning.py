@@ -122,6 +122,7 @@ class Tuning:
             "memory_bytes": max(answer["memory_bytes"] for answer in answers),
             "advice": answers[0]["advice"],
             "phases": answers[0]["phases"],
+            "spread_s": answers[0]["spread_s"],
         }
 
     def measure(self) -> tuple[Model, bool, Tuned, list[Choice]]:
