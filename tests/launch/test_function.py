@@ -98,7 +98,8 @@ def test_an_interrupt_lets_a_trainer_write_its_checkpoint(tmp_path):
 
 def test_an_interrupt_ends_ranks_that_do_not_train(tmp_path):
     assert interrupted(tmp_path, "pids", "pid-1").endswith("interrupted\n")
-    assert not [file for file in tmp_path.glob("pid-*") if alive(int(file.read_text()))]
+    pids = [file.read_text() for file in tmp_path.glob("pid-*")]
+    assert not [pid for pid in pids if pid and alive(int(pid))]  # a rank may have ended before it wrote
 
 
 def test_a_rank_launches_nothing(monkeypatch):
