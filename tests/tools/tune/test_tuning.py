@@ -180,7 +180,8 @@ def test_a_running_job_takes_the_result_over(folder: Path) -> None:
     run_words += ["~callbacks.progress"]  # nobody reads what it prints
     with popen(run_words, folder, MAIN, **variables(folder)) as job:
         until(metrics.exists, job)
-        result = tune(folder, "trainer.devices=2", "trainer.run_dir=runs/r", "tune.apply=true")
+        more = ["tune.apply=true", "tune.without=[compile]"]  # which a resume would refuse as new
+        result = tune(folder, "trainer.devices=2", "trainer.run_dir=runs/r", *more)
         assert result.code == 0 and "runs/r takes it over at its next checkpoint" in result.out, result
         until(lambda: OmegaConf.load(config).data.workers == 2, job)
         taken = metrics.read_text().count("\n")
