@@ -1,6 +1,6 @@
 """Echelon from Python: `from echelon import Trainer`."""
 
-from echelon import found as _found  # noqa: F401
+from echelon import found as _found  # noqa: F401 its import is the check
 from trainer import __version__
 from trainer.callback import Callback, Role
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, LimitOptions, Options

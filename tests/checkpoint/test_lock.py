@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint.lock import lock, unlock
+from trainer.checkpoint.lock import is_running, lock, unlock
 from trainer.errors import ConfigError
 
 REPO = str(Path(__file__).parents[2])
@@ -61,6 +61,7 @@ def test_the_same_process_may_claim_again_and_lets_go(run: Path) -> None:
     """As a notebook that makes a second trainer after a first that failed."""
     lock(run)
     lock(run)
+    assert is_running(run)  # and the lock stays: closing a descriptor would drop it
     attempt = [
         sys.executable,
         "-S",
@@ -75,6 +76,7 @@ def test_the_same_process_may_claim_again_and_lets_go(run: Path) -> None:
     unlock(run)
     assert subprocess.run(attempt, check=False, capture_output=True).returncode == 0
     unlock(run)
+    assert not is_running(run)
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])

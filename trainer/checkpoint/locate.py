@@ -48,8 +48,9 @@ def newest(run_dir: Path, reads: bool = False) -> Path | None:
             continue
         for bad, error in damaged.items():
             log.warning("damaged checkpoint, going back to %s: %s", checkpoint.name, error)
-            with suppress(OSError):  # a checkpoint that can't be renamed is skipped all the same
-                None if reads else hide(bad, "bad")
+            if not reads:
+                with suppress(OSError):  # a checkpoint that can't be renamed is skipped all the same
+                    hide(bad, "bad")
         return checkpoint
     for error in damaged.values():
         raise Damaged(f"none of the {len(damaged)} checkpoints in {run_dir} is valid: {error}")

@@ -84,9 +84,12 @@ def lock(run_dir: Path, key: str = "trainer.checkpoint.dir") -> None:
 
 
 def is_running(run_dir: Path) -> bool:
-    """Return whether another process writes the run; also if the file system has no locks, since none can tell."""
+    """Return whether a process writes the run; also if the file system has no locks, since none can tell."""
+    path = run_dir.resolve() / ".lock"
+    if path in _held:  # of this process, which would lose its lock with any descriptor
+        return True
     try:
-        with (run_dir.resolve() / ".lock").open("rb") as file:
+        with path.open("rb") as file:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False

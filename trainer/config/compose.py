@@ -96,7 +96,7 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
     sys.stderr.write(stderr.getvalue())
     for file in filter(Path.exists, swept):
         remove_if_secret(file)
-    of_optimizer = (messages_of_optimizer(job.config, job.argv, folders) for job in jobs)
+    of_optimizer = (fit_optimizer(job.config, job.argv, folders) for job in jobs)
     warnings = ([(logging.WARNING, text) for text in texts] for texts in of_optimizer)
     return [job._replace(messages=[*lines, *own]) for job, own in zip(jobs, warnings, strict=True)]
 
@@ -126,10 +126,10 @@ def told_apart(job: Job, jobs: list[Job]) -> str:
     return "-".join(filter(None, words))[:NAME]
 
 
-def messages_of_optimizer(config: Mapping[str, Any], argv: list[str], folders: list[Path]) -> list[str]:
-    """Return a line for each value that the recipe's YAML sets beside a typed `optimizer=NAME`.
+def fit_optimizer(config: Mapping[str, Any], argv: list[str], folders: list[Path]) -> list[str]:
+    """Take values out of the config that a typed `optimizer=NAME` can't take, unless they are typed, too.
 
-    Values that this optimizer can't take leave the config, unless they are typed.
+    Return a line for each value that the recipe's YAML sets for the optimizer.
     """
     from omegaconf import OmegaConf
 

@@ -120,7 +120,9 @@ def assert_tidy(folder: Path, *results: str) -> None:
 def until(happened: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
     deadline = time.monotonic() + WAIT_S
     while not happened():
-        assert process.poll() is None and time.monotonic() < deadline, (process.kill(), process.communicate())
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.terminate()  # a killed launcher's ranks would hold its pipes
+            pytest.fail(str(process.communicate(timeout=WAIT_S)))
         time.sleep(0.02)
 
 
@@ -179,14 +181,16 @@ def test_a_running_job_takes_the_result_over(folder: Path) -> None:
     run_words += ["trainer.run_dir=runs/r", "trainer.checkpoint.every_steps=20", "trainer.log_every_steps=1"]
     run_words += ["~callbacks.progress"]  # nobody reads what it prints
     with popen(run_words, folder, MAIN, **variables(folder)) as job:
-        until(metrics.exists, job)
-        more = ["tune.apply=true", "tune.without=[compile]"]  # which a resume would refuse as new
-        result = tune(folder, "trainer.devices=2", "trainer.run_dir=runs/r", *more)
-        assert result.code == 0 and "runs/r takes it over at its next checkpoint" in result.out, result
-        until(lambda: OmegaConf.load(config).data.workers == 2, job)
-        taken = metrics.read_text().count("\n")
-        until(lambda: metrics.read_text().count("\n") > taken, job)
-        job.send_signal(signal.SIGTERM)
+        try:
+            until(metrics.exists, job)
+            more = ["tune.apply=true", "tune.without=[compile]"]  # which a resume would refuse as new
+            result = tune(folder, "trainer.devices=2", "trainer.run_dir=runs/r", *more)
+            assert result.code == 0 and "runs/r takes it over at its next checkpoint" in result.out, result
+            until(lambda: OmegaConf.load(config).data.workers == 2, job)
+            taken = metrics.read_text().count("\n")
+            until(lambda: metrics.read_text().count("\n") > taken, job)
+        finally:  # else a failed check would wait for the job for ever
+            job.send_signal(signal.SIGTERM)
         out, err = job.communicate(timeout=WAIT_S)
     assert job.returncode == STOPPED, (out, err)
     steps = [line["step"] for line in lines(folder / "runs" / "r") if "train/loss" in line]

@@ -50,10 +50,11 @@ def one_pass(setup: Setup, forward_s: float, backward_s: float, gathers: list[bo
     count, wires = len(walked), [gather(setup, unit) for _, unit in walked]
     wires += [scatter(setup, unit) for unit in reversed(units)]
     needed = [gathers[i >= len(units)] for i in range(count)]
-    cores, jobs = setup.machine.cores_per_rank, [as_job(wire) for wire in wires]
+    cores = setup.machine.cores_per_rank
     if not setup.machine.background:
         called = itertools.compress(wires, [*needed, *[reduces] * len(units)])
         return forward_s + backward_s + sum(wire.alone_s(cores) for wire in called)
+    jobs = [as_job(wire) for wire in wires]
     tasks = [Task(0.0, starts=tuple(i for i in (0, 1) if i < count and needed[i]))]
     for i, (seconds, unit) in enumerate(walked):
         starts = (i + 2,) if i + 2 < count and needed[i + 2] else ()
