@@ -183,7 +183,8 @@ def test_a_running_job_takes_the_result_over(folder: Path) -> None:
     with popen(run_words, folder, MAIN, **variables(folder)) as job:
         try:
             until(metrics.exists, job)
-            more = ["tune.apply=true", "tune.without=[compile]"]  # which a resume would refuse as new
+            new = "compile,overlap,pipeline"  # which a resume would refuse
+            more = ["tune.apply=true", f"tune.without=[{new},shard,activation_checkpoint]"]
             result = tune(folder, "trainer.devices=2", "trainer.run_dir=runs/r", *more)
             assert result.code == 0 and "runs/r takes it over at its next checkpoint" in result.out, result
             until(lambda: OmegaConf.load(config).data.workers == 2, job)
