@@ -144,7 +144,10 @@ def nothing_left_behind() -> Iterator[None]:
     What fixtures of a wider scope hold is not a leak: they are set up before this one.
     """
     processes, variables = children(), environment()
-    logging.getLogger("echelon").propagate = True  # to caplog: a run in this process keeps its lines to itself
+    log = logging.getLogger("echelon")
+    log.propagate = True  # to caplog: a run in this process keeps its lines to itself
+    while log.handlers:  # of a run in this process that failed
+        log.handlers.pop().close()
     yield
     leaks = []
     distributed = sys.modules.get("torch.distributed")
