@@ -13,7 +13,7 @@ from torch import nn
 from trainer.config.compose import CONF, compose
 from trainer.process.environment import Place
 from trainer.tools.tune.configs import alone, of_trial
-from trainer.tools.tune.measure import ROUNDS, in_turns, line, profile, saved_bytes, shares
+from trainer.tools.tune.measure import ROUNDS, in_steps, in_turns, line, profile, saved_bytes, shares
 from trainer.tools.tune.workload import make_workload
 
 TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy", "trainer.allow_targets=[toy_recipe]"]
@@ -55,6 +55,12 @@ def test_each_rank_measures_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(Made) as made:
         profile({"trainer": {"run_dir": "r"}}, Place(3, 4, 1, 2, "store", "tune"), 1, 4)
     assert made.value.args == (Place(0, 1, 1, 1, "", "tune"),)
+
+
+def test_passes_take_what_they_take_in_a_step() -> None:
+    phases = {"step": 2.0, "forward": 0.4, "backward": 0.8, "optimizer": 0.1}
+    assert in_steps(phases, 1.5) == pytest.approx(0.9)  # a share of the median step: a slow one counts less
+    assert in_steps({}, 1.5) == 0.0
 
 
 def test_calls_take_turns_and_a_slow_round_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
