@@ -67,3 +67,5 @@ def test_recomputed_passes(knobs: dict[str, object], expected: float) -> None:
 def test_the_fixed_part_of_a_pass() -> None:
     small = setup(machine(), choose(micro_batch=1), pass_s=0.1)
     assert passes(small).compute_s == pytest.approx(0.6 + 2 * 0.1)
+    again = setup(machine(), choose({"activation_checkpoint": {}}, micro_batch=1), pass_s=0.1)
+    assert passes(again).compute_s == pytest.approx(0.8 + 2 * 0.1 * 4 / 3)  # the forward pass has a third of it

@@ -80,3 +80,20 @@ def test_the_replicas_of_a_stage_are_neighbours() -> None:
     assert found.group == Group(2, 4) and found.own in ((0, 1, 2, 3, 4), (5, 6, 7, 8, 9))
     assert found.gradient_bytes == 2 * sum(WORKLOAD.parameters)
     assert found.optimizer_bytes == 4 * sum(WORKLOAD.parameters)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "parts", "share"),
+    [
+        ("1f1b", (0, 1, 1, 1, 1, 0), 0.5),
+        ("1f1b", (1, 2, 2, 2, 2, 3), 7 / 12),  # 1 + 2 + 2 and 2 + 2 + 3: no other cut is better
+        ("1f1b", (0, 1, 1, 1, 1, 4), 5 / 8),  # a stage has a block, whatever comes after
+        ("interleaved", (0, 1, 1, 1, 1, 2), 4 / 6),  # stages 1, 1, 1, 3; a rank has the first and the third
+        ("zbv", (0, 1, 1, 1, 1, 2), 4 / 6),  # and here the first and the last
+        ("zero_bubble", (1, 1, 1, 1), 0.5),  # two blocks: such a run is refused
+    ],
+)
+def test_the_share_of_the_slowest_stage(schedule: str, parts: tuple[float, ...], share: float) -> None:
+    found = setup(machine(), choose({"pipeline": {"schedule": schedule}}), parts=parts)
+    assert found.stage_share == pytest.approx(share)
+    assert setup(machine(), parts=parts).stage_share == 1

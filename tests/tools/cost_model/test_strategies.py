@@ -4,7 +4,7 @@ import pytest
 from support.costs import CODECS, MIB, choose, machine, setup
 
 from trainer.tools.cost_model.machine import CodecCost, Link
-from trainer.tools.cost_model.passes import passes
+from trainer.tools.cost_model.passes import SPLIT, passes
 from trainer.tools.cost_model.strategies import gathered_weights, idle, local_sgd, onebit_adam, pipeline
 
 
@@ -64,6 +64,18 @@ def test_messages_of_a_pipeline() -> None:
     found = setup(machine(2), choose({"pipeline": {}}, accumulate=4), batch=8, boundary_bytes=1000.0)
     assert pipeline(found).sent_bytes == 2 * 4 * 2 * 1000
     assert pipeline(found).seconds == pytest.approx(2 * 2000 / 1e6)
+    tied = setup(machine(2), choose({"pipeline": {}}, accumulate=4), batch=8, tied_bytes=5000.0)
+    assert pipeline(tied) == (pytest.approx(5000 / 1e6), 5000)
+
+
+def test_stages_that_are_not_equal() -> None:
+    """The slower of two has 0.6 of the passes. Of 4 micro-batches, it waits for one on the other."""
+    parts = (0.0, 0.2, 0.2, 0.2, 0.2, 0.2)
+    found = setup(machine(2), choose({"pipeline": {}}, accumulate=4), parts=parts)
+    compute_s = passes(found).compute_s
+    assert compute_s == pytest.approx(0.6 * 4 * 0.3) and idle(found) * compute_s == pytest.approx(0.4 * 0.3)
+    split = setup(machine(2), choose({"pipeline": {"schedule": "zbv"}}, accumulate=4))
+    assert passes(split).compute_s == pytest.approx(4 * (0.1 + SPLIT * 0.2) / 2)
 
 
 def test_owners_gather_their_weights() -> None:

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from trainer.config.compose import CONF, compose
 from trainer.process.environment import Place
 from trainer.tools.tune.configs import alone, of_trial
-from trainer.tools.tune.measure import ROUNDS, in_steps, in_turns, line, profile, saved_bytes, shares
+from trainer.tools.tune.measure import ROUNDS, cuts, in_steps, in_turns, line, profile, saved_bytes, shares
 from trainer.tools.tune.workload import make_workload
 
 TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy", "trainer.allow_targets=[toy_recipe]"]
@@ -38,6 +39,7 @@ def test_ranks_measure_their_own_work(dropout: float, monkeypatch: pytest.Monkey
         assert answer["activation_bytes"] > 4 * 16
         assert sum(answer["compute"]) == pytest.approx(1) and len(answer["compute"]) == len(elements)
         assert (answer["blocks"], answer["boundary_bytes"]) == (2, 4 * 16)  # what a pipeline would cut and send
+        assert sum(answer["parts"]) == pytest.approx(1) and len(answer["parts"]) == 4 and answer["tied_bytes"] == 0
     work = make_workload(answers)
     assert work.parameters == tuple(elements) and work.shapes[0] == (16, 8)
     assert work.forward_s == max(answer["forward_s"] for answer in answers)
@@ -96,6 +98,29 @@ def test_shares_of_a_backward_pass() -> None:
     found = shares(lambda: last(Slow.apply(first(torch.ones(2, 3)))).sum(), parameters, torch.device("cpu"))
     assert found[0] > 0.8 and found[1] == 0 and sum(found) == pytest.approx(1)
     assert all(parameter.grad is None for parameter in parameters)
+
+
+def test_the_parts_that_a_pipeline_cuts_and_the_tied_parameters() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5, 4)
+            self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+            self.end = nn.Linear(4, 5)
+            self.end.weight = self.table.weight
+
+        def forward(self) -> torch.Tensor:
+            stream = self.table(torch.arange(2))
+            for block in self.blocks:
+                stream = block(stream)
+            return self.end(stream).sum()
+
+    model = Tied()
+    trainer = SimpleNamespace(recipe=None, module=model, parameters=list(model.parameters()))
+    compute = [0.1, *[0.1, 0.2, 0.15, 0.05, 0.1, 0.0], 0.3]  # of table, blocks with biases, and the last bias
+    assert cuts(trainer, model, compute) == (pytest.approx((0.1, 0.3, 0.2, 0.1, 0.3)), 4 * 2 * 4, 4 * 5 * 4)
+    model.blocks[1] = model.blocks[0]  # two stages would have it
+    assert cuts(trainer, model, compute) == ((), 0.0, 0.0)
 
 
 def test_a_line_through_sizes() -> None:

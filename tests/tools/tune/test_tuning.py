@@ -328,8 +328,16 @@ class Answers:
     def profile(self, config: dict[str, Any]) -> dict[str, Any]:
         if self.short:
             raise TrialFailed("rank 0: out of memory")
-        work = {"parameters": [256], "shapes": [[16, 16]], "compute": [1.0], "forward_s": 0.01, "backward_s": 0.02}
-        work |= {"pass_s": 0.4, "optimizer_s": 0.01, "other_s": 0.0, "data_s": 0.0, "data_cpu": 1.0}
+        work = {"parameters": [256], "shapes": [[16, 16]], "compute": [1.0], "parts": []}
+        work |= {
+            "forward_s": 0.01,
+            "backward_s": 0.02,
+            "pass_s": 0.4,
+            "optimizer_s": 0.01,
+            "other_s": 0.0,
+            "data_s": 0.0,
+            "data_cpu": 1.0,
+        }
         work |= {"activation_bytes": 8.0, "state_bytes": 4096.0, "boundary_bytes": 0.0, "step_s": 1.0}
         return work | {"random": False, "blocks": 0}
 

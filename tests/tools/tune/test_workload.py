@@ -17,15 +17,18 @@ def test_the_slowest_rank_is_the_workload() -> None:
         "state_bytes": 6.0,
         "random": False,
         "compute": [1.0],
+        "parts": [0.2, 0.8, 0.0],
     }
     work = make_workload([one, {**one, "forward_s": 4.0}])
     assert (work.forward_s, work.backward_s, work.parameters, work.shapes) == (4.0, 2.0, (3,), ((3,),))
+    assert work.parts == (0.2, 0.8, 0.0)
 
 
 def test_what_recomputation_costs_is_measured_once() -> None:
     full = choose({"activation_checkpoint": {}})
-    found = without_recomputation(setup(machine(1), full, activation_bytes=1.0))
+    found = without_recomputation(setup(machine(1), full, activation_bytes=1.0, pass_s=0.4))
     assert found.backward_s == pytest.approx(0.2 - 0.1) and found.activation_bytes == pytest.approx(10.0)
+    assert found.pass_s == pytest.approx(0.3)
     none = choose({"activation_checkpoint": {"budget": 0.0}})
     assert without_recomputation(setup(machine(1), none, activation_bytes=1.0)).activation_bytes == 1.0
 

@@ -21,14 +21,14 @@ from trainer.errors import ConfigError, require, require_one_of
 from trainer.forward_backward import Accumulate, ForwardBackward
 from trainer.log import log
 from trainer.monitors.named_losses import NamedLosses
-from trainer.parallel.cut import Fits, balance, cut_by_time, in_flight, memory_limit
+from trainer.parallel.balance import TWICE, Fits, balance
+from trainer.parallel.cut import cut_by_time, in_flight, memory_limit
 from trainer.parallel.pipedream import PipeDream, open_links
 from trainer.parallel.pipeline import SCHEDULES, Mesh, Pipeline
 from trainer.parallel.stages import KEY, Layout, check_blocks, drop_others, holders, part_sums
 from trainer.parallel.trial import Trial, try_whole
 
 ASYNC = "pipedream_2bw"
-TWICE = ("interleaved", "zero_bubble", "zbv")  # schedules with two stages on each rank
 
 
 class PipelineParallel(Callback):

@@ -9,6 +9,7 @@ from trainer.tools.cost_model.setup import Setup
 from trainer.tools.cost_model.simulate import Job, Task, simulate
 
 STEPS = 4  # after so many, overlap's steps are alike
+SPLIT = 1.25  # of a backward pass whose gradients of inputs come before those of weights: docs/cost-model.md
 RECOMPUTED = {"full": 1.0, "selective": 0.1, "offload": 0.0}  # of a forward pass; selective: norms and activations
 
 
@@ -34,15 +35,18 @@ def recomputed(setup: Setup) -> float:
 
 
 def passes(setup: Setup) -> Passes:
-    workload, share = setup.workload, 1 / setup.stages
-    forward_s = workload.forward_s * share
-    backward_s = (workload.backward_s + recomputed(setup) * workload.forward_s) * share
+    """Return the seconds of the passes of the slowest rank; a forward pass has a third of `Workload.pass_s`."""
+    workload, share, again = setup.workload, setup.stage_share, recomputed(setup)
+    split = SPLIT if setup.knob("pipeline", "schedule") in ("zero_bubble", "zbv") else 1.0
+    forward_s, start_s = workload.forward_s * share, workload.pass_s * share / 3
+    backward_s = split * (workload.backward_s * share + again * forward_s)
+    back_s = split * (2 + again) * start_s
     last = setup.samples - (setup.passes - 1) * setup.micro
     before = setup.samples - last
     return Passes(
-        before * (forward_s + backward_s) + (setup.passes - 1) * workload.pass_s * share,
-        last * forward_s + workload.pass_s * share / 3,
-        last * backward_s + workload.pass_s * share * 2 / 3,
+        before * (forward_s + backward_s) + (setup.passes - 1) * (start_s + back_s),
+        last * forward_s + start_s,
+        last * backward_s + back_s,
         workload.optimizer_s / setup.stages * setup.stepped,
     )
 

@@ -10,6 +10,7 @@ from trainer.config.options import DataOptions, Options
 from trainer.config.schema import option_parameters
 from trainer.errors import ConfigError, nearest
 from trainer.parallel.assign import assign
+from trainer.parallel.balance import TWICE, balance
 from trainer.tools.cost_model.collectives import Group, of_ranks
 from trainer.tools.cost_model.machine import Machine
 from trainer.tools.cost_model.workload import Choice, Workload
@@ -54,6 +55,27 @@ class Setup:
     @property
     def stages(self) -> int:
         return self.knob("pipeline", "stages", 1)
+
+    @functools.cached_property
+    def stage_share(self) -> float:
+        """Return the share of the passes that the slowest rank of a pipeline has; even shares if none are measured.
+
+        The blocks are cut as `pipeline` cuts them. A schedule with two stages a rank gives stage s to rank s modulo p;
+        zbv gives the second ones in reverse order.
+        """
+        parts, count, schedule = self.workload.parts, self.stages, self.knob("pipeline", "schedule")
+        virtual = count * (2 if schedule in TWICE else 1)
+        if count == 1 or len(parts) - 2 < virtual:
+            return 1 / count
+        head, *blocks, tail = parts
+        starts = balance(blocks, [1.0] * virtual, head, tail, lambda *_: True)
+        assert starts
+        loads = [0.0] * count
+        for stage, (start, stop) in enumerate(zip(starts, (*starts[1:], len(blocks)), strict=True)):
+            rank = virtual - 1 - stage if schedule == "zbv" and stage >= count else stage % count
+            ends = head * (stage == 0) + tail * (stage == virtual - 1)
+            loads[rank] += sum(blocks[start:stop]) + ends
+        return max(loads) / sum(parts)
 
     @property
     def data_ranks(self) -> int:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from trainer.tools.cost_model import messages
 from trainer.tools.cost_model.buckets import Bucket, shapes_of
-from trainer.tools.cost_model.collectives import add, time
+from trainer.tools.cost_model.collectives import Wire, add, time
 from trainer.tools.cost_model.messages import Message
 from trainer.tools.cost_model.passes import Passes
 from trainer.tools.cost_model.reduction import NO_COST, copying, reduce
@@ -14,7 +14,6 @@ from trainer.tools.cost_model.simulate import Job, Task, simulate
 OUTER_COPIES = 3  # that local_sgd makes of the weights for a synchronisation, beside the codec
 ONEBIT_COPIES = 10  # that onebit_adam's unfused step makes of the parameters
 OWNER_COPIES = 2  # that owners make of all weights: into messages and out of them
-CHUNKS = 2  # stages that interleaved, zero_bubble and zbv cut for each rank
 
 
 class Cost(NamedTuple):
@@ -79,21 +78,24 @@ def idle(setup: Setup) -> float:
     With p stages and m micro-batches it is (p - 1) / m for GPipe and 1F1B (Huang et al. 2018, Narayanan et al. 2019).
     Two chunks a rank halve it (Narayanan et al. 2021, arXiv:2104.04473). ZB-H1 keeps a third (Qi et al.
     2024, arXiv:2401.10241), if the gradients of inputs and of weights take as long as the forward pass. ZBV and 2BW
-    keep nothing.
+    keep nothing. Of stages that are not equal, the slowest waits once for the others.
     """
     schedule = setup.knob("pipeline", "schedule")
-    kept = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1 / CHUNKS, "zero_bubble": 1 / 3}.get(schedule, 0.0)
-    return kept * (setup.stages - 1) / setup.passes
+    kept = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1 / 2, "zero_bubble": 1 / 3}.get(schedule, 0.0)
+    return kept * (1 / setup.stage_share - 1) / setup.passes
 
 
 def pipeline(setup: Setup) -> Cost:
     """Return the seconds in which a stage's messages wait in the filling of the pipeline, and the bytes of a stage.
 
-    Other messages run beside the passes. `2 (p - 1)` messages follow each other when the pipeline fills and drains.
+    Other messages run beside the passes. `2 (p - 1)` messages follow each other when the pipeline fills and drains. At
+    the end of a step the first stage and the last exchange the gradients of tied parameters.
     """
-    size, stages = setup.workload.boundary_bytes * setup.micro, setup.stages
+    size, tied, stages = setup.workload.boundary_bytes * setup.micro, setup.workload.tied_bytes, setup.stages
     machine = setup.machine
     link = machine.across if machine.ranks > machine.ranks_per_node else machine.inside
     each_s = link.latency_s + size / link.bytes_per_s
     hidden = setup.knob("pipeline", "schedule") == "pipedream_2bw"
-    return Cost(0.0 if hidden else 2 * (stages - 1) * each_s, 2 * setup.passes * size)
+    exchange = Wire(link.latency_s + tied / link.bytes_per_s, 2 * tied * link.cpu_s_per_byte) if tied else Wire()
+    seconds = (0.0 if hidden else 2 * (stages - 1) * each_s) + exchange.alone_s(machine.cores_per_rank)
+    return Cost(seconds, 2 * setup.passes * size + tied)

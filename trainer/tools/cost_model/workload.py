@@ -9,7 +9,7 @@ from typing import Any
 class Workload:
     """The work of one rank that no choice changes, measured without communication on the machine's cores.
 
-    `shapes`, `compute`, `jitter` and `boundary_bytes` sharpen the prediction, and may be left out.
+    The fields with a default sharpen the prediction, and may be left out.
     """
 
     parameters: tuple[int, ...]  # elements of each, in the model's order
@@ -26,6 +26,8 @@ class Workload:
     jitter: float = 0.0  # standard deviation of a rank's passes from step to step, of their mean
     data_cpu: float = 1.0  # share of `data_s` that keeps a core busy; the rest waits for a disk or a server
     boundary_bytes: float = 0.0  # a sample, between two blocks: what a pipeline's stages send
+    parts: tuple[float, ...] = ()  # share of the passes before the blocks, of each, and after; (): stages are equal
+    tied_bytes: float = 0.0  # of parameters that are used before and after the blocks: by two stages of a pipeline
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from trainer.blocks import find_blocks
 from trainer.data.resize import repeat_batch
 from trainer.errors import ConfigError, DataError
+from trainer.parallel.stages import Layout, holders
 from trainer.parallel.warmup import wait
 from trainer.process.environment import Place
 from trainer.session import build_components
@@ -48,8 +49,8 @@ class Profile(Stopwatch):
         self.activation_bytes = saved_bytes(lambda: loss(model, batch), trainer.module) / micro
         self.compute = shares(lambda: loss(model, batch), trainer.parameters, device)
         self.random = len({seeded(lambda: loss(model, batch), seed) for seed in (1, 2)}) > 1
-        self.blocks, boundary_bytes = cuts(trainer, lambda: loss(model, batch))
-        self.boundary_bytes = boundary_bytes / micro
+        self.cut = cuts(trainer, lambda: loss(model, batch), self.compute)
+        self.boundary_bytes = self.cut.boundary_bytes / micro
         self.began, self.optimizers = 0.0, list[float]()
 
     def on_before_optimizer_step(self, trainer) -> None:
@@ -96,8 +97,10 @@ def profile(config: dict[str, Any], place: Place, warm: int, steps: int) -> dict
         "state_bytes": float(state_bytes(trainer)),
         "step_s": step_s,
         "random": watch.random,
-        "blocks": watch.blocks,
+        "blocks": max(0, len(watch.cut.parts) - 2),
         "boundary_bytes": watch.boundary_bytes,
+        "parts": watch.cut.parts,
+        "tied_bytes": watch.cut.tied_bytes,
     }
 
 
@@ -184,10 +187,19 @@ def saved_bytes(run: Callable[[], Any], module: torch.nn.Module) -> float:
     return float(sum(sizes.values()))
 
 
-def cuts(trainer: Any, run: Callable[[], Any]) -> tuple[int, float]:
-    """Return the blocks between which a pipeline may cut the model, and the bytes that pass from one to the next.
+class Cut(NamedTuple):
+    """What a pipeline that cuts the model between its blocks computes and sends; empty if it can't."""
 
-    Zeros stand for a model without such blocks: each takes a tensor first, and returns one.
+    parts: tuple[float, ...] = ()  # share of the backward pass before the blocks, of each block, and after them
+    boundary_bytes: float = 0.0  # from one block to the next
+    tied_bytes: float = 0.0  # of parameters that are used before and after the blocks
+
+
+def cuts(trainer: Any, run: Callable[[], Any], compute: Sequence[float]) -> Cut:
+    """Return how a pipeline may cut the model: each block takes a tensor first, and returns one.
+
+    Args:
+        compute: The share of each of the trainer's parameters in the backward pass.
     """
     sizes: list[float] = []
 
@@ -198,13 +210,23 @@ def cuts(trainer: Any, run: Callable[[], Any]) -> tuple[int, float]:
     try:
         blocks = find_blocks(trainer.recipe, trainer.module, None, "callbacks.pipeline")
     except ConfigError:
-        return 0, 0.0
+        return Cut()
     with contextlib.ExitStack() as stack, torch.no_grad():
         for block in blocks:
             stack.callback(block.register_forward_hook(look).remove)
         run()
     usable = sizes and len(set(map(id, blocks))) == len(blocks) and math.isfinite(max(sizes))
-    return (len(blocks), max(sizes)) if usable else (0, 0.0)
+    if not usable:
+        return Cut()
+    shares = dict(zip(map(id, trainer.parameters), compute, strict=True))
+    ends = holders(trainer.module, blocks, Layout((0, 1), len(blocks), 2))
+    block_of = {id(p): number for number, block in enumerate(blocks, 1) for p in block.parameters()}
+    parts, tied_bytes = [0.0] * (len(blocks) + 2), 0.0
+    for name, p in trainer.module.named_parameters():
+        stages = ends[name]
+        parts[block_of.get(id(p), -stages[0])] += shares.get(id(p), 0.0)
+        tied_bytes += p.nbytes * (id(p) not in block_of and len(stages) == 2)
+    return Cut(tuple(parts), max(sizes), tied_bytes)
 
 
 def state_bytes(trainer: Trainer) -> int:

@@ -19,16 +19,16 @@ def make_workload(answers: Sequence[Mapping[str, Any]]) -> Workload:
     names = [field.name for field in dataclasses.fields(Workload) if field.name in answers[0]]
     values: dict[str, Any] = {name: max(answer[name] for answer in answers) for name in names}
     values |= {"parameters": tuple(values["parameters"]), "shapes": tuple(map(tuple, values["shapes"]))}
-    values["compute"] = tuple(answers[0]["compute"])
+    values |= {name: tuple(answers[0][name]) for name in ("compute", "parts")}
     return Workload(**values)
 
 
 def without_recomputation(setup: Setup) -> Workload:
     """Return the workload that was measured with the setup's recomputation, less its cost: predictions add it."""
     work, share = setup.workload, recomputed(setup)
-    backward_s = max(0.0, work.backward_s - share * work.forward_s)
+    backward_s, pass_s = max(0.0, work.backward_s - share * work.forward_s), work.pass_s / (1 + share / 3)
     activation_bytes = work.activation_bytes / (kept(setup) or 1.0)  # a budget of 0 keeps none, and tells nothing
-    return dataclasses.replace(work, backward_s=backward_s, activation_bytes=activation_bytes)
+    return dataclasses.replace(work, backward_s=backward_s, pass_s=pass_s, activation_bytes=activation_bytes)
 
 
 def outline(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,9 +41,17 @@ def outline(config: Mapping[str, Any]) -> dict[str, Any]:
     except ConfigError:
         blocks = 0
     unknown = dict.fromkeys(("forward_s", "backward_s", "pass_s", "optimizer_s", "other_s", "data_s"), 0.0)
-    unknown |= dict.fromkeys(("data_cpu", "activation_bytes", "boundary_bytes"), 0.0)
+    unknown |= dict.fromkeys(("data_cpu", "activation_bytes", "boundary_bytes", "tied_bytes"), 0.0)
     state = NUMBER * (2 + kept_by(optimizer)[0]) * sum(sizes)  # weights, gradients and what the optimizer keeps
-    return {"parameters": sizes, "shapes": shapes, "compute": [], "blocks": blocks, "state_bytes": state, **unknown}
+    return {
+        "parameters": sizes,
+        "shapes": shapes,
+        "compute": [],
+        "parts": [],
+        "blocks": blocks,
+        "state_bytes": state,
+        **unknown,
+    }
 
 
 def with_phases(found: Mapping[str, Any], phases: Mapping[str, float], setup: Setup) -> dict[str, Any]:
