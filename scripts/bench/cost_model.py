@@ -91,7 +91,7 @@ def machine(table: Table, costs: dict[str, CodecCost]) -> Machine:
     alone, size = table.rows["all-reduce-alone"], 4 * elements(shapes(table.model))
     sent = 2 * (table.hosts - 1) / table.hosts * size
     link = Link(LATENCY_S, sent * alone["steps/s"], CPU * alone["CPU s a step"] / (2 * sent))
-    return Machine(table.hosts, 1, CORES / table.hosts, link, link, costs, None, 1e9)
+    return Machine(table.hosts, 1, CORES / table.hosts, link, link, costs, None, 1e9, background=False)
 
 
 def workload(table: Table, row: Row) -> Workload:

@@ -31,6 +31,8 @@ def test_an_all_to_all_crosses_with_each_rank_s_own_share() -> None:
 def test_a_tree_takes_rounds_by_the_logarithm_of_nodes() -> None:
     wire = time(Message("all_reduce", 0.0001), Group(1024, 4), OWN, "tree")
     assert wire.seconds == pytest.approx(2 * (10 * 0.01 + 3 * 0.001), rel=1e-6)
+    gathers = [time(Message("all_gather", 1.0), Group(1024, 4), OWN, name) for name in ("tree", "ring")]
+    assert gathers[0] == gathers[1]  # NCCL gathers by rings alone
 
 
 def test_two_levels_add_up() -> None:

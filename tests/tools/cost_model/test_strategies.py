@@ -66,6 +66,8 @@ def test_messages_of_a_pipeline() -> None:
     assert pipeline(found).seconds == pytest.approx(2 * 2000 / 1e6)
     tied = setup(machine(2), choose({"pipeline": {}}, accumulate=4), batch=8, tied_bytes=5000.0)
     assert pipeline(tied) == (pytest.approx(5000 / 1e6), 5000)
+    zbv = choose({"pipeline": {"schedule": "zbv"}}, accumulate=4)
+    assert pipeline(setup(machine(2), zbv, batch=8, tied_bytes=5000.0)) == (0, 0)  # both ends are on one rank
 
 
 def test_stages_that_are_not_equal() -> None:

@@ -40,6 +40,7 @@ def test_ranks_measure_their_own_work(dropout: float, monkeypatch: pytest.Monkey
         assert sum(answer["compute"]) == pytest.approx(1) and len(answer["compute"]) == len(elements)
         assert (answer["blocks"], answer["boundary_bytes"]) == (2, 4 * 16)  # what a pipeline would cut and send
         assert sum(answer["parts"]) == pytest.approx(1) and len(answer["parts"]) == 4 and answer["tied_bytes"] == 0
+        assert answer["part_of"] == [0, 0, 1, 1, 2, 2, 3, 3]
     work = make_workload(answers)
     assert work.parameters == tuple(elements) and work.shapes[0] == (16, 8)
     assert work.forward_s == max(answer["forward_s"] for answer in answers)
@@ -118,9 +119,11 @@ def test_the_parts_that_a_pipeline_cuts_and_the_tied_parameters() -> None:
     model = Tied()
     trainer = SimpleNamespace(recipe=None, module=model, parameters=list(model.parameters()))
     compute = [0.1, *[0.1, 0.2, 0.15, 0.05, 0.1, 0.0], 0.3]  # of table, blocks with biases, and the last bias
-    assert cuts(trainer, model, compute) == (pytest.approx((0.1, 0.3, 0.2, 0.1, 0.3)), 4 * 2 * 4, 4 * 5 * 4)
+    parts, part_of, *sent = cuts(trainer, model, compute)
+    assert parts == pytest.approx([0.1, 0.3, 0.2, 0.1, 0.3]) and part_of == [0, 1, 1, 2, 2, 3, 3, 4]
+    assert sent == [4 * 2 * 4, 4 * 5 * 4]
     model.blocks[1] = model.blocks[0]  # two stages would have it
-    assert cuts(trainer, model, compute) == ((), 0.0, 0.0)
+    assert cuts(trainer, model, compute) == ((), (), 0.0, 0.0)
 
 
 def test_a_line_through_sizes() -> None:

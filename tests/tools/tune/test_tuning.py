@@ -328,7 +328,7 @@ class Answers:
     def profile(self, config: dict[str, Any]) -> dict[str, Any]:
         if self.short:
             raise TrialFailed("rank 0: out of memory")
-        work = {"parameters": [256], "shapes": [[16, 16]], "compute": [1.0], "parts": []}
+        work = {"parameters": [256], "shapes": [[16, 16]], "compute": [1.0], "parts": [], "part_of": []}
         work |= {
             "forward_s": 0.01,
             "backward_s": 0.02,

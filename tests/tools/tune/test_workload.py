@@ -18,6 +18,7 @@ def test_the_slowest_rank_is_the_workload() -> None:
         "random": False,
         "compute": [1.0],
         "parts": [0.2, 0.8, 0.0],
+        "part_of": [1],
     }
     work = make_workload([one, {**one, "forward_s": 4.0}])
     assert (work.forward_s, work.backward_s, work.parameters, work.shapes) == (4.0, 2.0, (3,), ((3,),))

@@ -10,7 +10,7 @@ from trainer.tools.cost_model.setup import Setup
 
 MIB = 1 << 20
 FIRST_MIB, DEFAULT_MIB = 1.0, 25.0  # DDP's
-OVERLAP_MIB = 1.0  # overlap's own default on gloo
+OVERLAP_MIB = 1.0  # overlap's own default on gloo; on NCCL it is DDP's
 MOST = 64  # stretches of a backward pass that are simulated one by one
 TABLE = 8  # a matrix with so many times more rows than columns is a table: reading it computes nothing
 
@@ -48,7 +48,9 @@ def limits(setup: Setup) -> list[float]:
         mib = DEFAULT_MIB if own["mib"] == "auto" else own["mib"]
         return [own["first_mib"] or mib, mib]
     if mib is None:
-        return [OVERLAP_MIB] if "overlap" in setup.callbacks else [FIRST_MIB, DEFAULT_MIB]
+        if "overlap" in setup.callbacks and not setup.machine.background:
+            return [OVERLAP_MIB]
+        return [FIRST_MIB, DEFAULT_MIB]
     return [mib]
 
 

@@ -63,7 +63,7 @@ def time(message: Message, group: Group, machine: Machine, algorithm: str = "rin
     passes = 2 if message.collective == "all_reduce" else 1
     hops_s = group.nodes * machine.across.latency_s + (group.ranks - group.nodes) * machine.inside.latency_s
     latency_s = passes * (group.ranks - 1) / group.ranks * (hops_s if group.nodes > 1 else group.ranks * slow.latency_s)
-    if algorithm == "tree":
+    if algorithm == "tree" and message.collective == "all_reduce":
         inside_s = (group.per_node - 1) * machine.inside.latency_s
         latency_s = 2 * (math.log2(group.nodes) * machine.across.latency_s + inside_s)
     shares = {"all_gather": slow.all_gather, "reduce_scatter": slow.reduce_scatter}

@@ -37,6 +37,7 @@ def recomputed(setup: Setup) -> float:
 def passes(setup: Setup) -> Passes:
     """Return the seconds of the passes of the slowest rank; a forward pass has a third of `Workload.pass_s`."""
     workload, share, again = setup.workload, setup.stage_share, recomputed(setup)
+    stepped = setup.stepped * setup.gradient_bytes / (4 * sum(workload.parameters))
     split = SPLIT if setup.knob("pipeline", "schedule") in ("zero_bubble", "zbv") else 1.0
     forward_s, start_s = workload.forward_s * share, workload.pass_s * share / 3
     backward_s = split * (workload.backward_s * share + again * forward_s)
@@ -47,7 +48,7 @@ def passes(setup: Setup) -> Passes:
         before * (forward_s + backward_s) + (setup.passes - 1) * (start_s + back_s),
         last * forward_s + start_s,
         last * backward_s + back_s,
-        workload.optimizer_s / setup.stages * setup.stepped,
+        workload.optimizer_s * stepped,
     )
 
 
@@ -68,13 +69,15 @@ def overlap(setup: Setup, run: Passes, buckets: Sequence[Bucket], jobs: Sequence
     copy, count = copying(setup), len(buckets)
     total = sum(bucket.elements for bucket in buckets)
     order = sorted(range(count), key=lambda b: buckets[b].first)  # of need
+    before = setup.passes - 1
+    first_s = run.before_s / 3 / before if before else run.forward_s  # the first forward pass, which waits for buckets
     tasks: list[Task] = []
     for step in range(STEPS):
         for b in order:
             needs = ((step - 1) * count + b,) if step else ()
             tasks.append(Task(run.optimizer_s * buckets[b].elements / total, needs=needs))
-            tasks.append(Task((run.forward_s if not run.before_s else run.before_s / 3) * buckets[b].share))
-        tasks.append(Task(run.before_s * 2 / 3 + (run.forward_s if run.before_s else 0.0)))
+            tasks.append(Task(first_s * buckets[b].share))
+        tasks.append(Task(run.before_s + run.forward_s - first_s))
         for b, bucket in enumerate(buckets):
             fill_s = 4 * bucket.elements * copy.encode_s_per_byte
             tasks.append(Task(run.backward_s * bucket.share + fill_s, starts=(step * count + b,)))

@@ -1,7 +1,7 @@
 """Reads a choice: the knobs of its callbacks with their defaults, and the ranks and samples that follow."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,9 @@ from trainer.config.options import DataOptions, Options
 from trainer.config.schema import option_parameters
 from trainer.errors import ConfigError, nearest
 from trainer.parallel.assign import assign
-from trainer.parallel.balance import TWICE, balance
 from trainer.tools.cost_model.collectives import Group, of_ranks
 from trainer.tools.cost_model.machine import Machine
+from trainer.tools.cost_model.stages import parts_of_ranks
 from trainer.tools.cost_model.workload import Choice, Workload
 
 MODELLED = frozenset({
@@ -57,25 +57,20 @@ class Setup:
         return self.knob("pipeline", "stages", 1)
 
     @functools.cached_property
-    def stage_share(self) -> float:
-        """Return the share of the passes that the slowest rank of a pipeline has; even shares if none are measured.
+    def stage_parts(self) -> Sequence[Sequence[int]]:
+        """Return the parts of the model that each rank of a pipeline has; nothing if they are not known."""
+        if self.stages == 1 or not self.workload.parts:
+            return ()
+        cut = self.knob("pipeline", "cut")
+        given = None if isinstance(cut, str) else tuple(cut)
+        return parts_of_ranks(self.workload.parts, self.stages, self.knob("pipeline", "schedule"), given)
 
-        The blocks are cut as `pipeline` cuts them. A schedule with two stages a rank gives stage s to rank s modulo p;
-        zbv gives the second ones in reverse order.
-        """
-        parts, count, schedule = self.workload.parts, self.stages, self.knob("pipeline", "schedule")
-        virtual = count * (2 if schedule in TWICE else 1)
-        if count == 1 or len(parts) - 2 < virtual:
-            return 1 / count
-        head, *blocks, tail = parts
-        starts = balance(blocks, [1.0] * virtual, head, tail, lambda *_: True)
-        assert starts
-        loads = [0.0] * count
-        for stage, (start, stop) in enumerate(zip(starts, (*starts[1:], len(blocks)), strict=True)):
-            rank = virtual - 1 - stage if schedule == "zbv" and stage >= count else stage % count
-            ends = head * (stage == 0) + tail * (stage == virtual - 1)
-            loads[rank] += sum(blocks[start:stop]) + ends
-        return max(loads) / sum(parts)
+    @functools.cached_property
+    def stage_share(self) -> float:
+        """Return the share of the passes that the slowest rank of a pipeline has; even shares if none are measured."""
+        parts = self.workload.parts
+        loads = [sum(parts[i] for i in own) for own in self.stage_parts]
+        return max(loads) / sum(parts) if loads else 1 / self.stages
 
     @property
     def data_ranks(self) -> int:
@@ -138,9 +133,15 @@ class Setup:
 
     @functools.cached_property
     def own(self) -> tuple[int, ...]:
-        """Return the indices of a rank's parameters: all, or those of the stage that has most, of even parts."""
-        sizes, parts = self.workload.parameters, [list[int]() for _ in range(self.stages)]
-        before, total = 0, sum(sizes)
+        """Return the indices of a rank's parameters: all, or those of the fullest rank of a pipeline.
+
+        Without measured parts, stages have even parts of the parameters.
+        """
+        sizes, part_of = self.workload.parameters, self.workload.part_of
+        if self.stage_parts and part_of:
+            held = [tuple(i for i, part in enumerate(part_of) if part in own) for own in self.stage_parts]
+            return max(held, key=lambda indices: sum(sizes[i] for i in indices))
+        parts, before, total = [list[int]() for _ in range(self.stages)], 0, sum(sizes)
         for index, size in enumerate(sizes):
             parts[min(self.stages - 1, int(self.stages * (before + size / 2) / total))].append(index)
             before += size

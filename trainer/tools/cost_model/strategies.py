@@ -89,13 +89,13 @@ def pipeline(setup: Setup) -> Cost:
     """Return the seconds in which a stage's messages wait in the filling of the pipeline, and the bytes of a stage.
 
     Other messages run beside the passes. `2 (p - 1)` messages follow each other when the pipeline fills and drains. At
-    the end of a step the first stage and the last exchange the gradients of tied parameters.
+    the end of a step the first stage and the last exchange the gradients of tied parameters; ZBV has both on a rank.
     """
-    size, tied, stages = setup.workload.boundary_bytes * setup.micro, setup.workload.tied_bytes, setup.stages
-    machine = setup.machine
+    machine, stages, schedule = setup.machine, setup.stages, setup.knob("pipeline", "schedule")
+    size, tied = setup.workload.boundary_bytes * setup.micro, setup.workload.tied_bytes * (schedule != "zbv")
     link = machine.across if machine.ranks > machine.ranks_per_node else machine.inside
     each_s = link.latency_s + size / link.bytes_per_s
-    hidden = setup.knob("pipeline", "schedule") == "pipedream_2bw"
+    hidden = schedule == "pipedream_2bw"
     exchange = Wire(link.latency_s + tied / link.bytes_per_s, 2 * tied * link.cpu_s_per_byte) if tied else Wire()
     seconds = (0.0 if hidden else 2 * (stages - 1) * each_s) + exchange.alone_s(machine.cores_per_rank)
     return Cost(seconds, 2 * setup.passes * size + tied)

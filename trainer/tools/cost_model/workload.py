@@ -27,6 +27,7 @@ class Workload:
     data_cpu: float = 1.0  # share of `data_s` that keeps a core busy; the rest waits for a disk or a server
     boundary_bytes: float = 0.0  # a sample, between two blocks: what a pipeline's stages send
     parts: tuple[float, ...] = ()  # share of the passes before the blocks, of each, and after; (): stages are equal
+    part_of: tuple[int, ...] = ()  # the part of each parameter; (): unknown
     tied_bytes: float = 0.0  # of parameters that are used before and after the blocks: by two stages of a pipeline
 
 

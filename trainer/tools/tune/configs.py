@@ -64,6 +64,8 @@ def whole(config: Mapping[str, Any], world: int, cuda: bool) -> Choice:
         settings["trainer.ddp.bucket_mib"] = bucket
     view = ddp["gradient_as_bucket_view"]
     settings["trainer.ddp.gradient_as_bucket_view"] = cuda if view is None else view
+    if (algo := config["nccl"]["algo"]) is not None:
+        settings["nccl.algo"] = algo
     return Choice(callbacks, settings)
 
 

@@ -1,6 +1,7 @@
 """Measures on one rank what the cost model needs: the work of a sample, and what it costs to read one."""
 
 import contextlib
+import itertools
 import math
 import statistics
 import time
@@ -100,6 +101,7 @@ def profile(config: dict[str, Any], place: Place, warm: int, steps: int) -> dict
         "blocks": max(0, len(watch.cut.parts) - 2),
         "boundary_bytes": watch.boundary_bytes,
         "parts": watch.cut.parts,
+        "part_of": watch.cut.part_of,
         "tied_bytes": watch.cut.tied_bytes,
     }
 
@@ -190,7 +192,8 @@ def saved_bytes(run: Callable[[], Any], module: torch.nn.Module) -> float:
 class Cut(NamedTuple):
     """What a pipeline that cuts the model between its blocks computes and sends; empty if it can't."""
 
-    parts: tuple[float, ...] = ()  # share of the backward pass before the blocks, of each block, and after them
+    parts: Sequence[float] = ()  # share of the backward pass before the blocks, of each block, and after them
+    part_of: Sequence[int] = ()  # the part of each trained parameter
     boundary_bytes: float = 0.0  # from one block to the next
     tied_bytes: float = 0.0  # of parameters that are used before and after the blocks
 
@@ -218,15 +221,14 @@ def cuts(trainer: Any, run: Callable[[], Any], compute: Sequence[float]) -> Cut:
     usable = sizes and len(set(map(id, blocks))) == len(blocks) and math.isfinite(max(sizes))
     if not usable:
         return Cut()
-    shares = dict(zip(map(id, trainer.parameters), compute, strict=True))
-    ends = holders(trainer.module, blocks, Layout((0, 1), len(blocks), 2))
     block_of = {id(p): number for number, block in enumerate(blocks, 1) for p in block.parameters()}
-    parts, tied_bytes = [0.0] * (len(blocks) + 2), 0.0
-    for name, p in trainer.module.named_parameters():
-        stages = ends[name]
-        parts[block_of.get(id(p), -stages[0])] += shares.get(id(p), 0.0)
-        tied_bytes += p.nbytes * (id(p) not in block_of and len(stages) == 2)
-    return Cut(tuple(parts), max(sizes), tied_bytes)
+    ends = holders(trainer.module, blocks, Layout((0, 1), len(blocks), 2))
+    outside = {id(p): ends[name] for name, p in trainer.module.named_parameters() if id(p) not in block_of}
+    last, trained = len(blocks) + 1, trainer.parameters
+    part_of = [block_of[id(p)] if id(p) in block_of else last * outside[id(p)][0] for p in trained]
+    parts = [sum(itertools.compress(compute, (own == part for own in part_of))) for part in range(last + 1)]
+    tied_bytes = sum(p.nbytes for p in trained if len(outside.get(id(p), ())) == 2)
+    return Cut(parts, part_of, max(sizes), float(tied_bytes))
 
 
 def state_bytes(trainer: Trainer) -> int:

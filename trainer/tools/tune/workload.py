@@ -19,7 +19,7 @@ def make_workload(answers: Sequence[Mapping[str, Any]]) -> Workload:
     names = [field.name for field in dataclasses.fields(Workload) if field.name in answers[0]]
     values: dict[str, Any] = {name: max(answer[name] for answer in answers) for name in names}
     values |= {"parameters": tuple(values["parameters"]), "shapes": tuple(map(tuple, values["shapes"]))}
-    values |= {name: tuple(answers[0][name]) for name in ("compute", "parts")}
+    values |= {name: tuple(answers[0][name]) for name in ("compute", "parts", "part_of")}
     return Workload(**values)
 
 
@@ -48,6 +48,7 @@ def outline(config: Mapping[str, Any]) -> dict[str, Any]:
         "shapes": shapes,
         "compute": [],
         "parts": [],
+        "part_of": [],
         "blocks": blocks,
         "state_bytes": state,
         **unknown,
