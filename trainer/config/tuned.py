@@ -27,6 +27,12 @@ def cpu_name() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
+def gpu_models(driver: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
+    """Return the models of this machine's NVIDIA GPUs, which nothing opens; none if the driver does not tell."""
+    lines = [line for file in sorted(driver.glob("*/information")) for line in file.read_text().splitlines()]
+    return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+
+
 def differences(tuned: Mapping[str, Any], here: Tuned) -> str:
     """Return how this machine differs from that of the result, as one line; empty if it does not."""
     found = [

@@ -8,7 +8,6 @@ from support.costs import WORKLOAD, choose, machine, setup
 from trainer.config.compose import CONF
 from trainer.errors import ConfigError
 from trainer.tools.cost_model.collectives import Group
-from trainer.tools.cost_model.passes import passes
 from trainer.tools.cost_model.setup import FREE, MODELLED, WHY, defaults
 from trainer.tools.cost_model.workload import Choice
 
@@ -81,29 +80,3 @@ def test_the_replicas_of_a_stage_are_neighbours() -> None:
     assert found.group == Group(2, 4) and found.own in ((0, 1, 2, 3, 4), (5, 6, 7, 8, 9))
     assert found.gradient_bytes == 2 * sum(WORKLOAD.parameters)
     assert found.optimizer_bytes == 4 * sum(WORKLOAD.parameters)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "parts", "share"),
-    [
-        ("1f1b", (0, 1, 1, 1, 1, 0), 0.5),
-        ("1f1b", (1, 2, 2, 2, 2, 3), 7 / 12),  # 1 + 2 + 2 and 2 + 2 + 3: no other cut is better
-        ("1f1b", (0, 1, 1, 1, 1, 4), 5 / 8),  # a stage has a block, whatever comes after
-        ("interleaved", (0, 1, 1, 1, 1, 2), 4 / 6),  # stages 1, 1, 1, 3; a rank has the first and the third
-        ("zbv", (0, 1, 1, 1, 1, 2), 4 / 6),  # and here the first and the last
-        ("zero_bubble", (1, 1, 1, 1), 0.5),  # two blocks: such a run is refused
-    ],
-)
-def test_the_share_of_the_slowest_stage(schedule: str, parts: tuple[float, ...], share: float) -> None:
-    found = setup(machine(), choose({"pipeline": {"schedule": schedule}}), parts=parts)
-    assert found.stage_share == pytest.approx(share)
-    assert setup(machine(), parts=parts).stage_share == 1
-
-
-def test_the_parameters_of_the_fullest_stage_and_a_cut_of_the_user_s() -> None:
-    """Ten equal layers: four before the blocks, one in each of four blocks, two after."""
-    known = {"parts": (0.0, 1, 1, 1, 1, 0), "part_of": (0, 0, 0, 0, 1, 2, 3, 4, 5, 5)}
-    own = setup(machine(), choose({"pipeline": {}}), **known)
-    assert own.own == (0, 1, 2, 3, 4, 5) and passes(own).optimizer_s == pytest.approx(0.6 * 0.01)
-    cut = setup(machine(), choose({"pipeline": {"cut": [1]}}), **known)
-    assert cut.stage_share == 3 / 4 and cut.own in ((0, 1, 2, 3, 4), (5, 6, 7, 8, 9))

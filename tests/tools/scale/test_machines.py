@@ -10,7 +10,8 @@ from support.costs import machine
 
 from trainer.errors import ConfigError
 from trainer.monitors.throughput import COLUMN, H100
-from trainer.tools.cost_model.machine import to_json
+from trainer.tools.cost_model.machine import Link, to_json
+from trainer.tools.measure.report import NO_LINK
 from trainer.tools.scale.machines import PRESETS, find
 
 
@@ -32,6 +33,20 @@ def test_a_file_of_the_bench(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     path.write_text(json.dumps({"machine": to_json(own), "collectives": []}))
     assert find(str(path)).machine == own and find(str(path)).of(3).ranks == 12
+
+
+@pytest.mark.parametrize(
+    ("inside", "said"),
+    [
+        (Link(1e-6, 5e9, 0.0), "links: one node was measured, so between nodes the link inside is taken"),
+        (NO_LINK, "links: one rank was measured, so communication takes no time"),
+    ],
+)
+def test_a_bench_of_one_node_has_no_link_between_nodes(inside: Link, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps({"machine": to_json(machine(8, 8, NO_LINK, inside=inside))}))
+    found = find(str(path))
+    assert found.machine.across == inside and said in found.unknown
 
 
 def bench_file(folder: Path, **parts: Any) -> str:

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from support.checkpoints import put
 from support.cli import ROOT
 
+from trainer.checkpoint.lock import CHECKPOINTED
 from trainer.config.compose import CONF, compose
 from trainer.errors import ConfigError
 from trainer.process import handover
@@ -82,6 +84,12 @@ def test_a_run_has_to_train_what_was_tuned_and_to_be_running(run: Path) -> None:
         find_run(config)
     assert hand_over(run, choice, 2, "mine", run) == f"{run} has ended; go on with +tuned=mine"
     with running(run):
+        put(run / "ckpt", 7, world=8)
+        (run / CHECKPOINTED).write_text(str(run / "ckpt"))
+        assert "goes on as it is: it has 8 rank(s), and the result is proven for 2" in hand_over(
+            run, choice, 2, "mine", run
+        )
+        put(run / "ckpt", 8, world=2)
         assert find_run(config) == run  # such settings change nothing that was proven
         with pytest.raises(ConfigError, match=r"recipe\.samples=5: .* has \d+, and a result is proven for one config"):
             find_run({**config, "recipe": config["recipe"] | {"samples": 5}})

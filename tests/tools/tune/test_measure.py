@@ -14,7 +14,7 @@ from torch import nn
 from trainer.config.compose import CONF, compose
 from trainer.process.environment import Place
 from trainer.tools.tune.configs import alone, of_trial
-from trainer.tools.tune.measure import ROUNDS, cuts, in_steps, in_turns, line, profile, saved_bytes, shares
+from trainer.tools.tune.measure import ROUNDS, a_sample, cuts, in_steps, in_turns, line, profile, saved_bytes, shares
 from trainer.tools.tune.workload import make_workload
 
 TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy", "trainer.allow_targets=[toy_recipe]"]
@@ -43,7 +43,7 @@ def test_ranks_measure_their_own_work(dropout: float, monkeypatch: pytest.Monkey
         assert answer["part_of"] == [0, 0, 1, 1, 2, 2, 3, 3]
     work = make_workload(answers)
     assert work.parameters == tuple(elements) and work.shapes[0] == (16, 8)
-    assert work.forward_s == max(answer["forward_s"] for answer in answers)
+    assert work.forward_s == max(answers, key=lambda answer: answer["step_s"])["forward_s"]
 
 
 def test_each_rank_measures_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,3 +137,4 @@ def test_a_line_through_sizes() -> None:
 def test_bytes_that_autograd_keeps_by_hand() -> None:
     layer, x = nn.Linear(4, 3), torch.randn(5, 4)
     assert saved_bytes(lambda: layer(x).square().sum(), layer) == 4 * (5 * 4 + 5 * 3)
+    assert a_sample({2: 100.0, 6: 140.0}) == 10 and a_sample({4: 100.0}) == 25  # 80 bytes are there once

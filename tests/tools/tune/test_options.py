@@ -22,6 +22,7 @@ def test_settings_of_the_search_are_taken_out() -> None:
         ("tune.budget_s=soon", "tune.budget_s=soon: must be float, not str"),
         ("tune.lossy=3", "tune.lossy=3: must be bool, not int"),
         ("tune.pairs=2", "tune.pairs=2: must be at least 5"),
+        ("tune.without=[compiel]", "tune.without=compiel: no such callback; did you mean compile"),
         ("tune.name=../x", "tune.name=../x: must be the name of a file"),
         ("tune.steps", "tune.steps: has no value; give tune.steps=VALUE"),
         ("tune.steps={a", "tune: "),

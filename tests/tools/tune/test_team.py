@@ -1,15 +1,18 @@
 """Trials in forks: failures, kills, hangs and a lack of memory end a trial alone, and leave nothing behind."""
 
+import multiprocessing
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from trainer.process.environment import Place
-from trainer.tools.tune.team import Team, TrialFailed, in_a_line
+from trainer.tools.tune.team import Team, TrialFailed, free_port, in_a_line
 
 
 def work(order: dict[str, Any], place: Place) -> dict[str, Any]:
@@ -96,6 +99,31 @@ def test_one_rank_needs_no_rank_in_its_message(tmp_path: Path) -> None:
     with pytest.raises(TrialFailed, match=r"^ValueError: odd$"):
         team.run({"rank": 0, "what": "raise"}, 30)
     team.close()
+
+
+def test_processes_of_two_nodes_start_two_ranks_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As srun starts them, with one task on each node."""
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+
+    def team(node: int) -> Team:
+        (folder := tmp_path / str(node)).mkdir()
+        return Team(Place(2 * node, 4, 0, 2, "", "srun", starts=True), folder, work)
+
+    other = multiprocessing.get_context("fork").Process(target=lambda: team(1).obey())
+    other.start()
+    try:
+        leader, waited = team(0), list[list[str]]()
+        assert [answer["rank"] for answer in fine(leader)] == [0, 1, 2, 3]
+        store = leader.store
+        leader.store = SimpleNamespace(set=store.set, wait=lambda keys, limit: waited.append(keys))
+        leader.close()
+        store.wait(["left-2"], timedelta(seconds=20))
+        other.join(20)
+        assert other.exitcode == 0 and waited == [["left-2"]]  # the other process has no further one
+    finally:
+        other.kill()
+        other.join()
 
 
 def test_an_error_is_one_line() -> None:

@@ -368,12 +368,13 @@ def test_a_search_on_ranks_that_answer_at_once_and_one_that_is_killed(
     other = json.dumps({**json.loads(lines.splitlines()[-1]), "choice": "another"})  # of a winner that was beaten since
     (tmp_path / "tuned" / "mine.jsonl").write_text(f"{lines}{other}\n")
     team = Answers(tmp_path)
-    assert lead(team, config, options, tmp_path, "mine", []) == 0
+    assert lead(team, config, options, tmp_path, "mine", ["batch=12", "++micro_batch=3"]) == 0
     assert (tmp_path / "tuned" / "mine.jsonl").read_text().startswith(lines) and team.kinds == ["trial"] * 8
     found = OmegaConf.load(tmp_path / "tuned" / "mine.yaml")
     assert found.micro_batch == 6 and found.tuned.ranks == 2
     said = capsys.readouterr().out
     assert "goes on after 1 trials" in said and "in 5 of 5 pairs" in said and "use it by +tuned=mine" in said
+    assert "without ++micro_batch=3\n" in said  # which would win over the result
 
 
 def test_a_trial_whose_loss_is_too_large_counts_for_nothing() -> None:

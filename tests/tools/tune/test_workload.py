@@ -20,8 +20,10 @@ def test_the_slowest_rank_is_the_workload() -> None:
         "parts": [0.2, 0.8, 0.0],
         "part_of": [1],
     }
-    work = make_workload([one, {**one, "forward_s": 4.0}])
-    assert (work.forward_s, work.backward_s, work.parameters, work.shapes) == (4.0, 2.0, (3,), ((3,),))
+    other = {**one, "forward_s": 0.5, "pass_s": 9.0, "activation_bytes": 7.0}  # a fixed part that makes up for it
+    work = make_workload([{**one, "step_s": 3.5}, {**other, "step_s": 3.0}])
+    assert (work.forward_s, work.backward_s, work.pass_s, work.parameters) == (1.0, 2.0, 0.1, (3,))
+    assert work.activation_bytes == 7.0 and work.shapes == ((3,),)
     assert work.parts == (0.2, 0.8, 0.0)
 
 

@@ -78,7 +78,7 @@ def idle(setup: Setup) -> float:
     With p stages and m micro-batches it is (p - 1) / m for GPipe and 1F1B (Huang et al. 2018, Narayanan et al. 2019).
     Two chunks a rank halve it (Narayanan et al. 2021, arXiv:2104.04473). ZB-H1 keeps a third (Qi et al.
     2024, arXiv:2401.10241), if the gradients of inputs and of weights take as long as the forward pass. ZBV and 2BW
-    keep nothing. Of stages that are not equal, the slowest waits once for the others.
+    keep nothing. The slowest of unequal stages waits once for the others.
     """
     schedule = setup.knob("pipeline", "schedule")
     kept = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1 / 2, "zero_bubble": 1 / 3}.get(schedule, 0.0)

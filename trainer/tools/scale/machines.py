@@ -89,10 +89,15 @@ def measured(machine: Machine, found: Mapping[str, Any], file: str) -> Cluster:
     tflops = {name.removesuffix(end): rate / 1e12 for name, rate in found.get("matmul", {}).items()}
     auto = str(found.get("auto_precision") or likely_auto(tflops))
     host = found.get("copies", {}).get("pinned_to_host_bytes_per_s")
-    unknown = (
-        () if host else ("checkpoints: copies to the host were not measured; the rate of the link inside is taken",)
-    )
-    return Cluster(machine, tflops, 0.0, host or machine.inside.bytes_per_s, f"measured: {file}", auto, unknown)
+    unknown: list[str] = []
+    if not host:
+        unknown.append("checkpoints: copies to the host were not measured; the rate of the link inside is taken")
+    if math.isinf(machine.across.bytes_per_s):
+        alone = math.isinf(machine.inside.bytes_per_s)
+        taken = "communication takes no time" if alone else "between nodes the link inside is taken"
+        unknown.append(f"links: {'one rank' if alone else 'one node'} was measured, so {taken}")
+        machine = replace(machine, across=machine.inside)
+    return Cluster(machine, tflops, 0.0, host or machine.inside.bytes_per_s, f"measured: {file}", auto, tuple(unknown))
 
 
 def likely_auto(tflops: Mapping[str, float]) -> str:

@@ -13,6 +13,7 @@ import trainer
 from trainer.config.compose import CONF, config_dirs
 from trainer.errors import printable
 from trainer.process.exit import run_guarded
+from trainer.tools.cost_model.workload import Choice
 from trainer.tools.tune.options import TuneOptions, read_options
 from trainer.tools.tune.start import one_job, prepare, run_team
 
@@ -66,7 +67,9 @@ def command(arguments: list[str]) -> int:
 
 def lead(team: Any, config: dict[str, Any], options: TuneOptions, folder: Path, name: str, argv: Sequence[str]) -> int:
     """Search on the first process, and write the result."""
-    from trainer.config.tuned import cpu_name
+    import torch
+
+    from trainer.config.tuned import cpu_name, gpu_models
     from trainer.tools.tune.apply import hand_over
     from trainer.tools.tune.configs import begun, find_start
     from trainer.tools.tune.journal import Journal
@@ -75,8 +78,9 @@ def lead(team: Any, config: dict[str, Any], options: TuneOptions, folder: Path, 
     from trainer.tools.tune.tuning import Tuning
 
     place, settings = team.place, {**dataclasses.asdict(options), "budget_s": 0, "apply": 0}
-    machine = [cpu_name(), os.cpu_count(), place.world, place.local_world]
-    journal = Journal(folder / "tuned" / f"{name}.jsonl", [config, machine, trainer.__version__, settings])
+    machine = [cpu_name(), os.cpu_count(), gpu_models(), place.world, place.local_world]
+    versions = [trainer.__version__, torch.__version__]
+    journal = Journal(folder / "tuned" / f"{name}.jsonl", [config, machine, versions, settings])
     known = journal.all("start") or [journal.add("start", checkpoint=find_start(config))]
     config = begun(config, known[0]["checkpoint"])
     tuning = Tuning(config, options, team, journal, say)
@@ -100,7 +104,7 @@ def lead(team: Any, config: dict[str, Any], options: TuneOptions, folder: Path, 
         say(f"result     today's config stays: {line}")
     if path is None:
         return UNCHANGED
-    say(f"result     {path}: use it by +tuned={name}{hint(folder, argv)}")
+    say(f"result     {path}: use it by +tuned={name}{hint(folder, argv, choice)}")
     if options.apply:
         say(f"apply      {hand_over(Path(config['trainer']['run_dir']), choice, place.world, name, folder)}")
     return 0
@@ -113,10 +117,11 @@ def way_out(tuning: Any) -> str:
     return f"the search goes on by its journal with tune.budget_s={enough}"
 
 
-def hint(folder: Path, argv: Sequence[str]) -> str:
-    """Return what a run needs beside `+tuned=NAME` to find the file."""
+def hint(folder: Path, argv: Sequence[str], choice: Choice) -> str:
+    """Return what a run needs beside `+tuned=NAME`: to find the file, and words that would override it left out."""
     found = "--config-dir" in argv or folder.resolve() == CONF.resolve()
-    return "" if found else f" with --config-dir {folder}"
+    over = [word for word in argv if word.partition("=")[0].lstrip("+") in choice.settings]
+    return ("" if found else f" with --config-dir {folder}") + (f", without {' '.join(over)}" if over else "")
 
 
 def say(text: str) -> None:

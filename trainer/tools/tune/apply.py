@@ -1,5 +1,6 @@
 """Rolls a result out to a running job: a request in its folder, if a resume with the result would be accepted."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,9 @@ from omegaconf import OmegaConf
 
 from trainer.callback import Role, overrides
 from trainer.checkpoint.compare import flat
-from trainer.checkpoint.lock import is_running
+from trainer.checkpoint.locate import checkpoints
+from trainer.checkpoint.lock import CHECKPOINTED, is_running
+from trainer.checkpoint.manifest import Damaged, verify
 from trainer.config.redact import redact
 from trainer.errors import ConfigError
 from trainer.process import handover
@@ -57,6 +60,8 @@ def hand_over(run_dir: Path, choice: Choice, world: int, name: str, folder: Path
     """Ask the run to take the result over at its next checkpoint; return what was done, in words."""
     if not is_running(run_dir):
         return f"{run_dir} has ended; go on with +tuned={name}"
+    if (ranks := ranks_of(run_dir)) not in (None, world):
+        return f"{run_dir} goes on as it is: it has {ranks} rank(s), and the result is proven for {world}"
     config: Any = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
     if why := refusal(merge(config, choice), world):
         return f"{run_dir} goes on as it is: it would refuse the result ({why})"
@@ -71,6 +76,14 @@ def hand_over(run_dir: Path, choice: Choice, world: int, name: str, folder: Path
     except OSError as error:
         return f"{run_dir} goes on as it is: {error.filename or run_dir}: {error.strerror}"
     return f"{run_dir} takes it over at its next checkpoint"
+
+
+def ranks_of(run_dir: Path) -> int | None:
+    """Return the number of ranks that wrote the run's newest checkpoint; None if none can be read."""
+    with suppress(OSError, IndexError, Damaged):
+        saved = Path((run_dir / CHECKPOINTED).read_text())
+        return verify(checkpoints(saved, reads=True)[-1], hashes=False)["world"]
+    return None
 
 
 def state_keepers(config: dict[str, Any]) -> set[str]:

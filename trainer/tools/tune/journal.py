@@ -52,7 +52,7 @@ class Journal:
                 self.why_anew = "has a line that is not JSON"
                 return
         if not lines or lines[0].get("key") != self.key:
-            self.why_anew = "is of another config or machine"
+            self.why_anew = "is of another config, machine, version or setting of the search"
         elif lines[-1]["event"] == "verdict":
             self.why_anew = "is of a search that has ended"
         else:

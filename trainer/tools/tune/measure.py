@@ -47,7 +47,10 @@ class Profile(Stopwatch):
         forward, _ = line(sizes, ahead)
         forward = min(forward, 0.9 * slope)
         self.forward_s, self.backward_s = forward, slope - forward
-        self.activation_bytes = saved_bytes(lambda: loss(model, batch), trainer.module) / micro
+        ends = zip((sizes[0], sizes[-1]), (batches[0], batches[-1]), strict=True)
+        self.activation_bytes = a_sample(
+            {size: saved_bytes(lambda made=made: loss(model, made), trainer.module) for size, made in ends}
+        )
         self.compute = shares(lambda: loss(model, batch), trainer.parameters, device)
         self.random = len({seeded(lambda: loss(model, batch), seed) for seed in (1, 2)}) > 1
         self.cut = cuts(trainer, lambda: loss(model, batch), self.compute)
@@ -190,12 +193,18 @@ def saved_bytes(run: Callable[[], Any], module: torch.nn.Module) -> float:
 
 
 class Cut(NamedTuple):
-    """What a pipeline that cuts the model between its blocks computes and sends; empty if it can't."""
+    """The parts between which a pipeline may cut a model, and what it sends; empty if it can't cut it."""
 
     parts: Sequence[float] = ()  # share of the backward pass before the blocks, of each block, and after them
     part_of: Sequence[int] = ()  # the part of each trained parameter
     boundary_bytes: float = 0.0  # from one block to the next
     tied_bytes: float = 0.0  # of parameters that are used before and after the blocks
+
+
+def a_sample(saved: Mapping[int, float]) -> float:
+    """Return the bytes of a sample, by those of batches: autocast's copies of the weights are there once."""
+    (low, least), (high, most) = min(saved.items()), max(saved.items())
+    return max(0.0, most - least) / (high - low) if high > low else most / high
 
 
 def cuts(trainer: Any, run: Callable[[], Any], compute: Sequence[float]) -> Cut:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.config.check import check_values
+from trainer.config.compose import CONF
 from trainer.config.schema import option_parameters
-from trainer.errors import ConfigError, require
+from trainer.errors import ConfigError, nearest, require
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
@@ -30,6 +31,9 @@ class TuneOptions:
             require(f"tune.{key}", getattr(self, key), above=0)
         for key, least in (("steps", 2), ("warm", 1), ("pairs", 5)):
             require(f"tune.{key}", getattr(self, key), at_least=least)
+        known = {path.stem for path in (CONF / "callbacks").glob("*.yaml")}
+        for name in set(self.without) - known:
+            raise ConfigError(f"tune.without={name}: no such callback; {nearest(name, known)}")
         if self.name is not None and not NAME.fullmatch(self.name):
             raise ConfigError(f"tune.name={self.name}: must be the name of a file: letters, digits, '.', '-' and '_'")
 

@@ -114,7 +114,8 @@ class Search:
         limit, short = self.model.machine.memory_bytes, [t for t in self.tried if ran_out(t.error)]
         ran = max((self._bytes(t.choice) for t in self.tried if t.step_s), default=0.0)
         over = [t for t in short if self._bytes(t.choice) > ran]
-        return min([math.inf if limit is None else limit, *(self._bytes(t.choice) for t in over)]), over
+        limit = math.inf if limit is None else max(limit, math.nextafter(ran, math.inf))  # what ran fits
+        return min([limit, *(self._bytes(t.choice) for t in over)]), over
 
     def _bytes(self, choice: Choice) -> float:
         return self.model.predict(choice).memory_bytes

@@ -112,7 +112,7 @@ class Team:
         if self.store is not None and self.leads:
             with contextlib.suppress(RuntimeError):
                 self.store.set(f"order-{self.number + 1}", json.dumps(None))
-                others = [f"left-{rank}" for rank in range(self.place.world) if rank not in self.own]
+                others = [f"left-{rank}" for rank in range(0, self.place.world, len(self.own)) if rank not in self.own]
                 self.store.wait(others, timedelta(seconds=TRIAL_PEERS_S))  # the store ends with this process
 
     def _run_own(self, order: dict[str, Any], limit_s: float) -> dict[int, Answer]:
@@ -240,13 +240,16 @@ def held(numbers: Sequence[signal.Signals]) -> Iterator[None]:
 
 
 def open_store(place: Place) -> Any:
-    """Open the store over which the launcher's processes meet.
+    """Open the store over which the launcher's processes meet: one of each node, or of each rank.
 
     Raises:
         ConfigError: The launcher has set no address.
     """
+    each = place.local_world if place.starts else 1
     try:
-        store, _, _ = next(dist.rendezvous("env://", place.rank, place.world, timeout=timedelta(minutes=5)))
+        store, _, _ = next(
+            dist.rendezvous("env://", place.rank // each, place.world // each, timeout=timedelta(minutes=5))
+        )
         return store
     except ValueError as error:
         raise ConfigError(f"{place.launcher}: {error}; start tune by torchrun or srun, or without a launcher") from None

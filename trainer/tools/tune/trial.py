@@ -159,5 +159,5 @@ def ends_early(watch: Stopwatch) -> ConfigError:
 
 def step_seconds(times: list[float], period: int) -> float:
     """Return the seconds of a step: the median over stretches of `period` steps, which are all alike."""
-    stretches = [times[i : i + period] for i in range(0, len(times) - period + 1, period)] or [times]
+    stretches = [times[i : i + period] for i in range(0, len(times) - period + 1, period)]
     return statistics.median(statistics.mean(stretch) for stretch in stretches)

@@ -95,11 +95,14 @@ class Tuning:
 
     def length(self, choice: Choice) -> tuple[int, int]:
         """Return the steps of a trial before the timed ones, and the timed ones: whole periods of `local_sgd`."""
-        period = choice.callbacks.get("local_sgd", {}).get("every", 1)
+        period = self._period(choice)
         warm, steps = self.options.warm * period, math.ceil(self.options.steps / period) * period
         if (most := self.config["trainer"]["max_steps"]) is not None:  # of a short run, as in an example
             steps = max(1, min(steps, (most - warm) // period * period))
         return warm, steps
+
+    def _period(self, choice: Choice) -> int:
+        return merge(self.config, choice)["callbacks"].get("local_sgd", {}).get("every", 1)
 
     def run_trial(self, choice: Choice) -> dict[str, Any]:
         """Run a trial of a choice.
@@ -107,11 +110,13 @@ class Tuning:
         Raises:
             TrialFailed: It gave no result.
         """
-        (warm, steps), period = self.length(choice), choice.callbacks.get("local_sgd", {}).get("every", 1)
+        (warm, steps), period = self.length(choice), self._period(choice)
         began, limit_s = time.monotonic(), self.options.limit_s
         if self.today and "compile" not in choice.callbacks:
             limit_s = min(limit_s, max(TRIAL_LEAST_S, SLOWEST * self.today["wall_s"]))
         answers = self._order("trial", merge(self.config, choice), limit_s, warm=warm, steps=steps)
+        if (timed := len(answers[0]["times"])) < period:
+            raise TrialFailed(f"the run ends after {timed} timed step(s), and local_sgd synchronises every {period}")
         step_s, wall_s = max(step_seconds(answer["times"], period) for answer in answers), time.monotonic() - began
         self.walls.append(max(0.0, wall_s - (warm - self.options.warm + len(answers[0]["times"])) * step_s))
         return {

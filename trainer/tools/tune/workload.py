@@ -15,12 +15,13 @@ from trainer.tools.scale.work import NUMBER, kept_by, on_meta
 
 
 def make_workload(answers: Sequence[Mapping[str, Any]]) -> Workload:
-    """Return the workload of the slowest rank, since the others wait for it."""
-    names = [field.name for field in dataclasses.fields(Workload) if field.name in answers[0]]
-    values: dict[str, Any] = {name: max(answer[name] for answer in answers) for name in names}
-    values |= {"parameters": tuple(values["parameters"]), "shapes": tuple(map(tuple, values["shapes"]))}
-    values |= {name: tuple(answers[0][name]) for name in ("compute", "parts", "part_of")}
-    return Workload(**values)
+    """Return the workload of the slowest rank, since the others wait for it; bytes are those of the fullest one."""
+    slowest = max(answers, key=lambda answer: answer.get("step_s", 0.0))  # an outline has the same times on all
+    names = [field.name for field in dataclasses.fields(Workload) if field.name in slowest]
+    values: dict[str, Any] = {name: slowest[name] for name in names}
+    values |= {name: max(answer[name] for answer in answers) for name in names if name.endswith("_bytes")}
+    values |= {name: tuple(values[name]) for name in ("parameters", "compute", "parts", "part_of")}
+    return Workload(**{**values, "shapes": tuple(map(tuple, values["shapes"]))})
 
 
 def without_recomputation(setup: Setup) -> Workload:
