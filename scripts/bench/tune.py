@@ -164,6 +164,8 @@ def measure(cell: Cell, team: Team, folder: Path, grid: int | None, rounds: int)
     choice, verdict, _, _ = tuning.run()
     tune_s = tuning.elapsed_s
     tuned = choice if verdict is not None and verdict.recommended else NOTHING
+    for line in verdict.faults if verdict else ():
+        say(cell, f"today's config stays: {line}")
     trials = [line["trial"] for line in journal.all("trial")]
     times = [(NOTHING, tuning.today["step_s"])]
     times += [(Choice(**trial["choice"]), trial["step_s"]) for trial in trials if trial["step_s"]]

@@ -64,7 +64,7 @@ def test_a_finding_is_said_once_and_at_the_end(messages):
     run(lambda step: SLOW)
     workers = lines()[0]["config"]
     assert lines() == [
-        {"step": 3, "name": "data_wait", "value": 0.2, "limit": 0.05, "text": TEXT, "config": workers}
+        {"step": 3, "name": "data_wait", "value": 0.2, "limit": 0.05, "text": TEXT, "config": workers, "rank": None}
     ]  # the first logged step is not judged
     assert workers == f"data.workers={min(2, callback.facts(fake()).cores)}"
     assert said(messages) == [f"advice: {TEXT}; try {workers}", f"advice      {TEXT}; try {workers}"]

@@ -9,10 +9,11 @@ from trainer.tools.tune.canary import Judge, in_phases, p_value, spread
 EXACT = Judge(exact=True, random=False, bound=0.01)
 
 
-def run(seconds: float, losses=(3.0, 2.0, 1.0), gib: float = 1.0, advice=(), slowdown: float = 1.0) -> dict:
+def run(seconds: float, losses=(3.0, 2.0, 1.0), gib: float = 1.0, advice=(), slowdown: float = 1.0, rank=None) -> dict:
     return {
         "step_s": seconds, "score_s": seconds * slowdown, "losses": list(losses), "memory_bytes": gib * 2**30,
-        "advice": [{"name": text[:4], "text": text, "config": "workers=2"} for text in advice], "phases": {},
+        "advice": [{"name": text[:4], "text": text, "rank": rank, "config": "workers=2"} for text in advice],
+        "phases": {},
     }  # fmt: skip
 
 
@@ -85,9 +86,21 @@ def test_advice_is_compared_by_its_name_and_counts_if_most_runs_have_it() -> Non
     assert "1 of 5 of the winner's runs are advised: rank 1 is slow; try workers=2" in verdict.findings
 
 
+def test_a_slow_rank_is_the_same_one_in_most_runs() -> None:
+    def late(ranks: tuple[int, ...]) -> list[str]:
+        made = [(run(1.0), run(0.8, advice=["rank is slow"], rank=rank)) for rank in ranks]
+        verdict = EXACT.judge(made)
+        assert verdict.recommended == (not verdict.faults)
+        return verdict.faults or [line for line in verdict.findings if "advised" in line]
+
+    words = "rank is slow; try workers=2"
+    assert late((0, 1, 2, 0, 3)) == [f"5 of 5 of the winner's runs are advised, of several ranks: {words}"]
+    assert late((1, 1, 2, 1, 3)) == [f"the winner's run is advised what today's is not: {words}"]
+
+
 def test_a_wait_of_the_same_length_is_a_larger_share_of_a_shorter_step() -> None:
     def waiting(seconds: float, data_s: float, advised: bool) -> dict:
-        line = {"name": "data_wait", "text": "data", "config": "data.workers=2"}
+        line = {"name": "data_wait", "text": "data", "rank": None, "config": "data.workers=2"}
         return {
             **run(seconds),
             "advice": [line] * advised,
@@ -97,7 +110,7 @@ def test_a_wait_of_the_same_length_is_a_larger_share_of_a_shorter_step() -> None
 
     same = EXACT.judge([(waiting(1.0, 0.03, False), waiting(0.1, 0.03, True))] * 5)
     assert same.recommended and any("it waits no longer than today's: data" in line for line in same.findings)
-    lag = {"name": "straggler", "text": "rank 1", "config": "hetero_batch"}
+    lag = {"name": "straggler", "text": "rank 1", "rank": 1, "config": "hetero_batch"}
     late = EXACT.judge([(waiting(1.0, 0.0, False), {**waiting(0.1, 0.0, True), "advice": [lag]})] * 5)
     assert late.recommended and any("it waits no longer than today's: rank 1" in line for line in late.findings)
     longer = EXACT.judge([(waiting(1.0, 0.03, False), waiting(0.5, 0.1, True))] * 5)

@@ -18,7 +18,7 @@ from trainer.files import Appended, finite
 from trainer.forward_backward import ForwardBackward
 from trainer.log import log
 from trainer.monitors.advice import kernels, link
-from trainer.monitors.advice.rules import MOST_MEMORY, Finding, Run, find
+from trainer.monitors.advice.rules import ALL, MOST_MEMORY, Finding, Run, find
 from trainer.monitors.candidates import accepts
 from trainer.monitors.memory.callback import count
 
@@ -108,6 +108,7 @@ class Advice(Callback):
     def _say(self, finding: Finding, step: int) -> None:
         assert self.file
         line = {key: getattr(finding, key) for key in ("name", "value", "limit", "text", "config")}
+        line["rank"] = None if finding.subject == ALL else finding.subject
         self.said[finding.name] = line
         self.file.write(f"{json.dumps(finite({'step': step, **line}))}\n".encode())
         log.info("advice: %s; try %s", finding.text, finding.config)

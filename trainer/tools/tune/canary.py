@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,16 +102,19 @@ class Judge:
     def _advice(self, pairs: Sequence[Any], findings: list[str], faults: list[str]) -> None:
         """Find what most of the winner's runs are advised and none of today's. A finding's numbers differ each time.
 
-        A wait is no fault if it takes as long as today: of a shorter step it is a larger share.
+        A slow rank is the same one in most runs: ranks that share cores take turns at being late. A wait is no fault if
+        it takes as long as today: of a shorter step it is a larger share.
         """
         before, after = ([{line["name"]: line for line in pair[i]["advice"]} for pair in pairs] for i in (0, 1))
         for name in dict.fromkeys(name for run in after for name in run):
             lines = [run[name] for run in after if name in run]
+            _, alike = Counter(line["rank"] for line in lines).most_common(1)[0]
             words = f"{lines[-1]['text']}; try {lines[-1]['config']}"
             if any(name in run for run in before):
                 findings.append(f"both are advised: {words}")
-            elif 2 * len(lines) <= len(pairs):
-                findings.append(f"{len(lines)} of {len(pairs)} of the winner's runs are advised: {words}")
+            elif 2 * alike <= len(pairs):
+                several = "" if alike == len(lines) else ", of several ranks"
+                findings.append(f"{len(lines)} of {len(pairs)} of the winner's runs are advised{several}: {words}")
             elif name in WAITS and takes_no_longer(WAITS[name], pairs):
                 findings.append(f"the winner's run is advised, though it waits no longer than today's: {words}")
             else:

@@ -128,9 +128,10 @@ def peak_bytes(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
-def advice(run_dir: Path) -> list[dict[str, str]]:
-    """Return the `name` of each finding of the run's advice, its `text`, and the setting that answers, `config`."""
-    return [{key: line[key] for key in ("name", "text", "config")} for line in read(run_dir / "advice.jsonl").values()]
+def advice(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the findings of the run's advice: `name`, `text`, the `rank` if it is of one, and the answer, `config`."""
+    lines = read(run_dir / "advice.jsonl").values()
+    return [{key: line.get(key) for key in ("name", "text", "rank", "config")} for line in lines]
 
 
 def mean_of(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
