@@ -1,15 +1,13 @@
 """The folder for what recipes prepare once: its place, locks, and writes that survive a power cut."""
 
 import fcntl
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from trainer.data.remote.eviction import open_regular
-
-log = logging.getLogger("echelon")
+from trainer.log import log
 
 
 def root(cache: str | None = None) -> Path:

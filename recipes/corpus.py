@@ -14,7 +14,6 @@ import hashlib
 import importlib.metadata
 import io
 import json
-import logging
 import os
 import shutil
 import tarfile
@@ -30,8 +29,7 @@ from recipes.cache import lock, root, sync
 from recipes.text import Document, Source, batches, show
 from recipes.wordpiece import WordPiece
 from trainer.errors import ConfigError
-
-log = logging.getLogger("echelon")
+from trainer.log import log
 
 FORMAT = 2  # of the cache; part of the hash
 SEQUENCES_PER_SHARD = 4096

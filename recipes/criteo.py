@@ -10,7 +10,6 @@ the same binary format (Naumov et al. 2019, arXiv:1906.00091).
 import gzip
 import hashlib
 import json
-import logging
 import os
 import re
 import zlib
@@ -24,8 +23,7 @@ from torch.utils.data import Dataset
 from recipes.cache import lock, root, sync
 from trainer.data.shards.parquet import of_rows
 from trainer.errors import ConfigError, DataError, UnavailableError, printable
-
-log = logging.getLogger("echelon")
+from trainer.log import log
 
 FORMAT = 1  # of the cache; part of the hash
 INTEGERS, CATEGORIES = 13, 26

@@ -1,7 +1,6 @@
 """Documents from files: the standard library's source, or text, `.jsonl` and `.parquet` files of the user's own."""
 
 import json
-import logging
 import os
 import sysconfig
 import time
@@ -10,8 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer.errors import ConfigError
-
-log = logging.getLogger("echelon")
+from trainer.log import log
 
 NOT_TEXT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}  # in the standard library
 PIECE = 1 << 16  # characters
