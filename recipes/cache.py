@@ -1,18 +1,59 @@
-"""The folder for what recipes prepare once: its place, locks, and writes that survive a power cut."""
+"""The folder for what recipes prepare once: its place, names, locks, and writes that survive a power cut."""
 
 import fcntl
+import hashlib
+import json
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from trainer.data.remote.eviction import open_regular
+from trainer.errors import ConfigError
 from trainer.log import log
 
 
 def root(cache: str | None = None) -> Path:
     """Return the folder `cache`; None: the user's cache folder."""
     return Path(cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "echelon")).expanduser()
+
+
+def digest(identity: object) -> str:
+    """Return a name for what is made of `identity`, which JSON can hold."""
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+
+
+def build_once(place: Path, task: str, is_whole: Callable[[Path], bool], build: Callable[[Path], None]) -> None:
+    """Have `place` built, unless it is whole. One of several processes builds it; the others wait.
+
+    Args:
+        task: The subject of the log's lines.
+        build: Writes a file or a flat folder to a path, which gets its name once it is on the disk.
+
+    Raises:
+        ConfigError: The cache can't be written.
+    """
+    try:
+        if not is_whole(place):
+            with lock(place.with_suffix(".lock"), task):
+                if not is_whole(place):
+                    _build(place, task, build)
+    except OSError as error:
+        raise ConfigError(f"recipe.cache={place.parent}: {error}; give a writable folder with free space") from None
+
+
+def _build(place: Path, task: str, build: Callable[[Path], None]) -> None:
+    partial = place.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a build that was killed: this process has the lock
+    build(partial)
+    for path in (*partial.glob("*"), partial):
+        sync(path)
+    if place.exists():
+        log.warning("%s: %s: is damaged, and is replaced", task, place)
+        shutil.rmtree(place)
+    partial.rename(place)
+    sync(place.parent)
 
 
 @contextmanager

@@ -17,10 +17,7 @@ among negatives, and tell nothing. A day is a tenth of each file, in its order: 
 """
 
 import ast
-import hashlib
-import json
 import os
-import shutil
 import sys
 import zlib
 from collections import Counter
@@ -30,10 +27,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from recipes.cache import lock, root, sync
+from recipes.cache import build_once, digest, root
 from recipes.criteo import CATEGORIES, INTEGERS
 from recipes.text import Source
-from trainer.errors import ConfigError
 
 FORMAT = 1  # of the cache; part of the hash
 DAYS = 10
@@ -57,29 +53,16 @@ def days(cache: str | None) -> list[Path]:
     """
     source = Source(None)
     identity = [FORMAT, sys.version, [(name, stat.st_size) for name, stat in source.stats.items()]]
-    name = f"calls-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}"
-    folder = root(cache) / name
-    try:
-        if not folder.exists():
-            with lock(folder.with_suffix(".lock"), "calls"):
-                if not folder.exists():
-                    _build(source, folder)
-    except OSError as error:
-        raise ConfigError(f"recipe.cache={folder.parent}: {error}; give a writable folder with free space") from None
+    folder = root(cache) / f"calls-{digest(identity)}"
+    build_once(folder, "calls", Path.exists, lambda partial: _write(source, partial))
     return [folder / f"day_{day}" for day in range(DAYS)]
 
 
-def _build(source: Source, folder: Path) -> None:
-    partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a build that was killed: this process has the lock
-    partial.mkdir()
+def _write(source: Source, folder: Path) -> None:
+    folder.mkdir()
     calls = {name: calls_of(path.read_bytes()) for name, path in source.files.items()}
     for day, lines in enumerate(rows(calls)):
-        (partial / f"day_{day}").write_text("".join(lines))
-        sync(partial / f"day_{day}")
-    sync(partial)
-    partial.rename(folder)
-    sync(folder.parent)
+        (folder / f"day_{day}").write_text("".join(lines))
 
 
 def calls_of(source: bytes) -> list[Call]:

@@ -15,7 +15,6 @@ import importlib.metadata
 import io
 import json
 import os
-import shutil
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -25,10 +24,9 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 
 from recipes.byte_pairs import BytePairs
-from recipes.cache import lock, root, sync
+from recipes.cache import build_once, digest, root
 from recipes.text import Document, Source, batches, show
 from recipes.wordpiece import WordPiece
-from trainer.errors import ConfigError
 from trainer.log import log
 
 FORMAT = 2  # of the cache; part of the hash
@@ -96,23 +94,14 @@ def prepare(text: str | list[str] | None, cache: str | None, settings: Settings)
         ConfigError: The text can't be used, or the cache can't be written.
     """
     source = Source(text)
-    parent = root(cache)
     files = [(os.path.abspath(source.files[name]), s.st_size, s.st_mtime_ns) for name, s in source.stats.items()]
     identity = [FORMAT, importlib.metadata.version("tokenizers"), asdict(settings), list(source.files), files]
-    folder = parent / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
-    try:
-        if not _is_whole(folder):
-            with lock(folder.with_suffix(".lock"), "text"):
-                if not _is_whole(folder):
-                    _build(source, folder, settings)
-        return Corpus(folder, json.loads((folder / "meta.json").read_text()))
-    except OSError as error:
-        raise ConfigError(f"recipe.cache={parent}: {error}; give a writable folder with free space") from None
+    folder = root(cache) / digest(identity)
+    build_once(folder, "text", _is_whole, lambda partial: _build(source, partial, folder, settings))
+    return Corpus(folder, json.loads((folder / "meta.json").read_text()))
 
 
-def _build(source: Source, folder: Path, settings: Settings) -> None:
-    partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a build that was killed: this process has the lock
+def _build(source: Source, partial: Path, folder: Path, settings: Settings) -> None:
     partial.mkdir()
     text = "text: preparing recipe.text=%s: %d files; %d hidden files are left out"
     log.info(text, source.label, len(source.files), source.hidden)
@@ -137,13 +126,6 @@ def _build(source: Source, folder: Path, settings: Settings) -> None:
     (partial / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     text = "text: %d tokens for training and %d for validation in %s"
     log.info(text, meta["tokens"]["train"], meta["tokens"]["val"], folder)
-    for path in (*partial.iterdir(), partial):
-        sync(path)
-    if folder.exists():
-        log.warning("text: %s: is damaged, and is replaced", folder)
-        shutil.rmtree(folder)
-    partial.rename(folder)
-    sync(folder.parent)
     # Data workers are forks, which the threads of tokenizers don't survive: each worker would warn.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -20,7 +20,7 @@ from typing import IO, Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from recipes.cache import lock, root, sync
+from recipes.cache import build_once, digest, root
 from trainer.data.shards.parquet import of_rows
 from trainer.errors import ConfigError, DataError, UnavailableError, printable
 from trainer.log import log
@@ -105,20 +105,14 @@ def prepare(path: Path, cache: str | None) -> Path:
         identity = [FORMAT, os.path.abspath(path), stat.st_size, stat.st_mtime_ns]
     except OSError as error:
         raise UnavailableError(f"{path}: {error.strerror}; make it readable") from None
-    made = root(cache) / "criteo" / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}.bin"
-    try:
-        if not made.exists():
-            with lock(made.with_suffix(".lock"), "clicks"):
-                if not made.exists():
-                    _write(path, made)
-        return made
-    except OSError as error:
-        raise ConfigError(f"recipe.cache={made.parent}: {error}; give a writable folder with free space") from None
+    made = root(cache) / "criteo" / f"{digest(identity)}.bin"
+    build_once(made, "clicks", Path.exists, lambda partial: _write(path, partial, made))
+    return made
 
 
-def _write(path: Path, made: Path) -> None:
+def _write(path: Path, partial: Path, made: Path) -> None:
     log.info("clicks: preparing %s", path)
-    partial, count = made.with_suffix(".partial"), 0
+    count = 0
     try:
         with partial.open("wb") as file:
             for rows in _of_parquet(path) if path.suffix == ".parquet" else _of_text(path):
@@ -130,9 +124,6 @@ def _write(path: Path, made: Path) -> None:
         partial.unlink(missing_ok=True)  # once the file is mended, it has another name
         raise
     log.info("clicks: %d rows of %s in %s", count, path.name, made)
-    sync(partial)
-    partial.rename(made)
-    sync(made.parent)
 
 
 def _of_text(path: Path) -> Iterator[np.ndarray]:

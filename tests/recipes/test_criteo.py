@@ -146,6 +146,14 @@ def test_a_file_is_read_once_and_again_after_a_change(tmp_path: Path, monkeypatc
         prepare(path, str(path))
 
 
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("recipes.cache.sync", lambda path: synced.append(path) if path.exists() else None)
+    (tmp_path / "day_0").write_text(LINE)
+    made = prepare(tmp_path / "day_0", str(tmp_path / "cache"))
+    assert synced == [made.with_suffix(".partial"), made.parent]
+
+
 def test_parts_of_several_files_are_in_order_and_apart(tmp_path: Path) -> None:
     own = lines(100)
     for day, (start, stop) in enumerate([(0, 30), (30, 31), (31, 100)]):

@@ -303,7 +303,7 @@ def test_a_long_line_without_spaces_takes_no_time(settings: Settings, tmp_path: 
 def test_all_is_on_the_disk_before_it_has_its_name(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Else a power cut may leave empty files under that name. The name itself comes last."""
     synced: list[Path] = []
-    monkeypatch.setattr(corpus, "sync", lambda path: synced.append(path) if path.exists() else None)
+    monkeypatch.setattr("recipes.cache.sync", lambda path: synced.append(path) if path.exists() else None)
     made = prepare(str(folder), str(tmp_path / "cache"), SMALL)
     *files, partial, cache = synced
     assert sorted(path.name for path in files) == sorted(path.name for path in made.folder.iterdir())
@@ -314,7 +314,7 @@ def test_all_is_on_the_disk_before_it_has_its_name(folder: Path, tmp_path: Path,
 def test_an_interrupted_build_leaves_nothing_to_be_taken_for_whole(folder: Path, tmp_path: Path):
     cache = str(tmp_path / "cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus.shutil, "rmtree", lambda *a, **k: None)
+        patch.setattr("shutil.rmtree", lambda *a, **k: None)
         patch.setattr(corpus, "_write", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             prepare(str(folder), cache, SMALL)
