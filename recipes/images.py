@@ -21,8 +21,8 @@ from numpy.random import Generator
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainer.data.shards.decoders import decode
-from trainer.errors import ConfigError, DataError, UnavailableError
+from trainer.data.shards.decoders import decode, undecodable
+from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -83,9 +83,7 @@ class ImageFolder(Dataset[dict[str, Any]]):
         except MemoryError:
             raise
         except Exception as error:  # Pillow may raise anything
-            if isinstance(error, OSError) and error.errno:  # the system's errors; Pillow's own have no number
-                raise UnavailableError(f"{path}: {error}; fix the cause, then resume") from error
-            raise DataError(f"{path}: can't be decoded ({error}); write it again or remove it") from error
+            raise undecodable(error, path) from error
         return {"image": image, "cls": int(self.labels[i])} if self.labelled else {"image": image}
 
 

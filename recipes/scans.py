@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from trainer.errors import EXIT_CODES, ConfigError, DataError, UnavailableError
+from trainer.data.shards.decoders import undecodable
+from trainer.errors import EXIT_CODES, ConfigError, DataError
 
 NIFTI = (".nii.gz", ".nii")
 INSTALL = "pip install 'monai>=1.5,<2' 'nibabel>=5,<6'"
@@ -105,7 +106,7 @@ def decode(data: bytes, place: str) -> np.ndarray:
     except MemoryError:
         raise
     except Exception as error:  # nibabel may raise anything
-        raise DataError(f"{place}: can't be decoded ({error}); write it again or remove it") from error
+        raise undecodable(error, place) from error
 
 
 @contextmanager
@@ -117,9 +118,7 @@ def reading(path: Path) -> Iterator[None]:
     except (*EXIT_CODES, MemoryError):
         raise
     except Exception as error:  # NumPy and nibabel may raise anything
-        if isinstance(error, OSError) and error.errno:  # the system's errors; theirs have no number
-            raise UnavailableError(f"{path}: {error}; fix the cause, then resume") from error
-        raise DataError(f"{path}: can't be decoded ({error}); write it again or remove it") from error
+        raise undecodable(error, path) from error
 
 
 def values_of(path: Path) -> Any:

@@ -16,6 +16,8 @@ from typing import Any, Literal
 import numpy as np
 from safetensors.numpy import load
 
+from trainer.errors import DataError, UnavailableError
+
 PICKLED = ("pyd", "pickle", "pkl", "pth", "pt")
 FORMATS = ("JPEG", "PNG", "WEBP", "PPM")  # others are refused: for some formats Pillow runs a program
 PIXELS = 1 << 26  # any image may have so many pixels
@@ -46,6 +48,15 @@ def decode(extension: str, content: bytes, decoders: Sequence[Callable[[str, byt
 def refuse_pickled(extension: str) -> None:
     if extension.lower().rpartition(".")[2] in PICKLED:
         raise ValueError("unpickling can run any code: use npy, safetensors or json")
+
+
+def undecodable(
+    error: Exception, place: object, way_out: str = "write it again or remove it"
+) -> DataError | UnavailableError:
+    """Return the error to raise for the `error` of a decoder, which may be any, or of a read."""
+    if isinstance(error, OSError) and error.errno:  # the system's errors; those of Pillow and nibabel have no number
+        return UnavailableError(f"{place}: {error}; fix the cause, then resume")
+    return DataError(f"{place}: can't be decoded ({error}); {way_out}")
 
 
 def _image(content: bytes) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from trainer import timeouts
 from trainer.data.remote.shard import Remote
 from trainer.data.sampling.order import Ref
-from trainer.data.shards.decoders import decode
+from trainer.data.shards.decoders import decode, undecodable
 from trainer.data.shards.index import Index, opened
 from trainer.data.shards.tar import members, read_at
 from trainer.errors import DataError, UnavailableError
@@ -57,9 +57,7 @@ class ShardReader:
                     raise
                 except Exception as error:  # decoders may raise anything
                     name = f"{path}: sample {ref.offset} ({member.key!r}), member {member.extension!r}"
-                    if isinstance(error, OSError) and error.errno:  # the system's errors; Pillow's own have no number
-                        raise UnavailableError(f"{name}: {error}; fix the cause, then resume") from error
-                    raise DataError(f"{name}: can't be decoded ({error}); write it again or leave it out") from error
+                    raise undecodable(error, name, "write it again or leave it out") from error
         return sample
 
     def name(self, ref: Ref) -> tuple[str, str | None]:
