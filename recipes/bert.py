@@ -15,7 +15,6 @@ their own document alone, and positions count from its start (Krell et al. 2021,
 Neither paper has the vocabulary (recipes/corpus.py) and the values of bert_tiny.
 """
 
-import importlib.util
 from collections.abc import Mapping
 from functools import cache, cached_property
 from pathlib import Path
@@ -27,11 +26,11 @@ import torch.nn.functional as F
 from numpy.random import Generator
 from torch import Tensor, nn
 
+from recipes.checks import check, check_transformer
 from recipes.chunked_loss import cross_entropy
 from recipes.corpus import Corpus, Settings, prepare
 from recipes.huggingface.recipe import no_progress_bar
 from recipes.wordpiece import CLS, MASK, SEP, SPECIALS
-from trainer.errors import ConfigError, require
 from trainer.log import log
 
 if TYPE_CHECKING:
@@ -162,20 +161,12 @@ class Bert:
         document_mask: bool = False,
         loss_chunks: int = 1,
     ) -> None:
-        _check(
-            all(map(importlib.util.find_spec, ("transformers", "tokenizers"))),
-            "recipe: needs transformers and tokenizers; pip install 'transformers>=5,<6' 'tokenizers>=0.22,<1'",
-        )
-        for key, value in (("hidden", hidden), ("layers", layers), ("heads", heads), ("loss_chunks", loss_chunks)):
-            require(f"recipe.{key}", value, at_least=1)
         self.attention_dropout = dropout if attention_dropout is None else attention_dropout
-        for key, value in (("dropout", dropout), ("attention_dropout", self.attention_dropout)):
-            _check(0 <= value < 1, f"recipe.{key}={value}: must be at least 0, and below 1")
-        _check(vocab >= 256, f"recipe.vocab={vocab}: too few tokens for text; give 256 or more")
-        _check(sequence >= 8, f"recipe.sequence={sequence}: too short to mask tokens in; give 8 or more")
-        _check(0 < val_fraction <= 0.5, f"recipe.val_fraction={val_fraction}: must be above 0, and at most 0.5")
-        _check(0.5 < mask * sequence <= 0.4 * sequence, f"recipe.mask={mask}: must be at most 0.4, and a token or more")
-        _check(hidden % heads == 0, f"recipe.heads={heads}: must divide recipe.hidden={hidden}")
+        dropouts = {"dropout": dropout, "attention_dropout": self.attention_dropout}
+        check_transformer(hidden, layers, heads, loss_chunks, val_fraction, **dropouts)
+        check(vocab >= 256, f"recipe.vocab={vocab}: too few tokens for text; give 256 or more")
+        check(sequence >= 8, f"recipe.sequence={sequence}: too short to mask tokens in; give 8 or more")
+        check(0.5 < mask * sequence <= 0.4 * sequence, f"recipe.mask={mask}: must be at most 0.4, and a token or more")
         self.text, self.cache = text, cache
         self.settings = Settings(vocab, sequence, val_fraction)
         self.hidden, self.layers, self.heads, self.dropout = hidden, layers, heads, dropout
@@ -273,8 +264,3 @@ class Bert:
         attention = 12 * self.layers * h * (self.corpus.pairs_within_documents(SEP) if self.document_mask else t * t)
         head = 6 * self.masked * (h * h + h * self.settings.vocab)
         return float(encoder + attention + head)
-
-
-def _check(fine: bool, message: str) -> None:
-    if not fine:
-        raise ConfigError(message)

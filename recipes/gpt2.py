@@ -10,7 +10,6 @@ A sequence holds several documents, each ended by `<|endoftext|>`. Tokens attend
 The vocabulary (recipes/corpus.py) is not the published one, and gpt2_tiny is of neither paper.
 """
 
-import importlib.util
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -21,10 +20,11 @@ from numpy.random import Generator
 from torch import Tensor, nn
 
 from recipes.byte_pairs import BYTES, END, END_TOKEN, read_model
+from recipes.checks import check_transformer
 from recipes.chunked_loss import cross_entropy
 from recipes.corpus import Corpus, Settings, prepare
 from recipes.huggingface.recipe import no_progress_bar
-from trainer.errors import ConfigError, require
+from trainer.errors import require
 
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
@@ -86,19 +86,9 @@ class Gpt2:
         dropout: float = 0.1,
         loss_chunks: int = 8,
     ) -> None:
-        if not all(map(importlib.util.find_spec, ("transformers", "tokenizers"))):
-            packages = "'transformers>=5,<6' 'tokenizers>=0.22,<1'"
-            raise ConfigError(f"recipe: needs transformers and tokenizers; pip install {packages}")
-        for key, value in (("hidden", hidden), ("layers", layers), ("heads", heads), ("loss_chunks", loss_chunks)):
-            require(f"recipe.{key}", value, at_least=1)
+        check_transformer(hidden, layers, heads, loss_chunks, val_fraction, dropout=dropout)
         require("recipe.vocab", vocab, at_least=BYTES + 1)
         require("recipe.sequence", sequence, at_least=8)
-        if not 0 <= dropout < 1:
-            raise ConfigError(f"recipe.dropout={dropout}: must be at least 0, and below 1")
-        if not 0 < val_fraction <= 0.5:
-            raise ConfigError(f"recipe.val_fraction={val_fraction}: must be above 0, and at most 0.5")
-        if hidden % heads:
-            raise ConfigError(f"recipe.heads={heads}: must divide recipe.hidden={hidden}")
         self.text, self.cache = text, cache
         self.settings = Settings(vocab, sequence, val_fraction, "byte_pairs")
         self.hidden, self.layers, self.heads, self.dropout = hidden, layers, heads, dropout

@@ -5,7 +5,6 @@ The values of resnet50 are those of Goyal et al. 2017, arXiv:1706.02677. Half a 
 """
 
 import importlib.util
-import json
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -14,11 +13,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from numpy.random import Generator
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from recipes import digits
+from recipes.checks import check
+from recipes.export import write_model
 from recipes.images import DEVIATION, MEAN, ImageFolder, augment, crop_middle, image_of, normalise
 from recipes.resnet import ResNet
 from trainer.data.shards.classes import CLASSES, read_classes
@@ -71,8 +71,8 @@ class ImageClassification:
         for key, value, least in (("classes", classes, 2), ("width", width, 1), ("image", image, 1)):
             require(f"recipe.{key}", value, at_least=least)
         require("recipe.val_resize", val_resize, at_least=image)
-        _check(bool(layers) and min(layers) >= 1, f"recipe.layers={layers}: give one block or more for each stage")
-        _check(0 < crop <= 1, f"recipe.crop={crop}: must be above 0, and at most 1")
+        check(bool(layers) and min(layers) >= 1, f"recipe.layers={layers}: give one block or more for each stage")
+        check(0 < crop <= 1, f"recipe.crop={crop}: must be above 0, and at most 1")
         require("recipe.label_smoothing", label_smoothing, at_least=0, below=1)
         self.sources, self.classes = {"train": train, "val": val}, classes
         if train is val is None:
@@ -90,7 +90,7 @@ class ImageClassification:
         return model.blocks()
 
     def data(self, split: str) -> Any:
-        _check(split in self.sources, f"recipe.data: there is no split={split}; give train or val")
+        check(split in self.sources, f"recipe.data: there is no split={split}; give train or val")
         source = self.sources[split]
         if source is None and self.sources["train"] is None:
             self._check_digits()
@@ -102,11 +102,11 @@ class ImageClassification:
         numbers = self.sources["train"] is None  # the classes of the digits
         known = self.labels if numbers else self._known_names
         images = ImageFolder(Path(source), known, "recipe.val", labelled=False)
-        _check(known is not None or not images.labelled, f"recipe.val={source}: {NO_NAMES} of recipe.train; {PACK}")
+        check(known is not None or not images.labelled, f"recipe.val={source}: {NO_NAMES} of recipe.train; {PACK}")
         return images
 
     def _check_digits(self) -> None:
-        _check(self.classes == 10, "recipe.train=null: the digits have classes=10; set it, or give recipe.train")
+        check(self.classes == 10, "recipe.train=null: the digits have classes=10; set it, or give recipe.train")
 
     @cached_property
     def _train_images(self) -> ImageFolder | None:
@@ -118,7 +118,7 @@ class ImageClassification:
         return found
 
     def _check_number(self, names: int, has: str) -> None:
-        _check(names == self.classes, f"recipe.classes={self.classes}: {has}; set recipe.classes={names}")
+        check(names == self.classes, f"recipe.classes={self.classes}: {has}; set recipe.classes={names}")
 
     def _checked_names(self, source: Any) -> Any:
         """Return shards, once the names beside them are as many as the classes and those of training.
@@ -132,8 +132,8 @@ class ImageClassification:
         if source is self.sources["train"] or source is None or own == known:
             return source
         if self._train_images:
-            _check(own is not None, f"recipe.val={source}: {NO_NAMES}; {PACK}")
-        _check(None in (own, known), f"recipe.val={source}: {CLASSES} has other names than recipe.train; {PACK}")
+            check(own is not None, f"recipe.val={source}: {NO_NAMES}; {PACK}")
+        check(None in (own, known), f"recipe.val={source}: {CLASSES} has other names than recipe.train; {PACK}")
         return source
 
     @cached_property
@@ -185,7 +185,7 @@ class ImageClassification:
             ConfigError: An image has no class.
         """
         has_all = "label" in batch
-        _check(has_all, "recipe.val: an image has no class; give a folder per class; echelon predict needs none")
+        check(has_all, "recipe.val: an image has no class; give a folder per class; echelon predict needs none")
         logits, labels = self._logits(model, batch), batch["label"]
         found = {
             "loss": (F.cross_entropy(logits, labels, reduction="sum"), len(labels)),
@@ -203,12 +203,8 @@ class ImageClassification:
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write the weights, and config.json: the network's arguments, its input and the names of the classes."""
-        folder.mkdir(parents=True, exist_ok=True)
-        weights = {name: value.contiguous() for name, value in model.state_dict().items()}
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
         seen = {"image": self.image, "val_resize": self.val_resize, "mean": MEAN, "deviation": DEVIATION}
-        about = {"network": self.network, **seen, "labels": self.labels}
-        (folder / "config.json").write_text(json.dumps(about, indent=2) + "\n")
+        write_model(model, folder, {"network": self.network, **seen, "labels": self.labels})
 
     @cached_property
     def flops_per_sample(self) -> float:
@@ -233,10 +229,5 @@ def names_beside(source: str | list[str] | None) -> list[str] | None:
     found = {str(file): read_classes(file) for file in files if file.is_file()}
     first = next(iter(found.values()), None)
     for file, names in found.items():
-        _check(names == first, f"{file}: has other names than {next(iter(found))}; {PACK}")
+        check(names == first, f"{file}: has other names than {next(iter(found))}; {PACK}")
     return first
-
-
-def _check(fine: bool, message: str) -> None:
-    if not fine:
-        raise ConfigError(message)

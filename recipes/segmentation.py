@@ -7,7 +7,6 @@ Blocks have residual units (Zhang et al. 2017, arXiv:1711.10684). The loss is th
 arXiv:1606.04797) and the cross-entropy.
 """
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,10 +16,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.random import Generator
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from recipes.export import write_model
 from recipes.scans import NO_LABEL, ExampleScans, Repeated, Sample, ScanFolder, check_installed, of_members
 from trainer.errors import ConfigError, require
 
@@ -105,11 +104,8 @@ class Segmentation:
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write the weights, and config.json: the arguments of MONAI's UNet and of its sliding window."""
-        folder.mkdir(parents=True, exist_ok=True)
-        weights = {name: value.contiguous() for name, value in model.state_dict().items()}
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
         about = {"network": self.network, "patch": self.patch, "overlap": self.overlap}
-        (folder / "config.json").write_text(json.dumps(about, indent=2) + "\n")
+        write_model(model, folder, about)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return the levels' units, from the first of the encoder to the last of the decoder."""
