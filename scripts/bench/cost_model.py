@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from scripts.bench.comm.rank import SEQUENCE, SIZES, VOCABULARY
 from scripts.bench.comm.rows import ROWS, Row
 from scripts.bench.report import Goal, at_most, new_file, report
 from scripts.bench.report import Row as Cells
@@ -26,7 +27,6 @@ from trainer.tools.cost_model.workload import Choice, Workload
 
 DOCS = Path(__file__).parents[2] / "docs" / "measurements"
 CORES = 2  # of the machine of all tables
-SIZES = {"10M": (320, 6, 10), "30M": (512, 8, 5)}  # width, layers, samples of a rank: scripts.bench.comm.rank
 SPLIT = {"10M": (0.365, 0.602, 0.033), "30M": (0.329, 0.615, 0.056)}  # forward, backward, optimizer, of a step
 OTHER_S = 0.0166  # median of what the rows `nothing-reduced` on 2 hosts take longer than `no-communication`
 LATENCY_S = 1e-4  # of gloo between network namespaces
@@ -80,11 +80,11 @@ def codecs(text: str) -> dict[str, CodecCost]:
 
 def shapes(model: str) -> list[tuple[int, ...]]:
     """Return the shapes of the bench's BERT, with its tied output layer."""
-    width, layers, _ = SIZES[model]
+    width, layers = SIZES[model].hidden, SIZES[model].layers
     block = [(width, width), (width,)] * 4 + [(width,)] * 2
     block += [(4 * width, width), (4 * width,), (width, 4 * width), (width,), (width,), (width,)]
-    head = [(width, width), (width,), (width,), (width,), (8192,)]
-    return [(8192, width), (32, width), (2, width), (width,), (width,), *block * layers, *head]
+    head = [(width, width), (width,), (width,), (width,), (VOCABULARY,)]
+    return [(VOCABULARY, width), (SEQUENCE, width), (2, width), (width,), (width,), *block * layers, *head]
 
 
 def machine(table: Table, costs: dict[str, CodecCost]) -> Machine:
@@ -95,7 +95,7 @@ def machine(table: Table, costs: dict[str, CodecCost]) -> Machine:
 
 
 def workload(table: Table, row: Row) -> Workload:
-    step_s, samples = 1 / table.rows["no-communication"]["steps/s"], SIZES[table.model][2]
+    step_s, samples = 1 / table.rows["no-communication"]["steps/s"], SIZES[table.model].batch
     forward, backward, optimizer = (share * step_s for share in SPLIT[table.model])
     other_s = OTHER_S if row.run == "echelon" and table.hosts <= CORES else 0.0
     own = shapes(table.model)
@@ -116,7 +116,9 @@ def compare(table: Table, costs: dict[str, CodecCost]) -> list[Cells]:
         row = ROWS[name]
         if row.run not in ("ddp", "echelon") or row.hook or name == "nothing-reduced":
             continue
-        found = predict(machine(table, costs), workload(table, row), choice(row), SIZES[table.model][2] * table.hosts)
+        found = predict(
+            machine(table, costs), workload(table, row), choice(row), SIZES[table.model].batch * table.hosts
+        )
         measured_s = 1 / cell["steps/s"]
         made.append(
             {

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from recipes.bert import Bert
+from scripts.bench.comm.rank import SIZES, columns
 from scripts.bench.report import Goal, Row, at_least, at_most, parser, print_machine, report
 from scripts.cluster.netns import Cluster
 from scripts.command import command
@@ -45,9 +45,7 @@ from trainer.tools.tune.orders import run_order
 from trainer.tools.tune.team import Team, TrialFailed
 from trainer.tools.tune.tuning import Tuning
 
-SIZES = {"10M": (320, 6, 5), "30M": (512, 8, 8)}  # hidden, layers, heads
 RATES = {"100mbit": "100mbit", "1gbit": "1gbit", "unlimited": None}
-VOCABULARY, SEQUENCE = 8192, 32
 SAMPLES, MICRO = 16, 4  # of a rank
 WITHOUT = ["compile", "activation_checkpoint", "pipeline"]  # their trials take minutes, or only save memory
 STEPS = {"100mbit": 3, "1gbit": 6, "unlimited": 8}  # of a trial, after one that is not timed
@@ -64,18 +62,16 @@ class Random(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         draw = torch.Generator().manual_seed(row)
-        columns = {"input_ids": (VOCABULARY, SEQUENCE), "positions": (SEQUENCE, self.masked)}
-        columns["labels"] = (VOCABULARY, self.masked)
-        return {name: torch.randint(high, (width,), generator=draw) for name, (high, width) in columns.items()}
+        bounds = columns(self.masked).items()
+        return {name: torch.randint(high, (width,), generator=draw) for name, (high, width) in bounds}
 
 
 class Tokens:
     """BERT of about 10 or 30 million parameters, on random tokens."""
 
     def __init__(self, size: str = "10M") -> None:
-        hidden, layers, heads = SIZES[size]
-        bert = Bert(vocab=VOCABULARY, sequence=SEQUENCE, hidden=hidden, layers=layers, heads=heads)
-        self.bert, self.weight = bert, bert.weight
+        self.bert = SIZES[size].bert()
+        self.weight = self.bert.weight
 
     def model(self) -> nn.Module:
         return self.bert.model()

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from scripts.bench.comm import rank
-from scripts.bench.comm.rank import Synthetic
+from scripts.bench.comm.rank import SIZES
 from scripts.bench.comm.rows import BASES, QUICK, ROWS, Row
 from scripts.bench.comm.table import RATES, Config, Result
 from scripts.bench.comm.turns import Failed, Ranks
@@ -84,7 +84,7 @@ def options() -> argparse.Namespace:
     quick = "2 hosts, 10M, 100mbit and 1gbit, 11 rows, 3 rounds: about 10 minutes"
     made = parser("comm", __doc__, quick, "without it 5, or 3 if --quick")
     made.add_argument("--hosts", type=int, choices=(2, 4), help="without it both")
-    made.add_argument("--model", choices=Synthetic.SIZES, help="parameters; without it both")
+    made.add_argument("--model", choices=SIZES, help="parameters; without it both")
     made.add_argument("--rate", choices=RATES, help="of each link, each way; without it all")
     made.add_argument("--rows", help="separated by commas; the rows that all are compared with are always measured")
     made.add_argument(
@@ -97,7 +97,7 @@ def main() -> int:
     args = options()
     rows = select(args.rows.split(",") if args.rows else QUICK if args.quick else ROWS)
     hosts = [args.hosts] if args.hosts else [2] if args.quick else [2, 4]
-    models = [args.model] if args.model else ["10M"] if args.quick else Synthetic.SIZES
+    models = [args.model] if args.model else ["10M"] if args.quick else SIZES
     rates = [args.rate] if args.rate else ["100mbit", "1gbit"] if args.quick else RATES
     rounds, seconds = args.rounds or (3 if args.quick else 5), args.seconds or (1.5 if args.quick else 4.0)
     about = print_machine(("torch", "transformers"))

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,17 +42,32 @@ TIMEOUT_S = 120.0
 Ask = Callable[[dict[str, Any]], None]
 
 
+class Size(NamedTuple):
+    hidden: int
+    layers: int
+    heads: int
+    batch: int  # samples of a rank
+
+    def bert(self) -> Bert:
+        return Bert(vocab=VOCABULARY, sequence=SEQUENCE, hidden=self.hidden, layers=self.layers, heads=self.heads)
+
+
+SIZES = {"10M": Size(320, 6, 5, 10), "30M": Size(512, 8, 8, 5)}  # by about how many parameters
+
+
+def columns(masked: int) -> dict[str, tuple[int, int]]:
+    """Return the bound of the random numbers of each input, and how many a sample has."""
+    return {"input_ids": (VOCABULARY, SEQUENCE), "positions": (SEQUENCE, masked), "labels": (VOCABULARY, masked)}
+
+
 class Synthetic:
     """BERT of about 10 or 30 million parameters, on batches of random tokens in memory.
 
     A step computes for about 0.25 or 0.37 s on one core.
     """
 
-    SIZES = {"10M": (320, 6, 5, 10), "30M": (512, 8, 8, 5)}
-
     def __init__(self, size: str, rank: int = 0) -> None:
-        hidden, layers, heads, self.batch = self.SIZES[size]
-        bert = Bert(vocab=VOCABULARY, sequence=SEQUENCE, hidden=hidden, layers=layers, heads=heads)
+        bert, self.batch = SIZES[size].bert(), SIZES[size].batch
         self.model, self.loss, self.weight = bert.model, bert.loss, bert.weight
         self.masked, self.rank = bert.masked, rank
 
@@ -64,9 +79,7 @@ class Synthetic:
         def draw(high: int, width: int) -> Tensor:
             return torch.randint(high, (self.batch, width), generator=random)
 
-        columns = {"input_ids": (VOCABULARY, SEQUENCE), "positions": (SEQUENCE, self.masked)}
-        columns["labels"] = (VOCABULARY, self.masked)
-        return [{name: draw(*column) for name, column in columns.items()} for _ in range(BATCHES)]
+        return [{name: draw(*column) for name, column in columns(self.masked).items()} for _ in range(BATCHES)]
 
 
 @dataclass

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from scripts.bench import predictions, tune
+from scripts.bench.comm.rank import SIZES, Size
 from trainer.config.compose import CONF
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
@@ -35,7 +36,7 @@ def test_a_pattern_that_fits_no_cell_is_refused() -> None:
 def test_a_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["predictions"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    monkeypatch.setitem(tune.SIZES, "10M", (8, 1, 1))
+    monkeypatch.setitem(SIZES, "10M", Size(8, 1, 1, 10))
     monkeypatch.setitem(tune.STEPS, "unlimited", 2)
     monkeypatch.setattr(
         predictions, "CHOICES", (NOTHING, Choice({"overlap": {}}, {}), Choice({"hierarchical": {}}, {}))

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from scripts.bench import tune as bench
+from scripts.bench.comm.rank import SIZES, Size
 from trainer.process.environment import Place
 from trainer.tools.tune.orders import run_order
 from trainer.tools.tune.team import Team
@@ -14,7 +15,7 @@ from trainer.tools.tune.team import Team
 def cell(monkeypatch: pytest.MonkeyPatch) -> bench.Cell:
     monkeypatch.setattr("sys.argv", ["tune"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    monkeypatch.setitem(bench.SIZES, "10M", (8, 1, 1))
+    monkeypatch.setitem(SIZES, "10M", Size(8, 1, 1, 10))
     return bench.Cell("unlimited", 2, "10M")
 
 
