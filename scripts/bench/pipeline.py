@@ -7,12 +7,9 @@ little. A message has 1 MiB; links let 128 KiB of it through at once, and the re
 the time of a step beyond the 960 ms that a stage works. Needs Linux, root and iproute2. It takes about 12 minutes.
 """
 
-import json
-import os
 import sys
-import tempfile
 import time
-from pathlib import Path
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -22,13 +19,11 @@ from torch.autograd.function import FunctionCtx
 from torch.utils.data import TensorDataset
 
 from scripts.bench.report import Goal, Row, at_most, parser, print_machine, report
+from scripts.bench.stages import Chain, measure, rank, time_steps
 from scripts.cluster.netns import Cluster
 from scripts.command import command
-from trainer.callback import Callback
 from trainer.callbacks.pipeline import PipelineParallel
-from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.process.environment import Place
-from trainer.trainer import Trainer
 
 STAGES, MICROS = 4, 8
 FORWARD_S, BACKWARD_S = 0.040, 0.080
@@ -40,7 +35,6 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "2bw, run_ahead=2": {"schedule": "pipedream_2bw", "run_ahead": 2},
 }
 SETTLED = 3  # steps before those that are timed
-ROOT = Path(__file__).parents[2]
 
 
 class Sleep(torch.autograd.Function):
@@ -65,20 +59,9 @@ class Block(nn.Module):
         return y
 
 
-class Sleepers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(STAGES))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 class Recipe:
     def model(self) -> nn.Module:
-        return Sleepers()
+        return Chain(Block() for _ in range(STAGES))
 
     def data(self, split: str) -> TensorDataset | None:
         return TensorDataset(torch.ones(MICROS, WIDTH)) if split == "train" else None
@@ -87,58 +70,10 @@ class Recipe:
         return model(batch[0]).mean()
 
 
-class Times(Callback):
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def on_step_end(self, trainer) -> None:
-        self.ends.append(time.monotonic())
-
-
 def train(place: Place, knobs: dict[str, Any], steps: int) -> float:
     """Return the seconds of a step."""
-    times = Times()
-    cut = list(range(1, STAGES))
-    trainer = Trainer(
-        Recipe(),
-        {"pipeline": PipelineParallel(STAGES, cut=cut, **knobs), "times": times},
-        batch=MICROS,
-        accumulate=MICROS,
-        options=Options(
-            max_steps=SETTLED + steps + 1, log_every_steps=10**6, clip_norm=1.0, check_replicas_every=10**6,
-            checkpoint=CheckpointOptions(every_steps=10**6),
-        ),
-        data=DataOptions(workers=0),
-        place=place,
-    )  # fmt: skip
-    trainer.fit()
-    return (times.ends[SETTLED + steps - 1] - times.ends[SETTLED - 1]) / steps  # the last step is logged: ranks meet
-
-
-def rank(folder: str, steps: int) -> None:
-    """Train with each schedule as a rank; write the times."""
-    os.chdir(folder)
-    torch.set_num_threads(1)
-    number = int(os.environ["RANK"])
-    times = {
-        name: train(Place(number, STAGES, 0, 1, f"{folder}/store-{name}", "bench"), knobs, steps)
-        for name, knobs in SCHEDULES.items()
-    }
-    Path(f"{folder}/rank{number}.json").write_text(json.dumps(times))
-
-
-def measure(cluster: Cluster, rate: str | None, steps: int) -> dict[str, float]:
-    """Return each schedule's seconds of a step, on the slowest rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        cluster.shape(rate)
-        env = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        words = [sys.executable, "-m", "scripts.bench.pipeline", "--rank", folder, str(steps)]
-        with open(f"{folder}/log", "w") as log:
-            codes = cluster.run(words, env=env, stdout=log, stderr=log)
-        if any(codes):
-            raise RuntimeError(f"ranks ended with {codes}: {Path(f'{folder}/log').read_text()[-2000:]}")
-        found = [json.loads(Path(f"{folder}/rank{i}.json").read_text()) for i in range(STAGES)]
-    return {name: max(times[name] for times in found) for name in SCHEDULES}
+    pipeline = PipelineParallel(STAGES, cut=list(range(1, STAGES)), **knobs)
+    return time_steps(Recipe(), {"pipeline": pipeline}, place, MICROS, MICROS, SETTLED, steps, clip_norm=1.0)
 
 
 def table(times: dict[str, list[dict[str, float]]]) -> tuple[list[Row], list[Goal]]:
@@ -163,7 +98,8 @@ def table(times: dict[str, list[dict[str, float]]]) -> tuple[list[Row], list[Goa
 
 def main() -> int:
     if sys.argv[1:2] == ["--rank"]:
-        rank(sys.argv[2], int(sys.argv[3]))
+        steps = int(sys.argv[3])
+        rank(sys.argv[2], STAGES, {name: partial(train, knobs=knobs, steps=steps) for name, knobs in SCHEDULES.items()})
         return 0
     args = parser("pipeline", __doc__, "one rate, 5 steps, 1 round", "without it 3, or 1 if --quick").parse_args()
     about = print_machine(("torch",))
@@ -173,7 +109,7 @@ def main() -> int:
     with Cluster(STAGES) as cluster:
         for n in range(rounds):
             for message, rate in rates.items():
-                times[message].append(measure(cluster, rate, steps))
+                times[message].append(measure(cluster, rate, "scripts.bench.pipeline", [str(steps)]))
                 print(f"round {n + 1}/{rounds}, {message}: {times[message][-1]}", file=sys.stderr)
     rows, goals = table(times)
     report([rows], goals, about, args.json)

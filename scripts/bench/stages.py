@@ -12,7 +12,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,10 +38,10 @@ SETTLED, STEPS = 2, 4  # steps before those that are timed, and these
 ROOT = Path(__file__).parents[2]
 
 
-class Layers(nn.Module):
-    def __init__(self) -> None:
+class Chain(nn.Module):
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -50,7 +51,7 @@ class Layers(nn.Module):
 
 class Recipe:
     def model(self) -> nn.Module:
-        return Layers()
+        return Chain(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS))
 
     def data(self, split: str) -> TensorDataset | None:
         return TensorDataset(torch.ones(BATCH, WIDTH)) if split == "train" else None
@@ -67,47 +68,57 @@ class Times(Callback):
         self.ends.append(time.monotonic())
 
 
-def train(place: Place, name: str) -> float:
-    """Return the seconds of a step."""
+def time_steps(
+    recipe: Any, callbacks: Mapping[str, Callback], place: Place, batch: int, accumulate: int, settled: int, steps: int,
+    **options: Any,
+) -> float:  # fmt: skip
+    """Return the seconds of a step: the mean of `steps`, after `settled` others."""
     times = Times()
-    pipeline: dict[str, Callback] = {"pipeline": PipelineParallel(cut=[LAYERS // 2])} if name == "1f1b" else {}
     trainer = Trainer(
-        Recipe(),
-        {**pipeline, "times": times},
-        batch=BATCH,
-        accumulate=MICROS if pipeline else 1,
+        recipe,
+        {**callbacks, "times": times},
+        batch=batch,
+        accumulate=accumulate,
         options=Options(
-            max_steps=SETTLED + STEPS + 1, log_every_steps=10**6, check_replicas_every=10**6,
-            checkpoint=CheckpointOptions(every_steps=10**6),
+            max_steps=settled + steps + 1, log_every_steps=10**6, check_replicas_every=10**6,
+            checkpoint=CheckpointOptions(every_steps=10**6), **options,
         ),
         data=DataOptions(workers=0),
         place=place,
     )  # fmt: skip
     trainer.fit()
-    return (times.ends[SETTLED + STEPS - 1] - times.ends[SETTLED - 1]) / STEPS
+    return (times.ends[settled + steps - 1] - times.ends[settled - 1]) / steps  # the last step is logged: ranks meet
 
 
-def rank(folder: str, names: Sequence[str]) -> None:
-    """Train in each way as a rank; write the times."""
+def train(place: Place, name: str) -> float:
+    """Return the seconds of a step."""
+    if name == "ddp":
+        return time_steps(Recipe(), {}, place, BATCH, 1, SETTLED, STEPS)
+    pipeline = PipelineParallel(cut=[LAYERS // 2])
+    return time_steps(Recipe(), {"pipeline": pipeline}, place, BATCH, MICROS, SETTLED, STEPS)
+
+
+def rank(folder: str, hosts: int, runs: Mapping[str, Callable[[Place], float]]) -> None:
+    """Run each as a rank; write the times."""
     os.chdir(folder)
     torch.set_num_threads(1)
     number = int(os.environ["RANK"])
-    times = {name: train(Place(number, HOSTS, 0, 1, f"{folder}/store-{name}", "bench"), name) for name in names}
+    times = {name: run(Place(number, hosts, 0, 1, f"{folder}/store-{name}", "bench")) for name, run in runs.items()}
     Path(f"{folder}/rank{number}.json").write_text(json.dumps(times))
 
 
-def measure(cluster: Cluster, rate: str | None, names: Sequence[str]) -> dict[str, float]:
-    """Return the seconds of a step in each way, on the slowest rank."""
+def measure(cluster: Cluster, rate: str | None, module: str, words: Sequence[str]) -> dict[str, float]:
+    """Return the seconds of a step in each way, on the slowest rank, of `module --rank FOLDER` with `words`."""
     with tempfile.TemporaryDirectory() as folder:
         cluster.shape(rate)
         env = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        words = [sys.executable, "-m", "scripts.bench.stages", "--rank", folder, *names]
         with open(f"{folder}/log", "w") as log:
-            codes = cluster.run(words, env=env, stdout=log, stderr=log)
+            argv = [sys.executable, "-m", module, "--rank", folder, *words]
+            codes = cluster.run(argv, env=env, stdout=log, stderr=log)
         if any(codes):
             raise RuntimeError(f"ranks ended with {codes}: {Path(f'{folder}/log').read_text()[-2000:]}")
-        found = [json.loads(Path(f"{folder}/rank{i}.json").read_text()) for i in range(HOSTS)]
-    return {name: max(times[name] for times in found) for name in names}
+        found = [json.loads(Path(f"{folder}/rank{i}.json").read_text()) for i in range(cluster.hosts)]
+    return {name: max(times[name] for times in found) for name in found[0]}
 
 
 def table(times: dict[str, list[dict[str, float]]]) -> list[Row]:
@@ -125,7 +136,7 @@ def table(times: dict[str, list[dict[str, float]]]) -> list[Row]:
 
 def main() -> int:
     if sys.argv[1:2] == ["--rank"]:
-        rank(sys.argv[2], sys.argv[3:])
+        rank(sys.argv[2], HOSTS, {name: partial(train, name=name) for name in sys.argv[3:]})
         return 0
     args = parser("stages", __doc__, "one link, 1 round", "without it 5, or 1 if --quick").parse_args()
     about = print_machine(("torch",))
@@ -134,7 +145,8 @@ def main() -> int:
     with Cluster(HOSTS) as cluster:
         for n in range(args.rounds or (1 if args.quick else 5)):
             for link, rate in links.items():
-                times[link].append(measure(cluster, rate, list(RUNS)[:: -1 if n % 2 else 1]))
+                names = RUNS[:: -1 if n % 2 else 1]
+                times[link].append(measure(cluster, rate, "scripts.bench.stages", names))
                 print(f"round {n + 1}, {link}: {times[link][-1]}", file=sys.stderr)
     report([table(times)], [], about, args.json)
     return 0
