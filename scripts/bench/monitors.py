@@ -28,8 +28,20 @@ import torch
 from torch import Tensor
 
 from scripts.bench.overhead.loops import MLP, Task, echelon
+from scripts.bench.overhead.steps import device
 from scripts.bench.overhead.turns import silence
-from scripts.bench.report import Goal, Row, at_most, markdown, new_file, parser, print_machine, report
+from scripts.bench.report import (
+    Goal,
+    Row,
+    at_most,
+    machine_line,
+    markdown,
+    new_file,
+    paragraphs,
+    parser,
+    print_machine,
+    report,
+)
 from scripts.command import command
 from trainer.callback import Callback
 from trainer.comm.reduce import Reduce
@@ -99,8 +111,7 @@ def rank_of(rank: int, world: int, folder: str, rounds: int) -> dict[str, list[t
     """Run all pairs as one of the ranks. Return the microseconds of both runs, by pair and round."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if torch.cuda.device_count() >= world else torch.device("cpu")
-    task, found = replace(MLP, device=device), {name: list[tuple[float, float]]() for name in pairs(world)}
+    task, found = replace(MLP, device=device(rank, world)), {name: list[tuple[float, float]]() for name in pairs(world)}
     with silence():
         for n in range(rounds):
             for name in found:
@@ -170,17 +181,16 @@ def page(tables: list[list[Row]], found: list[Goal], about: Row) -> str:
     """Return the page of docs/measurements."""
     missed = "; ".join(goal.name for goal in found if not goal.met)
     verdict = f"Missed: {missed}." if missed else "All are met."
-    lines = [
+    return paragraphs(
         "# What monitors take of a step",
         "`python -m scripts.bench.monitors` trains an MLP 64-64-10, batch 32 a rank, SGD, one thread.\n"
         "Runs are in pairs, one after the other: with a monitor and without it. The numbers are CPU microseconds\n"
         "of a step, of all threads of a rank: the median over blocks of 50 steps, and the mean over ranks.\n"
         "Extra is the median over rounds of the difference in a pair, least and most are its extremes.",
-        f"Machine: {', '.join(f'{key} {value}' for key, value in about.items())}.",
+        machine_line(about),
         *(markdown(table) for table in tables),
         textwrap.fill(f"The goal of each is 50 us: 0.5 % of a step of 10 ms. {verdict}", 118),
-    ]
-    return "\n\n".join(line.rstrip() for line in lines) + "\n"
+    )
 
 
 def main() -> None:

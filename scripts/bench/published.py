@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from scripts.bench.codecs import shapes
 from scripts.bench.report import Row as Cells
 from scripts.bench.report import new_file, report
 from scripts.command import command
@@ -20,6 +21,7 @@ from trainer.tools.cost_model.workload import Choice, Workload
 from trainer.tools.scale.machines import NETWORK_LATENCY, NVLINK_LATENCY, PRESETS
 
 Shapes = list[tuple[int, ...]]
+WORDS = 30528  # of the vocabulary
 FORWARD = 1 / 3  # of a sample's seconds
 VIEW = {"trainer.ddp.gradient_as_bucket_view": True}
 LATE = {**VIEW, "trainer.ddp.bucket_mib": 1e4}  # one bucket, all-reduced after the backward pass
@@ -40,11 +42,9 @@ class Case:
     callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-def bert(width: int, layers: int, vocabulary: int = 30528, positions: int = 512) -> Shapes:
-    block = [(width, width), (width,)] * 4 + [(width,)] * 4
-    block += [(4 * width, width), (4 * width,), (width, 4 * width), (width,)]
-    head = [(width, width), (width,), (width,), (width,), (vocabulary,)]
-    return [(vocabulary, width), (positions, width), (2, width), (width,), (width,), *block * layers, *head]
+def bert(width: int, layers: int) -> Shapes:
+    head = [(width, width), (width,), (width,), (width,), (WORDS,)]
+    return [*shapes(width, layers, WORDS), *head]
 
 
 def node(ranks: int, inside: float, across: float) -> Machine:

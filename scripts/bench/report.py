@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from trainer.config.tuned import cpu_name
+
 Row = dict[str, Any]  # column -> value, the same columns in every row of a table
 
 
@@ -107,16 +109,11 @@ def show(value: Any) -> str:
 
 def print_machine(packages: Sequence[str]) -> Row:
     """Print and return the machine, the commit, and the versions of those `packages` that are installed."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    name = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
     git = subprocess.run(
         ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"], capture_output=True, text=True
     )
     about = {
-        "cpu": name,
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 1),  # of the last minute, before the bench
         **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
@@ -126,8 +123,22 @@ def print_machine(packages: Sequence[str]) -> Row:
         "python": platform.python_version(),
         **{package: metadata.version(package) for package in packages if installed(package)},
     }
-    print(*(f"{key} {value}" for key, value in about.items()), sep=", ", end="\n\n")
+    print(listed(about), end="\n\n")
     return about
+
+
+def listed(about: Row) -> str:
+    return ", ".join(f"{key} {value}" for key, value in about.items())
+
+
+def machine_line(about: Row) -> str:
+    """Return the machine as a line of a page of docs/measurements."""
+    return f"Machine: {listed(about)}."
+
+
+def paragraphs(*parts: str) -> str:
+    """Return the text of a page. Empty parts are left out."""
+    return "\n\n".join(part.rstrip() for part in parts if part) + "\n"
 
 
 def installed(package: str) -> bool:

@@ -29,10 +29,11 @@ from scripts.bench.guides import rank
 from scripts.bench.guides.rows import ROWS, Row, Turn, times
 from scripts.bench.guides.ways import UNLIMITED, WAYS, Way, config_of
 from scripts.bench.report import Row as Cells
-from scripts.bench.report import markdown, new_file, parser, print_machine
+from scripts.bench.report import machine_line, markdown, new_file, paragraphs, parser, print_machine
 from scripts.cluster.netns import Cluster
 from scripts.command import command
 from trainer.errors import ConfigError
+from trainer.files import write_whole
 
 HOSTS, RATE, ROUNDS = 2, "2gbit", 5
 SIZES = {"layers": 6, "hidden": 256, "sequence": 128, "batch": 16, "dropout": 0.1}  # of the rows of memory
@@ -58,9 +59,7 @@ class Record:
     def write(self) -> None:
         if self.file is not None:
             kept = {"rate": self.rate, "machines": self.machines, "rounds": self.rounds}
-            partial = self.file.with_name(f"{self.file.name}.partial")
-            partial.write_text(json.dumps(kept, indent=1) + "\n")
-            partial.replace(self.file)
+            write_whole(self.file, f"{json.dumps(kept, indent=1)}\n".encode())
 
 
 def measure(rows: list[Row], rounds: int, record: Record) -> None:
@@ -133,7 +132,7 @@ def table(record: Record) -> list[Cells]:
 
 def page(record: Record) -> str:
     """Return the page of docs/measurements."""
-    lines = [
+    return paragraphs(
         "# What tuning guides claim, and what was measured",
         "Guides on the web promise speed-ups for training on a few GPUs. `python -m scripts.bench.guides` measures\n"
         "each claim that two CPU cores and gloo allow. A measured value is the median over rounds of the ratio\n"
@@ -145,13 +144,12 @@ def page(record: Record) -> str:
         *limit(record),
         "Each config goes on `python -m trainer.main --config-dir scripts/bench/guides/conf recipe=tokens`, without "
         "observers.",
-        *(f"Machine: {', '.join(f'{key} {value}' for key, value in each.items())}." for each in record.machines),
+        *map(machine_line, record.machines),
         markdown(table(record)),
         "`DDP` is Echelon without callbacks, in torch's buckets. `one bucket` reduces all gradients after the\n"
         "backward pass. `one rank` is a loop of torch without peers. `each reduced` is a loop of torch's DDP without\n"
         "`no_sync`. `unequal` has even shares. `activations` recomputes nothing.",
-    ]
-    return "\n\n".join(line.rstrip() for line in lines) + "\n"
+    )
 
 
 def limit(record: Record) -> list[str]:

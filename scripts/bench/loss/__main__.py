@@ -39,6 +39,7 @@ from scripts.bench.report import new_file, parser, positive, print_machine, repo
 from scripts.cluster.netns import Cluster
 from scripts.command import command
 from trainer.errors import ConfigError, nearest
+from trainer.files import write_whole
 
 HOSTS, RATE = 4, "100mbit"
 QUICK = ("ddp", "powersgd", "local_sgd+int8")
@@ -92,9 +93,7 @@ class Record:
     def write(self, **more: Any) -> None:
         self.everything |= more
         if self.file is not None:
-            partial = self.file.with_name(f"{self.file.name}.partial")
-            partial.write_text(json.dumps(self.everything, indent=1) + "\n")
-            partial.replace(self.file)
+            write_whole(self.file, f"{json.dumps(self.everything, indent=1)}\n".encode())
 
 
 def train(ranks: Ranks, settings: Settings, name: str, record: Record) -> None:

@@ -28,12 +28,22 @@ from typing import NamedTuple
 
 from scripts.bench.peers.table import absent, lines_of_code, numbers, row
 from scripts.bench.peers.task import TASK, TICKS
-from scripts.bench.report import Row, installed, markdown, new_file, parser, print_machine, print_table
+from scripts.bench.report import (
+    Row,
+    installed,
+    machine_line,
+    markdown,
+    new_file,
+    paragraphs,
+    parser,
+    print_machine,
+    print_table,
+)
 from scripts.command import command
 from trainer.errors import ConfigError
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[3]
-LIMIT_S, END_S, ROUNDS = 300, 5, 5
+LIMIT_S, ROUNDS = 300, 5
 
 
 class Peer(NamedTuple):
@@ -175,7 +185,7 @@ def missing(peer: Peer) -> str:
 def page(tables: list[list[Row]], about: Row, called: str) -> str:
     """Return the page of docs/measurements. A list under the tables has the peers without numbers."""
     measured = [[each for each in table if each["rounds"]] for table in tables]
-    lines = [
+    return paragraphs(
         "# Echelon beside other trainers",
         f"`{called}`. Each peer trains the same model with the same\nfused AdamW in fp32, "
         "by a script of `scripts/bench/peers`, in processes of its own. Ratios are within rounds.",
@@ -186,15 +196,14 @@ def page(tables: list[list[Row]], about: Row, called: str) -> str:
         "  sums, so it has the noise of some steps, and may be below 0.\n"
         "- *peak*: resident memory of rank 0, or on a GPU that of its tensors.\n"
         "- *lines*: code of the script, without the model, the data and the lines that only the bench needs.",
-        textwrap.fill(f"Machine: {', '.join(f'{key} {value}' for key, value in about.items())}.", 118),
+        textwrap.fill(machine_line(about), 118),
         *(markdown(table) for table in measured if table),
         "\n".join(textwrap.fill(line, 118, subsequent_indent="  ") for line in absences(tables)),
         "The bare loop saves with `torch.save`, in the loop, and syncs no file. It resumes at the start of the epoch.\n"
         "Echelon's checkpoints are written beside the steps, synced, and hold the place in the data.",
         "A resume is measured on one rank of the transformer. On the MLP Echelon orders samples, and seeds three\n"
         "random generators for each.",
-    ]
-    return "\n\n".join(line.rstrip() for line in lines if line) + "\n"
+    )
 
 
 def absences(tables: list[list[Row]]) -> list[str]:
