@@ -179,7 +179,7 @@ class ScanFolder(Dataset[Sample]):
     def __init__(
         self, root: Path, dimensions: int, classes: int, key: str, inputs: int = 1, labelled: bool = True
     ) -> None:
-        self.root, self.dimensions, self.classes, self.inputs = root, dimensions, classes, inputs
+        self.dimensions, self.classes, self.inputs = dimensions, classes, inputs
         nifti = [path for path in sorted((root / "images").glob("*")) if path.name.endswith(NIFTI)]
         self.files = nifti or sorted(root.glob("*.npz"))
         if not self.files:

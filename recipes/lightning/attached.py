@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainer.callback import TrainerProtocol
 from trainer.errors import ConfigError
+from trainer.recipe_checks import describe
 
 OF_TRAINING = ("train_", "train/", "training_")
 KEY = "self.trainer.callback_metrics"
@@ -52,8 +53,9 @@ class Logged:
             value = getattr(value, "_forward_cache", None)
             value = torch.zeros(()) if value is None else value
         if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.numel() != 1):
-            kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ConfigError(f"{key.format(name)}: got {kind}; log a number, a tensor of one number, or a metric")
+            raise ConfigError(
+                f"{key.format(name)}: got {describe(value)}; log a number, a tensor of one number, or a metric"
+            )
         both = self.sums.setdefault(short, [0.0, 0])
         value = value.detach().reshape(()).double() if isinstance(value, Tensor) else value
         both[0] += value * weight
@@ -121,8 +123,8 @@ class AttachedTrainer:
     loggers: list[Any] = []
     callbacks: list[Any] = []
 
-    def __init__(self, datamodule: Any) -> None:
-        self.datamodule = datamodule
+    def __init__(self) -> None:
+        self.datamodule: Any = None
         self.echelon: TrainerProtocol | None = None
         self.count_batches: Callable[[int], float] = lambda ranks: math.inf  # of an epoch, for data that gives batches
         self.training, self.validating, self.predicting, self.batch_size = True, False, False, 1

@@ -49,7 +49,7 @@ class Lightning:
         self.module, self.module_args = load(module, "recipe.module"), module_args or {}
         self.datamodule, self.datamodule_args = load(datamodule, "recipe.datamodule"), datamodule_args or {}
         self.batches = batches
-        self.view = AttachedTrainer(None)
+        self.view = AttachedTrainer()
         self.schedule = ModuleSchedule(self._configured)
         self.validation = Validation(self.view)
         self.configured: Configured | None = None

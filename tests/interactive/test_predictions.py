@@ -62,9 +62,9 @@ def test_rows_of_other_shapes_become_lists():
     [
         (torch.tensor(1.0), r"returned a tensor of shape \(\) as 'prediction'; return a tensor \(samples, \.\.\.\)"),
         (torch.zeros(3), r"returned 3 rows as 'prediction' for 2 samples; return one each"),
-        ({"a": None}, r"returned NoneType as 'a'; return"),
+        ({"a": None}, r"returned None as 'a'; return"),
         ({"index": [1, 2]}, r"returned the name 'index'; give another text"),
-        ("ab", r"returned str as 'prediction'"),
+        ("ab", r"returned a value of type str as 'prediction'"),
     ],
 )
 def test_other_outputs_are_refused(output, said):

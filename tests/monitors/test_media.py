@@ -44,7 +44,7 @@ def test_a_histogram_counts_finite_values():
     "media, told",
     [
         (None, "recipe.media(): returned a value of type NoneType; return a dict of name -> media"),
-        ({"a": 1.0}, "recipe.media(): 'a' is float; give a str, an image (C, H, W)"),
+        ({"a": 1.0}, "recipe.media(): 'a' is a value of type float; give a str, an image (C, H, W)"),
         ({"a": torch.zeros(2, 3)}, "recipe.media(): 'a' is a tensor of shape (2, 3); give a str"),
         ({"a": torch.zeros(2, 3, 3)}, "recipe.media(): 'a' is a tensor of shape (2, 3, 3); give a str"),
     ],

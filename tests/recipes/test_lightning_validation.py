@@ -107,7 +107,7 @@ def test_a_module_that_gives_no_such_metric_is_refused_before_step_1(name, words
 
 
 def test_two_returned_numbers_of_one_name_are_refused_as_returned():
-    validation = Validation(AttachedTrainer(None))
+    validation = Validation(AttachedTrainer())
     validation.view.logged = Logged()
     with pytest.raises(ConfigError) as refused:
         validation.take({"loss": 1.0, "val_loss": 1.0})

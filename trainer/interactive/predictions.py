@@ -13,6 +13,7 @@ from torch import Tensor
 from trainer.comm.ranks import Ranks
 from trainer.errors import ConfigError
 from trainer.files import write_whole
+from trainer.recipe_checks import describe
 
 FORMATS = (".jsonl", ".safetensors")
 UNNAMED = "prediction"  # the name, in a file, of what a recipe returns without names
@@ -126,10 +127,9 @@ def rows_of(output: Any, samples: int) -> dict[str, Column]:
         elif isinstance(column, Sequence) and not isinstance(column, str | bytes):
             rows[name] = [each.detach().cpu().tolist() if isinstance(each, Tensor) else each for each in column]
         else:
-            kind = f"a tensor of shape {tuple(column.shape)}" if isinstance(column, Tensor) else type(column).__name__
             raise ConfigError(
-                f"recipe.predict(): returned {kind} as {name!r}; return a tensor (samples, ...), a list with "
-                "a value for each sample, or a dict of these by name"
+                f"recipe.predict(): returned {describe(column)} as {name!r}; return a tensor (samples, ...), a list "
+                "with a value for each sample, or a dict of these by name"
             )
         if len(rows[name]) != samples:
             raise ConfigError(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.errors import ConfigError, printable
+from trainer.recipe_checks import describe
 
 BINS = 64
 COLOURS = {1: 0, 3: 2, 4: 6}  # channels -> PNG's colour type
@@ -47,10 +48,9 @@ def check_media(media: Any, source: str = "on_media") -> Mapping[str, str | Tens
     for name, value in media.items():
         if isinstance(value, str) or (isinstance(value, Tensor) and (value.ndim == 1 or is_image(value))):
             continue
-        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ConfigError(
-            f"{source}: {printable(repr(name))} is {what}; give a str, an image (C, H, W) with 1, 3 or 4 channels, "
-            "or values (N,) for a histogram"
+            f"{source}: {printable(repr(name))} is {describe(value)}; give a str, an image (C, H, W) with 1, 3 or 4 "
+            "channels, or values (N,) for a histogram"
         )
     return media
 

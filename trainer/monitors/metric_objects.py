@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
+from trainer.recipe_checks import describe
 
 METHODS = ("update", "compute", "reset")  # of `torchmetrics.Metric`, which is not imported
 
@@ -114,8 +115,9 @@ def numbers(name: str, value: Any) -> dict[str, float]:
     named = {f"{name}/{key}": one for key, one in value.items()} if isinstance(value, Mapping) else {name: value}
     for key, one in named.items():
         if not isinstance(one, Tensor) or one.numel() != 1:
-            kind = f"a tensor of shape {tuple(one.shape)}" if isinstance(one, Tensor) else type(one).__name__
-            raise ConfigError(f"recipe.metrics(): {key} computes {kind}; give an object that computes one number")
+            raise ConfigError(
+                f"recipe.metrics(): {key} computes {describe(one)}; give an object that computes one number"
+            )
     return {key: float(one) for key, one in named.items()}
 
 
