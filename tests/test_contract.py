@@ -19,7 +19,8 @@ import torch
 from support.callbacks import CHANGES, CODECS, OBSERVERS, RANKS, STAGES, name_of
 from support.quick import selected
 from support.ranks import groups_left, run_ranks
-from support.sharded import whole
+from support.runs import sgd
+from support.sharded import adam, whole
 from toy_recipe import Toy
 
 from trainer.callback import Callback
@@ -33,7 +34,6 @@ from trainer.comm.reduce import Reduce
 from trainer.composition import arrange
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError
-from trainer.optim.factories import adamw
 from trainer.plan import Plan
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
@@ -171,14 +171,6 @@ ALL |= {"gradient_reader": GradientReader, "adamw": Callback, "staged": Callback
 
 def flat(module: torch.nn.Module) -> np.ndarray:
     return np.concatenate([whole(p).numpy().ravel().copy() for p in module.parameters()])
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.5)
-
-
-def adam(params: Any) -> torch.optim.Optimizer:
-    return adamw(params, lr=0.01)
 
 
 def by_adam(names: tuple[str, ...]) -> bool:

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
-from support.sharded import Case, adam, fit, flat, sgd
+from support.runs import sgd
+from support.sharded import Case, adam, fit, flat
 from torch import Tensor, nn
 from toy_recipe import Toy
 

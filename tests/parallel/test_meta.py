@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from support.ranks import run_ranks
-from support.sharded import flat, sgd
+from support.runs import sgd
+from support.sharded import flat
 from torch import Tensor, nn
 from toy_recipe import Toy
 

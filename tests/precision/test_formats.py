@@ -16,6 +16,7 @@ import torch
 from support.cli import environment
 from support.quick import quick
 from support.ranks import run_ranks
+from support.runs import sgd
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_recipe import Net, Toy
@@ -243,10 +244,6 @@ def on_a_rank(
         )  # fmt: skip
         trainer.fit()
     return trainer, watch
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.5)
 
 
 def unequal(place: Place, names: list[str]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Debian's chromium without a window, driven through its DevTools protocol over two pipes."""
 
-import base64
 import json
 import os
 import shutil
@@ -83,7 +82,7 @@ class Tab:
             self._take(self._next())
         self.settle()
 
-    def resize(self, width: int, height: int = 1000) -> None:
+    def resize(self, width: int, height: int) -> None:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def paint(self, dark: bool) -> None:
@@ -108,14 +107,6 @@ class Tab:
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
-
-    def screenshot(self, file: Path, whole: bool = True) -> None:
-        if whole:  # a canvas draws when it is on the screen
-            width, height = self.run("[innerWidth, document.documentElement.scrollHeight]")
-            self.resize(width, min(height, 12000))
-            self.settle()
-            self.settle()
-        file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
 
 @contextmanager

@@ -38,10 +38,5 @@ def delay(cycles: int = 2**30) -> None:
         torch.cuda._sleep(cycles)
 
 
-def reserved() -> int:
-    """Bytes that the allocator has taken of the GPU; 0 on a CPU."""
-    return torch.cuda.memory_reserved(DEVICE) if ON_GPU else 0
-
-
 def allocated() -> int:
     return torch.cuda.memory_allocated(DEVICE) if ON_GPU else 0

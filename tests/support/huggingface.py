@@ -79,7 +79,7 @@ def load(folder: Path) -> nn.Module:
 
 
 def by_transformers(
-    place: Place, folder: Path, accumulate: int, batches: list[Any], make: Callable[[Path], nn.Module] = load
+    place: Place, folder: Path, accumulate: int, batches: list[Any], make: Callable[[Path], nn.Module]
 ) -> tuple[list[float], Any]:
     import torch.distributed as dist
     from accelerate.state import AcceleratorState, GradientState, PartialState

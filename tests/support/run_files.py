@@ -3,7 +3,6 @@
 import json
 import math
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +108,13 @@ def synthetic_run(
     return folder
 
 
-def long_metrics(file: Path, steps: int, value: Callable[[int], float] = lambda step: 2 + 8 / (1 + step / 5e4)) -> None:
+def long_metrics(file: Path, steps: int) -> None:
     """A metrics.jsonl with a line for each step. Step `steps // 3` has a spike of 99."""
     noise = random.Random(0)
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w") as lines:
         for step in range(1, steps + 1):
-            loss = 99.0 if step == steps // 3 else value(step) + 0.2 * noise.random()
+            loss = 99.0 if step == steps // 3 else 2 + 8 / (1 + step / 5e4) + 0.2 * noise.random()
             lines.write(
                 f'{{"step": {step}, "samples": {64 * step}, "seconds": {step / 80:.3f}, "train/loss": {loss:.16g}, '
                 f'"train/lr": {1e-3 * (1 - step / (steps + 1)):.16g}, "train/grad_norm": {noise.random() + 0.5:.16g}, '

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from toy_recipe import Toy
 
 from support.ranks import groups_left
+from support.runs import sgd
 from trainer.callback import Callback
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.optim.factories import adamw
@@ -28,10 +29,6 @@ def flat(model: nn.Module, buffers: bool = True) -> np.ndarray:
     """All parameters of a model, then its buffers, in one array of float64."""
     tensors = [*map(whole, model.parameters()), *(model.buffers() if buffers else ())]
     return np.concatenate([tensor.double().numpy().ravel().copy() for tensor in tensors])
-
-
-def sgd(groups: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=0.05, momentum=0.5)
 
 
 def adam(groups: Any) -> torch.optim.Optimizer:

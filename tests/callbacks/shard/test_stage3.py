@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from support.ranks import run_ranks
-from support.sharded import Case, adam, fit, flat, sgd
+from support.runs import sgd
+from support.sharded import Case, adam, fit, flat
 from toy_recipe import Toy
 
 from trainer.callback import Callback
