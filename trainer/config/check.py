@@ -11,7 +11,7 @@ from trainer.config.options import DataOptions, Options
 from trainer.config.parameter_groups import check_groups
 from trainer.config.redact import HIDDEN, redact, redacted_keys
 from trainer.config.schema import ANY_NAME, NO_DEFAULT, Knob, constant, describe, fits, knobs, option_parameters
-from trainer.config.targets import ALLOWED, refuse_nested, refuse_target
+from trainer.config.targets import ALLOWED, refuse_nested, refuse_package
 from trainer.config.tuned import Tuned
 from trainer.errors import ConfigError, nearest, require
 
@@ -102,7 +102,7 @@ def check_node(key: str, node: Any, allow: tuple[str, ...]) -> None:
     check_type(f"{key}._target_", target, str)
     if "." not in target:
         raise ConfigError(f"{key}._target_={target}: is not a full name; write package.module.Name")
-    refuse_target(key, target, target, allow)
+    refuse_package(f"{key}._target_", target, target, allow)
     known = knobs(key, target, allow)
     refuse_nested(key, arguments(node))
     if key in GROUPS and node.get("_partial_") and known and next(iter(known.values())).default is NO_DEFAULT:
@@ -123,12 +123,8 @@ def refuse_classes(key: str, node: Mapping[str, Any], allow: tuple[str, ...]) ->
     """Refuse an argument that names a class of another package. A class lists such arguments as its `targets`."""
     for name in constant(node["_target_"], "targets") or ():
         value = node.get(name)
-        if isinstance(value, str) and not any(f"{value}.".startswith(f"{package}.") for package in allow):
-            package = value.split(".")[0]
-            raise ConfigError(
-                f"{key}.{name}={value}: {package} is not a package that configs may name; if you trust it, add "
-                f"'trainer.allow_targets=[{package}]'"
-            )
+        if isinstance(value, str):
+            refuse_package(f"{key}.{name}", value, value, allow)
 
 
 def split_groups(node: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

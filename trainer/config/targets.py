@@ -18,11 +18,12 @@ HOME = Path(__file__).parents[2]
 LIMITED = ("torch", "transformers")  # packages with functions and classes that run code which an argument names
 
 
-def refuse_target(key: str, target: str, module: str, allow: tuple[str, ...]) -> None:
+def refuse_package(key: str, value: str, module: str, allow: tuple[str, ...]) -> None:
+    """Refuse a value that names an object of this module, if no allowed package holds the module."""
     if not any(f"{module}.".startswith(f"{package}.") for package in allow):
         package = module.split(".")[0]
         raise ConfigError(
-            f"{key}._target_={target}: {package} is not a package that configs may name; "
+            f"{key}={value}: {package} is not a package that configs may name; "
             f"if you trust it, add 'trainer.allow_targets=[{package}]'"
         )
 
@@ -53,7 +54,7 @@ def locate(key: str, target: str, allow: tuple[str, ...]) -> Callable[..., Any]:
         way_out = foreign_package(module.partition(".")[0]) or f"{error}; name an importable class or function"
         raise ConfigError(f"{key}._target_={target}: {way_out}") from None
     home = getattr(found, "__module__", None) or "builtins"
-    refuse_target(key, target, home, allow)
+    refuse_package(f"{key}._target_", target, home, allow)
     if home.split(".")[0] in LIMITED:
         refuse_unlimited(key, target, found)
     if home.split(".")[0] == "webdataset":
