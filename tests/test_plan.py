@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from toy_recipe import Toy
 
+from trainer.callback import Callback, Role
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError, DataError
 from trainer.optim.schedule import Constant
-from trainer.plan import Plan, RunSpec, refuse_other_recipe
+from trainer.plan import Plan, RunSpec, refuse_other_recipe, stateful
 from trainer.process.environment import Place
 
 
@@ -45,3 +46,24 @@ def test_another_recipes_checkpoint_is_named():
         refuse_other_recipe(Toy(), manifest, {"data": "b"}, [])
     refuse_other_recipe(Toy(), manifest, {"data": "b"}, ["data"])
     refuse_other_recipe(Toy(), manifest, {"data": "a"}, [])
+
+
+def test_a_resume_compares_callbacks_that_train_or_have_state():
+    class Watch(Callback):
+        pass
+
+    class Remember(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    class Swap(Callback):
+        role = Role.MODEL
+
+    class Layout(Swap):
+        role = Role.SHARD
+
+        def distribute(self, trainer, model):
+            raise NotImplementedError
+
+    callbacks = {"watch": Watch(), "remember": Remember(), "swap": Swap(), "layout": Layout()}
+    assert stateful(callbacks) == ["remember", "swap"]

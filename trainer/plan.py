@@ -240,19 +240,23 @@ class Plan:
         return every
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings and the data that must be the same for an exact resume.
-
-        A callback that distributes the model is left out, since any layout over ranks resumes any other.
-        """
+        """Return the settings and the data that must be the same for an exact resume."""
         data = self.source.fingerprint if isinstance(self.source, Samples | FirstOf) else "iterable"
-        stateful = [
-            name
-            for name, callback in self.callbacks.items()
-            if callback.role not in (Role.MEASURE, Role.OBSERVE) or overrides(callback, "state_dict")
-            if not overrides(callback, "distribute")
-        ]
-        own = {"seed": self.options.seed, "batch": self.batch, "data": data, "callbacks": stateful}
+        own = {"seed": self.options.seed, "batch": self.batch, "data": data, "callbacks": stateful(self.callbacks)}
         return own | {"lanes": self.data.lanes, "block": self.data.block}
+
+
+def stateful(callbacks: Mapping[str, Callback]) -> list[str]:
+    """Return the callbacks that a resume compares.
+
+    A callback that distributes the model is left out, since any layout over ranks resumes any other.
+    """
+    return [
+        name
+        for name, callback in callbacks.items()
+        if callback.role not in (Role.MEASURE, Role.OBSERVE) or overrides(callback, "state_dict")
+        if not overrides(callback, "distribute")
+    ]
 
 
 def features(options: Options) -> set[str]:

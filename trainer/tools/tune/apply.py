@@ -6,13 +6,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from trainer.callback import Role, overrides
+from trainer.callback import Role
 from trainer.checkpoint.compare import flat
 from trainer.checkpoint.locate import checkpoints
 from trainer.checkpoint.lock import CHECKPOINTED, is_running
 from trainer.checkpoint.manifest import Damaged, verify
 from trainer.config.redact import redact
 from trainer.errors import ConfigError
+from trainer.plan import stateful
 from trainer.process import handover
 from trainer.tools.cost_model.workload import Choice
 from trainer.tools.tune.configs import callbacks_of, merge, refusal
@@ -87,10 +88,5 @@ def ranks_of(run_dir: Path) -> int | None:
 
 
 def state_keepers(config: dict[str, Any]) -> set[str]:
-    """Return the callbacks that a resume compares, as `Plan.identity` lists them."""
-    return {
-        name
-        for name, callback in callbacks_of(config).items()
-        if callback.role not in SHOWING or overrides(callback, "state_dict")
-        if not overrides(callback, "distribute")
-    }
+    """Return the callbacks that a resume compares."""
+    return set(stateful(callbacks_of(config)))
