@@ -119,20 +119,19 @@ class Role(IntEnum):
     """
 
     MODEL = 0  # other changes of modules
-    QUANTIZE = 1  # lower precision inside modules: FP8, 8-bit
-    SPLIT = 2  # tensor or pipeline parallelism
-    RECOMPUTE = 3  # activation checkpointing
-    COMPILE = 4  # torch.compile, outside every change of modules
-    SHARD = 5  # the layout of parameters and gradients: DDP's buckets, FSDP
-    REDUCE = 6  # how a bucket is summed: hierarchical
-    COMPRESS = 7  # what is sent: bf16, top-k
-    SYNC = 8  # when ranks synchronise: every step, every H steps
-    OPTIMIZER = 9  # the optimizer's step: overlap, sharded state
-    AVERAGE = 10  # an average of the weights: EMA, SWA
-    BATCH = 11  # the split of a step over ranks and micro-batches
-    GUARD = 12  # skips steps, or undoes them
-    MEASURE = 13  # adds numbers to `trainer.metrics`
-    OBSERVE = 14  # shows numbers, or stops the run
+    SPLIT = 1  # tensor or pipeline parallelism
+    RECOMPUTE = 2  # activation checkpointing
+    COMPILE = 3  # torch.compile, outside every change of modules
+    SHARD = 4  # the layout of parameters and gradients: DDP's buckets, FSDP
+    REDUCE = 5  # how a bucket is summed: hierarchical
+    COMPRESS = 6  # what is sent: bf16, top-k
+    SYNC = 7  # when ranks synchronise: every step, every H steps
+    OPTIMIZER = 8  # the optimizer's step: overlap, sharded state
+    AVERAGE = 9  # an average of the weights: EMA, SWA
+    BATCH = 10  # the split of a step over ranks and micro-batches
+    GUARD = 11  # skips steps, or undoes them
+    MEASURE = 12  # adds numbers to `trainer.metrics`
+    OBSERVE = 13  # shows numbers, or stops the run
 
 
 UNLOGGED = "on_step_end, not logged"  # of `TrainerProtocol.hooks`: those that follow steps without numbers

@@ -6,7 +6,6 @@ from trainer.callback import Callback, Role, overrides
 from trainer.errors import ConfigError
 
 DECIDES = {
-    Role.QUANTIZE: "the precision inside modules",
     Role.SPLIT: "how the model is split",
     Role.RECOMPUTE: "what is recomputed",
     Role.COMPILE: "how the model is compiled",

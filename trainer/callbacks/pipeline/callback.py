@@ -59,7 +59,6 @@ class PipelineParallel(Callback):
         Role.BATCH: "the schedule needs the same number of micro-batches on each rank; leave one out",
         Role.REDUCE: "gradients are reduced over the replicas of a stage, not over all ranks; leave one out",
         Role.COMPILE: "a stage ends the model's forward pass inside it; leave one out",
-        Role.QUANTIZE: "a stage has no numbers to convert for the blocks of other stages; leave one out",
         "bf16_weights": "a stage's loss is compared with the whole model's, which is measured with float32 weights; "
         "use trainer.master_weights=true",
         "fp8": "a stage's loss is compared with the whole model's, which is measured before layers are in FP8; use "
