@@ -107,3 +107,19 @@ def test_a_rank_that_let_its_peers_wait_for_long_work_is_told_of_with_the_limit(
     failure = find_failure({0: 1, 2: 1}, range(3), tmp_path, Path("logs"), [])
     said = "echelon: rank 1 had announced long work, as a compilation is; raise trainer.timeout_s"
     assert failure is not None and (failure.text.splitlines()[-1] == said) == bool(patience_s)
+
+
+@pytest.mark.parametrize(
+    ("codes", "said"),
+    [
+        ({}, "echelon: no rank has moved for too long"),
+        ({0: 0}, "echelon: rank(s) 1, 2 did not end after the others"),
+        ({0: -9}, "echelon: rank 0 was killed by SIGKILL"),
+        ({0: -6, 2: -6}, "echelon: all ranks were aborted: a collective timed out"),
+        ({1: 1}, "echelon: rank(s) 0, 2 did not end and had to be killed: the likely cause"),
+    ],
+)
+def test_without_logs_none_are_named(codes, said, tmp_path):
+    report(tmp_path, 1, LOST)
+    failure = find_failure(codes, range(3), tmp_path, None, [])
+    assert failure is not None and failure.text.splitlines()[-1] == said

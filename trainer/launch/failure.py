@@ -28,21 +28,23 @@ class Failure:
 
 
 def find_failure(
-    codes: Mapping[int, int], ranks: Iterable[int], private: Path, logs: Path, passed: list[int]
+    codes: Mapping[int, int], ranks: Iterable[int], private: Path, logs: Path | None, passed: list[int]
 ) -> Failure | None:
     """Return the first failure, or the likely cause of the others; None if nothing failed.
 
     Args:
         codes: The exit code of each rank that has ended, negative for a signal.
         private: The folder with the ranks' error reports.
+        logs: The folder with the ranks' output, which the text names; None: the text names none.
         passed: The signals to stop that the supervisor has passed on.
     """
     if not codes:
-        return Failure(0, f"echelon: no rank has moved for too long; the stacks of all are in {logs}", HUNG, False)
+        text = f"echelon: no rank has moved for too long{naming('the stacks of all are in', logs)}"
+        return Failure(0, text, HUNG, False)
     failed = {rank: code for rank, code in codes.items() if code not in (0, STOPPED)}
     hung = [rank for rank in ranks if rank not in codes]
     if not failed and hung:
-        text = f"echelon: {named(hung)} did not end after the others; their stacks are in {logs}"
+        text = f"echelon: {named(hung)} did not end after the others{naming('their stacks are in', logs)}"
         return Failure(hung[0], text, HUNG, False)
     if not failed:
         return None
@@ -63,7 +65,7 @@ def find_failure(
         return Failure(rank, text, code, own)
     which, rank = named(gone or hung), (gone or hung)[0]
     how = "ended with code 0 before the others" if gone else "did not end and had to be killed"
-    text = f"{text}\nechelon: {which} {how}: the likely cause; its log: {logs}/rank{rank}.log"
+    text = f"{text}\nechelon: {which} {how}: the likely cause{naming_log(rank, logs)}"
     beat = None if gone else last(private / f"heartbeat-{rank}")
     if beat and beat.until > time.monotonic():
         text += f"\nechelon: rank {rank} had announced long work, as a compilation is; raise trainer.timeout_s"
@@ -93,14 +95,22 @@ def find_silent(failed: Mapping[int, int], reports: Mapping[int, Mapping[str, An
     return others or ([] if any(not report["in_collective"] for report in reports.values()) else silent)
 
 
-def silent_failure(silent: list[int], failed: Mapping[int, int], logs: Path) -> Failure:
+def silent_failure(silent: list[int], failed: Mapping[int, int], logs: Path | None) -> Failure:
     rank = silent[0]
     code = failed[rank]
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    text = f"echelon: rank {rank} {how}; its log: {logs}/rank{rank}.log"
+    text = f"echelon: rank {rank} {how}{naming_log(rank, logs)}"
     if code == -signal.SIGABRT and len(failed) > 1 and len(silent) == len(failed):
-        text = f"echelon: all ranks were aborted: a collective timed out; their collectives are in {logs}"
+        text = f"echelon: all ranks were aborted: a collective timed out{naming('their collectives are in', logs)}"
     return Failure(rank, text, 128 - code if code < 0 else code, False)
+
+
+def naming(what: str, path: Path | None) -> str:
+    return f"; {what} {path}" if path else ""
+
+
+def naming_log(rank: int, logs: Path | None) -> str:
+    return naming("its log:", logs and logs / f"rank{rank}.log")
 
 
 def named(ranks: Iterable[int]) -> str:

@@ -152,14 +152,13 @@ class Team:
                     rank.send_signal(STOP[0])
                 self._wait(time.monotonic() + INTERRUPT_S)
             raise
-        if (failure := find_failure(codes, self.ranks, self.private, self.private, [])) is None:
+        if (failure := find_failure(codes, self.ranks, self.private, None, [])) is None:
             return
-        log = self._log(failure.rank)
-        text = failure.text.removeprefix("echelon: ").replace(f"; its log: {log}", "").rstrip()
+        text = failure.text.removeprefix("echelon: ").rstrip()
         kind = next((kind for kind, code in EXIT_CODES.items() if code == failure.code), None)
         if kind:
             raise kind(text)
-        tail = "" if failure.reported else log.read_text(errors="replace")[-TAIL:]
+        tail = "" if failure.reported else self._log(failure.rank).read_text(errors="replace")[-TAIL:]
         raise RuntimeError(f"launch: {text}\n{tail}".rstrip())
 
     def _wait(self, deadline: float) -> dict[int, int]:

@@ -1,12 +1,16 @@
 """Ranks that a tool starts: their place, their end, and one line for the first failure."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from support.cli import environment
+
+from trainer.tools.measure.ranks import wait
 
 TOOL = r"""
 import json, os, signal, sys, time
@@ -51,3 +55,20 @@ def test_the_first_failure_is_told(what: tuple[str, ...], code: int, said: str, 
     assert (done.returncode, done.stderr) == (code, said)
     if what == ("place", "place"):
         assert sorted(done.stdout.splitlines()) == ["0 2 0 2", "1 2 1 2"]
+
+
+@pytest.mark.parametrize(
+    ("codes", "in_collective", "said", "code"),
+    [
+        ([0, 0], False, [], 0),
+        ([1, 0], False, ["echelon: rank 0 failed first:", "ValueError: x"], 1),
+        ([1, -6], False, ["echelon: rank 0 failed first:", "ValueError: x"], 1),  # a peer's failure aborts a rank
+        ([1, 0], True, ["echelon: rank(s) 1 ended with code 0 before the others: the likely cause"], 1),
+    ],
+)
+def test_the_rank_at_fault_is_named(codes, in_collective, said, code, tmp_path, capsys):
+    report = {"time": 0.0, "text": "ValueError: x\n", "code": 1, "in_collective": in_collective}
+    (tmp_path / "error-0.json").write_text(json.dumps(report))
+    assert wait([Mock(**{"poll.return_value": each}) for each in codes], tmp_path) == code
+    told = capsys.readouterr().err.splitlines()
+    assert told[len(told) - len(said) :] == said and bool(told) == bool(code)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from trainer.errors import fold
-from trainer.launch.failure import read_reports
+from trainer.launch.failure import find_failure
 from trainer.process.environment import cores, refuse_without_loopback
 from trainer.process.temporary import temporary_folder
 from trainer.timeouts import PEERS_S
@@ -61,15 +61,7 @@ def wait(ranks: "list[subprocess.Popen[bytes]]", private: Path) -> int:
         codes = {number: code for number, rank in enumerate(ranks) if (code := rank.poll()) is not None}
         if any(codes.values()):
             deadline = min(deadline, time.monotonic() + PEERS_S)
-    failed = {rank: code for rank, code in codes.items() if code}
-    reports = read_reports(failed, private)
-    if silent := [rank for rank in failed if rank not in reports]:
-        code = failed[silent[0]]
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        print(f"echelon: rank {silent[0]} {how}", file=sys.stderr)
-        return 128 - code if code < 0 else code
-    if not failed:
-        return 0
-    first = min(reports, key=lambda rank: (reports[rank]["in_collective"], reports[rank]["time"]))
-    print(fold(reports[first]["text"]).rstrip(), file=sys.stderr)
-    return int(reports[first]["code"])
+    if (failure := find_failure(codes, range(len(ranks)), private, None, [])) is None:
+        return max(codes.values())
+    print(fold(failure.text).rstrip(), file=sys.stderr)
+    return failure.code
