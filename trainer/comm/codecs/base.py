@@ -66,11 +66,16 @@ class Codec:
         payload = self.encode(flat, bucket)
         if out is not flat:
             self.decode(payload, flat, -1.0, bucket)
+        self.send(payload, out, bucket, reduce)
+
+    def send(self, payload: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
+        """Put the mean over ranks of the decoded payloads into `out`."""
+        if self.gathers:
+            assert isinstance(reduce, AllReduce)
+            rows = reduce.gather(payload)
+        else:
+            rows = [reduce(payload, bucket)]
         out.zero_()
-        if not self.gathers:
-            return self.decode(reduce(payload, bucket), out, 1.0, bucket)
-        assert isinstance(reduce, AllReduce)
-        rows = reduce.gather(payload)
         for row in rows:
             self.decode(row, out, 1.0 / len(rows), bucket)
 

@@ -9,7 +9,6 @@ from torch.nn.functional import pad
 
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec
-from trainer.comm.reduce import AllReduce, Reduce
 from trainer.errors import ConfigError, require
 from trainer.rng import GOLDEN
 
@@ -72,14 +71,6 @@ class Sparse(Codec):
         counts = until.diff(prepend=until.new_zeros(1))
         values, low = rest[: width * k].view(self.dtype), rest[width * k : (width + 1) * k].int() & BLOCK - 1
         return values, starts.repeat_interleave(counts, output_size=k) + low
-
-    def send(self, payload: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
-        """Put the mean over ranks of the payloads into `out`."""
-        assert isinstance(reduce, AllReduce)
-        rows = reduce.gather(payload)
-        out.zero_()
-        for row in rows:
-            self.decode(row, out, 1.0 / len(rows), bucket)
 
 
 def largest(flat: Tensor, k: int, step: int) -> tuple[Tensor, Tensor]:
