@@ -6,13 +6,13 @@ from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.comm.phases import Phase, switch
 from trainer.comm.ranks import Ranks
 from trainer.data.batch import Step
 from trainer.errors import ConfigError
-from trainer.parallel.pipeline import Pipeline
+from trainer.parallel.pipeline import Exchange, Pipeline
 from trainer.parallel.stages import KEY
 from trainer.parallel.weight_versions import Version, WeightVersions
 
@@ -81,16 +81,6 @@ class Outbox:
         while len(self.sent) > left:
             _, work = self.sent.popleft()
             work.wait()
-
-
-class Exchange(NamedTuple):
-    """The gradients of a tied parameter on two stages."""
-
-    p: nn.Parameter
-    stage: int  # the other
-    own: Tensor
-    other: Tensor
-    works: list[Any]
 
 
 class Awaited(list[Tensor]):
@@ -272,19 +262,6 @@ class PipeDream(Pipeline):
         self.adding = [exchange for exchange in exchanges if exchange.stage < self.mesh.stage]
         norms = self._norms()
         self.norms = norms, dist.all_reduce(norms, group=self.mesh.pipe, async_op=True)
-
-    def _exchange(self, p: nn.Parameter, stage: int) -> "Exchange":
-        own = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
-        other, peer = torch.empty_like(own), self.mesh.global_rank(stage)
-        both = (dist.isend, own), (dist.irecv, other)
-        works = dist.batch_isend_irecv([dist.P2POp(op, t, peer, self.mesh.pipe) for op, t in both])
-        return Exchange(p, stage, own, other, works)
-
-    def _add(self, exchanges: list["Exchange"]) -> None:
-        for exchange in exchanges:
-            for work in exchange.works:
-                work.wait()
-            exchange.p.grad = exchange.own + exchange.other
 
     def _send_losses(self, losses: list[Tensor]) -> list[Tensor]:
         values, last = self._values(losses), self.mesh.global_rank(self.last)

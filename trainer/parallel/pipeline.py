@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,16 @@ class Mesh:
     def global_rank(self, stage: int) -> int:
         """Return the rank that has this place in this rank's pipeline."""
         return stage * self.data_world + self.data_rank
+
+
+class Exchange(NamedTuple):
+    """The gradients of a tied parameter on two stages."""
+
+    p: nn.Parameter
+    stage: int  # the other
+    own: Tensor
+    other: Tensor
+    works: list[Any]
 
 
 class Pipeline:
@@ -387,14 +397,22 @@ class Pipeline:
         """
         self.reducer.finish()
         for p, rank in self.tied:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            own = p.grad.contiguous()
-            other, peer = torch.empty_like(own), self.mesh.global_rank(rank)
-            both = (dist.isend, own), (dist.irecv, other)
-            for work in dist.batch_isend_irecv([dist.P2POp(op, t, peer, self.mesh.pipe) for op, t in both]):
+            self._add([self._exchange(p, rank)])
+
+    def _exchange(self, p: nn.Parameter, stage: int) -> Exchange:
+        """Begin to exchange the gradients of a tied parameter with the other stage."""
+        own = (torch.zeros_like(p) if p.grad is None else p.grad).contiguous()
+        other, peer = torch.empty_like(own), self.mesh.global_rank(stage)
+        both = (dist.isend, own), (dist.irecv, other)
+        works = dist.batch_isend_irecv([dist.P2POp(op, t, peer, self.mesh.pipe) for op, t in both])
+        return Exchange(p, stage, own, other, works)
+
+    def _add(self, exchanges: list[Exchange]) -> None:
+        """Add the gradients of both stages, once they are there."""
+        for exchange in exchanges:
+            for work in exchange.works:
                 work.wait()
-            p.grad = own + other
+            exchange.p.grad = exchange.own + exchange.other
 
     # The forward pass alone: validation, and the first pass of the rehearsal.
     def _forward(self, gates: Gates, full: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
