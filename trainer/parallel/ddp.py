@@ -94,7 +94,7 @@ class DDP:
         """Run a backward pass that adds zero to each gradient, so that DDP reduces what is there."""
         if isinstance(self.model, DistributedDataParallel):
             self.sync_gradients(True)
-            zero = torch.stack([p.sum().float() for p in self.parameters]).sum() * 0.0
+            zero = zero_loss(self.parameters, unused=False)
             self.model._pre_forward(zero)
             passed: Any = self.model._post_forward(zero)
             begin_backward(passed, True)
