@@ -18,6 +18,7 @@ from trainer.forward_backward import ForwardBackward
 from trainer.log import log
 from trainer.parallel.memory_search import bytes_of_step, drop_gradients, fails, fits_beside, search, state_share
 from trainer.recipe_checks import weight_of
+from trainer.rng import generators_of
 
 KEY = "callbacks.auto_batch"
 
@@ -121,11 +122,13 @@ class AutoBatch(Callback):
         kept, strategy = Kept(data), trainer.strategy
         strategy.share_buffers()
         buffers = [buffer for name, buffer in trainer.module.named_buffers() if name not in strategy.constant_buffers]
-        before, state = [buffer.clone() for buffer in buffers], random_state(trainer.device)
+        generators = generators_of(trainer.device)
+        before, states = [buffer.clone() for buffer in buffers], [generator.get_state() for generator in generators]
         losses: list[Tensor] = []
         while ranks := self._vote(trainer, fails(lambda: self._run_parts(kept, run, total, losses))):
             self._halve(trainer, ranks)
-            set_random_state(trainer.device, state)
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
         strategy.reduce_gradients()
@@ -187,13 +190,3 @@ class Kept(Step):
             yield one
         if len(self.given) < len(self.weights):
             raise RuntimeError("auto_batch: memory ran out while a batch was copied to the device; set a smaller batch")
-
-
-def random_state(device: torch.device) -> list[Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
-def set_random_state(device: torch.device, state: list[Tensor]) -> None:
-    torch.set_rng_state(state[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[1], device)
