@@ -113,7 +113,7 @@ class OptimizerInBackward(Callback):
         while len(self.flying) == MOST_SENT or (self.flying and self.flying[0][1].arrived()):
             self._land()
         bucket = Bucket.of(params, self.trainer.step)
-        flat = params[0].new_empty(sum(p.numel() for p in params))
+        flat = params[0].new_empty(bucket.numel())
         bucket.take_gradients(flat)
         self.flying.append((bucket, self.background.submit(reduce, flat, bucket)))
 

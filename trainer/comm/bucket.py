@@ -34,6 +34,10 @@ class Bucket:
     def of(cls, params: Iterable[Tensor], step: int, kind: str = "gradients") -> "Bucket":
         return cls((Piece(p, 0, p.numel()) for p in params), step, kind)
 
+    def numel(self) -> int:
+        """Return the number of elements of a flat tensor in this layout."""
+        return sum(stop - start for _, start, stop in self.pieces)
+
     def split(self, flat: Tensor) -> list[Tensor]:
         """Return a view of each piece; a whole piece has its parameter's shape."""
         parts = flat.split([stop - start for _, start, stop in self.pieces])

@@ -18,7 +18,7 @@ class TwoLevel:
 
     def own(self, bucket: Bucket) -> Bucket:
         """Return the part that this rank sends across; empty if the node has more ranks than it has elements."""
-        size = -(-sum(stop - start for _, start, stop in bucket.pieces) // self.per_node)
+        size = -(-bucket.numel() // self.per_node)
         return bucket.cut(self.local_rank * size, (self.local_rank + 1) * size)
 
     def __call__(self, flat: Tensor, bucket: Bucket) -> Tensor:

@@ -65,8 +65,8 @@ class DelayedParameters:
         for dtype in {p.dtype: None for p in self.params}:
             params = [p for p in self.params if p.dtype == dtype]
             bucket = Bucket.of(params, self.trainer.step)
-            flat = params[0].new_empty(sum(p.numel() for p in params))
-            torch._foreach_copy_(bucket.gradients(flat), [p.grad for p in params])  # pyright: ignore[reportArgumentType] all are there
+            flat = params[0].new_empty(bucket.numel())
+            bucket.take_gradients(flat)
             for p, gradient in zip(params, bucket.gradients(reduce(flat, bucket)), strict=True):
                 p.grad = gradient
 

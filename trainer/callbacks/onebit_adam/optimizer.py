@@ -31,7 +31,7 @@ class SignedMean:
 
     def __init__(self, ends: AllReduce, bucket: Bucket, like: Tensor, worker: Residuals, server: Residuals) -> None:
         self.ends, self.codec = ends, Sign()
-        count, rank = sum(stop - start for _, start, stop in bucket.pieces), ends.group.rank()
+        count, rank = bucket.numel(), ends.group.rank()
         size = -(-count // ends.size)
         self.starts = range(0, size * ends.size, size)  # of shards; the last ones may be shorter, or empty
         self.shards = [bucket.cut(start, start + size) for start in self.starts]

@@ -13,7 +13,7 @@ class DeferredBucket:
 
     def __init__(self, params: list[Tensor]) -> None:
         self.params, self.bucket, self.missing = params, Bucket.of(params, 0), set(params)
-        self.flat = params[0].new_empty(sum(p.numel() for p in params))
+        self.flat = params[0].new_empty(self.bucket.numel())
         self.mean = Reduced()
 
     def fill(self) -> None:

@@ -139,10 +139,8 @@ class ZeRO2(ZeRO1):
     def _send(self, params: list[nn.Parameter]) -> None:
         """Move the gradients into a bucket, which is reduced in the background."""
         bucket = Bucket.of(params, self.step())
-        flat = params[0].new_empty(sum(p.numel() for p in params))
-        torch._foreach_copy_(bucket.gradients(flat), [p.grad for p in params])  # pyright: ignore[reportArgumentType] all are there
-        for p in params:
-            p.grad = None
+        flat = params[0].new_empty(bucket.numel())
+        bucket.take_gradients(flat)
         assert self.background
         self.sent.append(
             ([p for p in params if p in self.owners.own], self.background.submit(self._keep, flat, bucket))

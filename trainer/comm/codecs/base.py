@@ -143,8 +143,8 @@ class Residuals:
         """
         if self.restored.get(bucket.kind):
             like = bucket.whole[0].param
-            elements = sum(stop - start for _, start, stop in bucket.pieces)
-            self.of(bucket, torch.empty(elements, dtype=like.dtype, device=like.device))  # also where `like` is sharded
+            own = torch.empty(bucket.numel(), dtype=like.dtype, device=like.device)  # `like` may be sharded
+            self.of(bucket, own)
 
     def state(self, names: Mapping[Tensor, str]) -> Stretches:
         """Return all residuals by name, also restored ones that are not laid out yet."""
