@@ -1,4 +1,4 @@
-"""The folder for what recipes prepare once: its place, names, locks, and writes that survive a power cut."""
+"""The folder for what recipes prepare once: its place, names, locks, and how it is built."""
 
 import fcntl
 import hashlib
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from trainer.data.remote.eviction import open_regular
 from trainer.errors import ConfigError
+from trainer.files import sync
 from trainer.log import log
 
 
@@ -71,12 +72,3 @@ def lock(path: Path, task: str) -> Iterator[None]:
             log.info("%s: another process is preparing %s; waiting for it", task, path.with_suffix(""))
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def sync(path: Path) -> None:
-    """Write a file or a folder through to the disk. Without this, a power cut may leave a folder with empty files."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -27,6 +27,7 @@ from recipes.byte_pairs import BytePairs
 from recipes.cache import build_once, digest, root
 from recipes.text import Document, Source, batches, show
 from recipes.wordpiece import WordPiece
+from trainer.files import sha256_of
 from trainer.log import log
 
 FORMAT = 2  # of the cache; part of the hash
@@ -148,11 +149,8 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _size_and_sha256(path: Path) -> list[Any]:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while part := file.read(1 << 20):
-            digest.update(part)
-    return [path.stat().st_size, digest.hexdigest()]
+        return [path.stat().st_size, sha256_of(file)]
 
 
 class _Survey:

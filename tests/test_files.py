@@ -1,5 +1,6 @@
 """Files that are there whole or not at all; files that are appended to, on a full disk. On a real one: tests/faults."""
 
+import contextlib
 import errno
 import io
 import logging
@@ -10,7 +11,7 @@ import shutil
 import pytest
 
 from trainer import files
-from trainer.files import Appended, write_whole
+from trainer.files import Appended, sha256_of, sync, write_whole
 from trainer.log import log
 from trainer.process.stdio import Output
 from trainer.run_dir import LogFile
@@ -200,3 +201,26 @@ def test_an_exported_file_gets_the_permissions_of_a_new_one(tmp_path):
     finally:
         os.umask(before)
     assert file.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize(("number", "is_refused"), [(errno.EINVAL, False), (errno.ENOSPC, True), (errno.EIO, True)])
+def test_a_folder_that_its_file_system_can_not_sync_is_let_be(number, is_refused, tmp_path, monkeypatch):
+    """As on FUSE. A file has to be on the disk."""
+    (tmp_path / "file").touch()
+    sync(tmp_path / "file")
+    sync(tmp_path)
+
+    def fsync(file: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for path in (tmp_path, tmp_path / "file"):
+        with pytest.raises(OSError) if is_refused or path.is_file() else contextlib.nullcontext():
+            sync(path)
+
+
+def test_a_hash_is_of_the_whole_file(monkeypatch):
+    monkeypatch.setattr(files, "CHUNK", 2)
+    file = io.BytesIO(b"abc")
+    file.seek(1)
+    assert sha256_of(file) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

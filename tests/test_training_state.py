@@ -119,14 +119,14 @@ def test_another_layout_of_buckets_is_told(unused):
 
 def with_bits_flipped(place: Place, nodes: int) -> tuple[int, str]:
     """How many files rank 1 has read to compare them, and what it was told."""
-    real, read, said = manifest._sha256, [], ""
+    real, read, said = manifest.sha256_of, [], ""
 
     def sha256(file: BinaryIO) -> str:
         read.append(file.name)
         return real(file) if place.rank == 0 else "another"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifest, "_sha256", sha256)
+        patch.setattr(manifest, "sha256_of", sha256)
         patch.setattr(timeouts, "VISIBLE_S", 0.0)
         try:
             make(place=replace(place, local_rank=place.rank // nodes), max_steps=2, resume="auto").fit()

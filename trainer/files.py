@@ -1,5 +1,7 @@
 """Writes the files of a run: some grow, even while the disk is full; others appear whole or not at all."""
 
+import errno
+import hashlib
 import json
 import math
 import os
@@ -9,13 +11,14 @@ import stat
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from trainer import timeouts
 from trainer.errors import ConfigError
 from trainer.log import log
 
 MOST = 1 << 20  # bytes of a file that are kept in memory
+CHUNK = 4 << 20  # bytes that are hashed at once
 
 TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
 
@@ -147,6 +150,28 @@ def write_whole(path: Path, content: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Write a file, or the names in a folder, through to the disk, so that they survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # FUSE, 9p and others can't sync a folder.
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(file: BinaryIO) -> str:
+    """Return the sha256 of an open file, from its beginning."""
+    file.seek(0)
+    digest = hashlib.sha256()
+    while chunk := file.read(CHUNK):
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def sweep_temporary(folder: Path, older_s: float = timeouts.ABANDONED_S, names: re.Pattern[str] = TEMPORARY) -> None:

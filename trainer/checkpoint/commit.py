@@ -26,7 +26,8 @@ from trainer import timeouts
 from trainer.checkpoint.cleanup import move, put_back, sweep
 from trainer.checkpoint.fence import Attempt, next_attempt, refuse_superseded
 from trainer.checkpoint.locate import LAST, folder
-from trainer.checkpoint.manifest import Entries, seal, sync, write_files
+from trainer.checkpoint.manifest import Entries, seal, write_files
+from trainer.files import sync
 
 
 def begin(run_dir: Path) -> Attempt:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer import timeouts
-from trainer.checkpoint.manifest import sync
 from trainer.errors import ConfigError
+from trainer.files import sync
 
 ATTEMPT = "ATTEMPT"
 MOST = 999_999_999  # after this number, which a stranger's folder may have, the count starts from 1 again

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from trainer import timeouts
 from trainer.errors import ConfigError
+from trainer.files import sha256_of, sync
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 3  # since 3 each rank has a JSON file of its own, which a reader of 2 would not look for
@@ -58,7 +59,7 @@ def seal(folder: Path, step: int, entries: Entries, manifest: Mapping[str, Any])
     with _opened(folder) as descriptor:
         content = _render({"format": FORMAT, "step": step, **manifest, "files": files})
         _write(descriptor, MANIFEST, memoryview(content), lambda: None)
-        _sync(descriptor)
+    sync(folder)
 
 
 def verify(checkpoint: Path, hashes: bool = True) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def _verify(checkpoint: Path, hashes: bool) -> dict[str, Any]:
                 with _open(descriptor, name) as file:
                     if (found := os.fstat(file.fileno()).st_size) != size:
                         raise Damaged(f"{checkpoint / name}: {found} bytes, its manifest says {size}")
-                    if hashes and _sha256(file) != digest:
+                    if hashes and sha256_of(file) != digest:
                         raise Damaged(f"{checkpoint / name}: its sha256 is not the manifest's")
     except OSError as error:
         if error.errno not in DAMAGE:
@@ -115,20 +116,6 @@ def _verify(checkpoint: Path, hashes: bool) -> dict[str, Any]:
     if (match := STEP.fullmatch(checkpoint.name)) and int(match[1]) != manifest["step"]:
         raise Damaged(f"{checkpoint}: its manifest says step {manifest['step']}")
     return manifest
-
-
-def sync(folder: Path) -> None:
-    """Make the names in `folder` durable."""
-    with _opened(folder) as descriptor:
-        _sync(descriptor)
-
-
-def _sync(folder: int) -> None:
-    try:
-        os.fsync(folder)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):  # FUSE, 9p and others can't sync a folder
-            raise
 
 
 def _write(folder: int, name: str, content: memoryview, moved: Callable[[], object]) -> str:
@@ -207,13 +194,6 @@ def _open(folder: int, name: str) -> Iterator[BinaryIO]:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EISDIR, DAMAGE[errno.EISDIR], name)
         yield file
-
-
-def _sha256(file: BinaryIO) -> str:
-    digest = hashlib.sha256()
-    while chunk := file.read(CHUNK):
-        digest.update(chunk)
-    return digest.hexdigest()
 
 
 def see(checkpoint: Path, sha256: str, hashes: bool) -> tuple[dict[str, Any], str]:

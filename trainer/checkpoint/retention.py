@@ -9,7 +9,8 @@ from typing import Any
 from trainer.checkpoint.cleanup import delete
 from trainer.checkpoint.commit import link
 from trainer.checkpoint.locate import BEST, LAST, checkpoints, hidden_name, hide, step_of
-from trainer.checkpoint.manifest import Damaged, sync, verify
+from trainer.checkpoint.manifest import Damaged, verify
+from trainer.files import sync
 
 
 def retain(run_dir: Path, keep: int, best: str | None, every: int | None) -> None:

@@ -17,6 +17,7 @@ from trainer.data.remote.decompress import plain_name, unpack
 from trainer.data.remote.download import download, path_of, shown
 from trainer.data.remote.eviction import claim, evict, is_at, open_regular
 from trainer.errors import ConfigError, DataError
+from trainer.files import sha256_of
 from trainer.log import log
 
 
@@ -165,11 +166,3 @@ def key_of(url: str) -> str:
         about = os.stat(path_of(url))
         url = f"file://{os.path.realpath(path_of(url))} {about.st_size} {about.st_mtime_ns}"
     return hashlib.sha256(os.fsencode(url)).hexdigest()
-
-
-def sha256_of(file: BinaryIO) -> str:
-    file.seek(0)
-    digest = hashlib.sha256()
-    while content := file.read(1 << 20):
-        digest.update(content)
-    return digest.hexdigest()

@@ -14,11 +14,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.remote.shard import Remote, sha256_of
+from trainer.data.remote.shard import Remote
 from trainer.data.shards.index_file import Shard, file_of, indexed, load, places_of, store, stored_at
 from trainer.data.shards.tar import scan
 from trainer.errors import ConfigError, DataError
-from trainer.files import sweep_temporary
+from trainer.files import sha256_of, sweep_temporary
 from trainer.log import log
 
 
