@@ -11,8 +11,8 @@ from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec, ErrorFeedback
 from trainer.comm.codecs.registry import CODECS
 from trainer.comm.reduce import AllReduce
+from trainer.parallel.warmup import wait
 from trainer.tools.cost_model.machine import CodecCost
-from trainer.tools.measure.collectives import synchronize
 from trainer.tools.measure.device import fastest
 
 ROUNDS, WARM = 5, 2  # rounds that count, and rounds in which codecs allocate their memory
@@ -79,9 +79,9 @@ def mean_s(codec: Codec, gradients: Tensor, bucket: Bucket, ranks: int) -> float
     times: list[float] = []
     for _ in range(WARM + ROUNDS):
         flat.copy_(gradients)
-        synchronize(flat.device)
+        wait(flat.device)
         began = time.perf_counter()
         whole.mean(flat, flat, bucket, reduce)
-        synchronize(flat.device)
+        wait(flat.device)
         times.append(time.perf_counter() - began)
     return median(times[WARM:])

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from trainer.comm.bandwidth import bandwidths
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import all_gather, reduce_scatter
+from trainer.parallel.warmup import wait
 from trainer.tools.cost_model.fit import fit_link
 from trainer.tools.cost_model.machine import Link
 from trainer.tools.measure.processor import Meter
@@ -139,17 +140,12 @@ def prepare(collective: str, level: Level, elements: int, device: torch.device) 
 def run(call: Callable[[], Any], calls: int, device: torch.device) -> tuple[float, float]:
     """Return the seconds of one of `calls` calls, and the CPU seconds of this process for it."""
     call()
-    synchronize(device)
+    wait(device)
     began, worked = time.perf_counter(), time.process_time()
     for _ in range(calls):
         call()
-    synchronize(device)
+    wait(device)
     return (time.perf_counter() - began) / calls, (time.process_time() - worked) / calls
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def fit(rows: Sequence[Row], device: torch.device) -> Link:

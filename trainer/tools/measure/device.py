@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainer.tools.measure.collectives import synchronize
+from trainer.parallel.warmup import wait
 
 ROUNDS = 5  # a rate is that of the fastest: other work can only slow a round down
 COPY_BYTES = 64 << 20
@@ -50,11 +50,11 @@ def fastest(call: Callable[[], Any], device: torch.device) -> float:
     """Return the seconds of one call, in the fastest of several rounds."""
 
     def run(calls: int) -> float:
-        synchronize(device)
+        wait(device)
         began = time.perf_counter()
         for _ in range(calls):
             call()
-        synchronize(device)
+        wait(device)
         return (time.perf_counter() - began) / calls
 
     run(1)
