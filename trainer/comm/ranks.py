@@ -199,8 +199,7 @@ def meeting_place(place: Place) -> dist.Store | None:
     Ranks that meet again, as for a second Trainer, find the addresses of their ended groups in the old store. They meet
     under another prefix of it, for a new server at the same port might not be up yet.
     """
-    key = place.store or ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    if key in MET:
+    if (key := met_at(place)) in MET:
         store, times = MET[key]
         return dist.PrefixStore(f"again{times}", store)
     return dist.FileStore(place.store, place.world) if place.store else None
@@ -208,9 +207,13 @@ def meeting_place(place: Place) -> dist.Store | None:
 
 def keep_store(place: Place) -> None:
     """Keep the store of ranks that part, until the process ends."""
-    key = place.store or ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    store, times = MET.get(key, (dist.distributed_c10d._get_default_store(), 0))
+    store, times = MET.get(key := met_at(place), (dist.distributed_c10d._get_default_store(), 0))
     MET[key] = store, times + 1
+
+
+def met_at(place: Place) -> str:
+    """Return the key of the ranks' store in `MET`."""
+    return place.store or ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
 
 
 def padded(data: bytes, size: int) -> Tensor:

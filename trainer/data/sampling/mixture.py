@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.sampling.order import Order, Ref, permutation, piece
+from trainer.data.sampling.order import Order, Ref, permutation, piece, remember
 from trainer.errors import DataError
 from trainer.rng import MIXTURE_ORDER, MIXTURE_PLACES, mix
 
@@ -94,9 +94,7 @@ class Mixture:
             for source, first in enumerate(before.tolist()):
                 mine = sources == source
                 positions[mine] = first + np.arange(mine.sum())
-            if len(self._drawn) > 1:
-                del self._drawn[next(iter(self._drawn))]
-            self._drawn[number] = sources, positions
+            remember(self._drawn, 2, number, (sources, positions))
         return self._drawn[number]
 
     def _before(self, position: int) -> NDArray[np.int64]:

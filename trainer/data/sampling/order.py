@@ -115,18 +115,18 @@ class Order:
         if epoch not in self._epochs:
             shards = permutation(len(self.counts), self.seed, SHARDS, epoch)
             starts = list(accumulate((self.counts[shard] for shard in shards[:-1]), initial=0))
-            _remember(self._epochs, 2, epoch, (shards, starts))  # a batch may straddle two
+            remember(self._epochs, 2, epoch, (shards, starts))  # a batch may straddle two
         return self._epochs[epoch]
 
     def _block(self, epoch: int, lane: int, number: int) -> list[int]:
         key = (epoch, lane, number)
         if key not in self._blocks:
             size = min(self.block, self.bounds[lane + 1] - self.bounds[lane] - number * self.block)
-            _remember(self._blocks, 4 * self.lanes, key, permutation(size, self.seed, BLOCK, *key))
+            remember(self._blocks, 4 * self.lanes, key, permutation(size, self.seed, BLOCK, *key))
         return self._blocks[key]
 
 
-def _remember(cache: dict[Any, Any], limit: int, key: Any, value: Any) -> None:
+def remember(cache: dict[Any, Any], limit: int, key: Any, value: Any) -> None:
     """Add to `cache`, forgetting the oldest entry beyond `limit`."""
     if len(cache) >= limit:
         del cache[next(iter(cache))]
