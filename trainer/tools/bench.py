@@ -9,7 +9,6 @@ fitted to the times. MB are 1,000,000 bytes.
 """
 
 import argparse
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ from trainer.files import write_json
 from trainer.process.environment import Place, detect, raise_file_limit
 from trainer.process.exit import die_with_parent, exit_process, run_guarded
 from trainer.timeouts import COLLECTIVE_S
+from trainer.tools.measure.plot import draw, require_matplotlib
 from trainer.tools.measure.ranks import start
 
 ALL = ("links", "codecs", "copies", "matmul", "disk", "shards")
@@ -101,8 +101,6 @@ def write(found: dict[str, Any], options: argparse.Namespace, place: Place) -> N
         if options.json:
             write_json(options.json, found)
         if options.png:
-            from trainer.tools.measure.plot import draw
-
             draw(found, options.png)
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}; give --json and --png other places") from None
@@ -125,8 +123,7 @@ def refuse(options: argparse.Namespace) -> None:
         path = getattr(options, name)
         if path and not os.access(path.parent, os.W_OK):
             raise ConfigError(f"--{name} {path}: {path.parent} is no folder that can be written; give another place")
-    if options.png and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--png: needs matplotlib; pip install 'matplotlib>=3.9,<4', or leave --png out")
+    require_matplotlib(options.png)
 
 
 def parser() -> argparse.ArgumentParser:

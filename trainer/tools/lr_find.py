@@ -10,7 +10,6 @@ of runs stay untouched.
 """
 
 import argparse
-import importlib.util
 import math
 import operator
 import sys
@@ -24,6 +23,7 @@ from trainer.files import write_json
 from trainer.optim.schedule import Rate, Schedule
 from trainer.process.environment import Place
 from trainer.process.exit import run_guarded
+from trainer.tools.measure.plot import require_matplotlib
 from trainer.tools.tune.start import one_job, prepare, run_team
 
 SMOOTHING = 0.9  # weight of the smoothed loss before, in that of a step
@@ -91,8 +91,7 @@ def refuse(options: argparse.Namespace) -> None:
                 path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--{name}={path}: {error.strerror}; give another place") from None
-    if options.png and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--png: needs matplotlib; pip install 'matplotlib>=3.9,<4', or leave it out")
+    require_matplotlib(options.png)
 
 
 def sweep(order: dict[str, Any], place: Place) -> dict[str, Any]:

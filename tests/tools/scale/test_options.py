@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import ConfigError
+from trainer.tools.scale.__main__ import command
 from trainer.tools.scale.options import counts, read
 
 
@@ -46,6 +47,13 @@ def test_nonsense_is_refused(word: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         read([word])
     assert message in str(error.value)
+
+
+def test_without_matplotlib_a_png_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("sys.argv", ["scale", "--png", "a.png"])
+    with pytest.raises(ConfigError, match=r"^--png: needs matplotlib; pip install .* or leave --png out$"):
+        command()
 
 
 def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -1,12 +1,20 @@
 """Draws bus bandwidth over message sizes, a panel for each level of the network."""
 
+import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.comm.bandwidth import BUS_FACTORS
+from trainer.errors import ConfigError
 from trainer.tools.cost_model.fit import HOPS
+
+
+def require_matplotlib(png: Path | None) -> None:
+    """Refuse --png without matplotlib, before a tool measures anything."""
+    if png and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--png: needs matplotlib; pip install 'matplotlib>=3.9,<4', or leave --png out")
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:

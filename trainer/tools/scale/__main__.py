@@ -9,7 +9,6 @@ Nothing is trained, and no device is needed. docs/cost-model.md has the formulas
 """
 
 import argparse
-import importlib.util
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from trainer.config.compose import CONF, compose, config_dirs
 from trainer.errors import ConfigError, printable
 from trainer.log import show
 from trainer.process.exit import run_guarded
+from trainer.tools.measure.plot import require_matplotlib
 from trainer.tools.scale.machines import PRESETS, find
 from trainer.tools.scale.options import ScaleOptions, read
 from trainer.tools.scale.rows import WAYS, own_way, rows
@@ -101,8 +101,7 @@ def command() -> int:
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the rows; needs matplotlib")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
     args = parser.parse_args()
-    if args.png and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--png: needs matplotlib; pip install 'matplotlib>=3.9,<4', or leave --png out")
+    require_matplotlib(args.png)
     options, words = read(args.words)
     folder = ["--config-dir", args.config_dir] if args.config_dir else []
     jobs = compose([*folder, *words], [CONF, *config_dirs(folder)])
