@@ -9,7 +9,7 @@ from trainer.comm.nccl import NCCLOptions
 from trainer.config.build import arguments, build, build_options
 from trainer.config.options import DataOptions, Options
 from trainer.config.parameter_groups import check_groups
-from trainer.config.redact import HIDDEN, redact, redacted_keys
+from trainer.config.redact import HIDDEN, children, redact, redacted_keys
 from trainer.config.schema import ANY_NAME, NO_DEFAULT, Knob, constant, describe, fits, knobs, option_parameters
 from trainer.config.targets import ALLOWED, refuse_nested, refuse_package
 from trainer.config.tuned import Tuned
@@ -85,8 +85,7 @@ def nearest_anywhere(key: str, config: Mapping[str, Any]) -> str:
 def refuse_missing(node: Any, key: str) -> None:
     if node == "???":
         raise ConfigError(f"{key}=???: has no default; give {key}=VALUE")
-    items = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
-    for name, value in items:
+    for name, value in children(node):
         refuse_missing(value, f"{key}.{name}".lstrip("."))
 
 

@@ -1,7 +1,7 @@
 """Hides secrets in text that is printed or stored: values of keys with such names, and parts of URLs."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,16 @@ def redact_urls(text: str) -> str:
     return QUERY.sub(lambda query: f"?{HIDDEN}" if SIGNATURE.search(query[1]) else query[0], text)
 
 
+def children(node: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the items of a mapping, or those of a list by number; other nodes of a config have none."""
+    return node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+
+
 def redacted_keys(config: Any, key: str = "") -> list[str]:
     """Return the keys for which a stored config has stars."""
-    items = config.items() if isinstance(config, Mapping) else enumerate(config) if isinstance(config, list) else ()
     if isinstance(config, list) and any(map(is_hidden, config)):
         return [key]
-    found = [name for part, value in items for name in redacted_keys(value, f"{key}.{part}".lstrip("."))]
+    found = [name for part, value in children(config) for name in redacted_keys(value, f"{key}.{part}".lstrip("."))]
     return [key] if is_hidden(config) else found
 
 

@@ -8,6 +8,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from trainer.config.redact import children
 from trainer.errors import ConfigError, package_of
 
 # Not all of `trainer`: trainer.config would build any target that its arguments allow.
@@ -34,8 +35,7 @@ def refuse_nested(key: str, value: Any) -> None:
         raise ConfigError(
             f"{key}._target_={value['_target_']}: a _target_ inside arguments is not built; give a plain value"
         )
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for name, item in items:
+    for name, item in children(value):
         refuse_nested(f"{key}.{name}", item)
 
 
