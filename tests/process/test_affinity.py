@@ -11,11 +11,11 @@ from trainer.process.affinity import (
     UNKNOWN,
     Neighbour,
     divide,
-    in_words,
     numa_node_of,
     numa_nodes,
     parse_cores,
     physical_cores,
+    ranges,
 )
 
 SOCKETS = {0: "0-3,8-11", 1: "4-7,12-15"}  # core i has the threads i and i + 8
@@ -52,7 +52,7 @@ def reasons(sys: Path, neighbours: list[Neighbour]) -> list[str]:
 )
 def test_lists_of_cores(text: str, cores: list[int]):
     assert parse_cores(text) == cores
-    assert parse_cores(in_words(frozenset(cores))) == cores
+    assert parse_cores(ranges(cores)) == cores
 
 
 def test_nodes_without_cores_do_not_count(tmp_path: Path):

@@ -10,7 +10,8 @@ import torch
 
 from trainer.comm.ranks import Ranks
 from trainer.log import log
-from trainer.process.affinity import SYS, Neighbour, bind_process, divide, numa_node_of, numa_nodes
+from trainer.process.affinity import Neighbour, bind_process, divide, numa_node_of, numa_nodes
+from trainer.process.cgroup import SYS
 
 
 def pci_address(device: torch.device) -> str:

@@ -2,11 +2,10 @@
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-SYS = Path("/sys")
 UNKNOWN = -1  # as Linux has it
 
 
@@ -82,14 +81,14 @@ def divide(own: int, neighbours: Sequence[Neighbour], nodes: Mapping[int, Sequen
     place, count = mates.index(own), len(mates)
     part = cores[place * len(cores) // count : (place + 1) * len(cores) // count]
     chosen = frozenset(core for group in part for core in group)
-    return Binding(chosen, f"bound to {len(chosen)} core(s) of NUMA node {homes[own]}: {in_words(chosen)}")
+    return Binding(chosen, f"bound to {len(chosen)} core(s) of NUMA node {homes[own]}: {ranges(chosen)}")
 
 
-def in_words(cores: frozenset[int]) -> str:
-    """Return the cores in Linux's format of lists."""
-    ordered = sorted(cores)
-    starts = [c for c in ordered if c - 1 not in cores]
-    ends = [c for c in ordered if c + 1 not in cores]
+def ranges(numbers: Collection[int]) -> str:
+    """Return numbers in Linux's format of lists: {0, 1, 2, 8} -> "0-2,8"."""
+    known = set(numbers)
+    starts = sorted(number for number in known if number - 1 not in known)
+    ends = sorted(number for number in known if number + 1 not in known)
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.process import cgroup
-from trainer.process.affinity import in_words, numa_nodes
+from trainer.process.affinity import numa_nodes, ranges
 from trainer.process.cgroup import PROC, SYS
 from trainer.tools.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, size
 
@@ -48,7 +48,7 @@ def processor(proc: Path, sys: Path) -> Iterator[Finding]:
         {"cores": sorted(usable), "granted": granted},
     )  # fmt: skip
     nodes = numa_nodes(sys)
-    lists = ", ".join(f"{node} with cores {in_words(frozenset(cores))}" for node, cores in nodes.items())
+    lists = ", ".join(f"{node} with cores {ranges(cores)}" for node, cores in nodes.items())
     yield Finding(
         "NUMA nodes", lists or "unknown", OK if nodes else NOTE, "" if nodes else "ranks are bound to no cores"
     )

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from trainer.process.affinity import ranges
 from trainer.tools.doctor.finding import ERROR, LEVELS, NOTE, OK, WARNING, Finding
 
 MOST = 8  # lines about a subject that differ between ranks; JSON has all
@@ -67,11 +68,7 @@ def unlike(by_value: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
 
 def in_words(ranks: Sequence[int]) -> str:
     """Return "rank 3", or "ranks 0-2,5"."""
-    ordered, known = sorted(ranks), set(ranks)
-    starts = [rank for rank in ordered if rank - 1 not in known]
-    ends = [rank for rank in ordered if rank + 1 not in known]
-    parts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
-    return f"{'rank' if len(ordered) == 1 else 'ranks'} {','.join(parts)}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}"
 
 
 def lines(merged: Sequence[Merged], *usual: tuple[int, ...]) -> list[str]:
