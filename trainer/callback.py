@@ -155,11 +155,8 @@ class Callback:
     shares_with: frozenset[Role] = frozenset()  # a callback of these may fill this one's role too, and then distributes
     exact: bool = True  # training gives the same numbers as without the callback, to rounding
     communicates: ClassVar[bool] = False  # it only communicates: with one rank it does nothing, and the log says so
-    # Capabilities that other callbacks refuse or need. `defers`: gradients are not reduced, or not yet, when
-    # on_before_optimizer_step runs. `own_order`: it sends buckets in its own order. `hierarchical`: two levels.
-    # `eager_kernels`: it compiles, but not by Inductor.
     stages: int = 1  # ranks that read the same samples: a batch is split over world / stages
-    provides: frozenset[str] = frozenset()
+    provides: frozenset[str] = frozenset()  # capabilities that other callbacks refuse or need: docs/step.md has all
     metric: str = ""  # a metric that validation must give, for example `val/loss`
     # A role, a capability, or the name of a feature of the trainer (`Plan.features`) -> reason and way out.
     conflicts: Mapping[Any, str] = {}
