@@ -37,7 +37,7 @@ class CSV(Logger):
 
     def write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
         assert self.file
-        row = {"step": trainer.step, "samples": trainer.samples, "seconds": round(trainer.seconds, 3), **numbers}
+        row = self.row(trainer, numbers)
         columns = [*self.columns, *(name for name in row if name not in self.columns)]
         if len(columns) > len(self.columns):
             self._replace(columns, self._lines()[1:])

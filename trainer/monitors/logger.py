@@ -15,6 +15,10 @@ class Logger(Callback):
         if trainer.rank == 0:
             self.write(trainer, metrics)
 
+    def row(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> dict[str, float]:
+        """Return the numbers, after those that say where the run is."""
+        return {"step": trainer.step, "samples": trainer.samples, "seconds": round(trainer.seconds, 3), **numbers}
+
     def write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
         """Write the numbers of step `trainer.step`, by name."""
         raise NotImplementedError

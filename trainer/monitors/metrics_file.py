@@ -25,8 +25,7 @@ class MetricsFile(Logger):
 
     def write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
         assert self.file
-        line = {"step": trainer.step, "samples": trainer.samples, "seconds": round(trainer.seconds, 3), **numbers}
-        self.file.write(f"{json.dumps(finite(line))}\n".encode())
+        self.file.write(f"{json.dumps(finite(self.row(trainer, numbers)))}\n".encode())
 
     def on_fit_end(self, trainer) -> None:
         if self.file is not None:
