@@ -104,7 +104,7 @@ class Plan:
         With `trainer.checkpoint.every=auto`, `training_state` sets `save_s` anew after each checkpoint.
         """
         options = self.options
-        self.validate_every = every = self._every("trainer.validate_every", options.validate_every)
+        self.validate_every = every = self._parse_validate_every()
         self.validate_s = every.amount * 60 if every and every.unit == "minutes" else math.inf
         self.validate_steps = every.amount if every and every.unit == "steps" else math.inf
         self.save_s = (options.checkpoint.every_minutes or math.inf) * 60
@@ -230,11 +230,12 @@ class Plan:
             )
         return min(limits, default=None)
 
-    def _every(self, key: str, text: int | str | None) -> Duration | None:
-        """Parse a duration, and convert all but minutes into steps."""
-        if text is None:
+    def _parse_validate_every(self) -> Duration | None:
+        """Parse the setting, and convert all but minutes into steps."""
+        key = "trainer.validate_every"
+        if self.options.validate_every is None:
             return None
-        every = Duration.parse(text, key)
+        every = Duration.parse(self.options.validate_every, key)
         if every.unit != "minutes":
             every = Duration(every.steps(key, self.batch, self.epoch_samples))
         return every

@@ -42,7 +42,7 @@ class Recompute:
         on: Recompute. False runs `forward` as it is.
     """
 
-    def __init__(self, block: nn.Module, selective: bool = False) -> None:
+    def __init__(self, block: nn.Module, selective: bool) -> None:
         self.forward, self.on = block.forward, True
         self.knobs: dict[str, Any] = {"context_fn": CONTEXTS} if selective else {}
         self.norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]

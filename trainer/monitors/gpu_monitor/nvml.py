@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.log import log
 
-MIB, GIB = 1 << 20, 1 << 30
+GIB = 1 << 30
 EVERY_LINK = (1 << 32) - 1  # scope of a field: the sum over NVLink's links
 SLOWDOWNS = {  # bits of NVML's reasons that take speed away; without: idle, clocks that somebody chose
     0x04: "power cap",
