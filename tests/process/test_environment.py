@@ -4,13 +4,23 @@ import getpass
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.cli import MAIN, QUICK, TOY, run
 
 from trainer.errors import ConfigError
-from trainer.process.environment import Place, avoid_foreign_cache, detect, first_host, refuse_nodes
+from trainer.process.environment import (
+    Place,
+    avoid_foreign_cache,
+    cores,
+    detect,
+    first_host,
+    refuse_nodes,
+    threads_of,
+    variables,
+)
 
 MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 
@@ -22,6 +32,20 @@ def test_mpich():
         ConfigError, match=r"^mpirun: 8 ranks need an address to meet at; .* -genv MASTER_ADDR <first host>"
     ):
         detect(dict(MPICH))
+
+
+@pytest.mark.parametrize(("store", "launcher"), [("/tmp/store", "echelon"), ("", "srun")])
+def test_a_rank_that_echelon_starts_finds_its_place(store, launcher):
+    place = Place(5, 8, 1, 4, store)
+    assert detect(variables(place, Path("/private"))) == replace(place, launcher=launcher)
+    assert variables(place, Path("/private"))["ECHELON_ERROR_FILE"] == "/private/error-5.json"
+
+
+def test_ranks_of_a_node_share_its_cores(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert (threads_of(1), threads_of(cores()), threads_of(10 * cores())) == (str(cores()), "1", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert threads_of(3) == "7"
 
 
 def test_an_unknown_launcher_is_refused_instead_of_training_many_times():

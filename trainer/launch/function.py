@@ -15,7 +15,7 @@ from trainer.errors import EXIT_CODES, ConfigError, require
 from trainer.launch.failure import find_failure
 from trainer.launch.forkserver import ForkServer, Rank
 from trainer.launch.worker import end_failed
-from trainer.process.environment import cores, detect, refuse_without_loopback
+from trainer.process.environment import Place, detect, refuse_without_loopback, threads_of, variables
 from trainer.process.signals import STOP
 from trainer.process.temporary import sockets_in, temporary_folder
 from trainer.timeouts import INTERRUPT_S, PEERS_S
@@ -104,9 +104,8 @@ class Team:
         self.output, self.decoder = -1, codecs.getincrementaldecoder("utf-8")("replace")
 
     def __enter__(self) -> "Team":
-        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // self.world)))
         usual = {"OMP_WAIT_POLICY": "passive", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | dict(os.environ)
-        env = usual | {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo"}
+        env = usual | {"OMP_NUM_THREADS": threads_of(self.world), "GLOO_SOCKET_IFNAME": "lo"}
         self.server = ForkServer([self.name], env, __name__)
         try:
             self._start()
@@ -118,15 +117,10 @@ class Team:
     def _start(self) -> None:
         self.output, write_end = os.pipe()
         for rank in range(self.world):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world, "LOCAL_WORLD_SIZE": self.world}
-            files = {
-                "ECHELON_STORE": str(self.private / "store"),
-                "ECHELON_ERROR_FILE": str(self.private / f"error-{rank}.json"),
-            }
+            place = Place(rank, self.world, rank, self.world, str(self.private / "store"))
             with self._log(rank).open("ab") as log:
                 log_or_pipe = log.fileno() if rank else write_end
-                own = {**{key: str(value) for key, value in place.items()}, **files}
-                self.ranks[rank] = self.server.fork(own, self.run, log_or_pipe)
+                self.ranks[rank] = self.server.fork(variables(place, self.private), self.run, log_or_pipe)
         os.close(write_end)
 
     def __exit__(self, *_: object) -> None:

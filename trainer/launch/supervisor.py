@@ -18,7 +18,7 @@ from trainer.launch.flight_recorder import find_mismatch
 from trainer.launch.forkserver import ForkServer, Rank
 from trainer.launch.restart_policy import RestartPolicy
 from trainer.process.crash import summarize_crash
-from trainer.process.environment import Place, cores
+from trainer.process.environment import Place, threads_of, variables
 from trainer.process.heartbeat import Beat, last, read
 from trainer.process.signals import EARLY, WARNINGS, SignalListener
 from trainer.process.stdio import show_cursor
@@ -121,21 +121,16 @@ class Supervisor:
         return code or None
 
     def _start(self, run: int, local_rank: int, attempt: int, private: Path) -> None:
-        place, rank = self.place, self.place.rank + local_rank
-        alone = place.world == place.local_world
+        rank, world, local_world = self.place.rank + local_rank, self.place.world, self.place.local_world
+        alone = world == local_world
+        place = Place(rank, world, local_rank, local_world, str(private / "store") if alone else "")
         if self.server is None or self.server.process.poll() is not None:
-            threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // place.local_world)))
             interface = {"GLOO_SOCKET_IFNAME": "lo"} if alone else {}
-            self.server = ForkServer(self.argv, {"OMP_NUM_THREADS": threads, **interface})
+            self.server = ForkServer(self.argv, {"OMP_NUM_THREADS": threads_of(local_world), **interface})
         env = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(place.world),
-            "LOCAL_WORLD_SIZE": str(place.local_world),
-            "ECHELON_STORE": str(private / "store") if alone else "",
+            **variables(place, private),
             "ECHELON_ATTEMPT": str(attempt),
             "ECHELON_HEARTBEAT": str(private / f"heartbeat-{rank}"),
-            "ECHELON_ERROR_FILE": str(private / f"error-{rank}.json"),
         }
         with open(self.logs / f"rank{rank}.log", "ab") as log:
             self.ranks[rank] = self.server.fork(env, run, log.fileno() if rank else None)

@@ -10,6 +10,7 @@ import socket
 import tempfile
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainer.errors import ConfigError
 
@@ -71,6 +72,18 @@ def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: in
             f"{place.world // per_node} node(s); leave trainer.nodes out"
         )
     return place
+
+
+def variables(place: Place, private: Path) -> dict[str, str]:
+    """Return the variables by which `detect` finds this place, and the file for the rank's report of an error."""
+    return {
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "WORLD_SIZE": str(place.world),
+        "LOCAL_WORLD_SIZE": str(place.local_world),
+        "ECHELON_STORE": place.store,
+        "ECHELON_ERROR_FILE": str(private / f"error-{place.rank}.json"),
+    }
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -219,6 +232,11 @@ def avoid_foreign_cache(env: MutableMapping[str, str]) -> None:
 def cores() -> int:
     """Return the number of CPU cores that this process may use. A batch system may grant a part of the node's cores."""
     return len(os.sched_getaffinity(0))
+
+
+def threads_of(ranks: int) -> str:
+    """Return OMP_NUM_THREADS for each of so many ranks on this node: the user's, else an equal share of the cores."""
+    return os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
 
 
 def is_first_rank() -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainer.errors import fold
 from trainer.launch.failure import find_failure
-from trainer.process.environment import cores, refuse_without_loopback
+from trainer.process.environment import Place, refuse_without_loopback, threads_of, variables
 from trainer.process.temporary import temporary_folder
 from trainer.timeouts import PEERS_S
 
@@ -38,17 +38,13 @@ def start(module: str, arguments: list[str], devices: int) -> int:
 
 
 def environment(rank: int, devices: int, private: Path) -> dict[str, str]:
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // devices)))
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": devices, "LOCAL_WORLD_SIZE": devices}
     return {
         **os.environ,
-        **{name: str(number) for name, number in place.items()},
-        "ECHELON_STORE": str(private / "store"),
-        "ECHELON_ERROR_FILE": str(private / f"error-{rank}.json"),
+        **variables(Place(rank, devices, rank, devices, str(private / "store")), private),
         "ECHELON_PARENT": str(os.getpid()),
         "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": threads,
+        "OMP_NUM_THREADS": threads_of(devices),
         "PYTHONPATH": path,
     }
 
