@@ -1,5 +1,6 @@
 """Computes the algorithm and bus bandwidth of collectives, as nccl-tests (doc/PERFORMANCE.md) defines them."""
 
+import math
 from collections.abc import Callable, Sequence
 
 # Bus bandwidth over algorithm bandwidth, by the number of ranks: the bytes that a rank sends for each byte of the
@@ -11,6 +12,15 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_to_all": lambda n: (n - 1) / n,
     "broadcast": lambda n: 1.0,
     "send": lambda n: 1.0,
+}
+
+# Messages of a collective, one after another, in the algorithm that gloo and NCCL have for long ones: a ring; and a
+# tree for the broadcast (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH").
+HOPS: dict[str, Callable[[int], int]] = {
+    "all_reduce": lambda n: 2 * (n - 1),
+    "all_gather": lambda n: n - 1,
+    "reduce_scatter": lambda n: n - 1,
+    "broadcast": lambda n: math.ceil(math.log2(n)),
 }
 
 

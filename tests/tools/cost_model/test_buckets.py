@@ -31,7 +31,7 @@ def test_buckets_are_ddp_s(mib: float | None) -> None:
 )
 def test_sizes(callbacks: dict[str, dict[str, object]], expected: list[float]) -> None:
     assert limits(setup(machine(background=False), choose(callbacks))) == expected
-    assert limits(setup(machine(), choose({"overlap": {}}))) == [1, 25]  # on NCCL
+    assert limits(setup(machine(), choose({"overlap": {}}))) == [25]  # on NCCL
 
 
 def test_tables_and_vectors_take_no_share_of_the_passes() -> None:

@@ -86,7 +86,7 @@ def test_a_run_has_to_train_what_was_tuned_and_to_be_running(run: Path) -> None:
     with running(run):
         put(run / "ckpt", 7, world=8)
         (run / CHECKPOINTED).write_text(str(run / "ckpt"))
-        assert "goes on as it is: it has 8 rank(s), and the result is proven for 2" in hand_over(
+        assert "goes on as it is: its newest checkpoint is of 8 rank(s), and the result is proven for 2" in hand_over(
             run, choice, 2, "mine", run
         )
         put(run / "ckpt", 8, world=2)

@@ -69,9 +69,14 @@ def test_losses_are_compared_at_equal_steps() -> None:
 
 def test_memory_and_new_advice_speak_against_it() -> None:
     judge = Judge(exact=True, random=False, bound=0.01, memory_bytes=2.0 * 2**30)
-    assert judge.judge(pairs(STEADY, [0.8] * 5, gib=1.95)).faults == ["the winner takes 1.95 of 2.00 GiB of memory"]
+    assert judge.judge(pairs(STEADY, [0.8] * 5, gib=1.95)).faults == [
+        "the winner takes 1.95 of 2.00 GiB of memory, and 95% are usable"
+    ]
     assert judge.judge(pairs(STEADY, [0.8] * 5, gib=1.5)).recommended
-    assert judge.judge(pairs(STEADY, [0.8] * 5, gib=3.0)).faults == ["the winner takes 3.00 of 2.00 GiB of memory"]
+    assert judge.judge([(run(1.0, gib=1.95), run(0.8, gib=1.95))] * 5).recommended  # as full as today's
+    assert judge.judge(pairs(STEADY, [0.8] * 5, gib=3.0)).faults == [
+        "the winner takes 3.00 of 2.00 GiB of memory, and 95% are usable"
+    ]
     found = judge.judge(pairs(STEADY, [0.8] * 5, advice=["data waits 7%"]))
     assert found.faults == ["the winner's run is advised what today's is not: data waits 7%; try workers=2"]
 

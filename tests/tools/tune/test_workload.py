@@ -5,6 +5,7 @@ from support.cli import ROOT
 from support.costs import choose, machine, setup
 
 from trainer.config.compose import CONF, compose
+from trainer.tools.cost_model.passes import SPLIT
 from trainer.tools.tune.workload import make_workload, outline, with_phases, without_recomputation
 
 
@@ -48,4 +49,6 @@ def test_the_outline_of_a_model_with_the_phases_of_today(monkeypatch: pytest.Mon
     phases = {"forward": 0.3, "backward": 0.6, "optimizer": 0.01}
     work = make_workload([with_phases(found, phases, own)])
     assert (work.forward_s, work.backward_s) == (pytest.approx(0.1), pytest.approx(0.2))
+    split = setup(machine(4), choose({"pipeline": {"schedule": "zbv"}}), 12, parameters=own.workload.parameters)
+    assert with_phases(found, phases, split)["backward_s"] == pytest.approx(0.2 / SPLIT)  # predictions add it
     assert work.optimizer_s == pytest.approx(0.02 / own.stepped) and 0.5 <= own.stepped < 1

@@ -10,7 +10,7 @@ from trainer.tools.cost_model.setup import Setup
 
 MIB = 1 << 20
 FIRST_MIB, DEFAULT_MIB = 1.0, 25.0  # DDP's
-OVERLAP_MIB = 1.0  # overlap's own default on gloo; on NCCL it is DDP's
+OVERLAP_MIB = 1.0  # overlap's own default on gloo; on NCCL all its buckets have DDP's
 MOST = 64  # stretches of a backward pass that are simulated one by one
 TABLE = 8  # a matrix with so many times more rows than columns is a table: reading it computes nothing
 
@@ -48,8 +48,8 @@ def limits(setup: Setup) -> list[float]:
         mib = DEFAULT_MIB if own["mib"] == "auto" else own["mib"]
         return [own["first_mib"] or mib, mib]
     if mib is None:
-        if "overlap" in setup.callbacks and not setup.machine.background:
-            return [OVERLAP_MIB]
+        if "overlap" in setup.callbacks:
+            return [DEFAULT_MIB if setup.machine.background else OVERLAP_MIB]
         return [FIRST_MIB, DEFAULT_MIB]
     return [mib]
 

@@ -1,22 +1,14 @@
 """Fits latency and bandwidth of a link to the times of a collective, by robust least squares."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.comm.bandwidth import BUS_FACTORS
+from trainer.comm.bandwidth import BUS_FACTORS, HOPS
 from trainer.tools.cost_model.machine import Link
 
-# Messages of a collective, one after another, in the algorithm that gloo and NCCL have for long ones: a ring; and a
-# tree for the broadcast (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH").
-HOPS: dict[str, Callable[[int], int]] = {
-    "all_reduce": lambda n: 2 * (n - 1),
-    "all_gather": lambda n: n - 1,
-    "reduce_scatter": lambda n: n - 1,
-    "broadcast": lambda n: math.ceil(math.log2(n)),
-}
 HUBER = 1.345  # standard deviations up to which a residual counts by its square (Huber 1964): 95 % efficiency
 TURNS = 50  # of reweighting; it settles in fewer than ten
 LONG = 64  # sizes of at least this part of the largest give the rate: caches and protocols change it with the size

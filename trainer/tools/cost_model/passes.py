@@ -34,11 +34,15 @@ def recomputed(setup: Setup) -> float:
     return RECOMPUTED[own["policy"]] / own["every"] if own["budget"] is None else 1.0 - own["budget"]
 
 
+def splitting(setup: Setup) -> float:
+    """Return how many times as long a backward pass takes if a pipeline splits it."""
+    return SPLIT if setup.knob("pipeline", "schedule") in ("zero_bubble", "zbv") else 1.0
+
+
 def passes(setup: Setup) -> Passes:
     """Return the seconds of the passes of the slowest rank; a forward pass has a third of `Workload.pass_s`."""
-    workload, share, again = setup.workload, setup.stage_share, recomputed(setup)
+    workload, share, again, split = setup.workload, setup.stage_share, recomputed(setup), splitting(setup)
     stepped = setup.stepped * setup.gradient_bytes / (4 * sum(workload.parameters))
-    split = SPLIT if setup.knob("pipeline", "schedule") in ("zero_bubble", "zbv") else 1.0
     forward_s, start_s = workload.forward_s * share, workload.pass_s * share / 3
     backward_s = split * (workload.backward_s * share + again * forward_s)
     back_s = split * (2 + again) * start_s

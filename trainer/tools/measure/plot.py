@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.comm.bandwidth import BUS_FACTORS
+from trainer.comm.bandwidth import BUS_FACTORS, HOPS
 from trainer.errors import ConfigError
-from trainer.tools.cost_model.fit import HOPS
 
 
 def require_matplotlib(png: Path | None) -> None:

@@ -62,7 +62,8 @@ def hand_over(run_dir: Path, choice: Choice, world: int, name: str, folder: Path
     if not is_running(run_dir):
         return f"{run_dir} has ended; go on with +tuned={name}"
     if (ranks := ranks_of(run_dir)) not in (None, world):
-        return f"{run_dir} goes on as it is: it has {ranks} rank(s), and the result is proven for {world}"
+        why = f"its newest checkpoint is of {ranks} rank(s), and the result is proven for {world}"
+        return f"{run_dir} goes on as it is: {why}"
     config: Any = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
     if why := refusal(merge(config, choice), world):
         return f"{run_dir} goes on as it is: it would refuse the result ({why})"

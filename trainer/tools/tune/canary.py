@@ -96,8 +96,8 @@ class Judge:
     def _memory(self, pairs: Sequence[Any], findings: list[str], faults: list[str]) -> None:
         before, after = (max(pair[i]["memory_bytes"] for pair in pairs) for i in (0, 1))
         findings.append(f"memory of the fullest rank {before / 2**30:.2f} GiB before, {after / 2**30:.2f} GiB after")
-        if self.memory_bytes is not None and after > USABLE * self.memory_bytes:
-            faults.append(f"the winner takes {after / 2**30:.2f} of {self.memory_bytes / 2**30:.2f} GiB of memory")
+        if why := too_full(before, after, self.memory_bytes):
+            faults.append(f"the winner {why}")
 
     def _advice(self, pairs: Sequence[Any], findings: list[str], faults: list[str]) -> None:
         """Find what most of the winner's runs are advised and none of today's. A finding's numbers differ each time.
@@ -119,6 +119,13 @@ class Judge:
                 findings.append(f"the winner's run is advised, though it waits no longer than today's: {words}")
             else:
                 faults.append(f"the winner's run is advised what today's is not: {words}")
+
+
+def too_full(before: float, after: float, memory_bytes: float | None) -> str:
+    """Return why a config takes too much memory: more than today's, and than is usable; empty if it does not."""
+    if memory_bytes is None or after <= max(before, USABLE * memory_bytes):
+        return ""
+    return f"takes {after / 2**30:.2f} of {memory_bytes / 2**30:.2f} GiB of memory, and {USABLE:.0%} are usable"
 
 
 def takes_no_longer(seconds: Seconds, pairs: Sequence[Any]) -> bool:

@@ -14,7 +14,7 @@ from trainer.timeouts import TRIAL_LEAST_S
 from trainer.tools.cost_model.machine import Machine
 from trainer.tools.cost_model.setup import read
 from trainer.tools.cost_model.workload import Choice
-from trainer.tools.tune.canary import Judge, Verdict
+from trainer.tools.tune.canary import Judge, Verdict, too_full
 from trainer.tools.tune.candidates import NOTHING, candidates, describe, family
 from trainer.tools.tune.configs import alone, is_exact, merge, of_trial, whole
 from trainer.tools.tune.correction import Model, in_words
@@ -96,7 +96,7 @@ class Tuning:
     def length(self, choice: Choice) -> tuple[int, int]:
         """Return the steps of a trial before the timed ones, and the timed ones: whole periods of `local_sgd`."""
         period = self._period(choice)
-        warm, steps = self.options.warm * period, math.ceil(self.options.steps / period) * period
+        warm, steps = math.ceil(self.options.warm / period) * period, math.ceil(self.options.steps / period) * period
         if (most := self.config["trainer"]["max_steps"]) is not None:  # of a short run, as in an example
             steps = max(1, min(steps, (most - warm) // period * period))
         return warm, steps
@@ -111,12 +111,12 @@ class Tuning:
             TrialFailed: It gave no result.
         """
         (warm, steps), period = self.length(choice), self._period(choice)
+        refuse_part(steps, period)
         began, limit_s = time.monotonic(), self.options.limit_s
         if self.today and "compile" not in choice.callbacks:
             limit_s = min(limit_s, max(TRIAL_LEAST_S, SLOWEST * self.today["wall_s"]))
         answers = self._order("trial", merge(self.config, choice), limit_s, warm=warm, steps=steps)
-        if (timed := len(answers[0]["times"])) < period:
-            raise TrialFailed(f"the run ends after {timed} timed step(s), and local_sgd synchronises every {period}")
+        refuse_part(len(answers[0]["times"]), period)  # the end of a run that is resumed is nearer
         step_s, wall_s = max(step_seconds(answer["times"], period) for answer in answers), time.monotonic() - began
         self.walls.append(max(0.0, wall_s - (warm - self.options.warm + len(answers[0]["times"])) * step_s))
         return {
@@ -198,7 +198,9 @@ class Tuning:
             self.say(f"journal    goes on after {len(known)} trials: {self.journal.path}")
 
         def measure(choice: Choice) -> tuple[float, float]:
-            result = self.run_trial(choice)
+            result, most = self.run_trial(choice), model.machine.memory_bytes
+            if why := too_full(self.today["memory_bytes"], result["memory_bytes"], most):
+                raise TrialFailed(why)
             return result["step_s"], result["step_s"] * self._slowdown(choice, result["losses"])
 
         return Search(
@@ -277,6 +279,15 @@ class Tuning:
             *verdict.findings,
             f"{len(tried) - 1} trials, {self._misses(tried)}",
         ]
+
+
+def refuse_part(steps: int, period: int) -> None:
+    """Refuse to time a part of a period, which has no synchronisation."""
+    if steps < period:
+        raise TrialFailed(
+            f"the run leaves {steps} step(s) to time, and local_sgd synchronises every {period}; give a smaller "
+            "tune.warm, or a longer run"
+        )
 
 
 def draws_anew(choice: Choice) -> bool:

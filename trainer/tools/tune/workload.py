@@ -8,7 +8,7 @@ from typing import Any
 from trainer.blocks import find_blocks
 from trainer.errors import ConfigError
 from trainer.tools.cost_model.memory import kept
-from trainer.tools.cost_model.passes import recomputed
+from trainer.tools.cost_model.passes import recomputed, splitting
 from trainer.tools.cost_model.setup import Setup
 from trainer.tools.cost_model.workload import Workload
 from trainer.tools.scale.work import NUMBER, kept_by, on_meta
@@ -66,7 +66,7 @@ def with_phases(found: Mapping[str, Any], phases: Mapping[str, float], setup: Se
     return {
         **found,
         "forward_s": phases["forward"] * a_sample,
-        "backward_s": phases["backward"] * a_sample,
+        "backward_s": phases["backward"] * a_sample / splitting(setup),
         "optimizer_s": phases["optimizer"] * setup.stages / setup.stepped,
         "random": True,  # whether losses draw random numbers is not known
     }
