@@ -377,6 +377,18 @@ def test_a_search_on_ranks_that_answer_at_once_and_one_that_is_killed(
     assert "without ++micro_batch=3\n" in said  # which would win over the result
 
 
+def test_trials_have_whole_periods_also_of_today_s_local_sgd() -> None:
+    tuning = object.__new__(Tuning)
+    tuning.options = TuneOptions(steps=20, warm=3)
+    tuning.config = {"callbacks": {"local_sgd": {"every": 16}}, "trainer": {"max_steps": None}}
+    assert tuning.length(NOTHING) == (16, 32) and tuning.length(Choice({"local_sgd": {"every": 4}}, {})) == (4, 20)
+    tuning.config["trainer"]["max_steps"] = 40
+    assert tuning.length(NOTHING) == (16, 16)
+    tuning.config["trainer"]["max_steps"] = 30
+    with pytest.raises(TrialFailed, match=r"leaves 14 step\(s\) to time, .* every 16; give a smaller tune\.warm"):
+        tuning.run_trial(NOTHING)
+
+
 def test_a_trial_whose_loss_is_too_large_counts_for_nothing() -> None:
     tuning = object.__new__(Tuning)
     tuning.config = {"callbacks": {}, "trainer": {"allow_targets": []}}

@@ -98,8 +98,8 @@ class Tuning:
         period = self._period(choice)
         warm, steps = math.ceil(self.options.warm / period) * period, math.ceil(self.options.steps / period) * period
         if (most := self.config["trainer"]["max_steps"]) is not None:  # of a short run, as in an example
-            steps = max(1, min(steps, (most - warm) // period * period))
-        return warm, steps
+            steps = max(1, min(steps, most - warm))
+        return warm, steps - steps % period if steps > period else steps
 
     def _period(self, choice: Choice) -> int:
         return merge(self.config, choice)["callbacks"].get("local_sgd", {}).get("every", 1)
