@@ -32,8 +32,9 @@ class TuneOptions:
         for key, least in (("steps", 2), ("warm", 1), ("pairs", 5)):
             require(f"tune.{key}", getattr(self, key), at_least=least)
         known = {path.stem for path in (CONF / "callbacks").glob("*.yaml")}
-        for name in set(self.without) - known:
-            raise ConfigError(f"tune.without={name}: no such callback; {nearest(name, known)}")
+        for name in self.without:
+            if name not in known:
+                raise ConfigError(f"tune.without={name}: no such callback; {nearest(name, known)}")
         if self.name is not None and not NAME.fullmatch(self.name):
             raise ConfigError(f"tune.name={self.name}: must be the name of a file: letters, digits, '.', '-' and '_'")
 
