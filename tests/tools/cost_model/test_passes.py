@@ -75,6 +75,8 @@ def test_only_the_last_micro_batch_reduces() -> None:
 def test_recomputed_passes(knobs: dict[str, object], expected: float) -> None:
     found = passes(setup(machine(), choose({"activation_checkpoint": knobs})))
     assert found.compute_s == pytest.approx(expected)
+    ends = setup(machine(), choose({"activation_checkpoint": knobs}), parts=(0.25, 0.3, 0.2, 0.25))  # run once
+    assert passes(ends).compute_s == pytest.approx((0.6 + expected) / 2)
 
 
 def test_the_fixed_part_of_a_pass() -> None:

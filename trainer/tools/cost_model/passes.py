@@ -10,7 +10,7 @@ from trainer.tools.cost_model.simulate import Job, Task, simulate
 
 STEPS = 4  # after so many, overlap's steps are alike
 SPLIT = 1.25  # of a backward pass whose gradients of inputs come before those of weights: docs/cost-model.md
-RECOMPUTED = {"full": 1.0, "selective": 0.1, "offload": 0.0}  # of a forward pass; selective: norms and activations
+RECOMPUTED = {"full": 1.0, "selective": 0.1, "offload": 0.0}  # of a block; selective: norms and activations
 
 
 class Passes(NamedTuple):
@@ -27,11 +27,12 @@ class Passes(NamedTuple):
 
 
 def recomputed(setup: Setup) -> float:
-    """Return the share of the forward pass that runs again in the backward pass."""
-    own = setup.callbacks.get("activation_checkpoint")
+    """Return the share of the forward pass that runs again in the backward pass: of its blocks, if they are known."""
+    own, parts = setup.callbacks.get("activation_checkpoint"), setup.workload.parts
     if own is None:
         return 0.0
-    return RECOMPUTED[own["policy"]] / own["every"] if own["budget"] is None else 1.0 - own["budget"]
+    share = RECOMPUTED[own["policy"]] / own["every"] if own["budget"] is None else 1.0 - own["budget"]
+    return share * sum(parts[1:-1]) / sum(parts) if parts else share
 
 
 def splitting(setup: Setup) -> float:
