@@ -8,10 +8,9 @@ from trainer.tools.cost_model.passes import SPLIT, passes
 from trainer.tools.cost_model.strategies import gathered_weights, idle, local_sgd, onebit_adam, pipeline
 
 
-def steps(knobs: dict[str, object], sync_s: float = 1.0, cores: float = 2.0, cpu_s: float = 0.0):
-    found = setup(
-        machine(across=Link(0.0, 10 * MIB / sync_s, cpu_s / 20 / MIB), cores=cores), choose({"local_sgd": knobs})
-    )
+def steps(knobs: dict[str, object], cores: float = 2.0, cpu_s: float = 0.0, latency_s: float = 0.0):
+    link = Link(latency_s, 10 * MIB, cpu_s / 20 / MIB)  # a synchronisation takes a second
+    found = setup(machine(across=link, cores=cores), choose({"local_sgd": knobs}))
     return local_sgd(found, passes(found), codec=True)
 
 
@@ -32,6 +31,7 @@ def test_delay_hides_no_processor_time_of_a_single_core() -> None:
 def test_fragments_share_the_bytes_and_each_has_the_delay() -> None:
     assert steps({"every": 6, "fragments": 3}).seconds == pytest.approx(0.61 + 1.0 / 6)
     assert steps({"every": 6, "fragments": 3, "delay": 1}).seconds == pytest.approx(0.61)
+    assert steps({"every": 6, "fragments": 3}, latency_s=0.05).seconds == pytest.approx(0.61 + (1.0 + 3 * 0.1) / 6)
 
 
 def test_nothing_hides_the_signs_of_onebit_adam() -> None:

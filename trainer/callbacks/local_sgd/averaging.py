@@ -14,6 +14,7 @@ from trainer.comm.bucket import Bucket, flatten
 from trainer.comm.codecs.base import Residuals
 from trainer.comm.reduce import Background, Reduce
 from trainer.errors import ConfigError, require, require_one_of
+from trainer.parallel.balance import evenly
 
 
 @dataclass
@@ -107,12 +108,7 @@ class Fragment:
 
 def partition(params: Sequence[Tensor], count: int) -> list[list[Tensor]]:
     """Divide `params` into at most `count` parts of about as many elements each."""
-    parts: list[list[Tensor]] = [[] for _ in range(count)]
-    total, before = sum(p.numel() for p in params), 0
-    for p in params:
-        parts[min(before * count // total, count - 1)].append(p)  # a parameter without elements may be last
-        before += p.numel()
-    return [part for part in parts if part]
+    return [[params[i] for i in part] for part in evenly([p.numel() for p in params], count)]
 
 
 def buffers(module: nn.Module) -> list[Tensor]:

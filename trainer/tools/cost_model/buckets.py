@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from trainer.parallel.balance import evenly
 from trainer.tools.cost_model.messages import Shapes
 from trainer.tools.cost_model.setup import Setup
 
@@ -52,6 +53,13 @@ def limits(setup: Setup) -> list[float]:
             return [DEFAULT_MIB if setup.machine.background else OVERLAP_MIB]
         return [FIRST_MIB, DEFAULT_MIB]
     return [mib]
+
+
+def fragments(setup: Setup, count: int) -> list[Bucket]:
+    """Return the parts of the weights that `local_sgd` sends one after another."""
+    sizes, shapes = setup.workload.parameters, shapes_of(setup)
+    parts = evenly(sizes, count)
+    return [Bucket(tuple(shapes[i] for i in part), sum(sizes[i] for i in part), 1.0, 0) for part in parts]
 
 
 def shapes_of(setup: Setup) -> Shapes:

@@ -22,11 +22,11 @@ class Reduction(NamedTuple):
     decode_s: float
     sent_bytes: float
 
-    def job(self, codec: bool = True, parts: int = 1) -> Job:
-        """Return the job of one of `parts` equal parts, with or without the codec's work."""
+    def job(self, codec: bool = True) -> Job:
+        """Return the job, with or without the codec's work."""
         cores = min(1.0, self.wire.cpu_s / self.wire.seconds) if self.wire.seconds else 0.0
         seconds = (self.encode_s * codec, 1.0), (self.wire.seconds, cores), (self.decode_s * codec, 1.0)
-        return Job(tuple(Phase(each / parts, taken) for each, taken in seconds))
+        return Job(tuple(Phase(*each) for each in seconds))
 
 
 def total(reductions: Iterable[Reduction]) -> Reduction:

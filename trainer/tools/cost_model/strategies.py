@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from trainer.tools.cost_model import messages
-from trainer.tools.cost_model.buckets import Bucket, shapes_of
+from trainer.tools.cost_model.buckets import fragments, shapes_of
 from trainer.tools.cost_model.collectives import Wire, add, time
 from trainer.tools.cost_model.messages import Message
 from trainer.tools.cost_model.passes import Passes
@@ -31,23 +31,23 @@ def copies_s(setup: Setup, count: float) -> float:
 
 def local_sgd(setup: Setup, run: Passes, codec: bool) -> Cost:
     """Return a step's seconds, by a simulation of three periods: fragments are sent in turn, and land `delay` later."""
-    every, delay, parts = (setup.callbacks["local_sgd"][key] for key in ("every", "delay", "fragments"))
-    reduction = reduce(setup, Bucket(shapes_of(setup), sum(setup.workload.parameters), 1.0, 0))
-    outer_s = copies_s(setup, OUTER_COPIES) / parts
-    sends = {number * every // parts % every for number in range(1, parts + 1)}  # steps of a period
+    every, delay, count = (setup.callbacks["local_sgd"][key] for key in ("every", "delay", "fragments"))
+    parts = [reduce(setup, part) for part in fragments(setup, count)]
+    outer_s = copies_s(setup, OUTER_COPIES) / len(parts)
+    sends = {number * every // len(parts) % every: part for number, part in enumerate(parts, 1)}  # steps of a period
     tasks: list[Task] = []
     jobs: list[Job] = []
     lands: dict[int, list[int]] = {}
     for step in range(3 * every):
-        sending = step % every in sends
-        starts = (len(jobs),) * sending
-        if sending:
+        part = sends.get(step % every)
+        starts = (len(jobs),) * (part is not None)
+        if part is not None:
             lands.setdefault(step + delay, []).append(len(jobs))
-            jobs.append(reduction.job(codec, parts))
-        tasks.append(Task(run.compute_s + run.optimizer_s + outer_s * sending, starts=starts))
+            jobs.append(part.job(codec))
+        tasks.append(Task(run.compute_s + run.optimizer_s + outer_s * len(starts), starts=starts))
         tasks.append(Task(0.0, needs=tuple(lands.pop(step, ()))))
     ends = simulate(tasks, jobs, setup.machine.cores_per_rank)
-    return Cost((ends[-1] - ends[2 * every - 1]) / (2 * every), reduction.sent_bytes / every)
+    return Cost((ends[-1] - ends[2 * every - 1]) / (2 * every), sum(part.sent_bytes for part in parts) / every)
 
 
 def onebit_adam(setup: Setup, run: Passes, codec: bool) -> Cost:
