@@ -15,11 +15,13 @@ from support.loaders import KeepBatches, open_loader, whole
 from support.ranks import run_ranks
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
     Sampler,
+    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -27,7 +29,7 @@ from toy_recipe import Toy
 
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.data.batch import count_samples
-from trainer.data.iterable import digest, part_of, way_of_samples
+from trainer.data.iterable import digest, part_of, replay, way_of_samples
 from trainer.data.limit import FirstOf
 from trainer.data.loader import Loader
 from trainer.errors import DataError
@@ -288,6 +290,14 @@ def test_epochs_and_seeds_shuffle_a_data_loader_differently():
     assert {*two[0][24:], *two[1][24:]} == set(range(48))
 
 
+class Ends(IterableDataset):
+    def __init__(self, samples: Iterator[Any]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.samples
+
+
 class NoLength(Dataset[Any]):
     """A weighted sampler needs no length of the data."""
 
@@ -319,6 +329,41 @@ class OfRank(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         yield from ([*range(start, start + 6)] for start in range(0, 36, 6))
+
+
+class Few(list[Any]):
+    yields_samples = True
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (lambda: Few([make_batch(torch.ones(8))] * 11), "stream has fewer samples on this rank than micro_batch=6;"),
+        (
+            lambda: DataLoader(Marked(11), 6, drop_last=True),
+            "DataLoader with drop_last=True has fewer samples on this rank than batch_size=6; give",
+        ),
+        (
+            lambda: DataLoader(Marked(5), batch_sampler=BatchSampler(SequentialSampler(Marked(5)), 6, True)),
+            "DataLoader with drop_last=True has fewer samples on this rank than batch_size=6; give",
+        ),
+        (lambda: DataLoader(Marked(1), 6), "DataLoader has no sample on this rank; give more samples, or fewer ranks"),
+    ],
+)
+def test_too_few_samples_for_a_batch_are_told_by_their_source(data, said):
+    """On the last of two ranks, which has 5 of 11 samples. Only the 5 of a BatchSampler are not split."""
+    loader = make_loader(Given(data), 1)
+    with pytest.raises(DataError, match=rf"^recipe\.data\('train'\): a pass of the {said}"):
+        next(loader.train(0))
+    source: Any = loader.source
+    with pytest.raises(DataError, match=f"a pass of the {said}"):
+        list(replay(FirstOf(loader._own(source, True), 3), len, 0, True))
+
+
+def test_a_data_loader_that_ends_for_good_is_no_small_one():
+    once = DataLoader(Ends(make_batch(torch.ones(8)) for _ in range(6)), 6, drop_last=True)
+    with pytest.raises(DataError, match="the iterable gave no batch; a generator must not end"):
+        list(make_loader(Given(lambda: once), 0, world=1).train(0))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from trainer.data.batch import Micro, Split, count_samples
 from trainer.data.limit import FirstOf
-from trainer.data.stream import Stream
+from trainer.data.stream import Batches, Stream
 from trainer.errors import DataError
 from trainer.log import log
 from trainer.rng import GOLDEN, MASK, seed_all
@@ -38,7 +38,7 @@ def replay(source: Iterable[Any], weight: Callable[[Any], int], key: int, endles
     batch, torch is seeded, since training draws from it.
     """
     seed_all(key)
-    while True:
+    for walked in itertools.count():
         batch = None
         for batch in source:
             yield Micro(batch, weight(batch), [], [])
@@ -47,7 +47,22 @@ def replay(source: Iterable[Any], weight: Callable[[Any], int], key: int, endles
         if not endless:
             return
         if batch is None:
-            raise DataError("recipe.data('train'): the iterable gave no batch; a generator must not end")
+            raise DataError(f"recipe.data('train'): {why_no_batch(source, walked)}")
+
+
+def why_no_batch(source: Iterable[Any], walked: int) -> str:
+    """Return why a pass over training data gave no batch, and the way out, after `walked` passes that gave some."""
+    source = source.source if isinstance(source, FirstOf) else source
+    if not walked and isinstance(source, Batches):
+        few = f"stream has fewer samples on this rank than micro_batch={source.micro}"
+        return f"a pass of the {few}; give a smaller batch, or more samples"
+    if not walked and isinstance(source, DataLoader):
+        sampler: Any = source.batch_sampler
+        if getattr(sampler, "drop_last", False):
+            few = f"drop_last=True has fewer samples on this rank than batch_size={sampler.batch_size}"
+            return f"a pass of the DataLoader with {few}; give a smaller batch_size and batch, or more samples"
+        return "a pass of the DataLoader has no sample on this rank; give more samples, or fewer ranks"
+    return "the iterable gave no batch; a generator must not end"
 
 
 def refuse_other_size(source: object, batch: Any, split: Split) -> None:
