@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -65,11 +66,37 @@ def test_rows_of_other_shapes_become_lists():
         ({"a": None}, r"returned None as 'a'; return"),
         ({"index": [1, 2]}, r"returned the name 'index'; give another text"),
         ("ab", r"returned a value of type str as 'prediction'"),
+        ([{1}, {2}], r"'prediction' has a row that JSON lacks \(a value of type set\); return tensors, numbers, texts"),
+        (
+            {"a": [b"x", b"y"]},
+            r"'a' has a row that JSON lacks \(a value of type bytes\); return tensors, numbers, texts",
+        ),
+        ([[0], {(0, 1): 2}], r"'prediction' has a row that JSON lacks \(keys must be str, .*, not tuple\); return"),
+        ([torch.tensor(1j)] * 2, r"'prediction' has a row that JSON lacks \(a value of type complex\); return"),
+        ([np.longdouble(1)] * 2, r"'prediction' has a row that JSON lacks \(.*\); return"),
+        ((torch.zeros(2, 3), torch.zeros(2)), r"returned a tuple of tensors as 'prediction'; return .* \{'logits': "),
+        ({"hidden": (torch.zeros(2, 3),) * 3}, r"returned a tuple of tensors as 'hidden'; return several outputs by"),
     ],
 )
 def test_other_outputs_are_refused(output, said):
     with pytest.raises(ConfigError, match=rf"^recipe\.predict\(\): {said}"):
         rows_of(output, 2)
+
+
+@pytest.mark.parametrize(
+    "output, rows",
+    [
+        (list(np.array([3, 4])), [3, 4]),
+        ([np.float32(0.5), np.bool_(True)], [0.5, True]),
+        ([np.array([[1, 2]]), torch.tensor([3])], [[[1, 2]], [3]]),
+        ([{"boxes": torch.ones(1, 2), "score": np.float64(0.5)}, {}], [{"boxes": [[1.0, 1.0]], "score": 0.5}, {}]),
+        (torch.tensor([1, 2]).unbind(), [1, 2]),
+        ([torch.tensor([1]), torch.tensor([2, 3])], [[1], [2, 3]]),
+    ],
+)
+def test_rows_of_a_list_are_plain_values(output, rows):
+    (found,) = rows_of(output, 2).values()
+    assert found == rows and json.dumps(found) == json.dumps(rows)
 
 
 def test_batches_of_other_names_are_refused():
@@ -89,6 +116,25 @@ def test_lines_of_json(tmp_path: Path):
     whole({"p": torch.tensor([[0.5], [1.0]]), "name": ["a", "b"]}, ["0", "cat"]).write(tmp_path / "deep" / "out.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "deep" / "out.jsonl").read_text().splitlines()]
     assert lines == [{"index": 0, "p": [0.5], "name": "a"}, {"index": 1, "key": "cat", "p": [1.0], "name": "b"}]
+
+
+def test_a_number_that_is_not_finite_is_null_in_json(tmp_path: Path):
+    nan, inf = float("nan"), float("inf")
+    whole({"p": torch.tensor([[nan, -inf], [1.0, 2.0]]), "q": [[{"a": inf}], nan]}, ["0", "1"]).write(
+        file := tmp_path / "out.jsonl"
+    )
+    assert [json.loads(line, parse_constant=pytest.fail) for line in file.read_text().splitlines()] == [
+        {"index": 0, "p": [None, None], "q": [{"a": None}]},
+        {"index": 1, "p": [1.0, 2.0], "q": None},
+    ]
+
+
+def test_complex_tensors_go_into_safetensors_alone(tmp_path: Path):
+    found = whole(torch.tensor([1j, 2.0]), ["0", "1"])
+    found.write(tmp_path / "out.safetensors")
+    assert load_file(tmp_path / "out.safetensors")["prediction"].tolist() == [1j, 2.0]
+    with pytest.raises(ConfigError, match=r"out\.jsonl: predictions are complex numbers, which JSON lacks; give a "):
+        found.write(tmp_path / "out.jsonl")
 
 
 def test_tensors(tmp_path: Path):

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from trainer.comm.ranks import Ranks
 from trainer.errors import ConfigError
-from trainer.files import write_whole
+from trainer.files import finite, write_whole
 from trainer.recipe_checks import describe
 
 FORMATS = (".jsonl", ".safetensors")
@@ -79,22 +80,29 @@ class Predictions:
     def write(self, file: Path) -> None:
         """Write a line of JSON for each sample, or tensors of safetensors, by the suffix of the file.
 
+        In JSON, NaN and infinity become null.
+
         Raises:
-            ConfigError: The suffix is another one, a column is no tensor, or the file can't be written.
+            ConfigError: The suffix is another one, the format lacks a column's values, or the file can't be written.
         """
         refuse_format(file)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, self._lines() if file.suffix == ".jsonl" else self._tensors(file))
+            write_whole(file, self._lines(file) if file.suffix == ".jsonl" else self._tensors(file))
         except OSError as error:
             raise ConfigError(f"{file}: can't be written: {error.strerror}; give another file") from None
 
-    def _lines(self) -> bytes:
+    def _lines(self, file: Path) -> bytes:
         columns = {name: plain(column) for name, column in self.columns.items()}
         lines = []
         for row, (number, key) in enumerate(zip(self.index, self.keys, strict=True)):
             named = {"index": number} | ({} if key == str(number) else {"key": key})
-            lines.append(json.dumps(named | {name: column[row] for name, column in columns.items()}))
+            line = finite(named | {name: column[row] for name, column in columns.items()})
+            try:
+                lines.append(json.dumps(line, allow_nan=False))
+            except TypeError:  # `rows_of` has refused anything else
+                way_out = "give a .safetensors file, or return torch.view_as_real(...)"
+                raise ConfigError(f"{file}: predictions are complex numbers, which JSON lacks; {way_out}") from None
         return "".join(f"{line}\n" for line in lines).encode()
 
     def _tensors(self, file: Path) -> bytes:
@@ -115,7 +123,8 @@ def rows_of(output: Any, samples: int) -> dict[str, Column]:
     """Return what `recipe.predict` returned for a batch as columns on the CPU.
 
     Raises:
-        ConfigError: The output has another number of rows than the batch has samples, or other values.
+        ConfigError: The output has another number of rows than the batch has samples, or other values. A tuple of
+            tensors may be several outputs, so it is never taken as rows.
     """
     named = output if isinstance(output, Mapping) else {UNNAMED: output}
     rows: dict[str, Column] = {}
@@ -124,8 +133,13 @@ def rows_of(output: Any, samples: int) -> dict[str, Column]:
             raise ConfigError(f"recipe.predict(): returned the name {name!r}; give another text")
         if isinstance(column, Tensor) and column.dim():
             rows[name] = column.detach().cpu()
+        elif isinstance(column, tuple) and any(isinstance(each, Tensor) and each.dim() for each in column):
+            raise ConfigError(
+                f"recipe.predict(): returned a tuple of tensors as {name!r}; return several outputs by name, as "
+                "{'logits': ..., 'hidden': ...}, or a list with a row for each sample"
+            )
         elif isinstance(column, Sequence) and not isinstance(column, str | bytes):
-            rows[name] = [each.detach().cpu().tolist() if isinstance(each, Tensor) else each for each in column]
+            rows[name] = [plain_row(each, name) for each in column]
         else:
             raise ConfigError(
                 f"recipe.predict(): returned {describe(column)} as {name!r}; return a tensor (samples, ...), a list "
@@ -136,6 +150,29 @@ def rows_of(output: Any, samples: int) -> dict[str, Column]:
                 f"recipe.predict(): returned {len(rows[name])} rows as {name!r} for {samples} samples; return one each"
             )
     return rows
+
+
+def plain_row(row: Any, name: str) -> Any:
+    """Return a row of a list, also with tensors and numbers of NumPy inside, as other ranks and a file get it.
+
+    Raises:
+        ConfigError: JSON has no such value.
+    """
+    if isinstance(row, Tensor) and not row.is_complex():
+        return row.detach().cpu().tolist()
+    try:
+        return json.loads(json.dumps(row, default=listed))
+    except (TypeError, ValueError, RecursionError) as error:
+        way_out = "return tensors, numbers, texts, or lists and dicts of these"
+        raise ConfigError(f"recipe.predict(): {name!r} has a row that JSON lacks ({error}); {way_out}") from None
+
+
+def listed(value: Any) -> Any:
+    """Return a tensor or an array as lists, a number of NumPy as Python's."""
+    value = value.detach().cpu() if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor | np.ndarray | np.generic):
+        raise TypeError(describe(value))
+    return value.tolist()
 
 
 def joined(parts: list[Column]) -> Column:
