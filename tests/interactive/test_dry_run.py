@@ -9,7 +9,7 @@ from support.cli import toy
 from toy_recipe import Toy
 
 from trainer.callbacks.early_stop import EarlyStop
-from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.config.options import CheckpointOptions, DataOptions, LimitOptions, Options
 from trainer.errors import ConfigError
 from trainer.monitors.metrics_file import MetricsFile
 from trainer.monitors.sender import SendingLogger
@@ -53,6 +53,14 @@ def test_two_steps_and_a_validation_leave_nothing(tmp_path, capsys):
     assert "dry run: nothing is sent to a server, so sends is left out\n" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="has no checkpoint to go on from"):
         trainer.fit()
+
+
+def test_an_overfit_run_keeps_its_batches(capsys):
+    """Those are its validation's, too."""
+    trainer = make(overfit=1)
+    assert trainer.options.limit_batches == LimitOptions() and len(trainer.plan.validation.counts) == 12
+    assert trainer.fit()["stopped"] == "dry_run"
+    assert "dry run: 2 steps, validations of 1 batch(es)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("devices", [1, 2])

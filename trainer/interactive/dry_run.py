@@ -20,15 +20,16 @@ class DryRun(Callback):
 
     Args:
         left_out: Names of the callbacks that would begin a run on a server.
+        batches: Of a validation.
     """
 
     role = Role.OBSERVE
 
-    def __init__(self, left_out: Iterable[str]) -> None:
-        self.left_out = ", ".join(left_out)
+    def __init__(self, left_out: Iterable[str], batches: int) -> None:
+        self.left_out, self.batches = ", ".join(left_out), batches
 
     def on_fit_start(self, trainer) -> None:
-        log.info("dry run: %d steps, validations of %d batches; all files are temporary", STEPS, BATCHES)
+        log.info("dry run: %d steps, validations of %d batch(es); all files are temporary", STEPS, self.batches)
         if self.left_out:
             log.info("dry run: nothing is sent to a server, so %s is left out", self.left_out)
 
@@ -38,18 +39,19 @@ class DryRun(Callback):
 
 
 def dried(options: Options, folder: Path) -> Options:
-    """Return the options of a dry run whose files are in `folder`.
+    """Return the options of a dry run whose files are in `folder`. An overfit run validates on its own batches.
 
     Raises:
         ConfigError: The run would go on from a checkpoint, which a dry run does not.
     """
     if options.resume is not None:
         raise ConfigError(f"trainer.dry_run=true: makes a new run, and trainer.resume={options.resume}; leave one out")
+    limits = options.limit_batches
     return replace(
         options,
         run_dir=str(folder / FOLDER),
         checkpoint=replace(options.checkpoint, dir=str(folder / "ckpt")),
-        limit_batches=replace(options.limit_batches, validation=BATCHES),
+        limit_batches=limits if options.overfit else replace(limits, validation=BATCHES),
         validate_every=None if options.validate_every is None else 1,
     )
 
@@ -68,7 +70,7 @@ class DryFolder:
             return
         sending = [name for name, callback in callbacks.items() if isinstance(callback, SendingLogger)]
         kept = {name: callback for name, callback in callbacks.items() if name not in sending}
-        self.callbacks = {**kept, "dry_run": DryRun(sending)}
+        self.callbacks = {**kept, "dry_run": DryRun(sending, options.overfit or BATCHES)}
         if Path(options.run_dir or "").name != FOLDER:
             self.folder = tempfile.TemporaryDirectory(prefix="echelon-", ignore_cleanup_errors=True)
             self.options = dried(options, Path(self.folder.name))
