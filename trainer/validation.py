@@ -19,7 +19,7 @@ from trainer.errors import ConfigError, DataError, nearest
 from trainer.log import log
 from trainer.monitors.media import check_media
 from trainer.monitors.metric_objects import MetricObjects, kept, modules_in, parts_of
-from trainer.monitors.named_losses import mean_of
+from trainer.monitors.named_losses import further, mean_of
 from trainer.parallel.strategy import OutputElsewhere
 from trainer.parallel.trial import evaluating
 from trainer.precision import Precision
@@ -332,7 +332,8 @@ class Evaluator:
     def _measure(self, model: nn.Module, batch: Any, weight: int) -> Metrics:
         if hasattr(self.recipe, "metrics"):
             return check_metrics(self.objects.take(self.recipe.metrics(model, batch)))
-        loss = self.recipe.loss(model, batch)
-        named = loss if isinstance(loss, Mapping) else {"loss": loss}
-        check_loss(named.get("loss", loss))
+        found = self.recipe.loss(model, batch)
+        named = found if isinstance(found, Mapping) else {"loss": found}
+        further(named)
+        check_loss(named["loss"])
         return {name: (torch.as_tensor(value) * weight, weight) for name, value in named.items()}

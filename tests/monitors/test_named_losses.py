@@ -63,17 +63,37 @@ def test_further_losses_are_means_over_all_items_and_change_no_weight(world):
         assert list(validation) == ["val/loss", "val/absolute", "val/constant"] and validation["val/constant"] == 2.0
 
 
-@pytest.mark.parametrize(
-    "value, said",
-    [
-        ({"other": torch.ones(())}, r"recipe\.loss\(\): returned a value of type dict; return the tensor 'loss'"),
-        ({"loss": torch.ones(()), "a": torch.ones(2)}, r"returned a tensor of shape \(2,\) for 'a'; return the tensor"),
-        ({"loss": torch.ones(()), "a": "b"}, r"returned a value of type str for 'a'; return the tensor 'loss'"),
-    ],
-)
+OTHER = [
+    ({"other": torch.ones(())}, r"recipe\.loss\(\): returned a value of type dict; return the tensor 'loss'"),
+    ({"loss": torch.ones(()), "a": torch.ones(2)}, r"returned a tensor of shape \(2,\) for 'a'; return the tensor"),
+    ({"loss": torch.ones(()), "a": "b"}, r"returned a value of type str for 'a'; return the tensor 'loss'"),
+]
+
+
+@pytest.mark.parametrize(("value", "said"), OTHER)
 def test_other_dicts_are_refused(value, said):
     with pytest.raises(ConfigError, match=said):
         NamedLosses(lambda model, batch: value, lambda: 0)(None, None)
+
+
+class ValidatedAlone(Toy):
+    """Its loss is right in training."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Any:
+        return super().loss(model, batch) if model.training else self.value
+
+
+@pytest.mark.parametrize(("value", "said"), OTHER)
+def test_other_dicts_of_a_validation_alone_are_refused(value, said):
+    options = Options(max_steps=1, run_dir="runs/r")
+    trainer = Trainer(ValidatedAlone(value), batch=12, options=options, data=DataOptions(workers=0), place=Place())
+    with pytest.raises(ConfigError, match=said):
+        trainer.evaluator.evaluate(trainer.eval_model)
+    trainer.close()
 
 
 def test_passes_outside_of_steps_and_repeated_ones_do_not_count():

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.recipe_checks import refusal
+from trainer.recipe_checks import is_one_number, refusal
 
 EXPECTED = "the tensor 'loss', and for each other name a tensor of one number, or a number"
 
@@ -27,12 +27,7 @@ class NamedLosses:
         found = self.loss(model, batch)
         if not isinstance(found, Mapping):
             return found
-        if "loss" not in found:
-            raise refusal("loss", found, EXPECTED)
-        others = {name: value for name, value in found.items() if name != "loss"}
-        for name, value in others.items():
-            if not (isinstance(value, Tensor) and value.numel() == 1) and not isinstance(value, Real):
-                raise refusal("loss", value, EXPECTED, f" for {name!r}")
+        others = further(found)
         if (step := self.step()) is not None:
             self.parts = self.parts if step == self.noted else []
             self.noted = step
@@ -53,6 +48,21 @@ class NamedLosses:
                 total, count = found.get(name, (0.0, 0))
                 found[name] = total + float(value) * weight, count + weight
         return found
+
+
+def further(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the further losses of those that `recipe.loss` returned by name.
+
+    Raises:
+        ConfigError: `loss` is missing, or another one is not one number.
+    """
+    if "loss" not in found:
+        raise refusal("loss", found, EXPECTED)
+    others = {name: value for name, value in found.items() if name != "loss"}
+    for name, value in others.items():
+        if not is_one_number(value) and not isinstance(value, Real):
+            raise refusal("loss", value, EXPECTED, f" for {name!r}")
+    return others
 
 
 def combined(ranks: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
