@@ -73,6 +73,14 @@ def test_the_best_value_and_its_step_are_told(mode, values):
     assert trainer.reasons == ["early_stop: val/x has not improved for 1 validations; its best was 1.25 at step 20"]
 
 
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_a_metric_that_was_never_finite_has_no_best(mode):
+    callback, trainer = EarlyStop(metric="val/x", patience=2, mode=mode), Stops()
+    for trainer.step, value in ((10, float("nan")), (20, float("inf" if mode == "min" else "-inf"))):
+        callback.on_validation_end(trainer, {"val/x": value})
+    assert trainer.reasons == ["early_stop: val/x has not improved for 2 validations; it was never finite"]
+
+
 def test_accuracy_and_the_default_mode(monkeypatch):
     lines = []
     monkeypatch.setattr(log, "warning", lambda text, *args: lines.append(text % args))

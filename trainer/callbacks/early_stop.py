@@ -48,10 +48,8 @@ class EarlyStop(Callback):
         if self.bad >= self.patience:
             best = self.best if self.mode == "min" else -self.best
             when = f" at step {self.best_step}" if self.best_step else ""
-            trainer.stop(
-                f"early_stop: {self.metric} has not improved for {self.patience} validations; "
-                f"its best was {best:.4g}{when}"
-            )
+            message = "it was never finite" if self.best == math.inf else f"its best was {best:.4g}{when}"
+            trainer.stop(f"early_stop: {self.metric} has not improved for {self.patience} validations; {message}")
 
     def decisions(self) -> dict[str, Any]:
         return {"bad": self.bad}
