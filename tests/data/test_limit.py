@@ -178,6 +178,16 @@ def test_a_resume_with_another_limit_is_refused():
             iterated(Place(), "batches", 4, "auto", limit)
 
 
+def test_an_iterable_may_have_an_attribute_samples():
+    class Batches:
+        samples = 4
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    assert list(first_batches(Batches(), 2, 6, 1, "trainer.limit_batches.train")) == [0, 1]
+
+
 def test_what_can_be_walked_once_is_refused():
     with pytest.raises(ConfigError) as refused:
         iterated(Place(), "generator", 2)

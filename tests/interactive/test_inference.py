@@ -1,5 +1,7 @@
 """Reading data with a model: samples that can't be read are left out within a limit, and every sample has its key."""
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from trainer.comm.ranks import Ranks
 from trainer.config.options import DataOptions
 from trainer.data.shards.writer import write_shards
-from trainer.errors import DataError
+from trainer.errors import ConfigError, DataError
 from trainer.interactive.inference import Inference
 from trainer.precision import Precision
 from trainer.process.environment import Place
@@ -85,3 +87,42 @@ def test_no_sample_is_augmented_not_even_one_for_training(folder):
     )
     assert reads.predict(nn.Linear(1, 1), "train")["prediction"].tolist() == [2.0 * i for i in range(20)]
     assert reads.evaluate(nn.Linear(1, 1), "train") == {"train/loss": 9.5}
+
+
+class Given:
+    def __init__(self, data: Any, count: int = 0) -> None:
+        self.given, self.count = data, count
+
+    def data(self, split: str) -> Any:
+        return self.given
+
+    def metrics(self, model: nn.Module, batch: Tensor) -> dict[str, Any]:
+        return {"x": (batch.sum(), self.count)}
+
+
+def refused(recipe: Any, split: str) -> str:
+    reads = Inference(
+        recipe, Ranks(Place(), "cpu", "gloo", 20.0), Precision("fp32", torch.device("cpu")),
+        DataOptions(workers=0, max_bad=0.0), micro=3, seed=0,
+    )  # fmt: skip
+    with pytest.raises((ConfigError, DataError)) as caught:
+        reads.evaluate(nn.Linear(1, 1), split)
+    return str(caught.value)
+
+
+class Once:
+    """A generator in an object's clothes, of batches or of samples."""
+
+    def __init__(self, yields_samples: bool) -> None:
+        self.yields_samples, self.batches = yields_samples, itertools.cycle([torch.ones(3)])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self.batches
+
+
+@pytest.mark.parametrize("data", [itertools.cycle([torch.ones(3)]), Once(False), Once(True)])
+def test_a_generator_for_training_which_may_have_no_end_is_refused(data):
+    assert refused(Given(data, 3), "train") == (
+        "recipe.data('train'): the iterable can be walked only once, so it may have no end; return a Dataset, or name "
+        "another split"
+    )

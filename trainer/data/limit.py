@@ -44,7 +44,7 @@ def first_batches(source: Any, batches: int | None, batch: int, micros: int, key
         return source
     if isinstance(source, Samples):
         return first_samples(source, batches * batch)
-    if is_used_up(getattr(source, "samples", source)):  # of a stream
+    if is_used_up(source):
         raise ConfigError(
             f"{key}={batches}: recipe.data('train') is a {type(source).__name__}, which can be walked only once; "
             "give trainer.max_steps instead, or return an object whose __iter__ starts anew"

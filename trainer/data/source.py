@@ -280,8 +280,9 @@ def size_of(source: "Samples | Stream | Iterable[Any] | Several | None") -> int:
     return sum(sizes) if all(sizes) else 0
 
 
-def is_used_up(data: Iterable[Any]) -> bool:
+def is_used_up(data: Any) -> bool:
     """Return whether an iterable can be walked only once: it is its own iterator, or always gives the same one."""
+    data = data.samples if isinstance(data, Stream) else data
     fresh = isinstance(data, DataLoader | IterableDataset | Sequence)  # an iterator of these may start processes
     return isinstance(data, Iterator) or (not fresh and iter(data) is iter(data))
 

@@ -15,7 +15,7 @@ from trainer.config.options import DataOptions
 from trainer.data.bad_samples import Bad, allowed
 from trainer.data.batch import Micro, Split
 from trainer.data.loader import Loader
-from trainer.data.source import Samples, each_set, open_source, size_of
+from trainer.data.source import Samples, each_set, is_used_up, open_source, size_of
 from trainer.errors import ConfigError, DataError
 from trainer.interactive.predictions import Predictions, rows_of
 from trainer.log import log
@@ -133,6 +133,9 @@ class Inference:
             self.ranks.each(None)
         if source is None:
             raise ConfigError(f"recipe.data({split!r}): is None; return data, or name another split")
+        if split == "train" and is_used_up(source):  # training takes it
+            why = "the iterable can be walked only once, so it may have no end"
+            raise DataError(f"recipe.data('train'): {why}; return a Dataset, or name another split")
         loader = Loader(
             source, None, Split(self.micro * self.data_world, self.data_world), self.data, validation=source,
             rank=self.data_rank, seed=self.seed, timeout_s=timeout_s,
