@@ -259,8 +259,8 @@ def validate_in_lockstep(place: Place) -> dict[str, float] | None:
             return model(batch).mean()
 
     found = Evaluator(
-        Recipe(), {"val": lambda: iter(batches)}, ranks, Precision("fp32", torch.device("cpu")), samples=7, max_bad=0.5,
-        replicas=None, lockstep=True, data_rank=ranks.rank, stopping=lambda: False, beat=lambda: None,
+        Recipe(), "val", {"val": lambda: iter(batches)}, ranks, Precision("fp32", torch.device("cpu")), samples=7,
+        max_bad=0.5, replicas=None, lockstep=True, data_rank=ranks.rank, stopping=lambda: False, beat=lambda: None,
     ).evaluate(model)  # fmt: skip
     ranks.leave()
     return found

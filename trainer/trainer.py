@@ -248,7 +248,7 @@ class Trainer:
             collate=getattr(self.recipe, "collate", default_collate), weight=weight_of(self.recipe),
         )  # fmt: skip
         self.evaluator = Evaluator(
-            self.recipe, self.loader.validations(), self.ranks, self.precision,
+            self.recipe, "val", self.loader.validations(), self.ranks, self.precision,
             samples=size_of(plan.validation),
             max_bad=plan.data.max_bad, replicas=strategy.replicas, lockstep=strategy.lockstep,
             data_rank=strategy.data_rank, stopping=lambda: self.fitted and self.signals.name, beat=self.heartbeat.beat,

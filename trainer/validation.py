@@ -29,8 +29,8 @@ Metrics = dict[str, tuple[Tensor, int]]  # name -> sum and count
 TRIED = 2  # micro-batches of each rank, before step 1
 TRIES = ("metrics", "media", "validation_end")  # methods of a recipe, on these
 NO_BATCH = (
-    "recipe.data('val'): gave no batch, or only batches of weight 0; return data that every validation can iterate "
-    "over again: shards, a dataset or a list, not a generator"
+    "gave no batch, or only batches of weight 0; return data that every validation can iterate over again: shards, a "
+    "dataset or a list, not a generator"
 )
 
 
@@ -48,6 +48,7 @@ class Evaluator:
     """The recipe's metrics, or else its loss, over all validation data.
 
     Args:
+        split: The name of the data.
         batches: For each data set, the prefix of its metrics, and a function that yields this rank's part of the data
             once. The ranks' parts may be unequal, or empty.
         samples: The number of samples in all parts; 0 if unknown.
@@ -62,6 +63,7 @@ class Evaluator:
     def __init__(
         self,
         recipe: Any,
+        split: str,
         batches: Mapping[str, Callable[[], Iterator[Micro]]],
         ranks: Ranks,
         precision: Precision,
@@ -75,6 +77,7 @@ class Evaluator:
         beat: Callable[[], object],
     ) -> None:
         self.recipe, self.batches, self.ranks, self.precision = recipe, batches, ranks, precision
+        self.split, self.key = split, f"recipe.data({split!r})"
         self.samples, self.max_bad, self.data_rank = samples, max_bad, data_rank
         self.replicas, self.lockstep = replicas, lockstep
         self.stopping, self.beat = stopping, beat
@@ -99,13 +102,13 @@ class Evaluator:
         if found.bad:
             self._report_bad(found.bad, found.first_bad)
         if not found.values and found.names and hasattr(self.recipe, "metrics"):
-            own_names = ", ".join(name.removeprefix("val/") for name in found.names)
+            own_names = ", ".join(name.removeprefix(f"{self.split}/") for name in found.names)
             raise ConfigError(
-                f"recipe.metrics(): the count of {own_names} is 0 in every batch of recipe.data('val'); "
+                f"recipe.metrics(): the count of {own_names} is 0 in every batch of {self.key}; "
                 "return (sum, count) with the number of items in the sum"
             )
         if not found.values:
-            raise DataError(NO_BATCH)
+            raise DataError(f"{self.key}: {NO_BATCH}")
         return found.values
 
     @torch.no_grad()
@@ -125,7 +128,7 @@ class Evaluator:
             error.place = "in the trial of validation, before step 1"  # pyright: ignore[reportAttributeAccessIssue]
             raise
         if found is None or not found.batches:
-            raise DataError((found and found.first_bad) or NO_BATCH)
+            raise DataError((found and found.first_bad) or f"{self.key}: {NO_BATCH}")
         known = {*found.names, *found.values}
         if not hasattr(self.recipe, "metrics"):
             known |= {f"{prefix}/loss" for prefix in self.batches}
@@ -313,7 +316,7 @@ class Evaluator:
                 return
             done += bool(passes)
             if passes and without:
-                raise DataError("recipe.data('val'): has no batch for some ranks; give each rank at least one batch")
+                raise DataError(f"{self.key}: has no batch for some ranks; give each rank at least one batch")
             if micro is not None:
                 yield micro, True
             if passes and not usable:
@@ -323,7 +326,7 @@ class Evaluator:
         most = allowed(self.max_bad, self.samples)
         if count > most:
             raise DataError(
-                f"data.max_bad: {count} of {self.samples} samples of recipe.data('val') could not be read, and the "
+                f"data.max_bad: {count} of {self.samples} samples of {self.key} could not be read, and the "
                 f"limit is {most}; the first: {first}"
             )
         if self.ranks.rank == 0:

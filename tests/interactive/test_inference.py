@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.ranks import run_ranks
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from trainer.comm.ranks import Ranks
 from trainer.config.options import DataOptions
@@ -125,4 +126,17 @@ def test_a_generator_for_training_which_may_have_no_end_is_refused(data):
     assert refused(Given(data, 3), "train") == (
         "recipe.data('train'): the iterable can be walked only once, so it may have no end; return a Dataset, or name "
         "another split"
+    )
+
+
+def test_what_is_wrong_is_told_of_the_split(folder):
+    batches = [torch.ones(3)]
+    assert refused(Given(batches), "test").startswith(
+        "recipe.metrics(): the count of x is 0 in every batch of recipe.data('test'); return (sum, count)"
+    )
+    assert refused(Given(DataLoader(batches, 2, drop_last=True), 3), "test").startswith(
+        "recipe.data('test'): gave no batch, or only batches of weight 0; return data "
+    )
+    assert refused(Shards(folder, 12), "test").startswith(
+        "data.max_bad: 12 of 20 samples of recipe.data('test') could not be read, and the limit is 0; the first: "
     )

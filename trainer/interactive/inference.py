@@ -64,7 +64,7 @@ class Inference:
         source, loader = self._open(split, weight_of(self.recipe))
         with closing(loader):
             evaluator = Evaluator(
-                self.recipe,
+                self.recipe, split,
                 {prefix: partial(loader.validate, part) for prefix, part in each_set(source, split).items()},
                 self.ranks, self.precision, samples=size_of(source), max_bad=self.data.max_bad,
                 replicas=self.replicas, lockstep=self.lockstep, data_rank=self.data_rank,
