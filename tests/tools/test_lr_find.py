@@ -98,6 +98,14 @@ def test_a_loss_that_never_falls_gets_no_suggestion() -> None:
         lr_find.suggest([0.1, 0.5, 1.0], [1.0, 2.0, 3.0])
 
 
+@pytest.mark.parametrize(("losses", "step"), [([None], 1), ([0.7, None], 2), ([0.7, 0.6, None], 3)])
+def test_a_loss_that_is_no_number_from_the_start_is_told(losses: list[float | None], step: int) -> None:
+    options = Namespace(min=1e-3, max=1.0, steps=31, json=None, png=None)
+    rate = 10 ** (-3 + (step - 1) / 10)
+    with pytest.raises(ConfigError, match=rf"^the loss is not finite at step {step}, at a rate of {rate:.3g}; look "):
+        lr_find.show(losses, options)
+
+
 @pytest.mark.parametrize(
     ("losses", "ends"),
     [([1.0] * 20, False), ([1.0, math.nan], True), ([1.0] * 5 + [1e9], False), ([1.0] * 12 + [100.0], True)],

@@ -30,6 +30,7 @@ SMOOTHING = 0.9  # weight of the smoothed loss before, in that of a step
 DIVERGED = 4.0  # times the least smoothed loss, where the test ends
 LEAST_STEPS = 10
 WINDOW = 1 / 4  # of the steps, over which the descent is measured
+LEAST_LOSSES = 3  # which make a slope
 ROWS = 10  # of the table on the terminal
 
 
@@ -196,8 +197,18 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> dict[str, float]
 
 
 def show(losses: list[float | None], options: argparse.Namespace) -> None:
-    """Print the curve and the suggestions, and write the files."""
+    """Print the curve and the suggestions, and write the files.
+
+    Raises:
+        ConfigError: The losses suggest no rate.
+    """
     finite = [loss for loss in losses if loss is not None]
+    if len(finite) < min(LEAST_LOSSES, len(losses)):
+        last = rate(len(losses) - 1, options.steps, options.min, options.max)
+        raise ConfigError(
+            f"the loss is not finite at step {len(losses)}, at a rate of {last:.3g}; "
+            "look for a mistake in the recipe, or give a smaller --min"
+        )
     rates = [rate(step, options.steps, options.min, options.max) for step in range(len(finite))]
     found, smoothed = suggest(rates, finite), smooth(finite)
     print(f"{'rate':>10}  {'smoothed loss':>14}")
