@@ -121,6 +121,38 @@ def test_training_arguments_that_would_be_lost_are_refused(given, words):
 
 
 @pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"save_steps": "100"}', 'save_steps="100": must be a number'),
+        ('{"max_steps": true}', "max_steps=true: must be a number"),
+        ('{"logging_steps": Infinity}', "logging_steps=Infinity: must be a number"),
+        (
+            '{"per_device_train_batch_size": "8", "gradient_accumulation_steps": 2}',
+            'per_device_train_batch_size="8": must be a number',
+        ),
+        ('{"accelerator_config": "x.json"}', 'accelerator_config="x.json": must be an object; give that of the file'),
+        ('{"optim": ["sgd"]}', r"optim=\['sgd'\]: Echelon has no such optimizer"),
+    ],
+)
+def test_values_of_another_type_are_refused(text, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.json").write_text(text)
+    with pytest.raises(ConfigError, match=f"^recipe.args=a.json: {words}"):
+        expand(["recipe.args=a.json", "trainer.devices=1"])
+
+
+def test_null_is_the_default(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = ("max_steps", "logging_steps", "save_steps", "per_device_train_batch_size", "warmup_ratio", "optim")
+    Path("a.json").write_text(json.dumps(dict.fromkeys([*names, "adam_beta1", "max_grad_norm", "eval_delay"])))
+    words, lines = expand(["recipe.args=a.json", "trainer.devices=2"])
+    assert words[:-1] == [
+        "batch=16", "micro_batch=8", "accumulate=1", "trainer.clip_norm=null", "trainer.precision=fp32"
+    ]  # fmt: skip
+    assert not lines
+
+
+@pytest.mark.parametrize(
     ("typed", "kept", "told"),
     [("lars", [], "adam_beta1, optim"), ("adamw", ["optimizer.betas=[0.8,0.999]"], "optim")],
 )

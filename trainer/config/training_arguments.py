@@ -5,6 +5,7 @@ Typed arguments come after them, and so win.
 
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -42,6 +43,12 @@ READ = {  # by functions below
     "max_steps", "logging_steps", "logging_strategy", "eval_strategy", "eval_steps", "save_strategy", "save_steps",
     "save_total_limit", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "bf16", "fp16", "tf32",
     "optim", "lr_scheduler_kwargs", "warmup_ratio", "full_determinism", "use_cpu", "no_cuda", "data_seed",
+}  # fmt: skip
+NUMBERS = {
+    "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "num_train_epochs",
+    "max_steps", "warmup_steps", "warmup_ratio", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "logging_steps", "eval_steps", "save_steps", "save_total_limit", "seed", "data_seed", "dataloader_num_workers",
+    "ddp_bucket_cap_mb",
 }  # fmt: skip
 ELSEWHERE = (  # names and places of files, reports, the hub: nothing that changes numbers
     r"output_dir|logging_.*|log_.*|report_to|run_name|project|trackio_.*|disable_tqdm|push_to_hub|hub_.*|do_.*|"
@@ -104,6 +111,7 @@ def count_ranks(words: list[str]) -> int:
 
 
 def read(file: str) -> dict[str, Any]:
+    """Return what the file says, without null, which stands for the default: but for clipping, where it means none."""
     try:
         found = json.loads(Path(file).read_text())
     except (OSError, ValueError) as error:
@@ -112,7 +120,7 @@ def read(file: str) -> dict[str, Any]:
         ) from None
     if not isinstance(found, dict):
         raise ConfigError(f"recipe.args={file}: is no JSON object; give the JSON of TrainingArguments.to_json_string()")
-    return found
+    return {name: value for name, value in found.items() if value is not None or name == "max_grad_norm"}
 
 
 def translate(given: Mapping[str, Any], key: str, ranks: int) -> list[str]:
@@ -121,6 +129,7 @@ def translate(given: Mapping[str, Any], key: str, ranks: int) -> list[str]:
     Raises:
         ConfigError: An argument changes numbers, and Echelon lacks it.
     """
+    refuse_types(given, key)
     refuse_others(given, key)
     words = {SAME[name]: value for name, value in given.items() if name in SAME and value not in (None, "")}
     words |= batch_of(given, ranks) | limits_of(given) | intervals_of(given)
@@ -136,6 +145,16 @@ def translate(given: Mapping[str, Any], key: str, ranks: int) -> list[str]:
 
 def device_words(given: Mapping[str, Any]) -> list[str]:
     return ["trainer.accelerator=cpu"] if given.get("use_cpu") or given.get("no_cuda") else []
+
+
+def refuse_types(given: Mapping[str, Any], key: str) -> None:
+    """Refuse what is no number where one belongs, and a file's name instead of its object."""
+    for name, value in given.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+        if name in NUMBERS and value is not None and not number:
+            raise ConfigError(f"{key}: {name}={json.dumps(value)}: must be a number")
+    if not isinstance(other := given.get("accelerator_config", {}), dict):
+        raise ConfigError(f"{key}: accelerator_config={json.dumps(other)}: must be an object; give that of the file")
 
 
 def refuse_others(given: Mapping[str, Any], key: str) -> None:
@@ -246,7 +265,7 @@ def precision_of(given: Mapping[str, Any]) -> str:
 
 
 def optimizer_of(given: Mapping[str, Any], key: str) -> str:
-    name = given.get("optim") or "adamw_torch"
+    name = str(given.get("optim") or "adamw_torch")
     if name not in OPTIMIZERS:
         raise ConfigError(f"{key}: optim={name}: Echelon has no such optimizer; give {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name]
