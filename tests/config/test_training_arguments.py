@@ -47,6 +47,8 @@ def test_training_arguments_become_words():
         ({"full_determinism": True}, "trainer.deterministic=true"),
         ({"use_cpu": True}, "trainer.accelerator=cpu"),
         ({"data_seed": 42}, "trainer.precision=fp32"),
+        ({"warmup_steps": 0, "warmup_ratio": 0.1}, "recipe.warmup_steps=0.1"),
+        ({"warmup_steps": 20, "warmup_ratio": 0.1}, "recipe.warmup_steps=20"),
         ({"train_sampling_strategy": "random"}, "trainer.precision=fp32"),
     ],
 )
@@ -63,9 +65,26 @@ def test_an_argument_with_a_counterpart(given, word):
             "these name files, reports or evaluation, and change nothing here: output_dir, save_strategy",
         ),
         (
+            {"logging_strategy": "epoch", "save_steps": 10, "save_strategy": "no", "eval_steps": 10},
+            logging.INFO,
+            "these name files, reports or evaluation, and change nothing here: "
+            "eval_steps, logging_strategy, save_steps, save_strategy",
+        ),
+        (
+            {"metric_for_best_model": "accuracy", "greater_is_better": False, "logging_strategy": "steps"},
+            logging.INFO,
+            "these name files, reports or evaluation, and change nothing here: "
+            "greater_is_better, metric_for_best_model",
+        ),
+        (
             {"optim": "sgd", "adam_beta2": 0.99, "adam_epsilon": 1e-8},
             logging.INFO,
             "optim=sgd takes none of these, as in transformers: adam_beta2, adam_epsilon",
+        ),
+        (
+            {"warmup_steps": 20, "warmup_ratio": 0.1},
+            logging.INFO,
+            "warmup_steps=20 counts instead of warmup_ratio, as in transformers",
         ),
         (
             {"load_best_model_at_end": True},

@@ -174,9 +174,20 @@ def unused(given: Mapping[str, Any], key: str) -> list[tuple[int, str]]:
     """Return a line about the arguments that are not read."""
     known = {*SAME, *CALLBACKS, *READ}
     left = {name for name in given if re.fullmatch(ELSEWHERE, name) and name not in known and given[name]}
-    left |= {"save_strategy"} if given.get("save_strategy", "steps") != "steps" else set()
+    left |= switched_off(given) & given.keys()
     text = f"{key}: these name files, reports or evaluation, and change nothing here: {', '.join(sorted(left))}"
     return [(logging.INFO, text)] if left else []
+
+
+def switched_off(given: Mapping[str, Any]) -> set[str]:
+    """Return the arguments that have no effect beside the others."""
+    logs, saves = (given.get(name, "steps") == "steps" for name in ("logging_strategy", "save_strategy"))
+    best = given.get("load_best_model_at_end")
+    counts = {
+        "logging_strategy": logs, "save_strategy": saves, "save_steps": saves,
+        "eval_steps": given.get("eval_strategy") == "steps", "metric_for_best_model": best, "greater_is_better": best,
+    }  # fmt: skip
+    return {name for name, does in counts.items() if not does}
 
 
 def differences(given: Mapping[str, Any], key: str) -> list[tuple[int, str]]:
@@ -186,6 +197,8 @@ def differences(given: Mapping[str, Any], key: str) -> list[tuple[int, str]]:
     if adam and OPTIMIZERS.get(given.get("optim") or "") == "sgd":
         text = f"{key}: optim=sgd takes none of these, as in transformers: {', '.join(sorted(adam))}"
         lines.append((logging.INFO, text))
+    if (steps := given.get("warmup_steps")) and given.get("warmup_ratio", steps) not in (0, steps):
+        lines.append((logging.INFO, f"{key}: warmup_steps={steps} counts instead of warmup_ratio, as in transformers"))
     if given.get("load_best_model_at_end"):
         text = "export/ has the last weights; 'echelon export ckpt/best.pt FOLDER' writes the best"
         lines.append((logging.WARNING, f"{key}: load_best_model_at_end=true: {text}"))
@@ -232,7 +245,7 @@ def limits_of(given: Mapping[str, Any]) -> dict[str, Any]:
         words["optimizer.betas"] = [given.get("adam_beta1", 0.9), given.get("adam_beta2", 0.999)]
     if given.get("full_determinism"):
         words["trainer.deterministic"] = True
-    if given.get("warmup_ratio"):
+    if given.get("warmup_ratio") and not given.get("warmup_steps"):  # as in transformers
         words["recipe.warmup_steps"] = given["warmup_ratio"]
     if given.get("lr_scheduler_kwargs"):
         words["recipe.lr_scheduler_kwargs"] = given["lr_scheduler_kwargs"]
