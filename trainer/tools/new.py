@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import keyword
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from trainer.config.compose import CONF, choices
 from trainer.errors import ConfigError, printable
 from trainer.process.calling import echelon, this_python
 from trainer.process.exit import run_guarded
+
+MEANT = {"Dataset", "False", "Inf", "Nan", "None", "Null", "Points", "Tensor", "True"}  # by Python, YAML or the recipe
 
 RECIPE = '''\
 """Tells points inside of a circle from points outside: synthetic data, to be replaced by yours."""
@@ -104,18 +107,17 @@ def new(name: str) -> int:
     """Write the three files, and print them and the command that trains.
 
     Raises:
-        ConfigError: The name can't be that of a module of one's own, or a file is there already.
+        ConfigError: The name can't be that of a recipe of one's own, or a file is there already.
     """
     refuse(name)
     texts = {f"{name}.py": RECIPE, f"conf/recipe/{name}.yaml": YAML, f"test_{name}.py": TEST}
     if there := [file for file in texts if os.path.lexists(file)]:
         raise ConfigError(f"NAME={name}: {there[0]} is there already, and is not overwritten; give another name")
-    made = "".join(part.capitalize() for part in name.split("_"))
     try:
         for file, text in texts.items():
             Path(file).parent.mkdir(parents=True, exist_ok=True)
             with open(file, "x") as stream:
-                stream.write(text.replace("CLASS", made).replace("NAME", name))
+                stream.write(text.replace("CLASS", class_of(name)).replace("NAME", name))
             print(file)
     except OSError as error:
         raise ConfigError(f"NAME={name}: {error.filename}: {error.strerror}; go to a folder of yours") from None
@@ -124,11 +126,18 @@ def new(name: str) -> int:
     return 0
 
 
+def class_of(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("_"))
+
+
 def refuse(name: str) -> None:
-    """Raise ConfigError if no module of one's own can have this name."""
+    """Raise ConfigError if no recipe of one's own can have this name."""
     key = f"NAME={printable(name)}"
-    if not (name.isidentifier() and name.isascii() and name == name.lower()) or keyword.iskeyword(name):
-        raise ConfigError(f"{key}: is no name of a module; give lower-case letters, digits and _, as in my_task")
+    if not re.fullmatch("[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        way_out = "give lower-case letters, digits and _, a letter first, as in my_task"
+        raise ConfigError(f"{key}: is no name of a recipe; {way_out}")
+    if (made := class_of(name)) in MEANT:
+        raise ConfigError(f"{key}: {made} has a meaning of its own in the files; give another name")
     if name in choices("recipe", [CONF]):
         raise ConfigError(f"{key}: is a recipe of Echelon's; give another name")
     sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != Path.cwd()]  # a file there: see `new`
