@@ -9,7 +9,8 @@ import re
 import secrets
 import stat
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -133,6 +134,26 @@ def remove_unused() -> None:
     while _made:
         with suppress(OSError):
             _made.pop().rmdir()
+
+
+@contextmanager
+def no_folders_if_refused() -> Iterator[None]:
+    """Delete the folders that `remove_unused` does, if the block raises an error."""
+    try:
+        yield
+    except BaseException:
+        remove_unused()
+        raise
+
+
+def refuse_folder(key: str, file: Path | None) -> None:
+    """Refuse a folder where a file is to be written: the error of the write would come after the work.
+
+    Raises:
+        ConfigError: The file that `key` names is a folder.
+    """
+    if file and os.path.isdir(file):
+        raise ConfigError(f"{key}={file}: is a folder; name a file")
 
 
 def write_whole(path: Path, content: bytes) -> None:

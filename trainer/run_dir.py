@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.checkpoint import locate
 from trainer.checkpoint.lock import CHECKPOINTED
 from trainer.errors import ConfigError, printable
-from trainer.files import Appended, make_folder, remove_unused
+from trainer.files import Appended, make_folder, refuse_folder, remove_unused
 from trainer.log import Lines, Terminal, log, set_handlers
 
 if TYPE_CHECKING:
@@ -193,6 +193,16 @@ def make_writable(key: str, folder: Path) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"{key}={folder}: can't be written: {error.strerror}; give another folder") from None
+
+
+def make_parent(key: str, file: Path) -> None:
+    """Make the folder of the file that `key` names.
+
+    Raises:
+        ConfigError: The file is a folder, or its folder can't be written.
+    """
+    refuse_folder(key, file)
+    make_writable(key, file.parent)
 
 
 def start_log(run_dir: Path, rank: int) -> None:

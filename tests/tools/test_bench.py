@@ -75,6 +75,7 @@ def test_one_rank_says_what_it_can_not_measure(tmp_path: Path, monkeypatch: pyte
         (["--devices", "0"], "--devices=0: must be at least 1"),
         (["--seconds", "0"], "--seconds=0.0: must be more than 0"),
         (["--json", "none/b.json"], "--json none/b.json: none is no folder that can be written; give another place"),
+        (["--png", "."], "--png=.: is a folder; name a file"),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_measured(words: list[str], said: str) -> None:

@@ -3,12 +3,16 @@
 import json
 import re
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from support.cli import Result, run
 from support.quick import quick
 from support.stored import TRUSTED, train
+
+from trainer.errors import ConfigError
+from trainer.tools import evaluate as tool
 
 EVALUATE = "trainer.tools.evaluate"
 
@@ -52,6 +56,18 @@ def test_three_ranks_count_each_sample_once(cwd):
 def test_an_earlier_checkpoint_has_its_own_numbers(cwd):
     first, last = (evaluate(cwd, f"ckpt/r/step-0000000{step}", "--devices", "1").out for step in (2, 4))
     assert first.startswith("val/error") and first != last
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [("new/deep/m.json", "CHECKPOINT=nowhere: "), (".", r"--json=\.: is a folder; name a file")],
+)
+def test_a_refusal_comes_before_the_work_and_leaves_no_folder(tmp_path, monkeypatch, file, said):
+    monkeypatch.chdir(tmp_path)
+    given = Namespace(checkpoint="nowhere", changes=[], split="val", devices="1", micro_batch=None, json=Path(file))
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        tool.evaluate(given)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,8 @@ def test_a_picture(folder: Path) -> None:
         ({"min": 0.0}, "--min=0.0: must be more than 0"),
         ({"min": 2.0, "max": 1.0}, "--max=1: must be above --min=2, and finite"),
         ({"steps": 3}, "--steps=3: must be at least 10"),
+        ({"json": Path()}, "--json=.: is a folder; name a file"),
+        ({"png": Path("/proc/x/a.png")}, "--png=/proc/x: can't be written: No such file or directory; give another"),
     ],
 )
 def test_a_wrong_option_is_told(wrong: dict[str, Any], told: str) -> None:
@@ -171,6 +173,15 @@ def test_without_matplotlib_a_png_is_refused(monkeypatch: pytest.MonkeyPatch, tm
     options = {"min": 1e-7, "max": 10.0, "steps": 100, "limit_s": 60.0, "json": None, "png": tmp_path / "a.png"}
     with pytest.raises(ConfigError, match=r"^--png: needs matplotlib; pip install .* or leave --png out$"):
         lr_find.refuse(Namespace(**options))
+
+
+def test_a_refusal_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = Path("new", "deep", "a.json")
+    options = Namespace(min=1e-7, max=10.0, steps=100, limit_s=60.0, json=file, png=Path())
+    with pytest.raises(ConfigError, match=r"^--png=\.: is a folder"):
+        lr_find.find(options, [])
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import re
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 from safetensors.torch import load_file
 from support.cli import Result, run
 from support.stored import TRUSTED, train
+
+from trainer.errors import ConfigError
+from trainer.tools import predict as tool
 
 PREDICT = "trainer.tools.predict"
 
@@ -38,6 +42,19 @@ def test_rows_are_in_the_order_of_the_data(trained, tmp_path, devices):
     assert torch.allclose(
         found["prediction"], torch.tensor([line["prediction"] for line in lines], dtype=torch.float64)
     )
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [("new/deep/a.jsonl", "CHECKPOINT=nowhere: "), ("a.jsonl", r"--output=a\.jsonl: is a folder; name a file")],
+)
+def test_a_refusal_comes_before_the_work_and_leaves_no_folder(tmp_path, monkeypatch, file, said):
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").mkdir()
+    given = Namespace(checkpoint="nowhere", changes=[], split="val", devices="1", micro_batch=None, output=Path(file))
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        tool.predict(given)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 @pytest.mark.parametrize(

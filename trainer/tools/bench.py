@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import ConfigError, exit_code, nearest, require
-from trainer.files import write_json
+from trainer.files import refuse_folder, write_json
 from trainer.process.environment import Place, detect, raise_file_limit
 from trainer.process.exit import die_with_parent, exit_process, run_guarded
 from trainer.timeouts import COLLECTIVE_S
@@ -110,7 +110,7 @@ def refuse(options: argparse.Namespace) -> None:
     """Refuse options that can't work, before anything is measured.
 
     Raises:
-        ConfigError: An option is out of range or unknown, a folder is missing, or matplotlib is.
+        ConfigError: An option is out of range or unknown, a file can't be written, or matplotlib is missing.
     """
     for name in ("devices", "max_mib", "disk_mib"):
         require(f"--{name.replace('_', '-')}", getattr(options, name), at_least=1)
@@ -121,6 +121,7 @@ def refuse(options: argparse.Namespace) -> None:
                 raise ConfigError(f"--{key} {name}: is unknown; {nearest(name, known)}")
     for name in ("json", "png"):
         path = getattr(options, name)
+        refuse_folder(f"--{name}", path)
         if path and not os.access(path.parent, os.W_OK):
             raise ConfigError(f"--{name} {path}: {path.parent} is no folder that can be written; give another place")
     require_matplotlib(options.png)

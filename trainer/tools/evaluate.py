@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 from trainer.errors import printable
-from trainer.files import write_json
+from trainer.files import no_folders_if_refused, write_json
 from trainer.process.exit import run_guarded
-from trainer.run_dir import make_writable
+from trainer.run_dir import make_parent
 from trainer.tools.inference import stored
 
 
@@ -18,10 +18,11 @@ def main() -> int:
     return run_guarded(lambda: evaluate(arguments))
 
 
+@no_folders_if_refused()
 def evaluate(arguments: argparse.Namespace) -> int:
     """Print the metrics, each over all samples of all ranks."""
     if arguments.json:
-        make_writable("--json", arguments.json.parent)
+        make_parent("--json", arguments.json)
     metrics = stored.on_ranks(arguments, stored.evaluate)
     if metrics is None:  # another rank prints
         return 0

@@ -26,7 +26,7 @@ from trainer.config.redact import redacted_keys
 from trainer.config.targets import OWN, locate
 from trainer.data.source import Samples, open_source
 from trainer.errors import ConfigError, printable
-from trainer.files import apply_umask
+from trainer.files import apply_umask, no_folders_if_refused
 from trainer.parallel.meta import on_host
 from trainer.plan import refuse_other_manifests, short
 from trainer.process.exit import run_guarded
@@ -42,6 +42,7 @@ READ = ("seed", "allow_targets")  # of the trainer's options
 UNREAD = {"batch", "micro_batch", "accumulate", "optimizer", "schedule", "nccl", "tuned"}
 
 
+@no_folders_if_refused()
 def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
     """Build the recipe from the config in the run's folder, with `changes` as KEY=VALUE, and call its `export`.
 

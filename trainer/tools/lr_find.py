@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import ConfigError, require
-from trainer.files import write_json
+from trainer.files import no_folders_if_refused, write_json
 from trainer.optim.schedule import Rate, Schedule
 from trainer.process.environment import Place
 from trainer.process.exit import run_guarded
+from trainer.run_dir import make_parent
 from trainer.tools.measure.plot import require_matplotlib
 from trainer.tools.tune.start import one_job, prepare, run_team
 
@@ -48,6 +49,7 @@ def main() -> int:
     return run_guarded(lambda: find(options, words))
 
 
+@no_folders_if_refused()
 def find(options: argparse.Namespace, words: list[str]) -> int:
     """Run the test, show it, and return the exit code."""
     refuse(options)
@@ -78,7 +80,7 @@ def refuse(options: argparse.Namespace) -> None:
     """Refuse options that can't work.
 
     Raises:
-        ConfigError: An option is out of range, or matplotlib is missing.
+        ConfigError: An option is out of range, a file can't be written, or matplotlib is missing.
     """
     require("--min", options.min, above=0)
     require("--steps", options.steps, at_least=LEAST_STEPS)
@@ -86,12 +88,8 @@ def refuse(options: argparse.Namespace) -> None:
     if not options.min < options.max < math.inf:
         raise ConfigError(f"--max={options.max:g}: must be above --min={options.min:g}, and finite")
     for name in ("json", "png"):
-        path: Path | None = getattr(options, name)
-        try:
-            if path:
-                path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--{name}={path}: {error.strerror}; give another place") from None
+        if path := getattr(options, name):
+            make_parent(f"--{name}", path)
     require_matplotlib(options.png)
 
 

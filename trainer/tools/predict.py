@@ -4,9 +4,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from trainer.files import no_folders_if_refused
 from trainer.interactive.predictions import refuse_format
 from trainer.process.exit import run_guarded
-from trainer.run_dir import make_writable
+from trainer.run_dir import make_parent
 from trainer.tools.inference import stored
 
 
@@ -17,10 +18,11 @@ def main() -> int:
     return run_guarded(lambda: predict(arguments))
 
 
+@no_folders_if_refused()
 def predict(arguments: argparse.Namespace) -> int:
     """Write what `recipe.predict` gives for each sample, in the order of the data."""
     refuse_format(arguments.output)
-    make_writable("--output", arguments.output.parent)
+    make_parent("--output", arguments.output)
     predictions = stored.on_ranks(arguments, stored.predict)
     if predictions is None:  # another rank writes
         return 0

@@ -12,6 +12,9 @@ import pytest
 from support.cli import MAIN, QUICK, TOY, popen, run
 from support.faults import free_port
 
+from trainer.errors import ConfigError
+from trainer.tools.doctor.__main__ import run as doctor
+
 DOCTOR = [sys.executable, "-m", "trainer.tools.doctor"]
 
 
@@ -94,6 +97,11 @@ def test_ranks_with_other_limits_and_variables_are_named(tmp_path):
 def test_an_argument_that_can_not_work_is_one_line(tmp_path, words, line):
     done = run(words, tmp_path, DOCTOR)
     assert (done.code, done.out, done.err) == (78, "", line)
+
+
+def test_a_folder_is_no_file_to_write():
+    with pytest.raises(ConfigError, match=r"^--json=\.: is a folder; name a file$"):
+        doctor(None, Path(), Path(), 1.0)
 
 
 @pytest.mark.slow

@@ -49,6 +49,12 @@ def test_nonsense_is_refused(word: str, message: str) -> None:
     assert message in str(error.value)
 
 
+def test_a_folder_is_no_file_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["scale", "--json", "."])
+    with pytest.raises(ConfigError, match=r"^--json=\.: is a folder; name a file$"):
+        command()
+
+
 def test_without_matplotlib_a_png_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("sys.argv", ["scale", "--png", "a.png"])

@@ -14,6 +14,7 @@ from typing import Any
 
 from trainer import timeouts
 from trainer.errors import ConfigError, printable, require
+from trainer.files import refuse_folder
 from trainer.process.environment import Place, detect
 from trainer.process.exit import die_with_parent, run_guarded
 from trainer.tools.doctor import disk, gpus, machine, network, software
@@ -112,6 +113,7 @@ def run(devices: int | None, folder: Path, json_file: Path | None, timeout: floa
     """
     require("--devices", devices, at_least=1)
     require("--timeout", timeout, above=0)
+    refuse_folder("--json", json_file)
     place, args = detect(os.environ, devices or "auto"), (folder, json_file, timeout)
     if place.starts:
         return start_ranks(place, *args)

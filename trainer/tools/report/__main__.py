@@ -7,7 +7,7 @@ import webbrowser
 from pathlib import Path
 
 from trainer.errors import ConfigError, printable
-from trainer.files import write_whole
+from trainer.files import refuse_folder, write_whole
 from trainer.process.exit import run_guarded
 from trainer.tools.report.page import make_page
 from trainer.tools.report.run import names_of, read_run
@@ -23,8 +23,7 @@ def report(folders: list[Path], out: Path | None, shows: bool) -> int:
     """
     began = time.monotonic()
     out = out or (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
-    if out.is_dir():
-        raise ConfigError(f"--out={out}: is a folder; give a file, as in {out}/report.html")
+    refuse_folder("--out", out)
     runs = [
         read_run(folder, name, POINTS // len(folders) + 250)
         for folder, name in zip(folders, names_of(folders), strict=True)

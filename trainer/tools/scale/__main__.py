@@ -17,6 +17,7 @@ from typing import Any
 from trainer.config.check import check
 from trainer.config.compose import CONF, compose, config_dirs
 from trainer.errors import ConfigError, printable
+from trainer.files import refuse_folder
 from trainer.log import show
 from trainer.process.exit import run_guarded
 from trainer.tools.measure.plot import require_matplotlib
@@ -101,6 +102,8 @@ def command() -> int:
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the rows; needs matplotlib")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
     args = parser.parse_args()
+    refuse_folder("--json", args.json)
+    refuse_folder("--png", args.png)
     require_matplotlib(args.png)
     options, words = read(args.words)
     folder = ["--config-dir", args.config_dir] if args.config_dir else []
