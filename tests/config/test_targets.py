@@ -81,6 +81,19 @@ def test_what_the_conf_folder_names_is_allowed() -> None:
         assert callable(locate("key", target, ALLOWED))
 
 
+@pytest.mark.parametrize(("package", "why"), [(True, "comes later in sys.path"), (False, r"has no __init__\.py")])
+def test_the_line_says_why_a_folder_of_recipes_is_hidden(tmp_path, monkeypatch, package: bool, why: str) -> None:
+    """The command `echelon` appends the current folder."""
+    (tmp_path / "recipes").mkdir()
+    if package:
+        (tmp_path / "recipes" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(ROOT), str(tmp_path)])
+    line = f"Echelon's package recipes hides {tmp_path / 'recipes'}, which {why}; rename that folder"
+    with pytest.raises(ConfigError, match=rf"^recipe\._target_=recipes\.mine\.Mine: {line}$"):
+        locate("recipe", "recipes.mine.Mine", ALLOWED)
+
+
 @pytest.mark.parametrize("nested", [{"_target_": "os.mkdir"}, [{"a": {"_target_": "torch.nn.Linear"}}]])
 def test_a_target_inside_of_arguments_is_refused(nested: Any) -> None:
     with pytest.raises(

@@ -86,7 +86,8 @@ def foreign_package(name: str) -> str:
     if name == "recipes" and found.stat().st_size:
         return f"{found} is another package's, installed over Echelon's; give Echelon an environment of its own"
     if (hidden := Path.cwd() / name).is_dir() and not hidden.samefile(own.parent):
-        return f"Echelon's package {name} hides {hidden}, which has no __init__.py; rename that folder"
+        why = "comes later in sys.path" if (hidden / "__init__.py").exists() else "has no __init__.py"
+        return f"Echelon's package {name} hides {hidden}, which {why}; rename that folder"
     return ""
 
 
