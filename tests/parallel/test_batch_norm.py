@@ -17,6 +17,7 @@ from trainer.parallel.batch_norm import (
     average_statistics,
     cumulative,
     layers_with_statistics,
+    normalises_by_batch,
     refuse_no_items,
 )
 from trainer.process.environment import Place
@@ -31,6 +32,13 @@ def norms(model: nn.Module) -> list[nn.Module]:
 
 def small() -> ResNet:
     return ResNet(classes=3, layers=(1, 1), width=2, small_stem=True)
+
+
+def test_a_model_normalises_by_the_batch_unless_its_layers_are_frozen():
+    model = small()
+    assert normalises_by_batch(model) and not normalises_by_batch(model.eval())
+    assert normalises_by_batch(nn.BatchNorm1d(2, track_running_stats=False).eval())
+    assert not normalises_by_batch(nn.Sequential(nn.Linear(2, 2), nn.GroupNorm(1, 2)))
 
 
 def test_each_layer_is_converted_and_keeps_its_parameters_and_names():

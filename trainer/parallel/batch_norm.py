@@ -52,6 +52,12 @@ def layers_with_statistics(model: nn.Module) -> list[_BatchNorm]:
     return [layer for layer in layers if layer.training and layer.running_mean is not None]
 
 
+def normalises_by_batch(model: nn.Module) -> bool:
+    """Return whether a BatchNorm normalises by the samples of its micro-batch, on which the loss then depends."""
+    layers = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    return any(layer.training or layer.running_mean is None for layer in layers)
+
+
 def statistics(layer: _BatchNorm) -> list[Tensor]:
     """List the mean, the variance and the count of batches, in this order."""
     assert layer.running_mean is not None and layer.running_var is not None

@@ -6,7 +6,7 @@ from support.cli import ROOT
 from trainer.config.compose import CONF, compose
 from trainer.process.environment import Place
 from trainer.tools.cost_model.workload import Choice
-from trainer.tools.tune.candidates import NOTHING, candidates, describe, family, near
+from trainer.tools.tune.candidates import NOTHING, candidates, changes_micro_batch, describe, family, near
 from trainer.tools.tune.configs import is_exact, merge, refusal
 
 TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy"]
@@ -35,6 +35,17 @@ def test_exact_ones_by_default_and_each_once(config: dict) -> None:
     assert len(lossy) > len(found)
     left = candidates(config, two(), lossy=False, without=["compile", "shard", "activation_checkpoint"])
     assert {name for choice in left for name in choice.callbacks} == {"overlap"}
+
+
+def test_with_batch_norm_the_micro_batch_of_exact_choices_is_todays(config: dict) -> None:
+    one, without = Place(0, 1, 0, 1, starts=True), ["compile", "activation_checkpoint"]
+    exact, lossy = (candidates(config, one, lossy, without, batch_norm=True) for lossy in (False, True))
+    assert {key for choice in exact for key in choice.settings} == {"data.workers"}
+    assert {key for choice in lossy for key in choice.settings} == {"micro_batch", "accumulate", "data.workers"}
+    pipeline = {"pipeline": {"stages": 2, "schedule": "1f1b"}}  # one replica has the samples of two ranks
+    config |= {"batch": 16, "micro_batch": None, "accumulate": 2}
+    assert changes_micro_batch(config, Choice(pipeline, {}), 2)
+    assert not changes_micro_batch(config, Choice(pipeline, {"micro_batch": 4, "accumulate": None}), 2)
 
 
 def test_after_a_warm_up_of_onebit_adam_it_is_tried(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:

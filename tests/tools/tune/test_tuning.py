@@ -308,8 +308,9 @@ def toy_config(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 class Answers:
     """A team whose ranks answer at once: a step takes 1 s, and half of that without micro-batches."""
 
-    def __init__(self, folder: Path, kills_at: int = 99, short: bool = False) -> None:
+    def __init__(self, folder: Path, kills_at: int = 99, short: bool = False, batch_norm: bool = False) -> None:
         self.place, self.folder, self.kills_at, self.short = Place(0, 2, 0, 1), folder, kills_at, short
+        self.batch_norm = batch_norm
         self.kinds: list[str] = []
 
     def outline(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -339,7 +340,7 @@ class Answers:
             "data_cpu": 1.0,
         }
         work |= {"activation_bytes": 8.0, "state_bytes": 4096.0, "boundary_bytes": 0.0, "step_s": 1.0}
-        return work | {"random": False, "blocks": 0}
+        return work | {"random": False, "blocks": 0, "batch_norm": self.batch_norm}
 
     def trial(self, config: dict[str, Any]) -> dict[str, Any]:
         step_s = 0.5 if config["micro_batch"] == 6 else 1.0
@@ -377,6 +378,18 @@ def test_a_search_on_ranks_that_answer_at_once_and_one_that_is_killed(
     assert "without ++micro_batch=3\n" in said  # which would win over the result
 
 
+def test_with_batch_norm_another_micro_batch_is_no_exact_choice(
+    toy_config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {**toy_config, "batch": 12, "micro_batch": 3}
+    options = TuneOptions(steps=2, without=["compile", "overlap", "shard", "activation_checkpoint"])
+    assert lead(Answers(tmp_path, batch_norm=True), config, options, tmp_path, "mine", []) == UNCHANGED
+    said = capsys.readouterr().out
+    assert (
+        "choices    no other micro-batch, since it changes BatchNorm's numbers" in said and "micro_batch=" not in said
+    )
+
+
 def test_trials_have_whole_periods_also_of_today_s_local_sgd() -> None:
     tuning = object.__new__(Tuning)
     tuning.options = TuneOptions(steps=20, warm=3)
@@ -391,13 +404,16 @@ def test_trials_have_whole_periods_also_of_today_s_local_sgd() -> None:
 
 def test_a_trial_whose_loss_is_too_large_counts_for_nothing() -> None:
     tuning = object.__new__(Tuning)
-    tuning.config = {"callbacks": {}, "trainer": {"allow_targets": []}}
-    tuning.options = TuneOptions(bound=0.05)
+    tuning.config = {"callbacks": {}, "trainer": {"allow_targets": []}, "batch": 4, "micro_batch": 1}
+    tuning.options, tuning.batch_norm, tuning.place = TuneOptions(bound=0.05), False, Place()
     tuning.today = {"losses": [1.0 / (step + 1) for step in range(10)]}
     lossy = Choice({"grad_compress": {"codec": "int8"}}, {})
     assert 1.0 <= tuning._slowdown(lossy, [1.01 / (step + 1) for step in range(10)]) < 1.5
     assert tuning._slowdown(lossy, [1.1 / (step + 1) for step in range(10)]) == math.inf
-    assert tuning._slowdown(NOTHING, [9.0] * 10) == 1.0  # the canary compares exact ones
+    larger = Choice({}, {"micro_batch": 2})
+    assert tuning._slowdown(NOTHING, [9.0] * 10) == tuning._slowdown(larger, [9.0] * 10) == 1.0  # of the canary
+    tuning.batch_norm = True
+    assert tuning._slowdown(larger, [9.0] * 10) == math.inf
     tried = Tried(lossy, 0.1, 0.1, math.inf)
     assert outcome(tried).endswith("measured (+0.0%), and its loss is too large: tune.bound")
 

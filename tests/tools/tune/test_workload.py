@@ -43,7 +43,7 @@ def test_the_outline_of_a_model_with_the_phases_of_today(monkeypatch: pytest.Mon
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     folder = ROOT / "tests" / "toy" / "conf"
     found = outline(compose(["--config-dir", str(folder), "recipe=toy"], [CONF, folder])[0].config)
-    assert found["shapes"][0] == [16, 8] and found["blocks"] == 2
+    assert found["shapes"][0] == [16, 8] and found["blocks"] == 2 and found["batch_norm"] is False
     choice = choose({"pipeline": {"stages": 2}, "shard": {"stage": 1}})
     own = setup(machine(4), choice, 12, parameters=tuple(found["parameters"]), shapes=())
     phases = {"forward": 0.3, "backward": 0.6, "optimizer": 0.01}

@@ -43,7 +43,7 @@ VARIANTS = {  # knobs whose values are a family each
 
 def candidates(
     config: Mapping[str, Any], place: Place, lossy: bool, without: Sequence[str] = (), blocks: int = 0,
-    backend: str = "gloo",
+    backend: str = "gloo", batch_norm: bool = False,
 ) -> list[Choice]:  # fmt: skip
     """Return every choice that a run of `place.world` ranks accepts, each one a change of today's config.
 
@@ -52,6 +52,7 @@ def candidates(
         without: Callbacks to leave out.
         blocks: Of the model, between which a pipeline may cut it; 0: none are known.
         backend: Of the collectives on the devices: gloo, nccl or mpi.
+        batch_norm: The model's numbers depend on the micro-batch: another one is lossy.
     """
     exact = not lossy and is_exact(config)
 
@@ -70,7 +71,17 @@ def candidates(
             all_of_them = with_settings(config, place, ranks, backend)
             settings[ranks] = [each for each in all_of_them if runs(Choice(few, each))]
         found += [Choice(callbacks, each) for each in settings[ranks] if fits_layout(config, callbacks, each, ranks)]
+    if exact and batch_norm:
+        found = [choice for choice in found if not changes_micro_batch(config, choice, place.world)]
     return [choice for choice in found if choice != NOTHING]
+
+
+def changes_micro_batch(config: Mapping[str, Any], choice: Choice, world: int) -> bool:
+    """Return whether a rank's passes have another number of samples with the choice: a pipeline may change it, too."""
+    today, made = (
+        micro_batch(each, each["batch"] // ranks_with_data(each, world)) for each in (config, merge(config, choice))
+    )
+    return today != made
 
 
 def with_callbacks(config: Mapping[str, Any], place: Place, lossy: bool, blocks: int) -> Iterator[Callbacks]:
@@ -151,6 +162,8 @@ def with_settings(
     config: Mapping[str, Any], place: Place, ranks: int, backend: str = "gloo"
 ) -> Iterator[dict[str, Any]]:
     """Yield settings that leave the numbers as they are, to rounding: micro-batches, buckets, data workers, NCCL's.
+
+    With BatchNorm, other micro-batches change the numbers: `candidates` leaves them out of exact choices.
 
     Args:
         ranks: That read different samples.

@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from trainer.blocks import find_blocks
 from trainer.data.resize import repeat_batch
 from trainer.errors import ConfigError, DataError
+from trainer.parallel.batch_norm import normalises_by_batch
 from trainer.parallel.stages import Layout, holders
 from trainer.parallel.warmup import wait
 from trainer.process.environment import Place
@@ -101,6 +102,7 @@ def profile(config: dict[str, Any], place: Place, warm: int, steps: int) -> dict
         "state_bytes": float(state_bytes(trainer)),
         "step_s": step_s,
         "random": watch.random,
+        "batch_norm": normalises_by_batch(trainer.module),
         "blocks": max(0, len(watch.cut.parts) - 2),
         "boundary_bytes": watch.boundary_bytes,
         "parts": watch.cut.parts,

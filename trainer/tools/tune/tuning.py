@@ -15,7 +15,7 @@ from trainer.tools.cost_model.machine import Machine
 from trainer.tools.cost_model.setup import read
 from trainer.tools.cost_model.workload import Choice
 from trainer.tools.tune.canary import Judge, Verdict, too_full
-from trainer.tools.tune.candidates import NOTHING, candidates, describe, family
+from trainer.tools.tune.candidates import NOTHING, candidates, changes_micro_batch, describe, family
 from trainer.tools.tune.configs import alone, is_exact, merge, of_trial, whole
 from trainer.tools.tune.correction import Model, in_words
 from trainer.tools.tune.journal import Journal
@@ -46,6 +46,7 @@ class Tuning:
     ) -> None:
         self.config, self.options, self.team, self.journal, self.say = config, options, team, journal, say
         self.cuda = False  # known with the links
+        self.batch_norm = False  # known with the passes: the numbers depend on the micro-batch
         self.place, self.began = team.place, time.monotonic()
         self.walls: list[float] = []  # seconds of trials beside their timed steps
         self.today: dict[str, Any] = {}
@@ -169,9 +170,18 @@ class Tuning:
             f"{machine.across.latency_s * 1e6:.3g} us"
         )
         model = Model(machine, workload, self.config["batch"], self.today["step_s"], self._whole, family)
-        blocks, backend = min(answer["blocks"] for answer in answers), seen[0]["backend"]
-        listed = candidates(self.config, self.place, self.options.lossy, self.options.without, blocks, backend)
-        return model, any(answer["random"] for answer in answers), tuned, listed
+        random, listed = any(answer["random"] for answer in answers), self._list(answers, seen[0]["backend"])
+        return model, random, tuned, listed
+
+    def _list(self, answers: list[dict[str, Any]], backend: str) -> list[Choice]:
+        """Return the choices for the model that ranks have measured."""
+        lossy, blocks = self.options.lossy, min(answer["blocks"] for answer in answers)
+        self.batch_norm = any(answer["batch_norm"] for answer in answers)
+        if self.batch_norm and self._is_exact(NOTHING) and not lossy:
+            self.say(
+                "choices    no other micro-batch, since it changes BatchNorm's numbers; tune.lossy=true tries some"
+            )
+        return candidates(self.config, self.place, lossy, self.options.without, blocks, backend, self.batch_norm)
 
     def _outlined(self, found: dict[str, Any], machine: Machine) -> dict[str, Any]:
         """Return the workload of a rank as far as today's short run tells it."""
@@ -228,11 +238,16 @@ class Tuning:
 
     def _slowdown(self, choice: Choice, losses: list[float | None]) -> float:
         """Return how many times as many steps the choice needs for the same loss; infinity beyond `tune.bound`."""
-        if is_exact(merge(self.config, choice)):
+        if self._is_exact(choice):
             return 1.0
         steps = min(len(losses), len(self.today["losses"]))
         own, other = self.today["losses"][:steps], losses[:steps]
         return slowdown(own, other) if drift(own, other) <= self.options.bound else math.inf
+
+    def _is_exact(self, choice: Choice) -> bool:
+        """Return whether the choice leaves the numbers as they are, to rounding."""
+        other_batch = self.batch_norm and changes_micro_batch(self.config, choice, self.place.world)
+        return not other_batch and is_exact(merge(self.config, choice))
 
     def _note(self, tried: Tried, model: Model) -> None:
         line = dataclasses.asdict(tried)
@@ -249,7 +264,7 @@ class Tuning:
 
     def _canary(self, choice: Choice, random: bool, memory_bytes: float | None) -> Verdict:
         """Run pairs of short runs, today's config and the winner, and judge them."""
-        exact = is_exact(merge(self.config, choice))
+        exact = self._is_exact(choice)
         name = describe(choice)
         pairs = [(line["before"], line["after"]) for line in self.journal.all("pair") if line["choice"] == name]
         judge = Judge(

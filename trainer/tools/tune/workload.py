@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer.blocks import find_blocks
 from trainer.errors import ConfigError
+from trainer.parallel.batch_norm import normalises_by_batch
 from trainer.tools.cost_model.memory import kept
 from trainer.tools.cost_model.passes import recomputed, splitting
 from trainer.tools.cost_model.setup import Setup
@@ -51,6 +52,7 @@ def outline(config: Mapping[str, Any]) -> dict[str, Any]:
         "parts": [],
         "part_of": [],
         "blocks": blocks,
+        "batch_norm": normalises_by_batch(model.train()),
         "state_bytes": state,
         **unknown,
     }
