@@ -1,6 +1,7 @@
 """The profile of a rank that is alone: work and bytes of a sample."""
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,18 @@ from torch import nn
 from trainer.config.compose import CONF, compose
 from trainer.process.environment import Place
 from trainer.tools.tune.configs import alone, of_trial
-from trainer.tools.tune.measure import ROUNDS, a_sample, cuts, in_steps, in_turns, line, profile, saved_bytes, shares
+from trainer.tools.tune.measure import (
+    ROUNDS,
+    Profile,
+    a_sample,
+    cuts,
+    in_steps,
+    in_turns,
+    line,
+    profile,
+    saved_bytes,
+    shares,
+)
 from trainer.tools.tune.workload import make_workload
 
 TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy", "trainer.allow_targets=[toy_recipe]"]
@@ -33,7 +45,7 @@ def test_ranks_measure_their_own_work(dropout: float, monkeypatch: pytest.Monkey
     answers = run_ranks(2, measure, of_trial(alone(config, 2), tmp_path / "a", 1, 60, 5))
     elements = [8 * 16, 16, 16 * 16, 16, 16 * 16, 16, 16 * 4, 4]
     for answer in answers:
-        assert answer["parameters"] == elements and answer["random"] is bool(dropout)
+        assert answer["parameters"] == elements and answer["random"] is bool(dropout) and not answer["batch_norm"]
         assert answer["state_bytes"] == 4 * 4 * sum(elements) + 4 * len(elements)  # two moments, and a step each
         assert min(answer[name] for name in ("forward_s", "backward_s", "optimizer_s", "data_s")) > 0
         assert answer["activation_bytes"] > 4 * 16
@@ -58,6 +70,22 @@ def test_each_rank_measures_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(Made) as made:
         profile({"trainer": {"run_dir": "r"}}, Place(3, 4, 1, 2, "store", "tune"), 1, 4)
     assert made.value.args == (Place(0, 1, 1, 1, "", "tune"),)
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+def test_a_size_whose_pass_fails_is_left_out(micro: int) -> None:
+    """One sample has no variance; today's own micro-batch has to work."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    trainer: Any = SimpleNamespace(
+        plan=SimpleNamespace(micro=micro), loss=SimpleNamespace(compute=lambda model, batch: model(batch).sum()),
+        strategy=SimpleNamespace(model=model), module=model, parameters=list(model.parameters()),
+        device=torch.device("cpu"), recipe=None,
+    )  # fmt: skip
+    watch = Profile(1, 4)
+    fails = pytest.raises(ValueError, match="more than 1 value per channel") if micro == 1 else nullcontext()
+    with fails:
+        watch.rehearse(trainer, lambda batch: model(batch).sum().backward(), torch.randn(micro, 2))
+    assert micro == 1 or (watch.forward_s > 0 and watch.activation_bytes > 0)
 
 
 def test_passes_take_what_they_take_in_a_step() -> None:

@@ -39,6 +39,7 @@ class Profile(Stopwatch):
             batches = [repeat_batch(batch, size, f"callbacks.{OWN}") for size in sizes]
         except DataError:  # it can't be cut, so a pass counts as its samples alone
             sizes, batches = [micro], [batch]
+        sizes, batches = passing(run_pass, sizes, batches, micro)
         loss, model, device = trainer.loss.compute, trainer.strategy.model, trainer.device  # pyright: ignore
         calls = [(lambda made=made: run_pass(made)) for made in batches]
         calls += [(lambda made=made: loss(model, made)) for made in batches]
@@ -114,6 +115,21 @@ def profile(config: dict[str, Any], place: Place, warm: int, steps: int) -> dict
 def in_steps(phases: Mapping[str, float], step_s: float) -> float:
     """Return the seconds of the passes in a step, by `step_timer`; 0 without its phases."""
     return step_s * (phases["forward"] + phases["backward"]) / phases["step"] if phases else 0.0
+
+
+def passing(
+    run_pass: Callable[[Any], None], sizes: Sequence[int], batches: Sequence[Any], today: int
+) -> tuple[list[int], list[Any]]:
+    """Return the sizes whose pass works: that of a BatchNorm1d with one sample fails. Today's own has to work."""
+    working = dict[int, Any]()
+    for size, batch in zip(sizes, batches, strict=True):
+        try:
+            run_pass(batch)
+            working[size] = batch
+        except Exception:
+            if size == today:
+                raise
+    return list(working), list(working.values())
 
 
 def in_turns(calls: list[Callable[[], Any]], device: torch.device) -> list[float]:
