@@ -51,6 +51,41 @@ def test_copies_need_a_gpu() -> None:
     assert report.missed == ["copies: not measured: there is no GPU to copy to"]
 
 
+class Two(Ranks):
+    """Rank 0 of two ranks, whose other one has gathered something else."""
+
+    def __init__(self, other: dict[str, Any], why: str = "") -> None:
+        self.device, self.other = torch.device("cpu"), [other, why]
+
+    def gather(self, value: Any, group: Any = None) -> list[Any]:
+        return [value, self.other]
+
+
+def test_a_number_that_a_rank_lacks_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "matmul", lambda _: {"fp32_flop_per_s": 1.0, "bf16_flop_per_s": 2.0})
+    report = Report(shows=False)
+    PARTS["matmul"](Two({"fp32_flop_per_s": 3.0, "fp16_flop_per_s": 4.0}), options(), report)
+    assert report.numbers == {"matmul": {"fp32_flop_per_s": 2.0}}
+    assert report.missed == [
+        "matmul, bf16_flop_per_s: not measured: rank 1 can't", "matmul, fp16_flop_per_s: not measured: rank 0 can't"
+    ]  # fmt: skip
+
+
+def test_memory_that_runs_out_on_any_rank_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: torch.device) -> dict[str, CodecCost]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nSee the documentation.")
+
+    monkeypatch.setattr(device, "matmul", lambda _: {"fp32_flop_per_s": 1.0})
+    monkeypatch.setattr(codecs, "measure", fails)
+    report = Report(shows=False)
+    PARTS["codecs"](Two({"bf16": [1.0, 2.0]}), options(), report)
+    PARTS["matmul"](Two({}, "out of memory"), options(), report)
+    assert not report.numbers and not report.codecs and report.missed == [
+        "codecs: not measured: rank 0: CUDA out of memory. Tried to allocate 1 GiB.",
+        "matmul: not measured: rank 1: out of memory",
+    ]  # fmt: skip
+
+
 def together(place: Place, folder: str, quiet: float) -> tuple[Any, ...]:
     """Each rank has costs and rates of its own; the report has the means."""
     with pytest.MonkeyPatch.context() as patch:

@@ -3,13 +3,16 @@
 import argparse
 from collections.abc import Callable
 from statistics import mean
+from typing import TypeVar
 
 from trainer.comm.ranks import Ranks
-from trainer.errors import DataError
+from trainer.errors import DataError, printable
 from trainer.tools.cost_model.machine import CodecCost
 from trainer.tools.measure import codecs as codec_costs
 from trainer.tools.measure import collectives, device, storage
 from trainer.tools.measure.report import HEAD, Report
+
+Numbers = TypeVar("Numbers", float, list[float])
 
 
 def links(ranks: Ranks, options: argparse.Namespace, report: Report) -> None:
@@ -33,28 +36,54 @@ def links(ranks: Ranks, options: argparse.Namespace, report: Report) -> None:
 
 
 def codecs(ranks: Ranks, options: argparse.Namespace, report: Report) -> None:
-    own = {
-        name: [cost.encode_s_per_byte, cost.decode_s_per_byte]
-        for name, cost in codec_costs.measure(ranks.device).items()
-    }
-    each = ranks.gather(own)
-    report.add_codecs({name: CodecCost(*map(mean, zip(*(one[name] for one in each), strict=True))) for name in own})
+    def measure() -> dict[str, list[float]]:
+        costs = codec_costs.measure(ranks.device).items()
+        return {name: [cost.encode_s_per_byte, cost.decode_s_per_byte] for name, cost in costs}
+
+    if each := on_each(ranks, report, "codecs", measure):
+        costs = {name: map(mean, zip(*(own[name] for own in each), strict=True)) for name in each[0]}
+        report.add_codecs({name: CodecCost(*cost) for name, cost in costs.items()})
 
 
 def copies(ranks: Ranks, options: argparse.Namespace, report: Report) -> None:
     if ranks.device.type != "cuda":
         return report.miss("copies: not measured: there is no GPU to copy to")
-    on_each(ranks, report, "copies", device.copies(ranks.device))
+    means(ranks, report, "copies", lambda: device.copies(ranks.device))
 
 
 def matmul(ranks: Ranks, options: argparse.Namespace, report: Report) -> None:
-    on_each(ranks, report, "matmul", device.matmul(ranks.device))
+    means(ranks, report, "matmul", lambda: device.matmul(ranks.device))
 
 
-def on_each(ranks: Ranks, report: Report, part: str, own: dict[str, float]) -> None:
-    """Report the means over ranks, which have measured at once."""
-    each = ranks.gather(own)
-    report.add_numbers(part, {name: mean(one[name] for one in each) for name in own})
+def means(ranks: Ranks, report: Report, part: str, measure: Callable[[], dict[str, float]]) -> None:
+    """Report the means over ranks."""
+    if each := on_each(ranks, report, part, measure):
+        report.add_numbers(part, {name: mean(own[name] for own in each) for name in each[0]})
+
+
+def on_each(
+    ranks: Ranks, report: Report, part: str, measure: Callable[[], dict[str, Numbers]]
+) -> list[dict[str, Numbers]]:
+    """Measure on all ranks at once, and return the numbers that all have, by rank. A collective.
+
+    A number that a rank lacks is a line of the report. So is an error, as of memory, and then there is no number.
+    """
+    own, why = dict[str, Numbers](), ""
+    try:
+        own = measure()
+    except (RuntimeError, MemoryError) as error:
+        why = printable((str(error).splitlines() or [""])[0]) or type(error).__name__
+    each, reasons = zip(*ranks.gather([own, why]), strict=True)
+    if any(reasons):
+        rank = next(rank for rank, reason in enumerate(reasons) if reason)
+        report.miss(f"{part}: not measured: rank {rank}: {reasons[rank]}")
+        return []
+    names = dict.fromkeys(name for numbers in each for name in numbers)
+    lacking = {name: [str(rank) for rank, numbers in enumerate(each) if name not in numbers] for name in names}
+    for name, without in lacking.items():
+        if without:
+            report.miss(f"{part}, {name}: not measured: rank {', '.join(without)} can't")
+    return [{name: numbers[name] for name in names if not lacking[name]} for numbers in each]
 
 
 def disk(ranks: Ranks, options: argparse.Namespace, report: Report) -> None:
