@@ -6,7 +6,7 @@ from pathlib import Path
 import pynvml
 import pytest
 import torch
-from support.nvml import Device, loaded
+from support.nvml import Device, Library, loaded
 
 from trainer.tools.doctor import gpus
 from trainer.tools.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
@@ -60,6 +60,29 @@ def test_a_gpu_in_a_narrow_slot_and_one_that_tells_nothing(sys):
     _, narrow, other, *_ = examine(sys, free(pci=ONE, width=8), free(pci=TWO, codes=silent))
     assert narrow.level == WARNING and narrow.consequence == "it could have PCIe x16, so copies are slower"
     assert other.level == OK and "PCIe" not in other.value
+
+
+@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_NOT_SUPPORTED])
+def test_memory_that_the_driver_does_not_tell_is_a_note(sys, code):
+    unread = {"nvmlDeviceGetMemoryInfo": code}
+    _, first, second, *_ = examine(sys, free(pci=ONE, codes=unread), free(pci=TWO, codes=unread, reasons=0x40))
+    assert first.level == NOTE and first.value.startswith("NVIDIA H100 80GB HBM3, PCI 0000:3b:00.0, NUMA node 0")
+    assert first.consequence == "the driver does not tell its memory, so what others hold is unknown"
+    assert second.level == WARNING and "thermal" in second.consequence
+    lost = free(pci=ONE, codes={"nvmlDeviceGetMemoryInfo": pynvml.NVML_ERROR_GPU_IS_LOST})
+    assert examine(sys, lost)[1].level == ERROR
+
+
+def test_a_driver_that_does_not_tell_its_version_leaves_what_torch_sees(sys, monkeypatch):
+    monkeypatch.setattr(Library, "nvmlSystemGetDriverVersion", lambda *_: pynvml.NVML_ERROR_NO_PERMISSION)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_90"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
+    found = {finding.subject: finding for finding in examine(sys, free(pci=ONE))}
+    assert found["GPUs"].level == WARNING and "Insufficient Permissions" in found["GPUs"].consequence
+    assert found["GPU 0 of torch"].level == OK
 
 
 H100 = "NVIDIA H100 80GB HBM3, 80 GiB, 700 W"

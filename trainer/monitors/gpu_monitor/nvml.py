@@ -38,7 +38,7 @@ def opened() -> Iterator[ModuleType]:
     """Load and initialise NVML.
 
     Raises:
-        RuntimeError: It can't be used. The message has the reason and the way out.
+        RuntimeError: It can't be used, or refuses what the caller needs. The message has the reason and the way out.
     """
     try:
         import pynvml
@@ -50,6 +50,8 @@ def opened() -> Iterator[ModuleType]:
         raise RuntimeError(unusable(error)) from None
     try:
         yield pynvml
+    except pynvml.NVMLError as error:
+        raise RuntimeError(unusable(error)) from None
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()

@@ -77,14 +77,15 @@ def devices(library: ModuleType, sys: Path) -> Iterator[Shown]:
         try:
             handle = library.nvmlDeviceGetHandleByIndex(index)
             address = short(library.nvmlDeviceGetPciInfo(handle).busId)
-            name, memory = library.nvmlDeviceGetName(handle), library.nvmlDeviceGetMemoryInfo(handle)
+            name, memory = library.nvmlDeviceGetName(handle), memory_of(library, handle)
         except library.NVMLError as error:
             yield Shown("", Finding(
                 subject, f"NVML: {error}", ERROR, "a rank on it can't start",
                 "see the kernel's log for Xid; leave it out by CUDA_VISIBLE_DEVICES",
             ))  # fmt: skip
             continue
-        value = f"{name}, {size(memory.total)}, PCI {address}, NUMA node {numa_node_of(sys, address)}"
+        model = f"{name}, {size(memory.total)}" if memory else name
+        value = f"{model}, PCI {address}, NUMA node {numa_node_of(sys, address)}"
         width, full = (asked(library, function, handle) for function in WIDTHS)
         value += f", PCIe x{width}" if width else ""
         mig = ", MIG" if (asked(library, "nvmlDeviceGetMigMode", handle) or [0])[0] else ""
@@ -98,16 +99,33 @@ def devices(library: ModuleType, sys: Path) -> Iterator[Shown]:
         elif width and full and width < full:
             level, consequence = WARNING, f"it could have PCIe x{full}, so copies are slower"
             way_out = "see its slot and riser by nvidia-smi -q -d PCIE"
+        elif memory is None:
+            level, consequence = NOTE, "the driver does not tell its memory, so what others hold is unknown"
         elif memory.used > OTHERS * memory.total:
             level, consequence = WARNING, f"others hold {size(memory.used)} of it"
             way_out = "see their processes by nvidia-smi, and end them"
-        data = {"name": name, "address": address, "memory": memory.total, "used": memory.used}
+        data = {"name": name, "address": address}
+        data |= {"memory": memory.total, "used": memory.used} if memory else {}
         finding = Finding(subject, value, level, consequence, way_out, data)
-        kind = f"{name}, {size(memory.total)}"
+        kind = model
         power = asked(library, "nvmlDeviceGetEnforcedPowerLimit", handle)
         kind += f", {power / 1000:.0f} W" if power else ""
         kind += f", PCIe x{width} of x{full}" if width and full and width < full else ""
         yield Shown(address, finding, kind + mig, nvlinks(library, handle))
+
+
+def memory_of(library: ModuleType, handle: Any) -> Any:
+    """Return the GPU's memory; None if the driver does not tell it, as to a user of MIG, or on GB10.
+
+    Raises:
+        NVMLError: The GPU is lost.
+    """
+    try:
+        return library.nvmlDeviceGetMemoryInfo(handle)
+    except library.NVMLError_GpuIsLost:
+        raise
+    except library.NVMLError:
+        return None
 
 
 def kinds(shown: list[Shown]) -> Iterator[Finding]:
