@@ -31,6 +31,14 @@ def test_the_tightest_limit_on_the_way_up_holds(roots):
     assert cgroup.processes(proc, sys) is None
 
 
+def test_ranks_share_the_limit_of_their_container(roots):
+    proc, sys = roots
+    assert cgroup.cores_each(2, proc, sys) == float("inf")
+    (proc / "self" / "cgroup").write_text("0::/\n")
+    write(sys, {"cgroup.controllers": "cpu", "cpu.max": "600000 100000"})
+    assert cgroup.cores_each(1, proc, sys) == 6 and cgroup.cores_each(4, proc, sys) == 1.5
+
+
 def test_version_1_has_a_folder_for_each_controller(roots):
     proc, sys = roots
     (proc / "self" / "cgroup").write_text("5:memory:/a\n4:pids:/\n3:cpu,cpuacct:/a\n1:name=systemd:/\n0::/\n")

@@ -1,6 +1,7 @@
 """Reads the limits that control groups set this process, and what the groups use. Linux has two versions of them."""
 
 import contextlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -49,6 +50,12 @@ def memory(proc: Path = PROC, sys: Path = SYS) -> Limit | None:
 def cores(proc: Path = PROC, sys: Path = SYS) -> Limit | None:
     """Return the limit of CPU time, in seconds per second."""
     return tightest("cpu", quota, proc, sys)
+
+
+def cores_each(ranks: int, proc: Path = PROC, sys: Path = SYS) -> float:
+    """Return the part of the limit of CPU time that each of a node's ranks has; infinity without a limit."""
+    limit = cores(proc, sys)
+    return limit.value / ranks if limit else math.inf
 
 
 def processes(proc: Path = PROC, sys: Path = SYS) -> Limit | None:

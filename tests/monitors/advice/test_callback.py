@@ -1,6 +1,7 @@
 """Findings of real runs whose numbers are given: said once, after two logged steps, and again at the end."""
 
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from trainer.monitors.advice import callback
 from trainer.monitors.advice.callback import Advice
 from trainer.monitors.memory.advice import Use
 from trainer.monitors.step_timer import StepTimer
+from trainer.process import cgroup
 from trainer.process.environment import Place
 
 SLOW = {"time/step": 1.0, "time/data_max": 0.2}
@@ -257,6 +259,18 @@ def test_attention_is_watched_in_the_first_pass_alone():
 def test_the_micro_batch_that_fits(use, samples, monkeypatch):
     monkeypatch.setattr(callback, "count", lambda trainer, most: use)
     assert callback.fits(fake()) == samples
+
+
+def test_cores_are_those_of_the_mask_the_node_and_the_container(monkeypatch):
+    limits: list[cgroup.Limit | None] = [cgroup.Limit(6.0, Path()), cgroup.Limit(0.5, Path()), None]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(cgroup, "cores", lambda *_: limits[0])
+    assert [callback.cores_of(ranks) for ranks in (1, 2, 4)] == [6, 3, 1]
+    del limits[0]
+    assert callback.cores_of(1) == 1
+    del limits[0]
+    assert [callback.cores_of(ranks) for ranks in (1, 3)] == [16, 5]
 
 
 def test_facts_of_a_run():

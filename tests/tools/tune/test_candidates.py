@@ -4,9 +4,18 @@ import pytest
 from support.cli import ROOT
 
 from trainer.config.compose import CONF, compose
+from trainer.process.cgroup import Limit
 from trainer.process.environment import Place
 from trainer.tools.cost_model.workload import Choice
-from trainer.tools.tune.candidates import NOTHING, candidates, changes_micro_batch, describe, family, near
+from trainer.tools.tune.candidates import (
+    NOTHING,
+    candidates,
+    changes_micro_batch,
+    describe,
+    family,
+    near,
+    with_settings,
+)
 from trainer.tools.tune.configs import is_exact, merge, refusal
 
 TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy"]
@@ -82,6 +91,13 @@ def test_one_rank_has_micro_batches_workers_and_compile_alone(config: dict) -> N
     found = candidates(config, Place(0, 1, 0, 1, starts=True), lossy=True)
     assert {name for choice in found for name in choice.callbacks} == {"compile", "activation_checkpoint"}
     assert {key for choice in found for key in choice.settings} == {"micro_batch", "accumulate", "data.workers"}
+
+
+def test_data_workers_are_no_more_than_the_cores_of_a_rank(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
+    for cores, most in ((16.0, 4), (6.0, 2)):  # of a container, for two ranks
+        monkeypatch.setattr("trainer.process.cgroup.cores", lambda *_, cores=cores: Limit(cores, ROOT))
+        assert max(each.get("data.workers", 0) for each in with_settings(config, two(), 2)) == most
 
 
 def test_callbacks_of_today_stay(config: dict) -> None:

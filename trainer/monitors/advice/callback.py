@@ -21,6 +21,7 @@ from trainer.monitors.advice import kernels, link
 from trainer.monitors.advice.rules import ALL, MOST_MEMORY, Finding, Run, find
 from trainer.monitors.candidates import accepts
 from trainer.monitors.memory.callback import count
+from trainer.process import cgroup
 
 MOST = 5  # findings that the end of the run repeats
 MEASURED = ("time/", "gpu/", "perf/", "advice/")  # numbers that a warm-up changes
@@ -159,7 +160,7 @@ def facts(trainer: TrainerProtocol) -> Run:
         splits=any(callback.role == Role.BATCH for callback in trainer.callbacks.values()),
         workers=data.workers,
         prefetch=data.prefetch,
-        cores=max(1, min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // max(1, place.local_world))),
+        cores=cores_of(place.local_world),
         fixed_interval=saves.every is None and bool(saves.every_steps or saves.every_minutes),
         profiles="profiler" in trainer.callbacks,
         offloads=offloads,
@@ -168,6 +169,12 @@ def facts(trainer: TrainerProtocol) -> Run:
         fits=partial(fits, trainer),
         accepts=partial(accepts, trainer),
     )
+
+
+def cores_of(ranks: int) -> int:
+    """Return the cores that each of a node's ranks may use: of its mask, of the node, of a container's limit."""
+    most = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) / ranks, cgroup.cores_each(ranks))
+    return max(1, int(most))
 
 
 def fits(trainer: TrainerProtocol) -> int:

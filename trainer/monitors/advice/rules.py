@@ -45,7 +45,7 @@ class Run:
     splits: bool
     workers: int
     prefetch: int
-    cores: int  # of the machine, for each of its ranks
+    cores: int  # of the machine or its container, for each of its ranks
     fixed_interval: bool  # checkpoints come by steps or minutes, and not by auto
     profiles: bool  # has the callback profiler
     offloads: bool

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer.checkpoint.manifest import verify
 from trainer.comm.nccl import VARIABLES
+from trainer.process import cgroup
 from trainer.process.environment import Place
 from trainer.tools.cost_model.workload import Choice
 from trainer.tools.tune.configs import callbacks_of, is_exact, merge, node, ranks_with_data, refusal
@@ -173,7 +174,7 @@ def with_settings(
     micros = [None, *(size for size in near(samples, today) if size != today)]
     sizes = [mib for mib in BUCKETS_MIB if mib != config["trainer"]["ddp"]["bucket_mib"]]
     buckets = [None, *sizes] if place.world > 1 else [None]
-    cores = max(1, len(os.sched_getaffinity(0)) // place.local_world)
+    cores = min(len(os.sched_getaffinity(0)) / place.local_world, cgroup.cores_each(place.local_world))
     own = config["data"]["workers"]
     workers = [None, *(count for count in WORKERS if count != own and count <= max(cores, 2))]
     transports = [{}, *(for_nccl(config, place) if backend == "nccl" and place.world > 1 else ())]
