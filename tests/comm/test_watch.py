@@ -67,6 +67,13 @@ def test_every_collective_is_shown_once_with_its_bytes() -> None:
         assert all(timed for *_, waits, timed in found if waits)
 
 
+def test_a_call_with_a_group_of_others_is_not_shown() -> None:
+    found: list[Any] = []
+    with watched(found.append), pytest.warns(UserWarning, match="does not belong to the given group"):
+        dist.all_reduce(torch.zeros(2), group=dist.GroupMember.NON_GROUP_MEMBER)
+    assert not found
+
+
 def failing(place: Place) -> tuple[int, bool]:
     """A call that raises is not shown, and the next one is."""
     ranks, found = Ranks(place, "cpu", "gloo", 60), []

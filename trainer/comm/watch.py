@@ -147,7 +147,8 @@ class Call:
 def watched(observe: Callable[[Call], None]) -> Iterator[None]:
     """Call `observe` after each collective of this process, in the thread that makes it.
 
-    Not shown are collectives that C++ makes by itself: those of DDP's own reducer and of compiled graphs.
+    Not shown are collectives that C++ makes by itself: those of DDP's own reducer and of compiled graphs. Neither are
+    calls with a group that this rank is not in, in which torch does nothing.
     """
     with ExitStack() as undo:
         listen(partial(_shown, observe), undo)
@@ -164,7 +165,10 @@ def _shown(observe: Callable[[Call], None], name: str, function: Callable[..., A
     def shown(*args: Any, **kwargs: Any) -> Any:
         if _inside.get():
             return function(*args, **kwargs)
-        call, token = Call(collective, *read(*args, **kwargs)), _inside.set(True)
+        tensors, group, asynchronous = read(*args, **kwargs)
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            return function(*args, **kwargs)
+        call, token = Call(collective, tensors, group, asynchronous), _inside.set(True)
         try:
             result = function(*args, **kwargs)
         finally:
