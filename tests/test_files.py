@@ -124,6 +124,38 @@ def test_a_checkpoint_has_what_the_file_has_not(tmp_path, monkeypatch, said):
     assert said[-1].endswith("lines are missing: the file has 4 bytes, and the checkpoint counted 14")
 
 
+def refuse(*args: object) -> None:
+    raise OSError(errno.EACCES, "Permission denied")
+
+
+def test_a_file_that_can_not_be_cut_gets_its_lines_later(tmp_path, monkeypatch, said):
+    file = Appended(tmp_path / "file")
+    file.path.write_bytes(b"one\nlost\n")
+    file.go_on({"bytes": 4, "kept": "two\n"})
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "truncate", refuse)
+        file.write(b"three\n")
+        file.write(b"four\n")
+        assert file.state_dict() == {"bytes": 4, "kept": "two\nthree\nfour\n"}
+    assert said == [f"{file.path}: Permission denied; training goes on, and new lines are kept until there is room"]
+    file.write(b"five\n")
+    assert file.path.read_bytes() == b"one\ntwo\nthree\nfour\nfive\n" and said[1:] == [
+        f"{file.path}: can be written again"
+    ]
+    file.close()
+
+
+def test_a_file_that_a_server_has_lost_is_a_warning(tmp_path, monkeypatch, said):
+    file = Appended(tmp_path / "file")
+    file.write(b"one\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "fstat", refuse)
+        file.write(b"two\n")
+    assert len(said) == 1 and "training goes on" in said[0]
+    file.close()
+    assert file.path.read_bytes() == b"one\ntwo\n"
+
+
 def test_the_log_itself_may_be_on_that_disk(tmp_path, monkeypatch, said):
     """What it tells of itself goes through itself."""
     monkeypatch.setattr(files, "MOST", 1024)

@@ -51,9 +51,10 @@ class Appended:
 
     def flush(self, durably: bool = False) -> None:
         """Write the kept lines."""
-        self._restore()
-        removed = self.file is not None and not os.fstat(self.file).st_nlink
+        if not self._restore():
+            return
         try:
+            removed = self.file is not None and not os.fstat(self.file).st_nlink
             if self.file is None or removed:
                 self._release()
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +64,7 @@ class Appended:
             if durably:
                 os.fsync(self.file)
         except OSError as error:
-            self._report(1, f"{error.strerror}; training goes on, and new lines are kept until there is room")
+            self._refused(error)
             return
         if self.trouble:
             self.trouble = 0
@@ -79,7 +80,9 @@ class Appended:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of bytes on the disk, and the lines that are not written yet."""
-        self._restore()
+        if not self._restore():
+            assert self.saved
+            return {"bytes": self.saved["bytes"], "kept": self.saved["kept"] + self.kept.decode()}
         if self.file is not None:
             self.flush(durably=True)
         return {"bytes": self.path.stat().st_size if self.path.exists() else 0, "kept": self.kept.decode()}
@@ -100,18 +103,26 @@ class Appended:
             os.close(self.file)
             self.file = None
 
-    def _restore(self) -> None:
+    def _restore(self) -> bool:
+        """Cut the file back to the checkpoint's state, once. Return false while the disk refuses it."""
         if self.saved is None:
-            return
-        state, self.saved = self.saved, None
-        found = self.path.stat().st_size if self.path.exists() else 0
+            return True
+        state = self.saved
+        try:
+            found = self.path.stat().st_size if self.path.exists() else 0
+            if found > state["bytes"]:
+                os.truncate(self.path, state["bytes"])
+        except OSError as error:
+            self._refused(error)
+            return False
+        self.saved, self.kept = None, state["kept"].encode() + self.kept
         if found < state["bytes"]:
             text = "%s: lines are missing: the file has %d bytes, and the checkpoint counted %d"
             log.warning(text, self.path, found, state["bytes"])
-        if found:
-            os.truncate(self.path, min(state["bytes"], found))
-        if state["kept"]:
-            self.write(state["kept"].encode())
+        return True
+
+    def _refused(self, error: OSError) -> None:
+        self._report(1, f"{error.strerror}; training goes on, and new lines are kept until there is room")
 
     def _report(self, trouble: int, text: str) -> None:
         if trouble > self.trouble:
