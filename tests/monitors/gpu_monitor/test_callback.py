@@ -83,6 +83,25 @@ def test_the_thread_ends_with_a_run_that_fails():
     assert monitor.sampler and not monitor.sampler.thread.is_alive() and threads() == []
 
 
+def test_a_thread_that_can_not_be_started_is_a_warning(monkeypatch):
+    """At the limit of processes. What a run asks for at its steps and its end works."""
+    said, monitor = list[str](), GpuMonitor()
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    trainer: Any = SimpleNamespace(
+        device=torch.device("cpu"), ranks=SimpleNamespace(place=Place(), gather=lambda own: [own]), metrics={"a": 1.0}
+    )
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(callback.log, "warning", lambda form, *args: said.append(form % args))
+    monitor.on_fit_start(trainer)
+    monitor.on_step_end(trainer)
+    monitor.on_fit_end(trainer)
+    assert trainer.metrics == {"a": 1.0}
+    assert said == ["gpu_monitor: measures nothing: can't start new thread; see the limit of processes, `ulimit -u`"]
+
+
 def gpu_rank(place: Place) -> tuple[list[dict[str, float]], list[str]]:
     """Two logged steps of a rank whose GPU is the driver's number 1 - rank; torch and the driver are faked."""
     uuid = "ab"[place.rank]

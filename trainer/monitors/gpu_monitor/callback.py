@@ -44,7 +44,10 @@ class GpuMonitor(Callback):
         if trainer.ranks.place.local_rank == 0:
             sources.append(watch_host())
         self.sampler = Sampler(sources, self.every_s)
-        self.sampler.start()
+        try:
+            self.sampler.start()
+        except RuntimeError as error:  # at the limit of processes
+            log.warning("gpu_monitor: measures nothing: %s; see the limit of processes, `ulimit -u`", error)
 
     @only_logged
     def on_step_end(self, trainer) -> None:

@@ -31,7 +31,8 @@ class Sampler:
     def close(self) -> None:
         """End the thread, unless a device never answers it."""
         self.ended.set()
-        self.thread.join(timeouts.MONITOR_S)
+        if self.thread.ident:  # it was started
+            self.thread.join(timeouts.MONITOR_S)
 
     def take(self) -> dict[str, float]:
         """Return the numbers of the samples since the last call, or of the newest ones if there was none since."""
