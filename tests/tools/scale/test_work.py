@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from trainer.errors import ConfigError
@@ -36,6 +37,17 @@ class Frozen(Counted):
         return model
 
 
+class Reads(Counted):
+    def model(self) -> nn.Module:
+        rates = [rate.item() for rate in torch.linspace(0, 0.1, 4)]
+        return nn.Sequential(*map(nn.Dropout, rates))
+
+
+class Wrong(Counted):
+    def model(self) -> nn.Module:
+        raise TypeError("a mistake of the recipe")
+
+
 ALL = 64_000 + 4 * 4096
 
 
@@ -66,6 +78,17 @@ def test_what_is_unknown_is_refused_with_the_way_out() -> None:
         count(config(), V100, ScaleOptions())
     with pytest.raises(ConfigError, match="the machine has a peak for no precision; give tflops=NUMBER"):
         count(config(), replace(V100, tflops={}), ScaleOptions())
+
+
+def test_a_model_that_needs_values_is_refused_and_another_error_keeps_its_traceback() -> None:
+    way = "load weights by trainer.init_from, and compute numbers without torch"
+    why = r"tensors have no values: Tensor\.item\(\) cannot be called on meta tensors"
+    with pytest.raises(
+        ConfigError, match=rf"^recipe\.model\(\): can't be built on the meta device, where {why}; {way}$"
+    ):
+        count(config(Reads), H100, ScaleOptions())
+    with pytest.raises(TypeError, match="a mistake of the recipe"):
+        count(config(Wrong), H100, ScaleOptions())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from trainer.blocks import find_blocks
 from trainer.config.build import build
 from trainer.config.check import ALLOWED, split_groups
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, printable
 from trainer.optim.groups import ParameterRules, WithGroups
 from trainer.tools.cost_model.workload import Workload
 from trainer.tools.scale.machines import Cluster
@@ -73,11 +73,24 @@ def count(config: Mapping[str, Any], cluster: Cluster, options: ScaleOptions) ->
 
 
 def on_meta(config: Mapping[str, Any]) -> tuple[Any, torch.nn.Module, Mapping[str, Any]]:
-    """Return the recipe, its model on the meta device with what is frozen, and the optimizer's config."""
+    """Return the recipe, its model on the meta device with what is frozen, and the optimizer's config.
+
+    Raises:
+        ConfigError: The recipe needs the values of tensors, which the meta device lacks.
+    """
     recipe = build("recipe", config["recipe"], (*ALLOWED, *config["trainer"]["allow_targets"]))
     groups, optimizer = split_groups(config["optimizer"])
-    with torch.device("meta"):
-        model = recipe.model()
+    try:
+        with torch.device("meta"):
+            model = recipe.model()
+    except (RuntimeError, TypeError) as error:
+        if "meta" not in str(error).lower():
+            raise
+        reason = printable(str(error).splitlines()[0])
+        raise ConfigError(
+            f"recipe.model(): can't be built on the meta device, where tensors have no values: {reason}; load weights "
+            "by trainer.init_from, and compute numbers without torch"
+        ) from error
     ParameterRules(WithGroups(torch.optim.AdamW, groups or ()), recipe, model)  # freezes what a group freezes
     return recipe, model, optimizer
 
