@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +58,8 @@ def said(messages: list[str]) -> list[str]:
     [
         ({"first": 0}, "callbacks.profiler.first=0: must be at least 1"),
         ({"active": 0}, "callbacks.profiler.active=0: must be at least 1"),
+        ({"ranks": []}, "callbacks.profiler.ranks=[]: no rank would record; name some, or null for all"),
+        ({"ranks": [0, -1]}, "callbacks.profiler.ranks=-1: must be at least 0"),
         ({"every": 2}, "callbacks.profiler.every=2: is less than active=3, so recordings would overlap; raise it"),
     ],
 )
@@ -64,6 +67,16 @@ def test_refused(knobs, reason):
     with pytest.raises(ConfigError) as caught:
         Profiler(**knobs)
     assert str(caught.value) == reason
+
+
+def test_ranks_that_the_run_has_not_are_named(messages):
+    trainer: Any = SimpleNamespace(plan=SimpleNamespace(max_steps=20), step=0, world=2)
+    Profiler(ranks=[1]).on_fit_start(trainer)
+    assert said(messages) == []
+    Profiler(ranks=[1, 2, 7]).on_fit_start(trainer)
+    assert said(messages) == [
+        "profiler: no trace of rank 2, 7, since the run has ranks 0 to 1; give another callbacks.profiler.ranks"
+    ]
 
 
 def test_a_trace_has_its_steps_with_phases_and_callbacks(messages):

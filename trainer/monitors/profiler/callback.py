@@ -46,6 +46,10 @@ class Profiler(Callback):
             raise ConfigError(
                 f"{KEY}.every={every}: is less than active={active}, so recordings would overlap; raise it"
             )
+        if ranks is not None and not ranks:
+            raise ConfigError(f"{KEY}.ranks=[]: no rank would record; name some, or null for all")
+        for rank in ranks or ():
+            require(f"{KEY}.ranks", rank, at_least=0)
         self.first, self.active, self.every, self.ranks = first, active, every, ranks
         self.asked = {"record_shapes": record_shapes, "with_stack": with_stack, "profile_memory": profile_memory}
         self.recording: Recording | None = None
@@ -60,6 +64,9 @@ class Profiler(Callback):
         if begins is None or (last is not None and begins > last):
             text = "profiler: no step is recorded, since the run goes from step %d to %s; give another %s.first"
             log.info(text, trainer.step + 1, last, KEY)
+        if absent := [rank for rank in self.ranks or () if rank >= trainer.world]:
+            text = "profiler: no trace of rank %s, since the run has ranks 0 to %d; give another %s.ranks"
+            log.warning(text, ", ".join(map(str, absent)), trainer.world - 1, KEY)
 
     def on_fit_end(self, trainer) -> None:
         self._end()
