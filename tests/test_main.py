@@ -17,7 +17,9 @@ from support.cli import PYTHONPATH, QUICK, TOY, environment, run, toy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import trainer
+from trainer import main
 from trainer.config.check import check
+from trainer.errors import ConfigError
 
 SHORT = [
     "trainer.max_steps=4",
@@ -119,6 +121,17 @@ def test_each_job_is_checked_before_the_first_runs(tmp_path):
     done = toy(["recipe.width=16", "-m", "callbacks=[],[ema]", "batch=12,0"], tmp_path)  # -m may stand anywhere
     assert (done.code, done.err) == (78, "echelon: batch=0: must be at least 1\n")
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["multirun.yaml"]
+
+
+def test_ranks_of_a_pipeline_share_samples(monkeypatch):
+    """Four ranks in four stages read one batch; without stages six samples do not divide."""
+    for name in ("OMP_WAIT_POLICY", "CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # `run` sets those that are missing
+    monkeypatch.setattr("trainer.launch.launcher.start", lambda *_: 0)
+    config: dict[str, Any] = {"trainer": {"devices": 4}, "nccl": {}, "batch": 6, "micro_batch": 1, "accumulate": None}
+    assert main.run({**config, "callbacks": {"pipeline": {"stages": 4}}}, "toy", []) == 0
+    with pytest.raises(ConfigError, match="batch=6: does not divide into 4 rank"):
+        main.run({**config, "callbacks": {"ema": {"decay": 0.9}}}, "toy", [])
 
 
 @pytest.mark.slow

@@ -173,7 +173,9 @@ def run(config: dict[str, Any], recipe: str, argv: list[str], messages: Sequence
     place = detect(os.environ, options.devices, options.nodes)
     refuse_nodes(place, os.environ, options.nodes, options.resume, options.run_dir)
     world = place.world if place.launcher else options.devices
-    if isinstance(world, int) and not options.resume and isinstance(options.nodes, int):  # else the plan does this
+    staged = any("stages" in callback for callback in config["callbacks"].values())  # whose ranks share samples
+    early = not options.resume and not staged and isinstance(options.nodes, int)
+    if early and isinstance(world, int):  # else the plan does this
         split_batch(config["batch"], world, config["micro_batch"], config["accumulate"])
     show(messages, place.rank)
     # Read when torch loads. Idle OpenMP threads that spin would take the cores of ranks and data workers.

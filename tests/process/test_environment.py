@@ -95,7 +95,8 @@ def start(*_):
     print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
 sys.modules["trainer.launch.launcher"] = SimpleNamespace(start=start)
-main.run({"trainer": {"devices": 1}, "nccl": {}, "batch": 12, "micro_batch": None, "accumulate": None}, "toy", [])
+config = {"trainer": {"devices": 1}, "callbacks": {}, "nccl": {}, "batch": 12, "micro_batch": None, "accumulate": None}
+main.run(config, "toy", [])
 """
 
 
