@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import trainer
 from trainer import main
 from trainer.config.check import check
+from trainer.config.compose import Job
 from trainer.errors import ConfigError
 
 SHORT = [
@@ -114,6 +115,24 @@ def test_multirun_makes_a_run_per_value(tmp_path):
     assert sorted(OmegaConf.load(folder / "config.yaml").optimizer.lr for folder in runs) == [1e-3, 3e-3]
     assert len({json.loads((folder / "summary.json").read_text())["train/loss"] for folder in runs}) == 2
     assert len(list((tmp_path / "ckpt").glob("*/step-00000002"))) == 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [("auto", None), ("auto", None)],
+        [("auto", "runs/a"), ("auto", "runs/a")],
+        [(None, None), ("ckpt/last.pt", None), ("ckpt/last.pt", None)],
+    ],
+)
+def test_runs_of_a_multirun_that_would_resume_each_other_are_refused(settings):
+    def jobs(settings) -> list[Job]:
+        return [Job({"trainer": {"resume": resume, "run_dir": run_dir}}, "toy", []) for resume, run_dir in settings]
+
+    with pytest.raises(ConfigError, match=r"^trainer.resume=\S+: 2 runs of -m would go on from one run; give each a"):
+        main.refuse_shared(jobs(settings))
+    main.refuse_shared(jobs([("auto", "runs/a"), ("auto", "runs/b"), ("ckpt/a", None), ("ckpt/b", None)]))
+    main.refuse_shared(jobs([(None, None), (None, None)]))
 
 
 @pytest.mark.slow

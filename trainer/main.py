@@ -96,6 +96,7 @@ def command(arguments: list[str]) -> int:
     for job in jobs:
         check(job.config)
     if len(jobs) > 1:
+        refuse_shared(jobs)
         os.environ[handover.SEVERAL] = "1"
         name_folders(jobs)
     for job in jobs:
@@ -106,6 +107,17 @@ def command(arguments: list[str]) -> int:
     if len(jobs) > 1:
         compare([job.config["trainer"]["run_dir"] for job in jobs])
     return max(codes)
+
+
+def refuse_shared(jobs: list[Job]) -> None:
+    """Refuse runs of a multirun that would go on from each other: the first makes all steps, and the rest none."""
+    resumed = [(options["resume"], options["run_dir"]) for job in jobs if (options := job.config["trainer"])["resume"]]
+    for resume, run_dir in resumed:
+        if (same := resumed.count((resume, run_dir))) > 1:
+            raise ConfigError(
+                f"trainer.resume={resume}: {same} runs of -m would go on from one run; "
+                "give each a folder, as in 'trainer.run_dir=runs/${optimizer.lr}'"
+            )
 
 
 def name_folders(jobs: list[Job]) -> None:
