@@ -311,7 +311,7 @@ class Trainer:
         self.on_error(error)
         refused = not self.accepted and exit_code(error) != 1
         if isinstance(error, Exception) and not (refused or self.ended):
-            done = {"steps": self.step, "samples": self.samples}
+            done = training_state.done(self)
             note_crash(self.run_dir, error, self.rank, self.world, done, follows=in_collective(error))
         self.ranks.note_failure(kind, self.run_dir / "logs")
         if has_failed(self.device):

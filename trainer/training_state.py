@@ -376,6 +376,12 @@ def _of_its_kind(path: Path, what: str) -> Iterator[None]:
         raise Damaged(f"trainer.resume={path}: {reason}; go on from another checkpoint") from error
 
 
+def done(trainer: SavedTrainer) -> dict[str, int]:
+    """Return the steps and samples that are done: until the state is loaded, those of the checkpoint."""
+    saved = {} if trainer.loaded else trainer.plan.manifest
+    return {"steps": saved.get("step", trainer.step), "samples": saved.get("samples", trainer.samples)}
+
+
 def is_saved(trainer: SavedTrainer) -> bool:
     """Return whether this step and its validation are in a checkpoint of this run."""
     resumed = trainer.plan.resumed

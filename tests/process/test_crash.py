@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.cli import PYTHONPATH, QUICK, TOY, run, toy
 from support.quick import quick
+from support.runs import make
+from toy_recipe import Toy
 
 from trainer import files
 from trainer.errors import ConfigError
@@ -72,7 +75,23 @@ def test_numbers_of_a_trained_run_stay(tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps({"val/loss": 0.5, "stopped": "max_steps", **DONE}))
     found = note(tmp_path, KeyError("a"))
     assert found == {"val/loss": 0.5, "stopped": "error", "error": "KeyError: 'a'", **DONE}
+    assert note(tmp_path, KeyError("b")) == found | {"error": "KeyError: 'b'"}
     assert "val/loss" not in note(tmp_path, KeyError("a"), steps=4)
+
+
+class Failing(Toy):
+    def model(self) -> torch.nn.Module:
+        raise RuntimeError("no model")
+
+
+def test_numbers_of_a_finished_run_stay_if_a_resume_fails_before_it_loads_the_state(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    finished = make(max_steps=1).fit()
+    with pytest.raises(RuntimeError, match="no model"):
+        make(Failing(), resume="auto")
+    found = read_summary(tmp_path / "runs/r/summary.json")
+    assert (found["steps"], found["samples"], found["stopped"]) == (1, 12, "error")
+    assert found["val/loss"] == finished["val/loss"] and found["error"] == "RuntimeError: no model"
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{", None])

@@ -49,7 +49,7 @@ def summarize_crash(file: Path, line: str, done: dict[str, int], follows: bool =
     crashed = found.get("stopped") == "error"
     if follows and crashed and abs(found.get("steps", 0) - done["steps"]) <= 1:  # ranks are at most a step apart
         return
-    numbers = found if found.get("steps") == done["steps"] and not crashed else {}
+    numbers = found if found.get("steps") == done["steps"] else {}
     try:
         write_json(file, {**numbers, **done, "stopped": "error", "error": line})
     except OSError as failure:
