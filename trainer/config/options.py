@@ -1,5 +1,6 @@
 """The typed settings of a run: the keys `trainer`, `trainer.checkpoint`, `trainer.ddp` and `data`. Imports no torch."""
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -46,7 +47,7 @@ class DDPOptions:
     gradient_as_bucket_view: bool | None = None  # null: on CUDA, where it saves a copy of the gradients
 
     def __post_init__(self) -> None:
-        require("trainer.ddp.bucket_mib", self.bucket_mib, above=0)
+        require("trainer.ddp.bucket_mib", self.bucket_mib, above=0, below=math.inf)
 
     def arguments(self, cuda: bool) -> dict[str, Any]:
         """Return the keywords of DistributedDataParallel."""
@@ -84,8 +85,8 @@ class DataOptions:
         require("data.workers", self.workers, at_least=0)
         for key in ("prefetch", "lanes", "block"):
             require(f"data.{key}", getattr(self, key), at_least=1)
-        require("data.max_bad", self.max_bad, at_least=0)
-        require("data.cache_gb", self.cache_gb, above=0)
+        require("data.max_bad", self.max_bad, at_least=0, below=math.inf)
+        require("data.cache_gb", self.cache_gb, above=0, below=math.inf)
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Options:
         for key in ("log_every_steps", "check_replicas_every", "overfit"):
             require(f"trainer.{key}", getattr(self, key), at_least=1)
         for key in ("max_steps", "max_epochs", "seed", "restarts"):
-            require(f"trainer.{key}", getattr(self, key), at_least=0)
+            require(f"trainer.{key}", getattr(self, key), at_least=0, below=math.inf)
         if self.overfit is not None and self.limit_batches != LimitOptions():
             raise ConfigError(f"trainer.overfit={self.overfit}: has batches of its own; leave limit_batches out")
         for key in self.accept:
@@ -137,7 +138,8 @@ class Options:
                 raise ConfigError(
                     f"trainer.accept=[{key}]: is not a setting that a resume compares; {nearest(key, ACCEPTABLE)}"
                 )
-        for key in ("clip_norm", "clip_value", "timeout_s"):
+        require("trainer.timeout_s", self.timeout_s, above=0, below=math.inf)
+        for key in ("clip_norm", "clip_value"):  # infinity clips nothing
             require(f"trainer.{key}", getattr(self, key), above=0)
         if self.clip_norm is not None and self.clip_value is not None:
             raise ConfigError(
