@@ -74,6 +74,11 @@ def test_too_many_bad_samples_are_an_error(folder):
     assert said.startswith("data.max_bad: 12 samples could not be read; the first: is damaged")
 
 
+def test_the_bad_samples_of_all_ranks_count_together(folder):
+    for said in run_ranks(2, read, folder, 12, 1e-4):  # of ten that may be bad, each rank has six
+        assert said.startswith("data.max_bad: 12 samples could not be read; the first: is damaged")
+
+
 def test_no_sample_is_augmented_not_even_one_for_training(folder):
     class Augments(Shards):
         def transform(self, sample: dict[str, Any], rng: Any) -> Tensor:

@@ -86,20 +86,33 @@ class Inference:
             kind = type(self.recipe).__name__
             raise ConfigError(f"recipe: {kind} has no method 'predict'; define predict(model, batch)")
         source, loader = self._open(split, lambda batch: 1)  # data without targets has nothing to count
-        own, failure = Predictions(), None
+        own, bad, failure = Predictions(), list[Bad](), None
         with closing(loader):
             try:
-                own = self._own(model, source, loader)
+                own, bad = self._own(model, source, loader)
             except Exception as error:
                 failure = error  # the other ranks wait for this one's report
-            failed = self.ranks.each(failure is not None)
+            found = self.ranks.each([failure is not None, self.data_rank, len(bad), bad[0].why if bad else ""])
         if failure:
             raise failure
-        if any(failed):
-            raise DistError(f"rank {failed.index(True)} failed in predict")
+        if failed := [rank for rank, (has_failed, *_) in enumerate(found) if has_failed]:
+            raise DistError(f"rank {failed[0]} failed in predict")
+        self._report_bad({data_rank: (count, why) for _, data_rank, count, why in found if count}, size_of(source))
         return own.gathered(self.ranks)
 
-    def _own(self, model: nn.Module, source: Any, loader: Loader) -> Predictions:
+    def _report_bad(self, bad: dict[int, tuple[int, str]], samples: int) -> None:
+        """Report the number of bad samples of each rank that has some, and why the first of them is bad.
+
+        Raises:
+            DataError: There are too many.
+        """
+        count, first = sum(count for count, _ in bad.values()), next((why for _, why in bad.values()), "")
+        if count > allowed(self.data.max_bad, samples):
+            raise DataError(f"data.max_bad: {count} samples could not be read; the first: {first}")
+        if count and self.ranks.rank == 0:
+            log.warning("predict: %d samples could not be read, and are left out; the first: %s", count, first)
+
+    def _own(self, model: nn.Module, source: Any, loader: Loader) -> tuple[Predictions, list[Bad]]:
         if not isinstance(source, Samples):
             kind = "several data sets" if isinstance(source, dict) else "batches"
             raise ConfigError(f"predict: recipe.data gives {kind}, which have no order; return one Dataset or shards")
@@ -111,11 +124,7 @@ class Inference:
                 if micro.batch is not None:
                     self._add(own, source, micro, predict(model, micro.batch))
                 self.beat()
-        if len(bad) > allowed(self.data.max_bad, size_of(source)):
-            raise DataError(f"data.max_bad: {len(bad)} samples could not be read; the first: {bad[0].why}")
-        if bad:
-            log.warning("predict: %d samples could not be read, and are left out; the first: %s", len(bad), bad[0].why)
-        return own
+        return own, bad
 
     def _add(self, own: Predictions, source: Samples, micro: Micro, output: Any) -> None:
         left_out = {each.ref for each in micro.bad}
