@@ -8,6 +8,7 @@ import pytest
 from support.runs import make
 
 from trainer.callback import Callback
+from trainer.errors import ConfigError
 from trainer.monitors import csv as module
 from trainer.monitors.csv import CSV
 from trainer.monitors.metrics_file import MetricsFile
@@ -64,6 +65,19 @@ def test_a_resume_repeats_no_row(tmp_path, monkeypatch):
     run(resume="auto", validate_every=5)
     assert [row["step"] for row in rows()] == ["1", "2", "3", "4", "5", "5", "6", "6"]
     same_as_metrics_file()
+
+
+def test_a_resume_that_is_refused_leaves_the_file(tmp_path, monkeypatch):
+    class Refuses(Callback):
+        def on_fit_start(self, trainer) -> None:
+            raise ConfigError("callbacks.refuses: refuses; leave it out")
+
+    monkeypatch.chdir(tmp_path)
+    make(callbacks={"csv": CSV()}, max_steps=4, log_every_steps=1).fit()
+    before = FILE.read_bytes()
+    with pytest.raises(ConfigError, match="refuses"):
+        make(callbacks={"csv": CSV(), "refuses": Refuses()}, resume="ckpt/r/step-00000002").fit()
+    assert FILE.read_bytes() == before
 
 
 def test_a_full_disk_delays_a_new_column(tmp_path, monkeypatch, messages):

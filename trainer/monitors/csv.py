@@ -20,16 +20,12 @@ class CSV(Logger):
         self.file: Appended | None = None
         self.columns: list[str] = []
         self.full = False
+        self.last: int | None = None  # the step at which the run begins, until the first row is written
 
     def on_fit_start(self, trainer) -> None:
         if trainer.rank:
             return
-        self.file = Appended(trainer.run_dir / "metrics.csv")
-        lines = self._lines()
-        self.columns, rows = lines[0] if lines else [], lines[1:]
-        kept = [row for row in rows if row[0].isdigit() and int(row[0]) <= trainer.step]
-        if lines:  # without later rows, and without a line that a killed process has not finished
-            self._replace(self.columns, kept)
+        self.file, self.last = Appended(trainer.run_dir / "metrics.csv"), trainer.step
 
     def on_fit_end(self, trainer) -> None:
         if self.file is not None:
@@ -37,11 +33,20 @@ class CSV(Logger):
 
     def write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
         assert self.file
+        if self.last is not None:
+            self._go_on(self.last)
         row = self.row(trainer, numbers)
         columns = [*self.columns, *(name for name in row if name not in self.columns)]
         if len(columns) > len(self.columns):
             self._replace(columns, self._lines()[1:])
         self.file.write(text([[row.get(name, "") for name in self.columns]]).encode())
+
+    def _go_on(self, last: int) -> None:
+        """Drop rows after the step `last`, and a line that a killed process has not finished."""
+        self.last, lines = None, self._lines()
+        self.columns, rows = lines[0] if lines else [], lines[1:]
+        if lines:
+            self._replace(self.columns, [row for row in rows if row[0].isdigit() and int(row[0]) <= last])
 
     def _lines(self) -> list[list[str]]:
         """Return the lines of the file, without one that a killed process has not finished."""
