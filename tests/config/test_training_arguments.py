@@ -32,6 +32,17 @@ def test_training_arguments_become_words():
     }  # fmt: skip
 
 
+def test_one_task_of_srun_on_each_node_starts_the_typed_ranks(tmp_path, monkeypatch):
+    """Two nodes of eight ranks, eight samples on each."""
+    (file := tmp_path / "args.json").write_text(json.dumps({"per_device_train_batch_size": 8}))
+    slurm = {"STEP_NUM_TASKS": "2", "STEP_NUM_NODES": "2", "STEP_NODELIST": "a[1-2]", "JOB_ID": "1", "STEP_ID": "0"}
+    for name, value in (slurm | {"PROCID": "0", "LOCALID": "0"}).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    for devices, batch in (("trainer.devices=8", 128), ("trainer.devices=auto", 16)):
+        words, _ = expand([f"recipe.args={file}", devices])
+        assert f"batch={batch}" in words
+
+
 @pytest.mark.parametrize(
     ("given", "word"),
     [

@@ -100,9 +100,12 @@ def replaced(given: Mapping[str, Any], words: list[str]) -> set[str]:
 def count_ranks(words: list[str]) -> int:
     """Return the number of ranks that the arguments ask for: transformers counts a batch per device."""
     typed = dict(word.lstrip("+").split("=", 1) for word in words if re.match(r"\+*trainer\.\w+=", word))
-    place, devices = detect(dict(os.environ)), typed.get("trainer.devices", "")
-    if place.launcher or devices.isdecimal():
-        return place.world if place.launcher else int(devices)
+    devices = int(number) if (number := typed.get("trainer.devices", "")).isdecimal() else "auto"
+    place = detect(dict(os.environ), devices)
+    if place.launcher:
+        return place.world
+    if isinstance(devices, int):
+        return devices
     if (accelerator := typed.get("trainer.accelerator", "auto")) == "cpu":
         return 1
     from trainer.comm.device import count_gpus  # imports torch
