@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from trainer import timeouts
+from trainer.errors import HUNG
 
 FORMAT = struct.Struct("<qqqd")
 
@@ -42,7 +43,7 @@ class Heartbeat:
     def watch(self, still_s: float, on_still: Callable[[], Any], log: IO[str] | None = None) -> None:
         """Call `on_still` after half of `still_s` seconds without a beat, counted from the next beat on.
 
-        With `log`, after `still_s` seconds write the stacks of all threads to it, and end the process with code 1. A
+        With `log`, after `still_s` seconds write the stacks of all threads to it, and end the process with code 124. A
         thread counts its own ticks, so time in which the process is suspended does not count.
         """
         self.still_s = still_s
@@ -62,7 +63,7 @@ class Heartbeat:
                 log.write(f"Timeout ({timedelta(seconds=self.still_s)})!\n")
                 log.flush()
                 faulthandler.dump_traceback(log)
-                os._exit(1)
+                os._exit(HUNG)
         if log:
             log.close()
 
