@@ -25,12 +25,15 @@ def digest(identity: object) -> str:
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
 
-def build_once(place: Path, task: str, is_whole: Callable[[Path], bool], build: Callable[[Path], None]) -> None:
+def build_once(
+    place: Path, task: str, is_whole: Callable[[Path], bool], build: Callable[[Path], None], setting: str = ""
+) -> None:
     """Have `place` built, unless it is whole. One of several processes builds it; the others wait.
 
     Args:
         task: The subject of the log's lines.
         build: Writes a file or a flat folder to a path, which gets its name once it is on the disk.
+        setting: What names the folder, with its value; empty: `recipe.cache`.
 
     Raises:
         ConfigError: The cache can't be written.
@@ -41,7 +44,8 @@ def build_once(place: Path, task: str, is_whole: Callable[[Path], bool], build: 
                 if not is_whole(place):
                     _build(place, task, build)
     except OSError as error:
-        raise ConfigError(f"recipe.cache={place.parent}: {error}; give a writable folder with free space") from None
+        setting = setting or f"recipe.cache={place.parent}"
+        raise ConfigError(f"{setting}: {error}; give a writable folder with free space") from None
 
 
 def _build(place: Path, task: str, build: Callable[[Path], None]) -> None:

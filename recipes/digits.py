@@ -5,15 +5,13 @@ values. Every fifth is for validation. The same people wrote both parts.
 """
 
 import io
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from recipes.cache import root
+from recipes.cache import build_once, root
 from trainer.data.shards.writer import write_shards
 from trainer.errors import ConfigError
 
@@ -29,29 +27,13 @@ def shards(split: str) -> list[Path]:
         ConfigError: scikit-learn is missing, or the folder can't be written.
     """
     folder = root() / "digits"
-    try:
-        if not folder.is_dir():
-            _build(folder)
-        return sorted(folder.glob(f"{split}-*.tar"))
-    except OSError as error:
-        raise ConfigError(
-            f"recipe.train=null: can't write the digits ({error}); make {folder.parent} writable, or "
-            "give shards or a folder of images"
-        ) from None
+    build_once(folder, "digits", Path.is_dir, _write, f"XDG_CACHE_HOME={folder.parent.parent}")
+    return sorted(folder.glob(f"{split}-*.tar"))
 
 
-def _build(folder: Path) -> None:
-    """Write the folder under another name, and rename it. If several processes do so, the first one's stays."""
-    partial = folder.with_name(f"digits.{os.getpid()}.partial")
-    try:
-        for split in ("train", "val"):
-            write_shards(samples(split), partial, split, PER_SHARD)
-        partial.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+def _write(folder: Path) -> None:
+    for split in ("train", "val"):
+        write_shards(samples(split), folder, split, PER_SHARD)
 
 
 def samples(split: str) -> Iterator[dict[str, Any]]:

@@ -213,30 +213,25 @@ def test_the_digits_are_scikit_learns(tmp_path, monkeypatch):
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "echelon" / "digits").glob("*.tar")}
     digits.shards("train")
     assert {path: path.stat().st_mtime_ns for path in written} == written  # written once
-    assert [path.name for path in (tmp_path / "echelon").iterdir()] == ["digits"]
+    assert {path.name for path in (tmp_path / "echelon").iterdir()} == {"digits", "digits.lock"}
 
 
-def test_digits_that_another_process_has_written_meanwhile_stay(tmp_path, monkeypatch):
+def test_what_a_killed_process_has_written_of_the_digits_goes(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    write = digits.write_shards
-
-    def and_another(*arguments: Any) -> list[Path]:
-        (tmp_path / "echelon" / "digits").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "echelon" / "digits" / "train-7.tar").touch()
-        return write(*arguments)
-
-    monkeypatch.setattr(digits, "write_shards", and_another)
-    assert [path.name for path in digits.shards("train")] == ["train-7.tar"]
-    assert [path.name for path in (tmp_path / "echelon").iterdir()] == ["digits"]
+    monkeypatch.setattr(digits, "samples", lambda split: [{"__key__": split, "png": b"", "cls": 1}])
+    (tmp_path / "echelon" / "digits.partial").mkdir(parents=True)
+    (tmp_path / "echelon" / "digits.partial" / "train-000000.tar").touch()
+    assert [path.stat().st_size > 0 for path in digits.shards("train")] == [True]
+    assert {path.name for path in (tmp_path / "echelon").iterdir()} == {"digits", "digits.lock"}
 
 
 def test_digits_without_scikit_learn_or_a_writable_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"^recipe\.train=null: can't write the digits .*; make .* writable, or give"):
+    with pytest.raises(ConfigError, match=rf"^XDG_CACHE_HOME={tmp_path}/file: .*; give a writable folder with free"):
         digits.shards("train")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
     with pytest.raises(ConfigError, match=r"come with scikit-learn; pip install 'scikit-learn>=1.7,<2', or give"):
         digits.shards("train")
-    assert not list((tmp_path / "echelon").iterdir())
+    assert not (tmp_path / "echelon" / "digits").exists()
