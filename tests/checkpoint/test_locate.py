@@ -49,9 +49,24 @@ def test_none_valid_is_an_error_and_touches_nothing(run: Path) -> None:
     for _ in range(2):
         with pytest.raises(Damaged, match=r"none of the 2 .*step-00000002/state\.json: is missing"):
             newest(run)
-    with pytest.raises(Damaged, match=r"trainer\.resume=auto: none of the 2 .*; trainer\.resume=null starts anew"):
-        resolve("auto", run.parent, run)
+    with pytest.raises(Damaged, match=r"trainer\.resume=auto: none of the 2 .*; trainer\.resume=null starts anew$"):
+        resolve("auto", run.parent, None)
+    for resume in ("auto", str(run)):
+        with pytest.raises(Damaged, match=r"; trainer\.resume=null and another trainer\.run_dir start anew$"):
+            resolve(resume, run.parent, run)
     assert steps(run) == [1, 2]
+
+
+def test_the_way_out_of_auto_is_not_looked_for_in_the_current_folder(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (put(run, 1) / "state.json").unlink()
+    (here := tmp_path / "here").mkdir()
+    put(here, 2).rename(here / ".old-step-00000002-0")
+    monkeypatch.chdir(here)
+    with pytest.raises(Damaged, match=r"anew$"):
+        resolve("auto", run.parent, run)
+    assert hidden(here) == [".old-step-00000002-0"]
 
 
 def test_auto(tmp_path: Path) -> None:

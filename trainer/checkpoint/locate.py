@@ -74,6 +74,7 @@ def resolve(resume: str, root: Path, run_dir: Path | None, reads: bool = False) 
     if not _can_be(resume):
         raise ConfigError(f"trainer.resume={resume[:60]!r}...: is not a path; {ways}")
     key, target = f"trainer.resume={resume}", Path(os.path.realpath(resume))
+    anew = f"trainer.resume=null {'and another trainer.run_dir start' if run_dir else 'starts'} anew"
     try:
         if resume == "auto":
             run_dir = run_dir or _last_run(root, reads)
@@ -84,9 +85,10 @@ def resolve(resume: str, root: Path, run_dir: Path | None, reads: bool = False) 
         if checkpoints(target, reads):
             return newest(target, reads)
     except Damaged as error:
-        raise Damaged(f"{key}: {error}; {_way_out(target, reads)}") from error
+        way_out = anew if resume == "auto" else _valid_before(target, reads) or anew
+        raise Damaged(f"{key}: {error}; {way_out}") from error
     except PermissionError as error:  # any other error of the system may pass: the caller may try again
-        raise ConfigError(f"{key}: {error}; make it readable, or trainer.resume=null starts anew") from error
+        raise ConfigError(f"{key}: {error}; make it readable, or {anew}") from error
     why = "is not a checkpoint" if target.exists() else "does not exist"
     if os.path.islink(resume):
         why = f"points to {target}, which {why}"
@@ -114,14 +116,14 @@ def _last_run(root: Path, reads: bool) -> Path | None:
     return max(written, key=lambda run: written[run], default=None)
 
 
-def _way_out(target: Path, reads: bool) -> str:
-    """Return the way out of a damaged checkpoint: the newest valid one before it."""
+def _valid_before(target: Path, reads: bool) -> str:
+    """Return the way out of a damaged checkpoint: the newest valid one before it; empty if there is none."""
     siblings = checkpoints(target.parent, reads)
     for older in reversed(siblings[: siblings.index(target)] if target in siblings else []):
         with suppress(Damaged):
             verify(older)
             return f"trainer.resume={older} is valid, or trainer.resume=auto"
-    return "trainer.resume=null starts anew"
+    return ""
 
 
 def hide(path: Path, why: str) -> Path:
