@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+import logging
 import random
 from collections.abc import Iterator
 from itertools import chain
@@ -28,7 +29,7 @@ from torch.utils.data import (
 from toy_recipe import Toy
 
 from trainer.config.options import CheckpointOptions, DataOptions, Options
-from trainer.data.batch import count_samples
+from trainer.data.batch import Split, count_samples
 from trainer.data.iterable import digest, part_of, replay, way_of_samples
 from trainer.data.limit import FirstOf
 from trainer.data.loader import Loader
@@ -381,9 +382,17 @@ def test_samplers_of_ones_own_are_left_alone(make):
 def test_the_rank_of_a_data_loader_leaves_training_its_random_numbers():
     loader = DataLoader(Marked(), 6, shuffle=True)
     state = torch.get_rng_state()
-    part: Any = part_of(loader, 0, 2, 5)
+    part: Any = part_of(loader, 0, 2, 5, print)
     assert len(list(part.sampler)) == len(part.sampler) == 20 and torch.equal(torch.get_rng_state(), state)
     assert len(loader.sampler) == 40
+
+
+def test_the_shares_of_a_data_loader_are_told_once(caplog):
+    caplog.set_level(logging.INFO, "echelon")
+    loader = Loader([], None, Split(12, 2), DataOptions(), validation=DataLoader(Marked(), 6))
+    walks = [list(loader.validate()) for _ in range(3)]
+    assert [len(micros) for micros in walks] == [4, 4, 4]
+    assert caplog.messages == ["recipe.data: 2 ranks share the 40 samples of a DataLoader"]
 
 
 def shares(place: Place, make: Any) -> tuple[float, str]:

@@ -124,18 +124,21 @@ class Part(Sampler[Any]):
         return len(range(self.rank, len(self.sampler), self.world))
 
 
-def part_of(source: Iterable[Any], rank: int, world: int, key: int) -> Iterable[Any]:
+def part_of(
+    source: Iterable[Any], rank: int, world: int, key: int, tell: Callable[[str, int, int], object]
+) -> Iterable[Any]:
     """Return this rank's part of a DataLoader whose sampler is torch's own; any other iterable as it is.
 
     Args:
         key: Seeds a sampler without a generator; the same on all ranks.
+        tell: Logs that the ranks share the samples.
     """
     if world == 1 or not isinstance(source, DataLoader) or type(source.sampler) not in DRAWN:
         return source
     batches = source.batch_sampler
     if batches is not None and (type(batches) is not BatchSampler or batches.sampler is not source.sampler):
         return source
-    log.info("recipe.data: %d ranks share the %d samples of a DataLoader", world, len(source.sampler))  # pyright: ignore[reportArgumentType] it has a sampler
+    tell("recipe.data: %d ranks share the %d samples of a DataLoader", world, len(source.sampler))  # pyright: ignore[reportArgumentType] it has a sampler
     own: Any = copy.copy(source)
     part = Part(source.sampler, rank, world, key)  # pyright: ignore[reportArgumentType] one of DRAWN
     batched = None if batches is None else BatchSampler(part, batches.batch_size, batches.drop_last)

@@ -4,7 +4,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -65,6 +65,7 @@ class Loader:
         self.rank, self.seed, self.timeout_s, self.device = rank, seed, timeout_s, device
         self.ranks_on_node, self.collate, self.weight = ranks_on_node, collate, weight
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.log_once = cache(log.info)  # what each pass over the data would log again
         # Weak: a generator that is dropped ends, too.
         self._running: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()
 
@@ -204,7 +205,8 @@ class Loader:
             return FirstOf(self._own(source.source, endless), source.batches)
         if isinstance(source, Stream):
             return source.batches(self.split.micro, self.rank, self.split.world, self.collate, endless)
-        return part_of(source, self.rank, self.split.world, mix(self.seed, ITERABLE, self.split.world))
+        world = self.split.world
+        return part_of(source, self.rank, world, mix(self.seed, ITERABLE, world), self.log_once)
 
     def _load(
         self, source: Samples, micro_refs: Iterator[list[Ref]], needs: Needs, lanes: int, ahead: int,
