@@ -136,7 +136,7 @@ def save(trainer: SavedTrainer, last: bool = False) -> None:
     if saver.began_at > began_at and not last:
         trainer.interval.measure(saver.stall_s, write_s, trainer.seconds)
         follow(trainer)
-    if not (last or trainer.rank) and handover.take(trainer.run_dir, trainer.ranks.place.launcher, trainer.argv):
+    if not (last or trainer.rank) and handover.take(trainer.run_dir, trainer.ranks.place, trainer.argv):
         trainer.signals.name = handover.REQUEST  # the next step ends the run, on all ranks
 
 
@@ -410,6 +410,7 @@ def leave_newer(trainer: SavedTrainer) -> None:
         log.warning(
             "resume: goes on from step %d; later checkpoints are set aside: %s", trainer.step, ", ".join(hidden)
         )
+    handover.set_aside(trainer.run_dir, restarted=os.environ.get("ECHELON_ATTEMPT", "0") != "0")
     trainer.quarantine.begin()
 
 

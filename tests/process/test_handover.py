@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 from support.cli import QUICK, ROOT, lines, popen
+from support.runs import make
 
 from trainer.process import handover
+from trainer.process.environment import Place
 
 RUN = ["--config-dir", "conf", "recipe=toy", "trainer.allow_targets=[toy_recipe,probe]", *QUICK, "micro_batch=3"]
 RUN += ["trainer.run_dir=runs/r", "trainer.checkpoint.every_steps=20", "trainer.max_steps=300"]
@@ -32,10 +34,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def start(folder: Path, *more: str, **env: str) -> "subprocess.Popen[str]":
-    """Start a run, and wait for its folder."""
+    """Start a run, and wait for its first step: an older request is not for this start."""
     process = popen([*RUN, *more], folder, **env)
-    deadline = time.monotonic() + 60
-    while not (folder / "runs" / "r" / "metrics.jsonl").exists():
+    deadline, metrics = time.monotonic() + 60, folder / "runs" / "r" / "metrics.jsonl"
+    while not (metrics.exists() and "train/loss" in metrics.read_text()):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.02)
     return process
@@ -45,7 +47,7 @@ def start(folder: Path, *more: str, **env: str) -> "subprocess.Popen[str]":
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_job_goes_on_with_the_result_in_the_same_process(devices: int, folder: Path) -> None:
     with start(folder, f"trainer.devices={devices}") as process:
-        handover.ask(folder / "runs" / "r", "mine", folder / "conf", ["micro_batch", "accumulate"])
+        handover.ask(folder / "runs" / "r", "mine", folder / "conf", ["micro_batch", "accumulate"], devices)
         out, err = process.communicate(timeout=120)
     assert process.returncode == 0, (out, err)
     assert OmegaConf.load(folder / "runs" / "r" / "config.yaml").micro_batch == 2  # though the command had said 3
@@ -72,7 +74,7 @@ def test_a_job_whose_result_fails_at_its_start_goes_on_as_it_was(
 ) -> None:
     with start(folder, f"trainer.devices={devices}") as process:
         (folder / "conf" / "tuned" / "mine.yaml").write_text(content)
-        handover.ask(folder / "runs" / "r", "mine", folder / "conf", ["micro_batch", "accumulate"])
+        handover.ask(folder / "runs" / "r", "mine", folder / "conf", ["micro_batch", "accumulate"], devices)
         out, err = process.communicate(timeout=240)
     assert process.returncode == 0, (out, err)
     assert reason in err and handover.FAILED in err
@@ -89,7 +91,7 @@ def test_a_job_that_cannot_take_it_over_goes_on_as_it_is(hindrance: str, folder:
     )
     with start(folder, **env) as process:
         name = "mine" if hindrance == "launcher" else "other"
-        handover.ask(folder / "runs" / "r", name, folder / "conf", ["micro_batch"])
+        handover.ask(folder / "runs" / "r", name, folder / "conf", ["micro_batch"], 1)
         out, err = process.communicate(timeout=120)
     assert process.returncode == 0, (out, err)
     assert "is not taken over (" in out and "give +tuned=NAME" in out
@@ -99,7 +101,7 @@ def test_a_job_that_cannot_take_it_over_goes_on_as_it_is(hindrance: str, folder:
 
 def test_the_command_keeps_what_the_result_does_not_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(handover.TRYING, "")
-    handover.ask(tmp_path, "mine", tmp_path, ["trainer.ddp.bucket_mib"])
+    handover.ask(tmp_path, "mine", tmp_path, ["trainer.ddp.bucket_mib"], 1)
     os.rename(tmp_path / handover.REQUEST, tmp_path / handover.TAKEN)
     words = ["recipe=toy", "+trainer.ddp.bucket_mib=25", "trainer.resume=ckpt/x", "batch=24"]
     handover.prepare(tmp_path, words)
@@ -110,3 +112,40 @@ def test_the_command_keeps_what_the_result_does_not_set(tmp_path: Path, monkeypa
     assert json.loads((tmp_path / handover.TRIED).read_text())["command"] == back
     handover.prepare(tmp_path, words)
     assert not handover.command  # a request counts once
+
+
+@pytest.fixture
+def asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a run in the current folder, with a request."""
+    monkeypatch.chdir(folder)
+    run_dir = folder / "runs" / "r"
+    handover.ask(run_dir, "mine", folder / "conf", ["micro_batch"], 1)
+    (run_dir / ".lock").touch()  # as a run leaves it
+    return run_dir
+
+
+def names(run_dir: Path) -> list[str]:
+    return [path.name for path in run_dir.glob("tuned*")]
+
+
+def test_a_request_counts_for_one_start_and_for_the_restarts_of_its_ranks(
+    asked: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (asked / handover.REQUEST).rename(asked / handover.TAKEN)  # the ranks failed before they had stopped
+    monkeypatch.setenv("ECHELON_ATTEMPT", "1")
+    restarted = make()
+    restarted.argv = ["recipe=toy"]
+    assert restarted.fit()["stopped"] == "signal" and names(asked) == [handover.TAKEN]
+    (asked / handover.TAKEN).rename(asked / handover.REQUEST)
+    monkeypatch.delenv("ECHELON_ATTEMPT")
+    later = make(resume="auto", max_steps=6)
+    later.argv = ["recipe=toy", "micro_batch=4"]
+    assert later.fit()["steps"] == 6 and names(asked) == [handover.REFUSED]
+    said = "runs/r/tuned.json: is older than this start of the run, and is set aside; give +tuned=NAME"
+    assert said in capsys.readouterr().out
+
+
+def test_a_result_for_another_number_of_ranks_is_not_taken_over(asked: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert not handover.take(asked, Place(0, 2, 0, 2, launcher="echelon"), ["recipe=toy"])
+    assert "is not taken over (the result is proven for 1 rank(s), and the run has 2); stop the run" in caplog.text
+    assert names(asked) == [handover.REFUSED]

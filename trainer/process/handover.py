@@ -17,6 +17,7 @@ from trainer.errors import STOPPED
 from trainer.files import write_json
 from trainer.log import log
 from trainer.process.calling import SAME
+from trainer.process.environment import Place
 
 REQUEST, TAKEN, REFUSED = "tuned.json", "tuned-taken.json", "tuned-refused.json"
 TRIED = "tuned-tried.json"  # in the folder of the run from the new command's start to its first checkpoint
@@ -27,17 +28,33 @@ FAILED = "echelon: the result of echelon tune failed before a checkpoint; the ru
 command: list[str] = []  # that this process is about to become
 
 
-def ask(run_dir: Path, name: str, folder: Path, keys: Sequence[str]) -> None:
+def ask(run_dir: Path, name: str, folder: Path, keys: Sequence[str], ranks: int) -> None:
     """Ask a run to take a result over.
 
     Args:
         folder: Of configs; it has tuned/NAME.yaml.
         keys: Settings of the result, which the run's own arguments would override.
+        ranks: For which the result is proven.
     """
-    write_json(run_dir / REQUEST, {"name": name, "folder": str(folder.resolve()), "keys": list(keys)})
+    write_json(run_dir / REQUEST, {"name": name, "folder": str(folder.resolve()), "keys": list(keys), "ranks": ranks})
 
 
-def take(run_dir: Path, launcher: str, argv: Sequence[str] | None) -> bool:
+def set_aside(run_dir: Path, restarted: bool) -> None:
+    """Set aside a request to an earlier start of the run, which may have had other arguments.
+
+    For rank 0, once `config.yaml`, with which a search compares, is that of this start.
+
+    Args:
+        restarted: The ranks are a supervisor's further attempt. They keep a request, also one that was taken before.
+    """
+    for name in (TAKEN, REQUEST):
+        if (request := run_dir / name).exists():
+            request.replace(run_dir / (REQUEST if restarted else REFUSED))
+            if not restarted:
+                log.warning("%s: is older than this start of the run, and is set aside; give +tuned=NAME", request)
+
+
+def take(run_dir: Path, place: Place, argv: Sequence[str] | None) -> bool:
     """Return whether the run stops for a request. For rank 0, once a request is there.
 
     A run goes on if the process that the user started can't become another command. Rank 0 calls this at a checkpoint,
@@ -48,7 +65,7 @@ def take(run_dir: Path, launcher: str, argv: Sequence[str] | None) -> bool:
     request = run_dir / REQUEST
     if not request.exists():
         return False
-    why = hindrance(request, launcher, argv)
+    why = hindrance(request, place, argv)
     with contextlib.suppress(OSError):  # a request that stayed would stop the run again
         request.replace(run_dir / (REFUSED if why else TAKEN))
         if not why:
@@ -58,17 +75,20 @@ def take(run_dir: Path, launcher: str, argv: Sequence[str] | None) -> bool:
     return False
 
 
-def hindrance(request: Path, launcher: str, argv: Sequence[str] | None) -> str:
+def hindrance(request: Path, place: Place, argv: Sequence[str] | None) -> str:
     """Return why the run's command can't become one with the result; empty if it can."""
-    if launcher not in ("", "echelon"):
-        return f"{launcher} started this run, and would start it again as it was"
+    if place.launcher not in ("", "echelon"):
+        return f"{place.launcher} started this run, and would start it again as it was"
     if argv is None or SEVERAL in os.environ:
         return "the run is not the only one of its command"
     try:
         wanted = json.loads(request.read_text())
         file = Path(folder_of(argv) or wanted["folder"]) / "tuned" / f"{wanted['name']}.yaml"
+        ranks = wanted["ranks"]
     except (OSError, ValueError, KeyError, TypeError):
         return "it is no request of echelon tune"
+    if ranks != place.world:
+        return f"the result is proven for {ranks} rank(s), and the run has {place.world}"
     return "" if file.is_file() else f"the run's --config-dir has no {file}"
 
 

@@ -39,7 +39,7 @@ def test_settings_and_layouts_are_handed_over(run: Path, monkeypatch: pytest.Mon
     choice = Choice({"shard": {"stage": 1}}, {"micro_batch": 2, "accumulate": None})
     assert hand_over(run, choice, 2, "mine", run) == f"{run} takes it over at its next checkpoint"
     asked = json.loads((run / handover.REQUEST).read_text())
-    assert asked == {"name": "mine", "folder": str(run.resolve()), "keys": ["micro_batch", "accumulate"]}
+    assert asked == {"name": "mine", "folder": str(run.resolve()), "keys": ["micro_batch", "accumulate"], "ranks": 2}
 
 
 @pytest.mark.parametrize(

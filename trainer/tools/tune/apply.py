@@ -74,7 +74,7 @@ def hand_over(run_dir: Path, choice: Choice, world: int, name: str, folder: Path
             f"stop it, then go on with +tuned={name} 'trainer.accept=[callbacks]'"
         )
     try:
-        handover.ask(run_dir, name, folder, list(choice.settings))
+        handover.ask(run_dir, name, folder, list(choice.settings), world)
     except OSError as error:
         return f"{run_dir} goes on as it is: {error.filename or run_dir}: {error.strerror}"
     return f"{run_dir} takes it over at its next checkpoint"
