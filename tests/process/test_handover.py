@@ -1,5 +1,6 @@
 """Requests to a running job: it takes one over at its checkpoint, and one that it can't take leaves it alone."""
 
+import errno
 import json
 import os
 import shutil
@@ -99,21 +100,6 @@ def test_a_job_that_cannot_take_it_over_goes_on_as_it_is(hindrance: str, folder:
     assert [path.name for path in (folder / "runs" / "r").glob("tuned*")] == [handover.REFUSED]
 
 
-def test_the_command_keeps_what_the_result_does_not_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(handover.TRYING, "")
-    handover.ask(tmp_path, "mine", tmp_path, ["trainer.ddp.bucket_mib"], 1)
-    os.rename(tmp_path / handover.REQUEST, tmp_path / handover.TAKEN)
-    words = ["recipe=toy", "+trainer.ddp.bucket_mib=25", "trainer.resume=ckpt/x", "batch=24"]
-    handover.prepare(tmp_path, words)
-    made, handover.command[:] = list(handover.command), []
-    end = ["+tuned=mine", f"trainer.run_dir={tmp_path}", "trainer.resume=auto"]
-    assert made[3:] == ["recipe=toy", "batch=24", "--config-dir", str(tmp_path.resolve()), *end]
-    back = ["recipe=toy", "+trainer.ddp.bucket_mib=25", "batch=24", *end[1:]]
-    assert json.loads((tmp_path / handover.TRIED).read_text())["command"] == back
-    handover.prepare(tmp_path, words)
-    assert not handover.command  # a request counts once
-
-
 @pytest.fixture
 def asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a run in the current folder, with a request."""
@@ -149,3 +135,37 @@ def test_a_result_for_another_number_of_ranks_is_not_taken_over(asked: Path, cap
     assert not handover.take(asked, Place(0, 2, 0, 2, launcher="echelon"), ["recipe=toy"])
     assert "is not taken over (the result is proven for 1 rank(s), and the run has 2); stop the run" in caplog.text
     assert names(asked) == [handover.REFUSED]
+
+
+def test_the_command_keeps_what_the_result_does_not_set(asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(handover.TRYING, "")
+    handover.ask(asked, "mine", asked.parents[1] / "conf", ["trainer.ddp.bucket_mib"], 1)
+    words = ["recipe=toy", "+trainer.ddp.bucket_mib=25", "trainer.resume=ckpt/x", "batch=24"]
+    assert handover.take(asked, Place(), words) and names(asked) == [handover.TAKEN]
+    handover.prepare(asked, words)
+    made, handover.command[:] = list(handover.command), []
+    end = ["+tuned=mine", f"trainer.run_dir={asked}", "trainer.resume=auto"]
+    assert made[3:] == ["recipe=toy", "batch=24", "--config-dir", str(asked.parents[1] / "conf"), *end]
+    back = ["recipe=toy", "+trainer.ddp.bucket_mib=25", "batch=24", *end[1:]]
+    assert json.loads((asked / handover.TRIED).read_text())["command"] == back
+    handover.prepare(asked, words)
+    assert not handover.command  # a request counts once
+
+
+def test_a_run_on_a_full_disk_goes_on(
+    asked: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(handover, "write_json", full)
+    assert not handover.take(asked, Place(), ["recipe=toy"]) and names(asked) == [handover.REFUSED]
+    assert "is not taken over (it can't be written: No space left on device); stop the run" in caplog.text
+
+
+def test_a_run_that_has_stopped_for_a_request_tells_why_it_ends(asked: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    handover.prepare(asked, ["recipe=toy"])  # stopped for something else
+    assert not handover.command and not capsys.readouterr().err
+    (asked / handover.TAKEN).mkdir()
+    handover.prepare(asked, ["recipe=toy"])
+    assert capsys.readouterr().err.endswith("tuned-taken.json: Is a directory; start the run again with +tuned=NAME\n")

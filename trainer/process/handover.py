@@ -66,12 +66,17 @@ def take(run_dir: Path, place: Place, argv: Sequence[str] | None) -> bool:
     if not request.exists():
         return False
     why = hindrance(request, place, argv)
-    with contextlib.suppress(OSError):  # a request that stayed would stop the run again
-        request.replace(run_dir / (REFUSED if why else TAKEN))
-        if not why:
+    try:
+        if not why:  # written while the run can still go on: the disk may be full
+            write_json(request, {**json.loads(request.read_text()), "command": way_back(run_dir, argv or ())})
+            request.replace(run_dir / TAKEN)
             log.info("%s: the run stops here, and goes on with a result of echelon tune", request)
             return True
-    log.warning("%s: is not taken over (%s); stop the run, and give +tuned=NAME", request, why or "it can't be moved")
+    except OSError as error:
+        why = f"it can't be written: {error.strerror}"
+    with contextlib.suppress(OSError):  # else it is refused again at the next checkpoint
+        request.replace(run_dir / REFUSED)
+    log.warning("%s: is not taken over (%s); stop the run, and give +tuned=NAME", request, why)
     return False
 
 
@@ -99,18 +104,28 @@ def folder_of(argv: Sequence[str]) -> str:
 
 def prepare(run_dir: Path, argv: Sequence[str]) -> None:
     """Let `go_on` replace this process, if the run has stopped for a request."""
-    same = ["trainer.run_dir=" + str(run_dir), "trainer.resume=auto"]
     try:
         wanted = json.loads((run_dir / TAKEN).read_text())
-        write_json(run_dir / TRIED, {**wanted, "command": [*without(argv, ()), *same]})
-        (run_dir / TAKEN).unlink()
-    except OSError:
+        (run_dir / TAKEN).replace(run_dir / TRIED)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        print(f"echelon: {error.filename}: {error.strerror}; start the run again with +tuned=NAME", file=sys.stderr)
         return
     words = without(argv, ("tuned", *wanted["keys"]))
     if not folder_of(words):
         words += ["--config-dir", wanted["folder"]]  # at the end: the first word may be `resume`
-    command[:] = [*SAME, *words, f"+tuned={wanted['name']}", *same]
+    command[:] = [*SAME, *words, f"+tuned={wanted['name']}", *same(run_dir)]
     os.environ[TRYING] = str((run_dir / TRIED).resolve())
+
+
+def way_back(run_dir: Path, argv: Sequence[str]) -> list[str]:
+    """Return the arguments that go on with the run as it was."""
+    return [*without(argv, ()), *same(run_dir)]
+
+
+def same(run_dir: Path) -> list[str]:
+    return [f"trainer.run_dir={run_dir}", "trainer.resume=auto"]
 
 
 def without(argv: Sequence[str], keys: Sequence[str]) -> list[str]:
