@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from support.cli import QUICK, ROOT, lines, popen
 from support.runs import make
 
+from trainer.config.redact import redact_argument
 from trainer.process import handover
 from trainer.process.environment import Place
 
@@ -163,9 +164,15 @@ def test_a_run_on_a_full_disk_goes_on(
     assert "is not taken over (it can't be written: No space left on device); stop the run" in caplog.text
 
 
-def test_a_run_that_has_stopped_for_a_request_tells_why_it_ends(asked: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_stopped_for_a_request_tells_why_it_ends(asked: Path, capsys: pytest.CaptureFixture[str]) -> None:
     handover.prepare(asked, ["recipe=toy"])  # stopped for something else
     assert not handover.command and not capsys.readouterr().err
     (asked / handover.TAKEN).mkdir()
     handover.prepare(asked, ["recipe=toy"])
     assert capsys.readouterr().err.endswith("tuned-taken.json: Is a directory; start the run again with +tuned=NAME\n")
+
+
+def test_a_command_that_hides_a_secret_is_no_way_back(asked: Path, caplog: pytest.LogCaptureFixture) -> None:
+    word = redact_argument("recipe.hub_token=null")
+    assert not handover.take(asked, Place(), ["recipe=toy", word]) and names(asked) == [handover.REFUSED]
+    assert "is not taken over (recipe.hub_token=*** hides a value, which another command would lack)" in caplog.text

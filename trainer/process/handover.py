@@ -23,6 +23,7 @@ REQUEST, TAKEN, REFUSED = "tuned.json", "tuned-taken.json", "tuned-refused.json"
 TRIED = "tuned-tried.json"  # in the folder of the run from the new command's start to its first checkpoint
 TRYING = "ECHELON_TUNED_TRIED"  # path of that file, for the new command
 SEVERAL = "ECHELON_SEVERAL_RUNS"  # set if one command runs several jobs, and can't become another command
+HIDDEN = "***"  # what `config.redact` leaves of a secret in an argument
 ENDED = frozenset({0, STOPPED, 129, 130, 143})  # exit codes of a run that has done its work, or that a signal ended
 FAILED = "echelon: the result of echelon tune failed before a checkpoint; the run goes on as it was"
 command: list[str] = []  # that this process is about to become
@@ -86,6 +87,8 @@ def hindrance(request: Path, place: Place, argv: Sequence[str] | None) -> str:
         return f"{place.launcher} started this run, and would start it again as it was"
     if argv is None or SEVERAL in os.environ:
         return "the run is not the only one of its command"
+    if hidden := next((word for word in argv if HIDDEN in word), ""):
+        return f"{hidden} hides a value, which another command would lack"
     try:
         wanted = json.loads(request.read_text())
         file = Path(folder_of(argv) or wanted["folder"]) / "tuned" / f"{wanted['name']}.yaml"

@@ -56,7 +56,7 @@ def command(arguments: list[str]) -> int:
     if options.apply:
         from trainer.tools.tune.apply import find_run
 
-        find_run(job.config)
+        find_run(job.config, job.argv)
     prepare()
     from trainer.tools.tune.orders import run_order
     from trainer.tools.tune.overlay import file_name
@@ -106,7 +106,7 @@ def lead(team: Any, config: dict[str, Any], options: TuneOptions, folder: Path, 
         return UNCHANGED
     say(f"result     {path}: use it by +tuned={name}{hint(folder, argv, choice)}")
     if options.apply:
-        say(f"apply      {hand_over(Path(config['trainer']['run_dir']), choice, place.world, name, folder)}")
+        say(f"apply      {hand_over(config, argv, choice, place.world, name, folder)}")
     return 0
 
 

@@ -1,5 +1,6 @@
 """Rolls a result out to a running job: a request in its folder, if a resume with the result would be accepted."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from trainer.checkpoint.compare import flat
 from trainer.checkpoint.locate import checkpoints
 from trainer.checkpoint.lock import CHECKPOINTED, is_running
 from trainer.checkpoint.manifest import Damaged, verify
-from trainer.config.redact import redact
-from trainer.errors import ConfigError
+from trainer.config.redact import HIDDEN, redact, redacted_keys
+from trainer.errors import ConfigError, printable
 from trainer.plan import stateful
 from trainer.process import handover
 from trainer.tools.cost_model.workload import Choice
@@ -20,33 +21,59 @@ from trainer.tools.tune.configs import callbacks_of, merge, refusal
 
 SHOWING = (Role.MEASURE, Role.OBSERVE)
 PARTS = ("batch", "micro_batch", "accumulate")
+WAY_OUT = "leave tune.apply out, and give +tuned=NAME to the job's next start"
 
 
-def find_run(config: dict[str, Any]) -> Path:
-    """Return the folder of the job that is to take the result over.
+def find_run(config: dict[str, Any], argv: Sequence[str]) -> tuple[Path, dict[str, Any]]:
+    """Return the folder and the config of the job that is to take the result over.
+
+    Args:
+        argv: The arguments of the search, which are those of the job.
 
     Raises:
-        ConfigError: The config names no run, one that has ended, or one that trains something else.
+        ConfigError: The config names no run, one that has ended, one that trains something else, or one that could not
+            take a result over.
     """
     run_dir = config["trainer"]["run_dir"]
     if run_dir is None:
         raise ConfigError("tune.apply=true: no run is named; give trainer.run_dir=runs/NAME of the running job")
-    if not (Path(run_dir) / "config.yaml").exists():
-        raise ConfigError(f"trainer.run_dir={run_dir}: holds no run; tune.apply=true needs that of the running job")
+    job, other = read_job(Path(run_dir))
     if not is_running(Path(run_dir)):
         raise ConfigError(
             f"trainer.run_dir={run_dir}: no process writes this run, and tune.apply=true needs a running job; leave it "
             "out, and go on with +tuned=NAME"
         )
-    job: Any = OmegaConf.to_container(OmegaConf.load(Path(run_dir) / "config.yaml"))
-    own, other = training(redact(config)), training(job)
+    own = training(redact(config))
     for key in sorted(own.keys() | other.keys()):
         if own.get(key) != other.get(key):
             raise ConfigError(
                 f"{key}={own.get(key)}: {run_dir} has {other.get(key)}, and a result is proven for one config; give "
                 "tune.apply=true with the arguments of the running job"
             )
-    return Path(run_dir)
+    words = [word.partition("=")[0].lstrip("+") for word in argv if HIDDEN in word]
+    if hidden := [*words, *redacted_keys(job)]:
+        raise ConfigError(f"{hidden[0]}={HIDDEN}: is hidden, and the job's next command would lack it; {WAY_OUT}")
+    return Path(run_dir), job
+
+
+def read_job(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the config of a run, and its part that decides what is computed.
+
+    Raises:
+        ConfigError: There is no config, or one that can't be read.
+    """
+    key = f"trainer.run_dir={run_dir}"
+    try:
+        job: Any = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
+        return job, training(job)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{key}: holds no run; tune.apply=true needs that of the running job") from None
+    except ConfigError:
+        raise
+    except Exception as error:  # the system's, YAML's or OmegaConf's; a file that was cut off lacks keys
+        lacks = f"no {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
+        reason = printable(getattr(error, "strerror", None) or lacks)
+        raise ConfigError(f"{key}: config.yaml can't be read ({reason}); {WAY_OUT}") from None
 
 
 def training(config: dict[str, Any]) -> dict[str, Any]:
@@ -57,18 +84,22 @@ def training(config: dict[str, Any]) -> dict[str, Any]:
     return {"+callbacks": sorted(callbacks), "trainer.precision": config["trainer"]["precision"], **found}
 
 
-def hand_over(run_dir: Path, choice: Choice, world: int, name: str, folder: Path) -> str:
+def hand_over(config: dict[str, Any], argv: Sequence[str], choice: Choice, world: int, name: str, folder: Path) -> str:
     """Ask the run to take the result over at its next checkpoint; return what was done, in words."""
+    run_dir = Path(config["trainer"]["run_dir"])
     if not is_running(run_dir):
         return f"{run_dir} has ended; go on with +tuned={name}"
+    try:
+        _, job = find_run(config, argv)  # once more: it may have been started anew since
+    except ConfigError as error:
+        return f"{run_dir} goes on as it is: {error}"
     if (ranks := ranks_of(run_dir)) not in (None, world):
         why = f"its newest checkpoint is of {ranks} rank(s), and the result is proven for {world}"
         return f"{run_dir} goes on as it is: {why}"
-    config: Any = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
-    if why := refusal(merge(config, choice), world):
+    if why := refusal(merge(job, choice), world):
         return f"{run_dir} goes on as it is: it would refuse the result ({why})"
-    more = state_keepers(merge(config, choice)) - state_keepers(config)
-    if more and "callbacks" not in config["trainer"]["accept"]:
+    more = state_keepers(merge(job, choice)) - state_keepers(job)
+    if more and "callbacks" not in job["trainer"]["accept"]:
         return (
             f"{run_dir} goes on as it is: a resume refuses new callbacks with state ({', '.join(sorted(more))}); "
             f"stop it, then go on with +tuned={name} 'trainer.accept=[callbacks]'"
