@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -28,12 +28,19 @@ from trainer.tools.tune.configs import node
 TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy"]
 
 
+@pytest.fixture(scope="module")
+def content() -> str:
+    """The config.yaml of a run of the toy."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["tune"])
+        patch.setenv("HYDRA_FULL_ERROR", "1")
+        config: Any = compose(TOY, [CONF, ROOT / "tests" / "toy" / "conf"])[0].config
+    return OmegaConf.to_yaml(OmegaConf.create(config))
+
+
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr("sys.argv", ["tune"])
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    config: Any = compose(TOY, [CONF, ROOT / "tests" / "toy" / "conf"])[0].config
-    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+def run(content: str, tmp_path: Path) -> Path:
+    (tmp_path / "config.yaml").write_text(content)
     return tmp_path
 
 
@@ -46,7 +53,10 @@ def config_of(run: Path) -> dict[str, Any]:
 def test_settings_and_layouts_are_handed_over(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apply, "is_running", lambda run_dir: True)
     choice = Choice({"shard": {"stage": 1}}, {"micro_batch": 2, "accumulate": None})
-    assert hand_over(config_of(run), TOY, choice, 2, "mine", run) == f"{run} takes it over at its next checkpoint"
+    assert (
+        hand_over(config_of(run), TOY, choice, 2, "mine", run)
+        == f"{run} takes it over at its next checkpoint, unless it ends before"
+    )
     asked = json.loads((run / handover.REQUEST).read_text())
     assert asked == {"name": "mine", "folder": str(run.resolve()), "keys": ["micro_batch", "accumulate"], "ranks": 2}
 
@@ -104,7 +114,10 @@ def test_a_run_has_to_train_what_was_tuned_and_to_be_running(run: Path) -> None:
             find_run({**config, "recipe": config["recipe"] | {"samples": 5}}, TOY)
         with pytest.raises(ConfigError, match=r"\+callbacks=\['ema'\]: .* has \[\], and a result"):
             find_run({**config, "callbacks": config["callbacks"] | {"ema": node("ema")}}, TOY)
-        assert hand_over(config, TOY, choice, 2, "mine", run) == f"{run} takes it over at its next checkpoint"
+        assert (
+            hand_over(config, TOY, choice, 2, "mine", run)
+            == f"{run} takes it over at its next checkpoint, unless it ends before"
+        )
 
 
 def test_a_job_that_was_started_anew_during_the_search_is_left_alone(
@@ -131,18 +144,43 @@ def test_a_job_with_a_hidden_value_is_refused_before_the_search(
         find_run(config, [*TOY, *([] if value else [redact_argument("+recipe.hub_token=null")])])
 
 
-@pytest.mark.parametrize("content", ["a: [", "", "- 1", "recipe: {}", None])
-def test_a_config_that_cannot_be_read_is_one_line(
-    content: str | None, run: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("saving", "is_asked"),
+    [
+        ({"every_steps": None}, False),
+        ({"every_steps": None, "every": "auto"}, True),
+        ({"every_steps": None, "every_minutes": 30.0}, True),
+        ({"every_steps": None, "keep_best": "val/loss"}, True),
+        ({"every_steps": 4}, True),
+        ({"every_steps": 5}, False),  # the next one would be the last step's, at which no job goes on
+    ],
+)
+def test_a_job_without_a_further_checkpoint_is_not_asked(
+    saving: dict[str, Any], is_asked: bool, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(apply, "is_running", lambda run_dir: True)
     config = config_of(run)
-    (run / "config.yaml").write_text(content or "")
-    if content is None:
+    config["trainer"]["checkpoint"] |= {"every": None, "every_minutes": None, "keep_best": None, **saving}
+    config["trainer"]["max_steps"] = 10
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+    put(run / "ckpt", 5, world=2)
+    (run / CHECKPOINTED).write_text(str(run / "ckpt"))
+    with (
+        nullcontext() if is_asked else pytest.raises(ConfigError, match=r"run_dir=.*: this job makes no further check")
+    ):
+        find_run(config, TOY)
+
+
+@pytest.mark.parametrize("text", ["a: [", "", "- 1", "recipe: {}", None])
+def test_a_config_that_cannot_be_read_is_one_line(text: str | None, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(run)
+    (run / "config.yaml").write_text(text or "")
+    if text is None:
         monkeypatch.setattr("io.open", refuse)
     with pytest.raises(ConfigError, match=r"^trainer\.run_dir=.*: config\.yaml can't be read \(.*\); leave") as caught:
         find_run(config, TOY)
     monkeypatch.undo()
-    assert "\n" not in str(caught.value) and (content is not None or "(Permission denied)" in str(caught.value))
+    assert "\n" not in str(caught.value) and (text is not None or "(Permission denied)" in str(caught.value))
 
 
 def refuse(file: object, *_: object, **__: object) -> None:

@@ -12,6 +12,8 @@ from trainer.checkpoint.compare import flat
 from trainer.checkpoint.locate import checkpoints
 from trainer.checkpoint.lock import CHECKPOINTED, is_running
 from trainer.checkpoint.manifest import Damaged, verify
+from trainer.config.build import build_options
+from trainer.config.options import Options
 from trainer.config.redact import HIDDEN, redact, redacted_keys
 from trainer.errors import ConfigError, printable
 from trainer.plan import stateful
@@ -53,7 +55,23 @@ def find_run(config: dict[str, Any], argv: Sequence[str]) -> tuple[Path, dict[st
     words = [word.partition("=")[0].lstrip("+") for word in argv if HIDDEN in word]
     if hidden := [*words, *redacted_keys(job)]:
         raise ConfigError(f"{hidden[0]}={HIDDEN}: is hidden, and the job's next command would lack it; {WAY_OUT}")
+    if not saves_again(job, manifest_of(Path(run_dir)).get("step", 0)):
+        raise ConfigError(
+            f"trainer.run_dir={run_dir}: this job makes no further checkpoint before its last step, and takes a result "
+            f"over at one; {WAY_OUT}"
+        )
     return Path(run_dir), job
+
+
+def saves_again(job: dict[str, Any], step: int) -> bool:
+    """Return whether the job may make a checkpoint after this step and before its last one."""
+    options = build_options(Options, job["trainer"])
+    given = options.checkpoint
+    if given.every or given.every_minutes or given.keep_best:
+        return True
+    if not given.every_steps:
+        return False
+    return options.max_steps is None or (step // given.every_steps + 1) * given.every_steps < options.max_steps
 
 
 def read_job(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -93,7 +111,7 @@ def hand_over(config: dict[str, Any], argv: Sequence[str], choice: Choice, world
         _, job = find_run(config, argv)  # once more: it may have been started anew since
     except ConfigError as error:
         return f"{run_dir} goes on as it is: {error}"
-    if (ranks := ranks_of(run_dir)) not in (None, world):
+    if (ranks := manifest_of(run_dir).get("world")) not in (None, world):
         why = f"its newest checkpoint is of {ranks} rank(s), and the result is proven for {world}"
         return f"{run_dir} goes on as it is: {why}"
     if why := refusal(merge(job, choice), world):
@@ -108,15 +126,15 @@ def hand_over(config: dict[str, Any], argv: Sequence[str], choice: Choice, world
         handover.ask(run_dir, name, folder, list(choice.settings), world)
     except OSError as error:
         return f"{run_dir} goes on as it is: {error.filename or run_dir}: {error.strerror}"
-    return f"{run_dir} takes it over at its next checkpoint"
+    return f"{run_dir} takes it over at its next checkpoint, unless it ends before"
 
 
-def ranks_of(run_dir: Path) -> int | None:
-    """Return the number of ranks that wrote the run's newest checkpoint; None if none can be read."""
+def manifest_of(run_dir: Path) -> dict[str, Any]:
+    """Return the manifest of the run's newest checkpoint; empty if none can be read."""
     with suppress(OSError, IndexError, Damaged):
         saved = Path((run_dir / CHECKPOINTED).read_text())
-        return verify(checkpoints(saved, reads=True)[-1], hashes=False)["world"]
-    return None
+        return verify(checkpoints(saved, reads=True)[-1], hashes=False)
+    return {}
 
 
 def state_keepers(config: dict[str, Any]) -> set[str]:
