@@ -152,6 +152,21 @@ def is_run(folder: Path) -> bool:
     return started or any((folder / "logs").glob("rank*.log"))
 
 
+def refuse_unreadable(folder: Path) -> None:
+    """Refuse a folder given as RUN that this user may not look into. One that is missing is left to the caller.
+
+    Raises:
+        ConfigError: The system refuses.
+    """
+    try:
+        (folder / "config.yaml").stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        key = f"RUN={printable(str(folder))}"
+        raise ConfigError(f"{key}: can't be read: {error.strerror}; give a folder that you may read") from None
+
+
 def refuse_astray(folder: Path) -> None:
     """Refuse a folder that is neither new nor a run's, or that has links through which the run would write."""
     key = f"trainer.run_dir={folder}"

@@ -11,7 +11,7 @@ from trainer.config.compose import CONF, PRIMARY, Job, compose, config_dirs
 from trainer.errors import ConfigError, printable
 from trainer.main import prepare, run, run_and_exit
 from trainer.process import handover
-from trainer.run_dir import is_run
+from trainer.run_dir import is_run, refuse_unreadable
 
 WHOLE = ("optimizer", "schedule", "nccl")  # groups of which NAME replaces all keys
 
@@ -68,6 +68,7 @@ def read(folder: Path) -> Any:
     from omegaconf import OmegaConf
 
     key, file = f"RUN={printable(str(folder))}", folder / "config.yaml"
+    refuse_unreadable(folder)
     if not folder.is_dir():
         raise ConfigError(f"{key}: is no folder; give the folder of a run, as in runs/NAME")
     if not file.exists() and is_run(folder):

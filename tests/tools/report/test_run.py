@@ -1,11 +1,16 @@
 """Folders of runs that are whole, unfinished, crashed, resumed, damaged or a stranger's."""
 
+import errno
 import json
+import os
+from pathlib import Path
 
 import pytest
 from support.run_files import synthetic_run, write_lines
 
 from trainer.errors import ConfigError
+from trainer.tools.compare import compare
+from trainer.tools.report.__main__ import report
 from trainer.tools.report.run import (
     MOST_EVENTS,
     MOST_KEYS,
@@ -16,6 +21,7 @@ from trainer.tools.report.run import (
     read_events,
     read_run,
 )
+from trainer.tools.resume import read as stored
 
 
 def test_a_whole_run(tmp_path):
@@ -63,6 +69,24 @@ def test_each_missing_file_is_one_line(tmp_path):
         read_run(folder, "r", 10)
     with pytest.raises(ConfigError, match="is no folder; give the folder of a run"):
         read_run(tmp_path / "none", "r", 10)
+
+
+def test_a_folder_without_permission_is_one_line(tmp_path, monkeypatch):
+    folder, stat = synthetic_run(tmp_path / "r"), Path.stat
+
+    def refuse(path: Path, **options: bool) -> os.stat_result:
+        if path.parent == folder:  # mode 700 of another user; tests may run as root
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    for read in (
+        lambda: report([folder], None, False),
+        lambda: compare([folder], False, False),
+        lambda: stored(folder),
+    ):
+        with pytest.raises(ConfigError, match=f"^RUN={folder}: can't be read: Permission denied; give a folder that"):
+            read()
 
 
 def test_values_that_are_not_finite_are_one_line(tmp_path):

@@ -11,6 +11,7 @@ import yaml
 from trainer.checkpoint.direction import usual
 from trainer.config.redact import redact
 from trainer.errors import ConfigError, printable
+from trainer.run_dir import refuse_unreadable
 from trainer.tools.report.comm import Exchange, read_comm
 from trainer.tools.report.lines import Lines, number, parse, read_object
 from trainer.tools.report.metrics import Metric, read_metrics
@@ -77,8 +78,9 @@ def read_run(folder: Path, name: str, most: int, spans: int = 128) -> Run:
         spans: Spans of steps that per-rank times keep.
 
     Raises:
-        ConfigError: The folder holds no run.
+        ConfigError: The folder holds no run, or can't be read.
     """
+    refuse_unreadable(folder)
     if not folder.is_dir():
         raise ConfigError(f"RUN={folder}: is no folder; give the folder of a run, as in runs/NAME")
     if not any((folder / file).exists() for file in FILES):
