@@ -1,24 +1,28 @@
 """A search's journal: one line of JSON for each thing done, so that a killed search goes on where it was."""
 
-import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
+import re
+import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, printable
+from trainer.log import log
 
 
 class Journal:
-    """The lines of one search, keyed by everything that its results depend on.
+    """The lines of one search, keyed by everything that its results depend on. One process at a time writes them.
 
     Args:
         path: The file; its folder is made.
         about: What the results depend on: the config, the machine, the settings of the search.
 
     Raises:
-        ConfigError: The folder can't be written.
+        ConfigError: The folder can't be written, or another search writes this journal.
     """
 
     def __init__(self, path: Path, about: Any) -> None:
@@ -26,20 +30,21 @@ class Journal:
         self.key = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
         self.lines: list[dict[str, Any]] = []
         self.why_anew = ""
+        by = f"process {os.getpid()} on {socket.gethostname()}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):
-                self._read(path.read_bytes())
-            self.file = path.open("r+b" if self.lines else "wb")
+            self.file = path.open("a+b")
+            lock(self.file, path)
+            self.file.seek(0)
+            if content := self.file.read():
+                self._read(content)
+            self.file.truncate(self.whole if self.lines else 0)
         except OSError as error:
             raise ConfigError(
                 f"{path}: can't be written: {error.strerror}; give a --config-dir that you may write to"
             ) from None
-        if self.lines:
-            self.file.truncate(self.whole)
-            self.file.seek(self.whole)
-        else:
-            self.add("begin", key=self.key)
+        known = {} if self.lines else {"key": self.key}
+        self.add("again" if self.lines else "begin", **known, by=by)
 
     def _read(self, content: bytes) -> None:
         """Take the whole lines of a search with this key that has not ended; a kill may have cut the last one."""
@@ -72,3 +77,26 @@ class Journal:
 
     def close(self) -> None:
         self.file.close()
+
+
+def lock(file: BinaryIO, path: Path) -> None:
+    """Claim the journal until it is closed. The system drops the lock of a process that ends.
+
+    If the file system has no locks, a warning is logged instead.
+
+    Raises:
+        ConfigError: Another search has claimed it.
+    """
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            log.warning("%s: can't be locked (%s); make sure that no other search writes it", path, error.strerror)
+            return
+        file.seek(0)
+        by = re.findall(rb'"by": "([^"]*)"', file.read()) or [b"another process"]
+        file.close()
+        raise ConfigError(
+            f"{path}: {printable(by[-1].decode(errors='replace'))} searches under this name; wait for it to end, or "
+            "give another tune.name"
+        ) from None
