@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from trainer.checkpoint.interval import noted
 from trainer.errors import HUNG, STOPPED
 from trainer.launch.failure import Failure, find_failure
 from trainer.launch.supervisor import Supervisor
@@ -137,3 +138,6 @@ def test_all_ranks_are_killed_before_one_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "_start", start)
     assert supervisor._attempt(0) is None
     assert done == ["kill"] * 3 + ["wait"] * 3
+    assert noted(tmp_path) == 1  # a failure of the machine, for checkpoint.every=auto
+    supervisor.policy.limit = 0
+    assert supervisor._attempt(1) == 128 + signal.SIGKILL and noted(tmp_path) == 1

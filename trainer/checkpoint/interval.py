@@ -6,6 +6,7 @@ Young 1974, "A first order approximation to the optimum checkpoint interval", ha
 Both take failures as a Poisson process.
 """
 
+import json
 import math
 import os
 import time
@@ -55,7 +56,7 @@ class Interval:
     A run without a failure takes `prior_s`. From its first failure on, its own seconds and failures decide.
 
     Args:
-        logs: The folder in which a supervisor notes failures.
+        logs: The folder in which a supervisor notes failures, with the run's exit code or 0 for a restart.
     """
 
     def __init__(self, auto: bool, devices: int, logs: Path) -> None:
@@ -112,11 +113,22 @@ class Interval:
 
 
 def noted(logs: Path) -> int:
-    """Return the failures of the run that its supervisor has noted, and torchrun's restarts."""
+    """Return the failures after which the run's supervisor or torchrun has started the ranks again.
+
+    Others are a user's mistakes or the last attempt's, and tell nothing of the machines.
+    """
     try:
-        with (logs / "events.jsonl").open("rb") as lines:
-            count = sum(b'"failed"' in line for line in lines)
+        count = sum(map(_is_restart, (logs / "events.jsonl").read_bytes().splitlines()))
     except OSError:
         count = 0
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return count + (int(restarts) if restarts.isdecimal() else 0)
+
+
+def _is_restart(line: bytes) -> bool:
+    """Return whether a line of the supervisor has a failure that was no end. A full disk may cut a line."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(event, dict) and "failed" in event and event.get("code") == 0
