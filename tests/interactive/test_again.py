@@ -79,7 +79,7 @@ def test_a_second_fit_has_the_bits_of_one_run(world):
 
 @pytest.mark.parametrize("row", DEFAULT)
 def test_callbacks_go_on_in_a_second_fit(row):
-    for straight, again in run_ranks(2, straight_and_again, (row,)):
+    for straight, again in run_ranks(3, straight_and_again, (row,)):
         assert straight == again
 
 

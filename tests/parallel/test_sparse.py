@@ -61,17 +61,30 @@ class Task:
         return F.binary_cross_entropy_with_logits(model(batch[0]).float(), batch[1])
 
 
+class Kinds(Callback):
+    """Notes which gradients are sparse when the optimizer steps."""
+
+    def __init__(self) -> None:
+        self.sparse: list[set[str]] = []
+
+    def on_before_optimizer_step(self, trainer) -> None:
+        named = trainer.module.named_parameters()
+        self.sparse.append({name for name, p in named if p.grad is not None and p.grad.is_sparse})
+
+
 def train(place: Place, optimizer: str) -> dict[tuple[str, bool], dict[str, Any]]:
     found = {}
     for setting, options in SETTINGS.items():
         for sparse in (False, True):
+            callbacks = {"ema": EMA(0.9), "kinds": (kinds := Kinds())}
             trainer = make(
-                Task(sparse), {"ema": EMA(0.9)}, OPTIMIZERS[optimizer], batch=BATCH, place=place, max_steps=STEPS,
+                Task(sparse), callbacks, OPTIMIZERS[optimizer], batch=BATCH, place=place, max_steps=STEPS,
                 run_dir=f"runs/{place.world}-{setting}-{sparse}", log_every_steps=1, check_replicas_every=1, **options,
             )  # fmt: skip
             trainer.fit()
             weights = {key: value.detach().numpy().copy() for key, value in trainer.module.named_parameters()}
-            found[setting, sparse] = {"weights": weights, "norm": trainer.last_metrics["train/grad_norm"]}
+            norm = trainer.last_metrics["train/grad_norm"]
+            found[setting, sparse] = {"weights": weights, "norm": norm, "sparse": kinds.sparse}
     return found
 
 
@@ -83,12 +96,13 @@ def test_the_weights_are_those_of_dense_gradients(
     """All but the order in which values of a row are added is the same."""
     monkeypatch.chdir(tmp_path)
     for rank in run_ranks(world, train, optimizer):
-        for (setting, sparse), own in rank.items():
-            dense = rank[setting, False]
+        for setting in SETTINGS:
+            dense, own = rank[setting, False], rank[setting, True]
+            assert dense["sparse"] == [set()] * STEPS and own["sparse"] == [{"word.weight", "bag.weight"}] * STEPS
             assert own["norm"] == pytest.approx(dense["norm"], rel=1e-3 if setting == "bf16" else 1e-5)
             for name, value in own["weights"].items():
                 bound = 2e-3 if setting == "bf16" else 2e-6
-                assert abs(value - dense["weights"][name]).max() <= bound, (setting, sparse, name)
+                assert abs(value - dense["weights"][name]).max() <= bound, (setting, name)
 
 
 class Weighed(Task):

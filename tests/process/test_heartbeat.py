@@ -12,35 +12,37 @@ from trainer.process import heartbeat
 from trainer.process.heartbeat import Beat, Heartbeat
 
 WATCHED = """
-import sys, time
+import sys
 from trainer.process.heartbeat import Heartbeat
 heartbeat = Heartbeat()
 heartbeat.watch(1.0, lambda: print("still", flush=True), sys.stderr)
 heartbeat.beat(1)
 print("begun", flush=True)
-time.sleep(float(sys.argv[1]))
+sys.stdin.readline()
 print("done", flush=True)
 """
 
 
-def watched(seconds: float) -> "subprocess.Popen[str]":
+def watched() -> "subprocess.Popen[str]":
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", WATCHED, str(seconds)], stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen([sys.executable, "-c", WATCHED], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def test_a_rank_that_hangs_tells_its_collectives_then_its_stacks_and_ends():
-    out, err = (process := watched(60)).communicate(timeout=30)
-    assert (process.returncode, out) == (124, "begun\nstill\n")
+    with watched() as process:
+        assert process.wait(30) == 124 and process.stdout is not None and process.stderr is not None
+        out, err = process.stdout.read(), process.stderr.read()
+    assert out == "begun\nstill\n"
     assert err.startswith("Timeout (0:00:01)!\n") and 'File "<string>", line 8' in err
 
 
 def test_time_in_which_a_process_is_suspended_does_not_count():
-    process = watched(0.2)
+    process = watched()
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
     process.send_signal(signal.SIGSTOP)
     time.sleep(1.5)
     process.send_signal(signal.SIGCONT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate("\n", timeout=30)
     assert (process.returncode, out.replace("still\n", ""), err) == (0, "done\n", "")
 
 
@@ -49,9 +51,10 @@ def test_a_path_that_leads_nowhere_is_none(tmp_path: Path, path: str):
     """A shell may have the variable of a launcher that has ended."""
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
-    heartbeat = Heartbeat(str(tmp_path / path))
-    heartbeat.beat(1)
-    heartbeat.close()
+    beat = Heartbeat(str(tmp_path / path))
+    beat.beat(1)
+    assert beat.file is None and beat.step == 1 and heartbeat.last(tmp_path / path) is None
+    beat.close()
 
 
 def test_a_heartbeat_tells_the_step_and_that_a_long_one_comes(tmp_path):

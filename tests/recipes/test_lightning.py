@@ -139,6 +139,10 @@ def both(place: Place, cases: list[tuple[str, int]]) -> list[tuple[dict[str, Any
     return results
 
 
+def without_losses(calls: list[str]) -> list[str]:
+    return [call.rpartition(" ")[0] if call.startswith("end ") else call for call in calls]
+
+
 CASES = [("BoringModel", 1), *((name, 1) for name in MODULES), ("Classifier", 2)]
 
 
@@ -153,15 +157,15 @@ def test_losses_weights_rates_and_hooks_are_those_of_lightnings_trainer(world, t
             for key, value in theirs["weights"].items():
                 assert torch.equal(ours["weights"][key], value), f"{where}: {key}"
             assert ours["rates"] == theirs["rates"], where
-
-
-def test_hooks_are_called_as_lightning_calls_them(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    ours, theirs = both(Place(), [("Classifier", 1)])[0]
-    assert ours["calls"] == theirs["calls"] and ours["calls"][0] == "epoch start"
-    assert ours["validation"]["val/acc"] == pytest.approx(theirs["validation"]["val_acc"])
-    assert ours["validation"]["val/loss"] == pytest.approx(theirs["validation"]["val_loss"])
-    assert ours["logged"][0].keys() >= {"train/loss", "train/mean", "train/lr"}
+            if accumulate == 1:
+                assert ours["calls"] == theirs["calls"], where
+            else:  # Lightning divides the loss that on_train_batch_end is given
+                assert without_losses(ours["calls"]) == without_losses(theirs["calls"]), where
+            if (name, accumulate, world) == ("Classifier", 1, 1):  # on more ranks Lightning repeats samples
+                assert ours["calls"][0] == "epoch start"
+                for key in ("acc", "loss"):
+                    assert ours["validation"][f"val/{key}"] == pytest.approx(theirs["validation"][f"val_{key}"]), where
+                assert ours["logged"][0].keys() >= {"train/loss", "train/mean", "train/lr"}
 
 
 def train(datamodule: Any, name: str, callbacks: Any = None, **options: Any) -> Trainer:
