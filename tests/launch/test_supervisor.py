@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -15,43 +14,6 @@ from trainer.launch.failure import Failure, find_failure
 from trainer.launch.supervisor import Supervisor
 from trainer.process import heartbeat
 from trainer.process.environment import Place
-
-
-def test_ranks_that_do_not_move_are_seen(tmp_path):
-    supervisor = Supervisor(lambda moved: "", [], Place(), tmp_path / "logs", str, 3, still_s=0.05, start_s=0.2)
-    assert not supervisor._is_still(tmp_path)
-    time.sleep(0.1)
-    assert not supervisor._is_still(tmp_path)  # none has made its plan, which may take longer
-    time.sleep(0.15)
-    assert supervisor._is_still(tmp_path)
-    supervisor.still_s = 50
-    beats = [heartbeat.Heartbeat(str(tmp_path / f"heartbeat-{rank}")) for rank in range(2)]
-    beats[0].beat(1)
-    assert not supervisor._is_still(tmp_path)
-    supervisor.still_s = 0.05
-    time.sleep(0.06)
-    beats[1].beat(1)  # one of them moves
-    assert not supervisor._is_still(tmp_path)
-    time.sleep(0.06)
-    beats[1].beat(1, patience_s=100)
-    assert not supervisor._is_still(tmp_path)
-    time.sleep(0.06)
-    assert not supervisor._is_still(tmp_path)
-    beats[1].beat(2)
-    assert not supervisor._is_still(tmp_path)
-    for path in tmp_path.glob("heartbeat-*"):
-        os.utime(path, (2e9, 2e9))  # what the wall clock says by now may be another time
-    time.sleep(0.06)
-    assert supervisor._is_still(tmp_path)
-
-
-def test_a_warning_of_a_batch_system_reaches_ranks_as_sigterm(tmp_path):
-    """At SIGUSR2 they would write their stacks and go on."""
-    supervisor = Supervisor(lambda moved: "", [], Place(), tmp_path / "logs", str, 3, still_s=1, start_s=1)
-    supervisor.ranks = {0: (rank := Mock())}
-    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
-        supervisor._pass_on(number)
-    assert [call.args[0] for call in rank.send_signal.call_args_list] == [signal.SIGUSR1] + [signal.SIGTERM] * 2
 
 
 class Clock:
@@ -68,6 +30,45 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
         self.at(self.now)
+
+
+def test_ranks_that_do_not_move_are_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.launch.supervisor.time", clock := Clock())
+    monkeypatch.setattr("trainer.process.heartbeat.time", clock)
+    supervisor = Supervisor(lambda moved: "", [], Place(), tmp_path / "logs", str, 3, still_s=0.05, start_s=0.2)
+    assert not supervisor._is_still(tmp_path)
+    clock.sleep(0.1)
+    assert not supervisor._is_still(tmp_path)  # none has made its plan, which may take longer
+    clock.sleep(0.16)
+    assert supervisor._is_still(tmp_path)
+    supervisor.still_s = 50
+    beats = [heartbeat.Heartbeat(str(tmp_path / f"heartbeat-{rank}")) for rank in range(2)]
+    beats[0].beat(1)
+    assert not supervisor._is_still(tmp_path)
+    supervisor.still_s = 0.05
+    clock.sleep(0.06)
+    beats[1].beat(1)  # one of them moves
+    assert not supervisor._is_still(tmp_path)
+    clock.sleep(0.06)
+    beats[1].beat(1, patience_s=100)
+    assert not supervisor._is_still(tmp_path)
+    clock.sleep(0.06)
+    assert not supervisor._is_still(tmp_path)
+    beats[1].beat(2)
+    assert not supervisor._is_still(tmp_path)
+    for path in tmp_path.glob("heartbeat-*"):
+        os.utime(path, (2e9, 2e9))  # what the wall clock says by now may be another time
+    clock.sleep(0.06)
+    assert supervisor._is_still(tmp_path)
+
+
+def test_a_warning_of_a_batch_system_reaches_ranks_as_sigterm(tmp_path):
+    """At SIGUSR2 they would write their stacks and go on."""
+    supervisor = Supervisor(lambda moved: "", [], Place(), tmp_path / "logs", str, 3, still_s=1, start_s=1)
+    supervisor.ranks = {0: (rank := Mock())}
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
+        supervisor._pass_on(number)
+    assert [call.args[0] for call in rank.send_signal.call_args_list] == [signal.SIGUSR1] + [signal.SIGTERM] * 2
 
 
 def test_time_in_which_all_are_suspended_does_not_count(tmp_path, monkeypatch):

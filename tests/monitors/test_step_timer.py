@@ -12,6 +12,7 @@ import torch
 from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from toy_recipe import Toy
 
 from trainer.callback import Callback, Role
@@ -235,22 +236,22 @@ def test_ranks_that_wait_for_a_late_one_communicate(case: str, tmp_path, monkeyp
     ranks = [line["ranks"] for line in lines()]
     for rank, (least, most, _) in enumerate(found):
         whole = sum(STEPS // 2 * each[rank]["step"] for each in ranks)
-        assert least - 1e-6 <= whole <= most + 1e-6
-        assert whole == pytest.approx(most, rel=0.02, abs=0.01)
+        assert STEPS * late / 2 < least - 1e-6 <= whole <= most + 1e-6
     for each in ranks:
         for times in each:
             assert sum(parts(times).values()) == pytest.approx(times["step"], abs=1e-7)
     waiting, waited, slow = ranks[-1]
-    assert min(waiting["communication"], waited["communication"]) > slow["communication"] + late / 2
-    assert slow["forward"] >= late > max(waiting["forward"], waited["forward"])
-    assert found[0][2]["time/slowest_rank"] == 2 and found[0][2]["time/spread"] > 0.1
+    assert min(waiting["communication"], waited["communication"]) > slow["communication"]
+    assert slow["forward"] > max(late, waiting["forward"], waited["forward"])
+    assert found[0][2]["time/slowest_rank"] == 2 and found[0][2]["time/spread"] > 0
 
 
 def late_rows(place: Place) -> None:
     """The wait for rows, which on a GPU is one between streams, takes a while."""
     wait = FSDPParamGroup.wait_for_unshard
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FSDPParamGroup, "wait_for_unshard", lambda self: (time.sleep(SLEEP_S / 4), wait(self))[1])
+        patch.setattr(StepTimer, "now", staticmethod(lambda: NOW[0]))
+        patch.setattr(FSDPParamGroup, "wait_for_unshard", lambda self: (work(1), wait(self))[1])
         run(place, {"shard": Shard(3)}, Late(False))
 
 
@@ -259,7 +260,7 @@ def test_a_wait_for_the_rows_of_stage_3_is_communication(tmp_path, monkeypatch) 
     monkeypatch.chdir(tmp_path)
     run_ranks(3, late_rows)
     for times in lines()[-1]["ranks"]:
-        assert times["communication"] >= 7 * SLEEP_S / 4 > 2 * max(times["forward"], times["backward"])
+        assert parts(times).keys() == {"communication"} and times["communication"] >= 7
 
 
 class Wire(Callback):
@@ -295,33 +296,15 @@ def test_a_reduction_counts_as_far_as_the_step_waits_for_it(tmp_path, monkeypatc
         assert exposed["forward"] >= SLEEP_S and hidden["forward"] >= SLEEP_S
 
 
-class LateData(Toy):
-    def data(self, split: str) -> Any:
-        points = super().data(split)
-        return [points[i] for i in range(13)] if split == "val" else LatePoints(points)
-
-
-class LatePoints(torch.utils.data.Dataset):
-    def __init__(self, points: Any) -> None:
-        self.points = points
-
-    def __len__(self) -> int:
-        return len(self.points)
-
-    def __getitem__(self, i: int) -> Any:
-        time.sleep(SLEEP_S / 12)
-        return self.points[i]
-
-
-def test_a_data_worker_that_is_late_is_waited_for(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_data_worker_that_is_late_is_waited_for(timer: StepTimer, monkeypatch) -> None:
+    get = _MultiProcessingDataLoaderIter._get_data  # waits for the worker's batch
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_get_data", lambda self: (work(2), get(self))[1])
     trainer = Trainer(
-        LateData(), {"timer": StepTimer()}, batch=12, place=Place(), data=DataOptions(workers=1),
+        Toy(), {"timer": timer}, batch=12, place=Place(), data=DataOptions(workers=1),
         options=options(max_steps=8, log_every_steps=4),
     )  # fmt: skip
     trainer.fit()
-    times = parts(lines()[-1]["ranks"][0])
-    assert max(times, key=lambda name: times[name]) == "data" and times["data"] >= SLEEP_S / 2
+    assert parts(lines()[-1]["ranks"][0]) == {"data": 2.0}
 
 
 def gathers(place: Place) -> list[int]:
