@@ -2,9 +2,10 @@
 
 import ast
 from functools import cache
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from support.cli import ROOT
+from support.sources import trees
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -14,8 +15,8 @@ def functions() -> list[tuple[str, Function]]:
     return [
         (f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node)
         for folder in ("trainer", "recipes", "echelon", "scripts")
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path, tree in trees(folder).items()
+        for node in ast.walk(tree)
         if isinstance(node, Function)
     ]
 

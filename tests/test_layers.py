@@ -6,9 +6,11 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from support.cli import ROOT
+from support.sources import trees
+
 from trainer.callback import HOOKS
 
-ROOT = Path(__file__).parents[1]
 PATHS = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for folder in ("trainer", "recipes", "echelon")
@@ -17,10 +19,14 @@ PATHS = {
 }
 
 
+def tree_of(path: Path) -> ast.Module:
+    return trees(path.relative_to(ROOT).parts[0])[path]
+
+
 def imported(path: Path) -> set[str]:
     """Returns the modules of ours that `path` imports anywhere."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -73,7 +79,7 @@ def test_pyright_sees_what_callbacks_take_from_the_trainer() -> None:
         f"{name}: {node.name}"
         for name, path in PATHS.items()
         if name.startswith(("trainer.callbacks", "trainer.monitors"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.FunctionDef) and node.name not in HOOKS
         for argument in node.args.args
         if argument.arg == "trainer" and argument.annotation is None

@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+from support.sources import trees
+
 from trainer import rng
 
 KEYS = {
@@ -27,8 +29,8 @@ def test_the_numbers_are_frozen() -> None:
 
 def test_every_key_begins_with_a_seed_and_a_purpose_of_the_table() -> None:
     found = set()
-    for path in Path(*__import__("trainer").__path__).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())) if path.name != "rng.py" else ():
+    for path, tree in trees("trainer").items():
+        for node in ast.walk(tree) if path.name != "rng.py" else ():
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("mix", "permutation"):
                 draws = ast.unparse(node.func) == "permutation"  # the place is its last key
                 purpose, *keys = node.args[1 + draws :]

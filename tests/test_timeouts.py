@@ -1,12 +1,12 @@
 """All waits stand in one table, trainer/timeouts.py: a second one of the same name might mean something else."""
 
 import ast
-from pathlib import Path
 
 import pytest
+from support.cli import ROOT
+from support.sources import trees
 
-ROOT = Path(__file__).parents[1] / "trainer"
-MODULES = [path for path in ROOT.rglob("*.py") if path != ROOT / "timeouts.py"]
+TABLE = ROOT / "trainer" / "timeouts.py"
 WAITS = {"sleep", "wait", "join", "poll", "communicate", "select"}
 POLL_S = 0.1  # as timeouts.py says: so short a pause is no wait
 
@@ -38,10 +38,10 @@ def waits(tree: ast.Module) -> list[str]:
 
 
 def test_no_other_module_has_a_wait_of_its_own():
-    assert MODULES
-    for path in MODULES:
-        tree = ast.parse(path.read_text())
-        assert not constants(tree) + waits(tree), path
+    modules = trees("trainer")
+    assert TABLE in modules
+    for path, tree in modules.items():
+        assert path == TABLE or not constants(tree) + waits(tree), path
 
 
 @pytest.mark.parametrize(

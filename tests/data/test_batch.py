@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.cli import ROOT
 from support.loaders import open_loader, whole
+from support.sources import trees
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-import trainer.data
 from trainer.config.options import DataOptions
 from trainer.data.batch import Split, count_samples
 from trainer.data.device_prefetch import Upload, map_tensors
@@ -39,8 +40,10 @@ ABOVE = ("plan", "trainer", "callback", "callbacks", "recipe", "batch", "session
 
 def test_data_imports_nothing_from_above():
     """Type-only imports count."""
-    for path in Path(*trainer.data.__path__).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    found = [tree for path, tree in trees("trainer").items() if path.is_relative_to(ROOT / "trainer" / "data")]
+    assert found
+    for tree in found:
+        for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
             assert not [name for name in names if name.split(".")[:1] == ["trainer"] and name.split(".")[1] in ABOVE]

@@ -3,7 +3,9 @@
 import ast
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from support.cli import ROOT
+from support.sources import trees
+
 BASES = ("Callback", "Logger", "SendingLogger")
 OF_LOGGERS = [ROOT / "trainer" / "monitors" / f"{name}.py" for name in ("logger", "sender")]
 
@@ -20,9 +22,10 @@ def card(path: Path) -> tuple[str, Path]:
 
 
 def test_every_callback_has_a_card_and_a_config() -> None:
-    found = [path for folder in ("callbacks", "monitors") for path in (ROOT / "trainer" / folder).rglob("*.py")]
-    files = [path for path in found if path not in OF_LOGGERS]
-    cards = dict(card(path) for path in files if any(map(is_callback, ast.parse(path.read_text()).body)))
+    folders = [ROOT / "trainer" / name for name in ("callbacks", "monitors")]
+    found = {path: tree for path, tree in trees("trainer").items() if any(map(path.is_relative_to, folders))}
+    files = {path: tree for path, tree in found.items() if path not in OF_LOGGERS}
+    cards = dict(card(path) for path, tree in files.items() if any(map(is_callback, tree.body)))
     assert cards
     assert {path.stem for path in (ROOT / "conf" / "callbacks").glob("*.yaml")} == cards.keys()
     assert not [name for name, path in cards.items() if not path.exists()]

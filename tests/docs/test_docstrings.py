@@ -3,15 +3,9 @@
 import ast
 import re
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-
-
-@cache
-def sources() -> dict[Path, ast.Module]:
-    return {path: ast.parse(path.read_text()) for path in sorted((ROOT / "trainer").rglob("*.py"))}
+from support.cli import ROOT
+from support.sources import trees
 
 
 def openers(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -37,7 +31,7 @@ def bound(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def found(search, wrong) -> list[str]:
-    places = [(path, line, word) for path, tree in sources().items() for line, word in search(tree)]
+    places = [(path, line, word) for path, tree in trees("trainer").items() for line, word in search(tree)]
     return [f"{path.relative_to(ROOT)}:{line}: {word}" for path, line, word in places if wrong(word)]
 
 

@@ -3,16 +3,17 @@
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from support.cli import ROOT
+from support.sources import trees
+
 PAGES = [
     *ROOT.glob("*.md"),
     *ROOT.glob("docs/*.md"),
     *ROOT.glob("trainer/**/*.md"),
     ROOT / "docs/measurements/index.md",
 ]
-SOURCES = [path for folder in ("trainer", "recipes", "echelon", "scripts") for path in ROOT.glob(f"{folder}/**/*.py")]
+SOURCES = ("trainer", "recipes", "echelon", "scripts")
 MADE = ROOT / "docs" / "composition.md"  # by tests/composition.py from messages, which are read in their source
 MOST_WORDS = 25
 OPENERS = ("What", "Where", "Of", "That")
@@ -76,8 +77,8 @@ def test_sentences_of_pages() -> None:
 def test_sentences_of_sources() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {fault}"
-        for path in SOURCES
-        for tree in [ast.parse(path.read_text())]
+        for folder in SOURCES
+        for path, tree in trees(folder).items()
         for line, text in [*docstrings(tree), *messages(tree)]
         for fault in faults(text)
     ]
