@@ -14,9 +14,9 @@ import pytest
 from omegaconf import OmegaConf
 from support.checkpoints import put
 from support.cli import ROOT
+from support.configs import toy_config
 
 from trainer.checkpoint.lock import CHECKPOINTED
-from trainer.config.compose import CONF, compose
 from trainer.config.redact import redact_argument
 from trainer.errors import ConfigError
 from trainer.process import handover
@@ -28,19 +28,9 @@ from trainer.tools.tune.configs import node
 TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy"]
 
 
-@pytest.fixture(scope="module")
-def content() -> str:
-    """The config.yaml of a run of the toy."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["tune"])
-        patch.setenv("HYDRA_FULL_ERROR", "1")
-        config: Any = compose(TOY, [CONF, ROOT / "tests" / "toy" / "conf"])[0].config
-    return OmegaConf.to_yaml(OmegaConf.create(config))
-
-
 @pytest.fixture
-def run(content: str, tmp_path: Path) -> Path:
-    (tmp_path / "config.yaml").write_text(content)
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(toy_config())))
     return tmp_path
 
 

@@ -1,9 +1,8 @@
 """The choices of a search: what a run would refuse is not among them."""
 
 import pytest
-from support.cli import ROOT
+from support.configs import toy_config
 
-from trainer.config.compose import CONF, compose
 from trainer.process.cgroup import Limit
 from trainer.process.environment import Place
 from trainer.tools.cost_model.workload import Choice
@@ -18,14 +17,10 @@ from trainer.tools.tune.candidates import (
 )
 from trainer.tools.tune.configs import is_exact, merge, refusal
 
-TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy"]
-
 
 @pytest.fixture
-def config(monkeypatch: pytest.MonkeyPatch) -> dict:
-    monkeypatch.setattr("sys.argv", ["tune"])
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    return compose(TOY, [CONF, ROOT / "tests" / "toy" / "conf"])[0].config
+def config() -> dict:
+    return toy_config()
 
 
 def two(local: int = 2) -> Place:

@@ -3,23 +3,18 @@
 from pathlib import Path
 
 import pytest
-from support.cli import ROOT
+from support.configs import toy_config
 from support.runs import make
 
 from trainer.config.check import check
-from trainer.config.compose import CONF, compose
 from trainer.tools.cost_model.workload import Choice
 from trainer.tools.tune.configs import alone, begun, find_start, merge, node, of_trial, ranks_with_data, whole
-
-TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy"]
 
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["tune"])
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    return compose(TOY, [CONF, ROOT / "tests" / "toy" / "conf"])[0].config
+    return toy_config()
 
 
 def test_a_choice_changes_a_copy(config: dict) -> None:

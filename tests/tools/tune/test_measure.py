@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.cli import ROOT
+from support.configs import toy_config
 from support.ranks import run_ranks
 from torch import nn
 
-from trainer.config.compose import CONF, compose
 from trainer.process.environment import Place
 from trainer.tools.tune.configs import alone, of_trial
 from trainer.tools.tune.measure import (
@@ -29,8 +28,6 @@ from trainer.tools.tune.measure import (
 )
 from trainer.tools.tune.workload import make_workload
 
-TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy", "trainer.allow_targets=[toy_recipe]"]
-
 
 def measure(place: Place, config: dict[str, Any]) -> dict[str, Any]:
     return profile(config, place, 1, 4)
@@ -39,9 +36,8 @@ def measure(place: Place, config: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_ranks_measure_their_own_work(dropout: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["tune"])
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    config = compose([*TOY, f"recipe.dropout={dropout}"], [CONF, ROOT / "tests" / "toy" / "conf"])[0].config
+    config = toy_config()
+    config["recipe"]["dropout"] = dropout
     answers = run_ranks(2, measure, of_trial(alone(config, 2), tmp_path / "a", 1, 60, 5))
     elements = [8 * 16, 16, 16 * 16, 16, 16 * 16, 16, 16 * 4, 4]
     for answer in answers:

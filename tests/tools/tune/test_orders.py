@@ -4,15 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import ROOT
+from support.configs import toy_config
 from support.ranks import run_ranks
 
-from trainer.config.compose import CONF, compose
 from trainer.process.environment import Place
 from trainer.tools.tune.configs import alone, of_trial
 from trainer.tools.tune.orders import run_order
-
-TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy", "trainer.allow_targets=[toy_recipe]"]
 
 
 def obey(place: Place, order: dict[str, Any]) -> dict[str, Any]:
@@ -30,9 +27,7 @@ def obey(place: Place, order: dict[str, Any]) -> dict[str, Any]:
 )
 def test_orders(kind: str, key: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["tune"])
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    config = compose(TOY, [CONF, ROOT / "tests" / "toy" / "conf"])[0].config
+    config = toy_config()
     own = of_trial(alone(config, 2) if kind == "profile" else config, tmp_path / "own", 1, 60, 6)
     order = {"kind": kind, "config": own, "folder": str(tmp_path / "own"), "warm": 1, "steps": 2, "codecs": False}
     answers = run_ranks(2, obey, {**order, "folder": str(tmp_path / "own")})

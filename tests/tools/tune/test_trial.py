@@ -5,16 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import ROOT, lines, toy
+from support.cli import lines, toy
+from support.configs import toy_config
 from support.ranks import run_ranks
 
-from trainer.config.compose import CONF, compose
 from trainer.process.environment import Place
 from trainer.tools.cost_model.workload import Choice
 from trainer.tools.tune.configs import begun, find_start, merge, of_trial
 from trainer.tools.tune.trial import run_trial, step_seconds
-
-TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy", "trainer.allow_targets=[toy_recipe]"]
 
 
 def train(place: Place, config: dict[str, Any]) -> dict[str, Any]:
@@ -24,9 +22,7 @@ def train(place: Place, config: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["tune"])
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    return compose(TOY, [CONF, ROOT / "tests" / "toy" / "conf"])[0].config
+    return toy_config()
 
 
 @pytest.mark.parametrize("world", [2, 3])
