@@ -104,7 +104,8 @@ CASES = [
     pytest.param(3, "few", "", marks=pytest.mark.slow),  # a rank has no batch
     pytest.param(1, "several", "", marks=pytest.mark.slow),
     pytest.param(2, "several", "", marks=pytest.mark.slow),
-    (3, "usual", "shard"),  # two ranks repeat their last batch
+    (2, "usual", "shard"),  # a rank repeats its last batch
+    pytest.param(3, "usual", "shard", marks=pytest.mark.slow),  # two ranks do
     pytest.param(2, "several", "shard", marks=pytest.mark.slow),
     pytest.param(2, "usual", "pipeline", marks=pytest.mark.slow),  # the last stage alone has the objects
     pytest.param(
