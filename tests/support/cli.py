@@ -25,7 +25,7 @@ LOADED = (
 )
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
 # Variables that nothing reads before `main` runs. With others a run has an interpreter of its own.
-READ_LATE = ("HOME", "PYTHONPATH", "TMPDIR", *LAUNCHERS)
+READ_LATE = ("HOME", "PYTHONPATH", "TMPDIR", "NCCL_", "WDS_", *LAUNCHERS)
 
 
 class Result(NamedTuple):

@@ -32,8 +32,8 @@ from trainer.tools.shards import compare, main
 MODULE = "trainer.tools.shards"
 
 
-def shards(*words: object, cwd: Path, command: list[str] | str = MODULE) -> Result:
-    return run([*map(str, words)], cwd, command)
+def shards(*words: object, cwd: Path) -> Result:
+    return run([*map(str, words)], cwd, MODULE)
 
 
 def read(folder: Path) -> dict[str, dict[str, bytes]]:
@@ -57,10 +57,11 @@ def files(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_folder_is_packed_in_the_order_of_names(files, tmp_path):
-    for name, command in (("two", MODULE), ("one", [sys.executable, "-m", MODULE])):
-        done = shards("pack", files, name, "--per-shard", 2, cwd=tmp_path, command=command)
-        assert done.code == 0, done.err
+def test_a_folder_is_packed_in_the_order_of_names(files, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["shards", "pack", str(files), str(tmp_path / "two"), "--per-shard", "2"])
+    assert main() == 0  # another interpreter than the next, with other hashes
+    done = shards("pack", files, "one", "--per-shard", 2, cwd=tmp_path)
+    assert done.code == 0, done.err
     told = [f"packed train-00000{i}.tar: {samples} samples" for i, samples in enumerate((2, 4, 5))]
     assert done.out.splitlines() == [*told, "3 shards: one/train-000000.tar to one/train-000002.tar"]
     assert "left out, since it has no extension: " in done.err and "README" in done.err

@@ -1,6 +1,7 @@
 """Shards at URLs, from a real nginx through a network with faults: all, or an error."""
 
 import hashlib
+import shlex
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.cli import environment
+from support.cli import environment, run
 from support.http import Proxy, needs_nginx, served
 from support.shards import EACH, SHARDS, all_of, kept, remote, samples, shard, write
 
@@ -167,11 +168,10 @@ def test_what_was_indexed_and_is_another_now_is_refused(proxy: Proxy, tmp_path: 
         samples(Index.open([path]))
     assert not kept(tmp_path) and not kept(tmp_path, ".part-")
     command = str(caught.value).partition("index it again: echelon ")[2]
-    done = subprocess.run(
-        f"{sys.executable} -m trainer.main {command}", shell=True, env=environment(HOME=str(tmp_path)),
-        capture_output=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    words = shlex.split(command)
+    assert command == shlex.join(words) and "&" in command  # a shell splits it likewise
+    done = run(words, tmp_path, HOME=str(tmp_path))
+    assert done.code == 0, done.err
     again = Index.open([path])
     assert again.fingerprint != first.fingerprint
     assert samples(again) == samples(Index.open([path]))
