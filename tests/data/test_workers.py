@@ -1,6 +1,7 @@
 """Data workers that hang, or that the system gives too little: one line, or another start, and nobody waits."""
 
 import contextlib
+import gc
 import itertools
 import multiprocessing
 import os
@@ -79,6 +80,8 @@ def test_too_few_processes_end_the_run_soon(tmp_path, most, sure):
 def impatient(monkeypatch):
     """torch waits 5 s at the end for each worker that hangs, or that a traceback still holds."""
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+    yield
+    gc.collect()
 
 
 class Hangs(Points):

@@ -5,9 +5,8 @@ import re
 from itertools import chain
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
+from support.needs import needs
 
 ROOT = Path(__file__).parents[2]
 PAGE, DATASETS = ROOT / "docs" / "python.md", ROOT / "docs" / "datasets.md"
@@ -15,6 +14,9 @@ PAGE, DATASETS = ROOT / "docs" / "python.md", ROOT / "docs" / "datasets.md"
 
 def run(cells: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What each cell prints."""
+    import nbformat
+    from nbclient import NotebookClient
+
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)  # for which ipykernel leaves standard output alone
     monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
@@ -44,6 +46,7 @@ except RuntimeError as error:
 """
 
 
+@needs("nbclient", "nbformat")
 @pytest.mark.slow
 def test_the_pages_run_as_a_notebook(tmp_path, monkeypatch):
     pages = [cells_of(PAGE), cells_of(DATASETS)]

@@ -57,26 +57,6 @@ def forked(rank: Rank) -> int:
     return rank.pid
 
 
-def test_what_ranks_print_and_end_with(server: ForkServer, resolved: int, tmp_path: Path):
-    ranks = []
-    for number in range(3):
-        env = OWN | {"RANK": str(number), "ECHELON_ERROR_FILE": str(tmp_path / f"error-{number}.json")}
-        with open(tmp_path / f"{number}.log", "ab") as log:
-            ranks.append(server.fork(env, resolved, log.fileno()))
-    assert [ended(rank) for rank in ranks] == [1, 1, 1]
-    assert all((tmp_path / f"error-{number}.json").exists() for number in range(3)) and server.process.poll() is None
-    assert "Traceback" in (tmp_path / "2.log").read_text()
-    assert ended(server.fork(OWN | {"ECHELON_ERROR_FILE": str(tmp_path / "again.json")}, resolved, None)) == 1
-
-
-def test_one_that_is_not_there_yet_is_killed_with_the_server(server: ForkServer, resolved: int):
-    rank = server.fork(OWN, resolved, None)
-    assert rank.poll() is None
-    rank.send_signal(signal.SIGTERM)  # no one to hear it
-    rank.kill()
-    assert ended(rank) == -signal.SIGKILL and not below(os.getpid()) & {server.process.pid}
-
-
 @pytest.fixture
 def waits(tmp_path: Path) -> Iterator[int]:
     """A config with which rank 1 waits for ever for someone who reads its log."""
@@ -88,9 +68,8 @@ def waits(tmp_path: Path) -> Iterator[int]:
     os.close(descriptor)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
-def test_a_rank_outlives_its_server_and_its_end_is_told(number, server: ForkServer, waits: int):
-    """The rank is no child of the server, so a server that hangs keeps nothing back."""
+def outlives(server: ForkServer, waits: int, number: int) -> None:
+    """A rank goes on without its server, and its end is told."""
     rank = server.fork(OWN | {"RANK": "1"}, waits, None)
     pid = forked(rank)
     server.process.send_signal(number)
@@ -98,6 +77,35 @@ def test_a_rank_outlives_its_server_and_its_end_is_told(number, server: ForkServ
     assert rank.poll() is None and parent(pid) == os.getpid()
     rank.send_signal(signal.SIGTERM)
     assert ended(rank) == STOPPED
+
+
+def test_what_ranks_print_and_end_with_and_one_outlives_its_server(
+    server: ForkServer, resolved: int, waits: int, tmp_path: Path
+):
+    ranks = []
+    for number in range(3):
+        env = OWN | {"RANK": str(number), "ECHELON_ERROR_FILE": str(tmp_path / f"error-{number}.json")}
+        with open(tmp_path / f"{number}.log", "ab") as log:
+            ranks.append(server.fork(env, resolved, log.fileno()))
+    assert [ended(rank) for rank in ranks] == [1, 1, 1]
+    assert all((tmp_path / f"error-{number}.json").exists() for number in range(3)) and server.process.poll() is None
+    assert "Traceback" in (tmp_path / "2.log").read_text()
+    assert ended(server.fork(OWN | {"ECHELON_ERROR_FILE": str(tmp_path / "again.json")}, resolved, None)) == 1
+    outlives(server, waits, signal.SIGKILL)
+
+
+def test_one_that_is_not_there_yet_is_killed_with_the_server(server: ForkServer, resolved: int):
+    rank = server.fork(OWN, resolved, None)
+    assert rank.poll() is None
+    rank.send_signal(signal.SIGTERM)  # no one to hear it
+    rank.kill()
+    assert ended(rank) == -signal.SIGKILL and not below(os.getpid()) & {server.process.pid}
+
+
+@pytest.mark.slow
+def test_a_rank_outlives_a_server_that_hangs(server: ForkServer, waits: int):
+    """The rank is no child of the server, which keeps nothing back."""
+    outlives(server, waits, signal.SIGSTOP)
 
 
 @pytest.mark.slow
