@@ -1,5 +1,7 @@
 """The choices of a search: what a run would refuse is not among them."""
 
+from pathlib import Path
+
 import pytest
 from support.configs import toy_config
 
@@ -91,7 +93,7 @@ def test_one_rank_has_micro_batches_workers_and_compile_alone(config: dict) -> N
 def test_data_workers_are_no_more_than_the_cores_of_a_rank(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
     for cores, most in ((16.0, 4), (6.0, 2)):  # of a container, for two ranks
-        monkeypatch.setattr("trainer.process.cgroup.cores", lambda *_, cores=cores: Limit(cores, ROOT))
+        monkeypatch.setattr("trainer.process.cgroup.cores", lambda *_, cores=cores: Limit(cores, Path("cpu.max")))
         assert max(each.get("data.workers", 0) for each in with_settings(config, two(), 2)) == most
 
 
