@@ -128,30 +128,34 @@ class Lightning:
         module, run = find(model), self.view.run
         if run.rehearsing:
             with kept(module.modules()):  # metrics count no batch of the rehearsal
-                loss = self._training_step(model, module, batch, 0)
+                output = self._training_step(model, module, self._received(module, batch), 0)
             self.view.logged.clear()
-            return loss
+            return output["loss"]
         self.end_batch(module)
+        batch = self._received(module, batch)
         index = self.passes + (run.step - self.view.steps_in(self.view.current_epoch)) * run.plan.accumulate
         self.passes += 1
         if overrides(module, "on_train_batch_start") and module.on_train_batch_start(batch, index) == -1:
             raise ConfigError("on_train_batch_start: returned -1 to skip the epoch, and Echelon trains on all data")
-        loss = self._training_step(model, module, batch, index)
+        output = self._training_step(model, module, batch, index)
+        loss = output["loss"]
+        part = loss / run.plan.accumulate if isinstance(loss, Tensor) else loss  # as Lightning gives it to hooks
         if overrides(module, "on_before_backward"):
-            module.on_before_backward(loss)
-        if overrides(module, "on_train_batch_end"):
-            self.ended = ({"loss": loss.detach()}, batch, index)
+            module.on_before_backward(part)
+        if overrides(module, "on_train_batch_end"):  # later: the tensors must hold no graph
+            values = {**output, "loss": part}.items()
+            self.ended = ({k: v.detach() if isinstance(v, Tensor) else v for k, v in values}, batch, index)
         return loss
 
-    def _training_step(self, model: nn.Module, module: Any, batch: Any, index: int) -> Tensor:
-        batch = self._received(module, batch)
+    def _training_step(self, model: nn.Module, module: Any, batch: Any, index: int) -> dict[str, Any]:
+        """Return what `training_step` returns, by name."""
         self.view.in_training_step = True
         try:
             output = model(*step_arguments(module, "training_step", batch, index), lightning_step="training_step")
         finally:  # an error may be caught, as by auto_batch
             self.view.in_training_step = False
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if loss is None:
+        found = dict(output) if isinstance(output, Mapping) else {"loss": output}
+        if found.get("loss") is None:
             raise ConfigError("training_step: returned no loss, and Echelon skips no batch; return the loss")
         for name, metric in self.view.logged.metrics.items():
             if getattr(metric, "_forward_cache", None) is None:
@@ -159,7 +163,7 @@ class Lightning:
                     f"training_step: self.log({name!r}) got a metric without a value of this batch; call the metric "
                     "on the batch, or log it in on_train_epoch_end"
                 )
-        return loss
+        return found
 
     def _received(self, module: Any, batch: Any) -> Any:
         """Return a batch after the module's own changes of it."""

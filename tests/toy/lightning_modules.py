@@ -55,15 +55,23 @@ class Classifier(L.LightningModule):
         logits = self(x)
         loss = F.cross_entropy(logits, y)
         self.log_dict({"train_loss": loss, "train_mean": logits.mean()})
-        return {"loss": loss}
+        return {"loss": loss, "predicted": logits.argmax(1)}
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return 2 * x, y
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.calls.append(f"backward {loss.item():.6f}")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         optimizer: Any = self.trainer.optimizers[0]
         self.rates.append(sorted({group["lr"] for group in optimizer.param_groups}))
-        self.calls.append(f"start {self.current_epoch} {self.global_step} {batch_idx}")
+        self.calls.append(f"start {self.current_epoch} {self.global_step} {batch_idx} {batch[0].mean().item():.5f}")
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.calls.append(f"end {batch_idx} {outputs['loss'].item():.6f}")
+        sums = outputs["predicted"].sum().item(), batch[0].sum().item()
+        self.calls.append("end {} {:.6f} {} {:.4f}".format(batch_idx, outputs["loss"].item(), *sums))
 
     def on_train_epoch_start(self) -> None:
         self.calls.append("epoch start")
