@@ -153,9 +153,8 @@ def test_the_command_sets_what_cublas_reads_once_before_any_rank_starts(monkeypa
     seen = []
     monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k != "CUBLAS_WORKSPACE_CONFIG"})
     monkeypatch.setattr("trainer.launch.launcher.start", lambda *_: seen.append(os.environ["CUBLAS_WORKSPACE_CONFIG"]))
-    command.run(
-        {"trainer": {"devices": 1}, "nccl": {}, "batch": 12, "micro_batch": None, "accumulate": None}, "toy", []
-    )
+    settings = {"batch": 12, "micro_batch": None, "accumulate": None, "callbacks": {}, "nccl": {}}
+    command.run({"trainer": {"devices": 1}, **settings}, "toy", [])
     assert seen == [":4096:8"]
 
 

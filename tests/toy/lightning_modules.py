@@ -58,8 +58,8 @@ class Classifier(L.LightningModule):
         return {"loss": loss, "predicted": logits.argmax(1)}
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        x, y = batch
-        return 2 * x, y
+        x, *rest = batch
+        return [2 * x, *rest]
 
     def on_before_backward(self, loss: Tensor) -> None:
         self.calls.append(f"backward {loss.item():.6f}")
