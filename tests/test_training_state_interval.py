@@ -45,7 +45,7 @@ def test_a_resume_keeps_what_was_measured() -> None:
 def test_failures_that_the_supervisor_has_noted_count() -> None:
     make(checkpoint=AUTO, max_steps=3).fit()
     Path("runs/r/logs").mkdir(exist_ok=True)
-    Path("runs/r/logs/events.jsonl").write_text('{"failed": "killed", "code": 0}\n' * 5)
+    Path("runs/r/logs/events.jsonl").write_text('{"failed": "killed", "of_machines": true}\n' * 5)
     trainer = make(checkpoint=AUTO, max_steps=6, resume="auto")
     trainer.fit()
     assert trainer.interval.failures == 5 and trainer.plan.save_s == LEAST

@@ -39,12 +39,13 @@ class Appended:
 
     def write(self, content: bytes) -> int:
         """Append, now or when there is room."""
-        self._restore()
-        if self.kept:
+        restored = self._restore()
+        if self.kept and restored:
             self.flush()  # there may be room again
         lost = bool(self.kept) and len(self.kept) + len(content) > MOST
         self.kept += b"" if lost else content
-        self.flush()
+        if restored:
+            self.flush()
         if lost:
             self._report(2, f"more than {MOST >> 10} KiB could not be written; new lines are lost")
         return len(content)

@@ -13,7 +13,7 @@ from torch import nn
 from trainer.checkpoint.locate import folder, step_of
 from trainer.checkpoint.pretrained import load_weights
 from trainer.comm.ranks import in_collective
-from trainer.config.redact import HIDDEN
+from trainer.errors import HIDDEN
 from trainer.files import apply_umask, write_json
 from trainer.log import doing, log
 from trainer.parallel.meta import on_host

@@ -410,7 +410,8 @@ def leave_newer(trainer: SavedTrainer) -> None:
         log.warning(
             "resume: goes on from step %d; later checkpoints are set aside: %s", trainer.step, ", ".join(hidden)
         )
-    handover.set_aside(trainer.run_dir, restarted=os.environ.get("ECHELON_ATTEMPT", "0") != "0")
+    restarted = os.environ.get("ECHELON_ATTEMPT", "0") != "0"
+    handover.set_aside(trainer.run_dir, float(os.environ["ECHELON_LAUNCHED"]) if restarted else math.inf)
     trainer.quarantine.begin()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from recipes.lightning.attached import AttachedTrainer
 from recipes.lightning.data import Batches, collate, get_loader, samples_or_batches
@@ -143,8 +144,7 @@ class Lightning:
         if overrides(module, "on_before_backward"):
             module.on_before_backward(part)
         if overrides(module, "on_train_batch_end"):  # later: the tensors must hold no graph
-            values = {**output, "loss": part}.items()
-            self.ended = ({k: v.detach() if isinstance(v, Tensor) else v for k, v in values}, batch, index)
+            self.ended = (tree_map(without_graph, output | {"loss": part}), batch, index)
         return loss
 
     def _training_step(self, model: nn.Module, module: Any, batch: Any, index: int) -> dict[str, Any]:
@@ -227,6 +227,10 @@ class Lightning:
         version = next(v for name in ("lightning", "pytorch-lightning") if (v := installed(name)))
         counters = {"epoch": 0, "global_step": 0, "loops": {}}
         torch.save({"pytorch-lightning_version": version, **counters, "state_dict": state, **own}, folder / CHECKPOINT)
+
+
+def without_graph(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def make(key: str, given: Any, arguments: Mapping[str, Any]) -> Any:

@@ -112,7 +112,7 @@ def asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def names(run_dir: Path) -> list[str]:
-    return [path.name for path in run_dir.glob("tuned*")]
+    return sorted(path.name for path in run_dir.glob("tuned*"))
 
 
 def test_a_request_counts_for_one_start_and_for_the_restarts_of_its_ranks(
@@ -120,6 +120,7 @@ def test_a_request_counts_for_one_start_and_for_the_restarts_of_its_ranks(
 ) -> None:
     (asked / handover.REQUEST).rename(asked / handover.TAKEN)  # the ranks failed before they had stopped
     monkeypatch.setenv("ECHELON_ATTEMPT", "1")
+    monkeypatch.setenv("ECHELON_LAUNCHED", str((asked / handover.TAKEN).stat().st_mtime))
     restarted = make()
     restarted.argv = ["recipe=toy"]
     assert restarted.fit()["stopped"] == "signal" and names(asked) == [handover.TAKEN]
@@ -130,6 +131,16 @@ def test_a_request_counts_for_one_start_and_for_the_restarts_of_its_ranks(
     assert later.fit()["steps"] == 6 and names(asked) == [handover.REFUSED]
     said = "runs/r/tuned.json: is older than this start of the run, and is set aside; give +tuned=NAME"
     assert said in capsys.readouterr().out
+
+
+def test_restarted_ranks_keep_the_newest_request_to_their_own_start(asked: Path) -> None:
+    taken, request = asked / handover.TAKEN, asked / handover.REQUEST
+    taken.write_text("older")
+    os.utime(taken, (50, 50))
+    handover.set_aside(asked, 40.0)
+    assert names(asked) == [handover.REFUSED, handover.REQUEST] and request.read_text() != "older"
+    handover.set_aside(asked, request.stat().st_mtime + 1)  # the first attempt ended before it looked
+    assert names(asked) == [handover.REFUSED]
 
 
 def test_a_result_for_another_number_of_ranks_is_not_taken_over(asked: Path, caplog: pytest.LogCaptureFixture) -> None:

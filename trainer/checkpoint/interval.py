@@ -113,22 +113,22 @@ class Interval:
 
 
 def noted(logs: Path) -> int:
-    """Return the failures after which the run's supervisor or torchrun has started the ranks again.
+    """Return the failures of machines that the run's supervisor has noted, and the restarts by torchrun.
 
-    Others are a user's mistakes or the last attempt's, and tell nothing of the machines.
+    Others are a user's mistakes, which tell nothing of the machines.
     """
     try:
-        count = sum(map(_is_restart, (logs / "events.jsonl").read_bytes().splitlines()))
+        count = sum(map(_is_of_machines, (logs / "events.jsonl").read_bytes().splitlines()))
     except OSError:
         count = 0
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return count + (int(restarts) if restarts.isdecimal() else 0)
 
 
-def _is_restart(line: bytes) -> bool:
-    """Return whether a line of the supervisor has a failure that was no end. A full disk may cut a line."""
+def _is_of_machines(line: bytes) -> bool:
+    """Return whether a line of the supervisor has a failure of a machine. A full disk may cut a line."""
     try:
         event = json.loads(line)
     except ValueError:
         return False
-    return isinstance(event, dict) and "failed" in event and event.get("code") == 0
+    return isinstance(event, dict) and event.get("of_machines") is True

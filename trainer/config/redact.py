@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-HIDDEN = "***"
+from trainer.errors import HIDDEN
 
 # A name is a secret's if it has one of these words, or such an end, with or without `_` between its words.
 WORDS = {"secret", "secrets", "password", "passwords", "passphrase", "passwd", "pwd", "credential", "credentials"}

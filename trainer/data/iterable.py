@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -58,10 +59,11 @@ def why_no_batch(source: Iterable[Any], walked: int) -> str:
         return f"a pass of the {few}; give a smaller batch, or more samples"
     if not walked and isinstance(source, DataLoader):
         sampler: Any = source.batch_sampler
-        if getattr(sampler, "drop_last", False):
+        if isinstance(sampler, BatchSampler) and sampler.drop_last:
             few = f"drop_last=True has fewer samples on this rank than batch_size={sampler.batch_size}"
             return f"a pass of the DataLoader with {few}; give a smaller batch_size and batch, or more samples"
-        return "a pass of the DataLoader has no sample on this rank; give more samples, or fewer ranks"
+        if not isinstance(source.dataset, IterableDataset):
+            return "a pass of the DataLoader has no sample on this rank; give more samples"
     return "the iterable gave no batch; a generator must not end"
 
 

@@ -20,15 +20,18 @@ class RestartPolicy:
         self.alike: Counter[tuple[int, int, str]] = Counter()
         self.pause_s = 0.0  # before the next attempt
 
+    def is_final(self, failure: Failure, beat: Beat | None) -> bool:
+        """Return whether a restart would meet the failure, too: it is the user's, and not the machines'."""
+        first = self.furthest < 0 and (beat is None or beat.step == beat.began)
+        return failure.code in FINAL or (failure.reported and first and failure.code != UNAVAILABLE)
+
     def decide(self, failure: Failure, beat: Beat | None) -> tuple[int, str]:
         """Return the run's exit code, 0 for a restart, and a line for the user.
 
         `beat` is the failed rank's last heartbeat; None if the rank began no step.
         """
-        began, step = beat[:2] if beat else (0, 0)
-        away = failure.code == UNAVAILABLE
-        mistake = failure.reported and step == began and self.furthest < 0 and not away  # a restart would meet it, too
-        if failure.code in FINAL or mistake or not self.limit:
+        step, away = beat.step if beat else 0, failure.code == UNAVAILABLE
+        if self.is_final(failure, beat) or not self.limit:
             return failure.code, ""
         if beat and step > self.furthest:
             self.furthest, self.used = step, 0

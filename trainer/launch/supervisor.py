@@ -64,7 +64,8 @@ class Supervisor:
         self.ranks: dict[int, Rank] = {}
         self.passed: list[int] = []  # signals to stop
         self.moved = False  # an attempt has made a step, so the next one resumes from its checkpoints
-        self.started, self.began = time.time(), time.monotonic()  # of the attempt
+        self.launched = time.time()
+        self.started, self.began = self.launched, time.monotonic()  # of the attempt
         self.looked = self.awake = self.began  # time of the last look at the ranks; end of the last suspension
         self.events = Appended(logs / "events.jsonl")
 
@@ -109,12 +110,14 @@ class Supervisor:
                 return max(codes.values())
             beat, cleaned = read(private / f"heartbeat-{failure.rank}"), not private.exists()
         self.moved |= cleaned or (beat is not None and beat.step > beat.began)
+        of_machines = not (self.passed or self.policy.is_final(failure, beat))
         code, decision = (failure.code, "") if self.passed else self.policy.decide(failure, beat)
         mismatch, step = find_mismatch(self.logs, self.started), beat and beat[1]
         if beat and beat.step >= 0 and not self.passed and not failure.reported:  # else the rank itself has written it
             line = failure.text.rpartition("\n")[2]
             summarize_crash(self.logs.parent / "summary.json", line, {"steps": beat.step})
-        self._note(attempt=attempt, rank=failure.rank, step=step, failed=failure.text, odd=mismatch, code=code)
+        noted = {"failed": failure.text, "odd": mismatch, "code": code, "of_machines": of_machines}
+        self._note(attempt=attempt, rank=failure.rank, step=step, **noted)
         show_cursor()
         text = fold(failure.text) + ("" if failure.reported or not code else self.resume_hint())
         print(*filter(None, (text, mismatch, decision)), sep="\n", file=sys.stderr, flush=True)
@@ -130,6 +133,7 @@ class Supervisor:
         env = {
             **variables(place, private),
             "ECHELON_ATTEMPT": str(attempt),
+            "ECHELON_LAUNCHED": str(self.launched),
             "ECHELON_HEARTBEAT": str(private / f"heartbeat-{rank}"),
         }
         with open(self.logs / f"rank{rank}.log", "ab") as log:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.errors import STOPPED
+from trainer.errors import HIDDEN, STOPPED
 from trainer.files import write_json
 from trainer.log import log
 from trainer.process.calling import SAME
@@ -23,7 +23,6 @@ REQUEST, TAKEN, REFUSED = "tuned.json", "tuned-taken.json", "tuned-refused.json"
 TRIED = "tuned-tried.json"  # in the folder of the run from the new command's start to its first checkpoint
 TRYING = "ECHELON_TUNED_TRIED"  # path of that file, for the new command
 SEVERAL = "ECHELON_SEVERAL_RUNS"  # set if one command runs several jobs, and can't become another command
-HIDDEN = "***"  # what `config.redact` leaves of a secret in an argument
 ENDED = frozenset({0, STOPPED, 129, 130, 143})  # exit codes of a run that has done its work, or that a signal ended
 FAILED = "echelon: the result of echelon tune failed before a checkpoint; the run goes on as it was"
 command: list[str] = []  # that this process is about to become
@@ -40,19 +39,22 @@ def ask(run_dir: Path, name: str, folder: Path, keys: Sequence[str], ranks: int)
     write_json(run_dir / REQUEST, {"name": name, "folder": str(folder.resolve()), "keys": list(keys), "ranks": ranks})
 
 
-def set_aside(run_dir: Path, restarted: bool) -> None:
+def set_aside(run_dir: Path, since: float) -> None:
     """Set aside a request to an earlier start of the run, which may have had other arguments.
 
     For rank 0, once `config.yaml`, with which a search compares, is that of this start.
 
     Args:
-        restarted: The ranks are a supervisor's further attempt. They keep a request, also one that was taken before.
+        since: The time at which the command of these ranks began. They keep a later request, also one that ranks of an
+            earlier attempt have taken, unless there is a newer one.
     """
-    for name in (TAKEN, REQUEST):
-        if (request := run_dir / name).exists():
-            request.replace(run_dir / (REQUEST if restarted else REFUSED))
-            if not restarted:
-                log.warning("%s: is older than this start of the run, and is set aside; give +tuned=NAME", request)
+    request, taken = run_dir / REQUEST, run_dir / TAKEN
+    for file in (taken, request):
+        if file.exists() and file.stat().st_mtime < since:
+            file.replace(run_dir / REFUSED)
+            log.warning("%s: is older than this start of the run, and is set aside; give +tuned=NAME", file)
+    if taken.exists():
+        taken.replace(run_dir / REFUSED if request.exists() else request)
 
 
 def take(run_dir: Path, place: Place, argv: Sequence[str] | None) -> bool:

@@ -14,8 +14,8 @@ from trainer.checkpoint.lock import CHECKPOINTED, is_running
 from trainer.checkpoint.manifest import Damaged, verify
 from trainer.config.build import build_options
 from trainer.config.options import Options
-from trainer.config.redact import HIDDEN, redact, redacted_keys
-from trainer.errors import ConfigError, printable
+from trainer.config.redact import redact, redacted_keys
+from trainer.errors import HIDDEN, ConfigError, printable
 from trainer.plan import stateful
 from trainer.process import handover
 from trainer.tools.cost_model.workload import Choice
