@@ -114,7 +114,7 @@ def data_wait(numbers: Numbers, run: Run) -> Finding | None:
     share = share_of("data", numbers)
     if share <= DATA:
         return None
-    text = f"steps wait for data for {share:.0%} of their time, more than {DATA:.0%}"
+    text = f"steps wait for data for {100 * share:.3g}% of their time, more than {DATA:.0%}"
     return Finding("data_wait", share, DATA, text, faster_data(run))
 
 
