@@ -127,12 +127,15 @@ def test_multirun_makes_a_run_per_value(tmp_path):
 )
 def test_runs_of_a_multirun_that_would_resume_each_other_are_refused(settings):
     def jobs(settings) -> list[Job]:
-        return [Job({"trainer": {"resume": resume, "run_dir": run_dir}}, "toy", []) for resume, run_dir in settings]
+        keys = ("resume", "run_dir", "checkpoint")
+        made = [dict(zip(keys, [*each, {"dir": "ckpt"}], strict=False)) for each in settings]
+        return [Job({"trainer": each}, "toy", []) for each in made]
 
     with pytest.raises(ConfigError, match=r"^trainer.resume=\S+: 2 runs of -m would go on from one run; give each a"):
         main.refuse_shared(jobs(settings))
     main.refuse_shared(jobs([("auto", "runs/a"), ("auto", "runs/b"), ("ckpt/a", None), ("ckpt/b", None)]))
     main.refuse_shared(jobs([(None, None), (None, None)]))
+    main.refuse_shared(jobs([("auto", None, {"dir": name}) for name in ("ckpt-1", "ckpt-2")]))
 
 
 @pytest.mark.slow

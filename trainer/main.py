@@ -111,9 +111,10 @@ def command(arguments: list[str]) -> int:
 
 def refuse_shared(jobs: list[Job]) -> None:
     """Refuse runs of a multirun that would go on from each other: the first makes all steps, and the rest none."""
-    resumed = [(options["resume"], options["run_dir"]) for job in jobs if (options := job.config["trainer"])["resume"]]
-    for resume, run_dir in resumed:
-        if (same := resumed.count((resume, run_dir))) > 1:
+    given = [job.config["trainer"] for job in jobs]
+    resumed = [(each["resume"], each["run_dir"], each["checkpoint"]["dir"]) for each in given if each["resume"]]
+    for resume, *places in resumed:
+        if (same := resumed.count((resume, *places))) > 1:
             raise ConfigError(
                 f"trainer.resume={resume}: {same} runs of -m would go on from one run; "
                 "give each a folder, as in 'trainer.run_dir=runs/${optimizer.lr}'"

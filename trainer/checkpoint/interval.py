@@ -56,7 +56,7 @@ class Interval:
     A run without a failure takes `prior_s`. From its first failure on, its own seconds and failures decide.
 
     Args:
-        logs: The folder in which a supervisor notes failures, with the run's exit code or 0 for a restart.
+        logs: The folder in which a supervisor notes failures, and whether they are of machines.
     """
 
     def __init__(self, auto: bool, devices: int, logs: Path) -> None:

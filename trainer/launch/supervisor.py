@@ -64,7 +64,7 @@ class Supervisor:
         self.ranks: dict[int, Rank] = {}
         self.passed: list[int] = []  # signals to stop
         self.moved = False  # an attempt has made a step, so the next one resumes from its checkpoints
-        self.launched = time.time()
+        self.launched = time.time()  # the user's command
         self.started, self.began = self.launched, time.monotonic()  # of the attempt
         self.looked = self.awake = self.began  # time of the last look at the ranks; end of the last suspension
         self.events = Appended(logs / "events.jsonl")
@@ -110,7 +110,7 @@ class Supervisor:
                 return max(codes.values())
             beat, cleaned = read(private / f"heartbeat-{failure.rank}"), not private.exists()
         self.moved |= cleaned or (beat is not None and beat.step > beat.began)
-        of_machines = not (self.passed or self.policy.is_final(failure, beat))
+        of_machines = not (self.passed or self.policy.is_final(failure, beat))  # before `decide` counts its step
         code, decision = (failure.code, "") if self.passed else self.policy.decide(failure, beat)
         mismatch, step = find_mismatch(self.logs, self.started), beat and beat[1]
         if beat and beat.step >= 0 and not self.passed and not failure.reported:  # else the rank itself has written it

@@ -33,10 +33,7 @@ OUT_OF_MEMORY = ("out of memory", "as the kernel does when memory runs out")  # 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end the search
 FOREVER = timedelta(days=30)
 LAUNCHERS_OWN = ("ECHELON_HEARTBEAT", "ECHELON_ERROR_FILE", "ECHELON_ATTEMPT", "ECHELON_LAUNCHED")
-LAUNCHERS_OWN += (
-    "TORCHELASTIC_ERROR_FILE",
-    "TORCHELASTIC_USE_AGENT_STORE",
-)  # with it, the ranks of a trial would look for torchrun's port
+LAUNCHERS_OWN += ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE")  # a trial would use torchrun's port
 
 
 class TrialFailed(Exception):
