@@ -24,6 +24,7 @@ from trainer.tools.tune.measure import (
     line,
     profile,
     saved_bytes,
+    settled,
     shares,
 )
 from trainer.tools.tune.workload import make_workload
@@ -90,7 +91,12 @@ def test_passes_take_what_they_take_in_a_step() -> None:
     assert in_steps({}, 1.5) == 0.0
 
 
-def test_calls_take_turns_and_a_slow_round_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_the_steps_the_later_half_counts() -> None:
+    """Measured on four ranks of 30M: pages of new memory fault in the first seven steps."""
+    assert settled([3.0, 2.9, 2.6, 2.4, 2.4, 2.3]) == [2.4, 2.4, 2.3] and settled([3.0]) == [3.0]
+
+
+def test_calls_take_turns_for_about_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now, calls = [0.0], list[str]()
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 
@@ -101,8 +107,10 @@ def test_calls_take_turns_and_a_slow_round_is_the_last(monkeypatch: pytest.Monke
     quick = [lambda: call("a", 0.1), lambda: call("b", 0.2)]
     assert in_turns(quick, torch.device("cpu")) == pytest.approx([0.1, 0.2])
     assert calls == ["a", "b"] * (1 + ROUNDS)
-    calls.clear()
-    assert in_turns([lambda: call("c", 3.0)], torch.device("cpu")) == pytest.approx([3.0]) and calls == ["c", "c"]
+    for takes, rounds in ((3.0, 4), (20.0, 2)):
+        calls.clear()
+        assert in_turns([lambda takes=takes: call("c", takes)], torch.device("cpu")) == pytest.approx([takes])
+        assert calls == ["c"] * rounds
 
 
 def test_shares_of_a_backward_pass() -> None:

@@ -26,7 +26,7 @@ from trainer.trainer import Trainer
 
 ROUNDS = 7  # of which the median counts, after one that warms up
 PASSES = 3  # backward passes whose gradients are timed
-SLOW = 2.0  # seconds of a round, from which on one is enough
+ROUNDS_S = 10.0  # after which no further round begins
 
 
 class Profile(Stopwatch):
@@ -82,7 +82,7 @@ def profile(config: dict[str, Any], place: Place, warm: int, steps: int) -> dict
         raise ends_early(watch)
     parameters = trainer.parameters
     optimizer_s = statistics.median(watch.optimizers[warm:])
-    step_s = statistics.median(watch.result["times"])
+    step_s = statistics.median(settled(watch.result["times"]))
     samples, passes = trainer.batch, trainer.plan.accumulate
     data_s = statistics.median(watch.waits[warm:])
     rehearsed = samples * (watch.forward_s + watch.backward_s) + passes * watch.pass_s
@@ -112,6 +112,11 @@ def profile(config: dict[str, Any], place: Place, warm: int, steps: int) -> dict
     }
 
 
+def settled(times: list[float]) -> list[float]:
+    """Return the later half of the steps: the first ones take longer, since the memory they allocate is new."""
+    return times[len(times) // 2 :]
+
+
 def in_steps(phases: Mapping[str, float], step_s: float) -> float:
     """Return the seconds of the passes in a step, by `step_timer`; 0 without its phases."""
     return step_s * (phases["forward"] + phases["backward"]) / phases["step"] if phases else 0.0
@@ -134,11 +139,9 @@ def passing(
 
 def in_turns(calls: list[Callable[[], Any]], device: torch.device) -> list[float]:
     """Return the seconds of each call: the median over rounds in which all take turns, so that noise hits all alike."""
-    rounds: list[list[float]] = []
-    for _ in range(1 + ROUNDS):
+    rounds, end = list[list[float]](), time.perf_counter() + ROUNDS_S
+    while len(rounds) < 2 or (len(rounds) <= ROUNDS and time.perf_counter() < end):
         rounds.append([seconds(call, device) for call in calls])
-        if sum(rounds[-1]) > SLOW and len(rounds) > 1:
-            break
     return [statistics.median(took) for took in zip(*rounds[1:])]
 
 
