@@ -26,7 +26,7 @@ from trainer.trainer import Trainer
 
 ROUNDS = 7  # of which the median counts, after one that warms up
 PASSES = 3  # backward passes whose gradients are timed
-ROUNDS_S = 10.0  # after which no further round begins
+ENOUGH = 10.0  # seconds of rounds, after which no further one begins
 
 
 class Profile(Stopwatch):
@@ -139,7 +139,7 @@ def passing(
 
 def in_turns(calls: list[Callable[[], Any]], device: torch.device) -> list[float]:
     """Return the seconds of each call: the median over rounds in which all take turns, so that noise hits all alike."""
-    rounds, end = list[list[float]](), time.perf_counter() + ROUNDS_S
+    rounds, end = list[list[float]](), time.perf_counter() + ENOUGH
     while len(rounds) < 2 or (len(rounds) <= ROUNDS and time.perf_counter() < end):
         rounds.append([seconds(call, device) for call in calls])
     return [statistics.median(took) for took in zip(*rounds[1:])]
