@@ -92,7 +92,7 @@ def test_passes_take_what_they_take_in_a_step() -> None:
 
 
 def test_of_the_steps_the_later_half_counts() -> None:
-    """Measured on four ranks of 30M: pages of new memory fault in the first seven steps."""
+    """Measured on four ranks of 30M: pages of new memory fault in the first five steps."""
     assert settled([3.0, 2.9, 2.6, 2.4, 2.4, 2.3]) == [2.4, 2.4, 2.3] and settled([3.0]) == [3.0]
 
 

@@ -139,7 +139,9 @@ class Tuning:
         """
         self.today = self._once("today", "today's config does not run", lambda: self.run_trial(NOTHING))
         self.say(f"today      {self.today['step_s']:.4g} s a step, memory {gib(self.today['memory_bytes'])}")
-        limit_s, warm, steps = self.options.limit_s, self.options.warm, max(10, self.options.steps // 2)
+        limit_s, warm = self.options.limit_s, self.options.warm
+        fit = int(limit_s / 2 / self.today["step_s"])  # the other half is for the passes
+        steps = max(5, min(fit, max(10, self.options.steps // 2)))
 
         def links() -> list[dict[str, Any]]:
             return self._order("links", self.config, limit_s, codecs=self.options.lossy)
