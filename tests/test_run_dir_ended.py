@@ -77,11 +77,12 @@ def test_a_run_that_has_made_its_steps(resume, max_steps, step, capsys):
 
 
 def test_a_run_that_early_stop_has_ended(capsys):
-    observed(patience=1, max_steps=20).fit()
+    first = observed(patience=1, max_steps=20)
+    first.fit()
     before = everything()
     summary = json.loads(before["runs/r/summary.json"])
     assert summary["steps"] == 4 and summary["stopped"].startswith("early_stop: val/loss has not improved")
-    assert f"finished at step 4 after {summary['seconds']:.1f} s: early_stop" in capsys.readouterr().out
+    assert f"finished at step 4 after {first.seconds:.1f} s: early_stop" in capsys.readouterr().out
     again = observed(patience=1, max_steps=30, resume="auto")
     again.fit()
     assert everything() == before and again.stop_reason == summary["stopped"]

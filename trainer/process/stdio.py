@@ -64,23 +64,24 @@ class Output(io.TextIOWrapper):
 def tolerate_closed_pipes() -> None:
     """Replace `sys.stdout` and `sys.stderr` by `Output`, which also shows names that are not UTF-8.
 
-    If a shell has closed one of them (`>&-`), its text is dropped. A second call changes nothing.
+    If a shell has closed one of them (`>&-`), its text is dropped. A second call changes nothing. Standard error is
+    written by the line, also with PYTHONUNBUFFERED: lines of ranks that fail together would mix otherwise.
     """
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)
         if isinstance(old, Output):  # the end of a replaced one would close the descriptor
             continue
-        new = (
-            open(os.devnull, "w")  # noqa: SIM115 it stays open
-            if old is None
-            else Output(reopened(old), old.encoding, "backslashreplace", None, old.line_buffering, old.write_through)
-        )
+        if old is None:
+            new = open(os.devnull, "w")  # noqa: SIM115 it stays open
+        else:
+            by_line, direct = name == "stderr" or old.line_buffering, name == "stdout" and old.write_through
+            new = Output(reopened(old, direct), old.encoding, "backslashreplace", None, by_line, direct)
         setattr(sys, name, new)
 
 
-def reopened(stream: io.TextIOWrapper) -> io.FileIO | io.BufferedWriter:
+def reopened(stream: io.TextIOWrapper, direct: bool) -> io.FileIO | io.BufferedWriter:
     """Open the descriptor of a stream anew: a rank's may be a pipe now, and have been a file before the fork."""
     stream.flush()
     raw = io.FileIO(stream.fileno(), "w", closefd=False)
     raw.name = stream.name
-    return raw if stream.write_through else io.BufferedWriter(raw)
+    return raw if direct else io.BufferedWriter(raw)
