@@ -62,11 +62,15 @@ class DDP:
         self.lay_out({})
 
     def lay_out(self, arguments: dict[str, Any]) -> None:
-        """Wrap the model anew. The previous DDP is dropped first, with its buckets and its hooks on parameters."""
+        """Wrap the model anew. The previous DDP is dropped first, with its buckets and its hooks on parameters.
+
+        The first DDP sends the weights of rank 0, and no later one: they are equal then.
+        """
         self.arguments |= arguments
+        first = self.model is self.module
         self.unwrap()
         device_ids = [self.device.index] if self.device.type == "cuda" else None
-        self.model = DistributedDataParallel(self.module, device_ids=device_ids, **self.arguments)
+        self.model = DistributedDataParallel(self.module, device_ids=device_ids, init_sync=first, **self.arguments)
         if self.reduce:
             self.model.register_comm_hook(None, self._reduce_bucket)
 

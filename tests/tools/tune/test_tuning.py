@@ -29,7 +29,7 @@ from trainer.tools.tune.options import TuneOptions
 from trainer.tools.tune.search import OVER, Tried
 from trainer.tools.tune.team import TrialFailed
 from trainer.tools.tune.trial import PHASES
-from trainer.tools.tune.tuning import Tuning, outcome
+from trainer.tools.tune.tuning import Tuning, outcome, profile_steps
 from trainer.tools.tune.workload import outline
 
 pytestmark = pytest.mark.timeout(900)
@@ -340,7 +340,8 @@ class Answers:
             "data_cpu": 1.0,
         }
         work |= {"activation_bytes": 8.0, "state_bytes": 4096.0, "boundary_bytes": 0.0, "step_s": 1.0}
-        return work | {"random": False, "blocks": 0, "batch_norm": self.batch_norm}
+        failed = ["micro_batch=1: ValueError: one value"] if self.batch_norm else []
+        return work | {"random": False, "blocks": 0, "batch_norm": self.batch_norm, "failed": failed}
 
     def trial(self, config: dict[str, Any]) -> dict[str, Any]:
         step_s = 0.5 if config["micro_batch"] == 6 else 1.0
@@ -385,8 +386,9 @@ def test_with_batch_norm_another_micro_batch_is_no_exact_choice(
     options = TuneOptions(steps=2, without=["compile", "overlap", "shard", "activation_checkpoint"])
     assert lead(Answers(tmp_path, batch_norm=True), config, options, tmp_path, "mine", []) == UNCHANGED
     said = capsys.readouterr().out
+    assert said.count("passes     without one that fails: micro_batch=1: ValueError: one value\n") == 1
     assert (
-        "choices    no other micro-batch, since it changes BatchNorm's numbers" in said and "micro_batch=" not in said
+        "choices    no other micro-batch, since it changes BatchNorm's numbers" in said and " micro_batch=6" not in said
     )
 
 
@@ -400,6 +402,12 @@ def test_trials_have_whole_periods_also_of_today_s_local_sgd() -> None:
     tuning.config["trainer"]["max_steps"] = 30
     with pytest.raises(TrialFailed, match=r"leaves 14 step\(s\) to time, .* every 16; give a smaller tune\.warm"):
         tuning.run_trial(NOTHING)
+
+
+def test_a_profile_has_ten_steps_or_half_of_the_trials_unless_they_are_slow() -> None:
+    options = TuneOptions(steps=40, limit_s=300)
+    assert [profile_steps(options, step_s) for step_s in (0.1, 7.5, 10.0, 25.0, 60.0)] == [20, 20, 15, 6, 5]
+    assert profile_steps(TuneOptions(steps=6, limit_s=300), 0.1) == 10
 
 
 def test_a_trial_whose_loss_is_too_large_counts_for_nothing() -> None:

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from trainer.blocks import find_blocks
 from trainer.data.resize import repeat_batch
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError, DataError, printable
 from trainer.parallel.batch_norm import normalises_by_batch
 from trainer.parallel.stages import Layout, holders
 from trainer.parallel.warmup import wait
@@ -39,7 +39,7 @@ class Profile(Stopwatch):
             batches = [repeat_batch(batch, size, f"callbacks.{OWN}") for size in sizes]
         except DataError:  # it can't be cut, so a pass counts as its samples alone
             sizes, batches = [micro], [batch]
-        sizes, batches = passing(run_pass, sizes, batches, micro)
+        sizes, batches, self.failed = passing(run_pass, sizes, batches, micro)
         loss, model, device = trainer.loss.compute, trainer.strategy.model, trainer.device  # pyright: ignore
         calls = [(lambda made=made: run_pass(made)) for made in batches]
         calls += [(lambda made=made: loss(model, made)) for made in batches]
@@ -81,10 +81,11 @@ def profile(config: dict[str, Any], place: Place, warm: int, steps: int) -> dict
     if not watch.result:
         raise ends_early(watch)
     parameters = trainer.parameters
-    optimizer_s = statistics.median(watch.optimizers[warm:])
-    step_s = statistics.median(settled(watch.result["times"]))
+    optimizer_s, step_s, data_s = (
+        statistics.median(settled(times))
+        for times in (watch.optimizers[warm:], watch.result["times"], watch.waits[warm:])
+    )
     samples, passes = trainer.batch, trainer.plan.accumulate
-    data_s = statistics.median(watch.waits[warm:])
     rehearsed = samples * (watch.forward_s + watch.backward_s) + passes * watch.pass_s
     compute = in_steps(watch.result["phases"], step_s) or rehearsed
     slower = compute / rehearsed  # in a step, memory is new and caches are cold
@@ -109,6 +110,7 @@ def profile(config: dict[str, Any], place: Place, warm: int, steps: int) -> dict
         "parts": watch.cut.parts,
         "part_of": watch.cut.part_of,
         "tied_bytes": watch.cut.tied_bytes,
+        "failed": watch.failed,
     }
 
 
@@ -124,17 +126,21 @@ def in_steps(phases: Mapping[str, float], step_s: float) -> float:
 
 def passing(
     run_pass: Callable[[Any], None], sizes: Sequence[int], batches: Sequence[Any], today: int
-) -> tuple[list[int], list[Any]]:
-    """Return the sizes whose pass works: that of a BatchNorm1d with one sample fails. Today's own has to work."""
-    working = dict[int, Any]()
+) -> tuple[list[int], list[Any], list[str]]:
+    """Return the sizes whose pass works, their batches, and lines about the others: today's own size has to work.
+
+    The pass of a BatchNorm1d with one sample fails.
+    """
+    working, failed = dict[int, Any](), list[str]()
     for size, batch in zip(sizes, batches, strict=True):
         try:
             run_pass(batch)
             working[size] = batch
-        except Exception:
+        except Exception as error:
             if size == today:
                 raise
-    return list(working), list(working.values())
+            failed.append(f"micro_batch={size}: {type(error).__name__}: {printable(str(error))}")
+    return list(working), list(working.values()), failed
 
 
 def in_turns(calls: list[Callable[[], Any]], device: torch.device) -> list[float]:

@@ -140,8 +140,7 @@ class Tuning:
         self.today = self._once("today", "today's config does not run", lambda: self.run_trial(NOTHING))
         self.say(f"today      {self.today['step_s']:.4g} s a step, memory {gib(self.today['memory_bytes'])}")
         limit_s, warm = self.options.limit_s, self.options.warm
-        fit = int(limit_s / 2 / self.today["step_s"])  # the other half is for the passes
-        steps = max(5, min(fit, max(10, self.options.steps // 2)))
+        steps = profile_steps(self.options, self.today["step_s"])
 
         def links() -> list[dict[str, Any]]:
             return self._order("links", self.config, limit_s, codecs=self.options.lossy)
@@ -161,6 +160,8 @@ class Tuning:
                 return [self._outlined(each, machine) for each in self._order("outline", self.config, limit_s)]
 
         answers = self._once("profile", "the passes of a rank alone, with the whole model, can't be measured", work)
+        for text in dict.fromkeys(text for answer in answers for text in answer.get("failed", ())):
+            self.say(f"passes     without one that fails: {text}")
         workload = make_workload(answers)
         workload = without_recomputation(read(machine, workload, self._whole(NOTHING), self.config["batch"]))
         network = link_class(machine.across, self.place.world)
@@ -296,6 +297,11 @@ class Tuning:
             *verdict.findings,
             f"{len(tried) - 1} trials, {self._misses(tried)}",
         ]
+
+
+def profile_steps(options: TuneOptions, step_s: float) -> int:
+    """Return the steps of a profile: they take at most half of `limit_s`, since the other half is for the passes."""
+    return max(5, min(int(options.limit_s / 2 / step_s), max(10, options.steps // 2)))
 
 
 def refuse_part(steps: int, period: int) -> None:
