@@ -13,6 +13,7 @@ from trainer.tools.tune.correction import Model
 from trainer.tools.tune.team import OUT_OF_MEMORY, TrialFailed
 
 GAIN = 0.02  # a choice has to promise this share to be worth a trial
+ALIKE = 0.01  # predictions this close tell nothing: of such choices, the one that changes least is tried
 DOUBT = 0.05  # most by which the model's own errors may make a prediction look worse than it is
 HOPE = 0.25  # share of the passes, or of communication, that a change may save whose effect the model leaves out
 RECOMPUTES = "activation_checkpoint"
@@ -65,7 +66,7 @@ class Search:
             ranked = self._ranked()
             if not ranked:
                 return best, "no other choice is left"
-            score_s, step_s, choice = ranked[0]
+            score_s, step_s, choice = simplest(ranked)
             if score_s >= best.score_s * (1 - GAIN):
                 return best, "no other choice is predicted to be faster"
             if self.cost_s() + self.steps(choice) * step_s > self.time_left():
@@ -161,6 +162,12 @@ class Search:
         done = [(t.choice, t.step_s) for t in self.tried if t.step_s]
         errors = [math.log(seconds / self.model.predict(choice).step_s) for choice, seconds in done]
         return math.sqrt(statistics.mean(error**2 for error in errors)) if errors else 0.0
+
+
+def simplest(ranked: Sequence[tuple[float, float, Choice]]) -> tuple[float, float, Choice]:
+    """Return the entry that changes least among those that promise as much as the first; of equals, the first."""
+    alike = [entry for entry in ranked if entry[0] <= ranked[0][0] * (1 + ALIKE)]
+    return min(alike, key=lambda entry: len(entry[2].callbacks) + len(entry[2].settings))
 
 
 def unmodelled(unknown: Sequence[str]) -> set[str]:
