@@ -71,6 +71,15 @@ def test_of_choices_that_promise_the_same_the_simplest_is_tried() -> None:
     assert lab.trials == [simple]
 
 
+def test_the_best_promise_tells_whether_a_trial_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab, simple = Lab(MACHINE), Choice({}, {"data.workers": 1})
+    search, other, today_s = lab.search(), Choice({"overlap": {}}, {"data.workers": 1}), lab.true_s(NOTHING)
+    ranked = [(0.979 * today_s, 1.0, other), (0.985 * today_s, 1.0, simple)]
+    monkeypatch.setattr(search, "_ranked", lambda: [] if lab.trials else ranked)
+    search.run()
+    assert lab.trials == [simple]
+
+
 def test_a_link_that_was_slowed_behind_its_back_is_noticed() -> None:
     lab = Lab(replace(MACHINE, across=SLOW, inside=SLOW))
     search = lab.search()

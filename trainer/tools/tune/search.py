@@ -66,9 +66,9 @@ class Search:
             ranked = self._ranked()
             if not ranked:
                 return best, "no other choice is left"
-            score_s, step_s, choice = simplest(ranked)
-            if score_s >= best.score_s * (1 - GAIN):
+            if ranked[0][0] >= best.score_s * (1 - GAIN):
                 return best, "no other choice is predicted to be faster"
+            _, step_s, choice = simplest(ranked)
             if self.cost_s() + self.steps(choice) * step_s > self.time_left():
                 return best, OVER
             self.try_out(choice)
