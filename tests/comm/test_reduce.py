@@ -19,6 +19,7 @@ from trainer.parallel import ddp
 from trainer.process.environment import Place
 
 CPU = torch.device("cpu")
+BUCKET = Bucket([], 0)
 
 
 def through(reduce: Reduce, module: nn.Module, place: Place, arguments: dict[str, Any]) -> nn.Module:
@@ -48,6 +49,28 @@ def test_the_chain_has_the_bits_of_ddps_own_reducer():
     plain, ours = run_ranks(3, gradients_by, False), run_ranks(3, gradients_by, True)
     for a, b in zip(plain, ours, strict=True):
         assert [x.tobytes() for x in a] == [y.tobytes() for y in b]
+
+
+def means_of_sparse(place: Place) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of tensors with rows that are used twice, of a rank without any, and of no rank with any; the dense mean, too."""
+    ranks = Ranks(place, "cpu", "gloo", 60.0)
+    ends, result = AllReduce(ranks.new_group()), []
+    for used in ([5, 1, 9], [2, 0, 1], [0, 0, 0]):
+        count = used[place.rank]
+        rows = torch.randint(0, 6, (1, count))
+        own = torch.sparse_coo_tensor(rows, torch.randn(count, 4), (6, 4))
+        dense = ends(own.to_dense(), BUCKET)
+        result.append((dense.numpy(), ends(own, BUCKET).to_dense().numpy()))
+    ranks.close()
+    return result
+
+
+def test_sparse_tensors_have_the_mean_of_dense_ones_and_the_same_bits_on_each_rank():
+    first, *others = run_ranks(3, means_of_sparse)
+    for dense, sparse in first:
+        np.testing.assert_allclose(sparse, dense, rtol=1e-5, atol=1e-7)
+    for other in others:
+        assert [sparse.tobytes() for _, sparse in other] == [sparse.tobytes() for _, sparse in first]
 
 
 def exchanged(place: Place) -> tuple[np.ndarray, np.ndarray]:

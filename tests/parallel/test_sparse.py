@@ -82,6 +82,7 @@ def train(place: Place, optimizer: str) -> dict[tuple[str, bool], dict[str, Any]
                 run_dir=f"runs/{place.world}-{setting}-{sparse}", log_every_steps=1, check_replicas_every=1, **options,
             )  # fmt: skip
             trainer.fit()
+            assert (trainer.reduce is not None) == (sparse and place.world > 1)  # DDP's own corrupts memory
             weights = {key: value.detach().numpy().copy() for key, value in trainer.module.named_parameters()}
             norm = trainer.last_metrics["train/grad_norm"]
             found[setting, sparse] = {"weights": weights, "norm": norm, "sparse": kinds.sparse}

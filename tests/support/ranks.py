@@ -63,7 +63,9 @@ def _collect(pipes: list[Connection], deadline: float) -> list[tuple[Any, int]]:
             try:
                 ok, value, left = pickle.loads(pipes[rank].recv_bytes())
             except EOFError:
-                ok, value, left = False, "died", 0
+                process, _ = PEERS[rank]
+                process.join()
+                ok, value, left = False, f"died with exit code {process.exitcode}", 0
             assert ok, f"rank {rank}: {value}"
             results[rank] = value, left
     return [results[rank] for rank in range(len(pipes))]

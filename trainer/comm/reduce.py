@@ -52,9 +52,26 @@ class AllReduce:
         self.group, self.size = group, group.size()
 
     def __call__(self, flat: Tensor, bucket: Bucket) -> Tensor:
-        """Average in place. Scaling by the reciprocal, before the sum, has the bits of DDP's own reducer."""
-        dist.all_reduce(flat.mul_(1.0 / self.size), group=self.group)
+        """Average, in place if dense. Scaling by the reciprocal, before the sum, has the bits of DDP's own reducer."""
+        flat.mul_(1.0 / self.size)
+        if flat.is_sparse:
+            return self._sum_rows(flat.coalesce())
+        dist.all_reduce(flat, group=self.group)
         return flat
+
+    def _sum_rows(self, own: Tensor) -> Tensor:
+        """Sum the rows of sparse tensors, in the order of ranks. In torch 2.13, gloo's own way corrupts memory."""
+        counts = self.gather(own.indices().new_tensor([own._nnz()])).flatten().tolist()
+        rows, place = self._gather_rows(own.indices()[0], counts).unique(return_inverse=True)
+        sums = own.values().new_zeros(len(rows), *own.shape[1:])
+        sums.index_add_(0, place, self._gather_rows(own.values(), counts))
+        return torch.sparse_coo_tensor(rows[None], sums, own.shape, check_invariants=False, is_coalesced=True)
+
+    def _gather_rows(self, own: Tensor, counts: list[int]) -> Tensor:
+        """Gather (n, ...) of each rank, n of its own, into one tensor."""
+        padding = own.new_zeros(max(counts) - len(own), *own.shape[1:])
+        rows = self.gather(torch.cat([own, padding]).flatten()).view(self.size, max(counts), *own.shape[1:])
+        return torch.cat([part[:count] for part, count in zip(rows, counts, strict=True)])
 
     def gather(self, own: Tensor) -> Tensor:
         """Gather (n,) of each rank, of the same n, into (ranks, n)."""
