@@ -203,8 +203,7 @@ class Trainer:
         self.loss = CheckedLoss(self.precision.cast(named), weight, self.defers)
         refuse_untrained(self.module)
         self.parameters = trained(self.module)
-        # Otherwise DDP's own reducer runs, which is in C++.
-        if self.world > 1 and (self.hooks["wrap_reduce"] or sparse.sparse_weights(self.module)):
+        if self.world > 1 and (self.hooks["wrap_reduce"] or sparse.sparse_weights(self.module)):  # else DDP's, in C++
             self.reduce = self._wrap("wrap_reduce", AllReduce(self.ranks.new_group()))
         distribute = next(iter(self.hooks["distribute"]), type(self)._distribute)
         self.strategy: Strategy = distribute(self, self.module)

@@ -106,6 +106,28 @@ def test_the_weights_are_those_of_dense_gradients(
                 assert abs(value - dense["weights"][name]).max() <= bound, (setting, name)
 
 
+class Long(Task):
+    def data(self, split: str) -> TensorDataset:
+        x = torch.randint(0, 60, (BATCH * 6000, 3), generator=torch.Generator().manual_seed(0))
+        return TensorDataset(x, (x[:, 0] % 2).float())
+
+
+def train_long(place: Place) -> int:
+    trainer = make(
+        Long(True), {}, OPTIMIZERS["adagrad"], batch=BATCH, place=place, max_steps=6000, run_dir="runs/long",
+        validate_every=None,
+    )  # fmt: skip
+    trainer.fit()
+    return trainer.step
+
+
+@pytest.mark.slow
+def test_no_rank_dies_in_thousands_of_steps(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's own all-reduce of sparse tensors, two of three such runs did not end."""
+    monkeypatch.chdir(tmp_path)
+    assert run_ranks(3, train_long) == [6000] * 3
+
+
 class Weighed(Task):
     """Some micro-batches have weight 0."""
 

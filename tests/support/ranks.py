@@ -64,7 +64,7 @@ def _collect(pipes: list[Connection], deadline: float) -> list[tuple[Any, int]]:
                 ok, value, left = pickle.loads(pipes[rank].recv_bytes())
             except EOFError:
                 process, _ = PEERS[rank]
-                process.join()
+                process.join(5)
                 ok, value, left = False, f"died with exit code {process.exitcode}", 0
             assert ok, f"rank {rank}: {value}"
             results[rank] = value, left
