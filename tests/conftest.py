@@ -22,6 +22,9 @@ from xdist.scheduler import LoadScopeScheduling
 # Before torch and transformers are imported; processes that a test starts inherit both.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["XDG_STATE_HOME"] = os.path.join(
+    tempfile.gettempdir(), f"echelon-tests-{os.geteuid()}"
+)  # the key that signs configs
 
 if importlib.util.find_spec("hypothesis"):  # its wheels are of one Python: scripts/gpu_wheels.sh leaves it out
     from hypothesis import settings

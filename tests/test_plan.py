@@ -11,7 +11,7 @@ from trainer.callback import Callback, Role
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError, DataError
 from trainer.optim.schedule import Constant
-from trainer.plan import Plan, RunSpec, refuse_other_recipe, stateful
+from trainer.plan import Plan, RunSpec, identity_without_observers, refuse_other_recipe, stateful
 from trainer.process.environment import Place
 
 
@@ -48,7 +48,7 @@ def test_another_recipes_checkpoint_is_named():
     refuse_other_recipe(Toy(), manifest, {"data": "a"}, [])
 
 
-def test_a_resume_compares_callbacks_that_train_or_have_state():
+def test_a_resume_compares_callbacks_that_change_weights():
     class Watch(Callback):
         pass
 
@@ -66,4 +66,12 @@ def test_a_resume_compares_callbacks_that_train_or_have_state():
             raise NotImplementedError
 
     callbacks = {"watch": Watch(), "remember": Remember(), "swap": Swap(), "layout": Layout()}
-    assert stateful(callbacks) == ["remember", "swap"]
+    assert stateful(callbacks) == ["swap"]
+    saved = {"identity": {"seed": 0, "callbacks": ["remember", "step_timer", "early_stop", "gone", "swap"]}}
+    saved["settings"] = {
+        "callbacks.step_timer._target_": "trainer.monitors.step_timer.StepTimer",
+        "callbacks.early_stop._target_": "trainer.callbacks.early_stop.EarlyStop",
+        "callbacks.gone._target_": "mine.Gone",
+    }  # of an older version
+    assert identity_without_observers(saved, callbacks) == {"seed": 0, "callbacks": ["gone", "swap"]}
+    assert identity_without_observers({"identity": {"seed": 0}}, callbacks) == {"seed": 0}

@@ -25,6 +25,7 @@ from trainer.optim.schedule import Schedule
 from trainer.process.environment import Place, node_range
 from trainer.recipe_checks import refuse_other_parameters
 
+OBSERVERS = ("trainer.monitors.", "trainer.callbacks.early_stop.")  # beginnings of targets
 MOST_RANKS = 1 << 20  # a manifest with more ranks is refused
 
 
@@ -95,7 +96,8 @@ class Plan:
         self._set_intervals()
         if self.resumed:
             refuse_other_recipe(recipe, self.manifest, self.identity(), options.accept)
-            refuse_differences(self.manifest["identity"], self.identity(), options.accept)
+            saved = identity_without_observers(self.manifest, self.callbacks)
+            refuse_differences(saved, self.identity(), options.accept)
         self.spec = self._agree(world, each, spec)
 
     def _set_intervals(self) -> None:
@@ -250,14 +252,29 @@ class Plan:
 def stateful(callbacks: Mapping[str, Callback]) -> list[str]:
     """Return the callbacks that a resume compares.
 
-    A callback that distributes the model is left out, since any layout over ranks resumes any other.
+    A callback that distributes the model is left out, since any layout over ranks resumes any other. So is an observer,
+    which changes no weight.
     """
     return [
-        name
-        for name, callback in callbacks.items()
-        if callback.role not in (Role.MEASURE, Role.OBSERVE) or overrides(callback, "state_dict")
-        if not overrides(callback, "distribute")
+        name for name, callback in callbacks.items() if not (observes(callback) or overrides(callback, "distribute"))
     ]
+
+
+def identity_without_observers(manifest: Mapping[str, Any], callbacks: Mapping[str, Callback]) -> dict[str, Any]:
+    """Return a checkpoint's identity. Older versions listed observers with a state, which `stateful` leaves out."""
+    settings, listed = manifest.get("settings", {}), manifest["identity"].get("callbacks")
+    if not isinstance(listed, list):
+        return manifest["identity"]
+
+    def observed(name: Any) -> bool:
+        target = str(settings.get(f"callbacks.{name}._target_", ""))
+        return observes(callbacks[name]) if name in callbacks else target.startswith(OBSERVERS)
+
+    return manifest["identity"] | {"callbacks": [name for name in listed if not observed(name)]}
+
+
+def observes(callback: Callback) -> bool:
+    return callback.role in (Role.MEASURE, Role.OBSERVE)
 
 
 def features(options: Options) -> set[str]:

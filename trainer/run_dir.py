@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint import locate
 from trainer.checkpoint.lock import CHECKPOINTED
+from trainer.checkpoint.manifest import Damaged
 from trainer.errors import ConfigError, printable
 from trainer.files import Appended, make_folder, refuse_folder, remove_unused
 from trainer.log import Lines, Terminal, log, set_handlers
@@ -150,6 +151,23 @@ def is_run(folder: Path) -> bool:
     """Return whether the folder holds a run."""
     started = (folder / ".lock").is_file() or (folder / "logs" / "events.jsonl").is_file()
     return started or any((folder / "logs").glob("rank*.log"))
+
+
+def find_checkpoint(given: str, key: str) -> Path:
+    """Return the checkpoint that is named, or the newest one of the run that is.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    path = Path(given)
+    try:
+        saved = Path((path / CHECKPOINTED).read_text()) if (path / CHECKPOINTED).is_file() else path
+        newest = locate.newest(saved, reads=True) if locate.checkpoints(saved, reads=True) else None
+    except Damaged as error:
+        raise ConfigError(f"{key}: {error}; give another checkpoint") from None
+    if newest is None and saved is not path:
+        raise ConfigError(f"{key}: the run's checkpoints were in {saved}, where there are none; give a checkpoint")
+    return Path(os.path.realpath(newest or path))
 
 
 def refuse_unreadable(folder: Path) -> None:

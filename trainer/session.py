@@ -15,9 +15,11 @@ from trainer.checkpoint.compare import flat
 from trainer.comm.nccl import NCCLOptions, in_words
 from trainer.comm.ranks import Ranks
 from trainer.config.build import build, build_options
-from trainer.config.check import ALLOWED, TUNED, split_groups
+from trainer.config.check import TUNED, split_groups
 from trainer.config.options import DataOptions, Options
 from trainer.config.redact import redact
+from trainer.config.signature import sign
+from trainer.config.targets import LIBRARIES
 from trainer.config.tuned import Tuned, cpu_name, differences
 from trainer.data.shards.transforms import build_stages
 from trainer.errors import STOPPED, ConfigError, DataError, UnavailableError
@@ -37,7 +39,7 @@ Report = Callable[[BaseException], None]
 OF_RECIPE = ("trainer.optim.factories.of_recipe", "trainer.optim.schedule.OfRecipe")
 
 
-def build_components(config: dict[str, Any], allowed: tuple[str, ...] = ALLOWED) -> dict[str, Any]:
+def build_components(config: dict[str, Any], allowed: tuple[str, ...] = LIBRARIES) -> dict[str, Any]:
     """Return the arguments of `Trainer` that `config` describes: all but `place`, `name` and `spec`."""
     options = build_options(Options, config["trainer"])
     allow = (*allowed, *options.allow_targets)
@@ -151,6 +153,8 @@ def save_config(config: dict[str, Any], run_dir: Path) -> None:
         if not path.exists():
             raise
         log.warning("%s: can't be replaced, and stays as at the run's first start: %s", path, error.strerror)
+    else:
+        sign(path)
 
 
 def describe(trainer: Trainer, nccl: NCCLOptions) -> None:

@@ -289,10 +289,11 @@ def load(trainer: SavedTrainer, path: Path) -> None:
         with _of_its_kind(path, f"callbacks.{name}"):
             if name in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][name])
+            elif overrides(callback, "state_dict"):
+                log.info("resume: callback %s is new, so it starts without a state", name)
             _load_rank_state(trainer, name, state.get(own_section, {}), path)
-    for name in saved.get("rank_states", []):
-        if name not in trainer.callbacks:
-            log.warning("resume: the run has no callback %s, so what its ranks had kept is dropped", name)
+    for name in sorted({*saved.get("rank_states", ()), *state["callbacks"]} - trainer.callbacks.keys()):
+        log.warning("resume: the run has no callback %s now, so its state in the checkpoint is dropped", name)
     if not trainer.ended:
         log.info("resumed from %s at step %d, sample %d", path, trainer.step, trainer.samples)
         _log_differences(trainer, other_world)

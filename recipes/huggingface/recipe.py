@@ -185,7 +185,7 @@ class HuggingFace:
 
         name = self.collator or ("default_data_collator" if self.text is None else "DataCollatorWithPadding")
         made = getattr(data_collator, name, None)
-        if made is None:
+        if getattr(made, "__module__", None) != data_collator.__name__:  # the module imports other names, too
             known = [other for other in dir(data_collator) if "Collator" in other]
             raise ConfigError(f"recipe.collator={name}: is no data collator of transformers; {nearest(name, known)}")
         if isinstance(made, type):

@@ -1,6 +1,5 @@
 """The recipe of a LightningModule."""
 
-import importlib
 import inspect
 from collections.abc import Mapping
 from functools import cached_property
@@ -30,14 +29,14 @@ class Lightning:
     """A LightningModule with its data. It needs the callback `LightningHooks`.
 
     Args:
-        module: The name of a LightningModule's class, or in Python a function that makes one.
-        datamodule: The name of a LightningDataModule's class, or in Python an object; None: the module has the loaders.
+        module: A LightningModule's class, which a config names, or in Python a function that makes one.
+        datamodule: A LightningDataModule's class or object; None: the module has the loaders.
         module_args: Arguments of the module's class.
         datamodule_args: Arguments of the datamodule's class.
         batches: Whether the training loader's own batches are taken, in its order. Otherwise its samples are.
     """
 
-    targets = ("module", "datamodule")  # arguments that name code: config/check.py checks their packages
+    targets = ("module", "datamodule")  # arguments of which a config gives the names: config/build.py imports them
 
     def __init__(
         self,
@@ -47,8 +46,10 @@ class Lightning:
         datamodule_args: dict | None = None,
         batches: bool = False,
     ) -> None:
-        self.module, self.module_args = load(module, "recipe.module"), module_args or {}
-        self.datamodule, self.datamodule_args = load(datamodule, "recipe.datamodule"), datamodule_args or {}
+        refuse_others("recipe.module", module, "LightningModule")
+        refuse_others("recipe.datamodule", datamodule, "LightningDataModule")
+        self.module, self.module_args = module, module_args or {}
+        self.datamodule, self.datamodule_args = datamodule, datamodule_args or {}
         self.batches = batches
         self.view = AttachedTrainer()
         self.schedule = ModuleSchedule(self._configured)
@@ -244,27 +245,12 @@ def make(key: str, given: Any, arguments: Mapping[str, Any]) -> Any:
     return given(**arguments)
 
 
-def load(name: Any, key: str) -> Any:
-    """Return the class of this name; what is no name as it is.
-
-    Raises:
-        ConfigError: There is no such class.
-    """
-    if not isinstance(name, str):
-        return name
-    module, _, last = name.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), last)
-    except (ImportError, ValueError, AttributeError) as error:
-        way_out = "name an importable class, as package.module.Class"
-        if getattr(error, "name", "") in ("lightning", "pytorch_lightning"):
-            way_out = "pip install 'lightning>=2.5,<3'"
-        raise ConfigError(f"{key}={name}: {error}; {way_out}") from None
-    if not isinstance(found, type) or not (
-        {"LightningModule", "LightningDataModule"} & {k.__name__ for k in found.__mro__}
-    ):
-        raise ConfigError(f"{key}={name}: is no LightningModule or LightningDataModule; name a class of these")
-    return found
+def refuse_others(key: str, given: Any, kind: str) -> None:
+    """Refuse a class that is not Lightning's `kind`, and a name, which only a config can give."""
+    if isinstance(given, str):
+        raise ConfigError(f"{key}={given}: is a name, which only a config can give; in Python, give the class itself")
+    if isinstance(given, type) and kind not in {each.__name__ for each in given.__mro__}:
+        raise ConfigError(f"{key}={given.__module__}.{given.__qualname__}: is not a {kind}; name a class of that kind")
 
 
 def installed(package: str) -> str:

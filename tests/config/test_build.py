@@ -5,7 +5,7 @@ import torch
 
 from trainer.config.build import build, build_options
 from trainer.config.options import CheckpointOptions, DDPOptions, Options
-from trainer.config.targets import ALLOWED
+from trainer.config.targets import LIBRARIES
 from trainer.errors import ConfigError
 
 
@@ -19,9 +19,9 @@ def test_sections_become_dataclasses_at_every_depth():
 def test_a_partial_one_still_takes_its_first_argument():
     node = {"_target_": "torch.optim.SGD", "lr": 0.25, "_partial_": True}
     weight = torch.zeros(1, requires_grad=True)
-    optimizer = build("optimizer", node, ALLOWED)([weight])
+    optimizer = build("optimizer", node, LIBRARIES)([weight])
     assert type(optimizer) is torch.optim.SGD and optimizer.param_groups[0]["lr"] == 0.25
-    layer = build("recipe", {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}, ALLOWED)
+    layer = build("recipe", {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}, LIBRARIES)
     assert layer.weight.shape == (3, 2)
     with pytest.raises(ConfigError, match=r"^recipe\._target_=torch\.nn\.Linear: torch is not a package that configs"):
         build("recipe", {"_target_": "torch.nn.Linear"}, ("recipes",))

@@ -4,7 +4,7 @@ import pytest
 
 from trainer.config.check import check_node, check_type, check_values, stage_node
 from trainer.config.schema import Knob
-from trainer.config.targets import ALLOWED
+from trainer.config.targets import LIBRARIES
 from trainer.errors import ConfigError
 
 SIGNED = "https://h/a-{0..9}.tar?X-Amz-Expires=9&X-Amz-Signature=s3cr3t"
@@ -32,5 +32,5 @@ def test_a_class_of_another_package_is_refused_before_it_is_imported() -> None:
         r"^recipe\.module=nowhere\.Module: nowhere is not a package that configs may name; .*allow_targets=\[nowhere\]"
     )
     with pytest.raises(ConfigError, match=told):
-        check_node("recipe", node, ALLOWED)
-    check_node("recipe", node, (*ALLOWED, "nowhere"))
+        check_node("recipe", node, LIBRARIES)
+    check_node("recipe", node, (*LIBRARIES, "nowhere"))

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from support.cli import ROOT, environment
 
 from trainer.comm.nccl import NCCLOptions
-from trainer.config.check import ALLOWED
+from trainer.config.check import LIBRARIES
 from trainer.config.options import DataOptions, Options
 from trainer.config.schema import ANY_NAME, NO_DEFAULT, fits, knobs
 
@@ -117,7 +117,7 @@ def test_a_signature_read_from_source_is_the_real_one(path):
     target = node.get(path.stem, node.get("recipe", node))["_target_"]
     module, _, name = target.rpartition(".")
     real = inspect.signature(getattr(importlib.import_module(module), name), eval_str=True).parameters
-    known = knobs("key", target, ALLOWED)
+    known = knobs("key", target, LIBRARIES)
     assert list(known) == list(real)
     assert [n for n in known if (known[n].default is NO_DEFAULT) != (real[n].default is inspect.Parameter.empty)] == []
     plain = {n: knob.annotation for n, knob in known.items() if knob.annotation is not Any}

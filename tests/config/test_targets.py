@@ -1,17 +1,20 @@
 """S5: nothing but what an allowed package defines may be named, and all that the conf folder names may be."""
 
+import ast
+import contextlib
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 from support.cli import ROOT
 from support.untrusted import LAZY
 
 from trainer.config.build import build
 from trainer.config.check import check_node
-from trainer.config.targets import ALLOWED, locate
+from trainer.config.targets import LIBRARIES, locate, named_in_conf
 from trainer.errors import ConfigError
 
 OTHERS = """
@@ -22,6 +25,7 @@ bound = functools.partial(os.mkdir, "mark")
 class Kept:
     run = staticmethod(os.mkdir)
 """
+TARGET = re.compile(r"_target_: *([\w.]+)")
 BUILDS = {"key": "x", "node": {"_target_": "os.mkdir", "path": "mark"}, "allow": ["os"]}
 
 
@@ -64,7 +68,7 @@ def test_nothing_but_what_an_allowed_package_defines(tmp_path, monkeypatch, targ
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "aliases", raising=False)
-    node, allow = {"_target_": target, **arguments}, (*ALLOWED, "aliases")
+    node, allow = {"_target_": target, **arguments}, (*LIBRARIES, "aliases")
     for attempt in (check_node, build):
         with pytest.raises(ConfigError, match=rf"^recipe\._target_={re.escape(target)}: ") as error:
             attempt("recipe", node, allow)
@@ -73,12 +77,69 @@ def test_nothing_but_what_an_allowed_package_defines(tmp_path, monkeypatch, targ
     assert not Path("mark").exists()
 
 
+def own_definitions() -> set[str]:
+    """All functions and classes of Echelon and its recipes, and the names under which their packages export them."""
+    found = set[str]()
+    for file in (path for package in ("trainer", "recipes", "echelon") for path in (ROOT / package).rglob("*.py")):
+        module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for node in ast.parse(file.read_text()).body:
+            names = [alias.asname or alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+            found |= {f"{module}.{name}" for name in [*names, *([node.name] if hasattr(node, "name") else [])]}
+    return found
+
+
+def test_of_echelons_own_code_a_config_names_only_what_conf_names() -> None:
+    named = {target for path in (ROOT / "conf").glob("*/*.yaml") for target in TARGET.findall(path.read_text())}
+    others = sorted(own_definitions() - named)
+    assert len(others) > 2000 and named == named_in_conf()
+    for target in others:
+        with pytest.raises(
+            ConfigError, match=rf"^recipe\._target_={re.escape(target)}: (is not a name that|echelon is)"
+        ):
+            locate("recipe._target_", target, LIBRARIES)
+
+
+def test_names_are_imported_by_locate_alone() -> None:
+    """Other calls import what the code names: a literal, a module of its own list."""
+    known = {
+        "trainer/config/targets.py": 1,  # locate
+        "trainer/parallel/ddp.py": 1, "trainer/tools/tune/start.py": 1,  # torch._dynamo
+        "trainer/launch/forkserver.py": 3,  # its own modules
+        "trainer/main.py": 1,  # a tool, chosen from the files of trainer/tools
+    }  # fmt: skip
+    imports = re.compile(r"\b(import_module|__import__|run_module|run_path|pydoc\.locate|resolve_name|exec)\(")
+    files = (path for package in ("trainer", "recipes", "echelon") for path in (ROOT / package).rglob("*.py"))
+    found = {str(path.relative_to(ROOT)): len(imports.findall(path.read_text())) for path in files}
+    assert {name: count for name, count in found.items() if count} == known
+
+
+STRANGER = "from pathlib import Path\nPath('mark').mkdir()\nclass X: pass\n"
+PAIRS = [(path.parent.name, path) for path in sorted((ROOT / "conf").glob("*/*.yaml")) if path.parent.name != "nccl"]
+
+
+@pytest.mark.parametrize(("group", "path"), [pytest.param(*pair, id=f"{pair[0]}-{pair[1].stem}") for pair in PAIRS])
+def test_no_key_of_a_group_imports_a_name(tmp_path, monkeypatch, group: str, path: Path) -> None:
+    """Each key gets the name of a stranger's class, and a list and a dict of it; then all that a run asks for first."""
+    (tmp_path / "stranger.py").write_text(STRANGER)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    content: Any = OmegaConf.to_container(OmegaConf.load(path))
+    node = content[path.stem] if group == "callbacks" else content.get("recipe") if group == "recipe" else content
+    for key in (node or {}).keys() - {"_target_", "_partial_"}:
+        for value in ("stranger.X", ["stranger.X"], {"stranger.X": "stranger.X"}):
+            changed = node | {key: value}
+            with contextlib.suppress(ConfigError, TypeError, ValueError, AttributeError, OSError):
+                made = build(group, changed, ())
+                for name in ("kind", "collate", "optimizer", "schedule"):
+                    getattr(made, name, None)
+    assert "stranger" not in sys.modules and not Path("mark").exists()
+
+
 def test_what_the_conf_folder_names_is_allowed() -> None:
-    files = [path.read_text() for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name != "nccl"]
-    targets = re.findall(r"^\s*_target_: (\S+)", "\n".join(files), re.MULTILINE)
+    targets = named_in_conf()
     assert len(targets) > 50
     for target in [*targets, "torch.optim.SGD", "torch.nn.Linear"]:
-        assert callable(locate("key", target, ALLOWED))
+        assert callable(locate("key._target_", target, LIBRARIES))
 
 
 @pytest.mark.parametrize(("package", "why"), [(True, "comes later in sys.path"), (False, r"has no __init__\.py")])
@@ -91,7 +152,7 @@ def test_the_line_says_why_a_folder_of_recipes_is_hidden(tmp_path, monkeypatch, 
     monkeypatch.setattr(sys, "path", [str(ROOT), str(tmp_path)])
     line = f"Echelon's package recipes hides {tmp_path / 'recipes'}, which {why}; rename that folder"
     with pytest.raises(ConfigError, match=rf"^recipe\._target_=recipes\.mine\.Mine: {line}$"):
-        locate("recipe", "recipes.mine.Mine", ALLOWED)
+        locate("recipe._target_", "recipes.mine.Mine", (*LIBRARIES, "recipes"))
 
 
 @pytest.mark.parametrize("nested", [{"_target_": "os.mkdir"}, [{"a": {"_target_": "torch.nn.Linear"}}]])
@@ -99,4 +160,4 @@ def test_a_target_inside_of_arguments_is_refused(nested: Any) -> None:
     with pytest.raises(
         ConfigError, match=r"^optimizer\.betas.*\._target_=\S+: a _target_ inside arguments is not built; give a plain"
     ):
-        check_node("optimizer", {"_target_": "trainer.optim.factories.adamw", "betas": nested}, ALLOWED)
+        check_node("optimizer", {"_target_": "trainer.optim.factories.adamw", "betas": nested}, LIBRARIES)

@@ -18,6 +18,7 @@ from recipes.lightning import Lightning, LightningHooks
 from recipes.lightning.data import Batches
 from trainer.callback import Callback
 from trainer.composition import arrange
+from trainer.config.build import build
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.data.iterable import way_of_samples
 from trainer.errors import ConfigError
@@ -262,7 +263,7 @@ def test_the_command_trains_a_module_by_its_name(tmp_path):
         ("OwnBackward", "OwnBackward overrides backward, which Echelon does not call"),
         ("OnTraining", "monitor='train_loss': ReduceLROnPlateau follows the validation; log a metric in"),
         ("SameNames", "self.log('train_acc'): is 'acc' here, as 'acc' is, and both would be one mean; rename one"),
-        ("Numbers", "Numbers is no LightningModule"),
+        ("Numbers", "lightning_modules.Numbers: is not a LightningModule"),
     ],
 )
 def test_what_echelon_cant_run_is_refused_by_name(name, words, tmp_path, monkeypatch):
@@ -325,10 +326,23 @@ def test_a_module_reads_the_numbers_of_its_step(read, log_every_steps, refused, 
         train(datamodule_of("")[0], "ReadsMetrics", log_every_steps=log_every_steps, max_steps=3, validate_every=None)
 
 
-def test_a_name_that_is_no_module():
-    for name, words in (("nowhere.Module", "No module named"), ("json.JSONDecoder", "is no LightningModule")):
-        with pytest.raises(ConfigError, match=f"recipe.module={name}: .*{words}"):
-            Lightning(name)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere.Module", "No module named"),
+        ("json.decoder.JSONDecoder", "is not a LightningModule"),
+        (
+            "subprocess.Popen",
+            "subprocess is not a package that configs may name; .*allow_targets=.nowhere,json,subprocess",
+        ),
+    ],
+)
+def test_a_name_that_is_no_module(name, words):
+    node = {"_target_": "recipes.lightning.Lightning", "module": name}
+    with pytest.raises(ConfigError, match=f"^recipe.module={name}: .*{words}"):
+        build("recipe", node, ("torch.nn", "nowhere", "json"))
+    with pytest.raises(ConfigError, match=f"^recipe.module={name}: is a name, which only a config can give"):
+        Lightning(name)
 
 
 def test_without_the_callback_the_way_out_is_named(tmp_path, monkeypatch):

@@ -94,7 +94,7 @@ def test_an_export_reads_no_variable_that_a_config_names(tmp_path: Path, monkeyp
     """The config may be a stranger's, who would find the value in what is exported."""
     monkeypatch.setenv("S3CR3T", "s3cr3t")
     (tmp_path / "config.yaml").write_text("recipe: {vocab: '${oc.env:S3CR3T}'}")
-    settings = read_config(tmp_path / "config.yaml", ["recipe.cache=here"], "CHECKPOINT=x")
+    settings = read_config(tmp_path / "config.yaml", ["recipe.cache=here"], "CHECKPOINT=x", {})
     assert settings["recipe"] == {"vocab": "${oc.env:S3CR3T}", "cache": "here"}
 
 

@@ -142,7 +142,7 @@ def a_file(cwd: Path) -> None:
     ("spoil", "checkpoint", "message"),
     [
         (None, "nowhere", "CHECKPOINT=nowhere: .*nowhere: is missing; give ckpt/last.pt or a folder step-"),
-        (None, "ckpt/r", "CHECKPOINT=ckpt/r: .*MANIFEST.json: is missing; give ckpt/last.pt or a folder step-"),
+        (None, "conf", "CHECKPOINT=conf: .*MANIFEST.json: is missing; give ckpt/last.pt or a folder step-"),
         (damage, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: .*model.safetensors: 0 bytes, its manifest says"),
         (other_model, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: .* have another shape .*; give weights of this model"),
         (fewer_layers, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: 0 weights are missing, 2 are unknown"),
@@ -170,6 +170,16 @@ def test_what_can_not_be_exported_is_one_line(spoil, checkpoint, message, cwd, m
     assert error.count("\n") == 1
     assert re.match(f"echelon: {message}", error)
     assert files(cwd / "ckpt") | files(cwd / "runs") == before
+
+
+def test_a_run_of_the_users_own_needs_no_permission(trained, tmp_path):
+    """Its config has a signature, which a copy elsewhere has not: that may be a stranger's."""
+    own = run(["runs/r", str(tmp_path / "out")], trained, EXPORT)
+    assert (own.code, "ckpt/r/step-00000004 -> " in own.out) == (0, True), own.err
+    shutil.copytree(trained, tmp_path / "copy", symlinks=True)
+    copied = run(["runs/r", "out"], tmp_path / "copy", EXPORT)
+    assert copied.code == 78 and "mine is not a package that configs may name" in copied.err
+    assert not (tmp_path / "copy" / "out").exists()
 
 
 def test_what_is_not_exported_is_not_read(cwd, monkeypatch):

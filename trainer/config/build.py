@@ -25,6 +25,12 @@ def build_options(options: type[T], values: Mapping[str, Any]) -> T:
 
 
 def build(key: str, node: Mapping[str, Any], allow: tuple[str, ...]) -> Any:
-    """Return the object that `node` describes; with `_partial_` a function that still takes its first arguments."""
-    target = locate(key, node["_target_"], allow)
-    return functools.partial(target, **arguments(node)) if node.get("_partial_") else target(**arguments(node))
+    """Return the object that `node` describes; with `_partial_` a function that still takes its first arguments.
+
+    An argument that the class lists among its `targets` names a class, and is replaced by that class.
+    """
+    target, given = locate(f"{key}._target_", node["_target_"], allow), arguments(node)
+    for name in getattr(target, "targets", ()):
+        if isinstance(given.get(name), str):
+            given[name] = locate(f"{key}.{name}", given[name], allow)
+    return functools.partial(target, **given) if node.get("_partial_") else target(**given)

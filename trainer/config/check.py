@@ -11,7 +11,7 @@ from trainer.config.options import DataOptions, Options
 from trainer.config.parameter_groups import check_groups
 from trainer.config.redact import children, redact, redacted_keys
 from trainer.config.schema import ANY_NAME, NO_DEFAULT, Knob, constant, describe, fits, knobs, option_parameters
-from trainer.config.targets import ALLOWED, refuse_nested, refuse_package
+from trainer.config.targets import LIBRARIES, refuse_nested, refuse_package, refuse_target
 from trainer.config.tuned import Tuned
 from trainer.errors import HIDDEN, ConfigError, nearest, require
 
@@ -24,11 +24,11 @@ OWN_CHOICE = "for your own {0} write conf/{0}/NAME.yaml, and in the recipe's def
 STAGES = {"decoders": ("extension", "bytes"), "map": ("sample",)}  # of `data`: lists of functions -> their arguments
 
 
-def check(config: Mapping[str, Any], allowed: tuple[str, ...] = ALLOWED) -> None:
+def check(config: Mapping[str, Any], allowed: tuple[str, ...] = LIBRARIES) -> None:
     """Check that every key is known, that every value has its type and range, and that nothing is missing.
 
     Args:
-        allowed: Packages that a `_target_` may name, beside those of trainer.allow_targets.
+        allowed: Packages that a `_target_` may name, as well as those of trainer.allow_targets.
 
     Raises:
         ConfigError: A check failed; the message names the first failure.
@@ -101,7 +101,7 @@ def check_node(key: str, node: Any, allow: tuple[str, ...]) -> None:
     check_type(f"{key}._target_", target, str)
     if "." not in target:
         raise ConfigError(f"{key}._target_={target}: is not a full name; write package.module.Name")
-    refuse_package(f"{key}._target_", target, target, allow)
+    refuse_target(f"{key}._target_", target, allow)
     known = knobs(key, target, allow)
     refuse_nested(key, arguments(node))
     if key in GROUPS and node.get("_partial_") and known and next(iter(known.values())).default is NO_DEFAULT:

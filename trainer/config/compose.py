@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 from trainer.config.redact import redact_argument, remove_if_secret
 from trainer.config.schema import knobs
+from trainer.config.targets import CONF
 from trainer.config.training_arguments import expand
 from trainer.errors import ConfigError, nearest
 
-HERE = Path(__file__).parent.parent
-CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # in a wheel, in a checkout
 PRIMARY = CONF / "config.yaml"
 NAME = 120  # characters of a run's name, at most
 

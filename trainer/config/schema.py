@@ -81,7 +81,7 @@ def knobs(key: str, target: str, allow: tuple[str, ...]) -> dict[str, Knob]:
             inside = f"{node.module}".startswith(f"{module}.")  # the package exports a name of one of its modules
             if inside and any(alias.name == name for alias in node.names):
                 return knobs(key, f"{node.module}.{name}", allow)
-    parameters = inspect.signature(locate(key, target, allow)).parameters.values()
+    parameters = inspect.signature(locate(f"{key}._target_", target, allow)).parameters.values()
     return {ANY_NAME if p.kind is p.VAR_KEYWORD else p.name: Knob(Any, p.default) for p in parameters}
 
 

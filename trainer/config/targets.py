@@ -1,7 +1,10 @@
-"""Finds the objects that `_target_` may name: those of allowed packages."""
+"""Finds the objects that a config may name: those that conf/ names, and those of allowed packages."""
 
+import difflib
+import functools
 import importlib
 import os
+import re
 import traceback
 from collections.abc import Callable, Mapping
 from importlib.machinery import PathFinder
@@ -11,22 +14,38 @@ from typing import Any
 from trainer.config.redact import children
 from trainer.errors import ConfigError, package_of
 
-# Not all of `trainer`: trainer.config would build any target that its arguments allow.
-OWN = ("trainer.callbacks", "trainer.monitors", "trainer.optim", "recipes")
-ALLOWED = (*OWN, "torch.nn", "torch.optim", "transformers")
-OURS = ("trainer", "recipes")
 HOME = Path(__file__).parents[2]
+PACKAGE = Path(__file__).parents[1]
+CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else HOME / "conf"  # in a wheel, in a checkout
+LIBRARIES = ("torch.nn", "torch.optim", "transformers")  # packages that a command's config may name
+OURS = ("trainer", "recipes")
 LIMITED = ("torch", "transformers")  # packages with functions and classes that run code which an argument names
+
+
+@functools.cache
+def named_in_conf() -> frozenset[str]:
+    """Return the targets that the YAML files of conf/ name: what any config may name of Echelon's own code."""
+    files = (path.read_text() for path in CONF.glob("*/*.yaml"))
+    return frozenset(name for text in files for name in re.findall(r"_target_: *([\w.]+)", text))
 
 
 def refuse_package(key: str, value: str, module: str, allow: tuple[str, ...]) -> None:
     """Refuse a value that names an object of this module, if no allowed package holds the module."""
-    if not any(f"{module}.".startswith(f"{package}.") for package in allow):
-        package = module.split(".")[0]
-        raise ConfigError(
-            f"{key}={value}: {package} is not a package that configs may name; "
-            f"if you trust it, add 'trainer.allow_targets=[{package}]'"
-        )
+    if any(f"{module}.".startswith(f"{package}.") for package in allow):
+        return
+    package = module.split(".")[0]
+    what = f"{package} is not a package that configs may name"
+    if package in OURS:
+        near = difflib.get_close_matches(value, named_in_conf(), 1)
+        what = "is not a name that Echelon's conf/ has" + (f"; did you mean {near[0]}?" if near else "")
+    given = dict.fromkeys([*(name for name in allow if name not in LIBRARIES), package])
+    raise ConfigError(f"{key}={value}: {what}; if you trust it, add 'trainer.allow_targets=[{','.join(given)}]'")
+
+
+def refuse_target(key: str, target: str, allow: tuple[str, ...]) -> None:
+    """Refuse a target that neither conf/ nor an allowed package has."""
+    if target not in named_in_conf():
+        refuse_package(key, target, target, allow)
 
 
 def refuse_nested(key: str, value: Any) -> None:
@@ -40,7 +59,11 @@ def refuse_nested(key: str, value: Any) -> None:
 
 
 def locate(key: str, target: str, allow: tuple[str, ...]) -> Callable[..., Any]:
-    """Import the object, and check its own package too: a module may have imported the name from elsewhere."""
+    """Import the object, and check its own package too: a module may have imported the name from elsewhere.
+
+    Every name in a config is imported here, so that nothing is imported without permission.
+    """
+    refuse_target(key, target, allow)
     module, _, name = target.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
@@ -50,11 +73,13 @@ def locate(key: str, target: str, allow: tuple[str, ...]) -> Callable[..., Any]:
             if not isinstance(error, ImportError):
                 raise
             line = f"{last.filename}:{last.lineno}: {error}"
-            raise ConfigError(f"{key}._target_={target}: {line}; install the package, or mend the import") from None
-        way_out = foreign_package(module.partition(".")[0]) or f"{error}; name an importable class or function"
-        raise ConfigError(f"{key}._target_={target}: {way_out}") from None
+            raise ConfigError(f"{key}={target}: {line}; install the package, or correct the import") from None
+        fix = foreign_package(module.partition(".")[0]) or f"{error}; name an importable class or function"
+        raise ConfigError(f"{key}={target}: {fix}") from None
+    if target in named_in_conf():
+        return found
     home = getattr(found, "__module__", None) or "builtins"
-    refuse_package(f"{key}._target_", target, home, allow)
+    refuse_package(key, target, home, allow)
     if home.split(".")[0] in LIMITED:
         refuse_unlimited(key, target, found)
     if home.split(".")[0] == "webdataset":
@@ -71,7 +96,7 @@ def refuse_unlimited(key: str, target: str, found: Any) -> None:
     private = any(part.startswith("_") for part in target.split("."))
     if private or not (isinstance(found, type) and issubclass(found, kinds)):
         raise ConfigError(
-            f"{key}._target_={target}: is not a public nn.Module or Optimizer; call it in your own package's function"
+            f"{key}={target}: is not a public nn.Module or Optimizer; call it in your own package's function"
         )
 
 

@@ -8,7 +8,7 @@ from trainer.callback import TrainerProtocol
 from trainer.composition import arrange
 from trainer.config.build import build
 from trainer.config.compose import CONF
-from trainer.config.targets import ALLOWED
+from trainer.config.targets import LIBRARIES
 from trainer.errors import ConfigError
 
 
@@ -16,7 +16,7 @@ def accepts(trainer: TrainerProtocol, name: str, **knobs: Any) -> bool:
     """Return whether the run takes this callback, with its YAML's knobs but for `knobs`, beside those that it has."""
     node: Any = OmegaConf.to_container(OmegaConf.load(CONF / "callbacks" / f"{name}.yaml"))
     try:
-        candidate = build(f"callbacks.{name}", node[name] | knobs, ALLOWED)
+        candidate = build(f"callbacks.{name}", node[name] | knobs, LIBRARIES)
         arrange({**trainer.callbacks, f"another {name}": candidate}, trainer.plan.features())
     except ConfigError:
         return False

@@ -1,7 +1,6 @@
 """echelon export CHECKPOINT FOLDER [KEY=VALUE...]: exports a checkpoint like the end of a run."""
 
 import argparse
-import os
 import pkgutil
 import re
 import sys
@@ -23,14 +22,15 @@ from trainer.checkpoint.serialize import load_state
 from trainer.config.check import check
 from trainer.config.options import Options
 from trainer.config.redact import redacted_keys
-from trainer.config.targets import OWN, locate
+from trainer.config.signature import is_own
+from trainer.config.targets import locate
 from trainer.data.source import Samples, open_source
 from trainer.errors import ConfigError, printable
 from trainer.files import apply_umask, no_folders_if_refused
 from trainer.parallel.meta import on_host
 from trainer.plan import refuse_other_manifests, short
 from trainer.process.exit import run_guarded
-from trainer.run_dir import is_run, make_writable
+from trainer.run_dir import find_checkpoint, is_run, make_writable
 from trainer.session import build_components
 
 # An export trains nothing, so the optimizer and the schedule of the run's config are neither checked nor built.
@@ -39,6 +39,7 @@ UNTRAINED = {
     "schedule": {"_target_": "trainer.optim.schedule.Constant"},
 }
 READ = ("seed", "allow_targets")  # of the trainer's options
+UNTRUSTED = {"trainer": {"allow_targets": []}, "data": {"allow_pipe": False}}  # in the place of a stranger's values
 UNREAD = {"batch", "micro_batch", "accumulate", "optimizer", "schedule", "nccl", "tuned"}
 
 
@@ -46,8 +47,8 @@ UNREAD = {"batch", "micro_batch", "accumulate", "optimizer", "schedule", "nccl",
 def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
     """Build the recipe from the config in the run's folder, with `changes` as KEY=VALUE, and call its `export`.
 
-    A run that kept an average exports the average. The config may be a stranger's: code of other packages, and the
-    recipe's `paths`, come from `changes` alone.
+    A run that kept an average exports the average. A config that no run of this user has written may be a
+    stranger's. Then code of other packages, and the recipe's `paths`, come from `changes` alone.
 
     Raises:
         ConfigError: The checkpoint or its run's config is missing or damaged. Or the recipe exports nothing, or has
@@ -55,7 +56,8 @@ def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
         DataError: The data can't be opened.
     """
     refuse_unread(changes, READ)
-    key, path = f"CHECKPOINT={checkpoint}", Path(os.path.realpath(checkpoint))
+    key = f"CHECKPOINT={checkpoint}"
+    path = find_checkpoint(checkpoint, key)
     manifest, made = open_run(path, changes, key)
     recipe, seed = made["recipe"], made["options"].seed
     if not hasattr(recipe, "export"):
@@ -114,11 +116,13 @@ def open_run(path: Path, changes: list[str], key: str) -> tuple[dict[str, Any], 
         raise ConfigError(
             f"{key}: its run's {config} is not here; call this in the folder in which the run was started"
         )
-    settings = read_config(config, changes, key) | UNTRAINED
+    own = is_own(config)
+    settings = read_config(config, changes, key, {} if own else UNTRUSTED) | UNTRAINED
     settings["callbacks"] = without_monitors(settings["callbacks"])
-    check(settings, OWN)
-    refuse_paths(settings, {change.partition("=")[0] for change in changes})
-    return manifest, build_components(settings, OWN)
+    check(settings, ())
+    if not own:
+        refuse_paths(settings, {change.partition("=")[0] for change in changes})
+    return manifest, build_components(settings, ())
 
 
 def whole_model(path: Path, manifest: dict[str, Any], made: dict[str, Any], key: str) -> nn.Module:
@@ -139,11 +143,11 @@ def average_of(state: Any) -> Any:
     return inner if isinstance(inner, dict) else state
 
 
-def read_config(file: Path, changes: list[str], key: str) -> dict[str, Any]:
+def read_config(file: Path, changes: list[str], key: str, instead: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a run, with some values replaced: `instead` of its own first, then `changes`."""
     try:
         found = OmegaConf.load(file)
-        own: Any = {"trainer": {"allow_targets": []}, "data": {"allow_pipe": False}}
-        settings: Any = OmegaConf.to_container(OmegaConf.merge(found, own, OmegaConf.from_dotlist(changes)))
+        settings: Any = OmegaConf.to_container(OmegaConf.merge(found, instead, OmegaConf.from_dotlist(changes)))
         hidden = redacted_keys(settings)
     except Exception as error:  # YAML's or OmegaConf's
         reason = str(error).partition("\n")[0]
@@ -163,8 +167,8 @@ def without_monitors(callbacks: dict[str, Any]) -> dict[str, Any]:
 def refuse_paths(settings: dict[str, Any], given: Collection[str]) -> None:
     """Raise ConfigError for those of the recipe's `paths` that the config names and the command does not."""
     node = settings["recipe"]
-    allow = (*OWN, *settings["trainer"]["allow_targets"])
-    names = getattr(locate("recipe", node["_target_"], allow), "paths", ())
+    allow = tuple(settings["trainer"]["allow_targets"])
+    names = getattr(locate("recipe._target_", node["_target_"], allow), "paths", ())
     paths = {f"recipe.{name}": node.get(name) for name in names}
     words = [f"{key}={printable(str(path))}" for key, path in paths.items() if path is not None and key not in given]
     if words:
@@ -184,7 +188,7 @@ def refuse_other_data(source: Any, saved: str, key: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="echelon export", description=__doc__)
-    parser.add_argument("checkpoint", help="ckpt/last.pt, or a folder step-*")
+    parser.add_argument("checkpoint", help="runs/NAME, ckpt/last.pt, a run's folder of checkpoints, or a folder step-*")
     parser.add_argument("folder", type=Path, help="the folder to export to")
     parser.add_argument(
         "changes", nargs="*", default=[], metavar="KEY=VALUE", help="replaces a value of the run's config.yaml"

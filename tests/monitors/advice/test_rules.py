@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from support.cli import ROOT
 
 from trainer.batch import split_batch
-from trainer.config.check import ALLOWED, check
+from trainer.config.check import LIBRARIES, check
 from trainer.config.compose import CONF, merge_callbacks, normalize
 from trainer.monitors.advice.rules import RULES, Finding, Numbers, Run, find
 from trainer.session import build_components
@@ -166,8 +166,8 @@ def test_each_setting_is_one_that_the_command_takes(config: str, run: Run):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "tests" / "toy")
         found = composed([*words, *shlex.split(config)])
-        check(found, (*ALLOWED, "toy_recipe"))
-        build_components(found, (*ALLOWED, "toy_recipe"))
+        check(found, (*LIBRARIES, "toy_recipe"))
+        build_components(found, (*LIBRARIES, "toy_recipe"))
     key, _, value = shlex.split(config)[-1].partition("=")
     if key != "+callbacks":
         assert str(OmegaConf.select(OmegaConf.create(found), key)).lower() == value

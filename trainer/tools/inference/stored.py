@@ -5,14 +5,10 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from trainer.checkpoint import locate
-from trainer.checkpoint.lock import CHECKPOINTED
-from trainer.checkpoint.manifest import Damaged
 from trainer.comm.device import count_gpus
 from trainer.comm.ranks import Ranks
 from trainer.errors import ConfigError, require
@@ -23,6 +19,7 @@ from trainer.log import log_to_terminal
 from trainer.precision import Precision
 from trainer.process.environment import detect
 from trainer.process.temporary import sockets_in, temporary_folder
+from trainer.run_dir import find_checkpoint
 from trainer.tools.export import open_run, refuse_unread, whole_model
 
 FLAGS = {"trainer.devices": "--devices", "micro_batch": "--micro-batch"}  # what takes a setting's place
@@ -95,7 +92,7 @@ def opened(request: Request) -> Iterator[tuple[Inference, nn.Module]]:
     Raises:
         ConfigError, DataError: As in `trainer.tools.export.open_run`.
     """
-    path = find(request.checkpoint, request.key)
+    path = find_checkpoint(request.checkpoint, request.key)
     manifest, made = open_run(path, request.changes, request.key)
     options = made["options"]
     ranks = Ranks(detect(os.environ), options.accelerator, options.backend, options.timeout_s)
@@ -113,20 +110,3 @@ def opened(request: Request) -> Iterator[tuple[Inference, nn.Module]]:
         ranks.leave()
     finally:
         ranks.close()
-
-
-def find(given: str, key: str) -> Path:
-    """Return the checkpoint that is named, or the newest one of the run that is.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    path = Path(given)
-    try:
-        saved = Path((path / CHECKPOINTED).read_text()) if (path / CHECKPOINTED).is_file() else path
-        newest = locate.newest(saved, reads=True) if locate.checkpoints(saved, reads=True) else None
-    except Damaged as error:
-        raise ConfigError(f"{key}: {error}; give another checkpoint") from None
-    if newest is None and saved is not path:
-        raise ConfigError(f"{key}: the run's checkpoints were in {saved}, where there are none; give a checkpoint")
-    return Path(os.path.realpath(newest or path))

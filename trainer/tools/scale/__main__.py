@@ -84,9 +84,9 @@ def refuse_conflicts(config: dict[str, Any]) -> None:
     """
     from trainer.composition import arrange
     from trainer.config.build import build
-    from trainer.config.check import ALLOWED
+    from trainer.config.check import LIBRARIES
 
-    allow = (*ALLOWED, *config["trainer"]["allow_targets"])
+    allow = (*LIBRARIES, *config["trainer"]["allow_targets"])
     arrange({name: build(f"callbacks.{name}", node, allow) for name, node in config["callbacks"].items()}, set())
 
 

@@ -9,7 +9,7 @@ import torch
 
 from trainer.blocks import find_blocks
 from trainer.config.build import build
-from trainer.config.check import ALLOWED, split_groups
+from trainer.config.check import LIBRARIES, split_groups
 from trainer.errors import ConfigError, printable
 from trainer.optim.groups import ParameterRules, WithGroups
 from trainer.tools.cost_model.workload import Workload
@@ -78,7 +78,7 @@ def on_meta(config: Mapping[str, Any]) -> tuple[Any, torch.nn.Module, Mapping[st
     Raises:
         ConfigError: The recipe needs the values of tensors, which the meta device lacks.
     """
-    recipe = build("recipe", config["recipe"], (*ALLOWED, *config["trainer"]["allow_targets"]))
+    recipe = build("recipe", config["recipe"], (*LIBRARIES, *config["trainer"]["allow_targets"]))
     groups, optimizer = split_groups(config["optimizer"])
     try:
         with torch.device("meta"):

@@ -13,7 +13,7 @@ from trainer.callback import Callback, Role
 from trainer.checkpoint import locate
 from trainer.composition import arrange
 from trainer.config.build import build, build_options
-from trainer.config.check import ALLOWED, check
+from trainer.config.check import LIBRARIES, check
 from trainer.config.compose import CONF
 from trainer.config.options import Options
 from trainer.errors import ConfigError
@@ -51,7 +51,7 @@ def whole(config: Mapping[str, Any], world: int, cuda: bool) -> Choice:
     Args:
         cuda: Ranks train on GPUs, where DDP's gradients are views of its buckets by default.
     """
-    allow = (*ALLOWED, *config["trainer"]["allow_targets"])
+    allow = (*LIBRARIES, *config["trainer"]["allow_targets"])
     callbacks = {}
     for name, given in config["callbacks"].items():
         if (CONF / "callbacks" / f"{name}.yaml").exists() and build(name, given, allow).role not in UNSEEN:
@@ -73,7 +73,7 @@ UNSEEN = (Role.MEASURE, Role.OBSERVE, Role.GUARD, Role.AVERAGE)
 
 
 def callbacks_of(config: Mapping[str, Any]) -> dict[str, Callback]:
-    allow = (*ALLOWED, *config["trainer"]["allow_targets"])
+    allow = (*LIBRARIES, *config["trainer"]["allow_targets"])
     return {name: build(f"callbacks.{name}", given, allow) for name, given in config["callbacks"].items()}
 
 

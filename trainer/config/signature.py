@@ -1,0 +1,59 @@
+"""Signs the config of a run, so that its owner's tools may trust what it allows. A stranger's config has no signature.
+
+The key is a file that only the user can read, as an ssh key is. A signature holds for one path: a run that was moved,
+or that somebody has sent back, counts as a stranger's.
+"""
+
+import hmac
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from trainer.files import write_whole
+
+NAME = ".signature"  # beside config.yaml
+KEY_BYTES = 32
+
+
+def sign(config: Path) -> None:
+    """Write the signature of a config. Without a place for the key, the config stays unsigned, and tools ask."""
+    with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home
+        write_whole(config.with_name(NAME), _signature(config, make=True).encode())
+
+
+def is_own(config: Path) -> bool:
+    """Return whether this user has written the config, here, and nobody has changed it."""
+    try:
+        return hmac.compare_digest(config.with_name(NAME).read_text(), _signature(config, make=False))
+    except (OSError, ValueError, TypeError, RuntimeError):
+        return False
+
+
+def _signature(config: Path, make: bool) -> str:
+    place = os.fsencode(os.path.realpath(config))
+    return hmac.new(_key(make), place + b"\0" + config.read_bytes(), "sha256").hexdigest()
+
+
+def _key(make: bool) -> bytes:
+    """Return the user's key, which no other user can read or has written.
+
+    Raises:
+        OSError: There is no such key, and none can be made.
+    """
+    file = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "echelon" / "key"
+    if make and not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        draft = file.with_name(f"key-{secrets.token_hex(8)}")
+        draft.touch(0o600)
+        draft.write_bytes(secrets.token_bytes(KEY_BYTES))
+        with suppress(FileExistsError):  # another run has made it
+            os.link(draft, file)
+        draft.unlink(missing_ok=True)
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with open(descriptor, "rb") as opened:
+        about = os.fstat(descriptor)
+        if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
+            raise PermissionError(f"{file}: belongs to another user, or others may read it")
+        return opened.read()
