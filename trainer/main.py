@@ -4,6 +4,7 @@ import ast
 import contextlib
 import itertools
 import os
+import re
 import runpy
 import sys
 import time
@@ -40,11 +41,13 @@ python -m trainer.main takes the same arguments, where the command is not instal
 """
 
 TOOLS = Path(__file__).parent / "tools"
+LOCAL_RANK = re.compile("--local[-_]rank=[0-9]+")  # torch.distributed.launch appends it; LOCAL_RANK has the same
 
 
 def main() -> None:
     """Run the command, and end the process with its exit code."""
     prepare()
+    sys.argv[1:] = [word for word in sys.argv[1:] if not LOCAL_RANK.fullmatch(word)]
     if sys.argv[1:2] and sys.argv[1] in tools():
         run_tool(*sys.argv[1:])
     run_and_exit(lambda: command(sys.argv[1:]))

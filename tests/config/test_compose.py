@@ -133,3 +133,22 @@ def test_hydra_composes_a_run_once_unless_its_mode_may_be_set(
         jobs = compose(["recipe=bert_tiny", *words], [CONF, *config_dirs(words)])
     assert [job.config["batch"] for job in jobs] == batches
     assert composed.call_count == times
+
+
+@pytest.mark.parametrize("kind", ["launcher", "sweeper"])
+@pytest.mark.parametrize("chosen", ["by argument", "by a file"])
+def test_plugins_that_would_train_nothing_are_refused(tmp_path, kind, chosen):
+    """As of `-m hydra/launcher=joblib`: the plugin would compose configs in its own processes, and exit with 0."""
+    (tmp_path / "hydra" / kind).mkdir(parents=True)
+    (tmp_path / "hydra" / kind / "farm.yaml").write_text("_target_: farm.Farm\n")
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        f"# @package _global_\ndefaults: [bert_tiny, {{override /hydra/{kind}: farm}}]\n"
+    )
+    words = [f"hydra/{kind}=farm"] if chosen == "by argument" else ["recipe=mine"]
+    done = run(["-m", "--config-dir", ".", "trainer.max_steps=1,2", *words], tmp_path)
+    assert (done.code, done.out) == (78, "")
+    assert done.err == (
+        f"echelon: hydra/{kind}=farm: this plugin would train nothing here; leave it out: -m runs one value after the "
+        "other, and trainer.devices=N starts N ranks\n"
+    )

@@ -92,6 +92,15 @@ def test_torchrun_gives_the_same_numbers(two, tmp_path):
 
 
 @pytest.mark.slow
+def test_the_launch_line_of_older_guides_gives_the_same_numbers(two, tmp_path):
+    """It appends --local-rank to the arguments of each rank."""
+    old = ["--standalone", "--nproc-per-node=2", "-m", "trainer.main", *SHORT, "trainer.run_dir=runs/r"]
+    result = run(old, tmp_path, "torch.distributed.launch", loaded=LOADED)
+    assert result.code == 0, result.err
+    same(tmp_path, two)
+
+
+@pytest.mark.slow
 @needs_mpirun
 def test_mpirun_gives_the_same_numbers(two, tmp_path):
     result = mpirun([*SHORT, "trainer.run_dir=runs/r"], tmp_path)

@@ -14,6 +14,7 @@ from trainer.config.schema import ANY_NAME, NO_DEFAULT, Knob, constant, describe
 from trainer.config.targets import LIBRARIES, refuse_nested, refuse_package, refuse_target
 from trainer.config.tuned import Tuned
 from trainer.errors import HIDDEN, ConfigError, nearest, require
+from trainer.other_words import our_key, our_value
 
 TOP = ("recipe", "callbacks", "optimizer", "schedule", "batch", "micro_batch", "accumulate", "trainer", "data", "nccl")
 GROUPS = ("optimizer", "schedule")
@@ -74,8 +75,10 @@ def check_tuned(values: Any) -> None:
 
 
 def nearest_anywhere(key: str, config: Mapping[str, Any]) -> str:
-    """Return the way out of an unknown key: the key, or a similar one, may belong to a section."""
+    """Return the fix for an unknown key: it may belong to a section, be misspelt, or be another trainer's word."""
     sections = [name for name in TOP if isinstance(config.get(name), Mapping)]
+    if not any(key in config[name] for name in sections) and (ours := our_key(key)):
+        return ours
     names = [(name, name) for name in TOP] + [(name, f"{part}.{name}") for part in sections for name in config[part]]
     near = difflib.get_close_matches(key, {name for name, _ in names}, 3, 0.75)
     found = [full for name, full in names if name in ({key} if key in near else near)]
@@ -150,7 +153,8 @@ def check_values(key: str, values: Any, known: Mapping[str, Knob], hint: str = "
     check_type(key, values, dict)
     for name, value in values.items():
         if name not in known and ANY_NAME not in known:
-            raise ConfigError(f"{key}.{name}={shown(name, value)}: no such key; {nearest(name, known)}{hint}")
+            fix = (key in ("trainer", "data") and our_key(name)) or nearest(name, known)
+            raise ConfigError(f"{key}.{name}={shown(name, value)}: no such key; {fix}{hint}")
         kind = known[name].annotation if name in known else Any
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
             check_values(f"{key}.{name}", value, option_parameters(kind))
@@ -162,6 +166,8 @@ def check_type(key: str, value: Any, kind: Any) -> None:
     if not fits(value, kind):
         other_type = not isinstance(value, list) and not (isinstance(value, str) and "Literal" in str(kind))
         given = f", not {describe(type(value))}" if other_type else ""
+        if ours := our_value(key, value):
+            given = f"; give {ours}"
         raise ConfigError(f"{key}={shown(key, value)}: must be {describe(kind)}{given}")
 
 

@@ -84,11 +84,13 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises the errors that it would print
     stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(stderr), composed_once(words, folders):
+        with contextlib.redirect_stderr(stderr), composed_once(words, folders), own_plugins():
             hydra.main(version_base="1.3", config_path=str(primary.parent), config_name=primary.stem)(collect)()
     except SystemExit as stop:
         if stop.code:
             raise ConfigError(f"{stderr.getvalue().strip().rpartition('error: ')[2]}; see --help") from None
+        raise
+    except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(explain(error, folders)) from None
@@ -114,6 +116,35 @@ def composed_once(words: list[str], folders: list[Path]) -> Iterator[None]:
         yield
     finally:
         Hydra.get_mode = read_mode
+
+
+@contextlib.contextmanager
+def own_plugins() -> Iterator[None]:
+    """Refuse launchers and sweepers other than Hydra's basic ones: they would run what composes a config, and no run.
+
+    Raises:
+        ConfigError: An argument, or a file of the user's, chooses one.
+    """
+    from hydra.core.plugins import Plugins
+
+    make_sweeper = Plugins.instantiate_sweeper
+
+    def checked(self: Plugins, *, config: Any, **others: Any) -> Any:
+        for kind in ("sweeper", "launcher"):
+            target = str(config.hydra[kind]._target_)
+            if not target.startswith("hydra._internal.core_plugins.basic"):
+                name = config.hydra.runtime.choices.get(f"hydra/{kind}", target)
+                raise ConfigError(
+                    f"hydra/{kind}={name}: this plugin would train nothing here; leave it out: -m runs one value after "
+                    "the other, and trainer.devices=N starts N ranks"
+                )
+        return make_sweeper(self, config=config, **others)
+
+    Plugins.instantiate_sweeper = checked
+    try:
+        yield
+    finally:
+        Plugins.instantiate_sweeper = make_sweeper
 
 
 def told_apart(job: Job, jobs: list[Job]) -> str:
