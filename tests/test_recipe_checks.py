@@ -1,11 +1,13 @@
 """What a recipe's methods may return: anything else is one line that names the method, what came, what is expected."""
 
 import contextlib
+import json
 import multiprocessing
 import os
 import random
 import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,8 +18,9 @@ from torch import nn
 from toy_recipe import Points, Toy
 
 from trainer import timeouts
+from trainer.callback import Callback
 from trainer.callbacks.nan_guard.callback import NanGuard
-from trainer.config.options import DataOptions, Options
+from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError, NumericsError, exhausted
 from trainer.process.environment import Place
 from trainer.recipe_checks import CheckedLoss
@@ -220,19 +223,63 @@ def nan_until(step: int) -> Toy:
     return with_method("loss", loss)
 
 
+def nan_from(step: int) -> Toy:
+    """Its loss is not finite at that step of training alone, after which the weights are not."""
+    seen: list[int] = []
+
+    def loss(self, model, batch):
+        seen.extend([0] * model.training)
+        return Toy.loss(self, model, batch) * (float("nan") if len(seen) == step else 1.0)
+
+    return with_method("loss", loss)
+
+
 def test_a_loss_that_was_never_finite_is_no_success():
-    with pytest.raises(NumericsError, match=r"^train/loss was finite at no logged step up to step 4; "):
+    with pytest.raises(NumericsError, match=r"^train/loss was finite at no logged step up to step 1; "):
         fit(nan_until(99))
 
 
-def test_a_loss_that_was_finite_once_is_a_warning():
-    weights: list[int] = []
+@pytest.mark.parametrize("log_every_steps", [1, 50])  # 50: the checkpoint of step 3 finds out
+def test_weights_that_are_not_finite_end_the_run_and_are_in_no_checkpoint(log_every_steps):
+    options = {"run_dir": "runs/r", "checkpoint": CheckpointOptions(every_steps=1), "log_every_steps": log_every_steps}
+    words = r"is not finite since step 3; .*trainer.resume=ckpt/r/step-00000002 restarts from the last finite"
+    with pytest.raises(NumericsError, match=words if log_every_steps == 1 else "was finite at no logged step up to"):
+        fit(nan_from(3), max_steps=9, **options)
+    summary = json.loads(Path("runs/r/summary.json").read_text())
+    assert (summary["stopped"], summary["steps"]) == ("not finite", 3)
+    assert sorted(path.name for path in Path("ckpt/r").glob("step-*")) == ["step-00000001", "step-00000002"]
+    assert fit(Toy(), resume="auto", **options).step == 4  # by a recipe that was corrected
+    assert json.loads(Path("runs/r/summary.json").read_text())["stopped"] == "max_steps"
 
-    def loss(self, model, batch):
-        weights.extend([0] * model.training)
-        return Toy.loss(self, model, batch) * (float("nan") if len(weights) > 2 else 1.0)
 
-    assert fit(with_method("loss", loss)).step == 4
+def test_one_loss_that_is_not_finite_is_a_warning_if_the_weights_stay_finite():
+    recipe = nan_from(2)
+    assert Trainer(
+        recipe, {"nan_guard": NanGuard()}, batch=12, options=Options(max_steps=4, log_every_steps=1), place=Place(),
+        data=DataOptions(0),
+    ).fit()["stopped"] == "max_steps"  # fmt: skip
+
+
+def one_rank_of_three(place: Place) -> tuple[str, int]:
+    """The weights of rank 1 alone are spoilt, as by its memory."""
+
+    class Spoils(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            if trainer.step == 2 and trainer.rank == 1:
+                trainer.parameters[0].data[0] = float("nan")
+
+    options = Options(
+        max_steps=4, run_dir="runs/r", check_replicas_every=None, checkpoint=CheckpointOptions(every_steps=2)
+    )
+    trainer = Trainer(Toy(), [Spoils()], batch=12, options=options, data=DataOptions(0), place=place)
+    with pytest.raises(NumericsError):
+        trainer.fit()
+    return trainer.stop_reason, trainer.step
+
+
+def test_one_rank_whose_weights_are_not_finite_ends_the_run_on_all():
+    assert run_ranks(3, one_rank_of_three) == [("not finite", 2)] * 3
+    assert not list(Path("ckpt/r").glob("step-*"))
 
 
 def test_a_batch_larger_than_the_data_is_told(capsys):

@@ -17,6 +17,7 @@ GAVE_UP = 76  # the same failure came at the same step several times
 CONFIG = 78  # sysexits' EX_CONFIG
 HUNG = 124  # no rank moved for too long (as of `timeout`)
 
+NOT_FINITE = "not finite"  # why a run has stopped
 HIDDEN = "***"  # in the place of a secret
 NO_MORE = ("can't start new thread", "Resource temporarily unavailable")  # messages of Python and gloo
 NO_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: ")  # as torch says

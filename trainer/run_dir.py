@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.checkpoint import locate
 from trainer.checkpoint.lock import CHECKPOINTED
 from trainer.checkpoint.manifest import Damaged
-from trainer.errors import ConfigError, printable
+from trainer.errors import NOT_FINITE, ConfigError, printable
 from trainer.files import Appended, make_folder, refuse_folder, remove_unused
 from trainer.log import Lines, Terminal, log, set_handlers
 
@@ -93,7 +93,7 @@ def nothing_left(plan: "Plan", folder: Path) -> str:
         stopped = summary["stopped"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or not a run's
         return ""
-    if not whole or not isinstance(stopped, str) or stopped in ("error", "signal"):
+    if not whole or not isinstance(stopped, str) or stopped in ("error", "signal", NOT_FINITE):
         return ""
     made = manifest.get("decisions", {})
     ending = [name for name, callback in plan.callbacks.items() if callback.has_ended(made.get(name))]
@@ -112,7 +112,7 @@ def nothing_left(plan: "Plan", folder: Path) -> str:
 def has_ended(folder: Path) -> bool:
     """Return whether the run has a summary of its end. A summary of a crash does not count."""
     try:
-        return json.loads((folder / "summary.json").read_text()).get("stopped") != "error"
+        return json.loads((folder / "summary.json").read_text()).get("stopped") not in ("error", NOT_FINITE)
     except FileNotFoundError:
         return False
     except (ValueError, AttributeError):

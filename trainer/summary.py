@@ -13,7 +13,7 @@ from torch import nn
 from trainer.checkpoint.locate import folder, step_of
 from trainer.checkpoint.pretrained import load_weights
 from trainer.comm.ranks import in_collective
-from trainer.errors import HIDDEN
+from trainer.errors import HIDDEN, NOT_FINITE
 from trainer.files import apply_umask, write_json
 from trainer.log import doing, log
 from trainer.parallel.meta import on_host
@@ -26,7 +26,11 @@ from trainer.run_dir import versions
 
 FIRST = 5  # samples that a message names
 OURS = ("", "echelon")  # launchers of which a command of ours starts all ranks
-ENDS = {"max_steps": ("finished", ""), "signal": ("stopped", ": a signal asked for it")}  # others have finished
+ENDS = {  # other ends have finished
+    "max_steps": ("finished", ""),
+    "signal": ("stopped", ": a signal asked for it"),
+    NOT_FINITE: ("stopped", ": the loss or the weights are not finite"),
+}
 
 
 class FinishedTrainer(Protocol):
@@ -71,7 +75,7 @@ def report(trainer: FinishedTrainer) -> None:
     averaged = trainer.eval_model is not trainer.module
     saved = trainer.checkpoint is not None and step_of(trainer.checkpoint) == trainer.step
     has = trainer.strategy.whole or (saved and not averaged)  # a rank with a part of the model reads the checkpoint
-    exports_now = exports and trainer.stop_reason != "signal" and has
+    exports_now = exports and trainer.stop_reason not in ("signal", NOT_FINITE) and has
     trainer.summary = {**numbers, **circumstances(trainer)}
     if exports_now:
         trainer.summary["export"] = None  # not yet

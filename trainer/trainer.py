@@ -30,7 +30,7 @@ from trainer.data.batch import Micro, Split, Step, count_samples
 from trainer.data.iterable import warn_of_same_batches
 from trainer.data.loader import Loader
 from trainer.data.source import size_of
-from trainer.errors import ConfigError, exit_code
+from trainer.errors import NOT_FINITE, ConfigError, exit_code
 from trainer.files import remove_unused
 from trainer.forward_backward import Accumulate, ForwardBackward
 from trainer.interactive import live
@@ -288,8 +288,8 @@ class Trainer:
                 self._after_step()
             if not self.ended:
                 self._finish()
-            if self.stop_reason != "signal":
-                self.train_loss.refuse_never_finite(self.step)  # the checkpoint is written
+            if self.stop_reason == NOT_FINITE:
+                raise self.train_loss.refusal(self.step, self.ranks.first(str(self.checkpoint or "")))
         with StopSignals():  # a launcher may send one to all as the first of them ends
             self.summary = self.ranks.first(self.summary or read_summary(self.run_dir / "summary.json"))
             self.close()
@@ -460,6 +460,8 @@ class Trainer:
         """Measure the numbers of this step. Waits for the device; a collective."""
         self.seconds = time.monotonic() - self.started
         metrics = self.train_loss.measure(self.losses, self.data.weights, self.step, self.gathered)
+        if self.train_loss.since is not None and not training_state.is_finite(self):
+            self.stop(NOT_FINITE)
         metrics["train/lr"] = self.optimizer.param_groups[0]["lr"]
         if not self.defers and (self.clips or self.logged):
             metrics["train/grad_norm"] = self.grad_norm.item()
@@ -507,6 +509,8 @@ class Trainer:
     def _finish(self) -> None:
         if not self.logged:  # a callback or a signal has ended the run at this step
             self.last_metrics = self.last_metrics | self._measure()
+        if self.train_loss.lost and self.stop_reason != "signal":
+            self.stop_reason = NOT_FINITE
         with ExitStack() as every:  # last first, also if one of them raises
             every.callback(report, self)
             every.callback(training_state.save, self, last=True)

@@ -9,6 +9,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch.nn.utils import get_total_norm
+
 from trainer import timeouts
 from trainer.callback import Role, TrainerProtocol, overrides
 from trainer.checkpoint import fence, retention
@@ -23,7 +25,7 @@ from trainer.checkpoint.serialize import is_rank_section, load_sections, load_st
 from trainer.comm.phases import Phase, during
 from trainer.config.schema import fits
 from trainer.data.bad_samples import BadSamples
-from trainer.errors import ConfigError, printable
+from trainer.errors import NOT_FINITE, ConfigError, printable
 from trainer.log import doing, log
 from trainer.optim.groups import ParameterRules
 from trainer.plan import Plan, refuse_differences
@@ -115,6 +117,8 @@ def make_interval(trainer: SavedTrainer) -> Interval:
 def save(trainer: SavedTrainer, last: bool = False) -> None:
     """Begin a checkpoint of this step; wait for the last one. A collective.
 
+    Weights that are not finite end the run, and are not written: the newest checkpoint can be resumed.
+
     Raises:
         ConfigError: The last checkpoint can't be written. After a signal, only if there is no older checkpoint.
     """
@@ -124,12 +128,16 @@ def save(trainer: SavedTrainer, last: bool = False) -> None:
     trainer.saved_at = time.monotonic()
     trainer.seconds = trainer.saved_at - trainer.started
     validated, stopped = trainer.validated_step == trainer.step, trainer.stop_reason == "signal"
+    if not (finite := is_finite(trainer)):
+        log.error("step %d: weights are not finite, so no checkpoint of them is written", trainer.step)
+        trainer.stop(NOT_FINITE)
     saver, began_at = trainer.saver, trainer.saver.began_at
     write_s = max(0.0, saver.written_at - began_at)  # of the checkpoint before
     try:
         trainer.saver.save(
-            trainer.step, lambda: state(trainer), last, must=validated, stopped=stopped, saved=is_saved(trainer)
-        )
+            trainer.step, lambda: state(trainer), last, must=validated, stopped=stopped,
+            saved=is_saved(trainer) or not finite,
+        )  # fmt: skip
     finally:
         if last:
             trainer.heartbeat.beat(patience_s=timeouts.EXPORT_S)  # rank 0 may export
@@ -138,6 +146,13 @@ def save(trainer: SavedTrainer, last: bool = False) -> None:
         follow(trainer)
     if not (last or trainer.rank) and handover.take(trainer.run_dir, trainer.ranks.place, trainer.argv):
         trainer.signals.name = handover.REQUEST  # the next step ends the run, on all ranks
+
+
+def is_finite(trainer: SavedTrainer) -> bool:
+    """Return whether the trained weights of all ranks are finite. Waits for the device; a collective."""
+    weights = (getattr(p, "to_local", lambda p=p: p)().detach() for p in trainer.strategy.parameters)
+    own = [weight for weight in weights if weight.numel()]
+    return all(trainer.ranks.each(bool(get_total_norm(own, math.inf).isfinite())))
 
 
 def follow(trainer: SavedTrainer) -> None:

@@ -9,7 +9,6 @@ from support.ranks import run_ranks
 from torch import Tensor
 
 from trainer.comm.ranks import Ranks
-from trainer.errors import NumericsError
 from trainer.monitors.train_loss import TrainLoss
 from trainer.process.environment import Place
 
@@ -25,29 +24,32 @@ def measured() -> TrainLoss:
 
 def test_the_mean_is_over_items_and_not_over_micro_batches(measured: TrainLoss) -> None:
     assert measured.measure(losses(1.0, 4.0), [1, 2], step=1) == {"train/loss": (1.0 + 2 * 4.0) / 3}
-    assert measured.last == 3.0 and measured.finite is True
+    assert (measured.finite_at, measured.lost) == (1, False)
 
 
 def test_a_step_without_items_has_no_loss_and_says_nothing(measured: TrainLoss, caplog) -> None:
     assert math.isnan(measured.measure(losses(0.0), [0], step=1)["train/loss"])
-    assert measured.finite is None and not caplog.records
-    measured.refuse_never_finite(1)
+    assert not measured.lost and not caplog.records
 
 
 def test_a_loss_that_stops_being_finite_is_told_of_once(measured: TrainLoss, caplog) -> None:
     with caplog.at_level("WARNING", "echelon"):
         for step, value in enumerate((1.0, math.inf, math.nan), start=1):
             measured.measure(losses(value), [1], step)
-    assert [record.getMessage() for record in caplog.records] == [
-        "step 2: the loss is inf; training goes on, but learns nothing more"
-    ]
-    measured.refuse_never_finite(3)
+            assert measured.lost == (step == 3)  # one step may have been skipped
+    assert [record.getMessage() for record in caplog.records] == ["step 2: the loss is inf"]
+    assert str(measured.refusal(3, "ckpt/r/step-00000001")) == (
+        "train/loss is not finite since step 2; lower optimizer.lr, or check the data or the loss; "
+        "trainer.resume=ckpt/r/step-00000001 restarts from the last finite checkpoint"
+    )
+    measured.measure(losses(1.0), [1], 4)
+    assert (measured.finite_at, measured.lost) == (4, False)
 
 
 def test_one_that_was_never_finite_ends_the_run(measured: TrainLoss) -> None:
     measured.measure(losses(math.nan), [1], step=1)
-    with pytest.raises(NumericsError, match=r"^train/loss was finite at no logged step up to step 4; lower optimizer"):
-        measured.refuse_never_finite(4)
+    assert measured.lost
+    assert str(measured.refusal(4, "")).startswith("train/loss was finite at no logged step up to step 4; lower optim")
 
 
 def measured_by(place: Place) -> tuple[dict[str, float], int]:

@@ -15,13 +15,16 @@ class TrainLoss:
     """The mean loss of a step over all ranks' items, at the steps that are logged.
 
     Attributes:
-        finite: Whether a measured loss was finite; None before the first measurement.
+        finite_at: The last logged step whose loss was finite; None before the first one.
+        since: The first of the logged steps in a row, up to the last one, whose losses are not finite; None for none.
+        streak: The number of these steps.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.last = 0.0
-        self.finite: bool | None = None
+        self.finite_at: int | None = None
+        self.since: int | None = None
+        self.streak = 0
 
     def measure(
         self, losses: Sequence[Tensor], weights: Sequence[int], step: int, gathered: Sequence[Gathered] = ()
@@ -41,19 +44,30 @@ class TrainLoss:
         sums, items, *others = zip(*self.ranks.gather(values), strict=True)
         loss = sum(sums) / total if (total := sum(items)) else math.nan
         if total:
-            if math.isfinite(self.last) and not math.isfinite(loss):
-                log.warning("step %d: the loss is %s; training goes on, but learns nothing more", step, loss)
-            self.finite = bool(self.finite) or math.isfinite(loss)
-        self.last = loss
+            self._note(step, loss)
         metrics = {"train/loss": loss}
         for (_, combine), of_ranks in zip(gathered, others, strict=True):
             metrics |= combine(list(of_ranks))
         return metrics
 
-    def refuse_never_finite(self, step: int) -> None:
-        """Raise NumericsError if no loss was finite: such a run is no success."""
-        if self.finite is False:
-            raise NumericsError(
-                f"train/loss was finite at no logged step up to step {step}; lower optimizer.lr, or check the data or "
-                "the loss"
-            )
+    def _note(self, step: int, loss: float) -> None:
+        if math.isfinite(loss):
+            self.finite_at, self.since, self.streak = step, None, 0
+            return
+        if self.since is None:
+            self.since = step
+            log.warning("step %d: the loss is %s", step, loss)
+        self.streak += 1
+
+    @property
+    def lost(self) -> bool:
+        """Whether no loss was finite, or several in a row up to the last one were not: such a run is no success."""
+        return self.streak > 1 or (self.since is not None and self.finite_at is None)
+
+    def refusal(self, step: int, checkpoint: str) -> NumericsError:
+        """Return the error of a run that ended since its numbers are not finite."""
+        fix = "lower optimizer.lr, or check the data or the loss"
+        if self.finite_at is None:
+            return NumericsError(f"train/loss was finite at no logged step up to step {step}; {fix}")
+        back = f"; trainer.resume={checkpoint} restarts from the last finite checkpoint" if checkpoint else ""
+        return NumericsError(f"train/loss is not finite since step {self.since or step}; {fix}{back}")

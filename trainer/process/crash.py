@@ -6,7 +6,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import EXIT_CODES, is_out_of_memory, message, printable
+from trainer.errors import EXIT_CODES, NOT_FINITE, NumericsError, is_out_of_memory, message, printable
 from trainer.files import Appended, write_json
 from trainer.log import log
 
@@ -23,7 +23,8 @@ def note_crash(run_dir: Path, error: BaseException, rank: int, world: int, done:
         frames = "" if "\n" in text else f"\n{printable(''.join(traceback.format_exception(error)), keep=chr(10))}"
         note_in_log(run_dir / "logs" / "rank0.log", f"{text}{frames}".rstrip())
     of_rank = f"rank {rank}: " if world > 1 else ""
-    summarize_crash(run_dir / "summary.json", of_rank + headline(error, text), done, follows)
+    stopped = NOT_FINITE if isinstance(error, NumericsError) else "error"
+    summarize_crash(run_dir / "summary.json", of_rank + headline(error, text), done, follows, stopped)
 
 
 def note_in_log(file: Path, text: str) -> None:
@@ -43,15 +44,19 @@ def headline(error: BaseException, text: str) -> str:
     return printable(f"{type(error).__name__}: {first}" if first else type(error).__name__)
 
 
-def summarize_crash(file: Path, line: str, done: dict[str, int], follows: bool = False) -> None:
-    """Write `stopped: error` and the line into summary.json. Numbers of a run that had trained to its end stay."""
+def has_crashed(summary: dict[str, Any]) -> bool:
+    return summary.get("stopped") in ("error", NOT_FINITE)
+
+
+def summarize_crash(file: Path, line: str, done: dict[str, int], follows: bool = False, stopped: str = "error") -> None:
+    """Write why the run has stopped into summary.json. Numbers of a run that had trained to its end stay."""
     found = read_summary(file)
-    crashed = found.get("stopped") == "error"
+    crashed = has_crashed(found)
     if follows and crashed and abs(found.get("steps", 0) - done["steps"]) <= 1:  # ranks are at most a step apart
         return
     numbers = found if found.get("steps") == done["steps"] else {}
     try:
-        write_json(file, {**numbers, **done, "stopped": "error", "error": line})
+        write_json(file, {**numbers, **done, "stopped": stopped, "error": line})
     except OSError as failure:
         log.warning("%s: can't be written: %s", file, failure.strerror)
 

@@ -18,7 +18,7 @@ from trainer.tools.report.tables import exchanges, metrics_table, tables, value_
 
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("format.js", "view.js", "chart.js", "cursor.js", "page.js")
-BADGES = {"finished": "good", "crashed": "bad", "running or killed": "open"}
+BADGES = {"finished": "good", "crashed": "bad", "diverged": "bad", "running or killed": "open"}
 
 
 def make_page(runs: list[Run]) -> str:

@@ -10,7 +10,7 @@ import yaml
 
 from trainer.checkpoint.direction import usual
 from trainer.config.redact import redact
-from trainer.errors import ConfigError, printable
+from trainer.errors import NOT_FINITE, ConfigError, printable
 from trainer.run_dir import refuse_unreadable
 from trainer.tools.report.comm import Exchange, read_comm
 from trainer.tools.report.lines import Lines, number, parse, read_object
@@ -24,7 +24,7 @@ MOST_EVENTS = 1000  # of a kind, the newest
 MOST_ADVICE = 100
 ENDS = ("stop", "crash")
 STARTS = ("start", "resume", "restart")
-STATES = {"max_steps": "finished", "signal": "stopped by a signal"}
+STATES = {"max_steps": "finished", "signal": "stopped by a signal", NOT_FINITE: "diverged"}
 
 
 @dataclass
@@ -65,9 +65,8 @@ class Run:
     def error(self) -> str:
         """The error that ended the run; empty for any other end."""
         crashes = [event["error"] for event in self.events if event["event"] == "crash" and "error" in event]
-        return (
-            printable(str(self.summary.get("error") or (crashes or [""])[-1]))[:300] if self.state == "crashed" else ""
-        )
+        failed = self.state in ("crashed", STATES[NOT_FINITE])
+        return printable(str(self.summary.get("error") or (crashes or [""])[-1]))[:300] if failed else ""
 
 
 def read_run(folder: Path, name: str, most: int, spans: int = 128) -> Run:
