@@ -14,7 +14,7 @@ from trainer.checkpoint.locate import folder, step_of
 from trainer.checkpoint.pretrained import load_weights
 from trainer.comm.ranks import in_collective
 from trainer.errors import HIDDEN
-from trainer.files import apply_umask, write_json
+from trainer.files import usual_permissions, write_json
 from trainer.log import doing, log
 from trainer.parallel.meta import on_host
 from trainer.parallel.strategy import Strategy
@@ -96,9 +96,8 @@ def report(trainer: FinishedTrainer) -> None:
     if exports_now:
         export.mkdir(exist_ok=True)
         log.info("exporting to %s", export)  # this may take minutes
-        with doing("exporting"):
+        with doing("exporting"), usual_permissions(export):
             trainer.recipe.export(exported(trainer).eval(), export)
-        apply_umask(export)
         trainer.summary["export"] = str(export)
         write_json(file, trainer.summary)
         log.info("export      %s", export)

@@ -21,12 +21,12 @@ from trainer.checkpoint.parts import open_parts, read_all
 from trainer.checkpoint.pretrained import put_weights
 from trainer.checkpoint.serialize import load_state
 from trainer.config.check import check
-from trainer.config.options import Options
+from trainer.config.options import DataOptions, Options
 from trainer.config.redact import redacted_keys
 from trainer.config.targets import OWN, locate
 from trainer.data.source import Samples, open_source
 from trainer.errors import ConfigError, printable
-from trainer.files import apply_umask, no_folders_if_refused
+from trainer.files import no_folders_if_refused, usual_permissions
 from trainer.parallel.meta import on_host
 from trainer.plan import refuse_other_manifests, short
 from trainer.process.exit import run_guarded
@@ -64,8 +64,8 @@ def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
     refuse_other_data(source, manifest["identity"]["data"], key)
     model = whole_model(path, manifest, made, key)
     make_writable("FOLDER", folder)
-    recipe.export(model.eval(), folder)
-    apply_umask(folder)
+    with usual_permissions(folder):
+        recipe.export(model.eval(), folder)
     print(f"{path} -> {folder}")
 
 
@@ -142,7 +142,8 @@ def average_of(state: Any) -> Any:
 def read_config(file: Path, changes: list[str], key: str) -> dict[str, Any]:
     try:
         found = OmegaConf.load(file)
-        own: Any = {"trainer": {"allow_targets": []}, "data": {"allow_pipe": False}}
+        cache = {"cache_dir": DataOptions.cache_dir, "cache_gb": DataOptions.cache_gb}  # files are deleted there
+        own: Any = {"trainer": {"allow_targets": []}, "data": {"allow_pipe": False, **cache}}
         settings: Any = OmegaConf.to_container(OmegaConf.merge(found, own, OmegaConf.from_dotlist(changes)))
         hidden = redacted_keys(settings)
     except Exception as error:  # YAML's or OmegaConf's

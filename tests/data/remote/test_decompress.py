@@ -24,6 +24,7 @@ from support.shards import samples
 from trainer import timeouts
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.data.remote.decompress import MOST_AT_ONCE, unpack
+from trainer.data.remote.eviction import FOLDER
 from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
 from trainer.data.shards.writer import write_shards
@@ -76,7 +77,11 @@ def opened(data: Any, **more: Any) -> Index:
 
 
 def kept() -> list[str]:
-    return sorted(path.name for path in Path("cache").iterdir() if path.suffix != ".idx" and path.name != ".lock")
+    return sorted(
+        path.name
+        for path in Path("cache", FOLDER).iterdir()
+        if path.suffix not in (".idx", ".TAG") and path.name != ".lock"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

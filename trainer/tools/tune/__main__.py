@@ -73,11 +73,12 @@ def lead(team: Any, config: dict[str, Any], options: TuneOptions, folder: Path, 
     from trainer.tools.tune.apply import hand_over
     from trainer.tools.tune.configs import begun, find_start
     from trainer.tools.tune.journal import Journal
-    from trainer.tools.tune.overlay import overlay, write
+    from trainer.tools.tune.overlay import overlay, refuse_others, write
     from trainer.tools.tune.search import OVER
     from trainer.tools.tune.tuning import Tuning
 
     place, settings = team.place, {**dataclasses.asdict(options), "budget_s": 0, "apply": 0}
+    refuse_others(folder, name)
     machine = [cpu_name(), os.cpu_count(), gpu_models(), place.world, place.local_world]
     versions = [trainer.__version__, torch.__version__]
     journal = Journal(folder / "tuned" / f"{name}.jsonl", [config, machine, versions, settings])
