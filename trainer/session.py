@@ -25,10 +25,8 @@ from trainer.files import write_whole
 from trainer.log import log
 from trainer.optim.groups import WithGroups
 from trainer.plan import RunSpec
-from trainer.process import handover
 from trainer.process.environment import Place
 from trainer.process.exit import end_at_once
-from trainer.process.signals import StopSignals
 from trainer.timeouts import STILL
 from trainer.trainer import Trainer
 from trainer.training_state import model_identity
@@ -99,8 +97,6 @@ def train(
     if tuned and (other := differences(tuned, machine(trainer.ranks, tuned["link"]))):
         log.warning("+tuned: was measured on another machine (%s); measure here by echelon tune", other)
     trainer.fit()
-    if trainer.stop_reason == "signal" and trainer.world == 1 and not StopSignals.received:
-        handover.prepare(trainer.run_dir, argv)
     return end(STOPPED if trainer.stop_reason == "signal" else 0)
 
 

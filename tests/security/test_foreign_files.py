@@ -142,7 +142,7 @@ def test_runs_and_tools_leave_a_users_files_alone() -> None:
         assert done.code == 0, done.err
     done = run(["ckpt/last.pt", "out", allow], cwd, "trainer.tools.export", HOME=str(cwd / "home"))
     assert done.code == 0, done.err
-    done = run(["runs/r", "--out", "out/report.html"], cwd, "trainer.tools.report")
+    done = run(["report", "runs/r", "--out", "out/report.html"], cwd)
     assert done.code == 0, done.err
     assert look(planted) == planted and not Path("home", FOLDER).exists()
     assert list(Path("home/.cache/echelon/shards", FOLDER).iterdir())  # the default, of this user

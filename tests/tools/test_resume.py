@@ -183,11 +183,3 @@ def test_two_ranks(tmp_path):
     assert rows == [
         (str(n), validated) for n in range(1, 7) for validated in ((False, True) if n in (4, 5, 6) else (False,))
     ]
-
-
-def test_a_job_that_hands_over_becomes_the_next_command(here, monkeypatch):
-    done: list[str] = []
-    monkeypatch.setattr(tool, "run", lambda *_: done.append("run") or 75)
-    monkeypatch.setattr(tool.handover, "go_on", lambda: done.append("go_on"))
-    monkeypatch.setattr(sys, "argv", ["echelon"])
-    assert tool.resume(here / "runs" / "r", []) == 75 and done == ["run", "go_on"]
