@@ -17,7 +17,6 @@ from trainer.comm.ranks import Ranks
 from trainer.config.build import build, build_options
 from trainer.config.check import ALLOWED, TUNED, split_groups
 from trainer.config.options import DataOptions, Options
-from trainer.config.redact import redact
 from trainer.config.tuned import Tuned, cpu_name, differences
 from trainer.data.shards.transforms import build_stages
 from trainer.errors import STOPPED, ConfigError, DataError, UnavailableError
@@ -27,6 +26,7 @@ from trainer.optim.groups import WithGroups
 from trainer.plan import RunSpec
 from trainer.process.environment import Place
 from trainer.process.exit import end_at_once
+from trainer.redact import redact
 from trainer.timeouts import STILL
 from trainer.trainer import Trainer
 from trainer.training_state import model_identity

@@ -13,7 +13,6 @@ from torch import nn
 from trainer.checkpoint.locate import folder, step_of
 from trainer.checkpoint.pretrained import load_weights
 from trainer.comm.ranks import in_collective
-from trainer.errors import HIDDEN
 from trainer.files import usual_permissions, write_json
 from trainer.log import doing, log
 from trainer.parallel.meta import on_host
@@ -22,6 +21,7 @@ from trainer.process.calling import echelon
 from trainer.process.crash import read_summary
 from trainer.process.environment import detect
 from trainer.recipe_checks import call_summary
+from trainer.redact import HIDDEN
 from trainer.run_dir import versions
 
 FIRST = 5  # samples that a message names

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.config.redact import redact_argument, remove_if_secret
 from trainer.config.schema import knobs
 from trainer.config.training_arguments import expand
 from trainer.errors import ConfigError, nearest
+from trainer.redact import redact_argument, remove_if_secret
 
 HERE = Path(__file__).parent.parent
 CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # in a wheel, in a checkout

@@ -8,8 +8,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from trainer.config.redact import children
 from trainer.errors import ConfigError, package_of
+from trainer.redact import children
 
 # Not all of `trainer`: trainer.config would build any target that its arguments allow.
 OWN = ("trainer.callbacks", "trainer.monitors", "trainer.optim", "recipes")

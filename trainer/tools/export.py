@@ -22,7 +22,6 @@ from trainer.checkpoint.pretrained import put_weights
 from trainer.checkpoint.serialize import load_state
 from trainer.config.check import check
 from trainer.config.options import DataOptions, Options
-from trainer.config.redact import redacted_keys
 from trainer.config.targets import OWN, locate
 from trainer.data.source import Samples, open_source
 from trainer.errors import ConfigError, printable
@@ -30,6 +29,7 @@ from trainer.files import no_folders_if_refused, usual_permissions
 from trainer.parallel.meta import on_host
 from trainer.plan import refuse_other_manifests, short
 from trainer.process.exit import run_guarded
+from trainer.redact import redacted_keys
 from trainer.run_dir import is_run, make_writable
 from trainer.session import build_components
 

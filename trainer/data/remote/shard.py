@@ -12,13 +12,13 @@ from typing import BinaryIO, NamedTuple
 
 from trainer import timeouts
 from trainer.config.options import DataOptions
-from trainer.config.redact import redact_urls
 from trainer.data.remote.decompress import plain_name, unpack
 from trainer.data.remote.download import download, path_of, shown
 from trainer.data.remote.eviction import FOLDER, claim, evict, is_at, make_folder, open_regular
 from trainer.errors import ConfigError, DataError
 from trainer.files import sha256_of
 from trainer.log import log
+from trainer.redact import redact_urls
 
 
 class Remote(NamedTuple):

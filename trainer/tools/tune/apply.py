@@ -13,10 +13,10 @@ from trainer.checkpoint.compare import flat
 from trainer.checkpoint.locate import checkpoints
 from trainer.checkpoint.lock import CHECKPOINTED, is_running
 from trainer.checkpoint.manifest import Damaged, verify
-from trainer.config.redact import redact
 from trainer.errors import ConfigError, printable
 from trainer.plan import stateful
 from trainer.process.calling import echelon
+from trainer.redact import redact
 from trainer.tools.cost_model.workload import Choice
 from trainer.tools.tune.configs import callbacks_of, merge, refusal
 
