@@ -1,15 +1,15 @@
 """The folder for what recipes prepare once: its place, names, locks, and how it is built."""
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.data.remote.eviction import open_regular
+from trainer.data.remote.eviction import is_regular, open_regular
 from trainer.errors import ConfigError
 from trainer.files import sync
 from trainer.log import log
@@ -50,15 +50,34 @@ def build_once(
 
 def _build(place: Path, task: str, build: Callable[[Path], None]) -> None:
     partial = place.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a build that was killed: this process has the lock
+    _remove(partial)  # of a build that was killed: this process has the lock
     build(partial)
     for path in (*partial.glob("*"), partial):
         sync(path)
-    if place.exists():
+    if os.path.lexists(place):
         log.warning("%s: %s: is damaged, and is replaced", task, place)
-        shutil.rmtree(place)
+        _remove(place)
     partial.rename(place)
     sync(place.parent)
+
+
+def _remove(made: Path) -> None:
+    """Remove what `build` has written: a file, or a folder of files.
+
+    Raises:
+        OSError: It is or has something else, such as a link.
+    """
+    if made.is_dir() and not made.is_symlink():
+        files = list(made.iterdir())
+        if odd := next((path for path in files if not is_regular(path)), None):
+            raise OSError(errno.EEXIST, "is not Echelon's; move it", str(odd))
+        for path in files:
+            path.unlink()
+        made.rmdir()
+    elif is_regular(made):
+        made.unlink()
+    elif os.path.lexists(made):
+        raise OSError(errno.EEXIST, "is not Echelon's; move it", str(made))
 
 
 @contextmanager

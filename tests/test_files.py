@@ -226,13 +226,14 @@ def test_what_can_not_be_written_leaves_what_was_there(tmp_path):
 def test_an_exported_file_gets_the_permissions_of_a_new_one(tmp_path):
     """Libraries that write to a temporary file first leave it to its owner alone."""
     (tmp_path / "folder").mkdir()
-    (file := tmp_path / "folder" / "model.safetensors").touch(0o600)
+    (mine := tmp_path / "mine").touch(0o600)
     before = os.umask(0o027)
     try:
-        files.apply_umask(tmp_path)
+        with files.usual_permissions(tmp_path):
+            (file := tmp_path / "folder" / "model.safetensors").touch(0o600)
     finally:
         os.umask(before)
-    assert file.stat().st_mode & 0o777 == 0o640
+    assert (file.stat().st_mode & 0o777, mine.stat().st_mode & 0o777) == (0o640, 0o600)
 
 
 @pytest.mark.parametrize(("number", "is_refused"), [(errno.EINVAL, False), (errno.ENOSPC, True), (errno.EIO, True)])

@@ -87,7 +87,7 @@ def test_a_run_goes_on_where_its_checkpoints_are_a_link_or_are_saved_elsewhere_f
 def test_temporary_files_of_a_killed_process_are_swept():
     make(run_dir="runs/r").fit()
     Path("runs/r/export").mkdir()
-    left = [Path("runs/r/.0123456789abcdef.tmp"), Path("runs/r/export/.tmpa1B2c3")]
+    left = [Path("runs/r/.echelon-0123456789abcdef.tmp"), Path("runs/r/export/.tmpa1B2c3")]
     others = [Path("runs/r/.mine.tmp"), Path("runs/r/.tmpa1B2c3"), Path("runs/r/export/.tmpmine")]
     for path in (*left, *others):
         path.write_text("half")

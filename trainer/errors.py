@@ -8,6 +8,8 @@ import resource
 import traceback
 from collections.abc import Collection, Iterable
 
+from trainer.redact import redact_text
+
 # Exit codes of a run, beside 0, 1 (any other exception) and 128 + N (ended by signal N). docs/errors.md has the table.
 UNAVAILABLE = 69  # sysexits' EX_UNAVAILABLE
 NUMERICS = 70
@@ -18,7 +20,6 @@ CONFIG = 78  # sysexits' EX_CONFIG
 HUNG = 124  # no rank moved for too long (as of `timeout`)
 
 NOT_FINITE = "not finite"  # why a run has stopped
-HIDDEN = "***"  # in the place of a secret
 NO_MORE = ("can't start new thread", "Resource temporarily unavailable")  # messages of Python and gloo
 NO_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: ")  # as torch says
 FINAL = (NUMERICS, DATA, CONFIG)  # another attempt would meet the same error
@@ -48,7 +49,11 @@ EXIT_CODES = {UnavailableError: UNAVAILABLE, NumericsError: NUMERICS, DataError:
 
 
 def message(error: BaseException) -> str:
-    """Return the text that the user reads: one line for an error that the user can mend, else the traceback."""
+    """Return the text that the user reads, without secrets: one line for a user's mistake, else the traceback."""
+    return redact_text(_message(error))
+
+
+def _message(error: BaseException) -> str:
     place, given = (printable(getattr(error, name, "")) for name in ("place", "given"))  # by `summary.tell_place`
     if isinstance(error, tuple(EXIT_CODES)):
         later = f" ({place})" if place and error.__cause__ else ""  # a first value's place says nothing

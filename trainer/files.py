@@ -21,7 +21,7 @@ from trainer.log import log
 MOST = 1 << 20  # bytes of a file that are kept in memory
 CHUNK = 4 << 20  # bytes that are hashed at once
 
-TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
+TEMPORARY = re.compile(r"\.echelon-[0-9a-f]{16}\.tmp")
 
 
 class Appended:
@@ -174,7 +174,7 @@ def write_whole(path: Path, content: bytes) -> None:
     If two processes write at once, one of the files stays. An error leaves the older file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    temporary = temporary_in(path.parent)
     try:
         with temporary.open("xb") as file:
             file.write(content)
@@ -183,6 +183,11 @@ def write_whole(path: Path, content: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def temporary_in(folder: Path) -> Path:
+    """Return a new name that `sweep_temporary` knows."""
+    return folder / f".echelon-{secrets.token_hex(8)}.tmp"
 
 
 def sync(path: Path) -> None:
@@ -217,12 +222,22 @@ def sweep_temporary(folder: Path, older_s: float = timeouts.ABANDONED_S, names: 
                 path.unlink()
 
 
-def apply_umask(folder: Path) -> None:
-    """Give files in a folder the permissions of new files: some libraries write files that only the owner can read."""
+@contextmanager
+def usual_permissions(folder: Path) -> Iterator[None]:
+    """Give the files that the block writes into a folder the permissions of new files.
+
+    Some libraries write files that only the owner can read. Files that were there before keep their permissions.
+    """
+
+    def regular() -> dict[Path, tuple[int, int]]:
+        found = {path: path.lstat() for path in folder.rglob("*")}
+        return {path: (s.st_ino, s.st_mtime_ns) for path, s in found.items() if stat.S_ISREG(s.st_mode)}
+
+    before = regular()
+    yield
     os.umask(mask := os.umask(0))
-    for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink():
-            path.chmod(path.stat().st_mode | 0o666 & ~mask)
+    for path in dict(regular().items() - before.items()):
+        path.chmod(path.stat().st_mode | 0o666 & ~mask)
 
 
 def write_json(path: Path, value: Any) -> None:

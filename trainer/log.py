@@ -6,19 +6,23 @@ from contextlib import contextmanager
 from typing import Any
 
 from trainer.errors import printable
+from trainer.redact import redact_text
 
 log = logging.getLogger("echelon")
 
 
 class Lines(logging.Formatter):
-    """Formats a record as text that can't control a terminal: a message is one line, a traceback has several."""
+    """Formats a record as text that can't control a terminal, and hides secrets.
+
+    A message is one line, a traceback has several.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = printable(record.message)
+        record.message = redact_text(printable(record.message))
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:
-        return printable(super().formatException(ei), keep="\n")
+        return redact_text(printable(super().formatException(ei), keep="\n"))
 
 
 class Terminal(logging.Handler):

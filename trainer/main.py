@@ -17,7 +17,6 @@ import trainer
 from trainer.config.compose import CONF, TYPED, Job, choices, compose, config_dirs, told_apart
 from trainer.errors import STOPPED, ConfigError, nearest, printable
 from trainer.log import show
-from trainer.process import handover
 from trainer.process.environment import avoid_foreign_cache, detect, raise_file_limit, refuse_nodes
 from trainer.process.exit import die_with_parent, exit_process, refuse_exit, run_guarded
 from trainer.process.signals import StartupSignals
@@ -71,7 +70,6 @@ def run_and_exit(call: Callable[[], int]) -> NoReturn:
     """Call what trains, and end the process with its exit code."""
     StartupSignals().__enter__()  # to the end of the process
     code = run_guarded(call)
-    handover.go_back(code)
     exit_process(code)
 
 
@@ -100,11 +98,9 @@ def command(arguments: list[str]) -> int:
         check(job.config)
     if len(jobs) > 1:
         refuse_shared(jobs)
-        os.environ[handover.SEVERAL] = "1"
         name_folders(jobs)
     for job in jobs:
         codes.append(run_guarded(lambda: run(*job)))  # noqa: B023 called at once
-        handover.go_on()
         if codes[-1] in (STOPPED, 130):
             break
     if len(jobs) > 1:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint import locate
-from trainer.checkpoint.lock import CHECKPOINTED
+from trainer.checkpoint.lock import CHECKPOINTED, is_lock
 from trainer.checkpoint.manifest import Damaged
 from trainer.errors import NOT_FINITE, ConfigError, printable
 from trainer.files import Appended, make_folder, refuse_folder, remove_unused
@@ -149,7 +149,7 @@ def _run_of(resumed: Path | None, manifest: Mapping[str, Any], root: Path) -> st
 
 def is_run(folder: Path) -> bool:
     """Return whether the folder holds a run."""
-    started = (folder / ".lock").is_file() or (folder / "logs" / "events.jsonl").is_file()
+    started = is_lock(folder / ".lock") or (folder / "logs" / "events.jsonl").is_file()
     return started or any((folder / "logs").glob("rank*.log"))
 
 
@@ -190,7 +190,7 @@ def refuse_astray(folder: Path) -> None:
     key = f"trainer.run_dir={folder}"
     if folder.name in ("", ".."):
         raise ConfigError(f"{key}: has no name, and the folder of checkpoints needs one; give runs/NAME")
-    if folder.is_dir() and any(folder.iterdir()) and not is_run(folder):
+    if folder.is_dir() and any(path.name != ".lock" for path in folder.iterdir()) and not is_run(folder):
         raise ConfigError(f"{key}: holds files that belong to no run; give another trainer.run_dir")
     for path in (*folder.glob("*"), *(path for name in WRITTEN for path in (folder / name).rglob("*"))):
         if path.is_symlink():

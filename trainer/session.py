@@ -17,7 +17,6 @@ from trainer.comm.ranks import Ranks
 from trainer.config.build import build, build_options
 from trainer.config.check import TUNED, split_groups
 from trainer.config.options import DataOptions, Options
-from trainer.config.redact import redact
 from trainer.config.signature import sign
 from trainer.config.targets import LIBRARIES
 from trainer.config.tuned import Tuned, cpu_name, differences
@@ -27,10 +26,9 @@ from trainer.files import write_whole
 from trainer.log import log
 from trainer.optim.groups import WithGroups
 from trainer.plan import RunSpec
-from trainer.process import handover
 from trainer.process.environment import Place
 from trainer.process.exit import end_at_once
-from trainer.process.signals import StopSignals
+from trainer.redact import redact
 from trainer.timeouts import STILL
 from trainer.trainer import Trainer
 from trainer.training_state import model_identity
@@ -101,8 +99,6 @@ def train(
     if tuned and (other := differences(tuned, machine(trainer.ranks, tuned["link"]))):
         log.warning("+tuned: was measured on another machine (%s); measure here by echelon tune", other)
     trainer.fit()
-    if trainer.stop_reason == "signal" and trainer.world == 1 and not StopSignals.received:
-        handover.prepare(trainer.run_dir, argv)
     return end(STOPPED if trainer.stop_reason == "signal" else 0)
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from trainer.checkpoint.locate import folder, step_of
 from trainer.checkpoint.pretrained import load_weights
 from trainer.comm.ranks import in_collective
-from trainer.errors import HIDDEN, NOT_FINITE
-from trainer.files import apply_umask, write_json
+from trainer.errors import NOT_FINITE
+from trainer.files import usual_permissions, write_json
 from trainer.log import doing, log
 from trainer.parallel.meta import on_host
 from trainer.parallel.strategy import Strategy
@@ -22,6 +22,7 @@ from trainer.process.calling import echelon
 from trainer.process.crash import read_summary
 from trainer.process.environment import detect
 from trainer.recipe_checks import call_summary
+from trainer.redact import HIDDEN
 from trainer.run_dir import versions
 
 FIRST = 5  # samples that a message names
@@ -100,9 +101,8 @@ def report(trainer: FinishedTrainer) -> None:
     if exports_now:
         export.mkdir(exist_ok=True)
         log.info("exporting to %s", export)  # this may take minutes
-        with doing("exporting"):
+        with doing("exporting"), usual_permissions(export):
             trainer.recipe.export(exported(trainer).eval(), export)
-        apply_umask(export)
         trainer.summary["export"] = str(export)
         write_json(file, trainer.summary)
         log.info("export      %s", export)

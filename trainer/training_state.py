@@ -29,7 +29,6 @@ from trainer.errors import NOT_FINITE, ConfigError, printable
 from trainer.log import doing, log
 from trainer.optim.groups import ParameterRules
 from trainer.plan import Plan, refuse_differences
-from trainer.process import handover
 from trainer.process.signals import StopSignals
 from trainer.run_dir import versions
 
@@ -144,8 +143,6 @@ def save(trainer: SavedTrainer, last: bool = False) -> None:
     if saver.began_at > began_at and not last:
         trainer.interval.measure(saver.stall_s, write_s, trainer.seconds)
         follow(trainer)
-    if not (last or trainer.rank) and handover.take(trainer.run_dir, trainer.ranks.place, trainer.argv):
-        trainer.signals.name = handover.REQUEST  # the next step ends the run, on all ranks
 
 
 def is_finite(trainer: SavedTrainer) -> bool:
@@ -426,8 +423,6 @@ def leave_newer(trainer: SavedTrainer) -> None:
         log.warning(
             "resume: goes on from step %d; later checkpoints are set aside: %s", trainer.step, ", ".join(hidden)
         )
-    restarted = os.environ.get("ECHELON_ATTEMPT", "0") != "0"
-    handover.set_aside(trainer.run_dir, float(os.environ["ECHELON_LAUNCHED"]) if restarted else math.inf)
     trainer.quarantine.begin()
 
 

@@ -101,7 +101,7 @@ def test_a_file_of_the_users_that_is_called_best_stays(run: Path) -> None:
     put(run, 1, metrics={"val/loss": 1.0})
     own = run.parent / "best.pt"
     own.write_text("precious")
-    with pytest.raises(OSError, match="is no link, and stays; rename it"):
+    with pytest.raises(OSError, match="is no link to a checkpoint, and stays; rename it"):
         link_best(run, "val/loss")
     link_best(run, None)
     set_aside(run, 0, "val/loss")

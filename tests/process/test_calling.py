@@ -1,11 +1,10 @@
-"""How a printed command calls Echelon, and how a process becomes Echelon again."""
+"""How a printed command calls Echelon."""
 
-import subprocess
 import sys
 
 import pytest
 
-from trainer.process.calling import ROOT, SAME, echelon, this_python
+from trainer.process.calling import ROOT, echelon, this_python
 
 BIN = "checkout/.venv/bin"
 
@@ -42,8 +41,3 @@ def test_how_a_printed_command_calls_python_and_echelon(executable, here, path, 
 def test_a_checkout_is_called_in_its_folder(monkeypatch):
     monkeypatch.chdir(ROOT)
     assert echelon()[1:] == ["-m", "trainer.main"]
-
-
-def test_the_same_echelon_starts_beside_a_trainer_of_the_users(tmp_path):
-    (tmp_path / "trainer.py").write_text("raise SystemExit('the user\\'s')")
-    assert subprocess.check_output([*SAME, "--version"], cwd=tmp_path, text=True).startswith("echelon-trainer ")

@@ -1,6 +1,7 @@
 """S3 and S4: URLs that are commands, names and links that lead elsewhere. Nothing outside is run, read or written."""
 
 import io
+import json
 import logging
 import os
 import re
@@ -269,3 +270,27 @@ def test_in_a_command_webdataset_is_careful(own: dict[str, str], careful: str) -
     words = [sys.executable, "-c", code]
     done = subprocess.run(words, env=environment(**own), capture_output=True, text=True, timeout=60)
     assert done.stdout.split()[-1] == careful
+
+
+def test_a_running_job_takes_no_program_from_its_folder() -> None:
+    """Whoever may write there leaves requests by all the names that a job once obeyed."""
+    words = ["trainer.run_dir=runs/r", "trainer.max_steps=6", "trainer.checkpoint.every_steps=2", "trainer.resume=auto"]
+    assert toy([*words, "trainer.max_steps=2"], Path.cwd()).code == 0
+    evil = Path("evil/tuned/x.yaml")
+    evil.parent.mkdir(parents=True)
+    evil.write_text(
+        "# @package _global_\ntrainer: {allow_targets: [subprocess]}\n"
+        "callbacks: {evil: {_target_: subprocess.call, args: [mkdir, mark]}}\n"
+    )
+    request = {
+        "name": "x",
+        "folder": str(evil.parents[1].resolve()),
+        "keys": [],
+        "ranks": 1,
+        "command": ["mkdir", "mark"],
+    }
+    for name in ("tuned.json", "tuned-taken.json", "tuned-tried.json"):
+        Path("runs/r", name).write_text(json.dumps(request))
+    done = toy(words, Path.cwd())
+    assert done.code == 0 and not Path("mark").exists(), done.err
+    assert json.loads(Path("runs/r/summary.json").read_text())["steps"] == 6

@@ -106,3 +106,41 @@ def test_what_hydra_would_write_of_a_multirun_goes(tmp_path: Path) -> None:
         "echelon: recipe.hub_token=***: no such key; there are depth, dropout, dtype, samples, width\n",
     )
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+SECRETS = ("hunter2", "hunter3", "hunter4")
+FAILING = """
+import os, subprocess
+from toy_recipe import Toy
+
+class Mine(Toy):
+    def data(self, split):
+        from trainer.log import log
+        try:
+            raise OSError("http://bob:hunter2@h/x?token=hunter3: refused, " + os.environ["MLFLOW_TRACKING_PASSWORD"])
+        except OSError as error:
+            log.warning("mine: %s", error, exc_info=True)
+        return super().data(split)
+
+    def loss(self, model, batch):
+        url = "http://bob:hunter2@h/x?token=hunter3"
+        raise RuntimeError(f"{url} refused {os.environ['MLFLOW_TRACKING_PASSWORD']}")
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_an_error_says_has_no_secrets(ranks: int, tmp_path: Path) -> None:
+    """Neither on the terminal, nor in logs, events.jsonl and summary.json; of a warning, and of the end of the run."""
+    (tmp_path / "mine.py").write_text(FAILING)
+    words = [f"trainer.devices={ranks}", "recipe._target_=mine.Mine", "trainer.allow_targets=[mine,toy_recipe]"]
+    done = run(
+        [*TOY, "~callbacks.tensorboard", *words, "trainer.max_steps=2", "trainer.run_dir=runs/r", "trainer.restarts=0"],
+        tmp_path,
+        MLFLOW_TRACKING_PASSWORD="hunter4",
+        PYTHONPATH=f"{tmp_path}{os.pathsep}{PYTHONPATH}",
+    )
+    assert done.code == 1 and "http://***@h/x?*** refused ***" in done.err, done
+    files = {path: path.read_text() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    found = [(path, secret) for path, text in files.items() for secret in SECRETS if secret in text]
+    assert not found and not [secret for secret in SECRETS if secret in done.out + done.err]
+    assert "refused ***" in files[tmp_path / "runs/r/summary.json"]

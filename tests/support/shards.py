@@ -6,6 +6,7 @@ from typing import Any
 
 from support.http import Proxy
 from trainer.config.options import DataOptions
+from trainer.data.remote.eviction import FOLDER
 from trainer.data.sampling.order import walk
 from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
@@ -47,5 +48,5 @@ def all_of(proxy: Proxy) -> str:
 
 def kept(tmp_path: Path, *hidden: str) -> list[Path]:
     """Whole shards in the cache; with `hidden`, of the files that begin so."""
-    every = [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".idx"]
+    every = [path for path in (tmp_path / "cache" / FOLDER).iterdir() if path.suffix != ".idx"]
     return [path for path in every if path.name.startswith(hidden or tuple("0123456789abcdef"))]

@@ -3,21 +3,28 @@
 import errno
 import math
 import os
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
+
+# Folders of ours, with the number of their attempt; commit.py says what they are. No other file is deleted.
+STAGED = re.compile(r"\.tmp-\d{8,}-(\d+)")
+REPLACED = re.compile(r"\.old-(step-\d{8,})-(\d+)")
+TRASH = re.compile(r"\.trash-step-\d{8,}-[0-9a-f]+")
 
 
 def sweep(run_dir: Path, attempt: int) -> None:
     """Delete the leftovers of attempts up to this one, and trash; a later attempt may still be at work."""
     put_back(run_dir, attempt)
-    for path in (*_left(run_dir, "tmp", attempt), *_left(run_dir, "old", attempt), *run_dir.glob(".trash-*")):
+    trash = [path for path in run_dir.glob(".trash-*") if TRASH.fullmatch(path.name)]
+    for path in (*_left(run_dir, STAGED, attempt), *_left(run_dir, REPLACED, attempt), *trash):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def put_back(run_dir: Path, attempt: float = math.inf) -> None:
     """Rename a checkpoint back that a killed process was about to replace."""
-    for old in _left(run_dir, "old-step", attempt):
+    for old in _left(run_dir, REPLACED, attempt):
         final = old.with_name(old.name.removeprefix(".old-").rpartition("-")[0])
         if not os.path.lexists(final):
             with suppress(OSError):  # another reader was faster, or this one may not write
@@ -49,6 +56,6 @@ def delete(folder: Path, hidden: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _left(run_dir: Path, kind: str, attempt: float) -> list[Path]:
-    numbers = {path: path.name.rpartition("-")[2] for path in run_dir.glob(f".{kind}-*")}
-    return [path for path, number in numbers.items() if not number.isdecimal() or int(number) <= attempt]
+def _left(run_dir: Path, kind: re.Pattern[str], attempt: float) -> list[Path]:
+    found = {path: kind.fullmatch(path.name) for path in run_dir.glob(".*")}
+    return [path for path, name in found.items() if name and int(name[name.re.groups]) <= attempt]

@@ -15,6 +15,7 @@ that was replaced, and runs again, commits nothing: see fence.py.
 
 import errno
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,9 +26,11 @@ from typing import Any
 from trainer import timeouts
 from trainer.checkpoint.cleanup import move, put_back, sweep
 from trainer.checkpoint.fence import Attempt, next_attempt, refuse_superseded
-from trainer.checkpoint.locate import LAST, folder
-from trainer.checkpoint.manifest import Entries, seal, write_files
+from trainer.checkpoint.locate import LAST, folder, hide
+from trainer.checkpoint.manifest import MANIFEST, Entries, seal, write_files
 from trainer.files import sync
+
+LINKED = re.compile(r"[^/]+/step-\d{8,}")  # what last.pt and best.pt point to
 
 
 def begin(run_dir: Path) -> Attempt:
@@ -124,13 +127,25 @@ def staged(run_dir: Path, step: int, attempt: Attempt) -> Path:
 
 
 def link(checkpoint: Path, name: str) -> None:
-    """Point `last.pt` or `best.pt` to a checkpoint."""
+    """Point `last.pt` or `best.pt` to a checkpoint.
+
+    Raises:
+        OSError: The disk refuses, or somebody's own file has this name.
+    """
     run_dir, root = checkpoint.parent, checkpoint.parent.parent
     temporary = root / f".{name}-{run_dir.name}"
+    for path in (root / name, temporary):
+        if os.path.lexists(path) and not is_link(path):
+            raise OSError(errno.EEXIST, "is no link to a checkpoint, and stays; rename it", str(path))
     temporary.unlink(missing_ok=True)
     os.symlink(f"{run_dir.name}/{checkpoint.name}", temporary)
     os.rename(temporary, root / name)
     sync(root)
+
+
+def is_link(path: Path) -> bool:
+    """Return whether `path` is a link that `link` may have made."""
+    return path.is_symlink() and LINKED.fullmatch(os.readlink(path)) is not None
 
 
 @contextmanager
@@ -158,7 +173,8 @@ def _rename(run_dir: Path, step: int, entries: Entries, manifest: Mapping[str, A
     seal(staging, step, entries, manifest)
     refuse_superseded(run_dir, attempt)
     if os.path.lexists(final):
-        move(final, run_dir / f".old-{final.name}-{attempt.number}")
+        ours = (final / MANIFEST).is_file()
+        move(final, run_dir / f".old-{final.name}-{attempt.number}") if ours else hide(final, "bad")
     os.rename(staging, final)  # from here on the checkpoint exists
     sync(run_dir)
     return final

@@ -4,8 +4,8 @@ import errno
 import fcntl
 import os
 import re
-import shutil
 import socket
+import stat
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from trainer.files import sweep_temporary, write_whole
 from trainer.log import log
 
 CHECKPOINTED = "checkpointed"  # a file in the run's own folder with the path of its checkpoints
+HELD = re.compile(rb"process [0-9]+ on .*")  # content of a lock
+UNWRITTEN = re.compile(r"logs|tensorboard|export|profile|(rank\d+\.log|[a-z_]+\.jsonl)")  # folders, or empty files
 EXPORTED = re.compile(r"\.tmp[A-Za-z0-9]{6}")  # a file that safetensors was writing
 
 _held: dict[Path, int] = {}  # descriptors; POSIX drops the lock when any descriptor of the file is closed
@@ -63,10 +65,12 @@ def lock(run_dir: Path, key: str = "trainer.checkpoint.dir") -> None:
     file system has no locks, a warning is logged instead.
 
     Raises:
-        ConfigError: Another process has claimed the folder.
+        ConfigError: Another process has claimed the folder, or its .lock is somebody else's file.
     """
     make(run_dir)
-    path = run_dir.resolve() / ".lock"
+    path, value = run_dir.resolve() / ".lock", run_dir if key == "trainer.run_dir" else run_dir.parent
+    if path not in _held and path.is_file() and path.stat().st_size and not is_lock(path):
+        raise ConfigError(f"{key}={value}: {path} is a file that Echelon did not write; give another {key}")
     try:
         if path not in _held:
             _held[path] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -75,12 +79,22 @@ def lock(run_dir: Path, key: str = "trainer.checkpoint.dir") -> None:
         os.pwrite(_held[path], f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN) and path in _held:
-            value = run_dir if key == "trainer.run_dir" else run_dir.parent
             raise ConfigError(
                 f"{key}={value}: {os.pread(_held[path], 200, 0).decode()} writes the run {run_dir.name}; "
                 f"wait for it to end, or use another {key}"
             ) from None
         log.warning("%s: can't be locked (%s); make sure that no other process writes this run", path, error.strerror)
+
+
+def is_lock(path: Path) -> bool:
+    """Return whether a file is a lock that a run has made."""
+    with suppress(OSError):
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            return stat.S_ISREG(os.fstat(file).st_mode) and HELD.match(os.read(file, 300)) is not None
+        finally:
+            os.close(file)
+    return False
 
 
 def is_running(run_dir: Path) -> bool:
@@ -99,10 +113,21 @@ def is_running(run_dir: Path) -> bool:
 
 
 def _remove_empty(folder: Path) -> None:
-    files = [path for path in folder.rglob("*") if not path.is_dir()]
+    """Delete the folder if it holds only what a run makes before it writes anything."""
     with suppress(OSError):
-        if all(path.name in (".lock", ATTEMPT) or not path.stat().st_size for path in files):
-            shutil.rmtree(folder)
+        found = sorted(folder.rglob("*"), reverse=True)  # a folder after its files
+        if not folder.is_symlink() and all(map(_unwritten, found)):
+            for path in found:
+                path.rmdir() if path.is_dir() else path.unlink()
+            folder.rmdir()
+
+
+def _unwritten(path: Path) -> bool:
+    if path.name in (".lock", ATTEMPT):
+        return True
+    about, name = path.lstat(), UNWRITTEN.fullmatch(path.name)
+    made = stat.S_ISREG(about.st_mode) and not about.st_size if name and name[1] else stat.S_ISDIR(about.st_mode)
+    return name is not None and made
 
 
 def unlock(run_dir: Path) -> None:

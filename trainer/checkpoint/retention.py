@@ -1,33 +1,40 @@
 """Points `best.pt` to the best checkpoint, deletes those that need not stay, sets aside an abandoned history."""
 
-import errno
 import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.cleanup import delete
-from trainer.checkpoint.commit import link
+from trainer.checkpoint.commit import is_link, link
 from trainer.checkpoint.locate import BEST, LAST, checkpoints, hidden_name, hide, step_of
-from trainer.checkpoint.manifest import Damaged, verify
+from trainer.checkpoint.manifest import MANIFEST, Damaged, verify
 from trainer.files import sync
+from trainer.log import log
 
 
 def retain(run_dir: Path, keep: int, best: str | None, every: int | None) -> None:
     """Delete valid checkpoints but the newest `keep`, the best one, and those of steps that `every` divides.
 
-    A checkpoint that is not valid does not count; hashes are not checked here. At least two stay. `best` is
-    `trainer.checkpoint.keep_best`, a metric in the manifests.
+    A checkpoint that is not valid does not count; hashes are not checked here. At least two stay. A checkpoint in
+    whose folder somebody has put other files stays, too. `best` is `trainer.checkpoint.keep_best`, a metric in the
+    manifests.
 
     Raises:
         OSError: The disk refuses. All that it allows is done.
     """
     assert keep >= 2
-    metrics = _metrics(run_dir)
+    manifests = _manifests(run_dir)
+    metrics = {path: manifest.get("metrics") for path, manifest in manifests.items()}
     leader = _leader(metrics, best)
     failed: list[OSError] = []
-    for checkpoint in list(metrics)[:-keep]:
+    due = list(metrics)[:-keep]
+    for checkpoint in due:
         if checkpoint != leader and not (every and step_of(checkpoint) % every == 0):
+            if others := sorted(set(os.listdir(checkpoint)) - {MANIFEST, *manifests[checkpoint]["files"]}):
+                if checkpoint == due[-1]:  # once
+                    log.warning("%s: holds %s, which is not Echelon's, and is not deleted", checkpoint, others[0])
+                continue
             try:
                 delete(checkpoint, hidden_name(checkpoint, "trash"))
             except OSError as error:
@@ -42,23 +49,22 @@ def link_best(run_dir: Path, best: str | None) -> None:
     Raises:
         OSError: The disk refuses, or somebody's own file has this name.
     """
-    leader, link_path = _leader(_metrics(run_dir), best) if best else None, run_dir.parent / BEST
-    if os.path.lexists(link_path) and not link_path.is_symlink():
-        if leader:
-            raise OSError(errno.EEXIST, "is no link, and stays; rename it", str(link_path))
-    elif leader is None:
-        link_path.unlink(missing_ok=True)
-    elif not link_path.is_symlink() or os.readlink(link_path) != f"{run_dir.name}/{leader.name}":
+    metrics = {path: manifest.get("metrics") for path, manifest in _manifests(run_dir).items()} if best else {}
+    leader, link_path = _leader(metrics, best), run_dir.parent / BEST
+    if leader is None:
+        if is_link(link_path):
+            link_path.unlink(missing_ok=True)
+    elif not is_link(link_path) or os.readlink(link_path) != f"{run_dir.name}/{leader.name}":
         link(leader, BEST)
 
 
-def _metrics(run_dir: Path) -> dict[Path, Any]:
-    """Return the valid checkpoints, oldest first, with the metrics in their manifests."""
-    metrics: dict[Path, Any] = {}
+def _manifests(run_dir: Path) -> dict[Path, dict[str, Any]]:
+    """Return the valid checkpoints, oldest first, with their manifests."""
+    manifests: dict[Path, dict[str, Any]] = {}
     for checkpoint in checkpoints(run_dir):
         with suppress(Damaged):
-            metrics[checkpoint] = verify(checkpoint, hashes=False).get("metrics")
-    return metrics
+            manifests[checkpoint] = verify(checkpoint, hashes=False)
+    return manifests
 
 
 def _leader(metrics: dict[Path, Any], best: str | None) -> Path | None:

@@ -9,12 +9,12 @@ from trainer.comm.nccl import NCCLOptions
 from trainer.config.build import arguments, build, build_options
 from trainer.config.options import DataOptions, Options
 from trainer.config.parameter_groups import check_groups
-from trainer.config.redact import children, redact, redacted_keys
 from trainer.config.schema import ANY_NAME, NO_DEFAULT, Knob, constant, describe, fits, knobs, option_parameters
 from trainer.config.targets import LIBRARIES, refuse_nested, refuse_package, refuse_target
 from trainer.config.tuned import Tuned
-from trainer.errors import HIDDEN, ConfigError, nearest, require
+from trainer.errors import ConfigError, nearest, require
 from trainer.other_words import our_key, our_value
+from trainer.redact import HIDDEN, children, redact, redacted_keys
 
 TOP = ("recipe", "callbacks", "optimizer", "schedule", "batch", "micro_batch", "accumulate", "trainer", "data", "nccl")
 GROUPS = ("optimizer", "schedule")

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.config.redact import redact_argument, remove_if_secret
 from trainer.config.schema import knobs
 from trainer.config.targets import CONF
 from trainer.config.training_arguments import expand
 from trainer.errors import ConfigError, nearest
+from trainer.redact import redact_argument, remove_if_secret
 
 PRIMARY = CONF / "config.yaml"
 NAME = 120  # characters of a run's name, at most

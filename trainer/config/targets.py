@@ -11,8 +11,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from trainer.config.redact import children
 from trainer.errors import ConfigError, package_of
+from trainer.redact import children
 
 HOME = Path(__file__).parents[2]
 PACKAGE = Path(__file__).parents[1]

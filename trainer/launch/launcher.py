@@ -13,7 +13,7 @@ from trainer.checkpoint import locate
 from trainer.comm.device import count_gpus, pick_backend
 from trainer.config.build import build_options
 from trainer.config.options import Options
-from trainer.errors import STOPPED, ConfigError
+from trainer.errors import ConfigError
 from trainer.files import remove_unused
 from trainer.interactive.dry_run import dried
 from trainer.launch.supervisor import Supervisor
@@ -21,7 +21,6 @@ from trainer.launch.worker import train_under_launcher
 from trainer.log import log_to_terminal
 from trainer.plan import Plan, RunSpec
 from trainer.precision import Precision
-from trainer.process import handover
 from trainer.process.environment import Place, refuse_without_loopback
 from trainer.process.temporary import sockets_in, temporary_folder
 from trainer.run_dir import make_run_dir, nothing_left
@@ -110,7 +109,4 @@ def supervise(
 
     logs, still_s = run_dir / "logs", STILL * options["timeout_s"]
     supervisor = Supervisor(describe_run, argv, place, logs, resume_hint, restarts, still_s, start_s)
-    code = supervisor.run()
-    if code == STOPPED and not supervisor.passed and place.world == place.local_world:
-        handover.prepare(run_dir, argv)
-    return end(code)
+    return end(supervisor.run())

@@ -64,8 +64,7 @@ class Supervisor:
         self.ranks: dict[int, Rank] = {}
         self.passed: list[int] = []  # signals to stop
         self.moved = False  # an attempt has made a step, so the next one resumes from its checkpoints
-        self.launched = time.time()  # the user's command
-        self.started, self.began = self.launched, time.monotonic()  # of the attempt
+        self.started, self.began = time.time(), time.monotonic()  # of the attempt
         self.looked = self.awake = self.began  # time of the last look at the ranks; end of the last suspension
         self.events = Appended(logs / "events.jsonl")
 
@@ -133,7 +132,6 @@ class Supervisor:
         env = {
             **variables(place, private),
             "ECHELON_ATTEMPT": str(attempt),
-            "ECHELON_LAUNCHED": str(self.launched),
             "ECHELON_HEARTBEAT": str(private / f"heartbeat-{rank}"),
         }
         with open(self.logs / f"rank{rank}.log", "ab") as log:

@@ -10,13 +10,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trainer.callback import TrainerProtocol
-from trainer.config.redact import redact_urls
 from trainer.errors import ConfigError
 from trainer.files import write_json
 from trainer.log import log
 from trainer.monitors.media import Histogram, Image
 from trainer.monitors.sender import Sender, SendingLogger
 from trainer.monitors.settings import Value, settings_of
+from trainer.redact import redact_urls
 
 MOST_PARAMS, MOST_TEXT = 100, 6000  # of a request; of a value, by MLflow's limits
 PASSES = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "RESOURCE_EXHAUSTED")

@@ -1,7 +1,4 @@
-"""How this Echelon is called: by a command that is printed, and by one that replaces this process.
-
-`python -m trainer.main` imports a `trainer.py` of the user's, if the current folder has one.
-"""
+"""How this Echelon is called: the words of a command that is printed."""
 
 import os
 import shutil
@@ -9,8 +6,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]  # the folder that the package `trainer` is in
-START = "import sys; sys.path.insert(0, {!r}); import trainer; del sys.path[0]; from trainer.main import main; main()"
-SAME = (sys.executable, "-c", START.format(str(ROOT)))  # then the command's arguments
 
 
 def echelon() -> list[str]:

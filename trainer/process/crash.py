@@ -9,6 +9,7 @@ from typing import Any
 from trainer.errors import EXIT_CODES, NOT_FINITE, NumericsError, is_out_of_memory, message, printable
 from trainer.files import Appended, write_json
 from trainer.log import log
+from trainer.redact import redact_text
 
 
 def note_crash(run_dir: Path, error: BaseException, rank: int, world: int, done: dict[str, int], follows: bool) -> None:
@@ -21,10 +22,11 @@ def note_crash(run_dir: Path, error: BaseException, rank: int, world: int, done:
     text = message(error)
     if rank == 0:
         frames = "" if "\n" in text else f"\n{printable(''.join(traceback.format_exception(error)), keep=chr(10))}"
-        note_in_log(run_dir / "logs" / "rank0.log", f"{text}{frames}".rstrip())
+        note_in_log(run_dir / "logs" / "rank0.log", f"{text}{redact_text(frames)}".rstrip())
     of_rank = f"rank {rank}: " if world > 1 else ""
     stopped = NOT_FINITE if isinstance(error, NumericsError) else "error"
-    summarize_crash(run_dir / "summary.json", of_rank + headline(error, text), done, follows, stopped)
+    line = of_rank + redact_text(headline(error, text))
+    summarize_crash(run_dir / "summary.json", line, done, follows, stopped)
 
 
 def note_in_log(file: Path, text: str) -> None:

@@ -20,16 +20,16 @@ from trainer.checkpoint.parts import open_parts, read_all
 from trainer.checkpoint.pretrained import put_weights
 from trainer.checkpoint.serialize import load_state
 from trainer.config.check import check
-from trainer.config.options import Options
-from trainer.config.redact import redacted_keys
+from trainer.config.options import DataOptions, Options
 from trainer.config.signature import is_own
 from trainer.config.targets import locate
 from trainer.data.source import Samples, open_source
 from trainer.errors import ConfigError, printable
-from trainer.files import apply_umask, no_folders_if_refused
+from trainer.files import no_folders_if_refused, usual_permissions
 from trainer.parallel.meta import on_host
 from trainer.plan import refuse_other_manifests, short
 from trainer.process.exit import run_guarded
+from trainer.redact import redacted_keys
 from trainer.run_dir import find_checkpoint, is_run, make_writable
 from trainer.session import build_components
 
@@ -39,7 +39,8 @@ UNTRAINED = {
     "schedule": {"_target_": "trainer.optim.schedule.Constant"},
 }
 READ = ("seed", "allow_targets")  # of the trainer's options
-UNTRUSTED = {"trainer": {"allow_targets": []}, "data": {"allow_pipe": False}}  # in the place of a stranger's values
+CACHE = {"cache_dir": DataOptions.cache_dir, "cache_gb": DataOptions.cache_gb}  # files are deleted there
+UNTRUSTED = {"trainer": {"allow_targets": []}, "data": {"allow_pipe": False, **CACHE}}  # instead of a stranger's values
 UNREAD = {"batch", "micro_batch", "accumulate", "optimizer", "schedule", "nccl", "tuned"}
 
 
@@ -66,8 +67,8 @@ def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
     refuse_other_data(source, manifest["identity"]["data"], key)
     model = whole_model(path, manifest, made, key)
     make_writable("FOLDER", folder)
-    recipe.export(model.eval(), folder)
-    apply_umask(folder)
+    with usual_permissions(folder):
+        recipe.export(model.eval(), folder)
     print(f"{path} -> {folder}")
 
 

@@ -10,7 +10,6 @@ from trainer.config.check import check
 from trainer.config.compose import CONF, PRIMARY, Job, compose, config_dirs
 from trainer.errors import ConfigError, printable
 from trainer.main import prepare, run, run_and_exit
-from trainer.process import handover
 from trainer.run_dir import is_run, refuse_unreadable
 
 WHOLE = ("optimizer", "schedule", "nccl")  # groups of which NAME replaces all keys
@@ -28,9 +27,7 @@ def resume(folder: Path, overrides: list[str]) -> int:
     """
     for job in composed(folder, overrides):
         check(job.config)
-        code = run(job.config, folder.name, ["resume", str(folder), *job.argv], job.messages)
-        handover.go_on()
-        return code
+        return run(job.config, folder.name, ["resume", str(folder), *job.argv], job.messages)
     return 0  # Hydra has shown something, for --cfg or --info
 
 

@@ -9,6 +9,7 @@ from support.shards import kept, remote, shard
 
 import trainer.data.remote.download as fetch_module
 from trainer import timeouts
+from trainer.data.remote.eviction import FOLDER, MARKER
 from trainer.data.shards.index import Index
 from trainer.errors import ConfigError, DataError, UnavailableError
 
@@ -86,7 +87,7 @@ def test_what_can_not_be_had_is_one_line(
     with pytest.raises(kind, match=rf"^{proxy.url}/{where.partition('?')[0]}: .*{text}") as caught:
         Index.open([path])
     assert "\n" not in str(caught.value) and (len(proxy.requests) > 1) == (kind is UnavailableError)
-    assert [entry.name for entry in (tmp_path / "cache").iterdir()] == [".lock"]
+    assert {entry.name for entry in (tmp_path / "cache" / FOLDER).iterdir()} == {".lock", MARKER}
 
 
 @needs_nginx

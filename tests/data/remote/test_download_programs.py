@@ -17,6 +17,7 @@ from support.shards import samples
 from trainer import timeouts
 from trainer.config.options import DataOptions
 from trainer.data.remote.download import download, shown
+from trainer.data.remote.eviction import FOLDER
 from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
 from trainer.data.shards.writer import write_shards
@@ -59,7 +60,11 @@ def wait_for(condition: Any) -> None:
 
 
 def kept() -> list[str]:
-    return sorted(path.name for path in Path("cache").iterdir() if path.suffix != ".idx" and path.name != ".lock")
+    return sorted(
+        path.name
+        for path in Path("cache", FOLDER).iterdir()
+        if path.suffix not in (".idx", ".TAG") and path.name != ".lock"
+    )
 
 
 def test_samples_are_those_of_the_files(shards: list[Path]) -> None:
@@ -200,7 +205,7 @@ def test_kill_in_the_middle_of_unpacking(shards: list[Path]) -> None:
     words += ["--cache-dir", "cache"]
     with subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL) as process:
         try:
-            wait_for(lambda: any(part.stat().st_size > 50_000 for part in Path("cache").glob(".part-*")))
+            wait_for(lambda: any(part.stat().st_size > 50_000 for part in Path("cache", FOLDER).glob(".part-*")))
             [pid] = started()
             wait_for(lambda: Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep"))
         finally:

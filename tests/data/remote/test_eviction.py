@@ -19,6 +19,7 @@ from support.http import Proxy, needs_nginx
 from support.shards import all_of, kept, remote, samples, shard
 
 from trainer import timeouts
+from trainer.data.remote.eviction import FOLDER, make_folder
 from trainer.data.remote.shard import Remote
 from trainer.data.sampling.order import walk
 from trainer.data.shards.discover import find_shards
@@ -97,11 +98,11 @@ def test_room_is_made_before_a_shard_comes(proxy: Proxy, tmp_path: Path) -> None
 def watched(tmp_path: Path) -> Iterator[list[int]]:
     """What the folder holds, again and again; parts with what they will have."""
     found, done = list[int](), threading.Event()
-    (tmp_path / "cache").mkdir(exist_ok=True)
+    make_folder(tmp_path / "cache" / FOLDER)
 
     def look() -> None:
         while not done.wait(0.002):
-            with (tmp_path / "cache" / ".lock").open("wb") as lock:
+            with (tmp_path / "cache" / FOLDER / ".lock").open("wb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 found.append(sum(path.stat().st_size for path in kept(tmp_path, ".part-", *"0123456789abcdef")))
 
@@ -149,7 +150,7 @@ def packed(tmp_path: Path) -> Remote:
     write_shards([{"__key__": str(i), "cls": i} for i in range(4)], tmp_path, "a", 4)
     path = tmp_path / "a.tar.gz"
     path.write_bytes(gzip.compress((tmp_path / "a-000000.tar").read_bytes()))
-    (tmp_path / "cache").mkdir()
+    make_folder(tmp_path / "cache" / FOLDER)
     return Remote.kept(f"file://{path}", str(tmp_path / "cache"), 1.0)
 
 
@@ -167,7 +168,7 @@ def test_a_neighbour_in_the_folder_can_not_have_files_written_or_the_run_wait(
         os.mkfifo(trap)
     signal.alarm(20)
     try:
-        with pytest.raises(DataError, match=r"can't be kept in .*/cache \(") as refused:
+        with pytest.raises(DataError, match=r"can't be kept in .*/cache/echelon-shards \(") as refused:
             packed.open()
     finally:
         signal.alarm(0)

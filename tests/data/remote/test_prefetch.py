@@ -25,6 +25,7 @@ from trainer import timeouts
 from trainer.config.options import DataOptions
 from trainer.data.batch import Split
 from trainer.data.loader import Loader
+from trainer.data.remote.eviction import FOLDER, make_folder
 from trainer.data.remote.prefetch import DOWNLOADS, FAR, Window, fetching, training_needs
 from trainer.data.remote.shard import Remote
 from trainer.data.sampling.mixture import Mixture
@@ -123,9 +124,9 @@ def proxy(web: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proxy:
     web.well()
     monkeypatch.setattr(timeouts, "LOOK_S", 0.02)
     monkeypatch.setattr(timeouts, "AGAIN_S", 0.05)
-    (tmp_path / "cache").mkdir()
-    for path in (web.nginx.folder / "indexed").glob("*.idx"):
-        shutil.copy(path, tmp_path / "cache")
+    make_folder(tmp_path / "cache" / FOLDER)
+    for path in (web.nginx.folder / "indexed" / FOLDER).glob("*.idx"):
+        shutil.copy(path, tmp_path / "cache" / FOLDER)
     return web
 
 
@@ -184,7 +185,7 @@ def held(cache: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for path in cache.iterdir():
             with contextlib.suppress(FileNotFoundError):
-                found += path.stat().st_size if path.suffix != ".idx" else 0
+                found += path.stat().st_size if path.suffix not in (".idx", ".TAG") else 0
     return found
 
 
@@ -249,7 +250,7 @@ def test_with_little_room_next_to_nothing_is_fetched_twice_and_the_folder_stays_
     """For ten, where a batch needs up to eight, and twelve are looked for."""
     monkeypatch.setattr(timeouts, "IDLE_S", 0.0)
     monkeypatch.setattr(timeouts, "SPARE_S", 0.25)
-    far, steps, cache, most = loader(Tars(all_of(proxy)), tmp_path, 10.5), 12, tmp_path / "cache", 0
+    far, steps, cache, most = loader(Tars(all_of(proxy)), tmp_path, 10.5), 12, tmp_path / "cache" / FOLDER, 0
     remote = far.source.reader.remote()
     needs = training_needs(far.order, [(n * BATCH, far.split) for n in range(steps)], 0)
     window = Window(needs, dict.fromkeys(remote, SIZE), 2 * LANES + DOWNLOADS, int(10.5 * SIZE))
@@ -282,7 +283,7 @@ def test_without_room_for_what_a_batch_needs_nothing_is_fetched_ahead(
 
 @needs_nginx
 def test_it_ends_at_once_and_what_it_leaves_is_removed(proxy: Proxy, tmp_path: Path) -> None:
-    far, cache = loader(Tars(all_of(proxy)), tmp_path), tmp_path / "cache"
+    far, cache = loader(Tars(all_of(proxy)), tmp_path), tmp_path / "cache" / FOLDER
     stream = far.train(0)
     next(stream)
     until(lambda: len(proxy.requests) >= 2 * LANES + DOWNLOADS and not proxy.open)

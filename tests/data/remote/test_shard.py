@@ -16,6 +16,7 @@ from support.shards import EACH, SHARDS, all_of, kept, remote, samples, shard, w
 
 from trainer import timeouts
 from trainer.config.options import DataOptions
+from trainer.data.remote.eviction import FOLDER, MARKER
 from trainer.data.remote.shard import Remote
 from trainer.data.sampling.order import Ref
 from trainer.data.shards.discover import find_shards
@@ -36,8 +37,8 @@ def test_samples_are_those_of_the_local_files(proxy: Proxy, tmp_path: Path, monk
     assert index.fingerprint == local.fingerprint and samples(index) == samples(local)
     assert told == [(f"s-{i:06d}.tar", i + 1, SHARDS) for i in range(SHARDS)]
     names = [hashlib.sha256(f"{proxy.url}/s-{i:06d}.tar".encode()).hexdigest() for i in range(SHARDS)]
-    found = sorted(path.name for path in (tmp_path / "cache").iterdir())
-    assert found == sorted([".lock", *names, *(f"{name}.idx" for name in names)])
+    found = sorted(path.name for path in (tmp_path / "cache" / FOLDER).iterdir())
+    assert found == sorted([".lock", MARKER, *names, *(f"{name}.idx" for name in names)])
     assert sorted(proxy.paths()) == [f"/s-{i:06d}.tar" for i in range(SHARDS)]
     proxy.well()
     assert samples(Index.open(remote(tmp_path, all_of(proxy)))) == samples(local)
@@ -231,5 +232,7 @@ def test_the_tool_takes_urls(proxy: Proxy, tmp_path: Path) -> None:
 
 def test_a_folder_that_takes_nothing_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "cache").touch()
-    with pytest.raises(DataError, match=r"a\.tar: can't be kept in .*cache \(.*\); .* another data\.cache_dir$"):
+    with pytest.raises(
+        DataError, match=r"a\.tar: can't be kept in .*/echelon-shards \(.*\); .* another data\.cache_dir$"
+    ):
         Index.open(remote(tmp_path, "http://127.0.0.1/a.tar"))

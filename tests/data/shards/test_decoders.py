@@ -57,6 +57,17 @@ def test_an_array_that_asks_for_all_memory(version: int, shape: tuple[int, ...])
         decode("npz", file.getvalue())
 
 
+def test_an_npz_unpacks_to_little_more_than_its_size() -> None:
+    """Zeros pack to a thousandth. Arrays of random numbers are read, whatever their size."""
+    bomb, usual = io.BytesIO(), io.BytesIO()
+    np.savez_compressed(bomb, a=np.zeros(70 << 20, np.uint8))
+    with pytest.raises(ValueError, match=r"the arrays have 734\d+ bytes, and at most 67108864 are read of \d+ packed"):
+        decode("npz", bomb.getvalue())
+    values = np.random.default_rng(0).bytes(5 << 20)
+    np.savez_compressed(usual, a=np.frombuffer(values * 14, np.uint8))
+    assert decode("npz", usual.getvalue())["a"].tobytes() == values * 14
+
+
 @pytest.mark.parametrize("extension", ["cls", "cls2", "id", "index", "inx"])
 def test_numbers_are_webdatasets(extension: str) -> None:
     assert decode(extension, b"12\n") == webdatasets[extension](b"12\n") == 12

@@ -38,8 +38,11 @@ def test_stored_index_is_used_until_the_shard_changes(tmp_path: Path, caplog: py
 def test_a_killed_process_leaves_nothing_beside_shards(tmp_path: Path) -> None:
     """The next start deletes a temporary file of an index, once nobody can be writing it. The user's files stay."""
     shard = write_tar(tmp_path / "a.tar", numbered(3))
-    names = [".0123456789abcdef.tmp", ".fedcba9876543210.tmp", ".0123456789abcdee.tmp", ".mine.tmp", ".tmpa1B2c3"]
-    left, young, folder, *mine = (tmp_path / name for name in names)
+    names = [
+        *(f".echelon-{name}.tmp" for name in ("0123456789abcdef", "fedcba9876543210", "0123456789abcdee")),
+        ".mine.tmp",
+    ]
+    left, young, folder, *mine = (tmp_path / name for name in [*names, ".0123456789abcdef.tmp", ".tmpa1B2c3"])
     folder.mkdir()
     for path in (left, young, *mine):
         path.write_bytes(b"half")
@@ -55,7 +58,7 @@ def test_an_index_that_is_damaged_is_made_again(tmp_path: Path, caplog: pytest.L
     index = Index.open([path])
     fingerprint, expected = index.fingerprint, rows(index)
     good = stored.read_bytes()
-    for bad in (b"", b"garbage", good[:100], good[:-1], bytes(len(good)), good.replace(b'"sha256"', b'"sha255"')):
+    for bad in (b"", good[:100], good[:-1], bytes(len(good)), good.replace(b'"sha256"', b'"sha255"')):
         stored.write_bytes(bad)
         caplog.clear()
         index = Index.open([path])
@@ -77,10 +80,14 @@ def test_no_flipped_bit_of_an_index_is_believed(tmp_path: Path) -> None:
         assert (again.shards, rows(again)) == expected, byte
 
 
-def test_where_the_folder_takes_no_index_the_cache_does(tmp_path: Path, home: Path) -> None:
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_where_the_folder_takes_no_index_the_cache_does(tmp_path: Path, home: Path, kind: str) -> None:
+    """A folder, or another program's file, is never replaced."""
     path = write_tar(tmp_path / "a.tar", numbered(5))
-    (tmp_path / "a.tar.idx").mkdir()  # a file can't take its place, not even root's
+    other = tmp_path / "a.tar.idx"
+    other.mkdir() if kind == "folder" else other.write_bytes(b"precious" * 500)
     first = Index.open([path])
+    assert other.is_dir() or other.read_bytes() == b"precious" * 500
     assert first.shards[0].index_path.parent == home / ".cache/echelon/index"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.tar", "a.tar.idx", "home"]
     calls = []

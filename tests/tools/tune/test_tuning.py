@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -175,7 +176,7 @@ def test_one_rank(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_running_job_takes_the_result_over(folder: Path) -> None:
+def test_a_job_is_resumed_with_the_result_by_the_printed_command(folder: Path) -> None:
     config, metrics = (folder / "runs" / "r" / name for name in ("config.yaml", "metrics.jsonl"))
     run_words = ["--config-dir", "conf", "recipe=slow", "trainer.devices=2", "trainer.max_steps=100000"]
     run_words += ["trainer.run_dir=runs/r", "trainer.checkpoint.every_steps=20", "trainer.log_every_steps=1"]
@@ -186,14 +187,22 @@ def test_a_running_job_takes_the_result_over(folder: Path) -> None:
             new = "compile,overlap,pipeline"  # which a resume would refuse
             more = ["tune.apply=true", f"tune.without=[{new},shard,activation_checkpoint]"]
             result = tune(folder, "trainer.devices=2", "trainer.run_dir=runs/r", *more)
-            assert result.code == 0 and "runs/r takes it over at its next checkpoint" in result.out, result
-            until(lambda: OmegaConf.load(config).data.workers == 2, job)
-            taken = metrics.read_text().count("\n")
-            until(lambda: metrics.read_text().count("\n") > taken, job)
-        finally:  # else a failed check would wait for the job for ever
+            stop, _, command = result.out.partition("\napply      ")[2].partition(", then: ")
+            assert result.code == 0 and stop == "stop runs/r by SIGTERM", result
+        finally:  # else a failed check would wait for the job without an end
             job.send_signal(signal.SIGTERM)
         out, err = job.communicate(timeout=WAIT_S)
     assert job.returncode == STOPPED, (out, err)
+    taken = metrics.read_text().count("\n")
+    resumed = shlex.split(command)
+    resumed = resumed[resumed.index("--config-dir") :]
+    with popen(resumed, folder, MAIN, **variables(folder)) as job:
+        try:
+            until(lambda: metrics.read_text().count("\n") > taken, job)
+        finally:
+            job.send_signal(signal.SIGTERM)
+        out, err = job.communicate(timeout=WAIT_S)
+    assert job.returncode == STOPPED and OmegaConf.load(config).data.workers == 2, (out, err)
     steps = [line["step"] for line in lines(folder / "runs" / "r") if "train/loss" in line]
     assert steps == list(range(1, len(steps) + 1))
     left = {path.name for path in folder.iterdir()} - {"__pycache__"}

@@ -17,6 +17,7 @@ PACKED = re.compile(r"(?i)\.(?:(t)(?:gz|bz2?|xz)|gz|bz2|xz)$")
 PACKED_OTHERWISE = re.compile(r"(?i)\.(?:t?zstd?|t?lz4|lz|lzma|lzo|z|br|zip|7z)$")
 WAY = "compress it with gzip, bzip2, xz or not at all, or let a program unpack it, as 'pipe:zstd -dc FILE'"
 MOST_AT_ONCE = 8 << 20  # bytes of output at a time; a few bytes of input may become any number
+INPUT = 16 << 10  # bytes of input at a time, since the end of each stream copies the rest of them
 MOST_MEMORY = 512 << 20  # bytes for xz, whose files demand an amount: those of `xz -9` demand 65 MiB
 END = -1
 
@@ -89,6 +90,10 @@ class Streams:
         return self.current is None
 
     def feed(self, content: bytes) -> Iterator[bytes]:
+        for start in range(0, len(content), INPUT):
+            yield from self._feed(content[start : start + INPUT])
+
+    def _feed(self, content: bytes) -> Iterator[bytes]:
         while content and (self.current or (content := content.lstrip(b"\0"))):
             self.current = current = self.current or self.new()
             piece = current.decompress(content, MOST_AT_ONCE)

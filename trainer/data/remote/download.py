@@ -19,10 +19,10 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 from trainer import timeouts
-from trainer.config.redact import redact_urls
 from trainer.errors import ConfigError, DataError, UnavailableError, printable
 from trainer.log import log
 from trainer.process.exit import die_with_parent
+from trainer.redact import redact_urls
 
 SCHEMES = ("http", "https", "s3", "gs")
 PACKAGES = {"s3": "s3fs>=2025.1", "gs": "gcsfs>=2025.1"}

@@ -4,10 +4,40 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import stat
 import time
 from pathlib import Path
 from typing import BinaryIO
+
+FOLDER = "echelon-shards"  # in data.cache_dir; nothing outside of it is deleted
+SHARD = re.compile(r"(\.part-)?[0-9a-f]{64}")  # other files in the folder are not deleted
+MARKER = "CACHEDIR.TAG"  # backup programs leave out a folder with such a file
+TAG = b"Signature: 8a477f597d28d172789f06886806bc55\n# Shards that Echelon has downloaded or unpacked, and deletes.\n"
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of shards, marked as Echelon's.
+
+    Raises:
+        OSError: The folder can't be made, is a link, or holds files and has no marker.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder.is_symlink():
+        raise OSError(errno.ELOOP, "is a link; remove it", str(folder))
+    if is_regular(folder / MARKER):
+        return
+    if os.listdir(folder) and not is_regular(folder / MARKER):  # another process marks it before all else
+        raise OSError(errno.EEXIST, f"holds files, and no {MARKER} of Echelon's; move them", str(folder))
+    with open(folder / MARKER, "wb", opener=open_regular) as file:
+        file.write(TAG)
+
+
+def is_regular(path: Path) -> bool:
+    """Return whether there is a regular file at `path`, which is no link."""
+    with contextlib.suppress(FileNotFoundError):
+        return stat.S_ISREG(path.lstat().st_mode)
+    return False
 
 
 def open_regular(path: str | Path, flags: int) -> int:
@@ -42,13 +72,14 @@ def is_at(file: BinaryIO, path: Path) -> bool:
 def evict(folder: Path, most: int, spare_s: float) -> int:
     """Remove abandoned parts, then the least recently used shards; return the bytes still above `most`.
 
-    A shard stays while it is open, and for `spare_s` after its last use. The caller has the folder's lock.
+    Only files named by `SHARD` count and are removed; a link is neither. A shard stays while it is open, and for
+    `spare_s` after its last use. The caller has the folder's lock.
     """
     now, found = time.time_ns(), []
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
             status = path.lstat()
-            if stat.S_ISREG(status.st_mode) and path.suffix not in (".idx", ".tmp") and path.name != ".lock":
+            if stat.S_ISREG(status.st_mode) and SHARD.fullmatch(path.name):
                 found.append((not path.name.startswith("."), status.st_atime_ns, status.st_size, path))
     total = sum(size for _, _, size, _ in found)
     for whole, used, size, path in sorted(found):

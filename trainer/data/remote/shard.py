@@ -12,13 +12,13 @@ from typing import BinaryIO, NamedTuple
 
 from trainer import timeouts
 from trainer.config.options import DataOptions
-from trainer.config.redact import redact_urls
 from trainer.data.remote.decompress import plain_name, unpack
 from trainer.data.remote.download import download, path_of, shown
-from trainer.data.remote.eviction import claim, evict, is_at, open_regular
+from trainer.data.remote.eviction import FOLDER, claim, evict, is_at, make_folder, open_regular
 from trainer.errors import ConfigError, DataError
 from trainer.files import sha256_of
 from trainer.log import log
+from trainer.redact import redact_urls
 
 
 class Remote(NamedTuple):
@@ -34,7 +34,7 @@ class Remote(NamedTuple):
     @classmethod
     def kept(cls, url: str, folder: str, gb: float) -> "Remote":
         try:
-            return cls(url, Path(folder).expanduser().absolute() / key_of(url), int(gb * 1e9))
+            return cls(url, Path(folder).expanduser().absolute() / FOLDER / key_of(url), int(gb * 1e9))
         except RuntimeError:
             raise ConfigError(
                 f"data.cache_dir={folder}: there is no home folder; give another folder, or set HOME"
@@ -66,7 +66,7 @@ class Remote(NamedTuple):
 
     def _get(self) -> BinaryIO | None:
         try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.file.parent)
             return self._find() or self._download()
         except OSError as error:
             raise DataError(
@@ -135,8 +135,8 @@ class Remote(NamedTuple):
         file.flush()
         os.fsync(file.fileno())
         if sha256_of(file) != self.sha256 if self.sha256 else key_of(self.url) != self.file.name:
-            usual = os.path.expanduser(DataOptions.cache_dir)
-            words = ["index", *(["--cache-dir", str(self.file.parent)] if str(self.file.parent) != usual else [])]
+            usual, own = os.path.expanduser(DataOptions.cache_dir), str(self.file.parent.parent)
+            words = ["index", *(["--cache-dir", own] if own != usual else [])]
             words += ["--allow-pipe"] if self.url.startswith("pipe:") else []
             raise ConfigError(
                 f"{self}: changed since it was indexed; restore it, or index it again: "

@@ -23,7 +23,8 @@ FORMATS = ("JPEG", "PNG", "WEBP", "PPM")  # others are refused: for some formats
 PIXELS = 1 << 26  # any image may have so many pixels
 PIXELS_PER_BYTE = 100  # limit of a larger image
 LONGEST_HEADER = 10_000  # bytes; NumPy's limit
-UNPACKED = 1 << 30  # limit of the bytes of the arrays in an npz
+UNPACKED = 64 << 20  # bytes that the arrays of any npz may have
+UNPACKED_PER_BYTE = 20  # limit of a larger npz
 
 
 def decode(extension: str, content: bytes, decoders: Sequence[Callable[[str, bytes], Any]] = ()) -> Any:
@@ -106,8 +107,9 @@ def _refuse_larger(content: bytes) -> None:
 
 def _npz(content: bytes) -> dict[str, Any]:
     with zipfile.ZipFile(io.BytesIO(content)) as file:
-        if (size := sum(member.file_size for member in file.infolist())) > UNPACKED:
-            raise ValueError(f"the arrays have {size} bytes, and at most {UNPACKED} are read")
+        most = max(UNPACKED, UNPACKED_PER_BYTE * len(content))
+        if (size := sum(member.file_size for member in file.infolist())) > most:
+            raise ValueError(f"the arrays have {size} bytes, and at most {most} are read of {len(content)} packed ones")
         return {name.removesuffix(".npy"): _npy(file.read(name)) for name in file.namelist()}
 
 

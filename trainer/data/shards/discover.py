@@ -11,11 +11,11 @@ from urllib.parse import SplitResult, urlsplit
 from braceexpand import braceexpand
 
 from trainer.config.options import DataOptions
-from trainer.config.redact import redact_urls
 from trainer.data.remote.decompress import LONGEST_START, is_packed, starts_packed
 from trainer.data.remote.download import SCHEMES, shown, words_of
 from trainer.data.remote.shard import Remote
 from trainer.errors import ConfigError, DataError
+from trainer.redact import redact_urls
 
 
 def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | None = None) -> list[Path | Remote]:

@@ -1,6 +1,7 @@
 """Stores and loads the index of a tar shard, and checks that it is whole."""
 
 import contextlib
+import errno
 import hashlib
 import os
 import stat
@@ -18,6 +19,7 @@ from trainer.data.remote.shard import Remote
 from trainer.files import write_whole
 
 VERSION = "2"  # of the format
+WORDS = (b"__metadata__", b"mtime_ns", b"crc32")  # in the header; damage leaves one of them
 
 
 class Shard(NamedTuple):
@@ -86,4 +88,13 @@ def checksum(about: Mapping[str, str], rows: NDArray[np.int64]) -> str:
 
 
 def store(shard: Shard, rows: NDArray[np.int64]) -> None:
+    """Store the index, also in place of one that is damaged.
+
+    Raises:
+        OSError: The disk refuses, or somebody else's file has this name.
+    """
+    with contextlib.suppress(FileNotFoundError), shard.index_path.open("rb") as file:
+        head = file.read(1024)
+        if head.strip(b"\0") and not any(word in head for word in WORDS):  # a power cut may leave zeros
+            raise OSError(errno.EEXIST, "is a file that Echelon did not write", str(shard.index_path))
     write_whole(shard.index_path, content_of(shard, rows))

@@ -12,6 +12,7 @@ from trainer.config.targets import secure_webdataset
 from trainer.data.shards.decoders import refuse_pickled
 from trainer.data.shards.tar import split_name
 from trainer.errors import DataError
+from trainer.files import sweep_temporary, temporary_in
 
 Progress = Callable[[str, int], None]  # called with a shard, once it is complete, and the samples written so far
 
@@ -41,14 +42,15 @@ def write_shards(
     folder.mkdir(parents=True, exist_ok=True)
     if old := next(folder.glob(f"{prefix}-*.tar"), None):
         raise DataError(f"{old}: exists already; remove the shards of {prefix!r} or choose another folder")
+    sweep_temporary(folder)
     paths: list[Path] = []
     key, done = None, 0
     rest = iter(samples)
     for first in rest:
         path = folder / f"{prefix}-{len(paths):06d}.tar"
-        partial = path.with_suffix(".part")
+        partial = temporary_in(folder)
         try:
-            with partial.open("wb") as file, TarWriter(file, encoder=False, mtime=0) as writer:
+            with partial.open("xb") as file, TarWriter(file, encoder=False, mtime=0) as writer:
                 for sample in itertools.chain([first], itertools.islice(rest, per_shard - 1)):
                     key, before = sample["__key__"], key
                     if key == before or split_name(f"{key}.x") != (key, "x"):

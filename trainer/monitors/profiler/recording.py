@@ -102,8 +102,8 @@ class Recording:
                 shutil.copyfileobj(source, target, 1 << 20)
             packed.replace(path)
         finally:
-            for file in self.folder.glob(f"{plain.name}*"):  # one of them is kineto's
-                file.unlink()
+            for file in (plain, packed, plain.with_suffix(".json.tmp")):  # the last is kineto's
+                file.unlink(missing_ok=True)
         return f"steps {self.first} to {self.last} are in {path}; {self._summarize()}"
 
     def _summarize(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 
 import trainer
-from trainer.config.redact import is_secret, redact_urls
+from trainer.redact import is_secret, redact_urls
 from trainer.tools.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
 
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_", "MKL_", "UCX_", "FI_", "NVIDIA_")

@@ -14,6 +14,7 @@ from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
 from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.writer import write_shards
+from trainer.files import temporary_in
 
 CHUNK = 4 << 20  # bytes of a write
 SAMPLE_BYTES, SAMPLES, PER_SHARD = 16 << 10, 2048, 512  # of the shards that the bench makes: 32 MiB
@@ -29,7 +30,7 @@ def disk(folder: Path, size: int) -> dict[str, float]:
     Raises:
         OSError: The folder can't be written, or the disk is full.
     """
-    chunk, path = secrets.token_bytes(min(CHUNK, size)), folder / f".{secrets.token_hex(8)}.tmp"
+    chunk, path = secrets.token_bytes(min(CHUNK, size)), temporary_in(folder)
     count = max(1, size // len(chunk))
     try:
         with path.open("xb", buffering=0) as file:

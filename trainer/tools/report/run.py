@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from trainer.checkpoint.direction import usual
-from trainer.config.redact import redact
 from trainer.errors import NOT_FINITE, ConfigError, printable
+from trainer.redact import redact
 from trainer.run_dir import refuse_unreadable
 from trainer.tools.report.comm import Exchange, read_comm
 from trainer.tools.report.lines import Lines, number, parse, read_object

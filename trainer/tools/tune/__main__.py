@@ -29,7 +29,7 @@ on the launcher's ranks, else it starts trainer.devices of its own. Checkpoints 
 
   tune.budget_s=600.0      seconds of the whole search, with the canary
   tune.lossy=false         also callbacks that change the numbers, judged by time to loss
-  tune.apply=false         lets the running job trainer.run_dir take the result over at its next checkpoint
+  tune.apply=false         prints the command by which the running job trainer.run_dir is resumed with the result
   tune.without=[]          callbacks that are never tried: tune.without=[compile]
   tune.name=null           name of the result, conf/tuned/NAME.yaml; null: the recipe's
   tune.steps=20            timed steps of a short run, after tune.warm=3
@@ -54,9 +54,9 @@ def command(arguments: list[str]) -> int:
     if job is None:
         return 0
     if options.apply:
-        from trainer.tools.tune.apply import find_run
+        from trainer.tools.tune.apply import refuse_other_job
 
-        find_run(job.config, job.argv)
+        refuse_other_job(job.config)
     prepare()
     from trainer.tools.tune.orders import run_order
     from trainer.tools.tune.overlay import file_name
@@ -70,14 +70,15 @@ def lead(team: Any, config: dict[str, Any], options: TuneOptions, folder: Path, 
     import torch
 
     from trainer.config.tuned import cpu_name, gpu_models
-    from trainer.tools.tune.apply import hand_over
+    from trainer.tools.tune.apply import switch
     from trainer.tools.tune.configs import begun, find_start
     from trainer.tools.tune.journal import Journal
-    from trainer.tools.tune.overlay import overlay, write
+    from trainer.tools.tune.overlay import overlay, refuse_others, write
     from trainer.tools.tune.search import OVER
     from trainer.tools.tune.tuning import Tuning
 
     place, settings = team.place, {**dataclasses.asdict(options), "budget_s": 0, "apply": 0}
+    refuse_others(folder, name)
     machine = [cpu_name(), os.cpu_count(), gpu_models(), place.world, place.local_world]
     versions = [trainer.__version__, torch.__version__]
     journal = Journal(folder / "tuned" / f"{name}.jsonl", [config, machine, versions, settings])
@@ -106,7 +107,7 @@ def lead(team: Any, config: dict[str, Any], options: TuneOptions, folder: Path, 
         return UNCHANGED
     say(f"result     {path}: use it by +tuned={name}{hint(folder, argv, choice)}")
     if options.apply:
-        say(f"apply      {hand_over(config, argv, choice, place.world, name, folder)}")
+        say(f"apply      {switch(config, argv, choice, place.world, name, folder)}")
     return 0
 
 

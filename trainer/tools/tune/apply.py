@@ -1,5 +1,6 @@
-"""Rolls a result out to a running job: a request in its folder, if a resume with the result would be accepted."""
+"""Says how a running job is stopped and resumed with a result, if a resume with the result would be accepted."""
 
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,12 +13,10 @@ from trainer.checkpoint.compare import flat
 from trainer.checkpoint.locate import checkpoints
 from trainer.checkpoint.lock import CHECKPOINTED, is_running
 from trainer.checkpoint.manifest import Damaged, verify
-from trainer.config.build import build_options
-from trainer.config.options import Options
-from trainer.config.redact import redact, redacted_keys
-from trainer.errors import HIDDEN, ConfigError, printable
+from trainer.errors import ConfigError, printable
 from trainer.plan import stateful
-from trainer.process import handover
+from trainer.process.calling import echelon
+from trainer.redact import redact
 from trainer.tools.cost_model.workload import Choice
 from trainer.tools.tune.configs import callbacks_of, merge, refusal
 
@@ -26,20 +25,16 @@ PARTS = ("batch", "micro_batch", "accumulate")
 WAY_OUT = "leave tune.apply out, and give +tuned=NAME to the job's next start"
 
 
-def find_run(config: dict[str, Any], argv: Sequence[str]) -> tuple[Path, dict[str, Any]]:
-    """Return the folder and the config of the job that is to take the result over.
-
-    Args:
-        argv: The arguments of the search, which are those of the job.
+def refuse_other_job(config: dict[str, Any]) -> None:
+    """Refuse a search for another job than the running one that the config names.
 
     Raises:
-        ConfigError: The config names no run, one that has ended, one that trains something else, or one that could not
-            take a result over.
+        ConfigError: The config names no run, one that has ended, or one that trains something else.
     """
     run_dir = config["trainer"]["run_dir"]
     if run_dir is None:
         raise ConfigError("tune.apply=true: no run is named; give trainer.run_dir=runs/NAME of the running job")
-    job, other = read_job(Path(run_dir))
+    other, _ = read_job(Path(run_dir))
     if not is_running(Path(run_dir)):
         raise ConfigError(
             f"trainer.run_dir={run_dir}: no process writes this run, and tune.apply=true needs a running job; leave it "
@@ -52,30 +47,10 @@ def find_run(config: dict[str, Any], argv: Sequence[str]) -> tuple[Path, dict[st
                 f"{key}={own.get(key)}: {run_dir} has {other.get(key)}, and a result is proven for one config; give "
                 "tune.apply=true with the arguments of the running job"
             )
-    words = [word.partition("=")[0].lstrip("+") for word in argv if HIDDEN in word]
-    if hidden := [*words, *redacted_keys(job)]:
-        raise ConfigError(f"{hidden[0]}={HIDDEN}: is hidden, and the job's next command would lack it; {WAY_OUT}")
-    if not saves_again(job, manifest_of(Path(run_dir)).get("step", 0)):
-        raise ConfigError(
-            f"trainer.run_dir={run_dir}: this job makes no further checkpoint before its last step, and takes a result "
-            f"over at one; {WAY_OUT}"
-        )
-    return Path(run_dir), job
-
-
-def saves_again(job: dict[str, Any], step: int) -> bool:
-    """Return whether the job may make a checkpoint after this step and before its last one."""
-    options = build_options(Options, job["trainer"])
-    given = options.checkpoint
-    if given.every or given.every_minutes or given.keep_best:
-        return True
-    if not given.every_steps:
-        return False
-    return options.max_steps is None or (step // given.every_steps + 1) * given.every_steps < options.max_steps
 
 
 def read_job(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the config of a run, and its part that decides what is computed.
+    """Return what decides the numbers of a run, and its whole config.
 
     Raises:
         ConfigError: There is no config, or one that can't be read.
@@ -83,7 +58,7 @@ def read_job(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     key = f"trainer.run_dir={run_dir}"
     try:
         job: Any = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
-        return job, training(job)
+        return training(job), job
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{key}: holds no run; tune.apply=true needs that of the running job") from None
     except ConfigError:
@@ -102,31 +77,25 @@ def training(config: dict[str, Any]) -> dict[str, Any]:
     return {"+callbacks": sorted(callbacks), "trainer.precision": config["trainer"]["precision"], **found}
 
 
-def hand_over(config: dict[str, Any], argv: Sequence[str], choice: Choice, world: int, name: str, folder: Path) -> str:
-    """Ask the run to take the result over at its next checkpoint; return what was done, in words."""
+def switch(config: dict[str, Any], argv: Sequence[str], choice: Choice, world: int, name: str, folder: Path) -> str:
+    """Return how to stop the job and resume it with the result, or why it can't be resumed with it."""
     run_dir = Path(config["trainer"]["run_dir"])
-    if not is_running(run_dir):
-        return f"{run_dir} has ended; go on with +tuned={name}"
     try:
-        _, job = find_run(config, argv)  # once more: it may have been started anew since
+        _, job = read_job(run_dir)
     except ConfigError as error:
-        return f"{run_dir} goes on as it is: {error}"
+        return f"{run_dir} keeps its config: {error}"
     if (ranks := manifest_of(run_dir).get("world")) not in (None, world):
-        why = f"its newest checkpoint is of {ranks} rank(s), and the result is proven for {world}"
-        return f"{run_dir} goes on as it is: {why}"
+        return f"{run_dir} keeps its config: its newest checkpoint is of {ranks} rank(s), and the result of {world}"
     if why := refusal(merge(job, choice), world):
-        return f"{run_dir} goes on as it is: it would refuse the result ({why})"
+        return f"{run_dir} keeps its config: a resume would refuse the result ({why})"
+    left_out = {"trainer.resume", "trainer.run_dir", "tuned", *choice.settings}
+    words = [word for word in argv if word.partition("=")[0].lstrip("+") not in left_out]
+    words += [] if "--config-dir" in words else ["--config-dir", str(folder.resolve())]
+    words += [f"+tuned={name}", f"trainer.run_dir={run_dir}", "trainer.resume=auto"]
     more = state_keepers(merge(job, choice)) - state_keepers(job)
     if more and "callbacks" not in job["trainer"]["accept"]:
-        return (
-            f"{run_dir} goes on as it is: a resume refuses new callbacks with state ({', '.join(sorted(more))}); "
-            f"stop it, then go on with +tuned={name} 'trainer.accept=[callbacks]'"
-        )
-    try:
-        handover.ask(run_dir, name, folder, list(choice.settings), world)
-    except OSError as error:
-        return f"{run_dir} goes on as it is: {error.filename or run_dir}: {error.strerror}"
-    return f"{run_dir} takes it over at its next checkpoint, unless it ends before"
+        words.append("trainer.accept=[callbacks]")  # a resume refuses new callbacks with state
+    return f"stop {run_dir} by SIGTERM, then: {shlex.join([*echelon(), *words])}"
 
 
 def manifest_of(run_dir: Path) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from typing import Any, BinaryIO
 from trainer.errors import ConfigError, printable
 from trainer.log import log
 
+BEGIN = b'{"event": "begin"'  # each journal starts with it
+
 
 class Journal:
     """The lines of one search, keyed by everything that its results depend on. One process at a time writes them.
@@ -37,6 +39,9 @@ class Journal:
             lock(self.file, path)
             self.file.seek(0)
             if content := self.file.read():
+                if content[: len(BEGIN)] != BEGIN[: len(content)]:
+                    self.file.close()
+                    raise ConfigError(f"{path}: is a file that Echelon did not write; give another tune.name")
                 self._read(content)
             self.file.truncate(self.whole if self.lines else 0)
         except OSError as error:

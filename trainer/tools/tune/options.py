@@ -17,7 +17,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 class TuneOptions:
     budget_s: float = 600.0  # of the whole search, with the canary
     lossy: bool = False  # also callbacks that change the numbers, by time to loss
-    apply: bool = False  # a running job, trainer.run_dir, takes the result over at its next checkpoint
+    apply: bool = False  # print the command that resumes the running job trainer.run_dir with the result
     without: list[str] = field(default_factory=list)  # callbacks that are never tried
     name: str | None = None  # of the result, conf/tuned/NAME.yaml; null: the recipe's name
     steps: int = 20  # timed steps of a trial

@@ -39,6 +39,17 @@ def overlay(config: Mapping[str, Any], choice: Choice, tuned: Tuned, evidence: S
     return f"# @package _global_\n{comments}{OmegaConf.to_yaml(OmegaConf.create(content))}"
 
 
+def refuse_others(folder: Path, name: str) -> None:
+    """Refuse to replace a config that somebody else has written.
+
+    Raises:
+        ConfigError: conf/tuned/NAME.yaml is no result of a search.
+    """
+    path = folder / "tuned" / f"{name}.yaml"
+    if os.path.lexists(path) and not (path.is_file() and re.search(rb"(?m)^tuned:$", path.read_bytes())):
+        raise ConfigError(f"{path}: is a file that Echelon did not write; give another tune.name")
+
+
 def write(folder: Path, name: str, text: str) -> Path:
     """Write conf/tuned/NAME.yaml in a folder of configs.
 

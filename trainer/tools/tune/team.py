@@ -32,7 +32,7 @@ PEERS = "its peers have failed"
 OUT_OF_MEMORY = ("out of memory", "as the kernel does when memory runs out")  # in the errors of trials
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end the search
 FOREVER = timedelta(days=30)
-LAUNCHERS_OWN = ("ECHELON_HEARTBEAT", "ECHELON_ERROR_FILE", "ECHELON_ATTEMPT", "ECHELON_LAUNCHED")
+LAUNCHERS_OWN = ("ECHELON_HEARTBEAT", "ECHELON_ERROR_FILE", "ECHELON_ATTEMPT")
 LAUNCHERS_OWN += ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE")  # a trial would use torchrun's port
 
 

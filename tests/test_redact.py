@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from trainer.config.check import check_type
-from trainer.config.redact import is_secret, redact, redact_argument, redacted_keys
 from trainer.errors import ConfigError
+from trainer.redact import is_secret, redact, redact_argument, redact_text, redacted_keys
 
 SIGNED = "https://h/a-{0..9}.tar?X-Amz-Expires=9&X-Amz-Signature=s3cr3t"
 
@@ -86,3 +86,29 @@ def test_users_and_passwords_in_urls() -> None:
         assert redact_argument(f"recipe.a='{text}'") == f"recipe.a='{hidden}'"
     for plain in ("hf://datasets/a@main/b.tar", "https://h/@me", "me@h", "(?P<key>.*)=", "s3://b/a.tar?versionId=3"):
         assert redact(plain) == plain and redacted_keys({"a": plain}) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("GET http://bob:s3cr3t@h:9/x?token=s3cr3t failed", "GET http://***@h:9/x?*** failed"),
+        (
+            "retries exceeded with url: /x?token=s3cr3t/api (Caused by",
+            "retries exceeded with url: /x?*** (Caused by",
+        ),
+        ("api_key=s3cr3t, lr=0.1", "api_key=***, lr=0.1"),
+        ("AWS_SECRET_ACCESS_KEY='s3 cr3t' lr=0.1", "AWS_SECRET_ACCESS_KEY=*** lr=0.1"),
+        ('{"token": "s3cr3t", "step": 3}', '{"token": ***, "step": 3}'),
+        ("{'Authorization': 'Basic s3cr3t', 'a': 1}", "{'Authorization': ***, 'a': 1}"),
+        ("Authorization: Bearer s3cr3t", "Authorization: ***"),
+        ("sent bearer s3cr3ts3cr3ts3cr3t", "sent bearer ***"),
+        ("wandb said: bad key s3cr3t_of_wandb; try again", "wandb said: bad key ***; try again"),
+        ("loss_per_token=0.5, max_tokens=3, lr=0.1 ok?", "loss_per_token=0.5, max_tokens=3, lr=0.1 ok?"),
+        ("recipe.hub_token=s3:cr3t: no such key; give", "recipe.hub_token=***: no such key; give"),
+        ("is hidden, a secret; add hub_token=VALUE", "is hidden, a secret; add hub_token=VALUE"),
+    ],
+)
+def test_free_text(text: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "s3cr3t_of_wandb")
+    monkeypatch.setenv("HF_TOKEN", "ok")  # too short to be told from other words
+    assert redact_text(text) == shown

@@ -1,12 +1,12 @@
 """Hides secrets in text that is printed or stored: values of keys with such names, and parts of URLs."""
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import HIDDEN
-
+HIDDEN = "***"  # in the place of a secret
 # A name is a secret's if it has one of these words, or such an end, with or without `_` between its words.
 WORDS = {"secret", "secrets", "password", "passwords", "passphrase", "passwd", "pwd", "credential", "credentials"}
 WORDS |= {"cookie", "cookies", "dsn", "sas"}
@@ -19,6 +19,15 @@ USER = re.compile(r"""(://)[^\s/?#'"]*@""")  # and password, of a URL
 QUERY = re.compile(r"""\?([^\s'"]*)""")  # of a URL, or of a part of one
 SIGNATURE = re.compile(r"(?i)(^|&)[\w.%-]*(sig|token|secret|credential|password|pwd|auth|key)[\w.%-]*=")  # in a query
 PAIR = re.compile(r"""([\w-]+)(['"]?\s*[:=]\s*)("[^"]*"|'[^']*'|[^,{}[\]]+)""")  # in a value such as {a: 1, b: [c]}
+
+
+# In free text: name=value, a "name": of JSON or of a dict, a header, a token of one.
+ASSIGNED = re.compile(
+    r"""([\w.-]+)(=|['"]\s*:\s*)("[^"\n]*"|'[^'\n]*'|[^\s,;&'"(){}[\]]+?(?=:?(?:[\s,;&'"(){}[\]]|$)))"""
+)
+HEADER = re.compile(r"(?i)(authorization['\"]?\s*[:=]\s*['\"]?)(?:(?:basic|bearer|token)\s+)?[^\s'\"]+")
+BEARER = re.compile(r"(?i)\b(bearer\s+)[A-Za-z0-9._~+/=-]{16,}")
+SHORTEST = 6  # characters of a variable's value that is looked for; a shorter one may be a part of any word
 
 
 def is_secret(key: str) -> bool:
@@ -44,6 +53,25 @@ def redact_urls(text: str) -> str:
     """Hide the user and password of each URL, and the query that signs it."""
     text = USER.sub(rf"\1{HIDDEN}@", text)
     return QUERY.sub(lambda query: f"?{HIDDEN}" if SIGNATURE.search(query[1]) else query[0], text)
+
+
+def redact_text(text: str) -> str:
+    """Hide the secrets in a line of a log, a message or a traceback: those of URLs, headers and named values.
+
+    The values of environment variables that have a secret's name are hidden, too.
+    """
+    text = HEADER.sub(rf"\1{HIDDEN}", redact_urls(text))
+    text = BEARER.sub(rf"\1{HIDDEN}", text)
+    text = ASSIGNED.sub(_hide, text)
+    own = {value for name, value in os.environ.items() if len(value) >= SHORTEST and is_secret(name)}
+    for value in sorted(own, key=len, reverse=True):
+        text = text.replace(value, HIDDEN)
+    return text
+
+
+def _hide(found: re.Match[str]) -> str:
+    is_hidden = is_secret(found[1]) and found[3] != "VALUE"  # of a hint
+    return f"{found[1]}{found[2]}{HIDDEN}" if is_hidden else found[0]
 
 
 def children(node: Any) -> Iterable[tuple[Any, Any]]:
