@@ -209,6 +209,11 @@ def open_data(
         return map_style(data, split, transform, seed)
     if is_stream(data):
         return Stream(data, transform, seed)
+    if isinstance(data, DataLoader) and transform is not None and not options.map:
+        raise ConfigError(
+            f"recipe.transform: recipe.data({split!r}) is a DataLoader, whose samples it does not get; apply it in the "
+            "data set, or return the Dataset instead"
+        )
     if options.map:
         raise ConfigError(
             f"data.map: recipe.data({split!r}) gives batches, and data.map takes samples; leave data.map out, or "
@@ -230,6 +235,13 @@ def refuse_no_data(data: Any, split: str) -> None:
         DataError: The list is empty, as `glob.glob` of a missing folder is.
     """
     key, form = f"recipe.data({split!r})", "return shards, a Dataset, or an iterable of batches"
+    parts = list(data.values()) if isinstance(data, Mapping) and split == "train" else data
+    if isinstance(parts, list | tuple) and any(isinstance(part, DataLoader | Dataset) for part in parts):
+        kind = next(type(part).__name__ for part in parts if isinstance(part, DataLoader | Dataset))
+        raise ConfigError(
+            f"{key}: returned a {type(data).__name__} with a {kind}; return one, of a ConcatDataset of their samples"
+            + ("" if split == "train" else ", or several as a dict of names")
+        )
     if isinstance(data, type):
         raise ConfigError(f"{key}: returned the class {data.__name__}; return an object of it")
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset) and not hasattr(data, "__len__"):
