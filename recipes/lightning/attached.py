@@ -1,7 +1,7 @@
 """The part of Lightning's Trainer that a LightningModule may read, and the collection of what it logs."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -126,7 +126,6 @@ class AttachedTrainer:
     def __init__(self) -> None:
         self.datamodule: Any = None
         self.echelon: TrainerProtocol | None = None
-        self.count_batches: Callable[[int], float] = lambda ranks: math.inf  # of an epoch, for data that gives batches
         self.training, self.validating, self.predicting, self.batch_size = True, False, False, 1
         self.logged, self.in_training_step = Logged(), False
         self.of_epoch: dict[str, bool] = {}  # names with on_epoch in training_step, and whether each step has them, too
@@ -181,18 +180,13 @@ class AttachedTrainer:
     @property
     def steps_per_epoch(self) -> float:
         """Steps in which each sample is taken once; a fraction, if Echelon cuts the batches."""
-        if self.run.plan.order is not None:
-            return self.run.plan.order.samples / self.run.batch
-        batches = self.count_batches(self.run.world)
-        if (most := self.run.options.limit_batches.train) is not None:
-            batches = min(batches, most * self.accumulate_grad_batches)
-        return batches if batches == math.inf else math.ceil(batches / self.accumulate_grad_batches)
+        samples = self.run.plan.epoch_samples
+        return math.inf if samples is None else samples / self.run.batch
 
     def epochs_at(self, step: int) -> int:
         """Return the whole epochs in so many steps."""
-        if self.run.plan.order is not None:
-            return step * self.run.batch // self.run.plan.order.samples
-        return int(step // self.steps_per_epoch)
+        samples = self.run.plan.epoch_samples
+        return 0 if samples is None else step * self.run.batch // samples
 
     def steps_in(self, epochs: int) -> int:
         """Return the first number of steps that has so many whole epochs."""

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from recipes.lightning.attached import Logged
+from recipes.lightning.data import refuse_ranks
 from recipes.lightning.module import find, overrides
 from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.data.batch import Step
@@ -35,6 +36,8 @@ class LightningHooks(Callback):
             name = type(recipe).__name__
             raise ConfigError(f"callbacks.lightning: belongs to recipe Lightning, and this is {name}; leave it out")
         recipe.view.echelon = trainer
+        for split, loader in recipe.loaders.items():
+            refuse_ranks(loader, split, trainer.world)
         chosen: Any = trainer.new_optimizer
         make = chosen.args[0].make if isinstance(chosen.args[0], WithGroups) else chosen.args[0]
         recipe.own_optimizer = make == recipe.optimizer

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from recipes.lightning.attached import AttachedTrainer
-from recipes.lightning.data import Batches, collate, get_loader, samples_or_batches
+from recipes.lightning.data import collate, get_loader, samples_or_batches
 from recipes.lightning.module import attach, find, is_lightning, overrides, refuse_predict_hooks, step_arguments
 from recipes.lightning.optimizers import Configured, ModuleSchedule
 from recipes.lightning.validation import Validation
@@ -59,6 +59,7 @@ class Lightning:
         self.ended: tuple[Any, ...] | None = None  # a batch whose end the module has not been told
         self.predicted = 0  # batches of this rank, of the data that was opened last
         self.stages = set[str]()  # for which the data is set up
+        self.loaders: dict[str, Any] = {}  # by split
 
     def model(self) -> nn.Module:
         self.configured = None
@@ -100,10 +101,9 @@ class Lightning:
             raise ConfigError(f"recipe.datamodule: {name} has no train_dataloader; name a class that has one")
         if loader is None or (split == "val" and not overrides(self.prototype, "validation_step")):
             return None
-        found = samples_or_batches(loader, split, self.batches, lambda: self.view.run.options.seed)
-        if split == "train" and isinstance(found, Batches):
-            self.view.count_batches = found.count
-        return found
+        self.loaders[split] = loader
+        seed = lambda: self.view.echelon.options.seed if self.view.echelon else 0  # noqa: E731
+        return samples_or_batches(loader, split, self.batches, seed)
 
     @property
     def collate(self) -> Any:

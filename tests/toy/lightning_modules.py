@@ -329,3 +329,36 @@ class Unlabelled(Numbers):
 
     def predict_dataloader(self) -> Any:
         return DataLoader(self.unlabelled, batch_size=4)
+
+
+class Seen(L.LightningModule):
+    """Keeps the numbers of the samples of each step, and logs the mean of a validation's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append(batch[0].flatten().int().tolist())
+        return self.layer(batch[0] / 100).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_seen", batch[0].mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Loaders(L.LightningDataModule):
+    """The loaders that two functions make."""
+
+    def __init__(self, train: Any, val: Any = None) -> None:
+        super().__init__()
+        self.train, self.val = train, val
+
+    def train_dataloader(self) -> Any:
+        return self.train()
+
+    def val_dataloader(self) -> Any:
+        return self.val() if self.val else []

@@ -248,7 +248,7 @@ class Loader:
             timeout=timeout_s if workers else 0,
             pin_memory=self.device.type == "cuda",
         )
-        batches = start_workers(loader, to_load) if workers else loader(sampler=to_load)
+        batches = start_workers(loader, to_load, source.reader.begin_worker) if workers else loader(sampler=to_load)
         try:
             with fetching(source.reader.remote(), needs, lanes, self.ranks_on_node) as passed:
                 for fetched, refs, end in zip(batches, to_name, ends or itertools.repeat(True), strict=False):

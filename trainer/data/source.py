@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from trainer.config.options import DataOptions
 from trainer.data.bad_samples import Bad
@@ -144,6 +144,13 @@ class MapReader:
     def name(self, ref: Ref) -> tuple[int, str]:
         return ref.shard, str(ref.shard * self.per_shard + ref.offset)
 
+    def begin_worker(self, worker: int) -> None:
+        """Call the `worker_init_fn` of a data set that has one, as a DataLoader of it does."""
+        own = getattr(self.dataset, "worker_dataset", self.dataset)
+        object.__setattr__(get_worker_info(), "dataset", own)  # torch lets no one set it
+        if init := getattr(self.dataset, "worker_init_fn", None):
+            init(worker)
+
     def prefetch(self, refs: Sequence[Ref]) -> None:
         """Do nothing: a dataset has no prefetch."""
 
@@ -206,6 +213,11 @@ def open_data(
     if options.decoders and split == "train":
         raise ConfigError("data.decoders: recipe.data('train') has no shards to decode; leave data.decoders out")
     if is_map_style(data):
+        if not options.workers and getattr(data, "worker_init_fn", None):
+            raise ConfigError(
+                f"data.workers=0: recipe.data({split!r}) has a worker_init_fn, which data workers call; give "
+                "data.workers=1 or more"
+            )
         return map_style(data, split, transform, seed)
     if is_stream(data):
         return Stream(data, transform, seed)
