@@ -22,8 +22,9 @@ GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 class LightningHooks(Callback):
     """Belongs to the recipe Lightning.
 
-    The state is what schedulers of role ReduceLROnPlateau have seen, and what the end of an epoch has logged since the
-    last logged step. Each rank has its sums of the epoch. All else follows from the step.
+    The state is what schedulers of role ReduceLROnPlateau have seen, what the end of an epoch has logged since the last
+    logged step, and what the module has frozen or unfrozen. Each rank has its sums of the epoch. All else follows from
+    the step.
     """
 
     role = Role.MEASURE
@@ -46,6 +47,7 @@ class LightningHooks(Callback):
         self.sums: dict[str, list[Any]] = {}  # of what training_step logs with on_epoch, and the weights
         self.objects: dict[str, Any] = {}  # metrics of torchmetrics among these
         self.world = trainer.world
+        self.frozen: list[str] | None = None  # the parameters, of a checkpoint
         self.plateaus: dict[int, dict[str, float]] = recipe.configured.plateaus
         return model
 
@@ -74,9 +76,12 @@ class LightningHooks(Callback):
         recipe.passes, self.epoch = 0, recipe.view.current_epoch
         recipe.view.logged.clear()
         trainer.gathered.append((partial(self._of_step, recipe.view.logged, recipe.view.of_epoch), self._name))
+        self.module = module
         module.on_fit_start()
         module.on_train_start()
         module.on_train_epoch_start()
+        for name, parameter in module.named_parameters():  # of a checkpoint: after hooks that have run before it
+            parameter.requires_grad_(parameter.requires_grad if self.frozen is None else name not in self.frozen)
         self.open = True  # an epoch has begun, and not ended
 
     def _name(self, ranks: list[Any]) -> dict[str, float]:
@@ -139,7 +144,8 @@ class LightningHooks(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         plateaus = {str(step): values for step, values in self.plateaus.items()}
-        return {"plateaus": plateaus, "of_epoch": self.of_epoch}
+        frozen = [name for name, p in self.module.named_parameters() if not p.requires_grad]
+        return {"plateaus": plateaus, "of_epoch": self.of_epoch, "frozen": frozen}
 
     def rank_state_dict(self) -> dict[str, Any]:
         return {"sums": plain(self.sums)}
@@ -158,7 +164,7 @@ class LightningHooks(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.plateaus.update({int(step): values for step, values in state["plateaus"].items()})
-        self.of_epoch = dict(state.get("of_epoch", {}))
+        self.of_epoch, self.frozen = dict(state.get("of_epoch", {})), state.get("frozen")
 
 
 def plain(sums: Mapping[str, list[Any]]) -> dict[str, list[float]]:

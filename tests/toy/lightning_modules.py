@@ -362,3 +362,33 @@ class Loaders(L.LightningDataModule):
 
     def val_dataloader(self) -> Any:
         return self.val() if self.val else []
+
+
+class Changes(AutoEncoder):
+    """What user code changes at the start of epochs: which parameters train, a rate, a group, a state."""
+
+    changes: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        type(self).changes(self, self.current_epoch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Inside(Changes):
+    """Unfreezes inside a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.encoder.requires_grad_(self.global_step >= 2)
+        return super().training_step(batch, batch_idx)
+
+
+class Scheduled(Changes):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
