@@ -18,7 +18,14 @@ from trainer.recipe_checks import describe
 
 OF_TRAINING = ("train_", "train/", "training_")
 OWN = ("datamodule", "lightning_module", "configured", "echelon", "training", "validating", "predicting", "batch_size")
-OWN += ("logged", "in_training_step", "of_epoch", "should_stop", "last_batch")  # attributes of the view that are set
+OWN += (
+    "logged",
+    "in_training_step",
+    "of_epoch",
+    "should_stop",
+    "last_batch",
+    "after_batch",
+)  # attributes of the view that are set
 KEY = "self.trainer.callback_metrics"
 OF_VALIDATION = ("val_", "val/", "valid_", "valid/", "validation_", "validation/")
 
@@ -136,7 +143,8 @@ class AttachedTrainer:
     """The object that a module finds as `self.trainer`. It reads Echelon's trainer once that is attached."""
 
     barebones = sanity_checking = testing = fast_dev_run = interrupted = received_sigterm = False
-    logger = progress_bar_callback = checkpoint_callback = early_stopping_callback = min_epochs = min_steps = None
+    logger = progress_bar_callback = checkpoint_callback = early_stopping_callback = min_steps = None
+    min_epochs = 0
     loggers: list[Any] = []
     callbacks: list[Any] = []
     checkpoint_callbacks: list[Any] = []
@@ -146,7 +154,7 @@ class AttachedTrainer:
         vars(self).update(datamodule=None, lightning_module=None, configured=None, strategy=AttachedStrategy(self))
         self.echelon: TrainerProtocol | None = None
         self.training, self.validating, self.predicting, self.batch_size = True, False, False, 1
-        self.last_batch = False
+        self.last_batch, self.after_batch = False, False
         self.logged, self.in_training_step = Logged(), False
         self.of_epoch: dict[str, bool] = {}  # names with on_epoch in training_step, and whether each step has them, too
 
@@ -191,7 +199,8 @@ class AttachedTrainer:
 
     @property
     def max_steps(self) -> int:
-        return -1 if self.run.plan.max_steps is None else self.run.plan.max_steps
+        """The limit in steps that is set; -1 if an epoch ends the run, as in Lightning."""
+        return -1 if self.run.options.max_steps is None else self.run.options.max_steps
 
     @property
     def estimated_stepping_batches(self) -> float:
@@ -200,9 +209,9 @@ class AttachedTrainer:
     @property
     def max_epochs(self) -> int | None:
         most = self.run.options.max_epochs
-        if most is not None or self.max_steps < 0:
+        if most is not None or self.run.plan.max_steps is None:
             return None if most is None else math.ceil(most)
-        return math.ceil(self.max_steps / self.steps_per_epoch)
+        return math.ceil(self.run.plan.max_steps / self.steps_per_epoch)
 
     @property
     def steps_per_epoch(self) -> float:
@@ -234,7 +243,9 @@ class AttachedTrainer:
 
     @property
     def current_epoch(self) -> int:
-        return self.epochs_at(self.global_step) if self.global_step else 0
+        """The epoch of the step; after its last batch, and in a validation, the epoch that this batch belongs to."""
+        step = self.global_step - (self.validating or self.after_batch)
+        return self.epochs_at(step) if step > 0 else 0
 
     @property
     def global_step(self) -> int:
@@ -273,7 +284,7 @@ class AttachedTrainer:
     @property
     def gradient_clip_algorithm(self) -> str | None:
         options = self.run.options
-        return "norm" if options.clip_norm is not None else None if options.clip_value is None else "value"
+        return "value" if options.clip_value is not None else None  # None: by the norm, as in Lightning
 
     @property
     def log_every_n_steps(self) -> int:

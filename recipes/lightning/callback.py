@@ -22,8 +22,8 @@ GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 class LightningHooks(Callback):
     """Belongs to the recipe Lightning.
 
-    The state is what schedulers of role ReduceLROnPlateau have seen, what the end of an epoch has logged since the last
-    logged step, and what the module has frozen or unfrozen. Each rank has its sums of the epoch. All else follows from
+    The state is what schedulers of role ReduceLROnPlateau have seen, and what the end of an epoch has logged since the
+    last logged step. It names the frozen parameters, too. Each rank has its sums of the epoch. All else follows from
     the step.
     """
 
@@ -53,12 +53,12 @@ class LightningHooks(Callback):
 
     def wrap_forward_backward(self, trainer: TrainerProtocol, run: ForwardBackward) -> ForwardBackward:
         module = find(trainer.module)
-        own = [getattr(module, hook) for hook in GRADIENT_HOOKS if overrides(module, hook)]
+        own = [hook for hook in GRADIENT_HOOKS if overrides(module, hook)]
         if not own:
             return run
         if trainer.scaler.is_enabled() or any("defers" in c.provides for c in trainer.callbacks.values()):
             raise ConfigError(
-                f"recipe.module: {type(module).__name__}.{own[0].__name__} reads gradients, which are scaled or not "
+                f"recipe.module: {type(module).__name__}.{own[0]} reads gradients, which are scaled or not "
                 "reduced yet; leave fp16 and callbacks that defer the reduction out"
             )
 
@@ -66,7 +66,7 @@ class LightningHooks(Callback):
             losses = run(data, total)
             if not trainer.rehearsing:
                 for hook in own:
-                    hook(*(() if hook.__name__ == "on_after_backward" else (trainer.optimizer,)))
+                    getattr(module, hook)(*(() if hook == "on_after_backward" else (trainer.optimizer,)))
             return losses
 
         return passes
@@ -94,13 +94,17 @@ class LightningHooks(Callback):
 
     def on_step_end(self, trainer: TrainerProtocol) -> None:
         recipe, module = trainer.recipe, find(trainer.module)
+        recipe.view.after_batch = True
         recipe.end_batch(module)
         recipe.passes = 0
         self._add(recipe.view.logged, recipe.view.of_epoch)
         recipe.view.logged.clear()
-        if recipe.view.current_epoch > self.epoch:
-            self.epoch = recipe.view.current_epoch
+        ended = recipe.view.epochs_at(trainer.step) > self.epoch
+        if ended:
             self._end_epoch(trainer, module)
+            self.epoch = recipe.view.epochs_at(trainer.step)
+        recipe.view.after_batch = False
+        if ended:
             self.open = not trainer.stop_reason and trainer.step != trainer.plan.max_steps
             if self.open:
                 module.on_train_epoch_start()
@@ -140,6 +144,8 @@ class LightningHooks(Callback):
                 module.on_train_epoch_end()
             module.on_train_end()
             module.on_fit_end()
+        if trainer.recipe.view.datamodule is not None:
+            trainer.recipe.view.datamodule.teardown("fit")
         module.teardown("fit")
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,36 +1,17 @@
-"""What user code of Lightning's and of torch's may use here, name by name: given, or refused before the run.
+"""Names of Lightning and of torch's DataLoader that user code may use, and those that are refused: docs/honoured.md."""
 
-The refusals read these tables, docs/honoured.md shows them, and a test compares them with the installed libraries: a
-name of a new version that is in neither column fails it.
-"""
+from recipes.honoured import Table
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Table:
-    """The names of a library's object.
-
-    Args:
-        given: Name -> what it is here, and after a colon the test that compares it with the library's own.
-        refused: Name -> the reason, and what to use instead.
-    """
-
-    title: str
-    given: dict[str, str]
-    refused: dict[str, str]
-
-
-FIT = "test_lightning.py::test_losses_weights_rates_and_hooks_are_those_of_lightnings_trainer"
-VALIDATION = "test_lightning_validation.py::test_numbers_are_those_of_lightnings_trainer"
-EPOCH = "test_lightning.py::test_what_the_end_of_an_epoch_logs_is_lightnings"
-PREDICTION = "test_lightning_predict.py::test_predictions_are_those_of_lightnings_trainer"
-CHECKPOINT = "test_lightning.py::test_a_checkpoint_of_lightning_begins_a_run_and_an_export_loads_in_lightning"
-CHANGES = "test_lightning_changes.py::test_weights_are_those_of_lightning_also_after_a_resume"
-DATA = "test_lightning_data.py::test_a_validation_has_the_samples_of_its_loader"
-READ = "test_lightning_honoured.py::test_a_module_reads_what_it_reads_in_lightning"
-CALLED = "test_lightning_honoured.py::test_hooks_are_called_in_lightnings_order"
-LOADER = "test_torch_loader.py::test_batches_are_those_of_a_bare_loop"
+FIT = "recipes/test_lightning.py::test_losses_weights_rates_and_hooks_are_those_of_lightnings_trainer"
+VALIDATION = "recipes/test_lightning_validation.py::test_numbers_are_those_of_lightnings_trainer"
+EPOCH = "recipes/test_lightning.py::test_what_the_end_of_an_epoch_logs_is_lightnings"
+PREDICTION = "recipes/test_lightning_predict.py::test_predictions_are_those_of_lightnings_trainer"
+CHECKPOINT = "recipes/test_lightning.py::test_a_checkpoint_of_lightning_begins_a_run_and_an_export_loads_in_lightning"
+CHANGES = "recipes/test_lightning_changes.py::test_weights_are_those_of_lightning_also_after_a_resume"
+DATA = "recipes/test_lightning_data.py::test_a_validation_has_the_samples_of_its_loader"
+READ = "recipes/test_lightning_honoured.py::test_a_module_reads_what_it_reads_in_lightning"
+CALLED = "recipes/test_lightning_honoured.py::test_hooks_are_called_in_lightnings_order"
+LOADER = "data/test_torch_loader.py::test_batches_are_those_of_a_bare_loop"
 
 MANUAL = "belongs to manual optimization, and Echelon runs the optimizer; return the loss from training_step"
 OF_TEST = "a test has no run here; Lightning's own Trainer takes the exported model.ckpt"
@@ -175,19 +156,3 @@ ARGUMENTS = Table(
     {},
 )  # fmt: skip
 TABLES = (HOOKS, LATER, MODULE, DATAMODULE, TRAINER, ARGUMENTS)
-
-
-def page() -> str:
-    """Return the tables in Markdown, a section each."""
-    parts = []
-    for table in TABLES:
-        rows = [f"| `{name}` | given | {link(test)} |" for name, test in sorted(table.given.items())]
-        rows += [f"| `{name}` | refused | {reason} |" for name, reason in sorted(table.refused.items())]
-        parts.append("\n".join([f"## {table.title}", "", "| name | here | test, or reason |", "|---|---|---|", *rows]))
-    return "\n\n".join(parts) + "\n"
-
-
-def link(test: str) -> str:
-    file, _, name = test.partition("::")
-    folder = "data" if file == "test_torch_loader.py" else "recipes"
-    return f"[{name.removeprefix('test_').replace('_', ' ')}](../tests/{folder}/{file})"

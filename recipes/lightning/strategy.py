@@ -18,7 +18,7 @@ class NoSuchAttribute(ConfigError, AttributeError):
 
 
 class AttachedStrategy:
-    """What a module finds as `self.trainer.strategy`. Its methods are collectives of all ranks."""
+    """The object that a module finds as `self.trainer.strategy`. Its methods are collectives of all ranks."""
 
     def __init__(self, view: Any) -> None:
         self.view = view

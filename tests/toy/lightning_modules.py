@@ -392,3 +392,35 @@ class Scheduled(Changes):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class Reads(Cycled):
+    """Notes what `read` reads of it and of its trainer, in each step and at the end of each epoch."""
+
+    read: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[dict[str, Any]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.found.append(self.read(self))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.found.append(self.read(self))
+
+
+def noted(name: str) -> Any:
+    def note(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.noted.append(name)
+        return getattr(super(self.own, self), name)(*args, **kwargs)
+
+    return note
+
+
+def noting(base: type, hooks: Any) -> Any:
+    """Return a class that notes the calls of its hooks in the list `noted`."""
+    made: Any = type("Noting", (base,), {name: noted(name) for name in hooks})
+    made.own, made.noted = made, []
+    return made

@@ -131,6 +131,8 @@ def listed(key: str, parameters: Iterable[nn.Parameter], module: nn.Module) -> l
 def parameter_groups(module: nn.Module, rules: Sequence[Rule] = (), by_hidden: bool = False) -> list[dict[str, Any]]:
     """Return matrices, and parameters of fewer than two dimensions, which take no weight decay unless a rule says so.
 
+    A rule with `held` is a group as it is.
+
     Args:
         rules: The groups of a rule come after those without one.
         by_hidden: Each group says whether its matrices are hidden.
@@ -142,7 +144,7 @@ def parameter_groups(module: nn.Module, rules: Sequence[Rule] = (), by_hidden: b
         i = rule_of.get(name, -1)
         if not p.requires_grad and (i < 0 or not rules[i].settings.get("held")):
             continue
-        decays = p.dim() >= 2
+        decays = p.dim() >= 2 or (i >= 0 and rules[i].settings.get("held", False))  # that is a whole group
         settings: dict[str, Any] = {"hidden": p in hidden} if by_hidden else {}
         settings |= {} if decays else {"weight_decay": 0.0}
         settings |= {key: value for key, value in rules[i].settings.items() if key not in OURS} if i >= 0 else {}

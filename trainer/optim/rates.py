@@ -38,7 +38,7 @@ class Rates:
     def restore(self, peaks: list[float] | None) -> None:
         """Put the rates of a checkpoint back that were set by hand; None: none was.
 
-        What hooks set before the next step is dropped, since they have run in the run that is resumed.
+        Rates that hooks set before the next step are dropped, since the resumed run has them already.
         """
         self.given = []
         if peaks is not None:
