@@ -23,8 +23,8 @@ class LightningHooks(Callback):
     """Belongs to the recipe Lightning.
 
     The state is what schedulers of role ReduceLROnPlateau have seen, and what the end of an epoch has logged since the
-    last logged step. It names the frozen parameters, too. Each rank has its sums of the epoch. All else follows from
-    the step.
+    last logged step. It has the frozen parameters and the data's state, too. Each rank has its sums of the epoch. All
+    else follows from the step.
     """
 
     role = Role.MEASURE
@@ -46,7 +46,7 @@ class LightningHooks(Callback):
         self.of_epoch: dict[str, float] = {}
         self.sums: dict[str, list[Any]] = {}  # of what training_step logs with on_epoch, and the weights
         self.objects: dict[str, Any] = {}  # metrics of torchmetrics among these
-        self.world = trainer.world
+        self.world, self.data = trainer.world, recipe.view.datamodule
         self.frozen: list[str] | None = None  # the parameters, of a checkpoint
         self.plateaus: dict[int, dict[str, float]] = recipe.configured.plateaus
         return model
@@ -144,14 +144,15 @@ class LightningHooks(Callback):
                 module.on_train_epoch_end()
             module.on_train_end()
             module.on_fit_end()
-        if trainer.recipe.view.datamodule is not None:
-            trainer.recipe.view.datamodule.teardown("fit")
+        if self.data is not None:
+            self.data.teardown("fit")
         module.teardown("fit")
 
     def state_dict(self) -> dict[str, Any]:
         plateaus = {str(step): values for step, values in self.plateaus.items()}
         frozen = [name for name, p in self.module.named_parameters() if not p.requires_grad]
-        return {"plateaus": plateaus, "of_epoch": self.of_epoch, "frozen": frozen}
+        data = {} if self.data is None else self.data.state_dict()
+        return {"plateaus": plateaus, "of_epoch": self.of_epoch, "frozen": frozen, "data": data}
 
     def rank_state_dict(self) -> dict[str, Any]:
         return {"sums": plain(self.sums)}
@@ -171,6 +172,8 @@ class LightningHooks(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.plateaus.update({int(step): values for step, values in state["plateaus"].items()})
         self.of_epoch, self.frozen = dict(state.get("of_epoch", {})), state.get("frozen")
+        if self.data is not None and state.get("data"):
+            self.data.load_state_dict(state["data"])
 
 
 def plain(sums: Mapping[str, list[Any]]) -> dict[str, list[float]]:

@@ -4,6 +4,8 @@ from recipes.honoured import Table
 
 FIT = "recipes/test_lightning.py::test_losses_weights_rates_and_hooks_are_those_of_lightnings_trainer"
 VALIDATION = "recipes/test_lightning_validation.py::test_numbers_are_those_of_lightnings_trainer"
+MEAN = "recipes/test_lightning.py::test_a_mean_of_the_epoch_that_a_step_asks_for_is_lightnings"
+STATE = "recipes/test_lightning_changes.py::test_a_state_of_the_data_is_in_checkpoints"
 EPOCH = "recipes/test_lightning.py::test_what_the_end_of_an_epoch_logs_is_lightnings"
 PREDICTION = "recipes/test_lightning_predict.py::test_predictions_are_those_of_lightnings_trainer"
 CHECKPOINT = "recipes/test_lightning.py::test_a_checkpoint_of_lightning_begins_a_run_and_an_export_loads_in_lightning"
@@ -86,6 +88,7 @@ DATAMODULE = Table(
     {
         **dict.fromkeys(("train_dataloader", "val_dataloader", "from_datasets"), DATA),
         "predict_dataloader": PREDICTION,
+        **dict.fromkeys(("state_dict", "load_state_dict"), STATE),
         **dict.fromkeys(("prepare_data", "setup", "teardown", "name"), CALLED),
         **dict.fromkeys(("hparams", "hparams_initial", "save_hyperparameters", "load_from_checkpoint"), CALLED),
         **dict.fromkeys(("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME"), CALLED),
@@ -94,8 +97,6 @@ DATAMODULE = Table(
     {
         "test_dataloader": OF_TEST,
         "on_exception": "Echelon reports errors itself; use teardown",
-        "state_dict": "Echelon keeps the position in the data; leave it out",
-        "load_state_dict": "Echelon keeps the position in the data; leave it out",
         "transfer_batch_to_device": "give tensors, or objects with a method `to`",
         "on_before_batch_transfer": "define it in the LightningModule",
         "on_after_batch_transfer": "define it in the LightningModule",
@@ -143,6 +144,19 @@ TRAINER = Table(
         "save_checkpoint": "give trainer.checkpoint.every_steps or keep_best",
     },
 )  # fmt: skip
+LOG = Table(
+    "Arguments of self.log",
+    {
+        **dict.fromkeys(("name", "value", "on_step", "on_epoch", "batch_size", "prog_bar", "logger"), MEAN),
+        **dict.fromkeys(("add_dataloader_idx", "metric_attribute", "sync_dist"), MEAN),
+    },
+    {
+        "enable_graph": "a logged value has no graph here; return the loss",
+        "rank_zero_only": "Echelon logs the mean over ranks; leave it out (on one rank it is taken)",
+        "reduce_fx": "Echelon logs means; leave reduce_fx out ('mean' is taken)",
+        "sync_dist_group": "Echelon logs the mean over all ranks; leave it out",
+    },
+)
 ARGUMENTS = Table(
     "Arguments of a DataLoader of torch",
     dict.fromkeys(
@@ -155,4 +169,4 @@ ARGUMENTS = Table(
     ),
     {},
 )  # fmt: skip
-TABLES = (HOOKS, LATER, MODULE, DATAMODULE, TRAINER, ARGUMENTS)
+TABLES = (HOOKS, LATER, MODULE, LOG, DATAMODULE, TRAINER, ARGUMENTS)

@@ -7,11 +7,12 @@ from typing import Any
 from torch import nn
 
 from recipes.lightning.attached import AttachedTrainer, short_name
-from recipes.lightning.honoured import DATAMODULE, HOOKS, LATER, MODULE
+from recipes.lightning.honoured import DATAMODULE, HOOKS, LATER, LOG, MODULE
 from trainer.errors import ConfigError
 
 BASE = "LightningModule"  # of lightning.pytorch, or of pytorch_lightning: a package of its own
-OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")  # of `log`, in its order
+OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group")
+OPTIONS += ("add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only")  # of `log`, in its order
 
 
 class Attached:
@@ -25,16 +26,14 @@ class Attached:
             return getattr(self, lightning_step)(*args)
         return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue] of the module's own class
 
-    def log(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **options: Any) -> None:
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Add a value to what is logged. The mean over batches and ranks is weighted by `batch_size`."""
         options = {**dict(zip(OPTIONS, args, strict=False)), **options}
-        reduce = options.get("reduce_fx", "mean")
-        if reduce not in ("mean", "avg"):
-            raise ConfigError(f"self.log({name!r}, reduce_fx={reduce!r}): Echelon logs means; leave reduce_fx out")
+        refuse_options(name, options, self.view.world_size)
         if options.get("on_epoch") and self.view.in_training_step:
             names = map(short_name, value if isinstance(value, Mapping) else [name])
             self.view.of_epoch |= dict.fromkeys(names, options.get("on_step") is not False)
-        self.view.logged.add(name, value, batch_size or self.view.batch_size)
+        self.view.logged.add(name, value, options.get("batch_size") or self.view.batch_size)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer of the run."""
@@ -47,6 +46,19 @@ class Attached:
     @_trainer.setter
     def _trainer(self, trainer: Any) -> None:
         """Keep the view: Lightning sets None in a copy."""
+
+
+def refuse_options(name: str, options: Mapping[str, Any], ranks: int) -> None:
+    """Raise ConfigError if `self.log` is asked for another number than the mean over batches and ranks."""
+    asked = {key: value for key, value in options.items() if value}
+    if options.get("reduce_fx", "mean") in ("mean", "avg"):
+        asked.pop("reduce_fx", None)
+    if ranks == 1:
+        asked.pop("rank_zero_only", None)
+    for key, value in asked.items():
+        if key in LOG.refused or key not in LOG.given:
+            reason = LOG.refused.get(key, "Lightning has no such argument; leave it out")
+            raise ConfigError(f"self.log({name!r}, {key}={value!r}): {reason}")
 
 
 def refused_call(name: str, reason: str) -> Any:

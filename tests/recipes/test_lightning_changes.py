@@ -119,6 +119,18 @@ def test_a_group_that_a_resume_would_lack_is_refused():
         by_echelon(module_that(group), numbers(), max_epochs=3)
 
 
+def test_a_state_of_the_data_is_in_checkpoints():
+    """As Lightning has it: what `state_dict` returned at the checkpoint."""
+    kind = type("Kept", (type(numbers()),), {"loaded": None})
+    kind.state_dict = lambda self: {"seen": 3}
+    kind.load_state_dict = lambda self, state: setattr(type(self), "loaded", state)
+    often: dict[str, Any] = {"checkpoint": CheckpointOptions(every_steps=4), "max_steps": 6}
+    by_echelon(module_that(unchanged), kind(), **often)
+    assert kind.loaded is None
+    by_echelon(module_that(unchanged), kind(), **often, run_dir="runs/s", resume="ckpt/r/step-00000004")
+    assert kind.loaded == {"seen": 3}
+
+
 def test_a_rate_that_a_scheduler_sets_is_refused():
     module = module_that(rate, "Scheduled")
     with pytest.raises(ConfigError, match=r"^optimizer\.param_groups\[0\]\['lr'\]=0\.005: was set by hand before step"):

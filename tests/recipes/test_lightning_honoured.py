@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from recipes.lightning import Lightning
 from recipes.lightning.attached import AttachedTrainer
-from recipes.lightning.honoured import ARGUMENTS, DATAMODULE, HOOKS, LATER, MODULE, TRAINER
+from recipes.lightning.honoured import ARGUMENTS, DATAMODULE, HOOKS, LATER, LOG, MODULE, TRAINER
+from recipes.lightning.module import OPTIONS, refuse_options
 from trainer.config.options import LimitOptions, Options
 from trainer.errors import ConfigError
 
@@ -53,6 +54,12 @@ def of_trainer() -> set[str]:
     return public(trainer) | {name for name in vars(trainer) if not name.startswith("_")}
 
 
+def of_log() -> set[str]:
+    import lightning as L
+
+    return set(inspect.signature(L.LightningModule.log).parameters) - {"self"}
+
+
 def of_loader() -> set[str]:
     return set(inspect.signature(DataLoader.__init__).parameters) - {"self"}
 
@@ -63,6 +70,7 @@ def of_loader() -> set[str]:
         (of_module, (HOOKS, LATER, MODULE)),
         (of_datamodule, (DATAMODULE,)),
         (of_trainer, (TRAINER,)),
+        (of_log, (LOG,)),
         (of_loader, (ARGUMENTS,)),
     ],
 )
@@ -117,6 +125,19 @@ def test_an_attribute_of_the_trainer_that_is_not_given_is_refused_with_its_reaso
     with pytest.raises(ConfigError) as refused:
         getattr(view, name)
     assert str(refused.value) == f"self.trainer.{name}: {TRAINER.refused[name]}" and not hasattr(view, name)
+
+
+@pytest.mark.parametrize("name", [*LOG.refused, "on_epochs"])
+def test_an_argument_of_log_that_asks_for_another_number_is_refused(name):
+    with pytest.raises(ConfigError, match=rf"^self\.log\('acc', {name}='sum'\): "):
+        refuse_options("acc", {name: "sum"}, 2)
+    refuse_options("acc", {"reduce_fx": "mean", "rank_zero_only": True, "sync_dist": True, "enable_graph": False}, 1)
+
+
+def test_arguments_of_log_by_place_are_lightnings():
+    import lightning as L
+
+    assert tuple(inspect.signature(L.LightningModule.log).parameters)[3:] == OPTIONS
 
 
 def test_an_attribute_that_is_set_in_vain_is_refused():
