@@ -19,6 +19,7 @@ from trainer.config.options import DataOptions, Options
 from trainer.config.schema import fits
 from trainer.data.limit import FirstOf, first_batches, first_validation
 from trainer.data.source import Samples, open_source, transform_of
+from trainer.data.torch_loader import batch_size_of, batches_in
 from trainer.errors import ConfigError, DataError
 from trainer.log import log
 from trainer.optim.schedule import Schedule
@@ -84,6 +85,7 @@ class Plan:
         parts = (spec.micro, spec.accumulate) if spec else None
         data_world = split_over(self.callbacks, world)
         self.micro, self.accumulate = parts or split_batch(batch, data_world, micro_batch, accumulate, self.uneven)
+        self.data_world, self.splits = data_world, not (spec or micro_batch or accumulate or hasattr(recipe, "weight"))
         if self.resumed and self.manifest["world"] != world:
             refuse_unmerged(self.callbacks, self.manifest, world)
         if options.init_from and not self.resumed:
@@ -142,6 +144,9 @@ class Plan:
             each(None)
         if source is None:
             raise ConfigError("recipe.data('train'): is None; return the data to train on")
+        size = batch_size_of(source)
+        if self.splits and size:
+            self.micro, self.accumulate = split_by(size, self.batch, self.data_world)
         self.source = source = self._limit(source, recipe)
         self.order = source.order(self.data.lanes, self.data.block) if isinstance(source, Samples) else None
         if self.validation is None and self.options.validate_every is not None:
@@ -154,7 +159,8 @@ class Plan:
             raise ConfigError(
                 f"{key}={name}: recipe.data('val') is None; return validation data, or leave this setting out"
             )
-        self.epoch_samples = self.order.samples if self.order else None
+        batches = None if self.order else batches_in(source, self.data_world)
+        self.epoch_samples = self.order.samples if self.order else (batches or 0) * self.micro * self.data_world or None
 
     def _limit(self, source: Any, recipe: Any) -> Any:
         """Limit the training data, which is returned, and the validation data, by `limit_batches` or `overfit`."""
@@ -321,6 +327,22 @@ def split_over(callbacks: Mapping[str, Callback], world: int) -> int:
             raise ConfigError(f"callbacks.{name}.stages={callback.stages}: does not divide {world} rank(s); {way_out}")
         world //= callback.stages
     return world
+
+
+def split_by(size: int, batch: int, world: int) -> tuple[int, int]:
+    """Split a batch by the batches of an iterable, which have `size` samples.
+
+    Raises:
+        ConfigError: It does not divide.
+    """
+    if batch % (unit := size * world):
+        low = batch // unit * unit
+        nearest = " or ".join(f"batch={b}" for b in (low, low + unit) if b)
+        raise ConfigError(
+            f"batch={batch}: recipe.data('train') yields batches of {size} samples on each of {world} rank(s); give "
+            f"{nearest}, or another batch_size of the DataLoader"
+        )
+    return size, batch // unit
 
 
 def refuse_incomplete(recipe: Any, callbacks: Mapping[str, Any]) -> None:

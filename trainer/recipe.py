@@ -132,7 +132,8 @@ class Optional(Protocol):
     def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Return settings for some of the parameters, as torch's optimizers take them: `params`, and what they have.
 
-        Settings are the optimizer's own, and `lr_scale` and `freeze`. `optimizer.groups` of the config goes first.
+        Settings are the optimizer's own, and `lr_scale`, `freeze` and `held`. With `held` the group's frozen parameters
+        stay in the optimizer, so that they train once they are unfrozen. `optimizer.groups` of the config goes first.
         """
         ...
 

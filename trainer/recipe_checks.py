@@ -4,12 +4,14 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import DistError
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from trainer.errors import ConfigError
 from trainer.recipe import Optional, Recipe
@@ -147,6 +149,12 @@ def build_model(recipe: Any) -> nn.Module:
     model = recipe.model()
     if not isinstance(model, nn.Module):
         raise refusal("model", model, "an nn.Module")
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            raise ConfigError(
+                f"recipe.model(): {name} has no shape yet, as in nn.LazyLinear; call the model on a sample in model(), "
+                "or give the layer its sizes"
+            )
     return model
 
 

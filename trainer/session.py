@@ -166,7 +166,7 @@ def describe(trainer: Trainer, nccl: NCCLOptions) -> None:
         "at most " if trainer.batch % (data_world * plan.accumulate) else "", plan.micro,
     )  # fmt: skip
     optimizer, group = model_identity(trainer)["optimizer"], trainer.optimizer.param_groups[0]
-    log.info("optimizer %s, lr %g, weight decay %g", optimizer, trainer.peak_lr[0], group.get("weight_decay", 0.0))
+    log.info("optimizer %s, lr %g, weight decay %g", optimizer, trainer.rates.peaks[0], group.get("weight_decay", 0.0))
     order = ", ".join(f"{name} ({callback.role.name})" for name, callback in trainer.callbacks.items())
     log.info("callbacks, in order: %s", order or "none")
     if trainer.ranks.gpus_hidden():

@@ -44,10 +44,12 @@ from trainer.monitors.named_losses import NamedLosses, combined
 from trainer.monitors.train_loss import TrainLoss
 from trainer.optim.factories import adamw
 from trainer.optim.groups import Groups, ParameterRules, make_optimizer
+from trainer.optim.rates import Rates
 from trainer.optim.schedule import Constant, Schedule
 from trainer.parallel import sparse
 from trainer.parallel.batch_norm import across_ranks
 from trainer.parallel.ddp import DDP
+from trainer.parallel.frozen import TRAINS, changed, follow, followed, refuse_fixed, refuse_in_pass, refuse_unheld
 from trainer.parallel.strategy import SingleDevice, Strategy, clip_values, to_device, trained
 from trainer.parallel.warmup import buffers_kept
 from trainer.plan import Plan, RunSpec
@@ -213,7 +215,9 @@ class Trainer:
         made = self.precision.wrap_optimizer(made, self.module, self.options.seed, lambda: self.step)
         self.optimizer = self._wrap("wrap_optimizer", made)
         self.clips = self.options.clip_norm is not None
-        self.peak_lr = [group["lr"] for group in self.optimizer.param_groups]
+        self.rates = Rates(self.plan.rate, self.optimizer)
+        self.followed = followed(self.module, self.world)
+        self.trains = list(map(TRAINS, self.followed))
         self.scaler = self.precision.scaler
         self.generators = generators_of(self.device)
         self.seed_base = mix(self.options.seed, STEP, self.strategy.data_rank)
@@ -338,6 +342,8 @@ class Trainer:
             self._rehearse(Micro(first.peek(), first.weights[0], [], []))
         self.buckets = self.strategy.buckets()
         self.stream = self._wrap("wrap_batches", chain(iter([first]), self.stream))
+        if self.world > 1:
+            self.stream = map(self._laid_out, self.stream)
         del first  # an exhausted iterator lets its data go
         if self.plan.resumed:
             training_state.load(self, self.plan.resumed)
@@ -389,7 +395,7 @@ class Trainer:
     def _train_step(self, data: Step) -> None:
         for generator in self.generators:
             generator.manual_seed((self.seed_base + self.step * GOLDEN) & (MASK >> 1))
-        self.plan.rate.put(self.step, self.optimizer.param_groups, self.peak_lr)
+        self.rates.put(self.step)
         self._agree(data)  # one int64 all-reduce, beside the first forward pass
         self.data, self.losses = data, self.forward_backward(data, self._total_weight)
         switch(Phase.OPTIMIZER)
@@ -402,8 +408,33 @@ class Trainer:
             p.grad = None  # what zero_grad does, at a tenth of its cost
         self.step, self.samples = self.step + 1, self.samples + self.batch
 
+    def _laid_out(self, data: Step) -> Step:
+        """Return the data of the next step, once what trains in it is laid out over the ranks."""
+        if list(map(TRAINS, self.followed)) != self.trains:
+            self._follow_frozen(data)
+        return data
+
+    def _follow_frozen(self, data: Step | None = None) -> None:
+        """Train what is not frozen any more.
+
+        Args:
+            data: Of the step that begins; None: the change came inside its passes.
+        """
+        what, step = changed(self.module, self.followed, self.trains), self.step + 1
+        measures = (Role.MEASURE, Role.OBSERVE)
+        refuse_fixed(what, step, {n: c for n, c in self.callbacks.items() if c.role not in measures}, self.hooks)
+        refuse_unheld(what, step, self.module, self.optimizer)
+        if data is None:
+            refuse_in_pass(what, step, self.world)
+        rehearse = data and partial(self._rehearse, Micro(data.peek(), data.weights[0], [], []))
+        follow(self.strategy, self.module, rehearse)
+        self.trains = list(map(TRAINS, self.followed))
+        self.buckets = self.strategy.buckets()
+
     def _clip(self) -> None:
         """Clip the gradients by their norm or by value. The norm before is `grad_norm`, of a step that is logged."""
+        if list(map(TRAINS, self.followed)) != self.trains:
+            self._follow_frozen()
         if self.clips or self.logged:
             self.grad_norm = self.strategy.clip(self.options.clip_norm)
         if self.options.clip_value is not None:

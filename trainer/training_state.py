@@ -28,6 +28,7 @@ from trainer.data.bad_samples import BadSamples
 from trainer.errors import NOT_FINITE, ConfigError, printable
 from trainer.log import doing, log
 from trainer.optim.groups import ParameterRules
+from trainer.optim.rates import Rates
 from trainer.plan import Plan, refuse_differences
 from trainer.process.signals import StopSignals
 from trainer.run_dir import versions
@@ -52,6 +53,7 @@ class SavedTrainer(TrainerProtocol, Protocol):
     quarantine: BadSamples
     settings: dict[str, Any]  # of the config, for the manifest
     rules: ParameterRules  # settings for some of the parameters
+    rates: Rates
     validation: dict[str, float]  # the metrics of the last validation
     validated_step: int  # the step of the last validation
     bests: list[dict[str, Any]]  # validations that were the best, the newest last
@@ -190,6 +192,7 @@ def state_dict(trainer: SavedTrainer, parts: Collection[str]) -> dict[str, Any]:
         "validation": trainer.validation,
         "validated_step": trainer.validated_step,
         "quarantine": trainer.quarantine.state_dict(),
+        **({"rates": trainer.rates.peaks} if trainer.rates.by_hand else {}),
         **({"interval": trainer.interval.state_dict()} if trainer.interval.auto else {}),
     }
 
@@ -292,6 +295,8 @@ def load(trainer: SavedTrainer, path: Path) -> None:
             trainer.scaler.load_state_dict(state["scaler"])
     for name in COUNTERS:
         setattr(trainer, name, state[name])
+    with _of_its_kind(path, "rates"):
+        trainer.rates.restore(state.get("rates"))
     trainer.bests, trainer.loaded = [state["best"]], (trainer.step, trainer.validated_step)
     trainer.quarantine.load_state_dict(state["quarantine"])
     with _of_its_kind(path, "checkpoint.every=auto"):

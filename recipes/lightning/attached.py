@@ -1,25 +1,33 @@
 """The part of Lightning's Trainer that a LightningModule may read, and the collection of what it logs."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from recipes.lightning.honoured import TRAINER
+from recipes.lightning.strategy import AttachedStrategy, NoSuchAttribute
 from trainer.callback import TrainerProtocol
 from trainer.errors import ConfigError
 from trainer.recipe_checks import describe
 
 OF_TRAINING = ("train_", "train/", "training_")
+OWN = ("datamodule", "lightning_module", "configured", "echelon", "training", "validating", "predicting", "batch_size")
+OWN += (
+    "logged",
+    "in_training_step",
+    "of_epoch",
+    "should_stop",
+    "last_batch",
+    "after_batch",
+)  # attributes of the view that are set
 KEY = "self.trainer.callback_metrics"
 OF_VALIDATION = ("val_", "val/", "valid_", "valid/", "validation_", "validation/")
-
-
-class NoSuchAttribute(ConfigError, AttributeError):
-    """An attribute of Lightning's Trainer that Echelon lacks; an AttributeError, so that `hasattr` works."""
 
 
 class Logged:
@@ -114,30 +122,56 @@ class StepMetrics(dict[str, Tensor]):
         return found if super().__contains__(found) else None
 
 
+class Read:
+    """A scheduler to read: what its `step` would change is lost, since a resume steps schedulers from the start."""
+
+    def __init__(self, scheduler: Any) -> None:
+        vars(self)["scheduler"] = scheduler
+
+    @property
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] for `isinstance`
+        return type(vars(self)["scheduler"])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["scheduler"], name)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError("self.lr_schedulers().step(): Echelon steps the schedulers; leave it out")
+
+
 class AttachedTrainer:
     """The object that a module finds as `self.trainer`. It reads Echelon's trainer once that is attached."""
 
-    barebones = sanity_checking = False
-    logger = progress_bar_callback = checkpoint_callback = None
-    num_nodes = 1
+    barebones = sanity_checking = testing = fast_dev_run = interrupted = received_sigterm = False
+    logger = progress_bar_callback = checkpoint_callback = early_stopping_callback = min_steps = None
+    min_epochs = 0
     loggers: list[Any] = []
     callbacks: list[Any] = []
+    checkpoint_callbacks: list[Any] = []
+    early_stopping_callbacks: list[Any] = []
 
     def __init__(self) -> None:
-        self.datamodule: Any = None
+        vars(self).update(datamodule=None, lightning_module=None, configured=None, strategy=AttachedStrategy(self))
         self.echelon: TrainerProtocol | None = None
-        self.count_batches: Callable[[int], float] = lambda ranks: math.inf  # of an epoch, for data that gives batches
         self.training, self.validating, self.predicting, self.batch_size = True, False, False, 1
+        self.last_batch, self.after_batch = False, False
         self.logged, self.in_training_step = Logged(), False
         self.of_epoch: dict[str, bool] = {}  # names with on_epoch in training_step, and whether each step has them, too
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        known = [key for key in dir(type(self)) if not key.startswith("_")]
-        raise NoSuchAttribute(
-            f"self.trainer.{name}: Echelon has no such attribute; leave it out, or use one of {', '.join(known)}"
-        )
+        reason = TRAINER.refused.get(name)
+        known = f"leave it out, or use one of {', '.join(sorted(TRAINER.given))}"
+        raise NoSuchAttribute(f"self.trainer.{name}: {reason or f'Echelon has no such attribute; {known}'}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in OWN:
+            raise ConfigError(
+                f"self.trainer.{name}={value!r}: Echelon does not follow it; change the config, or to end the run set "
+                "self.trainer.should_stop"
+            )
+        super().__setattr__(name, value)
 
     @contextmanager
     def predicts(self) -> Iterator[Logged]:
@@ -165,7 +199,8 @@ class AttachedTrainer:
 
     @property
     def max_steps(self) -> int:
-        return -1 if self.run.plan.max_steps is None else self.run.plan.max_steps
+        """The limit in steps that is set; -1 if an epoch ends the run, as in Lightning."""
+        return -1 if self.run.options.max_steps is None else self.run.options.max_steps
 
     @property
     def estimated_stepping_batches(self) -> float:
@@ -174,25 +209,20 @@ class AttachedTrainer:
     @property
     def max_epochs(self) -> int | None:
         most = self.run.options.max_epochs
-        if most is not None or self.max_steps < 0:
+        if most is not None or self.run.plan.max_steps is None:
             return None if most is None else math.ceil(most)
-        return math.ceil(self.max_steps / self.steps_per_epoch)
+        return math.ceil(self.run.plan.max_steps / self.steps_per_epoch)
 
     @property
     def steps_per_epoch(self) -> float:
         """Steps in which each sample is taken once; a fraction, if Echelon cuts the batches."""
-        if self.run.plan.order is not None:
-            return self.run.plan.order.samples / self.run.batch
-        batches = self.count_batches(self.run.world)
-        if (most := self.run.options.limit_batches.train) is not None:
-            batches = min(batches, most * self.accumulate_grad_batches)
-        return batches if batches == math.inf else math.ceil(batches / self.accumulate_grad_batches)
+        samples = self.run.plan.epoch_samples
+        return math.inf if samples is None else samples / self.run.batch
 
     def epochs_at(self, step: int) -> int:
         """Return the whole epochs in so many steps."""
-        if self.run.plan.order is not None:
-            return step * self.run.batch // self.run.plan.order.samples
-        return int(step // self.steps_per_epoch)
+        samples = self.run.plan.epoch_samples
+        return 0 if samples is None else step * self.run.batch // samples
 
     def steps_in(self, epochs: int) -> int:
         """Return the first number of steps that has so many whole epochs."""
@@ -213,7 +243,9 @@ class AttachedTrainer:
 
     @property
     def current_epoch(self) -> int:
-        return self.epochs_at(self.global_step) if self.global_step else 0
+        """The epoch of the step; after its last batch, and in a validation, the epoch that this batch belongs to."""
+        step = self.global_step - (self.validating or self.after_batch)
+        return self.epochs_at(step) if step > 0 else 0
 
     @property
     def global_step(self) -> int:
@@ -242,6 +274,59 @@ class AttachedTrainer:
         return str(self.run.run_dir)
 
     log_dir = default_root_dir
+
+    @property
+    def model(self) -> Any:
+        """The module; once it is laid out over ranks, what wraps it."""
+        strategy = getattr(self.echelon, "strategy", None)
+        return self.lightning_module if strategy is None else strategy.model
+
+    @property
+    def gradient_clip_algorithm(self) -> str | None:
+        options = self.run.options
+        return "value" if options.clip_value is not None else None  # None: by the norm, as in Lightning
+
+    @property
+    def log_every_n_steps(self) -> int:
+        return self.run.options.log_every_steps
+
+    @property
+    def enable_validation(self) -> bool:
+        return getattr(self.run.plan, "validation", None) is not None
+
+    @property
+    def evaluating(self) -> bool:
+        return self.validating
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the micro-batch is the last one of its epoch."""
+        return self.last_batch
+
+    @property
+    def num_nodes(self) -> int:
+        return self.world_size // self.run.ranks.place.local_world
+
+    @property
+    def node_rank(self) -> int:
+        return self.global_rank // self.run.ranks.place.local_world
+
+    @property
+    def device_ids(self) -> list[int]:
+        return list(range(self.run.ranks.place.local_world))
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0."""
+        if self.is_global_zero:
+            print(*args, **kwargs)
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        """The schedulers with their settings; `step` of one is refused, since Echelon steps them."""
+        if self.configured is None:
+            return []
+        self.configured.rate(self.global_step)
+        return [replace(each, scheduler=Read(each.scheduler)) for each in self.configured.schedulers]
 
     @property
     def optimizers(self) -> list[Any]:

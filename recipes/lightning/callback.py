@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from recipes.lightning.attached import Logged
+from recipes.lightning.data import refuse_ranks
 from recipes.lightning.module import find, overrides
 from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.data.batch import Step
@@ -22,7 +23,8 @@ class LightningHooks(Callback):
     """Belongs to the recipe Lightning.
 
     The state is what schedulers of role ReduceLROnPlateau have seen, and what the end of an epoch has logged since the
-    last logged step. Each rank has its sums of the epoch. All else follows from the step.
+    last logged step. It has the frozen parameters and the data's state, too. Each rank has its sums of the epoch. All
+    else follows from the step.
     """
 
     role = Role.MEASURE
@@ -35,6 +37,8 @@ class LightningHooks(Callback):
             name = type(recipe).__name__
             raise ConfigError(f"callbacks.lightning: belongs to recipe Lightning, and this is {name}; leave it out")
         recipe.view.echelon = trainer
+        for split, loader in recipe.loaders.items():
+            refuse_ranks(loader, split, trainer.world)
         chosen: Any = trainer.new_optimizer
         make = chosen.args[0].make if isinstance(chosen.args[0], WithGroups) else chosen.args[0]
         recipe.own_optimizer = make == recipe.optimizer
@@ -42,18 +46,19 @@ class LightningHooks(Callback):
         self.of_epoch: dict[str, float] = {}
         self.sums: dict[str, list[Any]] = {}  # of what training_step logs with on_epoch, and the weights
         self.objects: dict[str, Any] = {}  # metrics of torchmetrics among these
-        self.world = trainer.world
+        self.world, self.data = trainer.world, recipe.view.datamodule
+        self.frozen: list[str] | None = None  # the parameters, of a checkpoint
         self.plateaus: dict[int, dict[str, float]] = recipe.configured.plateaus
         return model
 
     def wrap_forward_backward(self, trainer: TrainerProtocol, run: ForwardBackward) -> ForwardBackward:
         module = find(trainer.module)
-        own = [getattr(module, hook) for hook in GRADIENT_HOOKS if overrides(module, hook)]
+        own = [hook for hook in GRADIENT_HOOKS if overrides(module, hook)]
         if not own:
             return run
         if trainer.scaler.is_enabled() or any("defers" in c.provides for c in trainer.callbacks.values()):
             raise ConfigError(
-                f"recipe.module: {type(module).__name__}.{own[0].__name__} reads gradients, which are scaled or not "
+                f"recipe.module: {type(module).__name__}.{own[0]} reads gradients, which are scaled or not "
                 "reduced yet; leave fp16 and callbacks that defer the reduction out"
             )
 
@@ -61,7 +66,7 @@ class LightningHooks(Callback):
             losses = run(data, total)
             if not trainer.rehearsing:
                 for hook in own:
-                    hook(*(() if hook.__name__ == "on_after_backward" else (trainer.optimizer,)))
+                    getattr(module, hook)(*(() if hook == "on_after_backward" else (trainer.optimizer,)))
             return losses
 
         return passes
@@ -71,9 +76,12 @@ class LightningHooks(Callback):
         recipe.passes, self.epoch = 0, recipe.view.current_epoch
         recipe.view.logged.clear()
         trainer.gathered.append((partial(self._of_step, recipe.view.logged, recipe.view.of_epoch), self._name))
+        self.module = module
         module.on_fit_start()
         module.on_train_start()
         module.on_train_epoch_start()
+        for name, parameter in module.named_parameters():  # of a checkpoint: after hooks that have run before it
+            parameter.requires_grad_(parameter.requires_grad if self.frozen is None else name not in self.frozen)
         self.open = True  # an epoch has begun, and not ended
 
     def _name(self, ranks: list[Any]) -> dict[str, float]:
@@ -86,13 +94,17 @@ class LightningHooks(Callback):
 
     def on_step_end(self, trainer: TrainerProtocol) -> None:
         recipe, module = trainer.recipe, find(trainer.module)
+        recipe.view.after_batch = True
         recipe.end_batch(module)
         recipe.passes = 0
         self._add(recipe.view.logged, recipe.view.of_epoch)
         recipe.view.logged.clear()
-        if recipe.view.current_epoch > self.epoch:
-            self.epoch = recipe.view.current_epoch
+        ended = recipe.view.epochs_at(trainer.step) > self.epoch
+        if ended:
             self._end_epoch(trainer, module)
+            self.epoch = recipe.view.epochs_at(trainer.step)
+        recipe.view.after_batch = False
+        if ended:
             self.open = not trainer.stop_reason and trainer.step != trainer.plan.max_steps
             if self.open:
                 module.on_train_epoch_start()
@@ -132,11 +144,15 @@ class LightningHooks(Callback):
                 module.on_train_epoch_end()
             module.on_train_end()
             module.on_fit_end()
+        if self.data is not None:
+            self.data.teardown("fit")
         module.teardown("fit")
 
     def state_dict(self) -> dict[str, Any]:
         plateaus = {str(step): values for step, values in self.plateaus.items()}
-        return {"plateaus": plateaus, "of_epoch": self.of_epoch}
+        frozen = [name for name, p in self.module.named_parameters() if not p.requires_grad]
+        data = {} if self.data is None else self.data.state_dict()
+        return {"plateaus": plateaus, "of_epoch": self.of_epoch, "frozen": frozen, "data": data}
 
     def rank_state_dict(self) -> dict[str, Any]:
         return {"sums": plain(self.sums)}
@@ -155,7 +171,9 @@ class LightningHooks(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.plateaus.update({int(step): values for step, values in state["plateaus"].items()})
-        self.of_epoch = dict(state.get("of_epoch", {}))
+        self.of_epoch, self.frozen = dict(state.get("of_epoch", {})), state.get("frozen")
+        if self.data is not None and state.get("data"):
+            self.data.load_state_dict(state["data"])
 
 
 def plain(sums: Mapping[str, list[Any]]) -> dict[str, list[float]]:

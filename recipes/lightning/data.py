@@ -1,12 +1,20 @@
 """The data of a LightningDataModule: the samples of its loaders in Echelon's order, or the loaders' own batches."""
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
+from trainer.data.torch_loader import batch_size_of, batches_in, begin_pass, is_drawn, part_of, with_sampler
 from trainer.errors import ConfigError
 from trainer.log import log
 
@@ -18,7 +26,9 @@ class Samples(Dataset[Any]):
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.dataset: Any = loader.dataset
+        self.worker_dataset = self.dataset  # that `get_worker_info` has
         self.collate = loader.collate_fn
+        self.worker_init_fn = loader.worker_init_fn if loader.num_workers else None  # data workers call it
         name = f"{type(self.dataset).__module__}.{type(self.dataset).__qualname__}"
         self.fingerprint = getattr(self.dataset, "fingerprint", name)
 
@@ -30,46 +40,79 @@ class Samples(Dataset[Any]):
 
 
 class Batches:
-    """The batches of a loader of this rank, epoch after epoch, as Lightning's Trainer gives them.
+    """The batches of a loader of this rank, pass after pass, as Lightning's Trainer gives them.
 
-    On several ranks a DistributedSampler takes the place of the loader's, with the run's seed. As Lightning's, it
-    shuffles whether the loader does or not.
+    On several ranks of a training a DistributedSampler takes the place of the loader's, with the run's seed. As
+    Lightning's, it shuffles whether the loader does or not. Other samplers of torch's are split as they draw.
     """
 
     yields_samples = False
 
-    def __init__(self, loader: DataLoader[Any], seed: Callable[[], int]) -> None:
-        self.loader, self.seed, self.epoch = loader, seed, 0
+    def __init__(self, loader: DataLoader[Any], split: str, seed: Callable[[], int]) -> None:
+        self.loader, self.split, self.seed, self.epoch = loader, split, seed, 0
+        self.batch_size = batch_size_of(loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
-        loader = self.loader
-        sampler = loader.sampler
-        if self.splits(dist.get_world_size() if dist.is_initialized() else 1):
+        loader, ranks = self.loader, dist.get_world_size() if dist.is_initialized() else 1
+        refuse_ranks(loader, self.split, ranks)
+        if self.splits(ranks):
             own = DistributedSampler(loader.dataset, seed=self.seed())
             own.set_epoch(self.epoch)
-            loader = DataLoader(
-                loader.dataset, loader.batch_size, sampler=own, num_workers=loader.num_workers,
-                collate_fn=loader.collate_fn, drop_last=loader.drop_last, worker_init_fn=loader.worker_init_fn,
-            )  # fmt: skip
-        elif hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(self.epoch)  # pyright: ignore[reportAttributeAccessIssue] it has one
-        self.epoch += 1
+            return iter(with_sampler(loader, own))
+        if ranks > 1:
+            loader: Any = part_of(loader, dist.get_rank(), ranks, self.seed(), lambda *_: None)
+        begin_pass(loader, self.epoch)
         return iter(loader)
 
     def splits(self, ranks: int) -> bool:
         """Return whether a DistributedSampler splits the samples over the ranks."""
-        return ranks > 1 and type(self.loader.sampler) in (SequentialSampler, RandomSampler)
+        return ranks > 1 and self.split == "train" and takes_all(self.loader)
 
-    def count(self, ranks: int) -> float:
-        """Return the batches of a rank in an epoch; infinity if they can't be counted."""
-        loader: Any = self.loader
+    def batches_in(self, ranks: int) -> int | None:
+        """Return the batches of a pass on a rank; None if they can't be counted."""
         if self.splits(ranks):
-            samples = -(-len(loader.dataset) // ranks)
-            return samples // loader.batch_size if loader.drop_last else -(-samples // loader.batch_size)
-        try:
-            return len(loader)
-        except TypeError:
-            return math.inf
+            return batches_in(with_sampler(self.loader, range(0, len(self.loader.dataset), ranks)), 1)  # pyright: ignore[reportArgumentType] has a length
+        return batches_in(self.loader, ranks)
+
+
+def is_batched(loader: DataLoader[Any]) -> bool:
+    """Return whether the loader itself makes batches of what its sampler draws."""
+    batches = loader.batch_sampler
+    return type(batches) is BatchSampler and batches.sampler is loader.sampler
+
+
+def takes_all(loader: DataLoader[Any]) -> bool:
+    """Return whether a pass has each sample of the data set once, in their order or shuffled."""
+    sampler: Any = loader.sampler
+    if not is_batched(loader):
+        return False
+    if type(sampler) is DistributedSampler:  # each rank has its part; Echelon splits the samples, too
+        return sampler.dataset is loader.dataset
+    if type(sampler) is RandomSampler:
+        return sampler.data_source is loader.dataset and not sampler.replacement and sampler._num_samples is None
+    return type(sampler) is SequentialSampler and sampler.data_source is loader.dataset
+
+
+def refuse_ranks(loader: Any, split: str, ranks: int) -> None:
+    """Raise ConfigError if a loader gives each of several ranks the same samples, or is for another number of ranks."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return
+    sampler: Any = loader.sampler
+    if isinstance(sampler, DistributedSampler):
+        if sampler.num_replicas != ranks:
+            raise ConfigError(
+                f"{METHODS[split]}(): DistributedSampler(num_replicas={sampler.num_replicas}): there are {ranks} "
+                "rank(s); leave the sampler out, since Echelon splits the samples over the ranks"
+            )
+    elif ranks > 1 and not is_drawn(loader):
+        kind = type(sampler if is_batched(loader) else loader.batch_sampler).__name__
+        raise ConfigError(
+            f"{METHODS[split]}(): {kind} has an order of its own, which Echelon can't split over {ranks} ranks; use a "
+            "DistributedSampler, one of torch's samplers, or one rank"
+        )
 
 
 def get_loader(source: Any, split: str) -> Any:
@@ -85,35 +128,43 @@ def get_loader(source: Any, split: str) -> Any:
     if getattr(type(source), method, None) in (None, getattr(base, method, None)) and method not in vars(source):
         return None
     found = getattr(source, method)()
-    if isinstance(found, list | tuple) and len(found) == 1:
-        found = found[0]
+    if isinstance(found, list | tuple) and len(found) < 2:
+        found = found[0] if found else None
     if isinstance(found, list | tuple | dict) or type(found).__name__ == "CombinedLoader":
         raise ConfigError(f"{method}(): returned several loaders, and Echelon takes one; return one")
     return found
 
 
 def samples_or_batches(loader: Any, split: str, batches: bool, seed: Callable[[], int]) -> Any:
-    """Return the samples of a loader, or with `batches` its batches.
+    """Return the samples of a loader; its batches if these are asked for, or are not of all samples.
 
     Raises:
-        ConfigError: The loader draws samples in an order of its own.
+        ConfigError: The training loader draws samples in an order of its own.
     """
     if not isinstance(loader, DataLoader):
         return loader
     if isinstance(loader.dataset, IterableDataset) or (batches and split == "train"):
-        return Batches(loader, seed)
-    usual = type(loader.sampler) in (SequentialSampler, RandomSampler, DistributedSampler)
-    if split == "train" and (not usual or loader.batch_size is None):
-        kind = type(loader.sampler if loader.batch_size is not None else loader.batch_sampler).__name__
+        return Batches(loader, split, seed)
+    usual = takes_all(loader)
+    if split != "train":
+        return Samples(loader) if usual and not loader.drop_last else Batches(loader, split, seed)
+    if not usual:
+        kind = type(loader.sampler if is_batched(loader) else loader.batch_sampler).__name__
         raise ConfigError(
             f"{METHODS[split]}(): {kind} has an order of its own; give recipe.batches=true to take the loader's batches"
         )
-    if split == "train":
-        log.info(
-            "%s(): %d samples in Echelon's order, of which a step takes `batch`; the loader's batch_size=%s, sampler "
-            "and workers are not used", METHODS[split], len(loader.dataset), loader.batch_size,  # pyright: ignore[reportArgumentType] not iterable
-        )  # fmt: skip
+    log.info(
+        "%s(): %d samples in Echelon's order, of which a step takes `batch`; not used: %s", METHODS[split],
+        len(loader.dataset), ", ".join(f"{name}={getattr(loader, name)}" for name in not_used(loader)),  # pyright: ignore[reportArgumentType] not iterable
+    )  # fmt: skip
     return Samples(loader)
+
+
+def not_used(loader: DataLoader[Any]) -> list[str]:
+    """Return the arguments of a loader that its samples do not take with them."""
+    defaults: Any = DataLoader([0])  # pyright: ignore[reportArgumentType] a list is a data set
+    names = ("drop_last", "generator", "num_workers", "pin_memory", "timeout", "persistent_workers", "in_order")
+    return ["batch_size", *(name for name in names if getattr(loader, name) != getattr(defaults, name))]
 
 
 def collate(samples: list[tuple[Callable[[list[Any]], Any], Any]]) -> Any:

@@ -1,28 +1,18 @@
 """Makes a LightningModule callable through wrappers: its forward pass runs a step if it is told which."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
 
 from recipes.lightning.attached import AttachedTrainer, short_name
+from recipes.lightning.honoured import DATAMODULE, HOOKS, LATER, LOG, MODULE
 from trainer.errors import ConfigError
 
 BASE = "LightningModule"  # of lightning.pytorch, or of pytorch_lightning: a package of its own
-OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")  # of `log`, in its order
-REFUSED = {  # a method of Lightning's that the module has made its own -> what to use instead
-    "backward": "Echelon runs loss.backward()",
-    "configure_gradient_clipping": "give trainer.clip_norm or trainer.clip_value",
-    "configure_sharded_model": "'+callbacks=[shard]' shards the model",
-    "lr_scheduler_step": "return a torch LRScheduler from configure_optimizers",
-    "on_before_zero_grad": "use on_train_batch_end",
-    "on_load_checkpoint": "keep the state in buffers, which checkpoints have",
-    "on_save_checkpoint": "keep the state in buffers, which checkpoints have",
-    "optimizer_step": "write a callback of Echelon's, as in docs/step.md",
-    "optimizer_zero_grad": "Echelon drops the gradients after each step",
-    "transfer_batch_to_device": "give tensors, or objects with a method `to`",
-}
+OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group")
+OPTIONS += ("add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only")  # of `log`, in its order
 
 
 class Attached:
@@ -36,16 +26,18 @@ class Attached:
             return getattr(self, lightning_step)(*args)
         return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue] of the module's own class
 
-    def log(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **options: Any) -> None:
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Add a value to what is logged. The mean over batches and ranks is weighted by `batch_size`."""
         options = {**dict(zip(OPTIONS, args, strict=False)), **options}
-        reduce = options.get("reduce_fx", "mean")
-        if reduce not in ("mean", "avg"):
-            raise ConfigError(f"self.log({name!r}, reduce_fx={reduce!r}): Echelon logs means; leave reduce_fx out")
+        refuse_options(name, options, self.view.world_size)
         if options.get("on_epoch") and self.view.in_training_step:
             names = map(short_name, value if isinstance(value, Mapping) else [name])
             self.view.of_epoch |= dict.fromkeys(names, options.get("on_step") is not False)
-        self.view.logged.add(name, value, batch_size or self.view.batch_size)
+        self.view.logged.add(name, value, options.get("batch_size") or self.view.batch_size)
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """Return the optimizer of the run."""
+        return self.view.optimizers[0]
 
     @property
     def _trainer(self) -> AttachedTrainer:
@@ -54,6 +46,32 @@ class Attached:
     @_trainer.setter
     def _trainer(self, trainer: Any) -> None:
         """Keep the view: Lightning sets None in a copy."""
+
+
+def refuse_options(name: str, options: Mapping[str, Any], ranks: int) -> None:
+    """Raise ConfigError if `self.log` is asked for another number than the mean over batches and ranks."""
+    asked = {key: value for key, value in options.items() if value}
+    if options.get("reduce_fx", "mean") in ("mean", "avg"):
+        asked.pop("reduce_fx", None)
+    if ranks == 1:
+        asked.pop("rank_zero_only", None)
+    for key, value in asked.items():
+        if key in LOG.refused or key not in LOG.given:
+            reason = LOG.refused.get(key, "Lightning has no such argument; leave it out")
+            raise ConfigError(f"self.log({name!r}, {key}={value!r}): {reason}")
+
+
+def refused_call(name: str, reason: str) -> Any:
+    """Return a method in the place of one of Lightning's that would have no effect here."""
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise ConfigError(f"self.{name}(): {reason}")
+
+    return refuse
+
+
+for _name, _reason in MODULE.refused.items():
+    setattr(Attached, _name, refused_call(_name, _reason))
 
 
 def attach(module: Any, view: AttachedTrainer) -> Any:
@@ -87,7 +105,7 @@ def is_lightning(kind: Any) -> bool:
 
 def overrides(module: Any, name: str) -> bool:
     """Return whether the module's class has its own method of this name."""
-    base = next(kind for kind in type(module).__mro__ if kind.__name__ == BASE)
+    base = next(kind for kind in type(module).__mro__ if kind.__name__ in (BASE, "LightningDataModule"))
     return getattr(type(module), name, None) is not getattr(base, name, None)
 
 
@@ -101,23 +119,30 @@ def refuse_unsupported(module: Any) -> None:
     for method in ("training_step", "configure_optimizers"):
         if not overrides(module, method):
             raise ConfigError(f"recipe.module: {name} has no {method}; define it")
-    for method, instead in REFUSED.items():
-        if overrides(module, method):
-            raise ConfigError(f"recipe.module: {name} overrides {method}, which Echelon does not call; {instead}")
-    if module.configure_callbacks():
+    if module.strict_loading is False:
         raise ConfigError(
-            f"recipe.module: {name}.configure_callbacks returns Lightning's callbacks; return [], and choose Echelon's "
-            "by '+callbacks=[NAME]'"
+            f"recipe.module: {name} sets strict_loading=False, and Echelon loads all weights; leave it out"
         )
+    refuse_overridden(
+        module, "recipe.module", HOOKS.refused, set() if module.configure_callbacks() else {"configure_callbacks"}
+    )
+
+
+def refuse_data(source: Any) -> None:
+    """Raise ConfigError if a LightningDataModule overrides a hook that is not called."""
+    refuse_overridden(source, "recipe.datamodule", DATAMODULE.refused, {"test_dataloader"})
+
+
+def refuse_overridden(source: Any, key: str, refused: Mapping[str, str], but: Collection[str] = ()) -> None:
+    for method, instead in refused.items():
+        if method not in but and overrides(source, method):
+            name = type(source).__name__
+            raise ConfigError(f"{key}: {name} overrides {method}, which Echelon does not call; {instead}")
 
 
 def refuse_predict_hooks(module: Any) -> None:
-    hooks = [name for name in dir(type(module)) if name.startswith("on_predict_")]
-    if own := [name for name in hooks if overrides(module, name)]:
-        name = type(module).__name__
-        raise ConfigError(
-            f"recipe.module: {name} overrides {own[0]}, which Echelon does not call; do that in predict_step"
-        )
+    own = {name: reason for name, reason in LATER.refused.items() if name.startswith("on_predict_")}
+    refuse_overridden(module, "recipe.module", own)
 
 
 def step_arguments(module: Any, name: str, batch: Any, index: int) -> list[Any]:

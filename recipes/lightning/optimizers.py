@@ -76,8 +76,7 @@ class Configured:
         for number, (group, names) in enumerate(zip(self.optimizer.param_groups, self.names, strict=True)):
             settings = {key: group[key] for key in self.optimizer.defaults if key in group}
             settings |= {"lr": base_rate(group), FOLLOWS: number}
-            own = [parameters[name] for name in names if parameters[name].requires_grad]
-            groups += [{"params": own, **settings}] if own else []
+            groups += [{"params": [parameters[name] for name in names], "held": True, **settings}] if names else []
         in_groups = {name for names in self.names for name in names}
         rest = [name for name, p in parameters.items() if name not in in_groups and p.requires_grad]
         if rest:
@@ -196,3 +195,6 @@ class LaterRate(Rate):
 
     def put(self, step: int, groups: Any, peaks: Any) -> None:
         self.configured().rate.put(step, groups, peaks)
+
+    def is_constant(self, step: int) -> bool:
+        return not self.configured().schedulers

@@ -13,8 +13,16 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from recipes.lightning.attached import AttachedTrainer
-from recipes.lightning.data import Batches, collate, get_loader, samples_or_batches
-from recipes.lightning.module import attach, find, is_lightning, overrides, refuse_predict_hooks, step_arguments
+from recipes.lightning.data import collate, get_loader, samples_or_batches
+from recipes.lightning.module import (
+    attach,
+    find,
+    is_lightning,
+    overrides,
+    refuse_data,
+    refuse_predict_hooks,
+    step_arguments,
+)
 from recipes.lightning.optimizers import Configured, ModuleSchedule
 from recipes.lightning.validation import Validation
 from trainer.data.batch import count_samples
@@ -60,10 +68,12 @@ class Lightning:
         self.ended: tuple[Any, ...] | None = None  # a batch whose end the module has not been told
         self.predicted = 0  # batches of this rank, of the data that was opened last
         self.stages = set[str]()  # for which the data is set up
+        self.loaders: dict[str, Any] = {}  # by split
 
     def model(self) -> nn.Module:
         self.configured = None
         module: Any = self._make_module()
+        self.view.lightning_module = module
         module.prepare_data()
         module.setup("fit")
         module.configure_model()
@@ -86,6 +96,7 @@ class Lightning:
         found = self.prototype
         if self.datamodule is not None:
             found = make("recipe.datamodule_args", self.datamodule, self.datamodule_args)
+            refuse_data(found)
             self.view.datamodule, found.trainer = found, self.view
         found.prepare_data()
         return found
@@ -101,10 +112,9 @@ class Lightning:
             raise ConfigError(f"recipe.datamodule: {name} has no train_dataloader; name a class that has one")
         if loader is None or (split == "val" and not overrides(self.prototype, "validation_step")):
             return None
-        found = samples_or_batches(loader, split, self.batches, lambda: self.view.run.options.seed)
-        if split == "train" and isinstance(found, Batches):
-            self.view.count_batches = found.count
-        return found
+        self.loaders[split] = loader
+        seed = lambda: self.view.echelon.options.seed if self.view.echelon else 0  # noqa: E731
+        return samples_or_batches(loader, split, self.batches, seed)
 
     @property
     def collate(self) -> Any:
@@ -122,9 +132,13 @@ class Lightning:
 
     def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Return the groups of `configure_optimizers`; with another optimizer, what the module leaves untrained."""
-        self.configured = Configured(find(model), self.view)
+        self.configured = self.view.configured = Configured(find(model), self.view)
         groups = self.configured.parameter_groups(model)
-        return groups if self.own_optimizer else [group for group in groups if group.get("freeze")]
+        if self.own_optimizer:
+            return groups
+        held = [p for group in groups if group.get("held") for p in group["params"] if not p.requires_grad]
+        untrained = [group for group in groups if group.get("freeze")]
+        return untrained + ([{"params": held, "held": True}] if held else [])
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         module, run = find(model), self.view.run
@@ -137,6 +151,7 @@ class Lightning:
         batch = self._received(module, batch)
         index = self.passes + (run.step - self.view.steps_in(self.view.current_epoch)) * run.plan.accumulate
         self.passes += 1
+        self.view.last_batch = index + 1 >= self.view.num_training_batches
         if overrides(module, "on_train_batch_start") and module.on_train_batch_start(batch, index) == -1:
             raise ConfigError("on_train_batch_start: returned -1 to skip the epoch, and Echelon trains on all data")
         output = self._training_step(model, module, batch, index)

@@ -30,9 +30,10 @@ from toy_recipe import Toy
 
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.data.batch import Split, count_samples
-from trainer.data.iterable import digest, part_of, replay, way_of_samples
+from trainer.data.iterable import digest, replay, way_of_samples
 from trainer.data.limit import FirstOf
 from trainer.data.loader import Loader
+from trainer.data.torch_loader import part_of
 from trainer.errors import DataError
 from trainer.log import log_to_terminal, stop_log
 from trainer.process.environment import Place

@@ -286,7 +286,7 @@ def test_a_mean_of_the_epoch_that_a_step_asks_for_is_lightnings(tmp_path, monkey
 
 def test_batches_of_a_loader_are_no_samples():
     """A LightningDataModule's loader has no attribute to set."""
-    assert way_of_samples(Batches(torch.utils.data.DataLoader([1.0]), lambda: 0)) == ""
+    assert way_of_samples(Batches(torch.utils.data.DataLoader([1.0]), "train", lambda: 0)) == ""
 
 
 def test_a_step_that_fails_has_ended(tmp_path, monkeypatch):

@@ -329,3 +329,98 @@ class Unlabelled(Numbers):
 
     def predict_dataloader(self) -> Any:
         return DataLoader(self.unlabelled, batch_size=4)
+
+
+class Seen(L.LightningModule):
+    """Keeps the numbers of the samples of each step, and logs the mean of a validation's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append(batch[0].flatten().int().tolist())
+        return self.layer(batch[0] / 100).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_seen", batch[0].mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Loaders(L.LightningDataModule):
+    """The loaders that two functions make."""
+
+    def __init__(self, train: Any, val: Any = None) -> None:
+        super().__init__()
+        self.train, self.val = train, val
+
+    def train_dataloader(self) -> Any:
+        return self.train()
+
+    def val_dataloader(self) -> Any:
+        return self.val() if self.val else []
+
+
+class Changes(AutoEncoder):
+    """What user code changes at the start of epochs: which parameters train, a rate, a group, a state."""
+
+    changes: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        type(self).changes(self, self.current_epoch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Inside(Changes):
+    """Unfreezes inside a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.encoder.requires_grad_(self.global_step >= 2)
+        return super().training_step(batch, batch_idx)
+
+
+class Scheduled(Changes):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class Reads(Cycled):
+    """Notes what `read` reads of it and of its trainer, in each step and at the end of each epoch."""
+
+    read: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[dict[str, Any]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.found.append(self.read(self))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.found.append(self.read(self))
+
+
+def noted(name: str) -> Any:
+    def note(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.noted.append(name)
+        return getattr(super(self.own, self), name)(*args, **kwargs)
+
+    return note
+
+
+def noting(base: type, hooks: Any) -> Any:
+    """Return a class that notes the calls of its hooks in the list `noted`."""
+    made: Any = type("Noting", (base,), {name: noted(name) for name in hooks})
+    made.own, made.noted = made, []
+    return made

@@ -1,6 +1,5 @@
-"""Iterates over batches again and again, with random numbers that a resume repeats; gives each rank its part."""
+"""Iterates over batches again and again, with random numbers that a resume repeats."""
 
-import copy
 import hashlib
 import itertools
 import random
@@ -10,25 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from trainer.data.batch import Micro, Split, count_samples
 from trainer.data.limit import FirstOf
 from trainer.data.stream import Batches, Stream
+from trainer.data.torch_loader import begin_pass
 from trainer.errors import DataError
 from trainer.log import log
 from trainer.rng import GOLDEN, MASK, seed_all
 
-DRAWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 MOST = 1 << 16  # values of a tensor that `digest` reads
 
 
@@ -41,6 +31,7 @@ def replay(source: Iterable[Any], weight: Callable[[Any], int], key: int, endles
     seed_all(key)
     for walked in itertools.count():
         batch = None
+        begin_pass(source.source if isinstance(source, FirstOf) else source, walked)
         for batch in source:
             yield Micro(batch, weight(batch), [], [])
             key = key + GOLDEN & MASK
@@ -102,50 +93,10 @@ def way_of_samples(source: Any) -> str:
     source = source.source if isinstance(source, FirstOf) else source
     if isinstance(source, list | tuple):
         return ". For a list of samples, return a Dataset"
+    if isinstance(source, DataLoader) and source.batch_sampler is None:
+        return ". The DataLoader has batch_size=None, so an item of its data set is a batch; give it a batch_size"
     known = isinstance(source, DataLoader | Stream) or hasattr(source, "yields_samples")
     return "" if known else ". If the iterable yields samples, give it the attribute yields_samples = True"
-
-
-class Part(Sampler[Any]):
-    """Every `world`-th index that one of `DRAWN` draws, from index `rank` on. All ranks draw the same indices."""
-
-    def __init__(self, sampler: Any, rank: int, world: int, key: int) -> None:
-        self.sampler, self.rank, self.world, self.key = sampler, rank, world, key
-        self.epoch = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        state = torch.default_generator.get_state()
-        torch.default_generator.manual_seed(self.key + self.epoch * GOLDEN & MASK)
-        drawn = iter(self.sampler)
-        first = list(itertools.islice(drawn, 1))  # torch's samplers draw from its generator before this one alone
-        torch.default_generator.set_state(state)
-        self.epoch += 1
-        return itertools.islice(itertools.chain(first, drawn), self.rank, None, self.world)
-
-    def __len__(self) -> int:
-        return len(range(self.rank, len(self.sampler), self.world))
-
-
-def part_of(
-    source: Iterable[Any], rank: int, world: int, key: int, tell: Callable[[str, int, int], object]
-) -> Iterable[Any]:
-    """Return this rank's part of a DataLoader whose sampler is torch's own; any other iterable as it is.
-
-    Args:
-        key: Seeds a sampler without a generator; the same on all ranks.
-        tell: Logs that the ranks share the samples.
-    """
-    if world == 1 or not isinstance(source, DataLoader) or type(source.sampler) not in DRAWN:
-        return source
-    batches = source.batch_sampler
-    if batches is not None and (type(batches) is not BatchSampler or batches.sampler is not source.sampler):
-        return source
-    tell("recipe.data: %d ranks share the %d samples of a DataLoader", world, len(source.sampler))  # pyright: ignore[reportArgumentType] it has a sampler
-    own: Any = copy.copy(source)
-    part = Part(source.sampler, rank, world, key)  # pyright: ignore[reportArgumentType] one of DRAWN
-    batched = None if batches is None else BatchSampler(part, batches.batch_size, batches.drop_last)
-    vars(own).update(sampler=part, batch_sampler=batched)  # a DataLoader lets no one set them
-    return own
 
 
 def warn_of_same_batches(batch: Any, data_rank: int, gather: Callable[[Any], list[Any]]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.data.source import Samples, Several, is_used_up
+from trainer.data.torch_loader import batches_in
 from trainer.errors import ConfigError
 
 
@@ -19,6 +20,10 @@ class FirstOf:
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.islice(iter(self.source), self.batches)
+
+    def batches_in(self, ranks: int) -> int | None:
+        whole = batches_in(self.source, ranks)
+        return None if whole is None else min(whole, self.batches)
 
     @property
     def fingerprint(self) -> str:

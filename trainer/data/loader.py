@@ -14,13 +14,14 @@ from trainer.config.options import DataOptions
 from trainer.data.bad_samples import Bad, replace_bad
 from trainer.data.batch import Micro, Split, Step, count_samples, steps_from
 from trainer.data.device_prefetch import Upload, upload
-from trainer.data.iterable import count_batch, part_of, preserve_rng_state, refuse_other_size, replay
+from trainer.data.iterable import count_batch, preserve_rng_state, refuse_other_size, replay
 from trainer.data.limit import FirstOf
 from trainer.data.remote.prefetch import Needs, fetching, training_needs, validation_needs
 from trainer.data.sampling.mixture import Mixture
 from trainer.data.sampling.order import Order, Ref, near_equal, walk
 from trainer.data.source import SampleFault, Samples, Several, each_set
 from trainer.data.stream import Stream
+from trainer.data.torch_loader import again, batches_in, end_workers, part_of
 from trainer.data.workers import lost_batches, refuse_unsendable, start_workers
 from trainer.errors import EXIT_CODES, ConfigError, UnavailableError
 from trainer.log import Terminal, doing, log
@@ -66,6 +67,7 @@ class Loader:
         self.ranks_on_node, self.collate, self.weight = ranks_on_node, collate, weight
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.log_once = cache(log.info)  # what each pass over the data would log again
+        self._parts: dict[tuple[int, bool], Iterable[Any]] = {}  # this rank's, by iterable and whether it trains
         # Weak: a generator that is dropped ends, too.
         self._running: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()
 
@@ -116,6 +118,7 @@ class Loader:
             parts = partial(self._stored, source)
             micros = self._load(source, parts(), partial(validation_needs, parts), 1, self.options.prefetch)
         else:
+            batches = batches_in(source, self.split.world) or 0
             micros = self._replay(source, endless=False)
         return shown(upload(self._run(preserve_rng_state(micros)), self.stream), batches)
 
@@ -142,6 +145,8 @@ class Loader:
         for source in (self.source, *several.values()):
             if isinstance(source, Samples):
                 source.reader.close()
+        for part in self._parts.values():
+            end_workers(part)
 
     def _run(self, micros: Generator[Micro]) -> Iterator[Micro]:
         self._running.add(micros)
@@ -179,8 +184,14 @@ class Loader:
     def _iterated(
         self, source: Stream | Iterable[Any], steps: Callable[[int], Iterator[tuple[int, Split]]], start: int
     ) -> Iterator[Micro]:
-        if self.split.world > 1 and not isinstance(getattr(source, "source", source), Stream):
+        inner: Any = source.source if isinstance(source, FirstOf) else source
+        if self.split.world > 1 and not isinstance(inner, Stream):
             log.info("recipe.data('train') is an iterable: each of %d ranks has batches of its own", self.split.world)
+        if isinstance(inner, DataLoader):
+            log.info(
+                "recipe.data('train') is a DataLoader: its own order and its num_workers=%d, not those of data.*",
+                inner.num_workers,
+            )
         micros = self._run(self._replay(source, endless=True))
         first = next(micros)
         if self.weight is None:  # a weight may count otherwise
@@ -205,8 +216,12 @@ class Loader:
             return FirstOf(self._own(source.source, endless), source.batches)
         if isinstance(source, Stream):
             return source.batches(self.split.micro, self.rank, self.split.world, self.collate, endless)
-        world = self.split.world
-        return part_of(source, self.rank, world, mix(self.seed, ITERABLE, world), self.log_once)
+        if (key := (id(source), endless)) not in self._parts:
+            world = self.split.world
+            part: Any = part_of(source, self.rank, world, mix(self.seed, ITERABLE, world), self.log_once)
+            shared = not endless and part is self.source and isinstance(part, DataLoader)
+            self._parts[key] = again(part) if shared else part
+        return self._parts[key]
 
     def _load(
         self, source: Samples, micro_refs: Iterator[list[Ref]], needs: Needs, lanes: int, ahead: int,
@@ -233,7 +248,7 @@ class Loader:
             timeout=timeout_s if workers else 0,
             pin_memory=self.device.type == "cuda",
         )
-        batches = start_workers(loader, to_load) if workers else loader(sampler=to_load)
+        batches = start_workers(loader, to_load, source.reader.begin_worker) if workers else loader(sampler=to_load)
         try:
             with fetching(source.reader.remote(), needs, lanes, self.ranks_on_node) as passed:
                 for fetched, refs, end in zip(batches, to_name, ends or itertools.repeat(True), strict=False):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from trainer.config.options import DataOptions
 from trainer.data.bad_samples import Bad
@@ -144,6 +144,13 @@ class MapReader:
     def name(self, ref: Ref) -> tuple[int, str]:
         return ref.shard, str(ref.shard * self.per_shard + ref.offset)
 
+    def begin_worker(self, worker: int) -> None:
+        """Call the `worker_init_fn` of a data set that has one, as a DataLoader of it does."""
+        own = getattr(self.dataset, "worker_dataset", self.dataset)
+        object.__setattr__(get_worker_info(), "dataset", own)  # torch lets no one set it
+        if init := getattr(self.dataset, "worker_init_fn", None):
+            init(worker)
+
     def prefetch(self, refs: Sequence[Ref]) -> None:
         """Do nothing: a dataset has no prefetch."""
 
@@ -206,9 +213,19 @@ def open_data(
     if options.decoders and split == "train":
         raise ConfigError("data.decoders: recipe.data('train') has no shards to decode; leave data.decoders out")
     if is_map_style(data):
+        if not options.workers and getattr(data, "worker_init_fn", None):
+            raise ConfigError(
+                f"data.workers=0: recipe.data({split!r}) has a worker_init_fn, which data workers call; give "
+                "data.workers=1 or more"
+            )
         return map_style(data, split, transform, seed)
     if is_stream(data):
         return Stream(data, transform, seed)
+    if isinstance(data, DataLoader) and transform is not None and not options.map:
+        raise ConfigError(
+            f"recipe.transform: recipe.data({split!r}) is a DataLoader, whose samples it does not get; apply it in the "
+            "data set, or return the Dataset instead"
+        )
     if options.map:
         raise ConfigError(
             f"data.map: recipe.data({split!r}) gives batches, and data.map takes samples; leave data.map out, or "
@@ -230,6 +247,13 @@ def refuse_no_data(data: Any, split: str) -> None:
         DataError: The list is empty, as `glob.glob` of a missing folder is.
     """
     key, form = f"recipe.data({split!r})", "return shards, a Dataset, or an iterable of batches"
+    parts = list(data.values()) if isinstance(data, Mapping) and split == "train" else data
+    if isinstance(parts, list | tuple) and any(isinstance(part, DataLoader | Dataset) for part in parts):
+        kind = next(type(part).__name__ for part in parts if isinstance(part, DataLoader | Dataset))
+        raise ConfigError(
+            f"{key}: returned a {type(data).__name__} with a {kind}; return one, of a ConcatDataset of their samples"
+            + ("" if split == "train" else ", or several as a dict of names")
+        )
     if isinstance(data, type):
         raise ConfigError(f"{key}: returned the class {data.__name__}; return an object of it")
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset) and not hasattr(data, "__len__"):

@@ -59,7 +59,7 @@ def begin(given: Connection, _: int = 0) -> None:
     given.close()
 
 
-def begin_worker(given: Connection, _: int = 0) -> None:
+def begin_worker(given: Connection, init: Callable[[int], object], worker: int) -> None:
     """Begin, or report a limit of files or threads that is too low: the rank would wait for batches in vain."""
     try:
         for descriptor in [os.dup(0) for _ in range(FREE)]:
@@ -72,17 +72,24 @@ def begin_worker(given: Connection, _: int = 0) -> None:
         given.send(exhausted(error) or str(error))
         time.sleep(timeouts.FORK_S)  # until the rank kills this process
     begin(given)
+    init(worker)
 
 
-def start_workers(loader: Callable[..., DataLoader[Any]], refs: Iterator[Any]) -> Iterator[Any]:
-    """Return a DataLoader's batches, once all of its workers run."""
+def start_workers(
+    loader: Callable[..., DataLoader[Any]], refs: Iterator[Any], init: Callable[[int], object] = lambda worker: None
+) -> Iterator[Any]:
+    """Return a DataLoader's batches, once all of its workers run.
+
+    Args:
+        init: Called in each worker, with its number.
+    """
     raise_file_limit()
 
     def start(given: Connection) -> Any:
         nonlocal refs
         refs, ahead = itertools.tee(refs)  # the workers take some at once, which a second start needs again
         before = set(multiprocessing.active_children())
-        first = partial(begin_worker, given)
+        first = partial(begin_worker, given, init)
         try:
             batches: Any = iter(loader(sampler=ahead, multiprocessing_context=FORK, worker_init_fn=first))
         except BaseException:

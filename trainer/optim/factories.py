@@ -26,7 +26,9 @@ def adamw(
     The defaults of betas and eps are RoBERTa's (Liu et al. 2019, arXiv:1907.11692).
     """
     require_adam(lr, betas, eps, weight_decay)
-    return torch.optim.AdamW(params, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, fused=True)
+    groups = list(params)
+    fused = not any(torch.is_complex(p) for group in groups for p in group["params"])  # torch has no fused AdamW for it
+    return torch.optim.AdamW(groups, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, fused=fused)
 
 
 def sgd(

@@ -18,6 +18,7 @@ from trainer.log import log
 
 Groups = Iterable[dict[str, Any]]
 Make = Callable[[Groups], Optimizer]
+OURS = ("freeze", "held")  # settings that no optimizer has; held: frozen parameters stay in the optimizer
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,13 @@ class ParameterRules:
             if rule.settings.get("freeze"):
                 for p in own:
                     p.requires_grad_(False)
-            elif own and not any(p.requires_grad for p in own):
+            elif own and not rule.settings.get("held") and not any(p.requires_grad for p in own):
                 raise ConfigError(f"{rule.key}: all its parameters are frozen already; leave the group out")
 
     def described(self) -> list[dict[str, Any]] | None:
         """Return what a resume compares: each group's settings, and a digest of its names. None without groups."""
-        return [{**rule.settings, "parameters": digest(rule.names)} for rule in self.rules] or None
+        settings = [{k: v for k, v in rule.settings.items() if k != "held"} for rule in self.rules]
+        return [{**own, "parameters": digest(r.names)} for own, r in zip(settings, self.rules, strict=True)] or None
 
 
 def digest(names: list[str]) -> str:
@@ -129,6 +131,8 @@ def listed(key: str, parameters: Iterable[nn.Parameter], module: nn.Module) -> l
 def parameter_groups(module: nn.Module, rules: Sequence[Rule] = (), by_hidden: bool = False) -> list[dict[str, Any]]:
     """Return matrices, and parameters of fewer than two dimensions, which take no weight decay unless a rule says so.
 
+    A rule with `held` is a group as it is.
+
     Args:
         rules: The groups of a rule come after those without one.
         by_hidden: Each group says whether its matrices are hidden.
@@ -137,13 +141,13 @@ def parameter_groups(module: nn.Module, rules: Sequence[Rule] = (), by_hidden: b
     hidden = hidden_matrices(module) if by_hidden else set[Tensor]()
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, p in module.named_parameters():
-        if not p.requires_grad:
-            continue
         i = rule_of.get(name, -1)
-        decays = p.dim() >= 2
+        if not p.requires_grad and (i < 0 or not rules[i].settings.get("held")):
+            continue
+        decays = p.dim() >= 2 or (i >= 0 and rules[i].settings.get("held", False))  # that is a whole group
         settings: dict[str, Any] = {"hidden": p in hidden} if by_hidden else {}
         settings |= {} if decays else {"weight_decay": 0.0}
-        settings |= {key: value for key, value in rules[i].settings.items() if key != "freeze"} if i >= 0 else {}
+        settings |= {key: value for key, value in rules[i].settings.items() if key not in OURS} if i >= 0 else {}
         key = (i, not decays, not settings.get("hidden"))
         found.setdefault(key, {"params": [], **settings})["params"].append(p)
     return [found[key] for key in sorted(found)]
@@ -197,11 +201,11 @@ def tried(make: Callable[..., Optimizer], groups: Groups, key: str = "optimizer"
 
 def refuse_settings(rule: Rule, make: Make, made: Optimizer, groups: list[dict[str, Any]]) -> None:
     """Refuse a setting that the optimizer does not have for a group, and a value that it would not take for all."""
-    settings = {name: value for name, value in rule.settings.items() if name not in ("freeze", "lr_scale")}
+    settings = {name: value for name, value in rule.settings.items() if name not in ("lr_scale", *OURS)}
     if other := settings.keys() - made.defaults.keys():
         name = sorted(other)[0]
         kind = type(made).__name__
-        hint = nearest(name, {*made.defaults, "lr_scale", "freeze"})
+        hint = nearest(name, {*made.defaults, "lr_scale", *OURS})
         raise ConfigError(f"{rule.key}.{name}={settings[name]}: {kind} has no such setting of a group; {hint}")
     settings.pop("hidden", None)
     for name, value in settings.items():

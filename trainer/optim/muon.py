@@ -130,6 +130,8 @@ def refuse_others(hidden: list[dict[str, Any]]) -> None:
                 "optimizer=muon: gathers whole matrices on the device, and the rows are on the host; set "
                 "callbacks.shard.offload=false, or use optimizer=adamw"
             )
+        if any(p.is_complex() for p in group["params"]):
+            raise ConfigError("optimizer=muon: takes real matrices, and one is complex; use optimizer=adamw")
         if shapes := [tuple(p.shape) for p in group["params"] if p.dim() != 2]:
             raise ConfigError(
                 f"optimizer.groups: hidden=true matches a parameter of shape {shapes[0]}, and Muon takes two "

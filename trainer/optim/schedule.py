@@ -67,6 +67,10 @@ class Rate:
         for group, peak in zip(groups, peaks):
             group["lr"] = peak * factor
 
+    def is_constant(self, step: int) -> bool:
+        """Return whether the rates are the same from the step before on, so that one set by hand stays."""
+        return False
+
 
 @dataclass(frozen=True)
 class ShapedRate(Rate):
@@ -79,6 +83,9 @@ class ShapedRate(Rate):
         if step < self.warmup:
             return self.scale * self.schedule.shape(0.0) * (step + 1) / self.warmup
         return self.scale * self.schedule.shape(min(1.0, (step - self.warmup) / self.rest))
+
+    def is_constant(self, step: int) -> bool:
+        return isinstance(self.schedule, Constant) and (step > self.warmup or not self.warmup)
 
 
 class OfRecipe:

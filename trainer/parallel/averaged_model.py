@@ -20,14 +20,22 @@ class AveragedModel:
     def __init__(self, strategy: Strategy, trained: nn.Module) -> None:
         self.trained, self.module = trained, strategy.copy().requires_grad_(False)
         self.average = rows(self.module)
-        self.buffers = list(self.module.buffers()), list(trained.buffers())
 
     @torch.no_grad()
     def update(self, share: float) -> None:
         """Set average = (1 - share) * average + share * weights, and copy the buffers."""
         torch._foreach_lerp_(self.average, rows(self.trained), share)  # parameters may have moved
-        if self.buffers[0]:
-            torch._foreach_copy_(*self.buffers)
+        copy_buffers(self.module, self.trained)
+
+
+def copy_buffers(target: nn.Module, source: nn.Module) -> None:
+    """Copy all buffers, also those that a forward pass has assigned, of another shape or for the first time."""
+    own, given = list(target.buffers()), list(source.buffers())
+    if [(b.shape, b.dtype) for b in own] != [(b.shape, b.dtype) for b in given]:
+        for copy, module in zip(target.modules(), source.modules(), strict=True):
+            copy._buffers.update({name: None if b is None else b.clone() for name, b in module._buffers.items()})
+    elif own:
+        torch._foreach_copy_(own, given)
 
 
 def rows(model: nn.Module) -> list[Tensor]:

@@ -4,7 +4,6 @@ import gc
 import importlib
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from trainer.comm.reduce import Background, Reduce
 from trainer.parallel.batch_norm import refuse_no_items
 from trainer.parallel.meta import refuse_meta
 from trainer.parallel.sparse import sparse_weights
-from trainer.parallel.strategy import clip_gradients, load_replica, own_names, trained, zero_loss
+from trainer.parallel.strategy import clip_gradients, copied, load_replica, own_names, trained, zero_loss
 from trainer.parallel.warmup import constants, integer_buffers
 
 
@@ -114,7 +113,7 @@ class DDP:
         return zero_loss(self.parameters, unused, sparse_weights(self.module).values())
 
     def copy(self) -> nn.Module:
-        return deepcopy(self.module)
+        return copied(self.module)
 
     def warm_up(self, run_pass: Callable[[], None]) -> None:
         """Run two passes: DDP rebuilds its buckets after the first. With a static graph, run three."""

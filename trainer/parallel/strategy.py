@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint.parts import read_all
 from trainer.checkpoint.serialize import load_optimizer_state
-from trainer.errors import DataError
+from trainer.errors import ConfigError, DataError
 from trainer.parallel.meta import refuse_meta
 from trainer.parallel.rows import local
 from trainer.parallel.sparse import gradients, sparse_weights
@@ -130,7 +130,7 @@ class SingleDevice:
         return zero_loss(self.parameters, unused=False, sparse=sparse_weights(self.model).values())
 
     def copy(self) -> nn.Module:
-        return deepcopy(self.model)
+        return copied(self.model)
 
     def warm_up(self, run_pass: Callable[[], None]) -> None:
         """Do nothing: there is no layout that changes."""
@@ -152,9 +152,49 @@ class SingleDevice:
 
 
 def to_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move the model to the device. A model on the meta device stays: its strategy materialises it."""
+    """Move the model to the device. A model on the meta device stays: its strategy materialises it.
+
+    A buffer whose rows share memory, as by `expand`, gets memory for each: ranks and averages write into it.
+    """
     tensors = chain(model.parameters(), model.buffers())
-    return model if any(tensor.is_meta for tensor in tensors) else model.to(device)
+    if any(tensor.is_meta for tensor in tensors):
+        return model
+    for module in model.modules():
+        shared = [name for name, b in module._buffers.items() if b is not None and has_overlap(b)]
+        module._buffers |= {name: module.get_buffer(name).contiguous() for name in shared}
+    return model.to(device)
+
+
+def has_overlap(tensor: Tensor) -> bool:
+    """Return whether several elements have the same memory, so that torch lets no one write into the tensor."""
+    return tensor.layout == torch.strided and torch._debug_has_internal_overlap(tensor) == 1
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a deep copy of the model. A tensor with a graph, which `weight_norm` keeps as `weight`, loses the graph.
+
+    Raises:
+        ConfigError: The model has an attribute that can't be copied.
+    """
+    attributes = [(f"{name}.{key}", value) for name, m in model.named_modules() for key, value in vars(m).items()]
+    computed = {id(v): v.detach().clone() for _, v in attributes if isinstance(v, Tensor) and not v.is_leaf}
+    try:
+        return deepcopy(model, dict[int, Any](computed))
+    except (RuntimeError, TypeError) as error:
+        name = next((name for name, value in attributes if not can_be_copied(value, computed)), "model")
+        why = str(error).split(". ")[0]
+        raise ConfigError(
+            f"recipe.model(): {name.lstrip('.')} can't be copied for an average of the weights ({why}); keep tensors "
+            "by detach(), or leave ema and swa out"
+        ) from None
+
+
+def can_be_copied(value: Any, known: Mapping[int, Any]) -> bool:
+    try:
+        deepcopy(value, dict(known))
+    except (RuntimeError, TypeError):
+        return isinstance(value, dict) and any(isinstance(inner, nn.Module) for inner in value.values())
+    return True
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

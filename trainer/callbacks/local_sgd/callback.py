@@ -1,7 +1,6 @@
 """Each rank steps alone, and every few steps the ranks synchronise their weights: local SGD and DiLoCo."""
 
 from collections.abc import Iterator
-from copy import deepcopy
 from typing import Any, Literal
 
 import torch
@@ -22,6 +21,7 @@ from trainer.callbacks.local_sgd.averaging import (
 from trainer.comm.reduce import AllReduce, Background, Reduce
 from trainer.errors import ConfigError, require
 from trainer.log import log
+from trainer.parallel.strategy import copied
 
 
 class LocalSGD(Callback):
@@ -103,7 +103,7 @@ class LocalSGD(Callback):
         """Call the model without DDP from here on, so that backward reduces nothing."""
         if trainer.options.check_replicas_every:
             log.info("local_sgd: ranks have different weights from now on; trainer.check_replicas_every does nothing")
-        trainer.global_model = trainer.eval_model = deepcopy(trainer.module).requires_grad_(False)
+        trainer.global_model = trainer.eval_model = copied(trainer.module).requires_grad_(False)
         if self.own:
             load_own(trainer, self.own)
             self.own = {}

@@ -69,6 +69,9 @@ class ShardReader:
             content = os.pread(file.fileno(), min(length, shard.bytes), offset)
         return str(shard.path), _first_key(content)
 
+    def begin_worker(self, worker: int) -> None:
+        """Do nothing: a reader opens its shards when it reads them."""
+
     def prefetch(self, refs: Sequence[Ref]) -> None:
         """Ask the system to read these samples into memory, and return at once. Skip shards not downloaded yet."""
         for ref in sorted(refs):

@@ -1,0 +1,92 @@
+"""The part of Lightning's Strategy that a LightningModule may use, as self.trainer.strategy."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.nn.functional import all_gather
+
+from trainer.errors import ConfigError
+
+GIVEN = ("all_gather", "barrier", "broadcast", "global_rank", "is_global_zero", "local_rank", "model", "reduce")
+GIVEN += ("root_device", "world_size")
+
+
+class NoSuchAttribute(ConfigError, AttributeError):
+    """An attribute of Lightning's that Echelon lacks; an AttributeError, so that `hasattr` works."""
+
+
+class AttachedStrategy:
+    """The object that a module finds as `self.trainer.strategy`. Its methods are collectives of all ranks."""
+
+    def __init__(self, view: Any) -> None:
+        self.view = view
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NoSuchAttribute(
+            f"self.trainer.strategy.{name}: the layout is Echelon's; leave it out, or use one of {', '.join(GIVEN)}"
+        )
+
+    @property
+    def model(self) -> Any:
+        return self.view.model
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.view.run.device
+
+    @property
+    def global_rank(self) -> int:
+        return self.view.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        return self.view.local_rank
+
+    @property
+    def world_size(self) -> int:
+        return self.view.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.view.is_global_zero
+
+    @property
+    def _lightning_optimizers(self) -> list[Any]:
+        return self.view.optimizers
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Return the tensors of all ranks, (world, ...); on one rank the tensor itself."""
+        if self.world_size == 1:
+            return tensor
+        if sync_grads:
+            return torch.stack(all_gather(tensor))
+        found = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(found, tensor.contiguous())
+        return torch.stack(found)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: str = "mean") -> Any:
+        """Return the mean or the sum over ranks; a value that is no tensor as it is."""
+        if self.world_size == 1 or not isinstance(tensor, Tensor):
+            return tensor
+        if str(reduce_op).lower() not in ("mean", "avg", "sum"):
+            raise ConfigError(f"self.trainer.strategy.reduce(reduce_op={reduce_op!r}): must be 'mean' or 'sum'")
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total if str(reduce_op).lower() == "sum" else total / self.world_size
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank `src`'s object on every rank."""
+        if self.world_size == 1:
+            return obj
+        both = [obj]
+        dist.broadcast_object_list(both, src)
+        return both[0]
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if self.world_size > 1:
+            dist.barrier()

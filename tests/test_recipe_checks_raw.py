@@ -1,0 +1,85 @@
+"""Parameters without a shape, and complex ones: trained, or refused with the fix before anything starts."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from trainer.config.options import DataOptions, Options
+from trainer.errors import ConfigError
+from trainer.optim.factories import adamw
+from trainer.optim.muon import Muon
+from trainer.trainer import Trainer
+
+
+class Raw:
+    def __init__(self, make: Any) -> None:
+        self.make = make
+
+    def model(self) -> nn.Module:
+        return self.make()
+
+    def data(self, split: str) -> Any:
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+        return TensorDataset(x, x.sum(1, keepdim=True))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 1, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.weight).abs()
+
+
+def called() -> nn.Module:
+    model = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(1))
+    model(torch.zeros(1, 4))
+    return model
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def made(make: Any, **options: Any) -> Trainer:
+    return Trainer(Raw(make), batch=16, options=Options(max_steps=3, **options), data=DataOptions(workers=0))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_lazy_layer_is_refused_with_the_fix_which_works():
+    words = r"^recipe\.model\(\): 0\.weight has no shape yet, as in nn\.LazyLinear; call the model on a sample in model"
+    with pytest.raises(ConfigError, match=words):
+        made(lambda: nn.Sequential(nn.LazyLinear(1)))
+    assert made(called).fit()["steps"] == 3
+
+
+def test_complex_weights_train_as_in_a_bare_loop():
+    ours = made(Complex, clip_norm=0.5)
+    ours.fit()
+    recipe, model = Raw(Complex), Complex()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, (0.9, 0.98), 1e-6, weight_decay=0.01)
+    for _ in range(3):
+        recipe.loss(model, recipe.data("train").tensors).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(ours.module.get_parameter("weight"), model.weight)
+
+
+def test_real_weights_stay_fused():
+    assert adamw([{"params": nn.Linear(1, 1).parameters()}]).defaults["fused"]
+
+
+def test_muon_names_what_steps_complex_matrices():
+    with pytest.raises(
+        ConfigError, match=r"^optimizer=muon: takes real matrices, and one is complex; use optimizer=ad"
+    ):
+        Muon([{"params": [Complex().weight], "hidden": True}])

@@ -1,0 +1,121 @@
+"""A DataLoader of torch's as data: its length, its passes, and each rank's part of its samples."""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from trainer.rng import GOLDEN, MASK
+
+DRAWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+class Part(Sampler[Any]):
+    """Every `world`-th index that one of `DRAWN` draws, from index `rank` on. All ranks draw the same indices."""
+
+    def __init__(self, sampler: Any, rank: int, world: int, key: int) -> None:
+        self.sampler, self.rank, self.world, self.key = sampler, rank, world, key
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        state = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(self.key + self.epoch * GOLDEN & MASK)
+        drawn = iter(self.sampler)
+        first = list(itertools.islice(drawn, 1))  # torch's samplers draw from its generator before this one alone
+        torch.default_generator.set_state(state)
+        return itertools.islice(itertools.chain(first, drawn), self.rank, None, self.world)
+
+    def __len__(self) -> int:
+        return len(range(self.rank, len(self.sampler), self.world))
+
+
+def part_of(
+    source: Iterable[Any], rank: int, world: int, key: int, tell: Callable[[str, int, int], object]
+) -> Iterable[Any]:
+    """Return this rank's part of a DataLoader whose sampler is torch's own; any other iterable as it is.
+
+    Args:
+        key: Seeds a sampler without a generator; the same on all ranks.
+        tell: Logs that the ranks share the samples.
+    """
+    if world == 1 or not isinstance(source, DataLoader) or not is_drawn(source):
+        return source
+    tell("recipe.data: %d ranks share the %d samples of a DataLoader", world, len(source.sampler))  # pyright: ignore[reportArgumentType] it has a sampler
+    return with_sampler(source, Part(source.sampler, rank, world, key))
+
+
+def is_drawn(loader: DataLoader[Any]) -> bool:
+    """Return whether one of torch's own samplers draws the samples, and the loader itself makes batches of them."""
+    batches = loader.batch_sampler
+    own = batches is None or (type(batches) is BatchSampler and batches.sampler is loader.sampler)
+    return own and type(loader.sampler) in DRAWN
+
+
+def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
+    """Return a DataLoader with another sampler, and all other arguments of `loader`, whose batches are not its own."""
+    own: Any = again(loader)
+    batches = None if loader.batch_sampler is None else BatchSampler(sampler, loader.batch_size, loader.drop_last)  # pyright: ignore[reportArgumentType] it has a size
+    vars(own).update(sampler=sampler, batch_sampler=batches)  # a DataLoader lets no one set them
+    return own
+
+
+def again(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return the same DataLoader with workers of its own, if these persist."""
+    own: Any = copy.copy(loader)
+    own._iterator = None
+    return own
+
+
+def begin_pass(source: Any, number: int) -> None:
+    """Call `set_epoch` of an iterable, or of a DataLoader's samplers, where they have it, before a pass."""
+    parts = [source]
+    if isinstance(source, DataLoader):
+        parts = [source.sampler, source.batch_sampler, getattr(source.batch_sampler, "sampler", None)]
+    for part in {id(part): part for part in parts}.values():
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(number)
+
+
+def batches_in(source: Any, ranks: int) -> int | None:
+    """Return the batches of a pass on the rank with the most; None if the iterable has no length.
+
+    An iterable may have a method `batches_in(ranks)`, and then an attribute `batch_size`.
+    """
+    if hasattr(source, "batches_in"):
+        return source.batches_in(ranks)
+    try:
+        if ranks > 1 and isinstance(source, DataLoader) and is_drawn(source):
+            return len(with_sampler(source, range(0, len(source.sampler), ranks)))  # pyright: ignore[reportArgumentType]
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def batch_size_of(source: Any) -> int | None:
+    """Return the samples of a batch of a DataLoader, or of an iterable with `batches_in`; None if it is not known."""
+    if not isinstance(source, DataLoader) and not hasattr(source, "batches_in"):
+        return None
+    size = getattr(source, "batch_size", None) or getattr(getattr(source, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def end_workers(source: Any) -> None:
+    """End the workers of a DataLoader that persist."""
+    iterator = getattr(source, "_iterator", None) if isinstance(source, DataLoader) else None
+    if iterator is not None:
+        iterator._shutdown_workers()
+        source._iterator = None  # pyright: ignore[reportAttributeAccessIssue] torch's own sets it

@@ -1,0 +1,61 @@
+"""Puts the learning rates of each step into the optimizer's groups, and follows those that user code sets by hand."""
+
+from typing import Any
+
+from trainer.errors import ConfigError
+from trainer.optim.schedule import Rate
+
+
+class Rates:
+    """The learning rates of an optimizer's groups.
+
+    Args:
+        rate: The schedule of the run.
+        optimizer: As it was made: its groups have their peak rates.
+
+    Attributes:
+        peaks: The rates on which the schedule puts its factor.
+    """
+
+    def __init__(self, rate: Rate, optimizer: Any) -> None:
+        self.rate, self.optimizer = rate, optimizer
+        self.peaks: list[float] = [group["lr"] for group in optimizer.param_groups]
+        self.given = list(self.peaks)  # of the last step; empty: not known
+        self.by_hand = False
+
+    def put(self, step: int) -> None:
+        """Put the rates of a step into the groups.
+
+        Raises:
+            ConfigError: User code has added a group, or has set a rate that the schedule sets, too.
+        """
+        groups = self.optimizer.param_groups
+        if self.given and [group["lr"] for group in groups] != self.given:
+            self._follow(step, groups)
+        self.rate.put(step, groups, self.peaks)
+        self.given = [group["lr"] for group in groups]
+
+    def restore(self, peaks: list[float] | None) -> None:
+        """Put the rates of a checkpoint back that were set by hand; None: none was.
+
+        Rates that hooks set before the next step are dropped, since the resumed run has them already.
+        """
+        self.given = []
+        if peaks is not None:
+            self.peaks, self.by_hand = [float(peak) for _, peak in zip(self.peaks, peaks, strict=True)], True
+
+    def _follow(self, step: int, groups: list[dict[str, Any]]) -> None:
+        if len(groups) != len(self.peaks):
+            raise ConfigError(
+                f"optimizer: add_param_group() was called before step {step + 1}, and a resume would not have this "
+                "group; put all parameters into groups at the start, where they may be frozen"
+            )
+        for i, (group, given) in enumerate(zip(groups, self.given, strict=True)):
+            if group["lr"] == given:
+                continue
+            if not self.rate.is_constant(step):
+                raise ConfigError(
+                    f"optimizer.param_groups[{i}]['lr']={group['lr']:g}: was set by hand before step {step + 1}, and "
+                    "the schedule sets the rate at each step; use a schedule alone, or schedule=constant"
+                )
+            self.peaks[i], self.by_hand = self.peaks[i] * group["lr"] / given if given else group["lr"], True
