@@ -46,7 +46,7 @@ def own_folder(tmp_path, monkeypatch) -> None:
 
 SUM, COUNT = "as the sum of 'a'", "as the count of 'a'"
 ONE_NUMBER = "return a tensor of one number, the mean over the batch"
-COUNTS = "return a dict of name -> (sum, count), a tensor of one number and an int"
+COUNTS = "return a dict of name -> (sum, count), two numbers"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,8 @@ COUNTS = "return a dict of name -> (sum, count), a tensor of one number and an i
         ("summary", {"a": "b"}, "summary(): returned a value of type str for 'a'; return a dict of name -> number"),
         ("metrics", 0.5, f"metrics(): returned a value of type float; {COUNTS}"),
         ("metrics", {"a": torch.zeros(())}, f"metrics(): returned a tensor of shape () for 'a'; {COUNTS}"),
-        ("metrics", {"a": (0.5, 1)}, f"metrics(): returned a value of type float {SUM}; {COUNTS}"),
+        ("metrics", {"a": ("0.5", 1)}, f"metrics(): returned a value of type str {SUM}; {COUNTS}"),
+        ("metrics", {"a": (0.5, 1.5)}, f"metrics(): returned a value of type float {COUNT}; {COUNTS}"),
         ("metrics", {"a": (torch.ones(3), 1)}, f"metrics(): returned a tensor of shape (3,) {SUM}; {COUNTS}"),
         ("metrics", {"a": (torch.ones(1), "1")}, f"metrics(): returned a value of type str {COUNT}; {COUNTS}"),
         ("metrics", {"a": (torch.ones(1), -1)}, f"metrics(): returned -1 {COUNT}; return the number of items, 0 or"),

@@ -72,5 +72,5 @@ def test_a_state_that_no_run_writes_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("value", ["often", 10, ""])
 def test_nonsense_is_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match="is neither auto nor null; give steps by"):
+    with pytest.raises(ConfigError, match=f"every={value}: must be auto or null"):
         CheckpointOptions(every=value)  # pyright: ignore[reportArgumentType]

@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from enum import IntEnum
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from trainer.annotated import check_arguments
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import Reduce
 from trainer.config.options import Options
@@ -23,6 +25,9 @@ from trainer.parallel.strategy import Strategy
 from trainer.precision import Precision
 from trainer.process.heartbeat import Heartbeat
 from trainer.process.signals import StopSignals
+
+OWN = re.compile(r"trainer\.(?:callbacks|monitors)\.(\w+)")
+WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # where a word of a class name begins
 
 Event = TypeVar("Event", bound=Callable[..., None])
 # Returns a JSON value of this rank; makes metrics of all ranks' values.
@@ -147,7 +152,8 @@ class Callback:
     """Base class of callbacks. Every hook is optional.
 
     A misspelt hook is an error when the class is defined. Misspelt are methods on_* and wrap_* that are no hooks, and
-    methods that take the trainer and have almost a hook's name.
+    methods that take the trainer and have almost a hook's name. The constructor's arguments are checked against its
+    annotations.
     """
 
     role: ClassVar[Role] = Role.OBSERVE
@@ -277,6 +283,14 @@ class Callback:
         unknown = [name for name, value in vars(cls).items() if name not in HOOKS and is_like_hook(name, value)]
         if unknown:
             raise TypeError(f"{cls.__name__}: unknown hooks {sorted(unknown)}; the hooks are {', '.join(HOOKS)}")
+        if "__init__" in vars(cls):
+            cls.__init__ = check_arguments(f"callbacks.{name_of_class(cls)}.")(cls.__init__)
+
+
+def name_of_class(kind: type) -> str:
+    """Return the name of Echelon's own callback in the config; another class's name in snake_case."""
+    own = OWN.match(kind.__module__)
+    return own[1] if own else WORD.sub("_", kind.__name__).lower()
 
 
 def takes_trainer(name: str, value: object) -> bool:

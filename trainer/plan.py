@@ -6,8 +6,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trainer.annotated import fits
 from trainer.batch import split_batch
 from trainer.callback import Callback, Role, overrides
+from trainer.callback_checks import refuse_no_callback, refuse_other_hooks
 from trainer.checkpoint import locate
 from trainer.checkpoint.interval import FIRST
 from trainer.checkpoint.manifest import see, verify
@@ -16,7 +18,6 @@ from trainer.checkpoint.retention import parse_best
 from trainer.composition import arrange
 from trainer.config.duration import Duration
 from trainer.config.options import DataOptions, Options
-from trainer.config.schema import fits
 from trainer.data.limit import FirstOf, first_batches, first_validation
 from trainer.data.source import Samples, open_source, transform_of
 from trainer.data.torch_loader import batch_size_of, batches_in
@@ -346,18 +347,17 @@ def split_by(size: int, batch: int, world: int) -> tuple[int, int]:
 
 
 def refuse_incomplete(recipe: Any, callbacks: Mapping[str, Any]) -> None:
-    """Refuse a recipe that lacks a method or whose methods take other parameters, and callbacks of other classes."""
+    """Refuse a recipe or a callback that lacks a method or whose methods take other parameters, and other objects."""
+    if isinstance(recipe, type):
+        raise ConfigError(f"recipe: is the class {recipe.__name__}, not an object of it; give {recipe.__name__}()")
     missing = [name for name in ("model", "data", "loss") if not callable(getattr(recipe, name, None))]
     if missing:
         has = f"recipe: {type(recipe).__name__} has no method {missing[0]!r}"
         raise ConfigError(f"{has}; define model, data and loss, as in trainer/recipe.py")
     refuse_other_parameters(recipe)
     for name, callback in callbacks.items():
-        if not isinstance(callback, Callback):
-            raise ConfigError(
-                f"callbacks.{name}: {type(callback).__name__} is not a callback; give a class that inherits from "
-                "trainer.callback.Callback"
-            )
+        refuse_no_callback(f"callbacks.{name}", callback)
+        refuse_other_hooks(name, callback)
 
 
 def refuse_other_ranks(own: Mapping[str, Any], each: Callable[[Any], list[Any]]) -> None:

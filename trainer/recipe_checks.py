@@ -17,7 +17,7 @@ from trainer.errors import ConfigError
 from trainer.recipe import Optional, Recipe
 
 MISSING = object()  # in the place of a loss: `recipe.loss` has raised
-METRICS = "a dict of name -> (sum, count), a tensor of one number and an int"
+METRICS = "a dict of name -> (sum, count), two numbers"
 ONE_NUMBER = "a tensor of one number, the mean over the batch"
 # Part of the text of an error in a backward pass, or of DDP -> the mistake in the recipe, and the way out.
 IN_PLACE = "modified by an inplace operation"
@@ -128,16 +128,23 @@ def refuse_other_parameters(recipe: Any) -> None:
         method = getattr(recipe, name, None)
         if name.startswith("_") or not inspect.isfunction(expected) or not callable(method):
             continue
-        names = list(inspect.signature(expected).parameters)[1:]
-        try:
-            own = inspect.signature(method)
-        except (TypeError, ValueError):  # a function in C has no signature
-            continue
-        try:
-            own.bind(*names)
-        except TypeError:
-            takes, gets = ", ".join(map(str, own.parameters)), ", ".join(names)
-            raise ConfigError(f"recipe.{name}({takes}): is called with ({gets}); give it these parameters") from None
+        if other := other_parameters(method, expected):
+            raise ConfigError(f"recipe.{name}{other}")
+
+
+def other_parameters(method: Callable[..., Any], expected: Callable[..., Any]) -> str:
+    """Return how a bound method differs from the function that it should be; empty if it can be called alike."""
+    names = list(inspect.signature(expected).parameters)[1:]
+    try:
+        own = inspect.signature(method)
+    except (TypeError, ValueError):  # a function in C has no signature
+        return ""
+    try:
+        own.bind(*names)
+    except TypeError:
+        takes = ", ".join(map(str, own.parameters))
+        return f"({takes}): is called with ({', '.join(names)}); give it these parameters"
+    return ""
 
 
 def build_model(recipe: Any) -> nn.Module:
@@ -179,16 +186,28 @@ def check_metrics(found: Any, method: str = "metrics") -> dict[str, tuple[Tensor
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise refusal(method, pair, METRICS, f" for {name!r}")
         total, count = pair
+        if not isinstance(total, Tensor):
+            total = total if (number := number_of(total)) is None else torch.tensor(number, dtype=torch.float64)
         if not isinstance(total, Tensor) or total.numel() != 1:
             raise refusal(method, total, METRICS, f" as the sum of {name!r}")
-        if not isinstance(count, Integral):
+        items = number_of(count)
+        if items is None or items != items // 1:
             raise refusal(method, count, METRICS, f" as the count of {name!r}")
-        if count < 0:
+        if items < 0:
             raise ConfigError(
                 f"recipe.{method}(): returned {count} as the count of {name!r}; return the number of items, 0 or more"
             )
-        checked[name] = total, int(count)
+        checked[name] = total, int(items)
     return checked
+
+
+def number_of(value: Any) -> float | None:
+    """Return a number, an array or a tensor of one number as an int or a float; None for any other value."""
+    if isinstance(value, Real):
+        return int(value) if isinstance(value, Integral) else float(value)
+    if getattr(value, "size", None) == 1 or (isinstance(value, Tensor) and value.numel() == 1):
+        return number_of(value.item())
+    return None
 
 
 def weight_of(recipe: Any) -> Callable[[Any], int] | None:

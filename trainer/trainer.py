@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from trainer import training_state
+from trainer.annotated import PositiveInt, check_arguments
 from trainer.callback import HOOKS, UNLOGGED, Callback, Gathered, Role, overrides
+from trainer.callback_checks import SAVED, numbers_only, owner, refuse_new_attributes, refuse_other_value, saved
 from trainer.checkpoint.pretrained import load_weights
 from trainer.comm.affinity import bind_to_cores
 from trainer.comm.device import has_failed
@@ -65,6 +67,10 @@ from trainer.summary import report, tell_place
 from trainer.timeouts import STILL
 from trainer.validation import Evaluator
 
+# Attributes that `fit` adds.
+BY_FIT = {"accepted", "attributes", "buckets", "data", "grad_norm", "losses", "saved_at", "signals", "started"}
+BY_FIT |= {"stream", "validated_at"}
+
 
 class Trainer:
     """Owns the model, the optimizer and the step counter; everything is a plain attribute.
@@ -90,7 +96,9 @@ class Trainer:
     end_failed: Callable[[BaseException], Any] = staticmethod(lambda error: None)  # ends a process whose device failed
     reduce: Reduce | None = None  # the chain, where a callback has wrapped it
     argv: Sequence[str] | None = None  # the arguments, for the command that goes on; None: made in Python
+    attributes = 0  # of this object, when they were last compared
 
+    @check_arguments("")
     def __init__(
         self,
         recipe: Any,
@@ -98,9 +106,9 @@ class Trainer:
         optimizer: Callable[[Groups], Optimizer] = adamw,
         schedule: Schedule | None = None,
         *,
-        batch: int,
-        micro_batch: int | None = None,
-        accumulate: int | None = None,
+        batch: PositiveInt,
+        micro_batch: PositiveInt | None = None,
+        accumulate: PositiveInt | None = None,
         options: Options | None = None,
         data: DataOptions | None = None,
         place: Place | None = None,
@@ -191,7 +199,7 @@ class Trainer:
         self.new_optimizer: Callable[[nn.Module], Optimizer] = partial(make_optimizer, optimizer)
         build = partial(self._build_model, optimizer)
         for hook in self.hooks["build_model"]:
-            build = partial(hook, self, build)
+            build = partial(self._make, "build_model", hook, build)
         module = to_device(build(), self.device)
         if self.options.sync_batch_norm:
             module = across_ranks(module, self.world, self.device)
@@ -207,8 +215,10 @@ class Trainer:
         self.parameters = trained(self.module)
         if self.world > 1 and (self.hooks["wrap_reduce"] or sparse.sparse_weights(self.module)):  # else DDP's, in C++
             self.reduce = self._wrap("wrap_reduce", AllReduce(self.ranks.new_group()))
-        distribute = next(iter(self.hooks["distribute"]), type(self)._distribute)
-        self.strategy: Strategy = distribute(self, self.module)
+        distribute = next(
+            (partial(self._make, "distribute", hook) for hook in self.hooks["distribute"]), self._distribute
+        )
+        self.strategy: Strategy = distribute(self.module)
         self.parameters = self.strategy.parameters
         made = make_optimizer(optimizer, self.module, self.rules)
         self._refuse_sparse(made)
@@ -228,6 +238,7 @@ class Trainer:
         if self.plan.resumed:
             training_state.refuse_other_model(self, self.plan.resumed)
         self._try_recipe()
+        self.own = {*vars(self), "own"}
 
     def _build_model(self, optimizer: Callable[[Groups], Optimizer]) -> nn.Module:
         """Return the recipe's model; find its groups, and freeze, before callbacks cut it or wait for gradients."""
@@ -368,7 +379,7 @@ class Trainer:
         return DDP(model, self.rank, self.world, self.device, self.ddp, self.reduce, lambda: self.step)
 
     def _split(self, hook: Callable[..., Split], position: int) -> Split:
-        split = hook(self, position)
+        split = self._make("split", hook, position)
         if (split.samples, split.world) != (self.batch, self.strategy.data_world):
             wanted = f"batch={self.batch} over {self.strategy.data_world} rank(s)"
             raise ConfigError(f"split: returned {split}; split {wanted}")
@@ -465,7 +476,12 @@ class Trainer:
         switch(Phase.CALLBACKS)
         self._total_weight()  # passes of a callback's own have not waited for it
         self.metrics = self._measure() if self.logged else {}
-        self.emit("on_step_end" if self.logged else UNLOGGED)
+        if self.logged:
+            self._end_logged_step()
+        else:
+            self.emit(UNLOGGED)
+        if len(vars(self)) != self.attributes:
+            self._check_callbacks()
         self.last_metrics = self.metrics if self.logged else self.last_metrics
         if self.bad:
             assert self.plan.epoch_samples
@@ -555,12 +571,34 @@ class Trainer:
 
     def _wrap(self, hook: str, thing: Any) -> Any:
         for wrap in self.hooks[hook]:
-            thing = wrap(self, thing)
+            thing = self._make(hook, wrap, thing)
         return thing
+
+    def _make(self, hook: str, call: Callable[..., Any], *args: Any) -> Any:
+        """Call a hook that makes or wraps an object."""
+        made = call(self, *args)
+        refuse_other_value(owner(call, self.callbacks), hook, made)
+        return made
 
     def emit(self, hook: str, *args: Any) -> None:
         if calls := self.hooks[hook]:
             self._call(calls, args)
+
+    @during(Phase.CALLBACKS)
+    def _end_logged_step(self) -> None:
+        for call in self.hooks["on_step_end"]:
+            call(self)
+            numbers_only(call, self.metrics, self.callbacks)
+
+    def _check_callbacks(self) -> None:
+        """Refuse attributes that callbacks have set, and after the first step what they would save."""
+        names = vars(self).keys()
+        refuse_new_attributes(names - self.own - vars(Trainer).keys() - BY_FIT, names, self.callbacks)
+        for (name, callback), hook in product(self.callbacks.items(), () if self.attributes else SAVED):
+            if not type(callback).__module__.startswith("trainer."):
+                saved(name, callback, hook)
+        self.attributes = 1
+        self.attributes = len(names)
 
     @during(Phase.CALLBACKS)
     def _call(self, calls: list[Callable[..., Any]], args: tuple[Any, ...]) -> None:

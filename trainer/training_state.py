@@ -12,7 +12,9 @@ from typing import Any, Protocol
 from torch.nn.utils import get_total_norm
 
 from trainer import timeouts
+from trainer.annotated import fits
 from trainer.callback import Role, TrainerProtocol, overrides
+from trainer.callback_checks import saved
 from trainer.checkpoint import fence, retention
 from trainer.checkpoint.compare import differences, plain
 from trainer.checkpoint.direction import warn_of_direction
@@ -23,7 +25,6 @@ from trainer.checkpoint.parts import is_part_section, open_parts, read_all
 from trainer.checkpoint.saver import Saver, State
 from trainer.checkpoint.serialize import is_rank_section, load_sections, load_state, optimizer_state, rank_section
 from trainer.comm.phases import Phase, during
-from trainer.config.schema import fits
 from trainer.data.bad_samples import BadSamples
 from trainer.errors import NOT_FINITE, ConfigError, printable
 from trainer.log import doing, log
@@ -170,7 +171,11 @@ def reserve(trainer: SavedTrainer) -> None:
 
 def state(trainer: SavedTrainer) -> State:
     """Return this rank's part of a checkpoint."""
-    own = {name: state for name, callback in trainer.callbacks.items() if (state := callback.rank_state_dict())}
+    own = {
+        name: state
+        for name, callback in trainer.callbacks.items()
+        if (state := saved(name, callback, "rank_state_dict"))
+    }
     parts = trainer.strategy.save(trainer.optimizer)
     if "model" in parts and (split := trainer.strategy.own_part(callback_states(trainer))) is not None:
         parts = {**parts, "callbacks": split}
@@ -199,7 +204,7 @@ def state_dict(trainer: SavedTrainer, parts: Collection[str]) -> dict[str, Any]:
 
 def callback_states(trainer: SavedTrainer) -> dict[str, Any]:
     """Return the state of each callback. Its tensors are the live ones."""
-    return {name: callback.state_dict() for name, callback in trainer.callbacks.items()}
+    return {name: saved(name, callback, "state_dict") for name, callback in trainer.callbacks.items()}
 
 
 def tensors(trainer: SavedTrainer, parts: Collection[str]) -> dict[str, Any]:
@@ -226,7 +231,7 @@ def manifest(trainer: SavedTrainer, rank_states: list[str]) -> dict[str, Any]:
         "decisions": {
             name: made
             for name, callback in trainer.callbacks.items()
-            if not (callback.communicates and trainer.world == 1) and (made := callback.decisions())
+            if not (callback.communicates and trainer.world == 1) and (made := saved(name, callback, "decisions"))
         },
         "settings": plain(settings(trainer)),
         "metrics": {name: value for name, value in measured.items() if math.isfinite(value)},  # candidates for the best

@@ -13,10 +13,11 @@ import yaml
 from omegaconf import OmegaConf
 from support.cli import ROOT, environment
 
+from trainer.annotated import fits
 from trainer.comm.nccl import NCCLOptions
 from trainer.config.check import LIBRARIES
 from trainer.config.options import DataOptions, Options
-from trainer.config.schema import ANY_NAME, NO_DEFAULT, fits, knobs
+from trainer.config.schema import ANY_NAME, NO_DEFAULT, knobs
 
 FILES = sorted(path for path in (ROOT / "conf").glob("*/*.yaml"))
 NODES = [path for path in FILES if path.parent.name not in ("recipe", "nccl")]

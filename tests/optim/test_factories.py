@@ -157,7 +157,7 @@ RANGES = [
     ("muon", {"momentum": 1.0}, r"momentum=1\.0: must be less than 1"),
     ("muon", {"ns_steps": 0}, r"ns_steps=0: must be at least 1"),
     ("muon", {"ns_steps": 100}, r"ns_steps=100: must be less than 100"),
-    ("muon", {"adjust_lr_fn": "none"}, r"adjust_lr_fn=none: is unknown; there are match_rms_adamw, original"),
+    ("muon", {"adjust_lr_fn": "none"}, r"adjust_lr_fn=none: must be match_rms_adamw or original"),
     ("muon", {"adamw_lr": -1.0}, r"adamw_lr=-1\.0: must be at least 0"),
 ]
 

@@ -106,8 +106,8 @@ def test_an_open_end_is_refused_by_all_but_constant(kind, name):
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"start": 1.5}, "schedule.start=1.5: must be above 0 and at most 1"),
-        ({"start": 0.3, "annealing": 0.4}, "schedule.annealing=0.4: must be above 0 and at most start=0.3"),
+        ({"start": 1.5}, "schedule.start=1.5: must be at most 1"),
+        ({"start": 0.3, "annealing": 0.4}, "schedule.annealing=0.4: must be at most schedule.start=0.3"),
     ],
 )
 def test_shares_of_the_run_that_cannot_be(knobs, message):

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.annotated import PositiveInt, fits
 from trainer.batch import split_batch
 from trainer.callback import Callback, Role, TrainerProtocol, name_of
-from trainer.config.schema import fits
 from trainer.data.batch import Split, Step, count_samples
 from trainer.data.decisions import Decisions, refuse_fixed_split
 from trainer.data.parts import Parts
 from trainer.data.resize import repeat_batch
-from trainer.errors import ConfigError, require
+from trainer.errors import ConfigError
 from trainer.forward_backward import ForwardBackward
 from trainer.log import log
 from trainer.parallel.memory_search import bytes_of_step, drop_gradients, fails, fits_beside, search, state_share
@@ -49,8 +49,7 @@ class AutoBatch(Callback):
         "set trainer.sync_batch_norm=false or leave auto_batch out",
     }
 
-    def __init__(self, max_micro: int | None = None) -> None:
-        require(f"{KEY}.max_micro", max_micro, at_least=1)
+    def __init__(self, max_micro: PositiveInt | None = None) -> None:
         self.max_micro = max_micro
         self.asked = 0  # the first position that this rank has not loaded or begun to load
         self.probing = False

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from trainer.annotated import NonNegativeInt
 from trainer.blocks import find_blocks
 from trainer.callback import Callback, Role
-from trainer.errors import ConfigError, nearest, require
+from trainer.errors import ConfigError, nearest
 from trainer.forward_backward import ForwardBackward
 from trainer.log import log
 from trainer.process.heartbeat import Heartbeat
@@ -62,9 +63,8 @@ class Compile(Callback):
         backend: str = "inductor",
         mode: str | None = None,
         fallback_random: bool = False,
-        max_recompiles: int = 8,
+        max_recompiles: NonNegativeInt = 8,
     ) -> None:
-        require(f"{KEY}.max_recompiles", max_recompiles, at_least=0)
         if whole and blocks is not None:
             raise ConfigError(
                 f"{KEY}.whole=true: compiles the model, so blocks=[{','.join(blocks)}] has no effect; leave one out"

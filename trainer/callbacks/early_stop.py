@@ -3,9 +3,10 @@
 import math
 from typing import Any, Literal
 
+from trainer.annotated import PositiveInt
 from trainer.callback import Callback, TrainerProtocol
 from trainer.checkpoint.direction import warn_of_direction
-from trainer.errors import ConfigError, require
+from trainer.errors import ConfigError
 
 
 class EarlyStop(Callback):
@@ -19,9 +20,12 @@ class EarlyStop(Callback):
     """
 
     def __init__(
-        self, metric: str = "val/loss", patience: int = 3, min_delta: float = 0.0, mode: Literal["min", "max"] = "min"
+        self,
+        metric: str = "val/loss",
+        patience: PositiveInt = 3,
+        min_delta: float = 0.0,
+        mode: Literal["min", "max"] = "min",
     ) -> None:
-        require("callbacks.early_stop.patience", patience, at_least=1)
         self.metric, self.patience, self.min_delta, self.mode = metric, patience, min_delta, mode
         self.best, self.best_step, self.bad = math.inf, 0, 0
 

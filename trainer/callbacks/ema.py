@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from trainer.annotated import Beta
 from trainer.callback import Callback, Role, TrainerProtocol
-from trainer.errors import ConfigError
 from trainer.parallel.averaged_model import AveragedModel
 
 
@@ -23,9 +23,7 @@ class EMA(Callback):
         "trainer.master_weights=true"
     }
 
-    def __init__(self, decay: float = 0.999) -> None:
-        if not 0 <= decay < 1:
-            raise ConfigError(f"callbacks.ema.decay={decay}: must be at least 0 and less than 1; 0.999 is usual")
+    def __init__(self, decay: Beta = 0.999) -> None:
         self.decay = decay
         self.restored: dict[str, Any] | None = None
 

@@ -2,18 +2,19 @@
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer.annotated import AtMost, Beta, NonNegativeInt, PositiveFloat, PositiveInt
 from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec, ErrorFeedback, merge
 from trainer.comm.codecs.registry import make, refuse
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.comm.two_level import TwoLevel
-from trainer.errors import ConfigError, require, require_one_of
+from trainer.errors import ConfigError
 from trainer.log import log
 
 
@@ -39,18 +40,16 @@ class GradCompress(Callback):
         self,
         codec: Literal["bf16", "fp16", "int8", "topk", "dgc", "sign", "powersgd", "blocksparse"] = "bf16",
         feedback: bool | None = None,
-        start_step: int = 0,
+        start_step: NonNegativeInt = 0,
         level: Literal["all", "inter"] = "all",
-        density: float | None = None,
-        rank: int | None = None,
-        block: int | None = None,
+        density: Annotated[PositiveFloat, AtMost(1)] | None = None,
+        rank: PositiveInt | None = None,
+        block: PositiveInt | None = None,
         rounding: Literal["stochastic", "nearest"] | None = None,
-        momentum: float | None = None,
-        clip_norm: float | None = None,
-        warmup_steps: int | None = None,
+        momentum: Beta | None = None,
+        clip_norm: PositiveFloat | None = None,
+        warmup_steps: NonNegativeInt | None = None,
     ) -> None:
-        require("callbacks.grad_compress.start_step", start_step, at_least=0)
-        require_one_of("callbacks.grad_compress.level", level, ("all", "inter"))
         self.names: dict[Tensor, str] = {}  # of the parameters, once they are known
         self.own: Callable[[Bucket], Bucket] | None = None  # bucket -> the part that this rank encodes; None: no part
         knobs = {"density": density, "rank": rank, "block": block, "rounding": rounding, "momentum": momentum}

@@ -2,10 +2,11 @@
 
 import torch
 
+from trainer.annotated import PositiveInt
 from trainer.callback import Callback, Role
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.comm.two_level import TwoLevel
-from trainer.errors import ConfigError, require
+from trainer.errors import ConfigError
 from trainer.log import log
 
 
@@ -23,8 +24,7 @@ class Hierarchical(Callback):
     communicates = True
     provides = frozenset({"hierarchical"})
 
-    def __init__(self, ranks_per_node: int | None = None) -> None:
-        require("callbacks.hierarchical.ranks_per_node", ranks_per_node, at_least=1)
+    def __init__(self, ranks_per_node: PositiveInt | None = None) -> None:
         self.ranks_per_node = ranks_per_node
 
     def wrap_reduce(self, trainer, reduce: Reduce) -> "TwoLevel":

@@ -4,15 +4,16 @@ import socket
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Annotated
 
-from trainer.errors import ConfigError, nearest, require
+from trainer.annotated import AtLeast, AtMost, PositiveInt, check_fields
+from trainer.errors import ConfigError, nearest
 
 ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT")
 PROTOCOLS = ("LL", "LL128", "Simple")
 FUNCTIONS = ("allreduce", "broadcast", "reduce", "allgather", "reducescatter")
 DISTANCES = ("LOC", "PIX", "PXB", "PHB", "SYS")
 LEVELS = ("VERSION", "WARN", "INFO", "TRACE")
-MOST = {"socket_threads": 16, "sockets_per_thread": 64, "min_channels": 64, "max_channels": 64}
 
 VARIABLES = {
     "net": "NCCL_NET",
@@ -43,26 +44,21 @@ class NCCLOptions:
 
     net: str | None = None  # IB, Socket, or a plugin's name; NCCL then uses no other network
     interface: str | None = None  # prefixes: eth; exactly: =eth0; all but: ^docker
-    socket_threads: int | None = None  # per connection; 1 to 16
-    sockets_per_thread: int | None = None
+    socket_threads: Annotated[PositiveInt, AtMost(16)] | None = None  # per connection
+    sockets_per_thread: Annotated[PositiveInt, AtMost(64)] | None = None
     ib_disable: bool | None = None  # InfiniBand and RoCE
     ib_hca: str | None = None  # prefixes: mlx5; exactly, with a port: =mlx5_0:1,mlx5_1:1
     gpu_direct: str | None = None  # largest distance of network card and GPU for direct reads: LOC (never) to SYS
     collnet: bool | None = None  # sums inside the network by a plugin such as SHARP
     algo: str | list[str] | None = None
     proto: str | list[str] | None = None
-    buffer_mib: float | None = None  # between two GPUs; NCCL has 4
-    min_channels: int | None = None  # a channel takes one thread block of a GPU; 1 to 64
-    max_channels: int | None = None
+    buffer_mib: Annotated[float, AtLeast(2**-10)] | None = None  # between two GPUs; NCCL has 4
+    min_channels: Annotated[PositiveInt, AtMost(64)] | None = None  # a channel takes one thread block of a GPU
+    max_channels: Annotated[PositiveInt, AtMost(64)] | None = None
     debug: str | None = None
 
     def __post_init__(self) -> None:
-        for key, most in MOST.items():
-            value = getattr(self, key)
-            require(f"nccl.{key}", value, at_least=1)
-            if value is not None and value > most:
-                raise ConfigError(f"nccl.{key}={value}: must be at most {most}")
-        require("nccl.buffer_mib", self.buffer_mib, at_least=2**-10)
+        check_fields(self, "nccl.")
         sockets = (self.socket_threads or 1) * (self.sockets_per_thread or 1)
         if sockets > 64:
             raise ConfigError(

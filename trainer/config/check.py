@@ -5,15 +5,16 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.annotated import PositiveInt, as_yaml, checked
 from trainer.comm.nccl import NCCLOptions
 from trainer.config.build import arguments, build, build_options
 from trainer.config.options import DataOptions, Options
 from trainer.config.parameter_groups import check_groups
-from trainer.config.schema import ANY_NAME, NO_DEFAULT, Knob, constant, describe, fits, knobs, option_parameters
+from trainer.config.schema import ANY_NAME, NO_DEFAULT, Knob, constant, knobs, option_parameters
 from trainer.config.targets import LIBRARIES, refuse_nested, refuse_package, refuse_target
 from trainer.config.tuned import Tuned
-from trainer.errors import ConfigError, nearest, require
-from trainer.other_words import our_key, our_value
+from trainer.errors import ConfigError, nearest
+from trainer.other_words import our_key
 from trainer.redact import HIDDEN, children, redact, redacted_keys
 
 TOP = ("recipe", "callbacks", "optimizer", "schedule", "batch", "micro_batch", "accumulate", "trainer", "data", "nccl")
@@ -25,8 +26,10 @@ OWN_CHOICE = "for your own {0} write conf/{0}/NAME.yaml, and in the recipe's def
 STAGES = {"decoders": ("extension", "bytes"), "map": ("sample",)}  # of `data`: lists of functions -> their arguments
 
 
-def check(config: Mapping[str, Any], allowed: tuple[str, ...] = LIBRARIES) -> None:
+def check(config: dict[str, Any], allowed: tuple[str, ...] = LIBRARIES) -> None:
     """Check that every key is known, that every value has its type and range, and that nothing is missing.
+
+    A whole number such as 1e3 becomes an int in `config`, where an int is due.
 
     Args:
         allowed: Packages that a `_target_` may name, as well as those of trainer.allow_targets.
@@ -44,8 +47,7 @@ def check(config: Mapping[str, Any], allowed: tuple[str, ...] = LIBRARIES) -> No
             raise ConfigError(f"{key}: is missing, and every run needs it; give {key}=VALUE")
     refuse_missing(config, "")
     for key in ("batch", "micro_batch", "accumulate"):
-        check_type(key, config[key], int if key == "batch" else int | None)
-        require(key, config[key], at_least=1)
+        config[key] = check_type(key, config[key], PositiveInt if key == "batch" else PositiveInt | None)
     check_type("callbacks", config["callbacks"], dict)
     for key, options in (("trainer", Options), ("data", DataOptions), ("nccl", NCCLOptions)):
         check_values(key, config[key], option_parameters(options))
@@ -159,19 +161,13 @@ def check_values(key: str, values: Any, known: Mapping[str, Knob], hint: str = "
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
             check_values(f"{key}.{name}", value, option_parameters(kind))
         else:
-            check_type(f"{key}.{name}", value, kind)
+            values[name] = check_type(f"{key}.{name}", value, kind)
 
 
-def check_type(key: str, value: Any, kind: Any) -> None:
-    if not fits(value, kind):
-        other_type = not isinstance(value, list) and not (isinstance(value, str) and "Literal" in str(kind))
-        given = f", not {describe(type(value))}" if other_type else ""
-        if ours := our_value(key, value):
-            given = f"; give {ours}"
-        raise ConfigError(f"{key}={shown(key, value)}: must be {describe(kind)}{given}")
+def check_type(key: str, value: Any, kind: Any) -> Any:
+    return checked(key, value, kind, shown(key, value))
 
 
 def shown(key: str, value: Any) -> str:
     """Return a value as YAML has it, without secrets."""
-    text = str(redact({key: value})[key])
-    return {"None": "null", "True": "true", "False": "false"}.get(text, text)
+    return as_yaml(redact({key: value})[key])

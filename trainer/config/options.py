@@ -1,11 +1,12 @@
 """The typed settings of a run: the keys `trainer`, `trainer.checkpoint`, `trainer.ddp` and `data`. Imports no torch."""
 
-import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from math import inf
+from typing import Annotated, Any, Literal
 
+from trainer.annotated import AtLeast, Below, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_fields
 from trainer.config.duration import Duration
-from trainer.errors import ConfigError, nearest, require
+from trainer.errors import ConfigError, nearest
 from trainer.process.environment import node_range
 
 ACCEPTABLE = ("seed", "batch", "data", "callbacks", "lanes", "block", "optimizer")  # keys that a resume compares
@@ -17,37 +18,29 @@ class CheckpointOptions:
 
     dir: str = "ckpt"
     every: Literal["auto"] | None = None  # auto: by measured stall and failures, instead of the next two
-    every_steps: int | None = 1000
-    every_minutes: float | None = 30.0  # by rank 0's clock
-    keep: int = 2  # newest valid checkpoints kept; at least 2, for the newest may turn out to be damaged
+    every_steps: PositiveInt | None = 1000
+    every_minutes: PositiveFloat | None = 30.0  # by rank 0's clock
+    keep: Annotated[int, AtLeast(2)] = 2  # newest valid checkpoints kept; the newest may turn out to be damaged
     keep_best: str | None = None  # a metric, smaller is better: "val/loss"; "max val/accuracy" turns it round
-    keep_every: int | None = None  # steps; checkpoints of multiples of it stay for ever
+    keep_every: PositiveInt | None = None  # steps; checkpoints of multiples of it stay for ever
     when_busy: Literal["wait", "skip"] = "wait"  # if a checkpoint is due while the one before is being written
-    max_failures: int = 3  # in a row, until the run stops
+    max_failures: PositiveInt = 3  # in a row, until the run stops
 
     def __post_init__(self) -> None:
-        if self.every not in (None, "auto"):
-            raise ConfigError(
-                f"trainer.checkpoint.every={self.every}: is neither auto nor null; "
-                "give steps by trainer.checkpoint.every_steps, minutes by trainer.checkpoint.every_minutes"
-            )
-        require("trainer.checkpoint.every_steps", self.every_steps, at_least=1)
-        require("trainer.checkpoint.every_minutes", self.every_minutes, above=0)
-        for key, least in (("keep", 2), ("keep_every", 1), ("max_failures", 1)):
-            require(f"trainer.checkpoint.{key}", getattr(self, key), at_least=least)
+        check_fields(self, "trainer.checkpoint.")
 
 
 @dataclass(frozen=True)
 class DDPOptions:
     """Arguments of torch's DistributedDataParallel, by torch's names but for the unit."""
 
-    bucket_mib: float | None = None  # null: torch's 25, after a first bucket of 1
+    bucket_mib: Annotated[PositiveFloat, Below(inf)] | None = None  # null: torch's 25, after a first bucket of 1
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_as_bucket_view: bool | None = None  # null: on CUDA, where it saves a copy of the gradients
 
     def __post_init__(self) -> None:
-        require("trainer.ddp.bucket_mib", self.bucket_mib, above=0, below=math.inf)
+        check_fields(self, "trainer.ddp.")
 
     def arguments(self, cuda: bool) -> dict[str, Any]:
         """Return the keywords of DistributedDataParallel."""
@@ -60,40 +53,37 @@ class DDPOptions:
 class LimitOptions:
     """The first batches of the data, of `batch` samples each; null: all."""
 
-    train: int | None = None  # an epoch has so many batches
-    validation: int | None = None  # of each data set; of an iterable: its own batches on each rank
+    train: PositiveInt | None = None  # an epoch has so many batches
+    validation: PositiveInt | None = None  # of each data set; of an iterable: its own batches on each rank
 
     def __post_init__(self) -> None:
-        for key in ("train", "validation"):
-            require(f"trainer.limit_batches.{key}", getattr(self, key), at_least=1)
+        check_fields(self, "trainer.limit_batches.")
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    workers: int = 2  # processes per rank; 0 reads in the training process
-    prefetch: int = 2  # micro-batches ahead per worker, at least; all workers together load 1.5 steps ahead
-    lanes: int = 64  # shards mixed in every batch; part of the run's identity
-    block: int = 512  # samples shuffled together inside a lane; part of the run's identity
+    workers: NonNegativeInt = 2  # processes per rank; 0 reads in the training process
+    prefetch: PositiveInt = 2  # micro-batches ahead per worker; all workers together load 1.5 steps ahead
+    lanes: PositiveInt = 64  # shards mixed in every batch; part of the run's identity
+    block: PositiveInt = 512  # samples shuffled together inside a lane; part of the run's identity
     decoders: list[Any] = field(default_factory=list)  # functions (".seg.png", bytes) -> value, or None: the next one's
     map: list[Any] = field(default_factory=list)  # functions sample -> sample, one after the other, before `transform`
-    max_bad: float = 1e-4  # share of an epoch's samples that may be unreadable, 10 at least; 0: none
+    # Share of an epoch's samples that may be unreadable, 10 at least; 0: none.
+    max_bad: Annotated[NonNegativeFloat, Below(inf)] = 1e-4
     allow_pipe: bool = False  # whether a shard may be pipe:PROGRAM ARGUMENTS, which is run without a shell
     cache_dir: str = "~/.cache/echelon/shards"  # for shards that were downloaded or unpacked; one folder per node
-    cache_gb: float = 50.0  # size of the cache; the least recently used shards are deleted, shards in use stay
+    # Size of the cache; the least recently used shards are deleted, shards in use stay.
+    cache_gb: Annotated[PositiveFloat, Below(inf)] = 50.0
 
     def __post_init__(self) -> None:
-        require("data.workers", self.workers, at_least=0)
-        for key in ("prefetch", "lanes", "block"):
-            require(f"data.{key}", getattr(self, key), at_least=1)
-        require("data.max_bad", self.max_bad, at_least=0, below=math.inf)
-        require("data.cache_gb", self.cache_gb, above=0, below=math.inf)
+        check_fields(self, "data.")
 
 
 @dataclass(frozen=True)
 class Options:
     """Everything under `trainer`."""
 
-    devices: int | Literal["auto"] = "auto"  # ranks on this node; auto: every GPU, or one CPU process
+    devices: PositiveInt | Literal["auto"] = "auto"  # ranks on this node; auto: every GPU, or one CPU process
     nodes: int | str = 1  # or MIN:MAX under torchrun, whose nodes may come and go
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
@@ -101,36 +91,32 @@ class Options:
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8", "bf16_params"] = "auto"
     master_weights: bool = True  # false: with bf16_params, weights in bf16 alone, which steps round stochastically
     deterministic: bool = False  # GPU kernels that give the same bits every time; an error if an operation has none
-    max_steps: int | None = None
-    max_epochs: float | None = None
-    clip_norm: float | None = None  # global norm; null does not clip
-    clip_value: float | None = None  # magnitude of each element; null does not clip
+    max_steps: NonNegativeInt | None = None
+    max_epochs: Annotated[NonNegativeFloat, Below(inf)] | None = None
+    clip_norm: PositiveFloat | None = None  # global norm; null or infinity does not clip
+    clip_value: PositiveFloat | None = None  # magnitude of each element; null does not clip
     sync_batch_norm: bool = False  # BatchNorm in training has the mean and variance of all ranks' samples; on GPUs
     validate_every: int | str | None = None  # a duration; null: at the end only
     limit_batches: LimitOptions = field(default_factory=LimitOptions)
-    overfit: int | None = None  # trains and validates on the first so many batches of the training data
+    overfit: PositiveInt | None = None  # trains and validates on the first so many batches of the training data
     dry_run: bool = False  # two steps and a validation of two batches, of which no file stays
-    log_every_steps: int = 50
-    seed: int = 0
+    log_every_steps: PositiveInt = 50
+    seed: NonNegativeInt = 0
     resume: str | None = None  # ckpt/last.pt, ckpt/best.pt, a checkpoint, a run, or auto
     accept: list[str] = field(default_factory=list)  # differences from the checkpoint that a resume may take
     init_from: str | None = None  # weights only: a checkpoint, a file, a Hugging Face folder
     run_dir: str | None = None  # null: runs/<recipe>-<time>
-    timeout_s: float = 600.0  # of a collective, of a data worker; after twice that without a step, the run ends
-    restarts: int = 3  # after failures without progress; only of ranks that Echelon itself starts
-    check_replicas_every: int | None = 1000  # steps; checks that all ranks have the same weights
+    # Of a collective, of a data worker; after twice that without a step, the run ends.
+    timeout_s: Annotated[PositiveFloat, Below(inf)] = 600.0
+    restarts: NonNegativeInt = 3  # after failures without progress; only of ranks that Echelon itself starts
+    check_replicas_every: PositiveInt | None = 1000  # steps; checks that all ranks have the same weights
     allow_targets: list[str] = field(default_factory=list)  # packages beside Echelon's that _target_ may name
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     ddp: DDPOptions = field(default_factory=DDPOptions)
 
     def __post_init__(self) -> None:
-        if self.devices != "auto":
-            require("trainer.devices", self.devices, at_least=1)
+        check_fields(self, "trainer.")
         node_range(self.nodes)
-        for key in ("log_every_steps", "check_replicas_every", "overfit"):
-            require(f"trainer.{key}", getattr(self, key), at_least=1)
-        for key in ("max_steps", "max_epochs", "seed", "restarts"):
-            require(f"trainer.{key}", getattr(self, key), at_least=0, below=math.inf)
         if self.overfit is not None and self.limit_batches != LimitOptions():
             raise ConfigError(f"trainer.overfit={self.overfit}: has batches of its own; leave limit_batches out")
         for key in self.accept:
@@ -138,9 +124,6 @@ class Options:
                 raise ConfigError(
                     f"trainer.accept=[{key}]: is not a setting that a resume compares; {nearest(key, ACCEPTABLE)}"
                 )
-        require("trainer.timeout_s", self.timeout_s, above=0, below=math.inf)
-        for key in ("clip_norm", "clip_value"):  # infinity clips nothing
-            require(f"trainer.{key}", getattr(self, key), above=0)
         if self.clip_norm is not None and self.clip_value is not None:
             raise ConfigError(
                 f"trainer.clip_value={self.clip_value}: gradients are clipped by trainer.clip_norm={self.clip_norm} "

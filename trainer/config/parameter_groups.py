@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config.schema import describe, fits
+from trainer.annotated import describe, fits
 from trainer.errors import ConfigError, nearest, require
 
 OWN = {"lr_scale": float, "freeze": bool, "hidden": bool}  # settings that no optimizer has, beside those that it has

@@ -1,21 +1,19 @@
-"""Reads the parameters of constructors from source, and checks that values fit their types."""
+"""Reads the parameters of constructors from source."""
 
 import ast
 import dataclasses
 import functools
 import inspect
-import types
-import typing
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from trainer.annotated import PLAIN, kinds_of
 from trainer.config.targets import locate
 
 NO_DEFAULT = inspect.Parameter.empty
 ANY_NAME = "**"  # among the knobs of a function that takes any keyword
-PLAIN = {t.__name__: t for t in (int, float, bool, str, list, tuple, dict)} | {"Literal": Literal}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,44 +22,10 @@ class Knob:
     default: Any = NO_DEFAULT  # a value, or its source; NO_DEFAULT if a value must be given
 
 
-def fits(value: Any, kind: Any) -> bool:
-    """Return whether a value is of a plain type, or of unions, Literal, list and tuple of plain types.
-
-    A whole number fits float. Any value fits any other annotation.
-    """
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        return any(fits(value, arg) for arg in args)
-    if origin is Literal:
-        return any(value is arg or (type(value) is type(arg) and value == arg) for arg in args)
-    if origin is tuple and Ellipsis not in args:
-        return isinstance(value, list) and len(value) == len(args) and all(map(fits, value, args))
-    if origin in (list, tuple):
-        return isinstance(value, list) and all(fits(item, args[0]) for item in value)
-    if kind in (int, float):
-        return isinstance(value, int | kind) and not isinstance(value, bool)
-    if kind in (None, type(None)):
-        return value is None
-    return isinstance(value, kind) if kind in (bool, str, dict, list) else True
-
-
-def describe(kind: Any) -> str:
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(describe(arg) for arg in args)
-    if origin is Literal:
-        return " or ".join(str(arg) for arg in args)
-    if origin is tuple and Ellipsis not in args:
-        return f"[{', '.join(describe(arg) for arg in args)}]"
-    if origin in (list, tuple):
-        return "a list" if args[0] is Any else f"a list of {describe(args[0])}"
-    return "null" if kind in (None, type(None)) else getattr(kind, "__name__", str(kind))
-
-
 @functools.cache
 def option_parameters(options: type) -> dict[str, Knob]:
-    hints = typing.get_type_hints(options)
-    return {field.name: Knob(hints[field.name], field.default) for field in dataclasses.fields(options)}
+    kinds = kinds_of(options)
+    return {field.name: Knob(kinds[field.name], field.default) for field in dataclasses.fields(options)}
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.config.schema import fits
+from trainer.annotated import fits
 from trainer.errors import ConfigError
 from trainer.files import Appended, write_whole
 

@@ -1,21 +1,17 @@
 """Names callbacks that a program gives as a list."""
 
-import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-from trainer.callback import Callback
+from trainer.callback import Callback, name_of_class
+from trainer.callback_checks import refuse_no_callback
 from trainer.errors import ConfigError
-
-OWN = re.compile(r"trainer\.(?:callbacks|monitors)\.(\w+)")
-WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # where a word of a class name begins
 
 
 def by_name(callbacks: Mapping[str, Callback] | Iterable[Callback] | None) -> Mapping[str, Callback]:
     """Return name -> callback. A callback of a list is named after its class.
 
     Raises:
-        ConfigError: Two callbacks of a list have one name.
+        ConfigError: An item is no callback, or two have one name.
     """
     if callbacks is None or isinstance(callbacks, Mapping):
         return callbacks or {}  # pyright: ignore[reportReturnType] no mapping has callbacks as its keys
@@ -26,7 +22,8 @@ def by_name(callbacks: Mapping[str, Callback] | Iterable[Callback] | None) -> Ma
         )
     named: dict[str, Callback] = {}
     for callback in callbacks:
-        if (name := name_of_class(callback)) in named:
+        refuse_no_callback("callbacks", callback)
+        if (name := name_of_class(type(callback))) in named:
             kind = type(callback).__name__
             raise ConfigError(
                 f"callbacks: two are of class {kind}, so both would be named {name}; leave one out, or give names, as "
@@ -34,10 +31,3 @@ def by_name(callbacks: Mapping[str, Callback] | Iterable[Callback] | None) -> Ma
             )
         named[name] = callback
     return named
-
-
-def name_of_class(callback: Any) -> str:
-    """Return the name of Echelon's own callback in the config; another class's name in snake_case."""
-    kind = callback if isinstance(callback, type) else type(callback)
-    own = OWN.match(kind.__module__)
-    return own[1] if own else WORD.sub("_", kind.__name__).lower()

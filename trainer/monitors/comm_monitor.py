@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.annotated import PositiveInt
 from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.comm.bandwidth import BUS_FACTORS, bandwidths, level_of
 from trainer.comm.bucket import Bucket
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import Reduce
 from trainer.comm.watch import Call, watched
-from trainer.errors import require
 from trainer.files import Appended
 from trainer.log import log
 
@@ -45,8 +45,7 @@ class CommMonitor(Callback):
     role = Role.MEASURE
     communicates = True
 
-    def __init__(self, ranks: int = 32) -> None:
-        require("callbacks.comm_monitor.ranks", ranks, at_least=1)
+    def __init__(self, ranks: PositiveInt = 32) -> None:
         self.most = ranks
         self.calls: deque[Call] = deque()  # of any thread, in the order of their ends
         self.sums: dict[Kind, tuple[int, int, float]] = {}  # calls, bytes and seconds since the last logged step

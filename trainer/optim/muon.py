@@ -1,17 +1,17 @@
 """Muon for hidden matrices, and AdamW for all other parameters, as one optimizer."""
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.errors import ConfigError, require, require_one_of
+from trainer.annotated import Below, Beta, NonNegativeFloat, PositiveInt, check_arguments
+from trainer.errors import ConfigError
 from trainer.optim.factories import adamw
 from trainer.optim.groups import Groups, is_in_rows
 
 OTHERS = {True: ("betas",), False: ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")}  # by hidden: the other part's
-RATES = ("match_rms_adamw", "original")
 
 
 class Muon(Optimizer):
@@ -36,24 +36,20 @@ class Muon(Optimizer):
 
     by_hidden: ClassVar[bool] = True  # `make_optimizer` gives each group `hidden`
 
+    @check_arguments("optimizer.")
     def __init__(
         self,
         params: Groups,
-        lr: float = 1e-3,
-        weight_decay: float = 0.01,
-        momentum: float = 0.95,
+        lr: NonNegativeFloat = 1e-3,
+        weight_decay: NonNegativeFloat = 0.01,
+        momentum: Beta = 0.95,
         nesterov: bool = True,
-        ns_steps: int = 5,
+        ns_steps: Annotated[PositiveInt, Below(100)] = 5,
         adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw",
-        adamw_lr: float | None = None,
-        betas: tuple[float, float] = (0.9, 0.98),
-        eps: float = 1e-6,
+        adamw_lr: NonNegativeFloat | None = None,
+        betas: tuple[Beta, Beta] = (0.9, 0.98),
+        eps: NonNegativeFloat = 1e-6,
     ) -> None:
-        for key, value in (("lr", lr), ("weight_decay", weight_decay), ("adamw_lr", adamw_lr)):
-            require(f"optimizer.{key}", value, at_least=0)
-        require("optimizer.momentum", momentum, at_least=0, below=1)
-        require("optimizer.ns_steps", ns_steps, at_least=1, below=100)
-        require_one_of("optimizer.adjust_lr_fn", adjust_lr_fn, RATES)
         groups = list(params)
         if not all("hidden" in group for group in groups):
             raise ConfigError(

@@ -4,10 +4,11 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from trainer.annotated import AtMost, Below, PositiveFloat, PositiveInt, check_fields
 from trainer.config.duration import Duration
-from trainer.errors import ConfigError, require
+from trainer.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,11 @@ class Schedule:
 
     warmup: int | str = 0
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    reference_batch: int = 256
+    reference_batch: PositiveInt = 256
 
     def __post_init__(self) -> None:
+        check_fields(self, "schedule.")
         Duration.parse(self.warmup, "schedule.warmup")
-        require("schedule.reference_batch", self.reference_batch, at_least=1)
 
     def shape(self, progress: float) -> float:
         """Return the factor at `progress` in [0, 1] of the steps after the warm-up."""
@@ -125,14 +126,9 @@ class OneCycle(Schedule):
     Paper: Smith and Topin 2018, arXiv:1708.07120. `start` and `floor` are fractions of the peak.
     """
 
-    rise: float = 0.3
+    rise: Annotated[PositiveFloat, Below(1)] = 0.3
     start: float = 0.04
     floor: float = 4e-6
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.rise < 1:
-            raise ConfigError(f"schedule.rise={self.rise}: must be above 0 and below 1")
 
     def shape(self, progress: float) -> float:
         low, x = (
@@ -147,12 +143,8 @@ class OneCycle(Schedule):
 class Cyclic(Schedule):
     """Triangles between `floor` and 1, `cycles` of them (Smith 2017, arXiv:1506.01186)."""
 
-    cycles: int = 4
+    cycles: PositiveInt = 4
     floor: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require("schedule.cycles", self.cycles, at_least=1)
 
     def shape(self, progress: float) -> float:
         x = progress * self.cycles % 1.0
@@ -171,16 +163,14 @@ class SWA(Schedule):
         floor: A fraction of the peak.
     """
 
-    start: float = 0.7
-    annealing: float = 0.35
+    start: Annotated[PositiveFloat, AtMost(1)] = 0.7
+    annealing: PositiveFloat = 0.35
     floor: float = 0.2
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.start <= 1:
-            raise ConfigError(f"schedule.start={self.start}: must be above 0 and at most 1")
-        if not 0 < self.annealing <= self.start:
-            raise ConfigError(f"schedule.annealing={self.annealing}: must be above 0 and at most start={self.start}")
+        if self.annealing > self.start:
+            raise ConfigError(f"schedule.annealing={self.annealing}: must be at most schedule.start={self.start}")
 
     def shape(self, progress: float) -> float:
         left = (self.start - progress) / self.annealing

@@ -160,10 +160,10 @@ def test_a_shared_block_is_wrapped_once():
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"every": 0}, "every=0: must be at least 1, which recomputes every block"),
-        ({"policy": "ful"}, "policy=ful: is unknown; did you mean full?"),
-        ({"budget": -0.1}, "budget=-0.1: must be from 0 (recompute all) to 1 (recompute nothing)"),
-        ({"budget": float("nan")}, "budget=nan: must be from 0 (recompute all) to 1 (recompute nothing)"),
+        ({"every": 0}, "every=0: must be at least 1"),
+        ({"policy": "ful"}, "policy=ful: must be full or selective or offload; did you mean full?"),
+        ({"budget": -0.1}, "budget=-0.1: must be at least 0"),
+        ({"budget": float("nan")}, "budget=nan: must be at least 0"),
         (
             {"budget": 0.5, "every": 2},
             "budget=0.5: chooses the blocks whose recomputation costs least, so every=2 has no place; leave one out",

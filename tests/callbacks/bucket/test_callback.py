@@ -210,7 +210,7 @@ def unused_tried(place: Place) -> None:
         ({"mib": 0}, "mib=0: must be more than 0"),
         ({"mib": float("inf")}, "mib=inf: must be less than inf"),
         ({"first_mib": -1.0}, "first_mib=-1.0: must be more than 0"),
-        ({"mibs": [1.0, 0.0]}, "mibs=0.0: must be more than 0"),
+        ({"mibs": [1.0, 0.0]}, "mibs.1=0.0: must be more than 0"),
         ({"mibs": []}, "mibs=[]: is empty; give at least one, or null"),
         ({"late": []}, "late=[]: is empty; give at least one, or null"),
         (

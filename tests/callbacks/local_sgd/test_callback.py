@@ -254,7 +254,7 @@ def test_a_loss_scale_of_each_rank_is_refused():
         ({"delay": 1, "mix": 1.0}, "mix=1.0: must be less than 1"),
         ({"mix": 0.3}, "mix=0.3: has no effect with delay=0; set callbacks.local_sgd.delay=1 or more"),
         ({"outer_lr": 0.3}, "outer_lr=0.3: has no effect with outer=average; set callbacks.local_sgd.outer=nesterov"),
-        ({"outer": "nestrov"}, "outer=nestrov: is unknown; did you mean nesterov"),
+        ({"outer": "nestrov"}, "outer=nestrov: must be average or nesterov; did you mean nesterov"),
         ({"outer": "nesterov", "outer_momentum": 1.0}, "outer_momentum=1.0: must be less than 1"),
     ],
 )

@@ -258,7 +258,7 @@ def test_rollback_takes_the_average_back_too():
 @pytest.mark.parametrize(
     ("knobs", "said"),
     [
-        ({"action": "stop"}, "callbacks.nan_guard.action=stop: is unknown"),
+        ({"action": "stop"}, "callbacks.nan_guard.action=stop: must be raise or skip or rollback"),
         ({"loss_spike": 1.0}, "callbacks.nan_guard.loss_spike=1.0: must be more than 1"),
         ({"every": 0}, "callbacks.nan_guard.every=0: must be at least 1"),
     ],

@@ -82,7 +82,7 @@ def fake_peak(monkeypatch, peak: int = PEAK) -> None:
     ("knobs", "reason"),
     [
         ({"max_share": 0.0}, "callbacks.memory.max_share=0.0: must be more than 0"),
-        ({"max_share": 1.5}, "callbacks.memory.max_share=1.5: must be at most 1, which is the whole GPU"),
+        ({"max_share": 1.5}, "callbacks.memory.max_share=1.5: must be at most 1"),
         ({"max_share": float("nan")}, "callbacks.memory.max_share=nan: must be more than 0"),
         ({"max_split_mib": 19}, "callbacks.memory.max_split_mib=19: must be at least 20"),
     ],

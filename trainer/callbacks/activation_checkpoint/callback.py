@@ -2,16 +2,17 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from torch import nn
 
+from trainer.annotated import AtMost, NonNegativeFloat, PositiveInt
 from trainer.blocks import find_blocks
 from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.callbacks.activation_checkpoint import budget as budgets
 from trainer.callbacks.activation_checkpoint.offload import Copies, Offload
 from trainer.callbacks.activation_checkpoint.recompute import Recompute
-from trainer.errors import ConfigError, require_one_of
+from trainer.errors import ConfigError
 from trainer.log import log
 
 KEY = "callbacks.activation_checkpoint"
@@ -53,16 +54,11 @@ class ActivationCheckpoint(Callback):
     def __init__(
         self,
         blocks: list[str] | None = None,
-        every: int = 1,
+        every: PositiveInt = 1,
         policy: Literal["full", "selective", "offload"] = "full",
-        budget: float | None = None,
+        budget: Annotated[NonNegativeFloat, AtMost(1)] | None = None,
     ) -> None:
-        require_one_of(f"{KEY}.policy", policy, POLICIES)
-        if every < 1:
-            raise ConfigError(f"{KEY}.every={every}: must be at least 1, which recomputes every block")
         if budget is not None:
-            if not 0 <= budget <= 1:
-                raise ConfigError(f"{KEY}.budget={budget}: must be from 0 (recompute all) to 1 (recompute nothing)")
             other = f"every={every}" if every > 1 else f"policy={policy}" if policy != "full" else ""
             if other:
                 reason = f"chooses the blocks whose recomputation costs least, so {other} has no place"

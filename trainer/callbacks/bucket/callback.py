@@ -1,20 +1,21 @@
 """Sets the size of the buckets in which DDP reduces gradients (Li et al. 2020, arXiv:2006.15704)."""
 
 import inspect
-import math
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from statistics import median
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.annotated import Below, PositiveFloat
 from trainer.callback import Callback, Role
 from trainer.callbacks.bucket.delayed import DelayedParameters
 from trainer.comm.ranks import Ranks
-from trainer.errors import ConfigError, require
+from trainer.errors import ConfigError
 from trainer.log import log
 from trainer.parallel.ddp import DDP
 from trainer.parallel.warmup import time_pass
@@ -43,13 +44,11 @@ class Bucket(Callback):
 
     def __init__(
         self,
-        mib: float | Literal["auto"] = 25.0,
-        first_mib: float | None = None,
-        mibs: list[float] | None = None,
+        mib: Annotated[PositiveFloat, Below(inf)] | Literal["auto"] = 25.0,
+        first_mib: Annotated[PositiveFloat, Below(inf)] | None = None,
+        mibs: list[Annotated[PositiveFloat, Below(inf)]] | None = None,
         late: list[str] | None = None,
     ) -> None:
-        for key, value in [("mib", mib), ("first_mib", first_mib), *(("mibs", value) for value in mibs or [])]:
-            require(f"callbacks.bucket.{key}", None if value == "auto" else value, above=0, below=math.inf)
         for key, value in (("mibs", mibs), ("late", late)):
             if value == []:
                 raise ConfigError(f"callbacks.bucket.{key}=[]: is empty; give at least one, or null")

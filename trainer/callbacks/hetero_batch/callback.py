@@ -3,21 +3,22 @@
 import time
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from math import inf
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from trainer.annotated import Below, Beta, PositiveFloat, PositiveInt, fits
 from trainer.callback import Callback, Role, TrainerProtocol, name_of
 from trainer.callbacks.hetero_batch.clock import ComputeClock
 from trainer.callbacks.hetero_batch.shares import cut_again, cut_shares, fit, follow, keep, with_micros
-from trainer.config.schema import fits
 from trainer.data.batch import Micro, Split, Step, count_samples
 from trainer.data.decisions import Decisions, refuse_fixed_split
 from trainer.data.parts import Parts
 from trainer.data.resize import repeat_batch
 from trainer.data.sampling.order import near_equal
-from trainer.errors import ConfigError, require
+from trainer.errors import ConfigError
 from trainer.forward_backward import ForwardBackward
 from trainer.log import log
 from trainer.parallel.memory_search import bytes_of_step, drop_gradients, fits_beside, search, state_share
@@ -60,21 +61,14 @@ class HeteroBatch(Callback):
 
     def __init__(
         self,
-        every: int = 100,
-        smoothing: float = 0.5,
-        min_share: float = 0.1,
-        max_micro: int | list[int] | None = None,
-        shares: list[float] | None = None,
+        every: PositiveInt = 100,
+        smoothing: Beta = 0.5,
+        min_share: Annotated[PositiveFloat, Below(1)] = 0.1,
+        max_micro: PositiveInt | list[PositiveInt] | None = None,
+        shares: list[Annotated[PositiveFloat, Below(inf)]] | None = None,
     ) -> None:
-        require(f"{KEY}.every", every, at_least=1)
-        require(f"{KEY}.smoothing", smoothing, at_least=0, below=1)
-        require(f"{KEY}.min_share", min_share, above=0, below=1)
-        for size in max_micro if isinstance(max_micro, list) else [max_micro]:
-            require(f"{KEY}.max_micro", size, at_least=1)
         if shares == []:
             raise ConfigError(f"{KEY}.shares=[]: is empty; give one for each rank, or null")
-        for share in shares or []:
-            require(f"{KEY}.shares", share, above=0, below=float("inf"))
         self.every, self.smoothing, self.min_share = every, smoothing, min_share
         self.max_micro, self.shares = max_micro, shares
         self.speeds: list[float] = []  # of each rank, in samples per second

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from trainer.annotated import Beta, NonNegativeInt, PositiveFloat, PositiveInt
 from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.callbacks.local_sgd.averaging import (
     Fragment,
@@ -62,19 +63,17 @@ class LocalSGD(Callback):
 
     def __init__(
         self,
-        every: int = 8,
-        warmup_steps: int = 0,
+        every: PositiveInt = 8,
+        warmup_steps: NonNegativeInt = 0,
         outer: Literal["average", "nesterov"] = "average",
-        outer_lr: float | None = None,
-        outer_momentum: float | None = None,
-        fragments: int = 1,
-        delay: int = 0,
-        mix: float | None = None,
+        outer_lr: PositiveFloat | None = None,
+        outer_momentum: Beta | None = None,
+        fragments: PositiveInt = 1,
+        delay: NonNegativeInt = 0,
+        mix: Beta | None = None,
     ) -> None:
-        require("callbacks.local_sgd.every", every, at_least=1)
-        require("callbacks.local_sgd.warmup_steps", warmup_steps, at_least=0)
-        require("callbacks.local_sgd.fragments", fragments, at_least=1, below=every + 1)
-        require("callbacks.local_sgd.delay", delay, at_least=0, below=every)
+        require("callbacks.local_sgd.fragments", fragments, below=every + 1)
+        require("callbacks.local_sgd.delay", delay, below=every)
         self.every, self.warmup_steps, self.delay, self.count = every, warmup_steps, delay, fragments
         self.outer = OuterOptimizer.of(outer, outer_lr, outer_momentum, mix, delay)
         self.kept = {"common": self.outer.common, "velocity": self.outer.velocity, "arrived": self.outer.arrived}

@@ -1,14 +1,15 @@
 """Notices a loss or gradient that is not finite, or far above its usual size, before the optimizer takes it."""
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
+from trainer.annotated import Above, PositiveInt
 from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.callbacks.nan_guard.rollback import buffers, copy_into, counts, state
-from trainer.errors import NumericsError, require, require_one_of
+from trainer.errors import NumericsError
 from trainer.log import log
 
 UNIT, NORM_UNIT = 2.0**-16, 2.0**-36  # sums over ranks are of whole numbers of these: the same in any order
@@ -37,16 +38,11 @@ class NanGuard(Callback):
     def __init__(
         self,
         action: Literal["raise", "skip", "rollback"] = "skip",
-        loss_spike: float | None = None,
-        norm_spike: float | None = None,
-        every: int = 100,
-        most: int = 10,
+        loss_spike: Annotated[float, Above(1)] | None = None,
+        norm_spike: Annotated[float, Above(1)] | None = None,
+        every: PositiveInt = 100,
+        most: PositiveInt = 10,
     ) -> None:
-        require_one_of("callbacks.nan_guard.action", action, ("raise", "skip", "rollback"))
-        for key, ratio in (("loss_spike", loss_spike), ("norm_spike", norm_spike)):
-            require(f"callbacks.nan_guard.{key}", ratio, above=1)
-        for key, count in (("every", every), ("most", most)):
-            require(f"callbacks.nan_guard.{key}", count, at_least=1)
         self.action, self.every, self.most = action, every, most
         self.spikes = {"loss": loss_spike, "gradient norm": norm_spike}
         self.usual = dict.fromkeys(self.spikes, 0.0)  # running means, of the steps that were taken

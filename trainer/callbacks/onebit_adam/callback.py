@@ -6,12 +6,13 @@ from typing import Any
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
+from trainer.annotated import PositiveInt
 from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.callbacks.onebit_adam.optimizer import OneBit
 from trainer.comm.codecs.base import Residuals, merge
 from trainer.comm.ranks import share_buffers
 from trainer.comm.reduce import AllReduce
-from trainer.errors import ConfigError, require
+from trainer.errors import ConfigError
 from trainer.log import log
 
 UNUSED = "only DDP knows which parameters no rank has used, and DDP ends with the warm-up"
@@ -44,8 +45,7 @@ class OneBitAdam(Callback):
         "static_graph": f"{UNUSED}; set trainer.ddp.static_graph=false or leave onebit_adam out",
     }
 
-    def __init__(self, warmup_steps: int = 100) -> None:
-        require("callbacks.onebit_adam.warmup_steps", warmup_steps, at_least=1)
+    def __init__(self, warmup_steps: PositiveInt = 100) -> None:
         self.warmup_steps, self.restored_step = warmup_steps, 0
         self.errors = {"worker": Residuals(), "server": Residuals()}
         self.names: dict[Tensor, str] = {}  # of the parameters, once they are known

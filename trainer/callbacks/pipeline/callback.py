@@ -5,26 +5,26 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from torch import nn
 from torch.utils.data import default_collate
 
+from trainer.annotated import AtLeast, PositiveFloat, PositiveInt, fits
 from trainer.blocks import find_blocks
 from trainer.callback import Callback, Role, TrainerProtocol, name_of
 from trainer.callbacks.pipeline.room import make_room, refuse
 from trainer.comm.reduce import AllReduce, Reduce
-from trainer.config.schema import fits
 from trainer.data.batch import Split
 from trainer.data.loader import Loader
-from trainer.errors import ConfigError, require, require_one_of
+from trainer.errors import ConfigError
 from trainer.forward_backward import Accumulate, ForwardBackward
 from trainer.log import log
 from trainer.monitors.named_losses import NamedLosses
 from trainer.parallel.balance import TWICE, Fits, balance
 from trainer.parallel.cut import cut_by_time, in_flight, memory_limit
 from trainer.parallel.pipedream import PipeDream, open_links
-from trainer.parallel.pipeline import SCHEDULES, Mesh, Pipeline
+from trainer.parallel.pipeline import Mesh, Pipeline
 from trainer.parallel.stages import KEY, Layout, check_blocks, drop_others, holders, part_sums
 from trainer.parallel.trial import Trial, try_whole
 
@@ -72,16 +72,12 @@ class PipelineParallel(Callback):
 
     def __init__(
         self,
-        stages: int = 2,
+        stages: Annotated[int, AtLeast(2)] = 2,
         schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "pipedream_2bw"] = "1f1b",
         cut: list[int] | Literal["auto"] = "auto",
-        memory_gib: float | None = None,
-        run_ahead: int = 1,
+        memory_gib: PositiveFloat | None = None,
+        run_ahead: PositiveInt = 1,
     ) -> None:
-        require(f"{KEY}.stages", stages, at_least=2)
-        require_one_of(f"{KEY}.schedule", schedule, (*SCHEDULES, ASYNC))
-        require(f"{KEY}.memory_gib", memory_gib, above=0)
-        require(f"{KEY}.run_ahead", run_ahead, at_least=1)
         self.exact = schedule != ASYNC
         self.provides = frozenset() if self.exact else frozenset({"defers"})  # a step has the batch before's gradients
         if run_ahead > 1 and schedule != ASYNC:

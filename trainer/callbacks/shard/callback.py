@@ -1,17 +1,18 @@
 """Shards optimizer state, gradients and parameters over the ranks: ZeRO (Rajbhandari et al. 2019, arXiv:1910.02054)."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.annotated import AtLeast
 from trainer.callback import Callback, Role
 from trainer.callbacks.shard import stage3
 from trainer.callbacks.shard.owners import Owners
 from trainer.callbacks.shard.zero1 import ZeRO1
 from trainer.callbacks.shard.zero2 import ZeRO2
 from trainer.comm.reduce import AllReduce, Reduce
-from trainer.errors import ConfigError, require
+from trainer.errors import ConfigError
 from trainer.parallel.fsdp import FSDP
 from trainer.parallel.strategy import Strategy
 
@@ -54,14 +55,9 @@ class Shard(Callback):
         stage: Literal[1, 2, 3] = 1,
         blocks: list[str] | None = None,
         reshard: bool = True,
-        hybrid: bool | int = False,
+        hybrid: bool | Annotated[int, AtLeast(2)] = False,
         offload: bool = False,
     ) -> None:
-        if stage not in (1, 2, 3):
-            kinds = "1 (optimizer state), 2 (gradients too) or 3 (parameters too)"
-            raise ConfigError(f"callbacks.shard.stage={stage}: must be {kinds}")
-        if not isinstance(hybrid, bool):
-            require("callbacks.shard.hybrid", hybrid, at_least=2)
         given = {"blocks": blocks is not None, "reshard": not reshard, "hybrid": bool(hybrid), "offload": offload}
         if stage < 3 and any(given.values()):
             key = next(key for key in given if given[key])

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
+from trainer.annotated import PositiveInt, check_arguments
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec
 from trainer.comm.codecs.chunks import chunks
 from trainer.comm.codecs.sign import pack, unpack
 from trainer.comm.reduce import AllReduce, Reduce
-from trainer.errors import require
 
 WORTHWHILE = 1 / 32  # share of the blocks; leaving out fewer blocks costs more than sending all
 
@@ -29,9 +29,9 @@ class BlockSparse(Codec):
     exact: bool = True
     gathers: bool = True
 
-    def __init__(self, block: int = 256) -> None:
+    @check_arguments("callbacks.grad_compress.")
+    def __init__(self, block: PositiveInt = 256) -> None:
         super().__init__()
-        require("callbacks.grad_compress.block", block, at_least=1)
         self.block = block
 
     def mean(self, flat: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:

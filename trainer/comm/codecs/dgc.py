@@ -1,15 +1,16 @@
 """Sends a thousandth of the gradients, with corrections of momentum and clipping: deep gradient compression."""
 
 import math
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from trainer.annotated import AtMost, Beta, NonNegativeInt, PositiveFloat, check_arguments
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Residuals
 from trainer.comm.codecs.sparse import Sparse
 from trainer.comm.reduce import Reduce
-from trainer.errors import require
 
 
 class DGC(Sparse):
@@ -32,17 +33,15 @@ class DGC(Sparse):
             that is more.
     """
 
+    @check_arguments("callbacks.grad_compress.")
     def __init__(
         self,
-        density: float = 0.001,
-        momentum: float = 0.0,
-        clip_norm: float | None = None,
-        warmup_steps: int = 0,
+        density: Annotated[PositiveFloat, AtMost(1)] = 0.001,
+        momentum: Beta = 0.0,
+        clip_norm: PositiveFloat | None = None,
+        warmup_steps: NonNegativeInt = 0,
     ) -> None:
         super().__init__(density)
-        require("callbacks.grad_compress.momentum", momentum, at_least=0, below=1)
-        require("callbacks.grad_compress.clip_norm", clip_norm, above=0)
-        require("callbacks.grad_compress.warmup_steps", warmup_steps, at_least=0)
         self.momentum, self.clip_norm, self.warmup_steps = momentum, clip_norm, warmup_steps
         self.u, self.v = Residuals(), Residuals()
         self.kept = {"u": self.u, "v": self.v}

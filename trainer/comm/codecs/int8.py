@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from trainer.annotated import check_arguments
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec
 from trainer.comm.codecs.chunks import chunks
 from trainer.comm.reduce import AllReduce, Reduce
-from trainer.errors import ConfigError, require_one_of
+from trainer.errors import ConfigError
 from trainer.rng import INT8_NOISE, mix
 
 
@@ -33,11 +34,11 @@ class Int8(Codec):
 
     gathers: bool = True
 
+    @check_arguments("callbacks.grad_compress.")
     def __init__(self, rounding: Literal["stochastic", "nearest"] = "stochastic", block: int = 256) -> None:
         super().__init__()
         if block < 4 or block % 4:
             raise ConfigError(f"callbacks.grad_compress.block={block}: int8 needs a positive multiple of 4; use 256")
-        require_one_of("callbacks.grad_compress.rounding", rounding, ("stochastic", "nearest"))
         self.stochastic, self.block = rounding == "stochastic", block
 
     def mean(self, flat: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:

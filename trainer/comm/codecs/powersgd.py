@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from trainer.annotated import PositiveInt, check_arguments
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec
 from trainer.comm.reduce import Reduce
-from trainer.errors import require
 from trainer.rng import POWERSGD_START, mix
 
 
@@ -25,9 +25,9 @@ class PowerSGD(Codec):
 
     feedback: bool = True
 
-    def __init__(self, rank: int = 4) -> None:
+    @check_arguments("callbacks.grad_compress.")
+    def __init__(self, rank: PositiveInt = 4) -> None:
         super().__init__()
-        require("callbacks.grad_compress.rank", rank, at_least=1)
         self.columns = rank
         self.shared["q"] = {}
 

@@ -1,15 +1,16 @@
 """The largest elements of a flat tensor, found without sorting it, and a codec that sends such elements."""
 
 import math
+from typing import Annotated
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from trainer.annotated import AtMost, PositiveFloat, check_arguments
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec
-from trainer.errors import ConfigError, require
 from trainer.rng import GOLDEN
 
 MAGNITUDE = 0x7FFFFFFF  # a float32's bits but for the sign: as integers in the order of magnitudes, NaN above all
@@ -30,11 +31,9 @@ class Sparse(Codec):
     gathers: bool = True
     dtype: torch.dtype = torch.float32  # of the sent values
 
-    def __init__(self, density: float) -> None:
+    @check_arguments("callbacks.grad_compress.")
+    def __init__(self, density: Annotated[PositiveFloat, AtMost(1)]) -> None:
         super().__init__()
-        require("callbacks.grad_compress.density", density, above=0)
-        if density > 1:
-            raise ConfigError(f"callbacks.grad_compress.density={density}: must be at most 1, a share of all elements")
         self.density = density
 
     def density_at(self, step: int) -> float:

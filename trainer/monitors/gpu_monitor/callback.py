@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import torch
 
+from trainer.annotated import PositiveFloat
 from trainer.callback import Callback, Role, only_logged
 from trainer.comm.affinity import pci_address
-from trainer.errors import require
 from trainer.log import log
 from trainer.monitors.gpu_monitor.host import watch_host
 from trainer.monitors.gpu_monitor.nvml import SLOWDOWNS, watch_gpu
@@ -26,8 +26,7 @@ class GpuMonitor(Callback):
 
     role = Role.MEASURE
 
-    def __init__(self, every_s: float = 1.0) -> None:
-        require("callbacks.gpu_monitor.every_s", every_s, above=0)
+    def __init__(self, every_s: PositiveFloat = 1.0) -> None:
         self.every_s = every_s
         self.sampler: Sampler | None = None
         self.slow = self.reported = 0  # bits of `SLOWDOWNS`: since the last logged step; in a warning already

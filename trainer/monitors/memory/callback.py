@@ -5,16 +5,17 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.annotated import AtLeast, AtMost, PositiveFloat
 from trainer.blocks import find_blocks
 from trainer.callback import Callback, Role, TrainerProtocol, only_logged
 from trainer.config.compose import CONF
-from trainer.errors import ConfigError, is_out_of_memory, require
+from trainer.errors import ConfigError, is_out_of_memory
 from trainer.forward_backward import ForwardBackward
 from trainer.log import log
 from trainer.monitors.candidates import accepts
@@ -44,15 +45,11 @@ class Memory(Callback):
 
     def __init__(
         self,
-        max_share: float | None = None,
+        max_share: Annotated[PositiveFloat, AtMost(1)] | None = None,
         expandable_segments: bool | None = None,
-        max_split_mib: int | None = None,
+        max_split_mib: Annotated[int, AtLeast(20)] | None = None,
         snapshot: bool = False,
     ) -> None:
-        require("callbacks.memory.max_share", max_share, above=0)
-        if max_share is not None and max_share > 1:
-            raise ConfigError(f"callbacks.memory.max_share={max_share}: must be at most 1, which is the whole GPU")
-        require("callbacks.memory.max_split_mib", max_split_mib, at_least=20)  # torch's own limit
         self.max_share, self.snapshot = max_share, snapshot
         self.wanted = {"expandable_segments": expandable_segments, "max_split_size_mb": max_split_mib}
         self.wanted = {key: str(value) for key, value in self.wanted.items() if value is not None}

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
+from trainer.annotated import NonNegativeInt, PositiveInt
 from trainer.callback import Callback, TrainerProtocol
 from trainer.comm.phases import Phase, during
 from trainer.data.batch import Step
-from trainer.errors import ConfigError, printable, require
+from trainer.errors import ConfigError, printable
 from trainer.log import log
 from trainer.monitors.profiler.recording import Recording
 
@@ -32,24 +33,20 @@ class Profiler(Callback):
 
     def __init__(
         self,
-        first: int = 10,
-        active: int = 3,
+        first: PositiveInt = 10,
+        active: PositiveInt = 3,
         every: int | None = None,
-        ranks: list[int] | None = None,
+        ranks: list[NonNegativeInt] | None = None,
         record_shapes: bool = False,
         with_stack: bool = False,
         profile_memory: bool = False,
     ) -> None:
-        require(f"{KEY}.first", first, at_least=1)
-        require(f"{KEY}.active", active, at_least=1)
         if every is not None and every < active:
             raise ConfigError(
                 f"{KEY}.every={every}: is less than active={active}, so recordings would overlap; raise it"
             )
         if ranks is not None and not ranks:
             raise ConfigError(f"{KEY}.ranks=[]: no rank would record; name some, or null for all")
-        for rank in ranks or ():
-            require(f"{KEY}.ranks", rank, at_least=0)
         self.first, self.active, self.every, self.ranks = first, active, every, ranks
         self.asked = {"record_shapes": record_shapes, "with_stack": with_stack, "profile_memory": profile_memory}
         self.recording: Recording | None = None

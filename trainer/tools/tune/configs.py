@@ -82,7 +82,7 @@ def ranks_with_data(config: Mapping[str, Any], world: int) -> int:
     return split_over(callbacks_of(config), world)
 
 
-def refusal(config: Mapping[str, Any], world: int) -> str:
+def refusal(config: dict[str, Any], world: int) -> str:
     """Return why a run of this config would be refused at its start; empty if nothing is known."""
     try:
         check(config)

@@ -1,0 +1,213 @@
+"""Checks settings against annotations: types, choices and ranges, for the command and for Python. Imports no torch."""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import operator
+import types
+import typing
+from collections.abc import Callable, Mapping
+from math import inf
+from numbers import Integral, Real
+from typing import Annotated, Any, ClassVar, Literal, ParamSpec, TypeVar
+
+from trainer.errors import ConfigError
+from trainer.other_words import our_value
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A range of numbers, as in `Annotated[int, AtLeast(1)]`. NaN is in none."""
+
+    number: float
+    words: ClassVar[str]
+    holds: ClassVar[Callable[[Any, Any], bool]]
+
+
+class AtLeast(Bound):
+    words, holds = "at least", operator.ge
+
+
+class AtMost(Bound):
+    words, holds = "at most", operator.le
+
+
+class Above(Bound):
+    words, holds = "more than", operator.gt
+
+
+class Below(Bound):
+    words, holds = "less than", operator.lt
+
+
+PositiveInt = Annotated[int, AtLeast(1)]
+NonNegativeInt = Annotated[int, AtLeast(0)]
+PositiveFloat = Annotated[float, Above(0)]  # or infinity
+NonNegativeFloat = Annotated[float, AtLeast(0)]
+Beta = Annotated[NonNegativeFloat, Below(1)]  # the decay of a running mean
+
+# The names of which an annotation may be made if it is to be read from source, without an import.
+PLAIN = {t.__name__: t for t in (int, float, bool, str, list, tuple, dict, AtLeast, AtMost, Above, Below)}
+PLAIN |= {"Literal": Literal, "Annotated": Annotated, "inf": inf}
+PLAIN |= {"PositiveInt": PositiveInt, "NonNegativeInt": NonNegativeInt}
+PLAIN |= {"PositiveFloat": PositiveFloat, "NonNegativeFloat": NonNegativeFloat, "Beta": Beta}
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Return whether a value is of a plain type, or of unions, Literal, list and tuple of plain types, or a dataclass.
+
+    A whole number fits float. Any value fits any other annotation. Ranges are not compared.
+    """
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return fits(value, args[0])
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, arg) for arg in args)
+    if origin is Literal:
+        return any(value is arg or (type(value) is type(arg) and value == arg) for arg in args)
+    if origin is tuple and Ellipsis not in args:
+        return isinstance(value, list | tuple) and len(value) == len(args) and all(map(fits, value, args))
+    if origin in (list, tuple):
+        return isinstance(value, (list, origin)) and all(fits(item, args[0]) for item in value)
+    if origin is Callable:
+        return callable(value)
+    if kind in (int, float):
+        return isinstance(value, int | kind) and not isinstance(value, bool)
+    if kind in (None, type(None)):
+        return value is None
+    checked = kind in (bool, str, dict, list) or (isinstance(kind, type) and dataclasses.is_dataclass(kind))
+    return isinstance(value, kind) if checked else True
+
+
+def describe(kind: Any) -> str:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return describe(args[0])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe(arg) for arg in args)
+    if origin is Literal:
+        return " or ".join(str(arg) for arg in args)
+    if origin is tuple and Ellipsis not in args:
+        return f"[{', '.join(describe(arg) for arg in args)}]"
+    if origin in (list, tuple):
+        return "a list" if args[0] is Any else f"a list of {describe(args[0])}"
+    if origin is Callable:
+        return "a function"
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return f"{kind.__name__}(...)"
+    return "null" if kind in (None, type(None)) else getattr(kind, "__name__", str(kind))
+
+
+def checked(key: str, value: Any, kind: Any, shown: str | None = None) -> Any:
+    """Return a value with plain numbers: 1000 for 1e3 where an int is due, a float for one of numpy's.
+
+    Args:
+        shown: The value for the message, without secrets.
+
+    Raises:
+        ConfigError: The value has another type, or is out of range.
+    """
+    number = plain(value)
+    if not fits(number, kind):
+        whole = isinstance(number, float) and number.is_integer()
+        if not (whole and fits(number := int(number), kind)):
+            raise misfit(key, value, kind, as_yaml(value) if shown is None else shown)
+    refuse_out_of_range(key, number, kind)
+    return number
+
+
+def plain(value: Any) -> Any:
+    """Return a number, an array or a tensor without dimensions as an int or a float, and a list or a tuple of such."""
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def misfit(key: str, value: Any, kind: Any, shown: str) -> ConfigError:
+    if ours := our_value(key, value):
+        return ConfigError(f"{key}={shown}: must be {describe(kind)}; give {ours}")
+    choices = [choice for choice in leaves(kind) if isinstance(choice, str)]
+    if isinstance(value, list) or (isinstance(value, str) and choices):
+        near = difflib.get_close_matches(value, choices, 1, 0.5) if isinstance(value, str) else []
+        return ConfigError(f"{key}={shown}: must be {describe(kind)}{f'; did you mean {near[0]}?' if near else ''}")
+    given = f"the class {value.__name__}" if isinstance(value, type) else describe(type(value)).removesuffix("(...)")
+    return ConfigError(f"{key}={shown}: must be {describe(kind)}, not {given}")
+
+
+def leaves(kind: Any) -> tuple[Any, ...]:
+    """Return the choices of a Literal, also of one inside of a union."""
+    args = typing.get_args(kind)
+    if typing.get_origin(kind) is Literal:
+        return args
+    return tuple(leaf for arg in args for leaf in leaves(arg))
+
+
+def refuse_out_of_range(key: str, value: Any, kind: Any) -> None:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        for bound in args[1:]:
+            if isinstance(bound, Bound) and not type(bound).holds(value, bound.number):
+                raise ConfigError(f"{key}={value}: must be {bound.words} {bound.number}")
+    elif origin in (typing.Union, types.UnionType):
+        refuse_out_of_range(key, value, next(arg for arg in args if fits(value, arg)))
+    elif origin in (list, tuple):
+        kinds = args if origin is tuple and Ellipsis not in args else [args[0]] * len(value)
+        for i, (item, of_item) in enumerate(zip(value, kinds, strict=True)):
+            refuse_out_of_range(f"{key}.{i}", item, of_item)
+
+
+def as_yaml(value: Any) -> str:
+    text = " ".join(str(value).split())  # a printed object may have lines
+    return {"None": "null", "True": "true", "False": "false"}.get(text, text)
+
+
+@functools.cache
+def kinds_of(target: Callable[..., Any]) -> Mapping[str, Any]:
+    """Return the annotations of a function's parameters or a dataclass's fields; none if one can't be resolved."""
+    try:
+        return typing.get_type_hints(target, include_extras=True)
+    except (NameError, AttributeError, TypeError, SyntaxError):  # a name for type checkers alone
+        return {}
+
+
+def check_arguments(prefix: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Check each call of a function or a constructor against its annotations. A key is `prefix` and the name.
+
+    Raises:
+        ConfigError: By the call, as of `checked`.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                bound = inspect.signature(function).bind(*args, **kwargs)
+            except TypeError:
+                return function(*args, **kwargs)  # raises Python's own message
+            of_names = kinds_of(function)
+            for name, value in bound.arguments.items():
+                parameter = bound.signature.parameters[name]
+                if name in of_names and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                    bound.arguments[name] = checked(prefix + name, value, of_names[name])
+            return function(*bound.args, **bound.kwargs)
+
+        return call
+
+    return decorate
+
+
+def check_fields(instance: Any, prefix: str) -> None:
+    """Check the fields of a dataclass, as `check_arguments` does. To be called in `__post_init__`."""
+    of_names = kinds_of(type(instance))
+    for field in dataclasses.fields(instance):
+        if field.name in of_names:
+            value = checked(prefix + field.name, getattr(instance, field.name), of_names[field.name])
+            object.__setattr__(instance, field.name, value)  # it may be frozen

@@ -1,0 +1,121 @@
+"""Checks callbacks of users: their hooks' parameters, what the hooks return, and what they set on the trainer."""
+
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from trainer.callback import HOOKS, Callback
+from trainer.checkpoint.serialize import Pack
+from trainer.data.batch import Split
+from trainer.errors import ConfigError, nearest
+from trainer.recipe_checks import describe, number_of, other_parameters
+
+# What a hook returns: the kind, and how a message calls it.
+RETURNED: Mapping[str, tuple[type, str]] = {
+    "build_model": (nn.Module, "the nn.Module of build()"),
+    "wrap_model": (nn.Module, "the nn.Module, wrapped or not"),
+    "distribute": (object, "a Strategy"),
+    "split": (Split, "a Split"),
+}
+INSTEAD = {"should_stop": "call trainer.stop('reason'), on all ranks", "model": "read trainer.module"}
+SAVED = ("state_dict", "rank_state_dict", "decisions")
+STATES = (*SAVED, "load_state_dict", "load_rank_state_dict", "merge_rank_states", "has_ended")
+
+
+def refuse_no_callback(key: str, callback: Any) -> None:
+    """Refuse what is no callback. A class or a name in the place of an object is named.
+
+    Raises:
+        ConfigError: The message has the way to give an object.
+    """
+    if isinstance(callback, Callback):
+        return
+    if isinstance(callback, type):
+        raise ConfigError(f"{key}: is the class {callback.__name__}, not an object of it; give {callback.__name__}()")
+    if isinstance(callback, str):
+        raise ConfigError(f"{key}={callback}: is a name; in Python give an object, as EMA() of trainer.callbacks.ema")
+    raise ConfigError(
+        f"{key}: {type(callback).__name__} is not a callback; give a class that inherits from trainer.callback.Callback"
+    )
+
+
+def refuse_other_hooks(name: str, callback: Callback) -> None:
+    """Raise ConfigError if a hook can't be called with the arguments of `Callback`'s own."""
+    for hook in (*HOOKS, *STATES):
+        if other := other_parameters(getattr(callback, hook), getattr(Callback, hook)):
+            raise ConfigError(f"callbacks.{name}.{hook}{other}")
+
+
+def refuse_other_value(name: str, hook: str, value: Any) -> None:
+    """Raise ConfigError if a hook that makes or wraps an object has returned none, or another kind."""
+    kind, expected = RETURNED.get(hook, (object, "the object that it was given, wrapped or not"))
+    optimizer = hook == "wrap_optimizer" and not hasattr(value, "param_groups")
+    if value is None or isinstance(value, type) or not isinstance(value, kind) or optimizer:
+        raise ConfigError(f"callbacks.{name}.{hook}(): returned {describe(value)}; return {expected}")
+
+
+def owner(call: Callable[..., Any], callbacks: Mapping[str, Callback]) -> str:
+    """Return the name of the callback whose hook this is, or of the function that stands for one."""
+    own = getattr(call, "__self__", None)
+    return next((name for name, callback in callbacks.items() if callback is own), getattr(call, "__name__", "hook"))
+
+
+def numbers_only(call: Callable[..., Any], metrics: dict[str, float], callbacks: Mapping[str, Callback]) -> None:
+    """Make plain numbers of what `call`, a hook, has added to `trainer.metrics`.
+
+    Raises:
+        ConfigError: A value is none.
+    """
+    for key, value in metrics.items():
+        if type(value) is not float and type(value) is not int:
+            if (number := number_of(value)) is None:
+                raise ConfigError(
+                    f"callbacks.{owner(call, callbacks)}.on_step_end(): trainer.metrics[{key!r}] is {describe(value)}; "
+                    "give a number, and texts and images by trainer.emit('on_media', {...})"
+                )
+            metrics[key] = number
+
+
+def saved(name: str, callback: Callback, hook: str) -> dict[str, Any]:
+    """Return what a hook gives for a checkpoint.
+
+    Raises:
+        ConfigError: The value can't be saved. Echelon's own callbacks are not checked.
+    """
+    value, where = getattr(callback, hook)(), f"callbacks.{name}.{hook}()"
+    if type(callback).__module__.startswith("trainer."):
+        return value
+    expected = "a dict of tensors and JSON values"
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: returned {describe(value)}; return {expected}")
+    for key, item in value.items():
+        try:
+            json.dumps(item) if hook == "decisions" else Pack().encode(item, (str(key),))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{where}: {key!r} can't be saved ({error}); return {expected}") from None
+    return value
+
+
+def refuse_new_attributes(names: Iterable[str], known: Iterable[str], callbacks: Mapping[str, Callback]) -> None:
+    """Refuse attributes of the trainer that it does not have, since nothing reads them.
+
+    Args:
+        names: The attributes that were set.
+        known: Those that the trainer has.
+
+    Raises:
+        ConfigError: The message names the callback that sets the attribute, if its source does.
+    """
+    for name in sorted(names):
+        where = next((f"callbacks.{c}.{hook}(): " for c, one in callbacks.items() for hook in setters(one, name)), "")
+        instead = INSTEAD.get(name, f"keep state of your own in the callback's attributes ({nearest(name, known)})")
+        raise ConfigError(f"{where}trainer.{name} was set, and the trainer has no such attribute; {instead}")
+
+
+def setters(callback: Callback, name: str) -> list[str]:
+    """Return the methods of a callback's class that use this attribute of any object."""
+    functions: dict[str, Callable[..., Any]] = dict(inspect.getmembers(type(callback), inspect.isfunction))
+    return [method for method, function in functions.items() if name in function.__code__.co_names]
