@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 
 from trainer.callback import Callback, Role, TrainerProtocol, only_logged
-from trainer.config.duration import Duration
 from trainer.data.batch import Step
 from trainer.errors import ConfigError
 from trainer.log import log
@@ -48,7 +47,7 @@ class GrowSequence(Callback):
             divisors = ",".join(str(n) for n in range(SHORTEST, whole) if whole % n == 0)
             raise ConfigError(f"{KEY}.lengths={self.lengths}: must rise, and be divisors of {whole}: {divisors}")
         plan, key = trainer.plan, f"{KEY}.until"
-        self.ends = [Duration.parse(end, key).steps(key, trainer.batch, plan.epoch_samples) for end in self.until]
+        self.ends = [plan.step_after(key, end) for end in self.until]
         if not rises(self.ends):
             raise ConfigError(f"{key}={self.until}: is {self.ends} steps; give durations that rise")
         if plan.max_steps is not None and self.ends[-1] >= plan.max_steps:

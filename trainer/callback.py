@@ -42,10 +42,19 @@ class PlanProtocol(Protocol):
     epoch_samples: int | None  # None: the data has no epochs
     source: Any  # samples by reference, or an iterable of batches
     order: Any  # of the samples; None: the recipe yields batches
+    ahead: int  # steps of this batch that a checkpoint's samples make, less its own steps
     data: Any  # `DataOptions`
     validate_every: Any  # a `Duration`; None: only at the end
     manifest: dict[str, Any]  # of the checkpoint that the run resumes; empty for a new run
     micro: int  # samples of the largest micro-batch, without a callback that splits
+
+    def step_after(self, key: str, given: Any) -> int:
+        """Return the step that ends a duration from the run's beginning, such as '2 epochs'."""
+        ...
+
+    def samples_at(self, step: int) -> int:
+        """Return the samples that the run has trained on after a step."""
+        ...
 
     def features(self) -> set[str]:
         """Return the features of the trainer that are on, as `Callback.conflicts` names them."""

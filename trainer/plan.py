@@ -94,8 +94,12 @@ class Plan:
         self._open_data(recipe, place, each)
         if self.order is None and spec is None:  # an iterable decides the size of its batches: no uneven split
             split_batch(batch, data_world, micro_batch, accumulate)
+        # Steps of this batch that a checkpoint's samples make, less its own steps: not 0 if it had another batch.
+        self.done = self.manifest if self.resumed else {"samples": 0, "step": 0}
+        self.ahead = self.done["samples"] // batch - self.done["step"]
         self.max_steps = spec.max_steps if spec else self._max_steps()
-        self.rate = schedule.resolve(self.max_steps, batch, self.epoch_samples)
+        end = None if self.max_steps is None else self.max_steps + self.ahead
+        self.rate = schedule.resolve(end, batch, self.epoch_samples)
         self._set_intervals()
         if self.resumed:
             refuse_other_recipe(recipe, self.manifest, self.identity(), options.accept)
@@ -234,18 +238,36 @@ class Plan:
         options = self.options
         limits = [] if options.max_steps is None else [options.max_steps]
         if options.max_epochs is not None:
-            limits.append(
-                Duration(options.max_epochs, "epochs").steps("trainer.max_epochs", self.batch, self.epoch_samples)
-            )
+            limits.append(self.step_after("trainer.max_epochs", Duration(options.max_epochs, "epochs")))
         return min(limits, default=None)
+
+    def step_after(self, key: str, given: Any) -> int:
+        """Return the step that ends a duration from the run's beginning. Samples and epochs count those trained on.
+
+        Raises:
+            ConfigError: As of `Duration.steps`.
+        """
+        duration = Duration.parse(given, key)
+        if duration.unit == "steps":
+            return duration.steps(key, self.batch, self.epoch_samples)
+        left = duration.samples(key, self.batch, self.epoch_samples) - self.done["samples"]
+        return self.done["step"] + math.ceil(left / self.batch)
+
+    def samples_at(self, step: int) -> int:
+        """Return the samples that the run has trained on after a step, which is not before the resumed one."""
+        return self.done["samples"] + (step - self.done["step"]) * self.batch
+
+    def validates_at(self, step: int) -> bool:
+        return (step + self.validate_ahead) % self.validate_steps == 0
 
     def _parse_validate_every(self) -> Duration | None:
         """Parse the setting, and convert all but minutes into steps."""
-        key = "trainer.validate_every"
+        key, self.validate_ahead = "trainer.validate_every", 0
         if self.options.validate_every is None:
             return None
         every = Duration.parse(self.options.validate_every, key)
         if every.unit != "minutes":
+            self.validate_ahead = 0 if every.unit == "steps" else self.ahead
             every = Duration(every.steps(key, self.batch, self.epoch_samples))
         return every
 

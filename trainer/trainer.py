@@ -343,7 +343,7 @@ class Trainer:
     def _start(self) -> None:
         if self.ended:
             return training_state.load_ended(self, self.ended)
-        stop = math.inf if self.plan.max_steps is None else self.plan.max_steps * self.batch
+        stop = math.inf if self.plan.max_steps is None else self.plan.samples_at(self.plan.max_steps)
         split_at = next((partial(self._split, split) for split in self.hooks["split"]), None)
         self.stream = self.loader.train(self.plan.manifest.get("samples", 0), split_at, stop)
         first = next(self.stream)  # data that can't be used is refused before anything changes
@@ -406,7 +406,7 @@ class Trainer:
     def _train_step(self, data: Step) -> None:
         for generator in self.generators:
             generator.manual_seed((self.seed_base + self.step * GOLDEN) & (MASK >> 1))
-        self.rates.put(self.step)
+        self.rates.put(self.step + self.plan.ahead)
         self._agree(data)  # one int64 all-reduce, beside the first forward pass
         self.data, self.losses = data, self.forward_backward(data, self._total_weight)
         switch(Phase.OPTIMIZER)
@@ -492,7 +492,7 @@ class Trainer:
             self.stop("signal")
         if self.step == plan.max_steps:
             self.stop("max_steps")
-        validate |= self.step % plan.validate_steps == 0
+        validate |= plan.validates_at(self.step)
         save |= self.step % plan.save_steps == 0
         if validate and self.stop_reason != "signal":  # else the resumed run validates
             save |= self.validate()

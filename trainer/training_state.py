@@ -439,7 +439,7 @@ def leave_newer(trainer: SavedTrainer) -> None:
 def validate_again(trainer: SavedTrainer) -> None:
     """Validate before the first step, if a signal prevented that at the checkpoint's step. A collective."""
     plan, step = trainer.plan, trainer.step
-    due = plan.resumed and step and step % plan.validate_steps == 0 and not trainer.stop_reason
+    due = plan.resumed and step and plan.validates_at(step) and not trainer.stop_reason
     if due and trainer.validated_step != trainer.step and trainer.validate():
         save(trainer)
 

@@ -211,7 +211,7 @@ class AttachedTrainer:
         most = self.run.options.max_epochs
         if most is not None or self.run.plan.max_steps is None:
             return None if most is None else math.ceil(most)
-        return math.ceil(self.run.plan.max_steps / self.steps_per_epoch)
+        return math.ceil(self.run.plan.samples_at(self.run.plan.max_steps) / (self.run.plan.epoch_samples or math.inf))
 
     @property
     def steps_per_epoch(self) -> float:
@@ -222,11 +222,11 @@ class AttachedTrainer:
     def epochs_at(self, step: int) -> int:
         """Return the whole epochs in so many steps."""
         samples = self.run.plan.epoch_samples
-        return 0 if samples is None else step * self.run.batch // samples
+        return 0 if samples is None else self.run.plan.samples_at(step) // samples
 
     def steps_in(self, epochs: int) -> int:
         """Return the first number of steps that has so many whole epochs."""
-        return 0 if epochs == 0 else math.ceil(epochs * self.steps_per_epoch)
+        return (0 if epochs == 0 else math.ceil(epochs * self.steps_per_epoch)) - self.run.plan.ahead
 
     @property
     def num_training_batches(self) -> float:

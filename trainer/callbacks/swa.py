@@ -126,6 +126,8 @@ class SWA(Callback):
 
     def _steps(self, trainer: TrainerProtocol, name: str) -> int:
         given, plan = self.knobs[name], trainer.plan
+        if given is not None and name == "start":
+            return plan.step_after(f"{KEY}.{name}", given)
         if given is not None:
             return Duration.parse(given, f"{KEY}.{name}").steps(f"{KEY}.{name}", trainer.batch, plan.epoch_samples)
         if plan.max_steps is None:

@@ -37,6 +37,14 @@ class Duration:
         """Convert to optimizer steps, rounded up. `batch` is the global batch, in samples.
 
         Raises:
+            ConfigError: As of `samples`.
+        """
+        return math.ceil(self.samples(key, batch, epoch_samples) / batch)
+
+    def samples(self, key: str, batch: int, epoch_samples: int | None) -> Fraction:
+        """Convert to samples.
+
+        Raises:
             ConfigError: The unit is minutes, or epochs of data whose length is not known.
         """
         if self.unit == "minutes":
@@ -46,8 +54,7 @@ class Duration:
         if self.unit == "epochs" and epoch_samples is None:
             raise ConfigError(f"{key}={self}: this recipe's data has no known length; give steps or samples")
         amount = Fraction(str(self.amount))  # as written: the float 1.1 is a little more
-        samples = amount * {"steps": batch, "samples": 1, "epochs": epoch_samples or 0}[self.unit]
-        return math.ceil(samples / batch)
+        return amount * {"steps": batch, "samples": 1, "epochs": epoch_samples or 0}[self.unit]
 
     def __str__(self) -> str:
         return f"{self.amount:g} {self.unit}"

@@ -72,8 +72,7 @@ def limits_of(trainer: MadeAgain, max_steps: int | None, max_epochs: float | Non
         given = {"max_steps": max_steps, "max_epochs": max_epochs}
         steps = [] if max_steps is None else [max_steps]
         if max_epochs is not None:
-            epochs = Duration(max_epochs, "epochs")
-            steps.append(epochs.steps("fit(max_epochs)", trainer.batch, trainer.plan.epoch_samples))
+            steps.append(trainer.plan.step_after("fit(max_epochs)", Duration(max_epochs, "epochs")))
         limit = min(steps)
     if limit is not None and trainer.step >= limit:
         raise ConfigError(

@@ -60,7 +60,7 @@ class Progress(Callback):
     def _moment(self, trainer: TrainerProtocol, elapsed_s: float, left_s: float | None) -> Moment:
         """Return what a terminal shows now. Called in the thread that draws."""
         plan = trainer.plan
-        last = plan.max_steps and plan.max_steps * trainer.batch
+        last = plan.max_steps and plan.samples_at(plan.max_steps)
         epoch = epoch_of(trainer.samples, plan.epoch_samples, last)
         return Moment(trainer.step, plan.max_steps, epoch, Terminal.doing, self.metrics, elapsed_s, left_s)
 
