@@ -1,5 +1,6 @@
 """Names of secrets, and the parts of values, URLs and commands that are hidden."""
 
+import os
 from typing import Any
 
 import pytest
@@ -110,5 +111,7 @@ def test_users_and_passwords_in_urls() -> None:
 )
 def test_free_text(text: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "s3cr3t_of_wandb")
+    monkeypatch.setenv("PWD", os.getcwd())
+    assert redact_text(f"{os.getcwd()}/a") == f"{os.getcwd()}/a"
     monkeypatch.setenv("HF_TOKEN", "ok")  # too short to be told from other words
     assert redact_text(text) == shown

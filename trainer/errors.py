@@ -22,6 +22,11 @@ HUNG = 124  # no rank moved for too long (as of `timeout`)
 NOT_FINITE = "not finite"  # why a run has stopped
 NO_MORE = ("can't start new thread", "Resource temporarily unavailable")  # messages of Python and gloo
 NO_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: ")  # as torch says
+SHARED_MEMORY = "/dev/shm"
+NO_SHARED_MEMORY = (
+    f"{SHARED_MEMORY}: has no room for the batches of data workers; make room, enlarge it (docker run --shm-size=1g), "
+    "or give data.workers=0"
+)
 FINAL = (NUMERICS, DATA, CONFIG)  # another attempt would meet the same error
 
 
@@ -64,6 +69,8 @@ def _message(error: BaseException) -> str:
         ways = "a smaller micro_batch (the batch stays), '+callbacks=[activation_checkpoint]' or trainer.precision=bf16"
         advice = printable(getattr(error, "advice", f"try {ways}"))
         return f"{trace}\nechelon: {given}{': ' if given else ''}out of memory; {advice}"
+    if lacks_shared_memory(error):
+        return f"echelon: {NO_SHARED_MEMORY}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         file = printable(str(error.filename or "a file of the run, or of /dev/shm, which data workers need"))
         way_out = "make room, then trainer.resume=auto goes on from the last checkpoint"
@@ -129,7 +136,20 @@ def package_of(file: str) -> str:
     return "Python" if file.startswith((STANDARD, "<")) else ""
 
 
+def lacks_shared_memory(error: BaseException) -> bool:
+    """Return whether /dev/shm has no room for what a data worker, or a process that starts one, needs there."""
+    if "allocate shared memory" in str(error):  # torch's, in its own process or in a worker
+        return True
+    unnamed = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
+    if not unnamed or not os.path.isdir(SHARED_MEMORY):
+        return False
+    disk = os.statvfs(SHARED_MEMORY)  # where Python makes semaphores
+    return disk.f_bavail * disk.f_frsize < 1 << 20
+
+
 def exit_code(error: BaseException) -> int:
+    if lacks_shared_memory(error):
+        return UNAVAILABLE
     return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
 
 

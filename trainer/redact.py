@@ -58,13 +58,13 @@ def redact_urls(text: str) -> str:
 def redact_text(text: str) -> str:
     """Hide the secrets in a line of a log, a message or a traceback: those of URLs, headers and named values.
 
-    The values of environment variables that have a secret's name are hidden, too.
+    The values of environment variables that have a secret's name are hidden, too, unless they are paths.
     """
     text = HEADER.sub(rf"\1{HIDDEN}", redact_urls(text))
     text = BEARER.sub(rf"\1{HIDDEN}", text)
     text = ASSIGNED.sub(_hide, text)
     own = {value for name, value in os.environ.items() if len(value) >= SHORTEST and is_secret(name)}
-    for value in sorted(own, key=len, reverse=True):
+    for value in sorted((value for value in own if not os.path.exists(value)), key=len, reverse=True):  # as PWD's
         text = text.replace(value, HIDDEN)
     return text
 

@@ -194,3 +194,14 @@ def test_a_batch_of_a_users_own_class_is_sent():
         assert whole(next(loader.train(0))).batches[0]["own"] == {"a": 1}
     finally:
         loader.close()
+
+
+@pytest.mark.skipif(bool(os.getuid()), reason="needs root, for a /dev/shm of its own")
+@pytest.mark.parametrize("size", ["4k", "64k"])
+def test_a_shared_memory_without_room_is_no_bad_sample(size, tmp_path):
+    """Too small for a semaphore, or for a batch."""
+    mount = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"', "x"]
+    words = ["data.workers=2", "trainer.max_steps=9", "trainer.restarts=0"]
+    done = run([*TOY, "~callbacks.tensorboard", *words], tmp_path, [*mount, *MAIN])
+    line = "echelon: /dev/shm: has no room for the batches of data workers; make room, enlarge it"
+    assert done.code == 69 and done.err.startswith(line) and done.err.count("\n") == 1, done.err

@@ -25,7 +25,15 @@ from trainer.data.shards.index import Index
 from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.transforms import Dropped, Maps, maker_of
 from trainer.data.stream import Stream, is_stream
-from trainer.errors import EXIT_CODES, ConfigError, DataError, printable
+from trainer.errors import (
+    EXIT_CODES,
+    NO_SHARED_MEMORY,
+    ConfigError,
+    DataError,
+    UnavailableError,
+    lacks_shared_memory,
+    printable,
+)
 from trainer.log import log
 from trainer.rng import RECIPE_DATA, SAMPLE, keyed, mix, seed_all
 
@@ -97,6 +105,7 @@ class Samples:
 
         Raises:
             DataError: The message names the sample that does not fit.
+            UnavailableError: /dev/shm has no room for the batch.
             SampleFault: A `collate` of the recipe fails. The message names the sample and has the frames.
         """
         try:
@@ -104,6 +113,8 @@ class Samples:
         except (*EXIT_CODES, MemoryError):
             raise
         except Exception as error:
+            if lacks_shared_memory(error):  # the sample is not bad
+                raise UnavailableError(NO_SHARED_MEMORY) from None
             for ref, sample in zip(refs, samples, strict=True):
                 for some in ([sample], [samples[0], sample]):
                     try:

@@ -60,6 +60,7 @@ def exit_process(code: int) -> NoReturn:
     The shutdown may end a gloo thread that is just releasing a tensor. The process would then abort ("terminate called
     without an active exception").
     """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for the data workers that are killed here
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] as multiprocessing ends its own
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -22,6 +22,10 @@ MOST_MEMORY = 512 << 20  # bytes for xz, whose files demand an amount: those of 
 END = -1
 
 
+class NotUnpacked(DataError):
+    """A compressed shard is cut or damaged."""
+
+
 def is_packed(name: str) -> bool:
     """Return whether a shard's name says that it is compressed.
 
@@ -47,7 +51,7 @@ def unpack(parts: Generator[tuple[int, bytes]], where: object) -> Generator[tupl
     """Yield the decompressed bytes with their positions; the first bytes say the format. A position of 0 begins anew.
 
     Raises:
-        DataError: The content is cut, damaged, or goes on after its end. The message names `where`.
+        NotUnpacked: The content is cut, damaged, or goes on after its end. The message names `where`.
     """
     first, stream, done = b"", None, 0
     with contextlib.closing(parts):
@@ -67,7 +71,7 @@ def unpack(parts: Generator[tuple[int, bytes]], where: object) -> Generator[tupl
                 raise EOFError("unexpected end")
         except (zlib.error, lzma.LZMAError, OSError, EOFError) as error:
             reason = f"can't be unpacked after {done} bytes ({error}): cut or damaged"
-            raise DataError(f"{where}: {reason}; restore it or compress it again") from None
+            raise NotUnpacked(f"{where}: {reason}; restore it or compress it again") from None
 
 
 class Uncompressed:

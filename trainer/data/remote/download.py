@@ -38,6 +38,13 @@ HANDLERS = (
 URL = re.compile(r"(\w[\w+.-]*://)(?:[^\s/?#'\"]*@)?([^\s?#'\"]*)[^\s'\"]*")  # in a command: scheme, host and path
 
 
+RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/(?:[0-9]+|\*)")  # a header Content-Range
+
+
+class WrongRange(OSError):
+    """A server continues a download with bytes from elsewhere."""
+
+
 class Source(NamedTuple):
     file: Any
     read: Callable[[], bytes]  # returns some of the next bytes, none at the end
@@ -70,6 +77,8 @@ def download(url: str, patience_s: float) -> Generator[tuple[int, bytes]]:
             reason = f"cut after {done} of {source.size} bytes"
         except DataError:
             raise
+        except WrongRange as error:
+            mark, reason = None, str(error)  # from the first byte
         except Exception as error:  # urllib's, botocore's, aiohttp's
             reason = printable(redact_urls(str(error)[:500])) or type(error).__name__
             if isinstance(error, InvalidURL):
@@ -95,9 +104,15 @@ def _by_http(url: str, done: int, mark: str | None) -> Source:
         opener.add_handler(handler())
     rest = {"Range": f"bytes={done}-", "If-Range": mark} if done and mark else {}
     file = opener.open(request.Request(url, headers=rest), timeout=timeouts.SERVER_S)
-    start, size = done if file.status == 206 else 0, file.headers["Content-Length"]
-    if size is None:
-        raise OSError("the answer has no Content-Length")
+    start, size = done if file.status == 206 else 0, file.headers["Content-Length"] or ""
+    if not size.isdecimal():
+        file.close()
+        raise OSError(f"the answer has {'an invalid' if size else 'no'} Content-Length")
+    if file.status == 206:
+        found = RANGE.fullmatch(file.headers["Content-Range"] or "")
+        if not found or [int(found[1]), int(found[2]) + 1] != [done, done + int(size)]:
+            file.close()
+            raise WrongRange("the server sent another range than was asked for")
     mark = file.headers["ETag"] or file.headers["Last-Modified"]
     mark = None if mark and mark.startswith("W/") else mark  # a weak ETag: the bytes may differ
     return Source(file, lambda: file.read1(CHUNK), start, start + int(size), mark)

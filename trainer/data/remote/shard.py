@@ -12,7 +12,7 @@ from typing import BinaryIO, NamedTuple
 
 from trainer import timeouts
 from trainer.config.options import DataOptions
-from trainer.data.remote.decompress import plain_name, unpack
+from trainer.data.remote.decompress import NotUnpacked, plain_name, unpack
 from trainer.data.remote.download import download, path_of, shown
 from trainer.data.remote.eviction import FOLDER, claim, evict, is_at, make_folder, open_regular
 from trainer.errors import ConfigError, DataError
@@ -46,6 +46,10 @@ class Remote(NamedTuple):
     @property
     def name(self) -> str:
         return str(self) if self.url.startswith("pipe:") else plain_name(PurePosixPath(str(self)).name)
+
+    @property
+    def of_server(self) -> bool:
+        return not self.url.startswith(("file://", "pipe:"))
 
     @property
     def may_change(self) -> bool:
@@ -106,7 +110,7 @@ class Remote(NamedTuple):
             stack.callback(part.unlink, missing_ok=True)
             if self.file.exists():
                 return None
-            self._fill(file)
+            self._fill_with_the_right(file)
             with self._locked_folder():
                 over = evict(self.file.parent, self.most, timeouts.SPARE_S if self.ahead else 0.0)
                 part.replace(self.file)
@@ -116,6 +120,30 @@ class Remote(NamedTuple):
                 log.warning(text, self.most / 1e9, self.file.parent, over / 1e9)
             stack.pop_all()
             return file
+
+    def _fill_with_the_right(self, file: BinaryIO) -> None:
+        """Download, and once more if a server has sent something else, such as a page about an error."""
+        try:
+            self._fill(file)
+            wrong = self._has_changed(file) and "has another sha256 than its index"
+        except NotUnpacked as error:
+            if not self.of_server:
+                raise
+            wrong = str(error)
+        if wrong and self.of_server:
+            log.info("%s: %s; downloading it once more", self, wrong)
+            self._fill(file)
+        if wrong and self._has_changed(file):
+            usual, own = os.path.expanduser(DataOptions.cache_dir), str(self.file.parent.parent)
+            words = ["index", *(["--cache-dir", own] if own != usual else [])]
+            words += ["--allow-pipe"] if self.url.startswith("pipe:") else []
+            raise ConfigError(
+                f"{self}: changed since it was indexed; restore it, or index it again: "
+                f"echelon shards {shlex.join([*words, redact_urls(self.url)])}"
+            )
+
+    def _has_changed(self, file: BinaryIO) -> bool:
+        return sha256_of(file) != self.sha256 if self.sha256 else key_of(self.url) != self.file.name
 
     def _fill(self, file: BinaryIO) -> None:
         room, end = self.bytes, 0
@@ -134,14 +162,6 @@ class Remote(NamedTuple):
         file.truncate(end)  # a killed process may have left a longer file
         file.flush()
         os.fsync(file.fileno())
-        if sha256_of(file) != self.sha256 if self.sha256 else key_of(self.url) != self.file.name:
-            usual, own = os.path.expanduser(DataOptions.cache_dir), str(self.file.parent.parent)
-            words = ["index", *(["--cache-dir", own] if own != usual else [])]
-            words += ["--allow-pipe"] if self.url.startswith("pipe:") else []
-            raise ConfigError(
-                f"{self}: changed since it was indexed; restore it, or index it again: "
-                f"echelon shards {shlex.join([*words, redact_urls(self.url)])}"
-            )
 
     def _reserve(self, file: BinaryIO, size: int) -> None:
         """Reserve room for `size` bytes: a partial download counts with its full size."""

@@ -133,7 +133,13 @@ def _build(path: Path | Remote, anew: bool) -> Shard:
         size, mtime_ns = _size_and_time(path)  # before the pass: a change during it makes the index stale
         if not anew and (before := indexed(path)):
             _refuse_changed(path, size, before)
-    rows, sha256, size = scan_shard(path)
+    try:
+        rows, sha256, size = scan_shard(path)
+    except NotWhole as error:
+        if not (isinstance(path, Remote) and path.of_server):
+            raise
+        log.info("%s; downloading it once more", error)
+        rows, sha256, size = scan_shard(path)
     path = path._replace(bytes=size, sha256=sha256) if isinstance(path, Remote) else path
     errors = []
     for place in places_of(path):
@@ -161,19 +167,23 @@ def _refuse_changed(path: Path, size: int, before: Shard) -> None:
     )
 
 
+class NotWhole(DataError):
+    """A shard is cut or damaged."""
+
+
 def scan_shard(path: Path | Remote) -> tuple[NDArray[np.int64], str, int]:
     """Return rows [offset, length, crc32] of a shard's samples, its sha256, its bytes.
 
     Raises:
-        DataError: The shard can't be read, or is cut or damaged.
+        DataError: The shard can't be read. NotWhole: It is cut or damaged.
     """
     with _readable(path) as file:
         try:
             return *scan(file.fileno(), path), os.fstat(file.fileno()).st_size
-        except DataError:
+        except DataError as error:
             if isinstance(path, Remote):
-                path.drop()  # downloaded again after the source is repaired
-            raise
+                path.drop()  # the next call downloads it again
+            raise NotWhole(str(error)) from None
 
 
 @contextlib.contextmanager
