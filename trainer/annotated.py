@@ -12,7 +12,7 @@ from math import inf
 from numbers import Integral, Real
 from typing import Annotated, Any, ClassVar, Literal, ParamSpec, TypeVar
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, refuse_remote
 from trainer.other_words import our_value
 
 P = ParamSpec("P")
@@ -44,10 +44,16 @@ class Below(Bound):
     words, holds = "less than", operator.lt
 
 
+@dataclasses.dataclass(frozen=True)
+class Local:
+    """A path that can be opened without a library for a remote store."""
+
+
 PositiveInt = Annotated[int, AtLeast(1)]
 NonNegativeInt = Annotated[int, AtLeast(0)]
 PositiveFloat = Annotated[float, Above(0)]  # or infinity
 NonNegativeFloat = Annotated[float, AtLeast(0)]
+LocalPath = Annotated[str, Local()]
 Beta = Annotated[NonNegativeFloat, Below(1)]  # the decay of a running mean
 
 # The names of which an annotation may be made if it is to be read from source, without an import.
@@ -55,6 +61,7 @@ PLAIN = {t.__name__: t for t in (int, float, bool, str, list, tuple, dict, AtLea
 PLAIN |= {"Literal": Literal, "Annotated": Annotated, "inf": inf}
 PLAIN |= {"PositiveInt": PositiveInt, "NonNegativeInt": NonNegativeInt}
 PLAIN |= {"PositiveFloat": PositiveFloat, "NonNegativeFloat": NonNegativeFloat, "Beta": Beta}
+PLAIN |= {"LocalPath": LocalPath}
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -156,6 +163,8 @@ def refuse_out_of_range(key: str, value: Any, kind: Any) -> None:
         for bound in args[1:]:
             if isinstance(bound, Bound) and not type(bound).holds(value, bound.number):
                 raise ConfigError(f"{key}={value}: must be {bound.words} {bound.number}")
+            if isinstance(bound, Local):
+                refuse_remote(key, value)
     elif origin in (typing.Union, types.UnionType):
         refuse_out_of_range(key, value, next(arg for arg in args if fits(value, arg)))
     elif origin in (list, tuple):

@@ -176,6 +176,19 @@ def require_one_of(key: str, value: str, known: Collection[str]) -> None:
         raise ConfigError(f"{key}={value}: is unknown; {nearest(value, known)}")
 
 
+REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # s3://bucket/folder, and the same as a Path
+
+
+def refuse_remote(key: str, path: object) -> None:
+    """Refuse a URL where a file or a folder of this machine is due: it would become a local folder `s3:`.
+
+    Raises:
+        ConfigError: The path has a scheme, such as `s3://`.
+    """
+    if REMOTE.match(str(path)):
+        raise ConfigError(f"{key}={path}: is a URL, and only local paths work here; mount the store, or copy the files")
+
+
 def require(
     key: str,
     value: float | None,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainer import timeouts
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, refuse_remote
 from trainer.log import log
 
 MOST = 1 << 20  # bytes of a file that are kept in memory
@@ -162,8 +162,9 @@ def refuse_folder(key: str, file: Path | None) -> None:
     """Refuse a folder where a file is to be written: the error of the write would come after the work.
 
     Raises:
-        ConfigError: The file that `key` names is a folder.
+        ConfigError: The file that `key` names is a folder, or a URL.
     """
+    refuse_remote(key, file)
     if file and os.path.isdir(file):
         raise ConfigError(f"{key}={file}: is a folder; name a file")
 

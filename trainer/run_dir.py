@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.checkpoint import locate
 from trainer.checkpoint.lock import CHECKPOINTED, is_lock
 from trainer.checkpoint.manifest import Damaged
-from trainer.errors import NOT_FINITE, ConfigError, printable
+from trainer.errors import NOT_FINITE, ConfigError, printable, refuse_remote
 from trainer.files import Appended, make_folder, refuse_folder, remove_unused
 from trainer.log import Lines, Terminal, log, set_handlers
 
@@ -159,6 +159,7 @@ def find_checkpoint(given: str, key: str) -> Path:
     Raises:
         ConfigError: There is none.
     """
+    refuse_remote(key.partition("=")[0], given)
     path = Path(given)
     try:
         saved = Path((path / CHECKPOINTED).read_text()) if (path / CHECKPOINTED).is_file() else path
@@ -220,6 +221,7 @@ def make_writable(key: str, folder: Path) -> None:
     Raises:
         ConfigError: The folder can't be written.
     """
+    refuse_remote(key, folder)
     try:
         make_folder(folder)
         with tempfile.TemporaryFile(dir=folder):

@@ -1,11 +1,15 @@
 """The typed settings: what depends on the device, and what infinity can't be."""
 
 import math
+from pathlib import Path
 
 import pytest
 
+from recipes.cache import root
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError
+from trainer.files import refuse_folder
+from trainer.run_dir import find_checkpoint, make_parent, make_writable
 
 
 @pytest.mark.parametrize(
@@ -35,3 +39,37 @@ def test_infinity_is_refused_where_a_finite_number_is_needed(options, name, key)
 def test_infinity_clips_nothing_and_never_saves():
     assert Options(clip_norm=math.inf).clip_norm == Options(clip_value=math.inf).clip_value == math.inf
     assert CheckpointOptions(every_minutes=math.inf).every_minutes == math.inf
+
+
+PATHS = {
+    "trainer.run_dir": Options,
+    "trainer.resume": Options,
+    "trainer.init_from": Options,
+    "trainer.checkpoint.dir": CheckpointOptions,
+    "data.cache_dir": DataOptions,
+}
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/x", "gs://bucket/x", "hdfs://host/x", "file:///x", "hf://a/b"])
+@pytest.mark.parametrize("key", PATHS)
+def test_a_url_is_no_local_path(key, url):
+    """It made a folder `s3:` in the current one."""
+    with pytest.raises(ConfigError, match=rf"^{key}={url}: is a URL, and only local paths work here; mount the store"):
+        PATHS[key](**{key.rpartition(".")[2]: url})
+
+
+@pytest.mark.parametrize(
+    "refuse",
+    [
+        lambda url: make_writable("FOLDER", Path(url)),
+        lambda url: make_parent("--output", Path(url)),
+        lambda url: refuse_folder("--png", Path(url)),
+        lambda url: find_checkpoint(url, f"CHECKPOINT={url}"),
+        root,
+    ],
+)
+def test_tools_and_caches_refuse_urls_too(refuse, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^[\w.-]+=s3:/+bucket/x: is a URL"):
+        refuse("s3://bucket/x")
+    assert not list(tmp_path.iterdir())

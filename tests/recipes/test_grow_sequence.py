@@ -16,6 +16,7 @@ from recipes.grow_sequence import GrowSequence
 from recipes.wordpiece import CLS, SEP
 from trainer.callbacks.pipeline import PipelineParallel
 from trainer.composition import arrange
+from trainer.config.duration import Duration
 from trainer.errors import ConfigError
 from trainer.log import log
 
@@ -23,7 +24,8 @@ SIZES: dict[str, Any] = {"vocab": 300, "sequence": 40, "hidden": 32, "layers": 2
 
 
 def grown(recipe: Any, lengths: list[int], until: list[str], max_steps: int | None = None) -> tuple[GrowSequence, Any]:
-    plan = SimpleNamespace(epoch_samples=100, max_steps=max_steps)
+    ends = {"step_after": lambda key, end: Duration.parse(end, key).steps(key, 10, 100)}
+    plan = SimpleNamespace(max_steps=max_steps, **ends)
     trainer: Any = SimpleNamespace(recipe=recipe, plan=plan, batch=10, step=0, metrics={})
     callback = GrowSequence(lengths, until)
     callback.wrap_model(trainer, torch.nn.Identity())

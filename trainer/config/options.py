@@ -4,7 +4,16 @@ from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Annotated, Any, Literal
 
-from trainer.annotated import AtLeast, Below, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_fields
+from trainer.annotated import (
+    AtLeast,
+    Below,
+    LocalPath,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    check_fields,
+)
 from trainer.config.duration import Duration
 from trainer.errors import ConfigError, nearest
 from trainer.process.environment import node_range
@@ -16,7 +25,7 @@ ACCEPTABLE = ("seed", "batch", "data", "callbacks", "lanes", "block", "optimizer
 class CheckpointOptions:
     """`dir` holds one folder a run, and links: `last.pt` to the newest checkpoint, `best.pt` to the best."""
 
-    dir: str = "ckpt"
+    dir: LocalPath = "ckpt"
     every: Literal["auto"] | None = None  # auto: by measured stall and failures, instead of the next two
     every_steps: PositiveInt | None = 1000
     every_minutes: PositiveFloat | None = 30.0  # by rank 0's clock
@@ -71,7 +80,7 @@ class DataOptions:
     # Share of an epoch's samples that may be unreadable, 10 at least; 0: none.
     max_bad: Annotated[NonNegativeFloat, Below(inf)] = 1e-4
     allow_pipe: bool = False  # whether a shard may be pipe:PROGRAM ARGUMENTS, which is run without a shell
-    cache_dir: str = "~/.cache/echelon/shards"  # for shards that were downloaded or unpacked; one folder per node
+    cache_dir: LocalPath = "~/.cache/echelon/shards"  # for shards that were downloaded or unpacked; one folder per node
     # Size of the cache; the least recently used shards are deleted, shards in use stay.
     cache_gb: Annotated[PositiveFloat, Below(inf)] = 50.0
 
@@ -102,10 +111,10 @@ class Options:
     dry_run: bool = False  # two steps and a validation of two batches, of which no file stays
     log_every_steps: PositiveInt = 50
     seed: NonNegativeInt = 0
-    resume: str | None = None  # ckpt/last.pt, ckpt/best.pt, a checkpoint, a run, or auto
+    resume: LocalPath | None = None  # ckpt/last.pt, ckpt/best.pt, a checkpoint, a run, or auto
     accept: list[str] = field(default_factory=list)  # differences from the checkpoint that a resume may take
-    init_from: str | None = None  # weights only: a checkpoint, a file, a Hugging Face folder
-    run_dir: str | None = None  # null: runs/<recipe>-<time>
+    init_from: LocalPath | None = None  # weights only: a checkpoint, a file, a Hugging Face folder
+    run_dir: LocalPath | None = None  # null: runs/<recipe>-<time>
     # Of a collective, of a data worker; after twice that without a step, the run ends.
     timeout_s: Annotated[PositiveFloat, Below(inf)] = 600.0
     restarts: NonNegativeInt = 3  # after failures without progress; only of ranks that Echelon itself starts
