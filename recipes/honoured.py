@@ -1,7 +1,7 @@
 """Tables of what other people's code may use here, name by name: given, or refused before the run."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -11,15 +11,23 @@ class Table:
     Args:
         given: Name -> the test under tests/ that compares it with the library's own numbers.
         refused: Name -> the reason, and what to use instead.
+        notes: Name that is given -> what it sets here.
+        without_effect: Name on which no number depends -> what happens instead.
     """
 
     title: str
     given: dict[str, str]
     refused: dict[str, str]
+    notes: dict[str, str] = field(default_factory=dict)
+    without_effect: dict[str, str] = field(default_factory=dict)
 
     def section(self) -> str:
         """Return the table in Markdown, under its title."""
-        rows = [f"| `{name}` | given | {link(test)} |" for name, test in sorted(self.given.items())]
+        notes = {name: f"{note}; " for name, note in self.notes.items()}
+        rows = [
+            f"| `{name}` | given | {notes.get(name, '')}{link(test)} |" for name, test in sorted(self.given.items())
+        ]
+        rows += [f"| `{name}` | without effect | {note} |" for name, note in sorted(self.without_effect.items())]
         rows += [f"| `{name}` | refused | {reason} |" for name, reason in sorted(self.refused.items())]
         return "\n".join(
             [f"## {self.title}", "", "| name | here | test, or what to do instead |", "|---|---|---|", *rows]

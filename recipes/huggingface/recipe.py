@@ -44,6 +44,7 @@ class HuggingFace:
         lr_scheduler_type: As in `TrainingArguments`, for `schedule=recipe`.
         lr_scheduler_kwargs: As in `TrainingArguments`.
         warmup_steps: As in `TrainingArguments`: steps, or below 1 a share of the run.
+        epochs: What decides transformers' number of steps, which must be Echelon's; recipe.args gives it.
         lora: Settings of peft's LoraConfig, so that adapters train instead of the weights; None: the weights train.
         merge_lora: Export the model with the adapters added to its weights, instead of the adapters alone.
     """
@@ -64,6 +65,7 @@ class HuggingFace:
         lr_scheduler_type: str = "linear",
         lr_scheduler_kwargs: dict | None = None,
         warmup_steps: float = 0,
+        epochs: dict | None = None,
         lora: dict | None = None,
         merge_lora: bool = False,
     ) -> None:
@@ -82,6 +84,7 @@ class HuggingFace:
             lr_scheduler_type=lr_scheduler_type,
             lr_scheduler_kwargs=lr_scheduler_kwargs or {},
             warmup_steps=warmup_steps,
+            epochs=epochs,
         )
 
     @cached_property

@@ -4,9 +4,11 @@ import json
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from recipes.huggingface.honoured import ARGUMENTS, KEYS
 from trainer.config.check import check
 from trainer.config.compose import CONF, compose
 from trainer.config.training_arguments import expand, translate
@@ -29,6 +31,7 @@ def test_training_arguments_become_words():
         "batch=16", "micro_batch=4", "accumulate=2", "optimizer.betas=[0.8,0.999]", "trainer.clip_norm=null",
         "trainer.checkpoint.every_steps=100", "trainer.checkpoint.keep=2", "trainer.precision=bf16",
         "trainer.checkpoint.keep_best='max val/accuracy'",
+        "recipe.epochs={num_train_epochs:3.0,dataloader_drop_last:false,micro_batch:4,accumulate:2}",
     }  # fmt: skip
 
 
@@ -65,6 +68,45 @@ def test_one_task_of_srun_on_each_node_starts_the_typed_ranks(tmp_path, monkeypa
 )
 def test_an_argument_with_a_counterpart(given, word):
     assert word in translate(given, "recipe.args=x.json", 1)
+
+
+def test_each_argument_that_is_given_sets_its_key():
+    """One by one, with what the argument needs beside it; the others are compared with transformers' own numbers."""
+    best, every = {"load_best_model_at_end": True}, "trainer.validate_every=7"
+    rows: dict[str, tuple[Any, str]] = {
+        "optim": ("adamw_8bit", "optimizer=adamw8bit"),
+        "seed": (7, "trainer.seed=7"),
+        "data_seed": (42, "trainer.precision=fp32"),
+        "full_determinism": (True, "trainer.deterministic=true"),
+        "bf16": (True, "trainer.precision=bf16"),
+        "fp16": (True, "trainer.precision=fp16"),
+        "tf32": (True, "trainer.precision=tf32"),
+        "use_cpu": (True, "trainer.accelerator=cpu"),
+        "activation_checkpointing": (True, "+callbacks=[activation_checkpoint]"),
+        "gradient_checkpointing": (True, "+callbacks=[activation_checkpoint]"),
+        "torch_compile": (True, "+callbacks=[compile]"),
+        "auto_find_batch_size": (True, "+callbacks=[auto_batch]"),
+        "logging_strategy": ("steps", "trainer.log_every_steps=5"),
+        "logging_steps": (5, "trainer.log_every_steps=5"),
+        "eval_strategy": ("epoch", "trainer.validate_every='1 epochs'"),
+        "eval_steps": (7, every),
+        "save_strategy": ("steps", "trainer.checkpoint.every_steps=9"),
+        "save_steps": (9, "trainer.checkpoint.every_steps=9"),
+        "save_total_limit": (3, "trainer.checkpoint.keep=3"),
+        "load_best_model_at_end": (True, "trainer.checkpoint.keep_best=val/loss"),
+        "metric_for_best_model": ("accuracy", "trainer.checkpoint.keep_best='max val/accuracy'"),
+        "greater_is_better": (True, "trainer.checkpoint.keep_best='max val/loss'"),
+        "dataloader_num_workers": (3, "data.workers=3"),
+        "dataloader_prefetch_factor": (4, "data.prefetch=4"),
+        "ddp_bucket_cap_mb": (8, "trainer.ddp.bucket_mib=8"),
+        "ddp_find_unused_parameters": (True, "trainer.ddp.find_unused_parameters=true"),
+        "ddp_static_graph": (True, "trainer.ddp.static_graph=true"),
+    }
+    needs = {"logging_strategy": {"logging_steps": 5}, "eval_steps": {"eval_strategy": "steps"}}
+    needs |= {"save_strategy": {"save_steps": 9}, "metric_for_best_model": best, "greater_is_better": best}
+    for name, (value, word) in rows.items():
+        assert word in translate({name: value, **needs.get(name, {})}, "recipe.args=x.json", 1), name
+    assert rows.keys() == {name for name, test in ARGUMENTS.given.items() if test == KEYS}
 
 
 @pytest.mark.parametrize(
@@ -130,7 +172,7 @@ def test_sgd_passes_the_check_and_has_no_momentum_as_in_transformers(tmp_path, m
     ("given", "words"),
     [
         ({"deepspeed": "zero.json"}, r"deepspeed=zero.json: Echelon has no such setting; .*shard"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1: Echelon has no such setting; remove it"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1: Echelon has no such setting; write a recipe"),
         (
             {"train_sampling_strategy": "group_by_length"},
             "train_sampling_strategy=group_by_length: Echelon has no such",
@@ -177,7 +219,9 @@ def test_null_is_the_default(tmp_path, monkeypatch):
     Path("a.json").write_text(json.dumps(dict.fromkeys([*names, "adam_beta1", "max_grad_norm", "eval_delay"])))
     words, lines = expand(["recipe.args=a.json", "trainer.devices=2"])
     assert words[:-1] == [
-        "batch=16", "micro_batch=8", "accumulate=1", "trainer.clip_norm=null", "trainer.precision=fp32"
+        "batch=16", "micro_batch=8", "accumulate=1",
+        "recipe.epochs={num_train_epochs:3.0,dataloader_drop_last:false,micro_batch:8,accumulate:1}",
+        "trainer.clip_norm=null", "trainer.precision=fp32",
     ]  # fmt: skip
     assert not lines
 

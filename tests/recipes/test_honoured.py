@@ -14,6 +14,7 @@ def test_the_page_is_that_of_the_tables():
 @pytest.mark.parametrize("table", honoured.TABLES, ids=lambda table: table.title)
 def test_no_name_is_in_both_columns_and_each_test_exists(table):
     assert not table.given.keys() & table.refused.keys()
+    assert not table.without_effect.keys() & (table.given.keys() | table.refused.keys())
     for test in set(table.given.values()):
         file, _, name = test.partition("::")
         assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), test

@@ -8,11 +8,19 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import ConfigError
+from trainer.config.training_arguments_table import (
+    GIVEN,
+    OLD,
+    OLD_DEFAULTS,
+    OLD_WITHOUT_EFFECT,
+    REFUSED,
+    WITHOUT_EFFECT,
+)
+from trainer.errors import ConfigError, nearest
 from trainer.process.environment import detect
 
 WORD = re.compile(r"\+*recipe\.args=(.*)")
@@ -31,6 +39,8 @@ SAME = {  # name there -> key here, of the same meaning
     "dataloader_num_workers": "data.workers",
     "ddp_bucket_cap_mb": "trainer.ddp.bucket_mib",
     "ddp_find_unused_parameters": "trainer.ddp.find_unused_parameters",
+    "ddp_static_graph": "trainer.ddp.static_graph",
+    "dataloader_prefetch_factor": "data.prefetch",
 }
 CALLBACKS = {
     "gradient_checkpointing": "activation_checkpoint",
@@ -38,34 +48,28 @@ CALLBACKS = {
     "torch_compile": "compile",
     "auto_find_batch_size": "auto_batch",
 }
-READ = {  # by functions below
-    "per_device_train_batch_size", "gradient_accumulation_steps", "adam_beta1", "adam_beta2", "max_grad_norm",
-    "max_steps", "logging_steps", "logging_strategy", "eval_strategy", "eval_steps", "save_strategy", "save_steps",
-    "save_total_limit", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "bf16", "fp16", "tf32",
-    "optim", "lr_scheduler_kwargs", "warmup_ratio", "full_determinism", "use_cpu", "no_cuda", "data_seed",
-}  # fmt: skip
 NUMBERS = {
     "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "num_train_epochs",
     "max_steps", "warmup_steps", "warmup_ratio", "per_device_train_batch_size", "gradient_accumulation_steps",
     "logging_steps", "eval_steps", "save_steps", "save_total_limit", "seed", "data_seed", "dataloader_num_workers",
-    "ddp_bucket_cap_mb",
+    "dataloader_prefetch_factor", "ddp_bucket_cap_mb",
 }  # fmt: skip
-ELSEWHERE = (  # names and places of files, reports, the hub: nothing that changes numbers
-    r"output_dir|logging_.*|log_.*|report_to|run_name|project|trackio_.*|disable_tqdm|push_to_hub|hub_.*|do_.*|"
-    r"overwrite_output_dir|save_.*|eval_.*|per_device_eval_batch_size|prediction_loss_only|include_.*|"
-    r"remove_unused_columns|label_names|local_rank|ddp_backend|ddp_timeout|dataloader_.*|skip_memory_metrics|"
-    r"average_tokens_across_devices|accelerator_config|"
-    r"gradient_checkpointing_kwargs|activation_checkpointing_kwargs|torch_compile_.*|restore_.*|enable_jit_checkpoint|use_cache|ignore_data_skip|"
-    r"ddp_broadcast_buffers|ddp_static_graph|batch_eval_metrics|torch_empty_cache_steps|"
-    r"length_column_name|debug|deepspeed_plugin|distributed_state|_n_gpu|hub_token|past_index|bf16_full_eval|"
-    r"fp16_full_eval|parallelism_config|liger_kernel_config|fsdp_.*|accelerate_.*"
-)
-OF_ADAM = {"adam_beta1": "optimizer.betas", "adam_beta2": "optimizer.betas", "adam_epsilon": "optimizer.eps"}
-INSTEAD = {
-    "deepspeed": "'+callbacks=[shard]' shards optimizer, gradients and weights",
-    "fsdp": "'+callbacks=[shard]' with callbacks.shard.stage=3 shards the weights",
-    "resume_from_checkpoint": "trainer.init_from=FOLDER takes the weights, and trainer.resume Echelon's checkpoints",
+SWITCHES = {
+    "bf16", "fp16", "tf32", "gradient_checkpointing", "activation_checkpointing", "torch_compile", "use_cpu", "no_cuda",
+    "auto_find_batch_size", "full_determinism", "load_best_model_at_end", "greater_is_better", "dataloader_drop_last",
+    "average_tokens_across_devices", "ddp_find_unused_parameters", "ddp_static_graph",
+}  # fmt: skip
+OF_CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+OBJECTS = {"accelerator_config", "lr_scheduler_kwargs", *OF_CHECKPOINTING}
+OLD_GIVEN = {"warmup_ratio", "no_cuda"}  # of older versions, with the same meaning
+PARTS = {  # of accelerator_config: the values that ask for nothing else than the default
+    "split_batches": (False, "batches are per device here; set it to false"),
+    "even_batches": (True, "all ranks make the same steps; set it to true"),
+    "gradient_accumulation_kwargs": (None, "give gradient_accumulation_steps; set it to null"),
 }
+UNTYPED = re.compile(r"\+*(trainer\.max_steps|trainer\.max_epochs|batch|micro_batch|accumulate|schedule)=")
+BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+OF_ADAM = {"adam_beta1": "optimizer.betas", "adam_beta2": "optimizer.betas", "adam_epsilon": "optimizer.eps"}
 
 
 def expand(words: list[str]) -> tuple[list[str], list[tuple[int, str]]]:
@@ -86,6 +90,8 @@ def expand(words: list[str]) -> tuple[list[str], list[tuple[int, str]]]:
     lines = [(logging.INFO, f"{key}: a typed optimizer replaces {', '.join(sorted(without))}")] if without else []
     given = {name: value for name, value in given.items() if name not in without}
     translated = translate(given, key, count_ranks([*device_words(given), *rest]))
+    if any(UNTYPED.match(word) for word in rest):  # the number of steps is the command's
+        translated = [word for word in translated if not word.startswith("recipe.epochs=")]
     return [*translated, *rest], [*lines, *unused(given, key), *differences(given, key)]
 
 
@@ -130,14 +136,14 @@ def translate(given: Mapping[str, Any], key: str, ranks: int) -> list[str]:
     """Return the arguments of the command that mean the same.
 
     Raises:
-        ConfigError: An argument changes numbers, and Echelon lacks it.
+        ConfigError: Arguments of another type, or that Echelon lacks: all of them in one line.
     """
-    refuse_types(given, key)
-    refuse_others(given, key)
+    if wrong := [*wrong_types(given)] or [*refusals(given)]:
+        raise ConfigError(f"{key}: {'; and '.join(wrong)}")
     words = {SAME[name]: value for name, value in given.items() if name in SAME and value not in (None, "")}
-    words |= batch_of(given, ranks) | limits_of(given) | intervals_of(given)
+    words |= batch_of(given, ranks) | epochs_of(given) | limits_of(given) | intervals_of(given)
     words |= {"trainer.precision": precision_of(given)}
-    optimizer = optimizer_of(given, key)
+    optimizer = OPTIMIZERS[str(given.get("optim") or "adamw_torch")]
     if optimizer == "sgd":  # torch's has no momentum, unless it is given
         words = {name: value for name, value in words.items() if name not in OF_ADAM.values()}
         words["optimizer.momentum"] = 0.0
@@ -150,33 +156,36 @@ def device_words(given: Mapping[str, Any]) -> list[str]:
     return ["trainer.accelerator=cpu"] if given.get("use_cpu") or given.get("no_cuda") else []
 
 
-def refuse_types(given: Mapping[str, Any], key: str) -> None:
-    """Refuse what is no number where one belongs, and a file's name instead of its object."""
+def wrong_types(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is no number, no switch or no object where one belongs."""
     for name, value in given.items():
         number = isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
         if name in NUMBERS and value is not None and not number:
-            raise ConfigError(f"{key}: {name}={json.dumps(value)}: must be a number")
-    if not isinstance(other := given.get("accelerator_config", {}), dict):
-        raise ConfigError(f"{key}: accelerator_config={json.dumps(other)}: must be an object; give that of the file")
+            yield f"{name}={json.dumps(value)}: must be a number"
+        if name in SWITCHES and not isinstance(value, bool):
+            yield f"{name}={json.dumps(value)}: must be true or false"
+        if name in OBJECTS and not isinstance(value, dict):
+            yield f"{name}={json.dumps(value)}: must be an object; give that of the file"
 
 
-def refuse_others(given: Mapping[str, Any], key: str) -> None:
-    known = {*SAME, *CALLBACKS, *READ}
-    others = {name: value for name, value in given.items() if name not in known and not re.fullmatch(ELSEWHERE, name)}
-    others = {name: value for name, value in others.items() if value not in (None, "", [], {}, False)}
+def refusals(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each argument that Echelon lacks, with what to do instead."""
+    known = {*GIVEN, *WITHOUT_EFFECT, *OLD_GIVEN, *OLD_WITHOUT_EFFECT}
+    others = {name: value for name, value in given.items() if name not in known and value not in ("", [], {})}
     defaults = default_values() if others else {}
     for name, value in others.items():
-        if name in defaults and defaults[name] == value:
-            continue
-        instead = INSTEAD.get(name, "remove it from the file")
-        raise ConfigError(f"{key}: {name}={shown(value)}: Echelon has no such setting; {instead}")
-    refuse_parts(given, key)
+        if name not in REFUSED and name not in OLD:
+            yield f"{name}: is no argument of transformers; {nearest(name, {*GIVEN, *WITHOUT_EFFECT, *REFUSED})}"
+        elif name in OLD and value not in OLD_DEFAULTS:
+            yield f"{name}={shown(value)}: {OLD[name]}"
+        elif name in REFUSED and value != defaults.get(name) and (value is not False or defaults.get(name) is True):
+            yield f"{name}={shown(value)}: Echelon has no such setting; {REFUSED[name]}"
+    yield from refused_values(given)
 
 
 def unused(given: Mapping[str, Any], key: str) -> list[tuple[int, str]]:
     """Return a line about the arguments that are not read."""
-    known = {*SAME, *CALLBACKS, *READ}
-    left = {name for name in given if re.fullmatch(ELSEWHERE, name) and name not in known and given[name]}
+    left = {name for name in given if name in {*WITHOUT_EFFECT, *OLD_WITHOUT_EFFECT} and given[name]}
     left |= switched_off(given) & given.keys()
     text = f"{key}: these name files, reports or evaluation, and change nothing here: {', '.join(sorted(left))}"
     return [(logging.INFO, text)] if left else []
@@ -208,19 +217,28 @@ def differences(given: Mapping[str, Any], key: str) -> list[tuple[int, str]]:
     return lines
 
 
-def refuse_parts(given: Mapping[str, Any], key: str) -> None:
-    """Refuse values of known arguments that Echelon lacks."""
+def refused_values(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield values that Echelon lacks of arguments that it has."""
     for name in ("logging_steps", "eval_steps", "save_steps"):
         if 0 < (given.get(name) or 0) < 1:
-            raise ConfigError(f"{key}: {name}={given[name]}: is a part of the run; give a whole number of steps")
+            yield f"{name}={given[name]}: is a part of the run; give a whole number of steps"
+    if (optim := str(given.get("optim") or "adamw_torch")) not in OPTIMIZERS:
+        fix = "; or type optimizer=adafactor" if optim == "adafactor" else ""
+        yield f"optim={optim}: Echelon has no such optimizer; give {', '.join(OPTIMIZERS)}{fix}"
+    if (shape := given.get("lr_scheduler_type")) in BY_METRIC:
+        yield f"lr_scheduler_type={shape}: Echelon's rates depend on the step alone; give another, such as cosine"
+    if (strategy := given.get("eval_strategy", "no")) not in ("no", "steps", "epoch"):
+        yield f"eval_strategy={shown(strategy)}: give no, steps or epoch"
     if given.get("average_tokens_across_devices") is False:
-        raise ConfigError(
-            f"{key}: average_tokens_across_devices=false: Echelon counts the tokens of all ranks; remove it"
-        )
+        yield "average_tokens_across_devices=false: Echelon counts the tokens of all ranks; remove it"
     if given.get("data_seed") not in (None, given.get("seed", 42)):
-        raise ConfigError(f"{key}: data_seed={given['data_seed']}: the data has the seed of the run; remove it")
-    if (given.get("accelerator_config") or {}).get("split_batches"):
-        raise ConfigError(f"{key}: accelerator_config.split_batches=true: batches are per device here; set it to false")
+        yield f"data_seed={given['data_seed']}: the data has the seed of the run; remove it"
+    for name, (default, fix) in PARTS.items():
+        if (value := given.get("accelerator_config", {}).get(name, default)) != default:
+            yield f"accelerator_config.{name}={shown(value)}: {fix}"
+    for name in OF_CHECKPOINTING:
+        for key in given.get(name, {}).keys() - {"use_reentrant"}:
+            yield f"{name}.{key}={shown(given[name][key])}: Echelon has no such setting; remove it"
 
 
 def default_values() -> dict[str, Any]:
@@ -235,6 +253,17 @@ def default_values() -> dict[str, Any]:
 def batch_of(given: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     micro, times = given.get("per_device_train_batch_size", 8), given.get("gradient_accumulation_steps", 1)
     return {"batch": micro * times * ranks, "micro_batch": micro, "accumulate": times}
+
+
+def epochs_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what decides transformers' number of steps, which the recipe compares when it knows the data."""
+    limited, drops = given.get("max_steps", -1) > 0, given.get("dataloader_drop_last", False)
+    if limited and not drops:
+        return {}
+    epochs = None if limited else given.get("num_train_epochs", 3.0)
+    parts = {"num_train_epochs": epochs, "dataloader_drop_last": drops}
+    batch = batch_of(given, 1)
+    return {"recipe.epochs": parts | {name: batch[name] for name in ("micro_batch", "accumulate")}}
 
 
 def limits_of(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,13 +307,6 @@ def intervals_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def precision_of(given: Mapping[str, Any]) -> str:
     return next((name for name in ("bf16", "fp16", "tf32") if given.get(name)), "fp32")
-
-
-def optimizer_of(given: Mapping[str, Any], key: str) -> str:
-    name = str(given.get("optim") or "adamw_torch")
-    if name not in OPTIMIZERS:
-        raise ConfigError(f"{key}: optim={name}: Echelon has no such optimizer; give {', '.join(OPTIMIZERS)}")
-    return OPTIMIZERS[name]
 
 
 def shown(value: Any) -> str:
