@@ -78,7 +78,7 @@ class DataOptions:
     map: list[Any] = field(default_factory=list)  # functions sample -> sample, one after the other, before `transform`
     max_bad: float = 1e-4  # share of an epoch's samples that may be unreadable, 10 at least; 0: none
     allow_pipe: bool = False  # whether a shard may be pipe:PROGRAM ARGUMENTS, which is run without a shell
-    cache_dir: str = "~/.cache/echelon/shards"  # for shards that were downloaded or unpacked; one folder per node
+    cache_dir: str = "~/.cache/echelon/shards"  # echelon-shards in it has downloaded and unpacked shards; one per node
     cache_gb: float = 50.0  # size of the cache; the least recently used shards are deleted, shards in use stay
 
     def __post_init__(self) -> None:
