@@ -7,11 +7,12 @@ from omegaconf import OmegaConf
 from support.cli import lines, toy
 from toy_recipe import Toy
 
+from trainer.checkpoint.compare import differences
 from trainer.comm.nccl import NCCLOptions
 from trainer.comm.ranks import Ranks
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
-from trainer.session import OF_RECIPE, build_or_own, describe, save_config
+from trainer.session import OF_RECIPE, arithmetic, build_or_own, describe, save_config
 from trainer.trainer import Trainer
 
 PROBE = ["+callbacks=[probe]", "trainer.run_dir=runs/r", "callbacks.probe.step=3"]
@@ -82,3 +83,17 @@ def test_a_recipes_own_optimizer_and_schedule():
         ConfigError, match="optimizer=recipe: Own has no optimizer of its own; choose another optimizer"
     ):
         build_or_own("optimizer", optimizer, (), Own())
+
+
+def test_variables_that_change_bits_are_settings(monkeypatch):
+    """MKL_CBWR chooses the kernels of sums. Numbers of threads have a setting of their own."""
+    known = {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default", "NVIDIA_TF32_OVERRIDE": "0"}
+    for name, value in {**known, "MKL_NUM_THREADS": "3", "MKLX": "1"}.items():
+        monkeypatch.setenv(name, value)
+    found = arithmetic()
+    assert {f"machine.{name}": value for name, value in known.items()}.items() <= found.items()
+    assert not {"machine.MKL_NUM_THREADS", "machine.MKLX"} & found.keys()
+    was = {"settings": found, "versions": {}}
+    monkeypatch.delenv("MKL_CBWR")
+    own = {"settings": arithmetic(), "versions": {}, "ddp": {}}
+    assert differences(was, own) == ["machine.MKL_CBWR was COMPATIBLE and is null"]

@@ -1,4 +1,5 @@
 """Runs the command: composes configs with Hydra, checks them, then trains or starts the ranks; or runs a tool."""
+# ruff: noqa: E402 a SIGTERM during the imports has to end the command like a run
 
 import ast
 import contextlib
@@ -6,6 +7,7 @@ import itertools
 import os
 import re
 import runpy
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +16,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import trainer
+from trainer.process.early import stop_early
+
+stop_early()
+
 from trainer.config.compose import CONF, TYPED, Job, choices, compose, config_dirs, told_apart
 from trainer.errors import STOPPED, ConfigError, nearest, printable
 from trainer.log import show
@@ -149,6 +155,7 @@ def tools() -> dict[str, Path]:
 
 def run_tool(name: str, *arguments: str) -> NoReturn:
     """Run `python -m trainer.tools.NAME ARGUMENTS` in this process, and end the process."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.argv = [name, *arguments]
     runpy.run_module(f"trainer.tools.{name}", run_name="__main__", alter_sys=True)
     sys.exit(0)

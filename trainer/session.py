@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 from collections.abc import Callable, Mapping
@@ -34,6 +35,11 @@ from trainer.trainer import Trainer
 from trainer.training_state import model_identity
 
 Report = Callable[[BaseException], None]
+# Variables by which libraries choose kernels, and so the order of sums; not those of the number of threads.
+ARITHMETIC = re.compile(
+    "(MKL|OPENBLAS|BLIS|DNNL|ONEDNN)_(?!NUM_THREADS|VERBOSE).*|ATEN_CPU_CAPABILITY|NVIDIA_TF32_OVERRIDE"
+    "|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|CUDNN_.*|NCCL_(ALGO|PROTO|NVLS_ENABLE)"
+)
 OF_RECIPE = ("trainer.optim.factories.of_recipe", "trainer.optim.schedule.OfRecipe")
 
 
@@ -137,7 +143,9 @@ def make_trainer(
 def arithmetic() -> dict[str, Any]:
     """Return the properties of this machine that change the bits of a sum. A resume logs differences."""
     cuda = {"machine.gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
-    return {"machine.threads": torch.get_num_threads(), "machine.cpu": torch.backends.cpu.get_cpu_capability(), **cuda}
+    variables = {f"machine.{name}": value for name, value in os.environ.items() if ARITHMETIC.fullmatch(name)}
+    own = {"machine.threads": torch.get_num_threads(), "machine.cpu": torch.backends.cpu.get_cpu_capability()}
+    return {**own, **cuda, **variables}
 
 
 def save_config(config: dict[str, Any], run_dir: Path) -> None:

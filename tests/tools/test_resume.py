@@ -143,6 +143,11 @@ def test_a_run_made_in_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("runs/r").mkdir(parents=True)
     Path("runs/r/.lock").write_text("process 1 on host")  # as a run does
+    with pytest.raises(
+        ConfigError, match="runs/r: this run was stopped before its first step; give the command of the"
+    ):
+        tool.resume(Path("runs/r"), [])
+    Path("runs/r/metrics.jsonl").touch()
     told = "RUN=runs/r: this run has no config.yaml, which a Trainer made in Python does not write; go on in Python, "
     with pytest.raises(ConfigError, match=re.escape(f"{told}with Options(run_dir='runs/r', resume='auto')")):
         composed(Path("runs/r"), [])

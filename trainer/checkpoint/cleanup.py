@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 # Folders of ours, with the number of their attempt; commit.py says what they are. No other file is deleted.
-STAGED = re.compile(r"\.tmp-\d{8,}-(\d+)")
-REPLACED = re.compile(r"\.old-(step-\d{8,})-(\d+)")
+STAGED = re.compile(r"\.tmp-\d{8,}-([0-9a-f]+)")
+REPLACED = re.compile(r"\.old-(step-\d{8,})-([0-9a-f]+)")
 TRASH = re.compile(r"\.trash-step-\d{8,}-[0-9a-f]+")
 
 
@@ -58,4 +58,5 @@ def delete(folder: Path, hidden: Path) -> None:
 
 def _left(run_dir: Path, kind: re.Pattern[str], attempt: float) -> list[Path]:
     found = {path: kind.fullmatch(path.name) for path in run_dir.glob(".*")}
-    return [path for path, name in found.items() if name and int(name[name.re.groups]) <= attempt]
+    numbers = {path: name[kind.groups] for path, name in found.items() if name}
+    return [path for path, number in numbers.items() if not number.isdecimal() or int(number) <= attempt]

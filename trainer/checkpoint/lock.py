@@ -69,7 +69,7 @@ def lock(run_dir: Path, key: str = "trainer.checkpoint.dir") -> None:
     """
     make(run_dir)
     path, value = run_dir.resolve() / ".lock", run_dir if key == "trainer.run_dir" else run_dir.parent
-    if path not in _held and path.is_file() and path.stat().st_size and not is_lock(path):
+    if path not in _held and is_foreign(path):
         raise ConfigError(f"{key}={value}: {path} is a file that Echelon did not write; give another {key}")
     try:
         if path not in _held:
@@ -84,6 +84,11 @@ def lock(run_dir: Path, key: str = "trainer.checkpoint.dir") -> None:
                 f"wait for it to end, or use another {key}"
             ) from None
         log.warning("%s: can't be locked (%s); make sure that no other process writes this run", path, error.strerror)
+
+
+def is_foreign(path: Path) -> bool:
+    """Return whether a file that is no lock has its name. A link is not opened by `lock`, and stays."""
+    return path.is_file() and not path.is_symlink() and path.stat().st_size > 0 and not is_lock(path)
 
 
 def is_lock(path: Path) -> bool:

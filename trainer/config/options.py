@@ -80,7 +80,7 @@ class DataOptions:
     # Share of an epoch's samples that may be unreadable, 10 at least; 0: none.
     max_bad: Annotated[NonNegativeFloat, Below(inf)] = 1e-4
     allow_pipe: bool = False  # whether a shard may be pipe:PROGRAM ARGUMENTS, which is run without a shell
-    cache_dir: LocalPath = "~/.cache/echelon/shards"  # for shards that were downloaded or unpacked; one folder per node
+    cache_dir: LocalPath = "~/.cache/echelon/shards"  # echelon-shards in it has downloaded and unpacked shards
     # Size of the cache; the least recently used shards are deleted, shards in use stay.
     cache_gb: Annotated[PositiveFloat, Below(inf)] = 50.0
 

@@ -239,7 +239,14 @@ def threads_of(ranks: int) -> str:
     return os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
 
 
+LAUNCHED = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "ECHELON_PARENT")  # a launcher sets one
+
+
 def is_first_rank() -> bool:
     """Return whether this process prints the messages of all ranks: it is rank 0, or has no launcher."""
-    others = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "ECHELON_PARENT")
-    return not any(os.environ.get(name, "0") != "0" for name in others)
+    return not any(os.environ.get(name, "0") != "0" for name in LAUNCHED)
+
+
+def is_launched() -> bool:
+    """Return whether a launcher started this process."""
+    return any(name in os.environ for name in LAUNCHED)

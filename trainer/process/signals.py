@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import STOPPED
 from trainer.log import log
-from trainer.process.environment import is_first_rank
+from trainer.process.environment import is_first_rank, is_launched
 from trainer.process.exit import die_with_parent
 from trainer.process.stdio import show_cursor
 
@@ -95,7 +95,7 @@ class StartupSignals(SignalListener):
     def _exit(self, number: int) -> None:
         if StartupSignals.over or number == signal.SIGINT:
             os._exit(128 + number)
-        if is_first_rank() and number != signal.SIGTERM:  # launchers end the peers of a failed rank with SIGTERM
+        if is_first_rank() and (number != signal.SIGTERM or not is_launched()):  # which ends peers of a failed rank
             with contextlib.suppress(OSError):
                 os.write(2, f"echelon: {signal.Signals(number).name}: {EARLY}\n".encode())
         os._exit(STOPPED)

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.lock import CHECKPOINTED
 from trainer.config.check import check
 from trainer.config.compose import CONF, PRIMARY, Job, compose, config_dirs
 from trainer.errors import ConfigError, printable
@@ -68,6 +69,9 @@ def read(folder: Path) -> Any:
     refuse_unreadable(folder)
     if not folder.is_dir():
         raise ConfigError(f"{key}: is no folder; give the folder of a run, as in runs/NAME")
+    begun = any((folder / name).exists() for name in (CHECKPOINTED, "metrics.jsonl", "summary.json"))
+    if not file.exists() and is_run(folder) and not begun:
+        raise ConfigError(f"{key}: this run was stopped before its first step; give the command of the run again")
     if not file.exists() and is_run(folder):
         raise ConfigError(
             f"{key}: this run has no config.yaml, which a Trainer made in Python does not write; go on in Python, "

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from trainer.data.remote.eviction import is_regular
 from trainer.data.remote.shard import Remote
 from trainer.files import write_whole
 
@@ -93,8 +94,9 @@ def store(shard: Shard, rows: NDArray[np.int64]) -> None:
     Raises:
         OSError: The disk refuses, or somebody else's file has this name.
     """
-    with contextlib.suppress(FileNotFoundError), shard.index_path.open("rb") as file:
-        head = file.read(1024)
+    if is_regular(shard.index_path):
+        with shard.index_path.open("rb") as file:
+            head = file.read(1024)
         if head.strip(b"\0") and not any(word in head for word in WORDS):  # a power cut may leave zeros
             raise OSError(errno.EEXIST, "is a file that Echelon did not write", str(shard.index_path))
     write_whole(shard.index_path, content_of(shard, rows))
