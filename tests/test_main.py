@@ -276,3 +276,19 @@ def test_an_export_that_fails_leaves_the_summary(tmp_path):
     assert json.loads((tmp_path / "runs/r/summary.json").read_text())["steps"] == 1
     assert "checkpoint  ckpt/r/step-00000001\n" in done.out and "export  " not in done.out
     assert "exporting to runs/r/export\n" in done.out  # told before, for it may take minutes
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["optimizer.lr=1e-3,1e-2"],
+            "echelon: optimizer.lr=1e-3,1e-2: one run takes one value; 'echelon -m optimizer.lr=",
+        ),
+        (["evaluate"], "echelon evaluate: error: the following arguments are required: checkpoint"),
+        (["trainer.max_steps=1.5"], "echelon: trainer.max_steps=1.5: must be int or null, not float"),
+    ],
+)
+def test_a_usage_error_has_the_exit_code_of_a_config_error(words, line, tmp_path):
+    done = run(words, tmp_path)
+    assert done.code == 78 and done.err.splitlines()[-1].startswith(line)

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from support.ranks import run_ranks
@@ -22,6 +24,7 @@ from trainer.callback import Callback
 from trainer.callbacks.nan_guard.callback import NanGuard
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError, NumericsError, exhausted
+from trainer.log import log
 from trainer.process.environment import Place
 from trainer.recipe_checks import CheckedLoss
 from trainer.trainer import Trainer
@@ -76,6 +79,9 @@ COUNTS = "return a dict of name -> (sum, count), two numbers"
         ("weight", -1, "weight(): returned -1; return the number of items, an int of 0 or more"),
         ("collate", None, "collate(): returned None; return the batch"),
         ("data", Toy, "data('train'): returned the class Toy; return an object of it"),
+        ("data", (np.zeros((8, 4)), np.zeros(8)), "data('train'): returned a tuple of arrays; return a Dataset"),
+        ("data", pd.DataFrame({"a": [1]}), "data('train'): returned a DataFrame, whose items are columns; return"),
+        ("data", {"train": Toy().data("train")}, "data('train'): returned a dict of data sets; return one of them"),
         ("data", 64, "data('train'): returned a value of type int; return shards, a Dataset, or an iterable"),
         ("tokens_per_sample", 0, "tokens_per_sample: is a value of type method; make it a number, or a method with"),
     ],
@@ -362,3 +368,30 @@ def test_a_long_validation_says_how_far_it_is(monkeypatch, capsys):
     monkeypatch.setattr(timeouts, "LOG_EVERY_S", 0.0)
     fit(Toy())
     assert "validation: 2 batches so far" in capsys.readouterr().out
+
+
+WRAPPED = [torch.compile, nn.DataParallel, lambda model: nn.DataParallel(torch.compile(model))]  # what recipes return
+
+
+@pytest.mark.parametrize("wrap", WRAPPED)
+def test_a_model_in_a_wrapper_is_trained_and_saved_without_it(wrap, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(log, "warning", lambda text, *values: told.append(text % values))
+    trainer = fit(with_method("model", lambda self: wrap(Toy().model())))
+    assert trainer.module.state_dict().keys() == Toy().model().state_dict().keys()
+    assert any(line.startswith("recipe.model(): is wrapped in") for line in told)
+
+
+def test_a_recipes_run_without_a_limit_is_refused_and_a_callback_may_be_the_limit():
+    def make(callbacks):
+        return Trainer(Toy(), callbacks, batch=12, data=DataOptions(0), place=Place())
+
+    with pytest.raises(ConfigError, match=r"^trainer\.max_steps=null: the run would never end; give .*max_epochs"):
+        make([]).fit()
+
+    class Ends(Callback):
+        def on_step_end(self, trainer):
+            if trainer.step == 3:
+                trainer.stop("enough")
+
+    assert make([Ends()]).fit()["steps"] == 3

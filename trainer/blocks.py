@@ -22,7 +22,7 @@ def find_blocks(recipe: Any, model: nn.Module, classes: list[str] | None, key: s
     if classes is None and hasattr(recipe, "blocks"):
         return _checked(recipe.blocks(model), modules)
     if classes is None:
-        found = list(max((module for module in modules if isinstance(module, nn.ModuleList)), key=len, default=()))
+        found = longest_list(model)
     else:
         found = [module for module in modules if type(module).__name__ in classes]
     missing = set(classes or ()) - {type(module).__name__ for module in found}
@@ -32,6 +32,11 @@ def find_blocks(recipe: Any, model: nn.Module, classes: list[str] | None, key: s
         what = ", ".join(sorted(missing)) or "nn.ModuleList with members"
         raise ConfigError(f"{key}={value}: no {what} in this model, which has {', '.join(names)}")
     return found
+
+
+def longest_list(model: nn.Module) -> list[nn.Module]:
+    """Return the members of the longest `nn.ModuleList`; none without one."""
+    return list(max((module for module in model.modules() if isinstance(module, nn.ModuleList)), key=len, default=()))
 
 
 def _checked(given: Any, modules: list[nn.Module]) -> list[nn.Module]:

@@ -115,6 +115,16 @@ def refuse_new_attributes(names: Iterable[str], known: Iterable[str], callbacks:
         raise ConfigError(f"{where}trainer.{name} was set, and the trainer has no such attribute; {instead}")
 
 
+def refuse_endless(max_steps: int | None, callbacks: Mapping[str, Callback]) -> None:
+    """Raise ConfigError if a run has no limit, and no callback that calls `trainer.stop`."""
+    ends = ("stop", "stop_reason")
+    if max_steps is None and not any(setters(callback, name) for callback in callbacks.values() for name in ends):
+        raise ConfigError(
+            "trainer.max_steps=null: the run would never end; give trainer.max_steps or trainer.max_epochs, in Python "
+            "Options(max_steps=N), or a callback that stops it, such as early_stop"
+        )
+
+
 def setters(callback: Callback, name: str) -> list[str]:
     """Return the methods of a callback's class that use this attribute of any object."""
     functions: dict[str, Callable[..., Any]] = dict(inspect.getmembers(type(callback), inspect.isfunction))

@@ -14,6 +14,7 @@ from torch.distributed import DistError
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from trainer.errors import ConfigError
+from trainer.log import log
 from trainer.recipe import Optional, Recipe
 
 MISSING = object()  # in the place of a loss: `recipe.loss` has raised
@@ -28,6 +29,12 @@ MISTAKES = {
     "several ranks call model(...) once",
     "mark a variable ready only once": "two backward passes reach the same parameters; call model(...) once, and leave "
     "backward() to the trainer",
+}
+SPREADS = "trainer.devices=N trains on several devices"
+WRAPPERS = {  # class -> the attribute that has the model, what to use instead
+    "OptimizedModule": ("_orig_mod", "'+callbacks=[compile]' compiles the model"),
+    "DataParallel": ("module", SPREADS),
+    "DistributedDataParallel": ("module", SPREADS),
 }
 UNUSED = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")  # of DDP; the numbers of parameters
 
@@ -148,12 +155,12 @@ def other_parameters(method: Callable[..., Any], expected: Callable[..., Any]) -
 
 
 def build_model(recipe: Any) -> nn.Module:
-    """Call `recipe.model`.
+    """Call `recipe.model`. A model that is compiled or distributed already is taken out of its wrapper.
 
     Raises:
         ConfigError: The recipe returns no module.
     """
-    model = recipe.model()
+    model = unwrapped(recipe.model())
     if not isinstance(model, nn.Module):
         raise refusal("model", model, "an nn.Module")
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
@@ -163,6 +170,24 @@ def build_model(recipe: Any) -> nn.Module:
                 "or give the layer its sizes"
             )
     return model
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the model inside of torch.compile's, DataParallel's or DDP's wrapper, whose names a checkpoint would have.
+
+    Raises:
+        ConfigError: FSDP has cut the parameters already.
+    """
+    name = type(model).__name__
+    if name == "FullyShardedDataParallel" or any("FSDPModule" in kind.__name__ for kind in type(model).__mro__):
+        raise ConfigError(
+            "recipe.model(): returned a model that FSDP has cut; return it whole, '+callbacks=[shard]' cuts"
+        )
+    if name not in WRAPPERS:
+        return model
+    inner, instead = WRAPPERS[name]
+    log.warning("recipe.model(): is wrapped in %s, which is taken off; %s", name, instead)
+    return unwrapped(getattr(model, inner))
 
 
 def refuse_untrained(model: nn.Module) -> None:

@@ -51,6 +51,8 @@ def _choose_run_dir(plan: "Plan", name: str) -> Path:
         name = re.sub("[^A-Za-z0-9._-]+", "-", name).lstrip(".-")
         return make_new(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", root)
     folder = Path(given)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"trainer.run_dir={folder}: is a file; give a folder, or leave this out")
     refuse_astray(folder)
     saved = root / folder.name
     restarted = int(os.environ.get("ECHELON_ATTEMPT", "0")) > 0

@@ -19,7 +19,15 @@ from torch.utils.data import default_collate
 from trainer import training_state
 from trainer.annotated import PositiveInt, check_arguments
 from trainer.callback import HOOKS, UNLOGGED, Callback, Gathered, Role, overrides
-from trainer.callback_checks import SAVED, numbers_only, owner, refuse_new_attributes, refuse_other_value, saved
+from trainer.callback_checks import (
+    SAVED,
+    numbers_only,
+    owner,
+    refuse_endless,
+    refuse_new_attributes,
+    refuse_other_value,
+    saved,
+)
 from trainer.checkpoint.pretrained import load_weights
 from trainer.comm.affinity import bind_to_cores
 from trainer.comm.device import has_failed
@@ -281,6 +289,7 @@ class Trainer:
             ConfigError: A further `fit` can't go on.
         """
         prepare(self, max_steps, max_epochs)
+        refuse_endless(self.plan.max_steps, self.callbacks)
         self.fitted = True
         with StopSignals() as self.signals, ExitStack() as every:  # last first, also if one of them raises
             note = partial(self.ranks.note_failure, RuntimeError, self.run_dir / "logs")

@@ -262,7 +262,17 @@ class HuggingFace:
 
 def collated(collate: Any, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Return the collator's batch without what is no tensor."""
-    return {name: value for name, value in collate(samples).items() if isinstance(value, Tensor)}
+    try:
+        batch = collate(samples)
+    except ValueError as error:
+        lengths = {name: {len(s[name]) for s in samples if hasattr(s.get(name), "__len__")} for name in samples[0]}
+        if uneven := next((name for name, of_name in lengths.items() if len(of_name) > 1), None):
+            raise ConfigError(
+                f"recipe.collator: samples have {uneven} of {min(lengths[uneven])} to {max(lengths[uneven])} items, "
+                "and the collator does not pad; give recipe.collator=DataCollatorWithPadding, or recipe.text"
+            ) from error
+        raise
+    return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
 
 
 def loss_of(output: Any, batch: Mapping[str, Tensor]) -> Tensor:

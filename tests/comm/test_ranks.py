@@ -15,6 +15,7 @@ import torch.distributed as dist
 from support.ranks import run_ranks
 
 from trainer.comm.ranks import BLOCK, LENGTH, Ranks
+from trainer.errors import ConfigError
 from trainer.process.environment import Place
 
 CPU = torch.device("cpu")
@@ -209,3 +210,10 @@ def test_what_torch_notes_of_nccl_is_among_the_rest(monkeypatch, tmp_path):
         ranks.note_failure(RuntimeError, tmp_path)
         noted = json.loads((tmp_path / "collectives-rank1.json").read_text())
         assert [entry["time_created_ns"] for entry in noted["entries"]] == times and noted["version"] == "2"
+
+
+def test_a_rank_without_an_address_to_meet_at_is_refused_in_one_line(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(ConfigError, match=r"^RANK=1: is set without MASTER_ADDR and MASTER_PORT, so no launcher has "):
+        Ranks(Place(1, 2, 1, 2, "", "torchrun"), "cpu", "gloo", 5.0)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from trainer.annotated import NonNegativeInt
-from trainer.blocks import find_blocks
+from trainer.blocks import find_blocks, longest_list
 from trainer.callback import Callback, Role
 from trainer.errors import ConfigError, nearest
 from trainer.forward_backward import ForwardBackward
@@ -100,6 +100,9 @@ class Compile(Callback):
         limits = {"recompile_limit": UNLIMITED, "accumulated_recompile_limit": UNLIMITED}
         trainer.undo.enter_context(torch._dynamo.config.patch({"optimize_ddp": False, **limits}))
         self.breaks = graph_breaks()
+        if self.blocks is None and not hasattr(trainer.recipe, "blocks") and not longest_list(model):
+            self.whole = True
+            log.info("compile: the model has no nn.ModuleList, so the whole model is compiled")
         modules = [model] if self.whole else find_blocks(trainer.recipe, model, self.blocks, f"{KEY}.blocks")
         kinds: dict[Any, GraphCounter] = {}
         limit_s = trainer.options.timeout_s if trainer.world > 1 else math.inf

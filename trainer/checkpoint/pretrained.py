@@ -26,6 +26,7 @@ INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json
 INDEX_BYTES = 64 << 20
 HEADER_BYTES, NAME_BYTES = 4 << 20, 1 << 10  # limit of a safetensors header: for metadata, and for each weight
 ALLOCATION = re.compile(rb"c(__builtin__|builtins)\nbytearray\n")  # in a pickle: allocates any number of bytes
+FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 WRAPPINGS = ("state_dict", "model_state_dict", "model")  # names that programs give the model's part of a saved object
 
 
@@ -36,7 +37,7 @@ def weights_files(source: str) -> list[Path]:
         ConfigError: There is no file, and no folder with one.
     """
     key, path = f"trainer.init_from={source}", Path(source)
-    if path.is_file():
+    if path.is_file() and path.suffix in FILES:
         return [path]
     for name in (INDEX, "model.safetensors", BIN_INDEX, "pytorch_model.bin", adapters.WEIGHTS):
         if (path / name).is_file():

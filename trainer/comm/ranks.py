@@ -44,6 +44,7 @@ class Ranks:
         self.timeout = timedelta(seconds=timeout_s)
         if self.world == 1:
             return
+        refuse_alone(place)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(COLLECTIVES))
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         if self.backend == "nccl" and (name := nccl.interface(os.environ)):  # clusters may set only NCCL's
@@ -191,6 +192,16 @@ class Ranks:
 def in_collective(error: BaseException) -> bool:
     """Return whether a peer may have failed before."""
     return isinstance(error, dist.DistError) or any(text in str(error) for text in GLOO)
+
+
+def refuse_alone(place: Place) -> None:
+    """Raise ConfigError if RANK is set without the address of a rendezvous, which any launcher would set, too."""
+    absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if absent and place.launcher == "torchrun":
+        raise ConfigError(
+            f"RANK={place.rank}: is set without {' and '.join(absent)}, so no launcher has set it; unset it, or start "
+            "by torchrun or srun"
+        )
 
 
 def meeting_place(place: Place) -> dist.Store | None:

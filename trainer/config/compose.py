@@ -228,6 +228,10 @@ def explain(error: Exception, folders: list[Path]) -> str:
             f"{word}: can't be read as KEY=VALUE; quote it for the shell, as in {shell}, and text twice, as in {text}"
         )
     text = " ".join(str(error).split())
+    if several := re.search("Ambiguous value for argument '(.*?)' ", text):
+        word = redact_argument(several[1].removeprefix("++"))
+        key, _, values = word.partition("=")
+        return f"{word}: one run takes one value; 'echelon -m {word}' makes a run of each, {key}=[{values}] is a list"
     if absent := re.search("delete from config. '(.*)' does not exist", text):
         group, _, name = absent[1].partition(".")
         near = difflib.get_close_matches(name, choices(group, folders), 1)

@@ -198,7 +198,14 @@ def open_source(
     transform = transform_of(recipe, options, split != "train" if validates is None else validates)
     if data is None:
         return None
-    if split != "train" and isinstance(data, Mapping) and not any(isinstance(w, int | float) for w in data.values()):
+    sets = isinstance(data, Mapping) and bool(data) and not any(isinstance(w, int | float) for w in data.values())
+    if (
+        sets
+        and split == "train"
+        and any(hasattr(part, "__getitem__") and not isinstance(part, str) for part in data.values())
+    ):
+        raise ConfigError("recipe.data('train'): returned a dict of data sets; return one of them, as data[split]")
+    if split != "train" and isinstance(data, Mapping) and (sets or not data):
         return several(data, split, lambda part: open_data(transform, part, split, seed, options, timeout_s))
     return open_data(transform, data, split, seed, options, timeout_s)
 
@@ -269,6 +276,13 @@ def refuse_no_data(data: Any, split: str) -> None:
         raise ConfigError(f"{key}: returned the class {data.__name__}; return an object of it")
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset) and not hasattr(data, "__len__"):
         raise ConfigError(f"{key}: {type(data).__name__} has no length; define __len__, or return an IterableDataset")
+    if type(data).__module__.partition(".")[0] in ("pandas", "polars", "pyarrow"):
+        raise ConfigError(
+            f"{key}: returned a {type(data).__name__}, whose items are columns; return a Dataset of its rows, as "
+            "TensorDataset(torch.from_numpy(table[...].to_numpy()))"
+        )
+    if isinstance(data, tuple) and all(hasattr(part, "shape") for part in data):
+        raise ConfigError(f"{key}: returned a tuple of arrays; return a Dataset of samples, as TensorDataset(x, y)")
     if isinstance(data, list | tuple) and not data:
         raise DataError(f"{key}: returned an empty {type(data).__name__}; {form}")
     if not isinstance(data, Path) and not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
