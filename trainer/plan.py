@@ -94,18 +94,26 @@ class Plan:
         self._open_data(recipe, place, each)
         if self.order is None and spec is None:  # an iterable decides the size of its batches: no uneven split
             split_batch(batch, data_world, micro_batch, accumulate)
+        self._set_time(schedule, spec)
+        if self.resumed:
+            self._compare(recipe)
+        self.spec = self._agree(world, each, spec)
+
+    def _set_time(self, schedule: Schedule, spec: RunSpec | None) -> None:
+        """Set the last step, the rates and the intervals."""
         # Steps of this batch that a checkpoint's samples make, less its own steps: not 0 if it had another batch.
         self.done = self.manifest if self.resumed else {"samples": 0, "step": 0}
-        self.ahead = self.done["samples"] // batch - self.done["step"]
+        self.ahead = self.done["samples"] // self.batch - self.done["step"]
         self.max_steps = spec.max_steps if spec else self._max_steps()
         end = None if self.max_steps is None else self.max_steps + self.ahead
-        self.rate = schedule.resolve(end, batch, self.epoch_samples)
+        self.rate = schedule.resolve(end, self.batch, self.epoch_samples)
         self._set_intervals()
-        if self.resumed:
-            refuse_other_recipe(recipe, self.manifest, self.identity(), options.accept)
-            saved = identity_without_observers(self.manifest, self.callbacks)
-            refuse_differences(saved, self.identity(), options.accept)
-        self.spec = self._agree(world, each, spec)
+
+    def _compare(self, recipe: Any) -> None:
+        """Refuse a checkpoint of another recipe, of other data or settings."""
+        refuse_other_recipe(recipe, self.manifest, self.identity(), self.options.accept)
+        saved = identity_without_observers(self.manifest, self.callbacks)
+        refuse_differences(saved, self.identity(), self.options.accept)
 
     def _set_intervals(self) -> None:
         """Set the steps and seconds between validations and between checkpoints; infinity means never.
