@@ -78,6 +78,10 @@ class Plan:
             refuse_other_ranks({f"trainer.{key}": value for key, value in asdict(rank_0_decides).items()}, each)
         self.options, self.data, self.batch = options, data, batch
         refuse_incomplete(recipe, callbacks)
+        if isinstance(schedule, type) or not hasattr(schedule, "resolve"):
+            raise ConfigError(
+                f"schedule={schedule}: is no schedule; give an object, as Cosine() of trainer.optim.schedule"
+            )
         self.callbacks = arrange(callbacks, self.features())
         reads = place.rank > 0 and place.local_rank == 0
         self.resumed, self.manifest = self._see_checkpoint(self._find_checkpoint(place.rank, each, spec), each, reads)

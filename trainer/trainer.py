@@ -112,7 +112,7 @@ class Trainer:
         recipe: Any,
         callbacks: Mapping[str, Callback] | Iterable[Callback] | None = None,
         optimizer: Callable[[Groups], Optimizer] = adamw,
-        schedule: Schedule | None = None,
+        schedule: Schedule | Any = None,
         *,
         batch: PositiveInt,
         micro_batch: PositiveInt | None = None,
@@ -599,6 +599,7 @@ class Trainer:
             call(self)
             numbers_only(call, self.metrics, self.callbacks)
 
+    @during(Phase.CHECKPOINT)
     def _check_callbacks(self) -> None:
         """Refuse attributes that callbacks have set, and after the first step what they would save."""
         names = vars(self).keys()

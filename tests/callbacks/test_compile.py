@@ -503,3 +503,14 @@ def test_inductor_on_three_ranks(tmp_path):
         assert graphs == [{"compile/graphs": 1, "compile/recompiles": 0}] * len(graphs)
     sources = [line.split()[0] for line in calls.read_text().splitlines() if ".main.cpp" in line]
     assert len(sources) == len(set(sources)) > 2  # a lock on the kernel's file: the other ranks load it
+
+
+def test_a_model_without_blocks_is_compiled_whole(tmp_path, monkeypatch):
+    class Plain(Toy):
+        def model(self):
+            return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).to(self.dtype)
+
+    monkeypatch.chdir(tmp_path)
+    compiled = Compile(backend="eager")
+    assert make(Plain(), {"compile": compiled}, max_steps=2).fit()["steps"] == 2
+    assert compiled.whole and [counter.name for counter in compiled.counters] == ["Sequential"]

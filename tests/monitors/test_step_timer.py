@@ -137,8 +137,9 @@ def test_each_second_is_in_the_phase_that_spends_it(timer: StepTimer) -> None:
     step = {"data": 12.0, "forward": 4.0, "backward": 6.0, "optimizer": 5.0, "callbacks": 18.0}
     first, second = lines()
     assert [(line["step"], line["steps"], len(line["ranks"])) for line in (first, second)] == [(2, 2, 1), (4, 2, 1)]
-    # The first batch was loaded before the clock began, and step 2's callback comes after its numbers.
-    assert parts(first["ranks"][0]) == step | {"data": 6.0, "callbacks": 18.0 - 5.5}
+    # The first batch was loaded before the clock began, and step 2's callback comes after its numbers. After step 1 the
+    # state of an own callback is tried.
+    assert parts(first["ranks"][0]) == step | {"data": 6.0, "callbacks": 18.0 - 5.5, "checkpoint": 19 / 2}
     found = parts(second["ranks"][0])
     validation = 13 + 17 + 2 * 2  # 13 samples to validate are 2 calls of the loss of 2 seconds
     saved = 13 + 19

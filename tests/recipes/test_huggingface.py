@@ -19,6 +19,7 @@ from support.runs import make
 
 from recipes.huggingface import HuggingFace
 from recipes.huggingface.data import Lines, open_data
+from recipes.huggingface.recipe import collated
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError, DataError
 from trainer.optim.factories import adamw
@@ -203,3 +204,10 @@ def test_the_weight_of_a_batch_counts_labels(tmp_path):
     assert causal.weight({"labels": labels}) == 3  # the first of each row predicts nothing
     assert classifier.weight({"labels": torch.tensor([0, 1, 0])}) == 3
     assert classifier.weight({"x": torch.zeros(4, 2), "labels": torch.zeros(4, 2)}) == 4
+
+
+def test_samples_of_several_lengths_without_a_tokenizer_are_one_line():
+    from transformers.data.data_collator import default_data_collator
+
+    with pytest.raises(ConfigError, match=r"^recipe\.collator: samples have input_ids of 2 to 3 items, .*WithPadding"):
+        collated(default_data_collator, [{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3]}])

@@ -59,7 +59,7 @@ def said(messages: list[str]) -> list[str]:
         ({"first": 0}, "callbacks.profiler.first=0: must be at least 1"),
         ({"active": 0}, "callbacks.profiler.active=0: must be at least 1"),
         ({"ranks": []}, "callbacks.profiler.ranks=[]: no rank would record; name some, or null for all"),
-        ({"ranks": [0, -1]}, "callbacks.profiler.ranks=-1: must be at least 0"),
+        ({"ranks": [0, -1]}, "callbacks.profiler.ranks.1=-1: must be at least 0"),
         ({"every": 2}, "callbacks.profiler.every=2: is less than active=3, so recordings would overlap; raise it"),
     ],
 )
