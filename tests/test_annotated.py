@@ -16,13 +16,13 @@ from support.cli import ROOT
 from toy_recipe import Toy
 
 from echelon import Callback, DataOptions, Options, Trainer
-from trainer.annotated import Above, AtLeast, AtMost, Below, PositiveInt, checked, fits
+from trainer.annotated import Above, AtLeast, AtMost, Below, Bound, PositiveInt, checked, fits
 from trainer.callbacks.ema import EMA
 from trainer.comm.nccl import NCCLOptions
 from trainer.config.check import check_values
 from trainer.config.options import CheckpointOptions, DDPOptions, LimitOptions
 from trainer.config.schema import ANY_NAME, Knob, knobs, option_parameters
-from trainer.config.targets import ALLOWED
+from trainer.config.targets import LIBRARIES
 from trainer.errors import ConfigError
 from trainer.optim.schedule import Cosine
 from trainer.process.environment import Place
@@ -49,7 +49,7 @@ def targets() -> Iterator[Target]:
             key, node = (f"callbacks.{path.stem}", node[path.stem]) if group == "callbacks" else (group, node)
             module, _, name = node["_target_"].rpartition(".")
             if name not in OF_RECIPE:
-                yield key, getattr(importlib.import_module(module), name), knobs(key, node["_target_"], ALLOWED)
+                yield key, getattr(importlib.import_module(module), name), knobs(key, node["_target_"], LIBRARIES)
 
 
 ALL = [pytest.param(*target, id=f"{target[0]}-{target[1].__name__}") for target in targets()]
@@ -63,7 +63,8 @@ def wrong(kind: Any) -> Iterator[Any]:
     yield {"of": "another type"}
     for part in typing.get_args(kind) if typing.get_origin(kind) is types.UnionType else (kind,):
         if typing.get_origin(part) is Annotated:
-            yield from (bound.number + OUTSIDE[type(bound)] for bound in part.__metadata__)
+            ranges = [bound for bound in part.__metadata__ if isinstance(bound, Bound)]
+            yield from (bound.number + OUTSIDE[type(bound)] for bound in ranges)
             yield from [math.nan] * (typing.get_args(part)[0] is float)
     if "Literal" in str(kind) and not fits("bf16-mixed", kind):
         yield "bf16-mixed"

@@ -57,8 +57,8 @@ def test_the_folder_of_a_run(default):
     cwd, _ = default
     folder = cwd / "runs" / "a"
     assert {path.name for path in folder.iterdir()} - {"advice.jsonl"} == {  # advice depends on the machine's load
-        ".lock", "checkpointed", "config.yaml", "events.jsonl", "logs", "metrics.jsonl", "step_times.jsonl",
-        "summary.json", "tensorboard",
+        ".lock", ".signature", "checkpointed", "config.yaml", "events.jsonl", "logs", "metrics.jsonl",
+        "step_times.jsonl", "summary.json", "tensorboard",
     }  # fmt: skip
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [list(line)[:3] for line in lines] == [["step", "samples", "seconds"]] * 6

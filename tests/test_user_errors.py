@@ -187,7 +187,7 @@ def test_an_import_that_fails_in_a_users_module_is_one_line_with_its_place(folde
     (folder / "mine.py").write_text("import os\nimport nowhere\n")
     failed = fail(folder, "")
     assert (failed.code, failed.err.count("\n")) == (78, 1)
-    place = f"{folder}/mine.py:2: No module named 'nowhere'; install the package, or mend the import"
+    place = f"{folder}/mine.py:2: No module named 'nowhere'; install the package, or correct the import"
     assert failed.err == f"echelon: recipe._target_=mine.Mine: {place}\n"
 
 

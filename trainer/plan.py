@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +74,10 @@ class Plan:
         world = place.world
         if spec is None:
             refuse_more(options, world)
-            rank_0_decides = replace(options, run_dir=None, checkpoint=replace(options.checkpoint, dir=""))
-            refuse_other_ranks({f"trainer.{key}": value for key, value in asdict(rank_0_decides).items()}, each)
+            same = asdict(options) | {"run_dir": None, "checkpoint": asdict(options.checkpoint) | {"dir": ""}}
+            refuse_other_ranks({f"trainer.{key}": value for key, value in same.items()}, each)
         self.options, self.data, self.batch = options, data, batch
         refuse_incomplete(recipe, callbacks)
-        if isinstance(schedule, type) or not hasattr(schedule, "resolve"):
-            raise ConfigError(
-                f"schedule={schedule}: is no schedule; give an object, as Cosine() of trainer.optim.schedule"
-            )
         self.callbacks = arrange(callbacks, self.features())
         reads = place.rank > 0 and place.local_rank == 0
         self.resumed, self.manifest = self._see_checkpoint(self._find_checkpoint(place.rank, each, spec), each, reads)
@@ -105,6 +101,10 @@ class Plan:
 
     def _set_time(self, schedule: Schedule, spec: RunSpec | None) -> None:
         """Set the last step, the rates and the intervals."""
+        if isinstance(schedule, type) or not hasattr(schedule, "resolve"):
+            raise ConfigError(
+                f"schedule={schedule}: is no schedule; give an object, as Cosine() of trainer.optim.schedule"
+            )
         # Steps of this batch that a checkpoint's samples make, less its own steps: not 0 if it had another batch.
         self.done = self.manifest if self.resumed else {"samples": 0, "step": 0}
         self.ahead = self.done["samples"] // self.batch - self.done["step"]

@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -143,7 +142,7 @@ class Trainer:
             self.plan = Plan(
                 recipe, self.dry.callbacks, schedule or Constant(),
                 batch=batch, micro_batch=micro_batch, accumulate=accumulate, data=data or DataOptions(),
-                options=replace(options, precision=self.precision.label), place=place, each=self.ranks.each, spec=spec,
+                options=options.with_precision(self.precision.label), place=place, each=self.ranks.each, spec=spec,
             )  # fmt: skip
             self._open_run(refused)
             refused.callback(self.saver.close)
@@ -233,8 +232,7 @@ class Trainer:
         made = self.precision.wrap_optimizer(made, self.module, self.options.seed, lambda: self.step)
         self.optimizer = self._wrap("wrap_optimizer", made)
         self.clips = self.options.clip_norm is not None
-        self.rates = Rates(self.plan.rate, self.optimizer)
-        self.followed = followed(self.module, self.world)
+        self.rates, self.followed = Rates(self.plan.rate, self.optimizer), followed(self.module, self.world)
         self.trains = list(map(TRAINS, self.followed))
         self.scaler = self.precision.scaler
         self.generators = generators_of(self.device)

@@ -1,5 +1,6 @@
 """The part of Lightning's Strategy that a LightningModule may use, as self.trainer.strategy."""
 
+import json
 from typing import Any
 
 import torch
@@ -11,6 +12,14 @@ from trainer.errors import ConfigError
 
 GIVEN = ("all_gather", "barrier", "broadcast", "global_rank", "is_global_zero", "local_rank", "model", "reduce")
 GIVEN += ("root_device", "world_size")
+
+
+def is_json(value: Any) -> bool:
+    """Return whether a value stays as it is if it is sent as JSON: a tuple would come back as a list."""
+    try:
+        return json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError):
+        return False
 
 
 class NoSuchAttribute(ConfigError, AttributeError):
@@ -79,12 +88,28 @@ class AttachedStrategy:
         return total if str(reduce_op).lower() == "sum" else total / self.world_size
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return rank `src`'s object on every rank."""
+        """Return rank `src`'s JSON value or tensor on every rank. Others would have to be unpickled.
+
+        Raises:
+            ConfigError: The object is neither; the rank `src` raises.
+        """
         if self.world_size == 1:
             return obj
-        both = [obj]
-        dist.broadcast_object_list(both, src)
-        return both[0]
+        sends, tensor = self.global_rank == src, isinstance(obj, Tensor)
+        if sends and not tensor and not is_json(obj):
+            raise ConfigError(
+                f"self.trainer.strategy.broadcast({type(obj).__name__}): must be a tensor or made of numbers, strings, "
+                f"lists and dicts with strings as keys; send such parts of it"
+            )
+        said = [str(obj.dtype).removeprefix("torch."), list(obj.shape)] if sends and tensor else None
+        said, value = self.view.run.ranks.gather([said, None if tensor else obj] if sends else None)[src]
+        if said is None:
+            return value
+        dtype, shape = said
+        like = {"dtype": getattr(torch, dtype), "device": self.root_device}
+        sent = obj.detach().to(self.root_device).contiguous() if sends else torch.empty(shape, **like)
+        dist.broadcast(sent, src)
+        return sent
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""

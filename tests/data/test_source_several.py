@@ -8,7 +8,7 @@ from toy_recipe import Points
 
 from trainer.data.shards.writer import write_shards
 from trainer.data.source import Samples, Several, each_set, open_source, size_of
-from trainer.errors import DataError
+from trainer.errors import ConfigError, DataError
 
 
 class Recipe:
@@ -57,5 +57,7 @@ def test_other_mappings_are_refused(data):
 
 
 def test_training_has_one_data_set():
-    with pytest.raises(DataError, match=r"^recipe\.data\('train'\): a: .* a mixture maps shards to weights"):
+    with pytest.raises(
+        ConfigError, match=r"^recipe\.data\('train'\): returned a dict of data sets; return one of them"
+    ):
         open_source(Recipe({"a": points(3)}), "train", 0)

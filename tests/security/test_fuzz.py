@@ -24,7 +24,7 @@ from trainer.checkpoint.manifest import MANIFEST, Damaged, verify
 from trainer.checkpoint.serialize import load_state
 from trainer.data.sampling.order import Ref
 from trainer.data.shards.index import Index, scan_shard
-from trainer.data.shards.index_file import content_of
+from trainer.data.shards.index_file import content_of, places_of
 from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.tar import BLOCK, LONGEST_FIELDS, META, Member, members
 from trainer.data.shards.writer import write_shards
@@ -228,9 +228,15 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_shards(samples, tmp_path_factory.mktemp("shard"), "a", per_shard=6)[0]
 
 
+def forget(shard: Path) -> None:
+    """Remove the index, wherever it was stored: what is no index of ours stays in its place."""
+    for place in places_of(shard):
+        place.unlink(missing_ok=True)
+
+
 def forged(shard: Path, rows: bytes) -> bytes:
     """An index of these rows, with the checksum of them."""
-    Path(f"{shard}.idx").unlink(missing_ok=True)
+    forget(shard)
     return content_of(Index.open([shard]).shards[0], np.frombuffer(rows, np.int64).reshape(6, 3))
 
 
@@ -255,7 +261,7 @@ def refuse_or_right(shard: Path, index: bytes) -> None:
 @given(changes=CHANGES, tail=st.booleans())
 def test_a_changed_index_gives_no_wrong_sample(shard: Path, changes: Any, tail: bool) -> None:
     """In its header, or in its rows."""
-    Path(f"{shard}.idx").unlink(missing_ok=True)
+    forget(shard)
     Index.open([shard])
     good = Path(f"{shard}.idx").read_bytes()
     rows = bytes(changed(good[-144:], changes))[:144].ljust(144, b"\0")
@@ -271,7 +277,7 @@ def test_any_bytes_are_no_index(shard: Path, index: bytes, header: dict[str, Any
 
 
 def test_a_row_that_asks_for_all_memory(shard: Path) -> None:
-    Path(f"{shard}.idx").unlink(missing_ok=True)
+    forget(shard)
     Index.open([shard])
     good = Path(f"{shard}.idx").read_bytes()
     for offset, length in ((0, 1 << 62), (1 << 62, 1), (-512, 512), (512, -512), (1 << 62, 1 << 62)):
@@ -284,7 +290,7 @@ def test_a_row_that_asks_for_all_memory(shard: Path) -> None:
 
 def test_a_row_of_another_sample_is_seen(shard: Path) -> None:
     """A place that has a sample, and not the one whose checksum is in the row."""
-    Path(f"{shard}.idx").unlink(missing_ok=True)
+    forget(shard)
     Index.open([shard])
     good = Path(f"{shard}.idx").read_bytes()
     Path(f"{shard}.idx").write_bytes(forged(shard, good[-120:-104] + good[-128:]))

@@ -145,7 +145,10 @@ def link(checkpoint: Path, name: str) -> None:
 
 def is_link(path: Path) -> bool:
     """Return whether `path` is a link that `link` may have made."""
-    return path.is_symlink() and LINKED.fullmatch(os.readlink(path)) is not None
+    if not path.is_symlink():
+        return False
+    target = os.readlink(path)
+    return target == path.name or LINKED.fullmatch(target) is not None  # one to itself leads nowhere
 
 
 @contextmanager

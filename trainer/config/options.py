@@ -1,5 +1,6 @@
 """The typed settings of a run: the keys `trainer`, `trainer.checkpoint`, `trainer.ddp` and `data`. Imports no torch."""
 
+from copy import copy
 from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Annotated, Any, Literal
@@ -141,3 +142,9 @@ class Options:
         if self.validate_every is not None and not Duration.parse(self.validate_every, "trainer.validate_every").amount:
             reason = "must be more than 0; give null to validate only at the end"
             raise ConfigError(f"trainer.validate_every={self.validate_every}: {reason}")
+
+    def with_precision(self, label: str) -> "Options":
+        """Return these options with the formats of all ranks, such as `fp32+bf16`, which no user can give."""
+        made = copy(self)
+        object.__setattr__(made, "precision", label)
+        return made

@@ -30,7 +30,8 @@ def adamw(
     The defaults of betas and eps are RoBERTa's (Liu et al. 2019, arXiv:1907.11692).
     """
     groups = list(params)
-    fused = not any(torch.is_complex(p) for group in groups for p in group["params"])  # torch has no fused AdamW for it
+    weights = (p for group in groups for p in (group["params"] if isinstance(group, dict) else [group]))
+    fused = not any(map(torch.is_complex, weights))  # torch has no fused AdamW for complex weights
     return torch.optim.AdamW(groups, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, fused=fused)
 
 
