@@ -63,7 +63,8 @@ def download(url: str, patience_s: float) -> Generator[tuple[int, bytes]]:
     """
     scheme = url.partition(":")[0]
     reach = {"http": _by_http, "https": _by_http, "file": _by_file, "pipe": _by_program}.get(scheme, _by_fsspec)
-    done, most, failures, mark, progress_at = 0, 0, 0, None, time.monotonic()
+    done, most, mark, progress_at = 0, 0, None, time.monotonic()
+    reasons: list[str] = []  # of the failures since the last new byte
     while True:
         try:
             source = reach(url, done, mark)
@@ -88,12 +89,13 @@ def download(url: str, patience_s: float) -> Generator[tuple[int, bytes]]:
             if is_final(error):
                 raise DataError(f"{shown(url)}: {reason}; give a shard that exists and may be read") from None
         now = time.monotonic()
-        failures, progress_at, most = (0, now, done) if done > most else (failures + 1, progress_at, most)
-        pause_s = timeouts.SERVER_PAUSES_S[min(max(1, failures), len(timeouts.SERVER_PAUSES_S)) - 1]
+        progress_at, most, reasons = (now, done, []) if done > most else (progress_at, most, [*reasons, reason])
+        pause_s = timeouts.SERVER_PAUSES_S[min(max(1, len(reasons)), len(timeouts.SERVER_PAUSES_S)) - 1]
         if now + pause_s - progress_at > patience_s:
             cause = "the program" if scheme == "pipe" else "the server and the network"
-            tries = f"tried {failures} times in {now - progress_at:.0f} s"
-            raise UnavailableError(f"{shown(url)}: {reason}, {tries}; check {cause}, then resume")
+            tries = f"tried {len(reasons)} times in {now - progress_at:.0f} s"
+            why = ", or ".join(dict.fromkeys(reasons[-2:] or [reason]))  # a server may fail in two ways, in turn
+            raise UnavailableError(f"{shown(url)}: {why}, {tries}; check {cause}, then resume")
         log.info("%s: %s; trying again", shown(url), reason)
         time.sleep(pause_s)
 
