@@ -59,6 +59,7 @@ from trainer.parallel import sparse
 from trainer.parallel.batch_norm import across_ranks
 from trainer.parallel.ddp import DDP
 from trainer.parallel.frozen import TRAINS, changed, follow, followed, refuse_fixed, refuse_in_pass, refuse_unheld
+from trainer.parallel.state_fits import refuse_too_large
 from trainer.parallel.strategy import SingleDevice, Strategy, clip_values, to_device, trained
 from trainer.parallel.warmup import buffers_kept
 from trainer.plan import Plan, RunSpec
@@ -231,11 +232,11 @@ class Trainer:
         self._refuse_sparse(made)
         made = self.precision.wrap_optimizer(made, self.module, self.options.seed, lambda: self.step)
         self.optimizer = self._wrap("wrap_optimizer", made)
+        self._refuse_too_large()
         self.clips = self.options.clip_norm is not None
         self.rates, self.followed = Rates(self.plan.rate, self.optimizer), followed(self.module, self.world)
         self.trains = list(map(TRAINS, self.followed))
-        self.scaler = self.precision.scaler
-        self.generators = generators_of(self.device)
+        self.scaler, self.generators = self.precision.scaler, generators_of(self.device)
         self.seed_base = mix(self.options.seed, STEP, self.strategy.data_rank)
         self.forward_backward: ForwardBackward = self._wrap(
             "wrap_forward_backward", Accumulate(self.loss, self.strategy, self.scaler)
@@ -259,6 +260,14 @@ class Trainer:
         dense = [n for n, own in hooks.items() if any(getattr(self.callbacks[n], h) in self.hooks[h] for h in own)]
         nccl = self.world > 1 and self.ranks.backend == "nccl"
         sparse.refuse_sparse(self.module, optimizer, dense, self.precision.label, nccl)
+
+    def _refuse_too_large(self) -> None:
+        """Refuse a state that does not fit, while the weights are all of it that is there."""
+        roles = {role for callback in self.callbacks.values() for role in (callback.role, *callback.also)}
+        refuse_too_large(
+            self.strategy, self.module, self.new_optimizer, self.ranks,
+            averaged=Role.AVERAGE in roles, in_backward=Role.OPTIMIZER in roles,
+        )  # fmt: skip
 
     def _open_loader(self) -> None:
         plan, strategy, options = self.plan, self.strategy, self.options
