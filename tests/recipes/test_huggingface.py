@@ -81,11 +81,6 @@ def test_the_command_trains_on_text_and_exports_what_loads(tmp_path):
     (tmp_path / "new.jsonl").write_text('{"text": "a good film"}\n{"text": "a very very bad film"}\n')
     asked = ["runs/hf", "--devices", "1", "--output", "new-logits.jsonl", "recipe.val_data=new.jsonl"]
     told = run(asked, tmp_path, "trainer.tools.predict")
-    assert told.err == (
-        "echelon: recipe.model=bert, recipe.data=films.jsonl: the run's config names these paths; if you trust them, "
-        "add 'recipe.model=bert' 'recipe.data=films.jsonl'\n"
-    )
-    told = run([*asked, "recipe.model=bert", "recipe.data=films.jsonl"], tmp_path, "trainer.tools.predict")
     assert told.code == 0 and "2 predictions" in told.out, told.err
     rows = [json.loads(line) for line in (tmp_path / "new-logits.jsonl").read_text().splitlines()]
     with torch.no_grad():
