@@ -28,7 +28,7 @@ from trainer.process.exit import die_with_parent, exit_process, refuse_exit, run
 from trainer.process.signals import StartupSignals
 from trainer.process.stdio import open_standard_descriptors, tolerate_closed_pipes
 
-USAGE = """Echelon trains PyTorch models; every distributed-training optimisation is a callback.
+USAGE = """Echelon trains PyTorch models; distributed-training optimisations are callbacks and keys.
 
   echelon                                                  trains a small BERT on real text
   echelon recipe=bert_large trainer.devices=8              one process starts eight ranks
