@@ -153,7 +153,7 @@ def misfit(key: str, value: Any, kind: Any, shown: str) -> ConfigError:
 def called(thing: object, *names: str) -> str:
     """Return an object as text, as the call `Name(key=value)` of these attributes; without names, of its arguments.
 
-    Of the arguments, those are shown which are kept by their names, with plain values.
+    An argument is shown if the object keeps it by its name, as a plain value.
     """
     own = {name: getattr(thing, name, None) for name in names}
     if not names:
