@@ -21,7 +21,7 @@ from trainer.process.early import stop_early
 stop_early()
 
 from trainer.config.compose import CONF, TYPED, Job, choices, compose, config_dirs, told_apart
-from trainer.errors import CONFIG, STOPPED, ConfigError, nearest, printable
+from trainer.errors import STOPPED, ConfigError, nearest, printable
 from trainer.log import show
 from trainer.process.environment import avoid_foreign_cache, detect, raise_file_limit, refuse_nodes
 from trainer.process.exit import die_with_parent, exit_process, refuse_exit, run_guarded
@@ -157,10 +157,7 @@ def run_tool(name: str, *arguments: str) -> NoReturn:
     """Run `python -m trainer.tools.NAME ARGUMENTS` in this process, and end the process."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.argv = [name, *arguments]
-    try:
-        runpy.run_module(f"trainer.tools.{name}", run_name="__main__", alter_sys=True)
-    except SystemExit as stop:
-        raise SystemExit(CONFIG if stop.code == 2 else stop.code) from None  # argparse's code of a usage error
+    runpy.run_module(f"trainer.tools.{name}", run_name="__main__", alter_sys=True)
     sys.exit(0)
 
 

@@ -163,6 +163,7 @@ def build_model(recipe: Any) -> nn.Module:
     model = unwrapped(recipe.model())
     if not isinstance(model, nn.Module):
         raise refusal("model", model, "an nn.Module")
+    refuse_wrapped_parts(model)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             raise ConfigError(
@@ -188,6 +189,21 @@ def unwrapped(model: Any) -> Any:
     inner, instead = WRAPPERS[name]
     log.warning("recipe.model(): is wrapped in %s, which is taken off; %s", name, instead)
     return unwrapped(getattr(model, inner))
+
+
+def refuse_wrapped_parts(model: nn.Module) -> None:
+    """Raise ConfigError for a wrapper inside of the model, whose names a checkpoint would have, and for TorchScript."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConfigError("recipe.model(): is TorchScript, which callbacks can't change; return the nn.Module itself")
+    for name, part in model.named_modules():
+        kind = type(part).__name__
+        if kind in WRAPPERS:
+            fix = f"leave it out, {SPREADS}"
+            if kind == "OptimizedModule":
+                fix = f"call model.{name}.compile() instead of torch.compile(model.{name})"
+            raise ConfigError(
+                f"recipe.model(): {name} is wrapped in {kind}, whose names a checkpoint would have; {fix}"
+            )
 
 
 def refuse_untrained(model: nn.Module) -> None:

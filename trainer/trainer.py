@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from trainer import training_state
-from trainer.annotated import PositiveInt, check_arguments
+from trainer.annotated import PositiveInt, called, check_arguments
 from trainer.callback import HOOKS, UNLOGGED, Callback, Gathered, Role, overrides
 from trainer.callback_checks import (
     SAVED,
@@ -347,6 +347,9 @@ class Trainer:
         self.ranks.note_failure(kind, self.run_dir / "logs")
         if has_failed(self.device):
             self.end_failed(error)
+
+    def __repr__(self) -> str:
+        return called(self, "name", "batch", "step", "world")
 
     def close(self) -> None:
         """End the process groups. The weights stay in `module`."""

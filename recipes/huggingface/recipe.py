@@ -2,10 +2,12 @@
 
 import importlib.util
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,7 +133,7 @@ class HuggingFace:
         return mapping[type(self.config)] if mapping is not None else self.kind
 
     def model(self) -> nn.Module:
-        with in_one_line(f"recipe.model={self.source}"), no_progress_bar():
+        with pickle_in_one_line(self.source), in_one_line(f"recipe.model={self.source}"), no_progress_bar():
             if self.loads_weights:
                 how = {"config": self.config, "dtype": torch.float32, "output_loading_info": True}
                 made, found = self.kind.from_pretrained(self.source, **how)
@@ -298,6 +300,23 @@ def in_one_line(key: str) -> Iterator[None]:
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         line = " ".join(str(error).split()).partition(". ")[0]
         raise ConfigError(f"{key}: {printable(line)}") from None
+
+
+@contextmanager
+def pickle_in_one_line(source: str) -> Iterator[None]:
+    """Raise ConfigError for weights in a pickle that asks for code, or is damaged."""
+    try:
+        yield
+    except (UnpicklingError, RuntimeError, EOFError) as error:
+        folder = Path(source)
+        if not (folder / "pytorch_model.bin").is_file() or (folder / "model.safetensors").is_file():
+            raise
+        code = re.search(r"GLOBAL (\S+)", str(error))
+        why = f"asks for {code[1]}, which is not a weight" if code else "is no file of weights"
+        raise ConfigError(
+            f"recipe.model={source}: pytorch_model.bin {why}; convert it where you trust it, by "
+            "model.save_pretrained(FOLDER), which writes model.safetensors"
+        ) from None
 
 
 @contextmanager

@@ -214,6 +214,7 @@ def original_override(override: str) -> str:
 def explain(error: Exception, folders: list[Path]) -> str:
     """Return Hydra's error as one line with the way out."""
     from hydra.errors import MissingConfigException, OverrideParseException
+    from yaml import MarkedYAMLError
 
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
@@ -227,7 +228,14 @@ def explain(error: Exception, folders: list[Path]) -> str:
         return (
             f"{word}: can't be read as KEY=VALUE; quote it for the shell, as in {shell}, and text twice, as in {text}"
         )
+    if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark):
+        return f"{mark.name}: line {mark.line + 1}, column {mark.column + 1}: {error.problem}; correct the YAML there"
     text = " ".join(str(error).split())
+    if merged := re.search("In '(.*?)': .*Cannot merge DictConfig with ListConfig", text):
+        return (
+            f"{merged[1]}.yaml: has a list where keys are due; write 'callbacks: {{NAME: {{_target_: ...}}}}', or "
+            "choose callbacks by '+callbacks=[NAME]'"
+        )
     if several := re.search("Ambiguous value for argument '(.*?)' ", text):
         word = redact_argument(several[1].removeprefix("++"))
         key, _, values = word.partition("=")
@@ -235,9 +243,9 @@ def explain(error: Exception, folders: list[Path]) -> str:
     if absent := re.search("delete from config. '(.*)' does not exist", text):
         group, _, name = absent[1].partition(".")
         near = difflib.get_close_matches(name, choices(group, folders), 1)
-        return f"~{absent[1]}: is not in this run; {f'did you mean ~{group}.{near[0]}?' if near else 'see --cfg job'}"
+        return f"~{absent[1]}: is not in this run; {f'did you mean ~{group}.{near[0]}?' if near else 'leave this out'}"
     reason, _, key = text.partition(" full_key: ")  # OmegaConf's
-    return f"{key.split()[0]}: {reason}; see --cfg job" if key else f"{reason}; see --cfg job"
+    return f"{key.split()[0]}: {reason}; give a value, or a key that is there" if key else f"{reason}; see --help"
 
 
 def is_override(word: str) -> bool:
