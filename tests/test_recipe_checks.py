@@ -312,6 +312,13 @@ def test_counts_of_zero_are_the_metrics_own_fault():
         fit(recipe)
 
 
+def test_one_metric_that_counts_nothing_is_named_once(capsys):
+    one = torch.ones(())
+    recipe = with_method("metrics", lambda self, model, batch: {"a": (one, 1), "b": (one, 0)})
+    assert set(fit(recipe, validate_every="2 steps").validation) == {"val/a"}
+    assert capsys.readouterr().out.count("validation: val/b: the count is 0 in every batch, so there is no value") == 1
+
+
 def test_two_batches_are_tried_before_the_first_step():
     """The second one, too: it may be what is wrong."""
     made: list[str] = []

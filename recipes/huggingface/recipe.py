@@ -308,13 +308,13 @@ def pickle_in_one_line(source: str) -> Iterator[None]:
     try:
         yield
     except (UnpicklingError, RuntimeError, EOFError) as error:
-        folder = Path(source)
-        if not (folder / "pytorch_model.bin").is_file() or (folder / "model.safetensors").is_file():
+        file = next((name for name in WEIGHTS if Path(source, name).is_file()), "")
+        if not file.startswith("pytorch_model.bin"):
             raise
         code = re.search(r"GLOBAL (\S+)", str(error))
         why = f"asks for {code[1]}, which is not a weight" if code else "is no file of weights"
         raise ConfigError(
-            f"recipe.model={source}: pytorch_model.bin {why}; convert it where you trust it, by "
+            f"recipe.model={source}: {file} {why}; convert it where you trust it, by "
             "model.save_pretrained(FOLDER), which writes model.safetensors"
         ) from None
 

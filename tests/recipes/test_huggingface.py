@@ -208,12 +208,16 @@ def test_samples_of_several_lengths_without_a_tokenizer_are_one_line():
         collated(default_data_collator, [{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3]}])
 
 
-def test_a_pickle_that_asks_for_code_is_one_line(tmp_path):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_pickle_that_asks_for_code_is_one_line(sharded, tmp_path):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     from transformers import BertConfig
 
     BertConfig(**sizes, vocab_size=10).save_pretrained(tmp_path)
-    torch.save({"a": Path}, tmp_path / "pytorch_model.bin")
+    name = "pytorch_model-00001-of-00001.bin" if sharded else "pytorch_model.bin"
+    torch.save({"a": Path}, tmp_path / name)
+    if sharded:
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"a": name}}))
     recipe = HuggingFace(model=str(tmp_path), architecture="AutoModelForMaskedLM", data="x")
-    with pytest.raises(ConfigError, match=r": pytorch_model.bin asks for .*convert it .*save_pretrained"):
+    with pytest.raises(ConfigError, match=r": pytorch_model\.bin\S* asks for .*convert it .*save_pretrained"):
         recipe.model()
