@@ -31,7 +31,7 @@ schedule=cosin
 --config-dir=.
     --config-dir .: is a second --config-dir, and only one is read
 --batch=3
-    unrecognized arguments: --batch=3; see --help
+    --batch=3: there is no such option; give settings as KEY=VALUE, without --; see --help
 optimizer.lr
     optimizer.lr: can't be read as KEY=VALUE; quote it for the shell
 batch=[1

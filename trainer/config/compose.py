@@ -16,6 +16,7 @@ from trainer.config.schema import knobs
 from trainer.config.targets import CONF
 from trainer.config.training_arguments import expand
 from trainer.errors import ConfigError, nearest
+from trainer.other_words import our_key
 from trainer.redact import redact_argument, remove_if_secret
 
 PRIMARY = CONF / "config.yaml"
@@ -88,7 +89,7 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
             hydra.main(version_base="1.3", config_path=str(primary.parent), config_name=primary.stem)(collect)()
     except SystemExit as stop:
         if stop.code:
-            raise ConfigError(f"{stderr.getvalue().strip().rpartition('error: ')[2]}; see --help") from None
+            raise ConfigError(in_our_words(stderr.getvalue().strip().rpartition("error: ")[2])) from None
         raise
     except ConfigError:
         raise
@@ -100,6 +101,14 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
     of_optimizer = (fit_optimizer(job.config, job.argv, folders) for job in jobs)
     warnings = ([(logging.WARNING, text) for text in texts] for texts in of_optimizer)
     return [job._replace(messages=[*lines, *own]) for job, own in zip(jobs, warnings, strict=True)]
+
+
+def in_our_words(said: str) -> str:
+    """Return what argparse says of an unknown option: most belong to a trainer whose settings are options."""
+    if not (option := re.fullmatch(r"unrecognized arguments: (--?([\w.-]+).*)", said)):
+        return f"{said}; see --help"
+    fix = our_key(option[2]) or "give settings as KEY=VALUE, without --"
+    return f"{option[1]}: there is no such option; {fix}; see --help"
 
 
 @contextlib.contextmanager
