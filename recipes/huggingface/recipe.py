@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -307,9 +306,10 @@ def pickle_in_one_line(source: str) -> Iterator[None]:
     """Raise ConfigError for weights in a pickle that asks for code, or is damaged."""
     try:
         yield
-    except (UnpicklingError, RuntimeError, EOFError) as error:
+    except Exception as error:
         file = next((name for name in WEIGHTS if Path(source, name).is_file()), "")
-        if not file.startswith("pytorch_model.bin"):
+        of_pickle = isinstance(error, RuntimeError | EOFError) or type(error).__name__ == "UnpicklingError"
+        if not (of_pickle and file.startswith("pytorch_model.bin")):
             raise
         code = re.search(r"GLOBAL (\S+)", str(error))
         why = f"asks for {code[1]}, which is not a weight" if code else "is no file of weights"

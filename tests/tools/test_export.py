@@ -251,7 +251,7 @@ def test_only_what_is_missing_is_asked_for(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["export", "ckpt/last.pt"])
     with pytest.raises(SystemExit):
         main()
-    assert capsys.readouterr().err.endswith("error: the following arguments are required: folder\n")
+    assert capsys.readouterr().err.startswith("echelon export: the following arguments are required: folder; see ")
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ UTILISATION = 0.85  # of a GPU's time
 SWING = 0.15  # between the largest and the smallest sample of utilisation
 COMMUNICATION = 0.3  # of the forward and backward passes
 DATA = 0.05  # of the step
-HANDOVER_S = 0.02  # in a shorter wait for data, a step gains nothing from workers: the handover takes as long
+HANDOVER = 0.02  # in a shorter wait for data, a step gains nothing from workers: the handover takes as long
 CHECKPOINT = 0.035  # of the steps since the first logged one
 STRAGGLER = 0.1  # of the step, between what the slowest and the fastest rank compute
 SKEW = 0.2  # of the largest peak of memory
@@ -249,7 +249,7 @@ def share_of(part: str, numbers: Numbers) -> float:
 
 def wait_share(part: str, numbers: Numbers) -> float:
     """Return the share of a step's wait; 0 for a wait for data that workers could not shorten."""
-    short = part == "data" and seconds(part, numbers) < HANDOVER_S
+    short = part == "data" and seconds(part, numbers) < HANDOVER
     return 0.0 if short else share_of(part, numbers)
 
 
