@@ -154,6 +154,16 @@ def other_parameters(method: Callable[..., Any], expected: Callable[..., Any]) -
     return ""
 
 
+def refuse_no_tensors(model: nn.Module) -> None:
+    """Raise ConfigError if a model's state has more than tensors, as `get_extra_state` may give."""
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"recipe.model(): its state_dict has {name}, which is {describe(value)}, and checkpoints have tensors "
+                "alone; let get_extra_state return a tensor, or keep the value in a buffer"
+            )
+
+
 def build_model(recipe: Any) -> nn.Module:
     """Call `recipe.model`. A model that is compiled or distributed already is taken out of its wrapper.
 

@@ -68,7 +68,15 @@ from trainer.process.crash import note_crash, read_summary
 from trainer.process.environment import Place, detect
 from trainer.process.heartbeat import Heartbeat
 from trainer.process.signals import StopSignals
-from trainer.recipe_checks import CheckedLoss, build_model, check_rates, refuse_untrained, try_summary, weight_of
+from trainer.recipe_checks import (
+    CheckedLoss,
+    build_model,
+    check_rates,
+    refuse_no_tensors,
+    refuse_untrained,
+    try_summary,
+    weight_of,
+)
 from trainer.rng import GOLDEN, MASK, STEP, generators_of, mix
 from trainer.run_dir import make_run_dir, nothing_left, start_log
 from trainer.summary import report, tell_place
@@ -250,6 +258,7 @@ class Trainer:
     def _build_model(self, optimizer: Callable[[Groups], Optimizer]) -> nn.Module:
         """Return the recipe's model; find its groups, and freeze, before callbacks cut it or wait for gradients."""
         model = build_model(self.recipe)
+        refuse_no_tensors(model)
         self.rules = ParameterRules(optimizer, self.recipe, model)
         return model
 

@@ -197,7 +197,21 @@ class HuggingFace:
                 made = made(
                     **({} if name == "DefaultDataCollator" else {"tokenizer": self.tokenizer}) | self.collator_args
                 )
-        return partial(collated, made)
+        return partial(collated, made, self.limits, self.padding)
+
+    @property
+    def limits(self) -> dict[str, tuple[int, str]]:
+        """The number that integers of a batch must be below, by name, and the setting of config.json that it is."""
+        vocabulary = getattr(self.config.get_text_config(), "vocab_size", None)
+        classifies = self.model_class.__name__.endswith(("ForSequenceClassification", "ForTokenClassification"))
+        classes = (self.config.num_labels or 0) if classifies else 0
+        found = {"input_ids": (vocabulary or 0, "vocab_size"), "labels": (classes, "num_labels")}
+        return {name: limit for name, limit in found.items() if limit[0] > 1}
+
+    @property
+    def padding(self) -> bool:
+        """Whether the tokenizer, if one is used, has a token for padding."""
+        return "tokenizer" not in vars(self) or self.tokenizer.pad_token is not None
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         return loss_of(self._run(model, batch), batch)
@@ -261,19 +275,39 @@ class HuggingFace:
             self.tokenizer.save_pretrained(folder)
 
 
-def collated(collate: Any, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Return the collator's batch without what is no tensor."""
+def collated(
+    collate: Any, limits: Mapping[str, tuple[int, str]], padding: bool, samples: list[dict[str, Any]]
+) -> dict[str, Tensor]:
+    """Return the collator's batch without what is no tensor.
+
+    Raises:
+        ConfigError: The collator can't pad, or a number is too large for the model's tables.
+    """
     try:
         batch = collate(samples)
     except ValueError as error:
         lengths = {name: {len(s[name]) for s in samples if hasattr(s.get(name), "__len__")} for name in samples[0]}
+        if not padding:
+            raise ConfigError(
+                "recipe.text: the tokenizer has no padding token, which samples of several lengths need; set pad_token "
+                "in the folder's tokenizer_config.json, as to its eos_token"
+            ) from error
         if uneven := next((name for name, of_name in lengths.items() if len(of_name) > 1), None):
             raise ConfigError(
                 f"recipe.collator: samples have {uneven} of {min(lengths[uneven])} to {max(lengths[uneven])} items, "
                 "and the collator does not pad; give recipe.collator=DataCollatorWithPadding, or recipe.text"
             ) from error
         raise
-    return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    found = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    for name, (limit, setting) in limits.items():
+        value = found.get(name)
+        if value is None or value.is_floating_point() or not value.numel() or (most := int(value.max())) < limit:
+            continue
+        raise ConfigError(
+            f"recipe.data: {name} has the number {most}, and the model's config.json has {setting}={limit}; give the "
+            "tokenizer or the labels that the model is for, or a model of that size"
+        )
+    return found
 
 
 def loss_of(output: Any, batch: Mapping[str, Tensor]) -> Tensor:

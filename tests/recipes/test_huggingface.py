@@ -205,7 +205,34 @@ def test_samples_of_several_lengths_without_a_tokenizer_are_one_line():
     from transformers.data.data_collator import default_data_collator
 
     with pytest.raises(ConfigError, match=r"^recipe\.collator: samples have input_ids of 2 to 3 items, .*WithPadding"):
-        collated(default_data_collator, [{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3]}])
+        collated(default_data_collator, {}, True, [{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3]}])
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ({"input_ids": [1, 10], "labels": 1}, "input_ids has the number 10, .* vocab_size=10"),
+        ({"input_ids": [1, 9], "labels": 2}, "labels has the number 2, .* num_labels=2"),
+    ],
+)
+def test_a_number_that_the_model_has_no_place_for_is_one_line(batch, words, tmp_path):
+    write_bert(tmp_path)
+    recipe = HuggingFace(str(tmp_path / "bert"), "none.jsonl")
+    assert recipe.collate([{"input_ids": [1, 9], "labels": 1}])["input_ids"].shape == (1, 2)
+    with pytest.raises(ConfigError, match=rf"^recipe\.data: {words}"):
+        recipe.collate([batch])
+
+
+def test_a_tokenizer_without_padding_is_one_line_whose_fix_works(tmp_path):
+    write_bert(tmp_path)
+    samples = [{"input_ids": [1, 2]}, {"input_ids": [1]}]
+    recipe = HuggingFace(str(tmp_path / "bert"), "none.jsonl", text="text")
+    recipe.tokenizer.pad_token = None
+    with pytest.raises(ConfigError, match=r"^recipe\.text: the tokenizer has no padding token, .*; set pad_token"):
+        recipe.collate(samples)
+    del recipe.collate
+    recipe.tokenizer.pad_token = "[SEP]"
+    assert recipe.collate(samples)["input_ids"].tolist() == [[1, 2], [1, 3]]
 
 
 @pytest.mark.parametrize("sharded", [False, True])
