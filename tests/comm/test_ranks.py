@@ -161,6 +161,7 @@ def test_nccl_is_bound_to_the_device_of_the_rank(device, bound, monkeypatch):
     monkeypatch.setattr("trainer.comm.ranks.pick_device", lambda *_: torch.device(device))
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **more: told.append((args, more["device_id"])))
     monkeypatch.setattr(Ranks, "new_group", lambda *_: None)
+    monkeypatch.setattr(dist, "barrier", lambda _: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     Ranks(Place(5, 8, 1, 4), "auto", "auto", 60.0)
     assert told == [(("nccl" if bound else "gloo",), bound)]
@@ -177,6 +178,7 @@ def test_gloo_takes_the_interface_that_nccl_is_given_if_it_is_a_name(nccl, backe
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")])
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: found.append(os.environ.get("GLOO_SOCKET_IFNAME")))
     monkeypatch.setattr(Ranks, "new_group", lambda *_: None)
+    monkeypatch.setattr(dist, "barrier", lambda _: None)
     monkeypatch.setattr(os, "environ", {"NCCL_SOCKET_IFNAME": nccl} if nccl else {})
     Ranks(Place(0, 2, 0, 1), "auto", backend, 60.0)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"

@@ -62,6 +62,7 @@ class Ranks:
         self.patient = self.new_group("gloo", timedelta(days=30))
         if self.world > RING:
             self.agree_thread, self.agree_group = ThreadPoolExecutor(1, "agree"), self.new_group("gloo")
+        dist.barrier(self.host)  # a rank that raises from here on doesn't cut off one that still connects
 
     def gpus_hidden(self) -> bool:
         """Return whether srun shows each task its own GPU alone, though NCCL connects several on this node."""
