@@ -13,7 +13,7 @@ from support.tars import numbered, write_tar
 from trainer.config.options import DataOptions
 from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
-from trainer.errors import DataError
+from trainer.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -68,3 +68,14 @@ def test_a_compressed_shard_may_be_named_tar(tmp_path: Path, pack: Callable[[byt
     for _ in range(2):
         index = Index.open(find_shards(str(tmp_path / "a.tar"), DataOptions(cache_dir=str(tmp_path / "cache"))))
         assert index.counts == [4]
+
+
+@pytest.mark.parametrize("url", ["http://[::1/x.tar", "http://h:99999/x.tar", "https:///x.tar", "http://h:-1/x.tar"])
+def test_a_url_that_no_server_can_have_is_refused_at_once(url: str) -> None:
+    """Not after the patience for a server that is away."""
+    with pytest.raises(ConfigError, match=r": is not a URL \(.*\); correct it"):
+        find_shards(url)
+
+
+def test_a_scheme_has_no_case() -> None:
+    assert find_shards("HTTP://h/A.tar") == find_shards("http://h/A.tar")

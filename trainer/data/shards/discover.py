@@ -38,9 +38,9 @@ def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | 
             if name.startswith("pipe:") and not os.path.isfile(name):
                 refuse_program(name, options.allow_pipe)
                 urls.append(name)
-            elif name.partition("://")[0] not in SCHEMES:
+            elif lowered(name).partition("://")[0] not in SCHEMES:
                 files += _files(name.removeprefix("file://"), "" if name == str(pattern) else f" (of {pattern})")
-            elif parsed(name).username:
+            elif parsed(name := lowered(name)).username:
                 raise DataError(f"{shown(name)}: a URL's user and password are not sent; give a URL without them")
             elif "*" in name:
                 raise DataError(f"{shown(name)}: can't be listed; write braces as {{000..009}} or {{a,b}}")
@@ -64,11 +64,25 @@ def unpacks(path: Path) -> bool:
     return False
 
 
+def lowered(name: str) -> str:
+    """Return a name whose scheme, if it has one, is in lower case: `HTTP://` is `http://`."""
+    scheme, mark, rest = name.partition("://")
+    return scheme.lower() + mark + rest
+
+
 def parsed(url: str) -> SplitResult:
+    """Return the parts of a URL.
+
+    Raises:
+        ConfigError: It has no host, or its port is no number from 1 to 65535.
+    """
     try:
-        return urlsplit(url)
+        parts = urlsplit(url)
+        if parts.port == 0 or (not parts.hostname and parts.scheme in ("http", "https")):
+            raise ValueError("port 0" if parts.port == 0 else "no host")
     except ValueError as error:
         raise ConfigError(f"{redact_urls(url)}: is not a URL ({error}); correct it") from None
+    return parts
 
 
 def refuse_program(name: str, allowed: bool) -> None:
